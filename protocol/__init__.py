@@ -1,0 +1,1 @@
+"""What crosses a process boundary in kvforge, and nothing else: messages, errors, shared tables, endpoints."""

@@ -1,0 +1,284 @@
+"""The error tree. Every error has a stable wire code; a peer that receives it raises the same class.
+
+KvforgeError
+ ├─ ProtocolError             protocol_error         the bytes are not a message we accept
+ │   └─ VersionMismatch       version_mismatch       the two sides share no protocol version
+ ├─ InvalidConfiguration      invalid_configuration  a setting is wrong; names the field
+ ├─ InvalidRequest            invalid_request        an argument is wrong; names the field
+ ├─ NotFound                  not_found
+ │   ├─ SequenceNotFound      sequence_not_found     carries sequence_id
+ │   ├─ BlockNotFound         block_not_found        carries block_id
+ │   ├─ RequestNotFound       request_not_found      carries request_id
+ │   └─ ModelNotFound         model_not_found        carries model
+ ├─ Conflict                  conflict               the object exists but its state forbids the command
+ │   ├─ InvalidTransition     invalid_transition     carries request_id, state, event
+ │   ├─ AlreadyFinished       already_finished       carries request_id, state
+ │   ├─ SequenceBusy          sequence_busy          a request is running on the sequence
+ │   ├─ AlreadyHolder         already_holder         this holder already holds the block
+ │   ├─ NotAHolder            not_a_holder           this holder does not hold the block
+ │   ├─ BlockNotHeld          block_not_held         nobody holds the block: it cannot be freed again
+ │   └─ StaleGeneration       stale_generation       the block was recycled since its id was read
+ ├─ CapacityExceeded          capacity_exceeded      a pool, table or limit is full; carries resource
+ │   ├─ QueueFull             queue_full             carries retry_after_ms
+ │   └─ QuotaExceeded         quota_exceeded         the tenant's ceiling; carries tenant
+ ├─ Unavailable               unavailable            nobody can serve this now
+ │   ├─ CoordinatorUnavailable coordinator_unavailable
+ │   ├─ Draining              draining               admission has stopped
+ │   └─ NotReady              not_ready              no worker is ready to serve
+ ├─ DeadlineExceeded          deadline_exceeded      the wait or the request ran out of time
+ ├─ UnsupportedModel          unsupported_model      refused at load, by name
+ ├─ WorkerError               worker_error           a worker failed while running a request
+ │   └─ GpuError              gpu_error              the device failed (out of memory, fault)
+ └─ InternalError             internal_error         a fault of kvforge's own
+"""
+
+from __future__ import annotations
+
+from typing import Any, ClassVar
+
+Field = str | int | float | bool | None
+
+
+class KvforgeError(Exception):
+    """Base of everything kvforge raises on purpose.
+
+    `fields` holds what a program may want to read (ids, limits); each is an attribute too.
+    """
+
+    code: ClassVar[str] = "error"
+
+    def __init__(self, message: str, **fields: Field) -> None:
+        super().__init__(message)
+        self.message = message
+        self.fields: dict[str, Field] = fields
+
+    def __getattr__(self, name: str) -> Any:
+        fields = self.__dict__.get("fields", {})
+        if name in fields:
+            return fields[name]
+        raise AttributeError(f"{type(self).__name__} has no attribute {name!r}")
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return (restore, (self.code, self.message, self.fields))
+
+
+class ProtocolError(KvforgeError):
+    code = "protocol_error"
+
+
+class VersionMismatch(ProtocolError):
+    code = "version_mismatch"
+
+
+class InvalidConfiguration(KvforgeError):
+    """A setting is wrong. `field` is its full name as written in the configuration."""
+
+    code = "invalid_configuration"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}", field=field)
+
+
+class InvalidRequest(KvforgeError):
+    """An argument of a request is wrong. `field` names it."""
+
+    code = "invalid_request"
+
+    def __init__(self, field: str, problem: str) -> None:
+        super().__init__(f"{field}: {problem}", field=field)
+
+
+class NotFound(KvforgeError):
+    code = "not_found"
+
+
+class SequenceNotFound(NotFound):
+    code = "sequence_not_found"
+
+    def __init__(self, sequence_id: int) -> None:
+        super().__init__(f"there is no sequence {sequence_id}", sequence_id=sequence_id)
+
+
+class BlockNotFound(NotFound):
+    code = "block_not_found"
+
+    def __init__(self, block_id: int) -> None:
+        super().__init__(f"there is no block {block_id}", block_id=block_id)
+
+
+class RequestNotFound(NotFound):
+    code = "request_not_found"
+
+    def __init__(self, request_id: int) -> None:
+        super().__init__(
+            f"there is no request {request_id} (never submitted, or finished and purged)", request_id=request_id
+        )
+
+
+class ModelNotFound(NotFound):
+    code = "model_not_found"
+
+    def __init__(self, model: str, problem: str) -> None:
+        super().__init__(f"model {model}: {problem}", model=model)
+
+
+class Conflict(KvforgeError):
+    code = "conflict"
+
+
+class InvalidTransition(Conflict):
+    code = "invalid_transition"
+
+    def __init__(self, request_id: int, state: str, event: str) -> None:
+        super().__init__(
+            f"request {request_id} is {state}: {event!r} is not allowed there",
+            request_id=request_id,
+            state=state,
+            event=event,
+        )
+
+
+class AlreadyFinished(Conflict):
+    code = "already_finished"
+
+    def __init__(self, request_id: int, state: str) -> None:
+        super().__init__(f"request {request_id} has already ended ({state})", request_id=request_id, state=state)
+
+
+class SequenceBusy(Conflict):
+    code = "sequence_busy"
+
+    def __init__(self, sequence_id: int, request_id: int) -> None:
+        super().__init__(
+            f"sequence {sequence_id} is being extended by request {request_id}: cancel it or wait for its end",
+            sequence_id=sequence_id,
+            request_id=request_id,
+        )
+
+
+class AlreadyHolder(Conflict):
+    code = "already_holder"
+
+    def __init__(self, block_id: int, holder: str) -> None:
+        super().__init__(f"{holder!r} already holds block {block_id}", block_id=block_id, holder=holder)
+
+
+class NotAHolder(Conflict):
+    code = "not_a_holder"
+
+    def __init__(self, block_id: int, holder: str) -> None:
+        super().__init__(f"{holder!r} does not hold block {block_id}", block_id=block_id, holder=holder)
+
+
+class BlockNotHeld(Conflict):
+    code = "block_not_held"
+
+    def __init__(self, block_id: int) -> None:
+        super().__init__(f"nobody holds block {block_id}: it is free already", block_id=block_id)
+
+
+class StaleGeneration(Conflict):
+    code = "stale_generation"
+
+    def __init__(self, block_id: int, generation: int, current: int) -> None:
+        super().__init__(
+            f"block {block_id} was recycled: generation {generation} was named, {current} is current",
+            block_id=block_id,
+            generation=generation,
+            current=current,
+        )
+
+
+class CapacityExceeded(KvforgeError):
+    """Something with a limit is full. `resource` names it, `needed` and `available` are counts of it."""
+
+    code = "capacity_exceeded"
+
+    def __init__(self, resource: str, needed: int, available: int, hint: str = "") -> None:
+        message = f"{resource}: {needed} needed, {available} available" + (f"; {hint}" if hint else "")
+        super().__init__(message, resource=resource, needed=needed, available=available)
+
+
+class QueueFull(CapacityExceeded):
+    code = "queue_full"
+
+    def __init__(self, limit: int, retry_after_ms: int) -> None:
+        KvforgeError.__init__(
+            self,
+            f"the queue holds its limit of {limit} requests; try again in {retry_after_ms} ms",
+            limit=limit,
+            retry_after_ms=retry_after_ms,
+        )
+
+
+class QuotaExceeded(CapacityExceeded):
+    code = "quota_exceeded"
+
+    def __init__(self, tenant: str, needed: int, ceiling: int) -> None:
+        KvforgeError.__init__(
+            self,
+            f"tenant {tenant!r} would hold {needed} blocks; its ceiling is {ceiling}",
+            tenant=tenant,
+            needed=needed,
+            ceiling=ceiling,
+        )
+
+
+class Unavailable(KvforgeError):
+    code = "unavailable"
+
+
+class CoordinatorUnavailable(Unavailable):
+    code = "coordinator_unavailable"
+
+
+class CoordinatorInUse(Unavailable):
+    code = "coordinator_in_use"
+
+
+class Draining(Unavailable):
+    code = "draining"
+
+
+class NotReady(Unavailable):
+    code = "not_ready"
+
+
+class DeadlineExceeded(KvforgeError):
+    code = "deadline_exceeded"
+
+
+class UnsupportedModel(KvforgeError):
+    code = "unsupported_model"
+
+    def __init__(self, model: str, problem: str) -> None:
+        super().__init__(f"model {model} cannot be served: {problem}", model=model)
+
+
+class WorkerError(KvforgeError):
+    code = "worker_error"
+
+
+class GpuError(WorkerError):
+    code = "gpu_error"
+
+
+class InternalError(KvforgeError):
+    code = "internal_error"
+
+
+def _tree(root: type[KvforgeError]) -> list[type[KvforgeError]]:
+    return [root, *(descendant for child in root.__subclasses__() for descendant in _tree(child))]
+
+
+BY_CODE: dict[str, type[KvforgeError]] = {cls.code: cls for cls in _tree(KvforgeError)}
+
+
+def restore(code: str, message: str, fields: dict[str, Field]) -> KvforgeError:
+    """Rebuilds the error that a peer raised. A code from a newer peer becomes a plain KvforgeError that names it."""
+    cls = BY_CODE.get(code)
+    if cls is None:
+        cls, message = KvforgeError, f"{message} [{code}]"
+    error = cls.__new__(cls)
+    KvforgeError.__init__(error, message, **fields)
+    return error

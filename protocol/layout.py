@@ -1,0 +1,126 @@
+"""The shared-memory layout, declared once. Writer and readers compute every offset from here.
+
+One file, little-endian, every array aligned to a cache line:
+
+    header            magic, layout version, geometry, boot id                      one page
+    gauges            version, then one int64 for each name in GAUGES               one page
+    row_version       [slots] int64   odd while the row is being written
+    row_length        [slots] int32   tokens known
+    row_blocks        [slots] int32   used columns of block_table
+    row_sequence      [slots] int64   id of the sequence in the slot, 0 = none
+    block_refcount    [blocks] int32
+    block_generation  [blocks] int32
+    block_owner       [blocks] int32  tenant that the block is charged to, -1 = none
+    block_table       [slots, blocks_per_sequence] int32   global block ids
+
+Untouched pages of the file take no memory, so the limits may be generous.
+"""
+
+from __future__ import annotations
+
+import msgspec
+import numpy as np
+
+from .errors import InvalidConfiguration
+
+MAGIC = 0x6B76_666F_7267_6531  # "kvforge1"
+LAYOUT_VERSION = 1
+PAGE_BYTES = 4096
+LINE_BYTES = 64
+FILE_BYTES_MAX = 1 << 40
+
+HEADER = np.dtype(
+    [
+        ("magic", "<u8"),
+        ("layout_version", "<u4"),
+        ("header_bytes", "<u4"),
+        ("boot", "S32"),
+        ("slots", "<i8"),
+        ("blocks", "<i8"),
+        ("blocks_per_sequence", "<i8"),
+        ("block_size", "<i8"),
+        ("file_bytes", "<i8"),
+        ("pid", "<i8"),
+    ]
+)
+GAUGES = (
+    "turns",
+    "uptime_us",
+    "sequences",
+    "requests_pending",
+    "requests_running",
+    "blocks_total",
+    "blocks_free",
+    "blocks_cached",
+    "blocks_referenced",
+    "blocks_quarantined",
+    "sequence_tokens",
+    "generated_tokens_total",
+    "steps_total",
+)
+_ARRAYS = (
+    ("row_version", "<i8", ("slots",)),
+    ("row_length", "<i4", ("slots",)),
+    ("row_blocks", "<i4", ("slots",)),
+    ("row_sequence", "<i8", ("slots",)),
+    ("block_refcount", "<i4", ("blocks",)),
+    ("block_generation", "<i4", ("blocks",)),
+    ("block_owner", "<i4", ("blocks",)),
+    ("block_table", "<i4", ("slots", "blocks_per_sequence")),
+)
+
+assert HEADER.itemsize == 96 <= PAGE_BYTES
+assert (1 + len(GAUGES)) * 8 <= PAGE_BYTES
+
+
+class Geometry(msgspec.Struct, frozen=True, kw_only=True):
+    """How large the tables are. Raises InvalidConfiguration naming the field."""
+
+    slots: int
+    blocks: int
+    blocks_per_sequence: int
+    block_size: int
+
+    def __post_init__(self) -> None:
+        for name in self.__struct_fields__:
+            if getattr(self, name) < 1:
+                raise InvalidConfiguration(name, f"must be at least 1, not {getattr(self, name)}")
+        if self.blocks >= 1 << 31:
+            raise InvalidConfiguration("blocks", "block ids are 32 bit: at most 2147483647")
+        if file_bytes(self) > FILE_BYTES_MAX:
+            raise InvalidConfiguration(
+                "blocks_per_sequence",
+                f"the shared tables would take {file_bytes(self)} bytes, more than {FILE_BYTES_MAX}: "
+                "lower sequences_max, blocks_max or blocks_per_sequence_max",
+            )
+
+
+class ArraySpec(msgspec.Struct, frozen=True):
+    """Where one array lies in the file."""
+
+    offset: int
+    dtype: str
+    shape: tuple[int, ...]
+
+
+def arrays(geometry: Geometry) -> dict[str, ArraySpec]:
+    """Every array of the file by name, in file order."""
+    found: dict[str, ArraySpec] = {}
+    offset = 2 * PAGE_BYTES
+    for name, dtype, dimensions in _ARRAYS:
+        shape = tuple(int(getattr(geometry, dimension)) for dimension in dimensions)
+        found[name] = ArraySpec(offset, dtype, shape)
+        size = int(dtype[2:])
+        for length in shape:
+            size *= length
+        offset += -(-size // LINE_BYTES) * LINE_BYTES
+    return found
+
+
+def file_bytes(geometry: Geometry) -> int:
+    """Size of the whole file."""
+    last = list(arrays(geometry).values())[-1]
+    size = int(last.dtype[2:])
+    for length in last.shape:
+        size *= length
+    return last.offset + -(-size // PAGE_BYTES) * PAGE_BYTES

@@ -1,0 +1,500 @@
+"""Every wire message: one frozen struct each, a stable tag, and defaults for fields that came later.
+
+A message is a MessagePack map (its scalar fields and the tag `t`) followed by one binary frame per array field.
+`FRAMES` lists a message's array fields in frame order with their little-endian dtype. Who sends what:
+
+    client -> coordinator    Hello, Submit, Cancel, GetRequest, ListRequests, GetStats, GetHealth, Drain, Goodbye
+    coordinator -> client    Welcome, Accepted, Refused, RequestInfo, RequestList, Stats, Health, Stream
+    worker -> coordinator    WorkerHello, WorkerLoading, WorkerReady, StepResult, WorkerFailed, Goodbye
+    coordinator -> worker    WorkerWelcome, PoolRegistered, Step, Refused, Stop
+
+Every command carries `rid`, chosen by its sender; the reply to it carries the same `rid`.
+Times are integers with the unit in the name. Ids are integers and are never reused within a boot.
+"""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from .errors import Field, KvforgeError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Int32Array = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
+    Float32Array = npt.NDArray[np.float32]
+else:  # msgspec checks isinstance(value, np.ndarray); the dtype is fixed by FRAMES
+    Int32Array = Int64Array = Float32Array = np.ndarray
+
+PROTOCOL_VERSION = 1
+PROTOCOL_VERSION_MIN = 1
+
+NO_INT32: Int32Array = np.zeros(0, np.int32)
+NO_INT64: Int64Array = np.zeros(0, np.int64)
+NO_FLOAT32: Float32Array = np.zeros(0, np.float32)
+NO_INT32.setflags(write=False)
+NO_INT64.setflags(write=False)
+NO_FLOAT32.setflags(write=False)
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", eq=False):
+    """Base of all wire messages."""
+
+    FRAMES: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+
+# ---------------------------------------------------------------------------------------------------- shared values
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the next token is chosen.
+
+    temperature: 0 is greedy; otherwise logits are divided by it (finite, 0 to 100).
+    seed: 64-bit; the same request with the same seed gives the same tokens. None: the coordinator draws one.
+    stop_tokens: token ids that end the request with reason `stop`; the stop token itself is the last token.
+    ignore_eos: do not end at the model's own end-of-sequence tokens.
+    """
+
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An error on the wire; `protocol.errors.restore` makes the exception of it again."""
+
+    code: str
+    message: str
+    fields: dict[str, Field] = {}
+
+    @classmethod
+    def of(cls, error: KvforgeError) -> ErrorInfo:
+        return cls(error.code, error.message, error.fields)
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker serves. All workers of one coordinator must agree on it.
+
+    source: the path or name it was loaded from (a client on the same host may load its tokenizer from there).
+    fingerprint: hex digest of what determines the tokens (weights file or configuration, architecture, dtype).
+    """
+
+    name: str
+    source: str
+    architecture: str
+    fingerprint: str
+    vocab_size: int
+    context_tokens_max: int
+    eos_tokens: tuple[int, ...] = ()
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Microseconds since submission, on the coordinator's monotonic clock; -1 where it never happened."""
+
+    first_scheduled_us: int = -1
+    first_token_us: int = -1
+    ended_us: int = -1
+
+
+# ------------------------------------------------------------------------------------------------ client -> coordinator
+
+
+class Hello(Message, frozen=True, tag="hello"):
+    """First message on every connection. A boot other than "" must be the coordinator's: else its state was lost."""
+
+    rid: int
+    version_min: int = PROTOCOL_VERSION_MIN
+    version_max: int = PROTOCOL_VERSION
+    boot: str = ""
+    name: str = ""
+
+
+class Submit(Message, frozen=True, tag="submit"):
+    """Asks for tokens. prompt: [prompt_tokens] int32."""
+
+    FRAMES = (("prompt", "<i4"),)
+    rid: int
+    max_tokens: int
+    sampling: Sampling = Sampling()
+    tenant: str = "default"
+    stream: bool = True
+    prompt: Int32Array = NO_INT32
+
+
+class Cancel(Message, frozen=True, tag="cancel"):
+    rid: int
+    request_id: int
+
+
+class GetRequest(Message, frozen=True, tag="get_request"):
+    """`with_tokens` adds the generated tokens to the reply."""
+
+    rid: int
+    request_id: int
+    with_tokens: bool = False
+
+
+class ListRequests(Message, frozen=True, tag="list_requests"):
+    """Newest first; `count_max` is bounded by the coordinator's configuration."""
+
+    rid: int
+    count_max: int = 100
+
+
+class GetStats(Message, frozen=True, tag="get_stats"):
+    rid: int
+
+
+class GetHealth(Message, frozen=True, tag="get_health"):
+    rid: int
+
+
+class Drain(Message, frozen=True, tag="drain"):
+    """Stops admission; what runs goes on."""
+
+    rid: int
+
+
+class Goodbye(Message, frozen=True, tag="goodbye"):
+    """The sender closes its connection on purpose."""
+
+
+# ------------------------------------------------------------------------------------------------ coordinator -> client
+
+
+class Welcome(Message, frozen=True, tag="welcome"):
+    """Answer to Hello. tables_path: the shared-memory file, to be mapped read-only."""
+
+    rid: int
+    version: int
+    boot: str
+    tables_path: str
+    block_size: int
+
+
+class Accepted(Message, frozen=True, tag="accepted"):
+    """The request is admitted: from here on it is the coordinator's to finish."""
+
+    rid: int
+    request_id: int
+    seed: int
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """A command failed and changed nothing."""
+
+    rid: int
+    error: ErrorInfo
+
+
+class Done(Message, frozen=True, tag="done"):
+    """A command without a result succeeded."""
+
+    rid: int
+
+
+class RequestInfo(Message, frozen=True, tag="request_info"):
+    """One request. state: pending, running, preempted, finished, failed, cancelled or expired.
+
+    reason: length, stop, cancelled, expired, failed, or "" while it has not ended. tokens: [generated] int32.
+    """
+
+    FRAMES = (("tokens", "<i4"),)
+    rid: int
+    request_id: int
+    state: str
+    tenant: str
+    prompt_tokens: int
+    max_tokens: int
+    generated_tokens: int
+    cached_tokens: int = 0
+    age_us: int = 0
+    reason: str = ""
+    error: ErrorInfo | None = None
+    timings: Timings = Timings()
+    worker: str = ""
+    tokens: Int32Array = NO_INT32
+
+
+class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
+    """One line of RequestList."""
+
+    request_id: int
+    state: str
+    tenant: str
+    prompt_tokens: int
+    max_tokens: int
+    generated_tokens: int
+    age_us: int
+    reason: str = ""
+    worker: str = ""
+
+
+class RequestList(Message, frozen=True, tag="request_list"):
+    rid: int
+    requests: tuple[RequestRow, ...]
+    total: int
+
+
+class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One pool, in blocks unless the name says otherwise. free + cached + referenced + quarantined = blocks."""
+
+    worker: str
+    state: str
+    blocks: int
+    free: int
+    cached: int
+    referenced: int
+    quarantined: int
+    referenced_peak: int
+    block_size: int
+    bytes_per_block: int
+    kv_dtype: str
+    allocated_total: int
+    freed_total: int
+    live_tokens: int
+    sequences: int
+    steps: int
+
+
+class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
+    """Counts of requests: `*_total` since start, the others now."""
+
+    pending: int
+    running: int
+    accepted_total: int
+    finished_total: int
+    failed_total: int
+    cancelled_total: int
+    expired_total: int
+    refused_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generated_tokens_total: int
+    computed_tokens_total: int
+    recomputed_tokens_total: int = 0
+
+
+class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
+    """One tenant. Prefix hit rate = hit tokens / queried tokens."""
+
+    tenant: str
+    blocks: int
+    prefix_queried_tokens_total: int
+    prefix_hit_tokens_total: int
+
+
+class Stats(Message, frozen=True, tag="stats"):
+    """One consistent snapshot: every number was true at the same instant."""
+
+    rid: int
+    boot: str
+    uptime_us: int
+    clients: int
+    sequences: int
+    requests: RequestStats
+    pools: tuple[PoolStats, ...]
+    tenants: tuple[TenantStats, ...]
+
+
+class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
+    """state: connecting, loading or ready. progress: 0 to 1 while loading."""
+
+    name: str
+    pid: int
+    state: str
+    phase: str = ""
+    progress: float = 0.0
+
+
+class Health(Message, frozen=True, tag="health"):
+    """live: the loop turns (it answered). ready: a request submitted now would be served. reason: why not."""
+
+    rid: int
+    live: bool
+    ready: bool
+    reason: str
+    workers: tuple[WorkerHealth, ...]
+    model: ModelInfo | None = None
+    draining: bool = False
+
+
+class Ended(msgspec.Struct, frozen=True, kw_only=True):
+    """The end of one request, sent once to whoever streams it."""
+
+    request_id: int
+    reason: str
+    generated_tokens: int
+    prompt_tokens: int
+    cached_tokens: int
+    timings: Timings
+    error: ErrorInfo | None = None
+
+
+class Stream(Message, frozen=True, tag="stream"):
+    """What happened to this connection's requests in one loop turn: one message, however many requests.
+
+    Row i: request `request_ids[i]` generated token `tokens[i]` (log-probability `logprobs[i]`, nats) at `offsets[i]`
+    (0 is the first generated token). `ended` comes after all rows.
+    """
+
+    FRAMES = (("request_ids", "<i8"), ("offsets", "<i4"), ("tokens", "<i4"), ("logprobs", "<f4"))
+    ended: tuple[Ended, ...] = ()
+    request_ids: Int64Array = NO_INT64
+    offsets: Int32Array = NO_INT32
+    tokens: Int32Array = NO_INT32
+    logprobs: Float32Array = NO_FLOAT32
+
+
+# ------------------------------------------------------------------------------------------------ worker -> coordinator
+
+
+class WorkerHello(Message, frozen=True, tag="worker_hello"):
+    """First message of a worker. Names are unique; a second worker of the same name is refused."""
+
+    rid: int
+    name: str
+    pid: int
+    version_min: int = PROTOCOL_VERSION_MIN
+    version_max: int = PROTOCOL_VERSION
+
+
+class WorkerLoading(Message, frozen=True, tag="worker_loading"):
+    """Progress of loading, for people: phase is a few words, progress 0 to 1."""
+
+    phase: str
+    progress: float
+
+
+class WorkerReady(Message, frozen=True, tag="worker_ready"):
+    """The model is loaded and the KV pool allocated: `blocks` blocks of `bytes_per_block` bytes."""
+
+    rid: int
+    model: ModelInfo
+    blocks: int
+    bytes_per_block: int
+    kv_dtype: str
+    device: str
+
+
+class RowError(msgspec.Struct, frozen=True):
+    """One row of a step failed; the other rows are good."""
+
+    slot: int
+    error: ErrorInfo
+
+
+class StepResult(Message, frozen=True, tag="step_result"):
+    """Outcome of one step: for each row that sampled, its slot, token and log-probability. [sampled] each."""
+
+    FRAMES = (("slots", "<i4"), ("tokens", "<i4"), ("logprobs", "<f4"))
+    step_id: int
+    epoch: int
+    errors: tuple[RowError, ...] = ()
+    duration_us: int = 0
+    slots: Int32Array = NO_INT32
+    tokens: Int32Array = NO_INT32
+    logprobs: Float32Array = NO_FLOAT32
+
+
+class WorkerFailed(Message, frozen=True, tag="worker_failed"):
+    """The worker cannot go on (model missing, device lost). It leaves after this."""
+
+    error: ErrorInfo
+
+
+# ------------------------------------------------------------------------------------------------ coordinator -> worker
+
+
+class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
+    """Answer to WorkerHello: the geometry that every pool shares, and the tables to map read-only."""
+
+    rid: int
+    version: int
+    boot: str
+    tables_path: str
+    block_size: int
+    slots_max: int
+    blocks_per_sequence_max: int
+    step_tokens_max: int
+    step_rows_max: int
+
+
+class PoolRegistered(Message, frozen=True, tag="pool_registered"):
+    """The worker's blocks are [base_block, base_block + blocks) in tables and copies. Results must name `epoch`."""
+
+    rid: int
+    epoch: int
+    base_block: int
+
+
+class RowStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A request takes a slot. The worker keeps this until another RowStart names the slot.
+
+    seed: unsigned 64 bit. generated: tokens that the request had generated before it came to this slot (the draw for
+    the next one is keyed by (seed, generated)).
+    """
+
+    slot: int
+    request_id: int
+    temperature: float
+    seed: int
+    generated: int = 0
+
+
+class Step(Message, frozen=True, tag="step"):
+    """One forward pass over rows of any length (prefill chunks and decodes mixed).
+
+    Carried out in this order: `copies`, then KV of the new tokens is written and attention run, then the rows with
+    sample = 1 choose a token.
+
+    copies: [3 * n] int32, triples (from block, to block, tokens): the first `tokens` slots of a block are copied.
+    Copies of one step never read what another copy of it writes.
+    slots, starts, counts, samples: [rows] int32. Row r feeds counts[r] tokens at positions starts[r]...; its block
+    table is row slots[r] of the shared tables. tokens: [sum(counts)] int32; -1 stands for the token that the worker
+    itself sampled last for that slot (it may not have reached the coordinator yet).
+    tables: [rows * table_width] int32, only where the worker has not mapped the shared tables; else empty.
+    """
+
+    FRAMES = (
+        ("slots", "<i4"),
+        ("starts", "<i4"),
+        ("counts", "<i4"),
+        ("samples", "<i4"),
+        ("tokens", "<i4"),
+        ("copies", "<i4"),
+        ("tables", "<i4"),
+    )
+    step_id: int
+    begins: tuple[RowStart, ...] = ()
+    table_width: int = 0
+    slots: Int32Array = NO_INT32
+    starts: Int32Array = NO_INT32
+    counts: Int32Array = NO_INT32
+    samples: Int32Array = NO_INT32
+    tokens: Int32Array = NO_INT32
+    copies: Int32Array = NO_INT32
+    tables: Int32Array = NO_INT32
+
+
+class Stop(Message, frozen=True, tag="stop"):
+    """The worker finishes what it was sent, then leaves with exit status 0."""
+
+    reason: str = ""
+
+
+CLIENT_MESSAGES = Hello | Submit | Cancel | GetRequest | ListRequests | GetStats | GetHealth | Drain | Goodbye
+CLIENT_REPLIES = Welcome | Accepted | Refused | Done | RequestInfo | RequestList | Stats | Health | Stream
+WORKER_MESSAGES = WorkerHello | WorkerLoading | WorkerReady | StepResult | WorkerFailed | Goodbye
+WORKER_REPLIES = WorkerWelcome | PoolRegistered | Step | Refused | Stop
+
+
+def tag_of(cls: type[Message]) -> str:
+    """The stable wire tag of a message class."""
+    config: Any = cls.__struct_config__
+    return str(config.tag)

@@ -1,0 +1,122 @@
+"""Endpoints and socket options: the one place that knows how kvforge processes reach each other.
+
+`ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise.
+Every socket has a linger of zero, bounded queues and ZMTP heartbeats, so that a peer that is gone is noticed by
+ZeroMQ's own I/O thread and nothing waits for it.
+"""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+import zmq
+
+from .errors import InvalidConfiguration
+
+CLIENT_SOCKET = "clients.sock"
+WORKER_SOCKET = "workers.sock"
+TABLES_FILE = "tables.shm"
+
+HEARTBEAT_INTERVAL_MS = 2_000
+HEARTBEAT_TIMEOUT_MS = 10_000
+SEND_MESSAGES_MAX = 10_000
+RECEIVE_MESSAGES_MAX = 10_000
+RECONNECT_MS = 50
+RECONNECT_MS_MAX = 2_000
+# sockaddr_un.sun_path holds 108 bytes with its terminating zero.
+IPC_PATH_BYTES_MAX = 107
+
+
+def default_runtime_dir() -> Path:
+    """KVFORGE_RUNTIME_DIR, else kvforge/ under XDG_RUNTIME_DIR, else /tmp/kvforge-UID."""
+    if configured := os.environ.get("KVFORGE_RUNTIME_DIR"):
+        return Path(configured)
+    if base := os.environ.get("XDG_RUNTIME_DIR"):
+        return Path(base) / "kvforge"
+    return Path(f"/tmp/kvforge-{os.getuid()}")  # noqa: S108 - made 0700 and its ownership checked below
+
+
+def default_state_dir() -> Path:
+    """KVFORGE_STATE_DIR, else kvforge/ under XDG_STATE_HOME or ~/.local/state."""
+    if configured := os.environ.get("KVFORGE_STATE_DIR"):
+        return Path(configured)
+    base = os.environ.get("XDG_STATE_HOME")
+    return (Path(base) if base else Path.home() / ".local" / "state") / "kvforge"
+
+
+def client_endpoint(runtime_dir: Path) -> str:
+    """Where clients of the coordinator in `runtime_dir` connect."""
+    return _ipc(runtime_dir / CLIENT_SOCKET)
+
+
+def worker_endpoint(runtime_dir: Path) -> str:
+    """Where workers of the coordinator in `runtime_dir` connect."""
+    return _ipc(runtime_dir / WORKER_SOCKET)
+
+
+def default_client_endpoint() -> str:
+    """KVFORGE_ENDPOINT, else the client socket of the default runtime folder."""
+    return os.environ.get("KVFORGE_ENDPOINT") or client_endpoint(default_runtime_dir())
+
+
+def _ipc(path: Path) -> str:
+    absolute = path.absolute()
+    if len(os.fsencode(absolute)) > IPC_PATH_BYTES_MAX:
+        raise InvalidConfiguration(
+            "runtime_dir",
+            f"the socket path {absolute} is longer than {IPC_PATH_BYTES_MAX} bytes; choose a shorter folder",
+        )
+    return f"ipc://{absolute}"
+
+
+def prepare_runtime_dir(runtime_dir: Path) -> None:
+    """Makes the folder (0700) or checks that the one that exists is ours and not writable by everyone.
+
+    Raises InvalidConfiguration naming `runtime_dir`.
+    """
+    try:
+        runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = runtime_dir.stat()
+    except OSError as error:
+        raise InvalidConfiguration("runtime_dir", f"{runtime_dir} cannot be used: {error.strerror}") from None
+    if status.st_uid not in (os.geteuid(), 0):
+        raise InvalidConfiguration("runtime_dir", f"{runtime_dir} belongs to another user (uid {status.st_uid})")
+    if status.st_mode & stat.S_IWOTH:
+        raise InvalidConfiguration("runtime_dir", f"{runtime_dir} is writable by everyone: chmod 0700 it")
+
+
+def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A coordinator's socket. A send to a peer that is gone, or whose queue is full, raises instead of dropping."""
+    socket = context.socket(zmq.ROUTER)
+    _common(socket)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
+    return socket
+
+
+def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A client's or worker's socket. It reconnects by itself, at growing intervals."""
+    socket = context.socket(zmq.DEALER)
+    configure_dealer(socket)
+    return socket
+
+
+def configure_dealer(socket: zmq.Socket[bytes]) -> None:
+    """Sets a DEALER's options (a zmq.asyncio socket takes the same)."""
+    _common(socket)
+    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
+    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
+    # Nothing is queued for a coordinator that is not there: a send waits, bounded by its own timeout.
+    socket.setsockopt(zmq.IMMEDIATE, 1)
+
+
+def _common(socket: zmq.Socket[bytes]) -> None:
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES_MAX)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
