@@ -1,0 +1,1 @@
+"""The coordinator: the one process that owns every block and serialises every mutation."""

@@ -1,0 +1,116 @@
+"""The coordinator's configuration: one frozen structure, validated once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import InvalidConfiguration
+from protocol.layout import Geometry
+from protocol.settings import expand, load
+from protocol.transport import default_runtime_dir, default_state_dir
+
+from .core.limits import Limits, Quota
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+
+
+class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[limits]: counts unless the name says otherwise."""
+
+    sequences_max: int = 256
+    blocks_max: int = 1 << 20
+    blocks_per_sequence_max: int = 512
+    pools_max: int = 64
+    tenants_max: int = 256
+    queue_max: int = 1024
+    finished_max: int = 4096
+    finished_ttl_s: float = 600.0
+    clients_max: int = 256
+    messages_per_turn_max: int = 1024
+
+
+class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[cache]: block_size in tokens."""
+
+    block_size: int = 16
+    policy: str = "lru"
+    partial_tokens_min: int = 4
+
+
+class ScheduleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[schedule]: bounds of one step."""
+
+    step_tokens_max: int = 512
+    step_rows_max: int = 64
+    steps_in_flight_max: int = 2
+
+
+class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a coordinator can be told. Empty folders mean the defaults of protocol.transport."""
+
+    runtime_dir: str = ""
+    state_dir: str = ""
+    log_level: str = "info"
+    drain_s: float = 30.0
+    limits: LimitsSection = LimitsSection()
+    cache: CacheSection = CacheSection()
+    schedule: ScheduleSection = ScheduleSection()
+    quotas: dict[str, Quota] = {}
+
+    def __post_init__(self) -> None:
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidConfiguration("log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+        if not 0 <= self.drain_s <= 86_400:
+            raise InvalidConfiguration("drain_s", "must be 0 to 86400 seconds")
+        if not 0 < self.limits.finished_ttl_s <= 1e9:
+            raise InvalidConfiguration("limits.finished_ttl_s", "must be more than 0 seconds")
+        for name in ("clients_max", "messages_per_turn_max"):
+            if getattr(self.limits, name) < 1:
+                raise InvalidConfiguration(f"limits.{name}", "must be at least 1")
+
+    @property
+    def runtime_path(self) -> Path:
+        """Folder of the sockets and the shared tables."""
+        return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
+
+    @property
+    def state_path(self) -> Path:
+        """Folder of what outlives the process."""
+        return expand(self.state_dir) if self.state_dir else default_state_dir().absolute()
+
+    def core_limits(self) -> Limits:
+        """The core's bounds. Raises InvalidConfiguration naming the field."""
+        section = self.limits
+        return Limits(
+            block_size=self.cache.block_size,
+            policy=self.cache.policy,
+            partial_tokens_min=self.cache.partial_tokens_min,
+            sequences_max=section.sequences_max,
+            blocks_max=section.blocks_max,
+            blocks_per_sequence_max=section.blocks_per_sequence_max,
+            pools_max=section.pools_max,
+            tenants_max=section.tenants_max,
+            queue_max=section.queue_max,
+            finished_max=section.finished_max,
+            finished_ttl_us=int(section.finished_ttl_s * 1e6),
+            step_tokens_max=self.schedule.step_tokens_max,
+            step_rows_max=self.schedule.step_rows_max,
+            steps_in_flight_max=self.schedule.steps_in_flight_max,
+            quotas=self.quotas,
+        )
+
+    def geometry(self) -> Geometry:
+        """The shared tables' size. Raises InvalidConfiguration naming the field."""
+        return Geometry(
+            slots=self.limits.sequences_max,
+            blocks=self.limits.blocks_max,
+            blocks_per_sequence=self.limits.blocks_per_sequence_max,
+            block_size=self.cache.block_size,
+        )
+
+
+def load_config(path: Path | None) -> CoordinatorConfig:
+    """Reads a TOML file, or gives the defaults. Raises InvalidConfiguration."""
+    return load(path, CoordinatorConfig) if path is not None else CoordinatorConfig()

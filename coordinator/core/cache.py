@@ -1,0 +1,441 @@
+"""The KV cache: sequences over blocks. Every change of a block table happens here.
+
+Rules kept by every method:
+  * a table's last block is written only while it has one holder and is not indexed; otherwise it is copied first;
+  * allocation is all or nothing, and a method that raises has changed nothing;
+  * blocks leave a table through Pool.release, with the last step that may touch them.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import BlockNotFound, CapacityExceeded
+from protocol.messages import ModelInfo
+
+from .groups import Group, new_group
+from .hashing import BlockHasher, Hashes
+from .limits import Limits
+from .pool import CACHED, BlockIds, Blocks
+from .prefix import PrefixStore, root_key
+from .sequences import NO_POOL, Sequences, Slots
+from .tenants import Tenants
+
+Tokens = npt.NDArray[np.int32]
+NO_BLOCKS = np.zeros(0, np.int64)
+
+
+class Residence:
+    """How a sequence would come to live in a group: the cached blocks it shares, one it copies from, and the rest."""
+
+    def __init__(self, group: Group, hits: BlockIds, partial: tuple[int, int], needed: int) -> None:
+        self.group, self.hits, self.partial, self.needed = group, hits, partial, needed
+
+    @property
+    def keep(self) -> BlockIds:
+        """The cached blocks that must survive the allocation of the rest."""
+        return np.append(self.hits, self.partial[0]) if self.partial[1] else self.hits
+
+    def cached_tokens(self, block_size: int) -> int:
+        """Tokens whose KV is there already."""
+        return int(self.hits.size) * block_size + self.partial[1]
+
+
+class Cache:
+    """Pools, prefix indexes and sequences under one roof."""
+
+    def __init__(self, limits: Limits, hash_key: bytes) -> None:
+        self.limits = limits
+        self.tenants = Tenants(limits)
+        self.blocks = Blocks(limits.blocks_max, limits.block_size)
+        self.sequences = Sequences(limits)
+        self.groups: dict[int, Group] = {}
+        self._store = PrefixStore(limits.blocks_max, limits.block_size)
+        self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
+        self._epochs = 0
+        self.evicted_sequences_total = 0
+
+    # -------------------------------------------------------------------------------------------------------- groups
+
+    def add_group(
+        self, worker: int, name: str, blocks: int, model: ModelInfo, bytes_per_block: int, kv_dtype: str, device: str
+    ) -> Group:
+        """A new pool of `blocks` blocks. Raises CapacityExceeded."""
+        number = next((n for n in range(self.limits.pools_max) if n not in self.groups), None)
+        if number is None:
+            raise CapacityExceeded("pools", 1, 0, "raise limits.pools_max")
+        base = 0
+        for group in sorted(self.groups.values(), key=lambda g: g.pool.base):
+            if group.pool.base - base >= blocks:
+                break
+            base = group.pool.base + group.pool.count
+        if base + blocks > self.limits.blocks_max:
+            raise CapacityExceeded("blocks_max", base + blocks, self.limits.blocks_max, "raise limits.blocks_max")
+        self._epochs += 1
+        stores = (self.blocks, self._store, self._hasher, self.tenants)
+        group = new_group(
+            number, worker, name, self._epochs, base, blocks, stores, model, bytes_per_block, kv_dtype, device
+        )
+        self.groups[number] = group
+        self.blocks.changed.append(np.arange(base, base + blocks))
+        return group
+
+    def drop_group(self, group: Group) -> Slots:
+        """The worker is gone and its KV with it. Its sequences keep their tokens; returns their slots."""
+        s, pool, blocks = self.sequences, group.pool, self.blocks
+        slots = np.flatnonzero(s.pool == group.number)
+        ids = np.arange(pool.base, pool.base + pool.count)
+        for block in [block for block in blocks.external if pool.base <= block < pool.base + pool.count]:
+            del blocks.external[block]
+        blocks.refcount[ids] = 0
+        blocks.generation[ids] += 1
+        blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
+        blocks.indexed[ids] = False
+        blocks.changed.append(ids)
+        for slot in slots.tolist():
+            self._forget_kv(slot)
+        s.settle(group.number, np.iinfo(np.int64).max)
+        del self.groups[group.number]
+        return slots
+
+    def group_of_block(self, block_id: int) -> Group:
+        """The group whose pool has the block. Raises BlockNotFound."""
+        for group in self.groups.values():
+            if group.pool.base <= block_id < group.pool.base + group.pool.count:
+                return group
+        raise BlockNotFound(block_id)
+
+    def settle(self, group: Group, step_id: int, now_us: int) -> None:
+        """Every step of the group up to `step_id` is over."""
+        group.pool.settle(step_id, now_us)
+        self.sequences.settle(group.number, step_id)
+
+    # ----------------------------------------------------------------------------------------------------- residence
+
+    def salt(self, text: str) -> int:
+        """The salt number of a salt text."""
+        return self._hasher.salt(text)
+
+    def hashes(self, salt: int, tokens: Tokens) -> Hashes:
+        """Chained hashes of the full blocks that a hit may use: at least one token is left to compute."""
+        size = self.limits.block_size
+        return self._hasher.chain(salt, tokens[: (tokens.size - 1) // size * size])
+
+    def plan_residence(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes) -> Residence:
+        """What `tokens` would share with, and need from, the group's pool. Changes nothing."""
+        size = self.limits.block_size
+        hits = group.index.match(salt, tokens, hashes)
+        partial = (-1, 0)
+        rest = tokens[hits.size * size : tokens.size - 1]
+        if rest.size >= self.limits.partial_tokens_min:
+            parent = group.index.key(int(hits[-1])) if hits.size else root_key(salt)
+            block, common = group.index.match_partial(parent, rest)
+            if common >= self.limits.partial_tokens_min:
+                partial = (block, common)
+        return Residence(group, hits, partial, self.sequences.blocks_for(tokens.size) - hits.size)
+
+    def settle_in(self, slot: int, residence: Residence, now_us: int) -> None:
+        """Gives a non-resident sequence its blocks. Raises CapacityExceeded (idle sequences are evicted before)."""
+        s, group = self.sequences, residence.group
+        pool, hits, tenant = group.pool, residence.hits, int(s.tenant[slot])
+        assert s.pool[slot] == NO_POOL
+        self.make_room(group, tenant, residence.needed, residence.keep, slot, now_us)
+        block, common = residence.partial
+        pool.hold(residence.keep)
+        fresh = pool.allocate(tenant, residence.needed, now_us)
+        if common:
+            source = group.copy_block(block, int(fresh[0]), common)
+            assert source == block, "an indexed block was still to be copied"
+            pool.release(np.array([block], np.int64), group.next_step, now_us)
+        table = np.concatenate([hits, fresh])
+        s.table[slot, : table.size] = table
+        s.used[slot] = table.size
+        s.pool[slot] = group.number
+        s.computed[slot] = s.scheduled[slot] = residence.cached_tokens(s.block_size)
+        s.hashed[slot] = hits.size
+        s.chain[slot] = self._store.hash[hits[-1]] if hits.size else s.salt[slot]
+        s.parent[slot] = group.index.key(int(hits[-1])) if hits.size else root_key(int(s.salt[slot]))
+        if common:
+            s.last_step[slot] = group.next_step
+        self._row_changed(slot)
+
+    def release_kv(self, slot: int, now_us: int) -> int:
+        """Takes a sequence's blocks away; its tokens stay. Returns how many blocks nobody holds any more."""
+        s = self.sequences
+        if s.pool[slot] == NO_POOL:
+            return 0
+        group = self.groups[int(s.pool[slot])]
+        dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]), now_us)
+        self._forget_kv(slot)
+        return dead
+
+    def _release(self, group: Group, ids: BlockIds, last_step: int, now_us: int) -> int:
+        dead = group.pool.release(ids, last_step, now_us)
+        if dead and group.owes_copies:
+            group.forget_copies(ids[self.blocks.refcount[ids] == 0])
+        return dead
+
+    def _forget_kv(self, slot: int) -> None:
+        s = self.sequences
+        s.used[slot] = s.computed[slot] = s.scheduled[slot] = s.pending[slot] = s.last_step[slot] = 0
+        s.hashed[slot] = s.parent[slot] = 0
+        s.chain[slot] = 0
+        s.pool[slot] = NO_POOL
+        self._row_changed(slot)
+
+    def remove(self, slot: int, now_us: int) -> int:
+        """Ends a sequence: every block that it alone held is back. Returns how many."""
+        s = self.sequences
+        pool, last = int(s.pool[slot]), int(s.last_step[slot])
+        reading = pool != NO_POOL and last > self.groups[pool].pool.settled_step
+        dead = self.release_kv(slot, now_us)
+        s.give(slot, pool, last if reading else 0)
+        return dead
+
+    # ------------------------------------------------------------------------------------------------------- growing
+
+    def append(self, slots: Slots, tokens: Tokens, counts: Slots, now_us: int) -> None:
+        """Appends to resident or non-resident sequences: all of them or none.
+
+        slots: [n] distinct; tokens: [sum(counts)] int32, the new tokens one sequence after the other.
+        Raises CapacityExceeded.
+        """
+        s = self.sequences
+        after = s.length[slots] + counts
+        if (after > s.context_tokens_max).any():
+            raise CapacityExceeded("context", int(after.max()), s.context_tokens_max, "start a new sequence")
+        self.reserve(slots, s.length[slots], after, after, now_us)
+        if (counts == 1).all():
+            s.tokens[slots, s.length[slots]] = tokens
+        else:
+            start = 0
+            for slot, length, count in zip(slots.tolist(), s.length[slots].tolist(), counts.tolist(), strict=True):
+                s.tokens[slot, length : length + count] = tokens[start : start + count]
+                start += count
+        s.length[slots] = after
+        s.touch(slots, now_us)
+        s.changed_rows.append(slots)
+
+    def reserve(self, slots: Slots, start: Slots, end: Slots, lengths: Slots, now_us: int) -> None:
+        """Makes the resident ones of `slots` able to write positions [start, end) and to hold `lengths` tokens.
+
+        slots: [n] distinct, all of one tenant; start, end, lengths: [n]. Blocks in the range that are shared or
+        indexed are replaced by copies. All or nothing; raises CapacityExceeded.
+        """
+        s = self.sequences
+        resident = s.pool[slots] != NO_POOL
+        if not resident.all():
+            slots, start, end, lengths = slots[resident], start[resident], end[resident], lengths[resident]
+        more = -(-lengths // s.block_size) - s.used[slots]
+        copy_rows, copy_columns = self.unwritable(slots, start, end)
+        if not copy_rows.size and not more.any():
+            return
+        needed = more + np.bincount(copy_rows, minlength=slots.size)
+        tenant = int(s.tenant[slots[0]])
+        assert (s.tenant[slots] == tenant).all()
+        parts = [(self.groups[n], s.pool[slots] == n) for n in np.unique(s.pool[slots]).tolist()]
+        for group, rows in parts:
+            self.check_room(group, tenant, int(needed[rows].sum()), NO_BLOCKS, slots)
+        for group, rows in parts:
+            count = int(needed[rows].sum())
+            self.make_room(group, tenant, count, NO_BLOCKS, slots, now_us)
+            fresh = group.pool.allocate(tenant, count, now_us)
+            mine = rows[copy_rows]
+            copies = int(np.count_nonzero(mine))
+            cells = zip(slots[copy_rows[mine]].tolist(), copy_columns[mine].tolist(), fresh.tolist(), strict=False)
+            for slot, column, block in cells:
+                self._replace_block(group, slot, column, block, now_us)
+            self._extend(slots[rows], more[rows], fresh[copies:])
+
+    def unwritable(self, slots: Slots, start: Slots, end: Slots) -> tuple[Slots, Slots]:
+        """The blocks that positions [start, end) fall into and that may not be written: shared, or indexed.
+
+        Returns (row, column) pairs: row indexes `slots`, column is the index in its table. A fixed number of numpy
+        operations whatever the ranges.
+        """
+        s, blocks = self.sequences, self.blocks
+        first = start // s.block_size
+        widths = np.maximum(np.minimum(-(-end // s.block_size), s.used[slots]) - first, 0)
+        rows = np.repeat(np.arange(slots.size), widths)
+        columns = np.arange(rows.size) - np.repeat(np.cumsum(widths) - widths, widths) + first[rows]
+        ids = s.table[slots[rows], columns]
+        bad = (blocks.refcount[ids] > 1) | blocks.indexed[ids]
+        return rows[bad], columns[bad]
+
+    def _extend(self, slots: Slots, more: Slots, fresh: BlockIds) -> None:
+        """Appends more[i] of the `fresh` blocks to the table of slots[i]."""
+        s = self.sequences
+        rows = np.repeat(slots, more)
+        columns = np.arange(rows.size) - np.repeat(np.cumsum(more) - more, more) + s.used[rows]
+        s.table[rows, columns] = fresh
+        s.used[slots] += more
+        s.changed_cells.append((rows, columns))
+        s.changed_rows.append(slots)
+
+    def _replace_block(self, group: Group, slot: int, column: int, fresh: int, now_us: int) -> None:
+        """Copy-on-write: the sequence gets `fresh` in place of a block it may not write, with the KV it had there."""
+        s = self.sequences
+        old = int(s.table[slot, column])
+        with_kv = min(int(s.scheduled[slot]) - column * s.block_size, s.block_size)
+        last = int(s.last_step[slot])
+        if with_kv > 0:
+            origin = group.copy_block(old, fresh, with_kv)
+            last = s.last_step[slot] = group.next_step
+            self.blocks.touch[origin] = max(int(self.blocks.touch[origin]), last)
+        self._release(group, np.array([old], np.int64), last, now_us)
+        s.table[slot, column] = fresh
+        s.changed_cells.append((np.array([slot]), np.array([column])))
+        s.changed_rows.append(np.array([slot]))
+
+    def rewind(self, slot: int) -> None:
+        """The last token must be computed (again) to continue from it: its KV no longer counts."""
+        s = self.sequences
+        last = int(s.length[slot]) - 1
+        if s.computed[slot] > last:
+            s.computed[slot] = s.scheduled[slot] = last
+            if s.hashed[slot] * s.block_size > last:  # the index starts again from the root; same entries, same keys
+                s.hashed[slot] = 0
+                s.chain[slot] = s.salt[slot]
+                s.parent[slot] = root_key(int(s.salt[slot]))
+
+    def trim(self, slot: int, now_us: int) -> None:
+        """Gives back the blocks reserved for tokens that will not come, and forgets KV not yet acknowledged."""
+        s = self.sequences
+        s.pending[slot] = 0
+        s.scheduled[slot] = s.computed[slot]
+        keep = s.blocks_for(int(s.length[slot]))
+        if s.pool[slot] != NO_POOL and s.used[slot] > keep:
+            group = self.groups[int(s.pool[slot])]
+            self._release(group, s.blocks_of(slot)[keep:], int(s.last_step[slot]), now_us)
+            s.used[slot] = keep
+        self._row_changed(slot)
+
+    def fork(self, slot: int, sequence_id: int, now_us: int) -> int:
+        """A second sequence with the same tokens and the same blocks. No KV is copied until one side writes."""
+        s = self.sequences
+        child = s.take(sequence_id, int(s.tenant[slot]), int(s.salt[slot]), now_us)
+        length = int(s.length[slot])
+        s.tokens[child, :length] = s.tokens[slot, :length]
+        s.logprobs[child, :length] = s.logprobs[slot, :length]
+        s.length[child] = length
+        if s.pool[slot] != NO_POOL:
+            group, used = self.groups[int(s.pool[slot])], s.blocks_for(length)
+            ids = s.table[slot, :used].astype(np.int64)
+            group.pool.hold(ids)
+            s.table[child, :used] = ids
+            for array in (s.pool, s.hashed, s.chain, s.parent, s.last_step):
+                array[child] = array[slot]
+            s.used[child] = used
+            s.computed[child] = s.scheduled[child] = min(int(s.computed[slot]), length)
+        self._row_changed(child)
+        return child
+
+    # ------------------------------------------------------------------------------------------------------- indexing
+
+    def index_filled(self, slots: Slots, now_us: int) -> None:
+        """Indexes the blocks of `slots` that acknowledged steps have filled. Python only for those that have some."""
+        s = self.sequences
+        for slot in slots[s.computed[slots] // s.block_size > s.hashed[slots]].tolist():
+            index = self.groups[int(s.pool[slot])].index
+            if not index.alive(int(s.parent[slot])):  # an ancestor was evicted: start again from the root
+                s.hashed[slot] = 0
+                s.chain[slot] = s.salt[slot]
+                s.parent[slot] = root_key(int(s.salt[slot]))
+            first, full = int(s.hashed[slot]), int(s.computed[slot]) // s.block_size
+            tokens = s.tokens[slot, first * s.block_size : full * s.block_size]
+            values = self._hasher.chain(int(s.chain[slot]), tokens).tolist()
+            parent = int(s.parent[slot])
+            for i, block in enumerate(s.table[slot, first:full].tolist()):
+                content = tokens[i * s.block_size : (i + 1) * s.block_size]
+                parent = index.add(block, parent, values[i], content, now_us)
+            s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
+
+    # ------------------------------------------------------------------------------------------------------- pressure
+
+    def check_room(self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int) -> Slots:
+        """The idle sequences to evict so that `tenant` can have `count` blocks. Raises CapacityExceeded."""
+        pool = group.pool
+        if pool.available(tenant, keep) >= count:
+            return NO_BLOCKS
+        victims = self._victims(group, tenant, count, keep, asking) if self.limits.policy == "lru" else None
+        if victims is None:
+            raise pool.shortage(tenant, count)
+        return victims
+
+    def make_room(
+        self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, now_us: int
+    ) -> None:
+        """Evicts idle sequences, least recently used first and whole, until `tenant` can have `count` blocks."""
+        for slot in self.check_room(group, tenant, count, keep, asking).tolist():
+            self.release_kv(slot, now_us)
+            self.evicted_sequences_total += 1
+
+    def _victims(
+        self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int
+    ) -> npt.NDArray[np.int64] | None:
+        """Idle client sequences whose eviction is enough; None where none is. Own ones first at the ceiling."""
+        s, blocks, pool = self.sequences, self.blocks, group.pool
+        idle = (s.pool == group.number) & (s.request == 0) & (s.id != 0) & (s.last_step <= pool.settled_step)
+        idle[asking] = False
+        candidates = np.flatnonzero(idle)
+        candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
+        trial, taken = pool.supply(keep), []
+        counts: dict[int, int] = {}
+        own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
+        queue = own_first if trial.room(tenant) < count else candidates
+        for slot in dict.fromkeys(queue.tolist()):
+            if trial.available(tenant) >= count:
+                break
+            taken.append(slot)
+            for block in s.blocks_of(slot).tolist():
+                left = counts.get(block, int(blocks.refcount[block])) - 1
+                counts[block] = left
+                if left == 0 and blocks.touch[block] <= pool.settled_step and not (keep == block).any():
+                    trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
+        enough = trial.available(tenant) >= count
+        return np.array(taken, np.int64) if enough else None
+
+    def _row_changed(self, slot: int) -> None:
+        s = self.sequences
+        used = int(s.used[slot])
+        s.changed_rows.append(np.array([slot]))
+        if used:
+            s.changed_cells.append((np.full(used, slot), np.arange(used)))
+
+    # ----------------------------------------------------------------------------------------------------- invariants
+
+    def check_invariants(self) -> None:
+        """Design section 3, 1 to 6, over every pool and every sequence."""
+        s, blocks = self.sequences, self.blocks
+        s.check_invariants()
+        holders = np.zeros(blocks.refcount.size, np.int64)
+        for slot in s.slot_of.values():
+            ids = s.blocks_of(slot)
+            assert np.unique(ids).size == ids.size, "a block is twice in one table"
+            if ids.size:
+                pool = self.groups[int(s.pool[slot])].pool
+                assert ((ids >= pool.base) & (ids < pool.base + pool.count)).all(), "a block of another pool"
+            holders[ids] += 1
+            self._check_hashed(slot)
+        for block, names in blocks.external.items():
+            assert names, "an empty holder list"
+            holders[block] += len(names)
+        wrong = np.flatnonzero(holders != blocks.refcount)
+        assert not wrong.size, f"block {wrong[0]}: {holders[wrong[0]]} holders, count {blocks.refcount[wrong[0]]}"
+        for group in self.groups.values():
+            group.check_invariants()
+
+    def _check_hashed(self, slot: int) -> None:
+        """Every indexed block of a sequence holds the sequence's own tokens, acknowledged by a worker."""
+        s, size = self.sequences, self.limits.block_size
+        for i, block in enumerate(s.blocks_of(slot).tolist()):
+            if self.blocks.indexed[block]:
+                assert (i + 1) * size <= s.length[slot], "an indexed block is not full"
+                own = s.tokens[slot, i * size : (i + 1) * size]
+                assert (self._store.tokens[block] == own).all(), "an indexed block holds other tokens"
+        assert s.hashed[slot] * size <= s.computed[slot] or s.pool[slot] == NO_POOL, "a block was indexed too early"
+
+    def is_cached(self, block_id: int) -> bool:
+        """Whether only the prefix index keeps the block."""
+        return bool(self.blocks.state[block_id] == CACHED)

@@ -1,0 +1,74 @@
+"""What enters the core and what leaves it."""
+
+from __future__ import annotations
+
+import msgspec
+
+from protocol.messages import Message
+
+# A peer's number is given by the shell when it connects and is never used again within a boot.
+
+
+class FromClient(msgspec.Struct, frozen=True):
+    """A client sent a message. `entropy` (64 bit) is drawn by the shell, for seeds."""
+
+    client: int
+    message: Message
+    entropy: int = 0
+
+
+class ClientGone(msgspec.Struct, frozen=True):
+    """A client's connection ended."""
+
+    client: int
+
+
+class FromWorker(msgspec.Struct, frozen=True):
+    """A worker sent a message."""
+
+    worker: int
+    message: Message
+
+
+class WorkerGone(msgspec.Struct, frozen=True):
+    """A worker's connection ended."""
+
+    worker: int
+
+
+class Turn(msgspec.Struct, frozen=True):
+    """Everything that had arrived has been applied: plan steps, flush streams, let time pass."""
+
+
+Event = FromClient | ClientGone | FromWorker | WorkerGone | Turn
+
+
+class ToClient(msgspec.Struct, frozen=True):
+    """Send to a client."""
+
+    client: int
+    message: Message
+
+
+class ToWorker(msgspec.Struct, frozen=True):
+    """Send to a worker."""
+
+    worker: int
+    message: Message
+
+
+class DropWorker(msgspec.Struct, frozen=True):
+    """Stop talking to a worker that broke the protocol or announced its end."""
+
+    worker: int
+    reason: str
+
+
+class Log(msgspec.Struct, frozen=True):
+    """Tell the operator. level: debug, info, warning or error."""
+
+    level: str
+    text: str
+
+
+Effect = ToClient | ToWorker | DropWorker | Log

@@ -1,0 +1,124 @@
+"""A worker group: its pool, its prefix index, the block copies it owes, and the steps it was sent."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from protocol.messages import Int32Array, ModelInfo
+
+from .hashing import BlockHasher
+from .pool import BlockIds, Blocks, Pool
+from .prefix import PrefixIndex, PrefixStore
+from .tenants import Tenants
+
+
+class SentStep(msgspec.Struct, frozen=True, eq=False):
+    """What the core remembers of a step until its result arrives. Arrays are [rows] int64."""
+
+    step_id: int
+    slots: npt.NDArray[np.int64]
+    requests: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    samples: npt.NDArray[np.bool_]
+    sent_us: int
+
+
+class Group:
+    """One worker and its pool, from its WorkerReady to its death. `epoch` tells its results from an earlier life's."""
+
+    def __init__(
+        self,
+        number: int,
+        worker: int,
+        name: str,
+        epoch: int,
+        pool: Pool,
+        index: PrefixIndex,
+        model: ModelInfo,
+        bytes_per_block: int,
+        kv_dtype: str,
+        device: str,
+    ) -> None:
+        self.number, self.worker, self.name, self.epoch = number, worker, name, epoch
+        self.pool, self.index, self.model = pool, index, model
+        self.bytes_per_block, self.kv_dtype, self.device = bytes_per_block, kv_dtype, device
+        self.sent: deque[SentStep] = deque()
+        self.last_step = 0
+        self._copies: dict[int, tuple[int, int]] = {}
+        self.started_slots: list[int] = []
+        self.steps_total = 0
+
+    @property
+    def next_step(self) -> int:
+        """The id that the next step will have."""
+        return self.last_step + 1
+
+    @property
+    def owes_copies(self) -> bool:
+        """Whether the next step must carry block copies, even if it has no rows."""
+        return bool(self._copies)
+
+    def copy_block(self, source: int, target: int, tokens: int) -> int:
+        """The next step copies the first `tokens` slots of `source` to `target`. Returns the block really read.
+
+        A source that is itself still to be copied stands for its own source: copies of one step are independent.
+        """
+        if source in self._copies:
+            origin, copied = self._copies[source]
+            assert tokens <= copied, "KV was computed in a block whose copy was never sent"
+            source = origin
+        self._copies[target] = (source, tokens)
+        return source
+
+    def forget_copies(self, released: BlockIds) -> None:
+        """Blocks nobody holds any more need no copy."""
+        for block in released.tolist() if self._copies else ():
+            self._copies.pop(block, None)
+
+    def take_copies(self) -> Int32Array:
+        """The copies that the next step carries: [3 * n] int32 triples."""
+        triples = [value for target, (source, tokens) in self._copies.items() for value in (source, target, tokens)]
+        self._copies.clear()
+        return np.array(triples, np.int32)
+
+    def skip_step(self) -> bool:
+        """With nothing under way and nothing owed, no step can touch a block: gives up the next id so that what
+        waits for it is settled. Returns whether it did."""
+        if self.sent or self._copies or not self.pool.quarantined:
+            return False
+        self.last_step += 1
+        return True
+
+    def check_invariants(self) -> None:
+        """The group's parts agree."""
+        self.pool.check_invariants()
+        self.index.check_invariants()
+        state = self.pool.blocks.refcount
+        for target in self._copies:
+            assert state[target] > 0, "a copy is owed to a block nobody holds"
+        ids = [step.step_id for step in self.sent]
+        assert ids == list(range(self.last_step - len(ids) + 1, self.last_step + 1)), "steps under way"
+
+
+def new_group(
+    number: int,
+    worker: int,
+    name: str,
+    epoch: int,
+    base: int,
+    count: int,
+    stores: tuple[Blocks, PrefixStore, BlockHasher, Tenants],
+    model: ModelInfo,
+    bytes_per_block: int,
+    kv_dtype: str,
+    device: str,
+) -> Group:
+    """A group with an empty pool of `count` blocks from global id `base` on."""
+    blocks, store, hasher, tenants = stores
+    pool = Pool(blocks, tenants, base, count)
+    index = PrefixIndex(store, blocks, pool, hasher)
+    return Group(number, worker, name, epoch, pool, index, model, bytes_per_block, kv_dtype, device)

@@ -1,0 +1,67 @@
+"""Chained hashes of full blocks, computed for any number of blocks in a fixed number of numpy operations.
+
+Block i of a sequence has its own hash h_i, a multilinear hash of its tokens put through a finaliser; its chained
+hash stands for the block and all before it:
+
+    c_i = c_{i-1} * P + h_i   (mod 2^64),   c_{-1} = salt
+
+P is odd, so it has an inverse mod 2^64 and the whole chain is one cumulative sum: c_i = P^(i+1) (salt + sum_j h_j
+P^-(j+1)). The multipliers come from a key, so a client cannot aim for collisions; and because a hit compares the
+tokens themselves, a collision costs a miss and never a wrong block. Multilinear hashing: Carter & Wegman, 1979;
+finaliser: MurmurHash3's fmix64.
+"""
+
+from __future__ import annotations
+
+import hashlib
+
+import numpy as np
+import numpy.typing as npt
+
+Hashes = npt.NDArray[np.uint64]
+MASK = (1 << 64) - 1
+
+
+class BlockHasher:
+    """Hashes blocks of `block_size` tokens under `key`."""
+
+    def __init__(self, block_size: int, key: bytes, blocks_max: int) -> None:
+        self._block_size = block_size
+        self._key = key[:64]
+        raw = hashlib.shake_256(b"kvforge block multipliers" + key).digest(8 * (block_size + 2))
+        words = np.frombuffer(raw, "<u8")
+        self._multipliers = words[:block_size] | np.uint64(1)
+        self._offset = words[block_size]
+        p = int(words[block_size + 1]) | 1
+        self._p = np.uint64(p)
+        self._powers = np.cumprod(np.full(blocks_max + 1, p, np.uint64))
+        self._inverse_powers = np.cumprod(np.full(blocks_max + 1, pow(p, -1, 1 << 64), np.uint64))
+
+    def salt(self, text: str) -> int:
+        """The chain's start for one salt: 62 bits, so that it also serves as a (negative) root key."""
+        digest = hashlib.blake2b(text.encode(), digest_size=8, key=self._key).digest()
+        return int.from_bytes(digest, "little") >> 2
+
+    def blocks(self, tokens: npt.NDArray[np.int32]) -> Hashes:
+        """Own hashes of [n, block_size] int32 tokens: [n] uint64."""
+        x: Hashes = tokens.astype(np.uint64) @ self._multipliers + self._offset
+        x ^= x >> np.uint64(33)
+        x *= np.uint64(0xFF51AFD7ED558CCD)
+        x ^= x >> np.uint64(33)
+        x *= np.uint64(0xC4CEB9FE1A85EC53)
+        x ^= x >> np.uint64(33)
+        return x
+
+    def chain(self, start: int, tokens: npt.NDArray[np.int32]) -> Hashes:
+        """Chained hashes of the full blocks of one sequence after chain value `start`: [len // block_size] uint64."""
+        count = tokens.size // self._block_size
+        own = self.blocks(tokens[: count * self._block_size].reshape(count, self._block_size))
+        total: Hashes = np.cumsum(own * self._inverse_powers[:count], dtype=np.uint64)
+        total += np.uint64(start)
+        total *= self._powers[:count]
+        return total
+
+    def extend(self, chains: Hashes, tokens: npt.NDArray[np.int32]) -> Hashes:
+        """One more block for each of n sequences: chains [n] uint64, tokens [n, block_size] int32 -> [n] uint64."""
+        extended: Hashes = chains * self._p + self.blocks(tokens)
+        return extended

@@ -1,0 +1,397 @@
+"""The coordinator's state machine: apply(event, now_us) -> effects.
+
+Deterministic: the same events at the same times give the same state and the same effects. A command that is refused
+raises a typed error inside `apply`, has changed nothing, and leaves as a Refused to the one who sent it. The shell
+calls apply for whatever has arrived, then once with Turn, and only then publishes tables and sends.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from protocol.errors import (
+    Conflict,
+    Draining,
+    InvalidRequest,
+    KvforgeError,
+    ProtocolError,
+    QueueFull,
+    restore,
+)
+from protocol.messages import (
+    Accepted,
+    Cancel,
+    Done,
+    Drain,
+    ErrorInfo,
+    GetHealth,
+    GetRequest,
+    GetStats,
+    Health,
+    ListRequests,
+    Message,
+    ModelInfo,
+    PoolRegistered,
+    Refused,
+    RequestInfo,
+    RequestList,
+    StepResult,
+    Submit,
+    WorkerFailed,
+    WorkerHealth,
+    WorkerHello,
+    WorkerLoading,
+    WorkerReady,
+)
+
+from . import statistics, validate
+from .cache import Cache
+from .events import (
+    ClientGone,
+    DropWorker,
+    Effect,
+    Event,
+    FromClient,
+    FromWorker,
+    Log,
+    ToClient,
+    ToWorker,
+    Turn,
+    WorkerGone,
+)
+from .groups import Group
+from .limits import Limits
+from .outcomes import Outcomes
+from .requests import CANCELLED, NO_SLOT, RUNNING, Request, RequestTable
+from .scheduler import Scheduler
+from .streams import Streams
+
+RETRY_AFTER_MS = 1000
+
+
+class Worker:
+    """A connected worker process, from its hello to its end."""
+
+    def __init__(self, number: int, name: str, pid: int) -> None:
+        self.number, self.name, self.pid = number, name, pid
+        self.phase, self.progress = "connecting", 0.0
+        self.group: Group | None = None
+
+    def health(self) -> WorkerHealth:
+        """What `kvforge status` shows."""
+        state = "ready" if self.group else "loading" if self.phase != "connecting" else "connecting"
+        return WorkerHealth(name=self.name, pid=self.pid, state=state, phase=self.phase, progress=self.progress)
+
+
+class Machine:
+    """Everything the coordinator knows."""
+
+    def __init__(self, limits: Limits, boot: str, hash_key: bytes, start_us: int = 0) -> None:
+        self.limits, self.boot, self.start_us = limits, boot, start_us
+        self.cache = Cache(limits, hash_key)
+        self.requests = RequestTable(limits)
+        self.scheduler = Scheduler(self.cache, self.requests)
+        self.scheduler.use_ids(self._next_sequence_id)
+        self.streams = Streams()
+        self.outcomes = Outcomes(self.cache, self.requests, self.scheduler, self.streams)
+        self.workers: dict[int, Worker] = {}
+        self.clients: set[int] = set()
+        self.model: ModelInfo | None = None
+        self.draining = False
+        self.turns = 0
+        self._request_ids = 0
+        self._sequence_ids = 0
+        self._effects: list[Effect] = []
+        self._commands: dict[type[Message], Callable[[FromClient, Any, int], Message]] = {
+            Submit: self._submit,
+            Cancel: self._cancel,
+            GetRequest: self._get_request,
+            ListRequests: self._list_requests,
+            GetStats: self._get_stats,
+            GetHealth: self._get_health,
+            Drain: self._drain,
+        }
+        self._reports: dict[type[Message], Callable[[Worker, Any, int], None]] = {
+            WorkerLoading: self._worker_loading,
+            WorkerReady: self._worker_ready,
+            StepResult: self._step_result,
+            WorkerFailed: self._worker_failed,
+        }
+
+    # ---------------------------------------------------------------------------------------------------------- apply
+
+    def apply(self, event: Event, now_us: int) -> list[Effect]:
+        """Applies one event at time `now_us` (microseconds, monotonic). Returns what is to be done, in order."""
+        if isinstance(event, Turn):
+            self._turn(now_us)
+        elif isinstance(event, FromClient):
+            self._from_client(event, now_us)
+        elif isinstance(event, FromWorker):
+            self._from_worker(event, now_us)
+        elif isinstance(event, ClientGone):
+            self._client_gone(event.client, now_us)
+        elif isinstance(event, WorkerGone):
+            self._worker_gone(event.worker, now_us)
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _turn(self, now_us: int) -> None:
+        self.turns += 1
+        self.requests.purge(now_us, self.limits.finished_ttl_us)
+        for _ in self.scheduler.admit(now_us):
+            pass
+        for number in sorted(self.cache.groups):
+            group = self.cache.groups[number]
+            while (step := self.scheduler.plan(group, now_us)) is not None:
+                self._effects.append(ToWorker(group.worker, step))
+            if group.skip_step():
+                self.cache.settle(group, group.last_step, now_us)
+        self._effects += [ToClient(client, message) for client, message in self.streams.flush()]
+
+    # -------------------------------------------------------------------------------------------------------- clients
+
+    def _from_client(self, event: FromClient, now_us: int) -> None:
+        message: Any = event.message
+        self.clients.add(event.client)
+        try:
+            reply = self._commands[type(message)](event, message, now_us)
+        except KvforgeError as error:
+            if isinstance(message, Submit):
+                self.requests.refused_total += 1
+            reply = Refused(rid=message.rid, error=ErrorInfo.of(error))
+        self._effects.append(ToClient(event.client, reply))
+
+    def _submit(self, event: FromClient, message: Submit, now_us: int) -> Message:
+        if self.draining:
+            raise Draining("the coordinator is draining and admits nothing more; submit elsewhere or after its restart")
+        self.cache.tenants.check(message.tenant)
+        validate.submit(message, self.limits, self.model, self.cache)
+        if len(self.scheduler.waiting) >= self.limits.queue_max:
+            raise QueueFull(self.limits.queue_max, RETRY_AFTER_MS)
+        self._request_ids += 1
+        seed = event.entropy if message.sampling.seed is None else message.sampling.seed
+        tenant = self.cache.tenants.intern(message.tenant)
+        request = Request(
+            self._request_ids,
+            event.client,
+            tenant,
+            message.prompt,
+            message.max_tokens,
+            message.sampling,
+            seed,
+            message.stream,
+            now_us,
+        )
+        self.requests.add(request)
+        self.scheduler.enqueue(request)
+        return Accepted(rid=message.rid, request_id=request.id, seed=seed)
+
+    def _cancel(self, _event: FromClient, message: Cancel, now_us: int) -> Message:
+        request = self.requests.find(message.request_id)
+        if request.state != CANCELLED:  # cancelling twice is the same answer, not an error
+            self.outcomes.end(request, "cancel", "cancelled", None, now_us)
+        return Done(rid=message.rid)
+
+    def _generated(self, request: Request) -> int:
+        if request.slot == NO_SLOT:
+            return int(request.tokens.size)
+        return int(self.cache.sequences.length[request.slot] - self.scheduler.runs.base[request.slot])
+
+    def _get_request(self, _event: FromClient, message: GetRequest, now_us: int) -> Message:
+        request = self.requests.find(message.request_id)
+        tokens = request.tokens
+        if request.slot != NO_SLOT:
+            tokens = self.cache.sequences.text(request.slot)[int(self.scheduler.runs.base[request.slot]) :]
+        return RequestInfo(
+            rid=message.rid,
+            request_id=request.id,
+            state=request.state,
+            tenant=self.cache.tenants.names[request.tenant],
+            prompt_tokens=request.prompt.size,
+            max_tokens=request.max_tokens,
+            generated_tokens=tokens.size,
+            cached_tokens=request.cached_tokens,
+            age_us=now_us - request.submitted_us,
+            reason=request.reason,
+            error=ErrorInfo.of(request.error) if request.error else None,
+            timings=request.timings(),
+            worker=request.worker,
+            tokens=tokens if message.with_tokens else tokens[:0],
+        )
+
+    def _list_requests(self, _event: FromClient, message: ListRequests, now_us: int) -> Message:
+        if not 1 <= message.count_max <= self.limits.list_max:
+            raise InvalidRequest("count_max", f"must be 1 to {self.limits.list_max}")
+        known = {**self.requests.finished, **self.requests.live}
+        newest = sorted(known, reverse=True)[: message.count_max]
+        names = self.cache.tenants.names
+        rows = [statistics.row(known[i], self._generated(known[i]), names[known[i].tenant], now_us) for i in newest]
+        return RequestList(rid=message.rid, requests=tuple(rows), total=len(known))
+
+    def _get_stats(self, _event: FromClient, message: GetStats, now_us: int) -> Message:
+        return statistics.stats(
+            self.cache, self.requests, message.rid, self.boot, now_us - self.start_us, len(self.clients)
+        )
+
+    def _get_health(self, _event: FromClient, message: GetHealth, _now_us: int) -> Message:
+        ready = bool(self.cache.groups) and not self.draining
+        reason = "" if ready else self._why_not_ready()
+        workers = tuple(worker.health() for worker in self.workers.values())
+        return Health(
+            rid=message.rid,
+            live=True,
+            ready=ready,
+            reason=reason,
+            workers=workers,
+            model=self.model,
+            draining=self.draining,
+        )
+
+    def _why_not_ready(self) -> str:
+        if self.draining:
+            return "draining: no new requests are admitted"
+        if not self.workers:
+            return "no worker has connected yet: start one with `python -m worker --config FILE` or `kvforge up`"
+        loading = ", ".join(f"{w.name} ({w.phase}, {w.progress:.0%})" for w in self.workers.values())
+        return f"workers are loading: {loading}"
+
+    def _drain(self, _event: FromClient, message: Drain, _now_us: int) -> Message:
+        self.draining = True
+        return Done(rid=message.rid)
+
+    def _client_gone(self, client: int, now_us: int) -> None:
+        self.clients.discard(client)
+        self.streams.forget(client)
+        for request in [r for r in self.requests.live.values() if r.client == client]:
+            self.outcomes.end(request, "cancel", "cancelled", None, now_us)
+        self.streams.forget(client)
+
+    # -------------------------------------------------------------------------------------------------------- workers
+
+    def _from_worker(self, event: FromWorker, now_us: int) -> None:
+        message: Any = event.message
+        try:
+            if isinstance(message, WorkerHello):
+                self._worker_hello(event.worker, message)
+            else:
+                worker = self.workers.get(event.worker)
+                if worker is None:
+                    raise ProtocolError("a worker's first message is worker_hello")
+                self._reports[type(message)](worker, message, now_us)
+        except KvforgeError as error:
+            rid = getattr(message, "rid", 0)
+            self._effects.append(ToWorker(event.worker, Refused(rid=rid, error=ErrorInfo.of(error))))
+            self._log("warning", f"worker {event.worker} was refused: {error}")
+            self._drop_worker(event.worker, str(error), now_us)
+
+    def _worker_hello(self, number: int, message: WorkerHello) -> None:
+        if any(worker.name == message.name for worker in self.workers.values()):
+            raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
+        self.workers[number] = Worker(number, message.name, message.pid)
+
+    def _worker_loading(self, worker: Worker, message: WorkerLoading, _now_us: int) -> None:
+        worker.phase, worker.progress = message.phase, message.progress
+
+    def _worker_ready(self, worker: Worker, message: WorkerReady, now_us: int) -> None:
+        validate.worker_ready(worker.name, message, self.limits)
+        others = bool(self.cache.groups) or bool(self.requests.live)
+        if self.model is not None and others and self.model.fingerprint != message.model.fingerprint:
+            raise Conflict(
+                f"worker {worker.name!r} serves {message.model.name!r} ({message.model.fingerprint[:12]}), "
+                f"the others serve {self.model.name!r} ({self.model.fingerprint[:12]}): all must serve the same"
+            )
+        worker.group = self.cache.add_group(
+            worker.number,
+            worker.name,
+            message.blocks,
+            message.model,
+            message.bytes_per_block,
+            message.kv_dtype,
+            message.device,
+        )
+        worker.phase, worker.progress = "ready", 1.0
+        self.model = message.model
+        reply = PoolRegistered(rid=message.rid, epoch=worker.group.epoch, base_block=worker.group.pool.base)
+        self._effects.append(ToWorker(worker.number, reply))
+        self._log("info", f"worker {worker.name} is ready: {message.blocks} blocks, {message.model.name}")
+        self._recheck_waiting(now_us)
+
+    def _recheck_waiting(self, now_us: int) -> None:
+        """Requests that came before the model was known are held to its limits now."""
+        for request in list(self.scheduler.waiting):
+            try:
+                tenant = self.cache.tenants.names[request.tenant]
+                validate.fits(request.prompt, request.max_tokens, tenant, self.limits, self.model, self.cache)
+            except KvforgeError as error:
+                self.outcomes.end(request, "fail", "failed", error, now_us)
+
+    def _step_result(self, worker: Worker, message: StepResult, now_us: int) -> None:
+        group = worker.group
+        if group is None or message.epoch != group.epoch:
+            self._log("warning", f"worker {worker.name}: result of step {message.step_id} of another epoch ignored")
+            return
+        if not group.sent or message.step_id < group.sent[0].step_id:
+            self._log("warning", f"worker {worker.name}: stale result of step {message.step_id} ignored")
+            return
+        if message.step_id != group.sent[0].step_id:
+            raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
+        self.outcomes.settle(group, message, now_us)
+
+    def _worker_failed(self, worker: Worker, message: WorkerFailed, now_us: int) -> None:
+        error = restore(message.error.code, message.error.message, message.error.fields)
+        self._log("error", f"worker {worker.name} failed: {error}")
+        self._drop_worker(worker.number, str(error), now_us)
+
+    def _drop_worker(self, number: int, reason: str, now_us: int) -> None:
+        self._worker_gone(number, now_us)
+        self._effects.append(DropWorker(number, reason))
+
+    def _worker_gone(self, number: int, now_us: int) -> None:
+        worker = self.workers.pop(number, None)
+        if worker is None:
+            return
+        self._log("info", f"worker {worker.name} is gone")
+        if worker.group is None:
+            return
+        s = self.cache.sequences
+        running = [self.requests.live[int(s.request[slot])] for slot in self._active_slots(worker.group)]
+        for request in sorted(running, key=lambda r: -r.admitted_order):
+            self.scheduler.requeue(request, now_us)
+        self.cache.drop_group(worker.group)
+
+    def _active_slots(self, group: Group) -> list[int]:
+        active = self.scheduler.runs.active & (self.cache.sequences.pool == group.number)
+        return [int(slot) for slot in np.flatnonzero(active)]
+
+    # ---------------------------------------------------------------------------------------------------------- other
+
+    def gauges(self, now_us: int) -> list[int]:
+        """What the shared tables publish besides rows."""
+        running = int(np.count_nonzero(self.scheduler.runs.active))
+        return statistics.gauges(self.cache, self.requests, running, self.turns, now_us - self.start_us)
+
+    @property
+    def busy(self) -> bool:
+        """Whether a Turn could find something to do without a new event."""
+        return bool(self.requests.live) or any(g.sent or g.owes_copies for g in self.cache.groups.values())
+
+    @property
+    def running(self) -> int:
+        """Requests that run now."""
+        return sum(request.state == RUNNING for request in self.requests.live.values())
+
+    def check_invariants(self) -> None:
+        """Everything of design section 3 that can be seen from here. For tests, simulation and idle times."""
+        self.cache.check_invariants()
+        self.requests.check_invariants()
+        self.scheduler.check_invariants()
+
+    def _next_sequence_id(self) -> int:
+        self._sequence_ids += 1
+        return self._sequence_ids
+
+    def _log(self, level: str, text: str) -> None:
+        self._effects.append(Log(level, text))

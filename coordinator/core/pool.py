@@ -1,0 +1,322 @@
+"""Blocks: their states, reference counts and generations; and the pools that hand them out.
+
+A block is in exactly one state:
+
+    FREE         in its pool's free list, content meaningless
+    REFERENCED   its count, the number of holders, is above zero
+    QUARANTINED  nobody holds it, but a step that was sent may still touch it
+    CACHED       nobody holds it, its content is indexed by prefix and may be used again or evicted
+
+Reference counts are the number of holders: sequences whose table names the block, plus named external holders.
+A generation is bumped whenever a block's content is given up, so an old name for it can be told from a new one.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict, deque
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import CapacityExceeded, QuotaExceeded
+
+from .tenants import Tenants
+
+FREE, REFERENCED, QUARANTINED, CACHED = range(4)
+STATE_NAMES = ("free", "referenced", "quarantined", "cached")
+
+BlockIds = npt.NDArray[np.int64]
+
+
+class Blocks:
+    """Struct-of-arrays over every block of every pool, indexed by global block id."""
+
+    def __init__(self, blocks_max: int, block_size: int) -> None:
+        self.block_size = block_size
+        self.refcount = np.zeros(blocks_max, np.int32)
+        self.generation = np.zeros(blocks_max, np.int32)
+        self.owner = np.zeros(blocks_max, np.int32)
+        self.state = np.zeros(blocks_max, np.int8)
+        self.indexed = np.zeros(blocks_max, np.bool_)
+        self.touch = np.zeros(blocks_max, np.int64)
+        self.since_us = np.zeros(blocks_max, np.int64)
+        self.external: dict[int, dict[str, int]] = {}
+        self.changed: list[BlockIds] = []
+
+
+class Supply:
+    """How many blocks each tenant could get: a trial copy that can be asked "and if this were released?"."""
+
+    def __init__(self, tenants: Tenants, free: int, cached: dict[int, int], usage: npt.NDArray[np.int64]) -> None:
+        self._tenants, self._free, self._cached, self._usage = tenants, free, cached, usage
+
+    def room(self, tenant: int) -> int:
+        """Blocks until the tenant's ceiling, its own cached blocks evicted."""
+        return int(self._tenants.ceiling[tenant] - self._usage[tenant]) + self._cached.get(tenant, 0)
+
+    def available(self, tenant: int) -> int:
+        """Blocks that the tenant could get: within its ceiling, leaving every other tenant its floor."""
+        floor, usage = self._tenants.floor, self._usage
+        missing = np.maximum(floor - usage, 0)
+        supply = self._free + self._cached.get(tenant, 0) - int(missing.sum() - missing[tenant])
+        for other, count in self._cached.items():
+            if other != tenant:
+                supply += min(count, max(0, int(usage[other] - floor[other])))
+        return max(0, min(self.room(tenant), supply))
+
+    def gain(self, owner: int, indexed: bool) -> None:
+        """One more block of `owner` loses its last holder: it is cached if indexed, else freed."""
+        if indexed:
+            self._cached[owner] = self._cached.get(owner, 0) + 1
+        else:
+            self._free += 1
+            self._usage[owner] -= 1
+
+
+class Pool:
+    """One worker's blocks: [base, base + count). All ids are global."""
+
+    def __init__(self, blocks: Blocks, tenants: Tenants, base: int, count: int) -> None:
+        self.blocks = blocks
+        self.base, self.count = base, count
+        self._tenants = tenants
+        self._stack = np.arange(base + count - 1, base - 1, -1, dtype=np.int64)
+        self.free = count
+        self.quarantined = 0
+        self.cached = 0
+        self._lru: dict[int, OrderedDict[int, int]] = {}
+        self._stamp = 0
+        self._quarantine: deque[BlockIds] = deque()
+        self.usage = np.zeros(tenants.floor.size, np.int64)
+        self._usage_since_us = np.zeros(tenants.floor.size, np.int64)
+        self._usage_block_us = np.zeros(tenants.floor.size, np.int64)
+        self.settled_step = 0
+        self.referenced_peak = 0
+        self.allocated_total = 0
+        self.freed_total = 0
+        self.evicted_total = 0
+        self.on_evict: Callable[[int], None] = _nothing
+        ids = slice(base, base + count)
+        assert not blocks.refcount[ids].any(), "a pool's range was still in use"
+        blocks.state[ids] = FREE
+        blocks.owner[ids] = 0
+        blocks.touch[ids] = 0
+        blocks.indexed[ids] = False
+
+    @property
+    def referenced(self) -> int:
+        """Blocks with at least one holder."""
+        return self.count - self.free - self.cached - self.quarantined
+
+    # ------------------------------------------------------------------------------------------------- allocation
+
+    def available(self, tenant: int, keep: BlockIds | None = None) -> int:
+        """Blocks that `tenant` could get now, evicting cached blocks where that is allowed.
+
+        keep: blocks that must not be evicted for it.
+        """
+        if self._tenants.has_quotas:
+            return self.supply(keep).available(tenant)
+        kept = 0 if keep is None else int(np.count_nonzero(self.blocks.state[keep] == CACHED))
+        return self.free + self.cached - kept
+
+    def supply(self, keep: BlockIds | None = None) -> Supply:
+        """What there is to give, by tenant, as if the blocks in `keep` were held."""
+        cached = {tenant: len(entries) for tenant, entries in self._lru.items()}
+        if keep is not None:
+            for block in keep[self.blocks.state[keep] == CACHED].tolist():
+                cached[int(self.blocks.owner[block])] -= 1
+        return Supply(self._tenants, self.free, cached, self.usage.copy())
+
+    def allocate(self, tenant: int, count: int, now_us: int) -> BlockIds:
+        """`count` blocks with one holder each: all or nothing. Evicts cached blocks, least recently used first.
+
+        Returns [count] int64. Raises QuotaExceeded or CapacityExceeded, and then nothing was changed.
+        """
+        if count > self.available(tenant):
+            raise self.shortage(tenant, count)
+        if self._tenants.has_quotas:
+            for _ in range(int(self.usage[tenant] - self._tenants.ceiling[tenant]) + count):
+                self._evict_one(tenant, now_us)  # a tenant at its ceiling makes room with its own blocks
+        for _ in range(count + self._reserved_for_others(tenant) - self.free):
+            self._evict_one(self._lru_tenant(tenant), now_us)
+        self.free -= count
+        ids = self._stack[self.free : self.free + count][::-1].copy()
+        blocks = self.blocks
+        blocks.refcount[ids] = 1
+        blocks.state[ids] = REFERENCED
+        blocks.owner[ids] = tenant
+        blocks.since_us[ids] = now_us
+        self._charge(tenant, count, now_us)
+        self.allocated_total += count
+        self.referenced_peak = max(self.referenced_peak, self.referenced)
+        blocks.changed.append(ids)
+        return ids
+
+    def shortage(self, tenant: int, count: int) -> CapacityExceeded:
+        """The error that says why `tenant` cannot have `count` blocks."""
+        ceiling, room = int(self._tenants.ceiling[tenant]), self.supply().room(tenant)
+        if count > room:
+            return QuotaExceeded(self._tenants.names[tenant], ceiling - room + count, ceiling)
+        hint = "remove sequences or wait for requests to end"
+        return CapacityExceeded("blocks", count, self.available(tenant), hint)
+
+    def _reserved_for_others(self, tenant: int) -> int:
+        if not self._tenants.has_quotas:
+            return 0
+        missing = np.maximum(self._tenants.floor - self.usage, 0)
+        return int(missing.sum() - missing[tenant])
+
+    def _lru_tenant(self, asking: int) -> int:
+        """Whose cached block is the oldest one that `asking` may evict."""
+        best, best_stamp = 0, -1
+        for tenant, entries in self._lru.items():
+            if not entries or (tenant != asking and self.usage[tenant] <= self._tenants.floor[tenant]):
+                continue
+            stamp = next(iter(entries.values()))
+            if best == 0 or stamp < best_stamp:
+                best, best_stamp = tenant, stamp
+        return best
+
+    def _evict_one(self, tenant: int, now_us: int) -> None:
+        block, _ = self._lru[tenant].popitem(last=False)
+        self.cached -= 1
+        self.evicted_total += 1
+        self.on_evict(block)
+        self._to_free(np.array([block], np.int64), now_us)
+
+    def _charge(self, tenant: int, count: int, now_us: int) -> None:
+        self._usage_block_us[tenant] += self.usage[tenant] * (now_us - self._usage_since_us[tenant])
+        self._usage_since_us[tenant] = now_us
+        self.usage[tenant] += count
+
+    def block_us(self, tenant: int, now_us: int) -> int:
+        """Blocks x microseconds that the tenant has occupied so far."""
+        return int(self._usage_block_us[tenant] + self.usage[tenant] * (now_us - self._usage_since_us[tenant]))
+
+    # ---------------------------------------------------------------------------------------------------- holders
+
+    def hold(self, ids: BlockIds) -> None:
+        """Adds one holder to each block: [n] distinct ids, none of them free. Revives cached and quarantined ones."""
+        blocks = self.blocks
+        states = blocks.state[ids]
+        assert not (states == FREE).any(), "a free block cannot be held"
+        for block in ids[states == CACHED].tolist():
+            del self._lru[int(blocks.owner[block])][block]
+            self.cached -= 1
+        self.quarantined -= int(np.count_nonzero(states == QUARANTINED))
+        blocks.refcount[ids] += 1
+        blocks.state[ids] = REFERENCED
+        self.referenced_peak = max(self.referenced_peak, self.referenced)
+        blocks.changed.append(ids)
+
+    def release(self, ids: BlockIds, last_step: int, now_us: int) -> int:
+        """Takes one holder from each block: [n] distinct ids. Returns how many nobody holds any more.
+
+        Those are quarantined while a step up to `last_step` may still touch them, else cached or freed. Table order
+        is expected: the tail of a sequence is evicted before its head.
+        """
+        blocks = self.blocks
+        assert (blocks.refcount[ids] > 0).all(), "a block without holders was released"
+        blocks.refcount[ids] -= 1
+        blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
+        dead = ids[blocks.refcount[ids] == 0]
+        if dead.size:
+            waiting = blocks.touch[dead] > self.settled_step
+            if waiting.any():
+                held_back = dead[waiting]
+                blocks.state[held_back] = QUARANTINED
+                self.quarantined += held_back.size
+                self._quarantine.append(held_back)
+                self._settle(dead[~waiting], now_us)
+            else:
+                self._settle(dead, now_us)
+        blocks.changed.append(ids)
+        return int(dead.size)
+
+    def settle(self, step: int, now_us: int) -> None:
+        """Every step up to `step` is over: what only they could touch leaves quarantine."""
+        self.settled_step = max(self.settled_step, step)
+        for _ in range(len(self._quarantine)):
+            ids = self._quarantine.popleft()
+            ids = ids[self.blocks.state[ids] == QUARANTINED]
+            over = self.blocks.touch[ids] <= self.settled_step
+            if over.any():
+                self.quarantined -= int(np.count_nonzero(over))
+                self._settle(ids[over], now_us)
+            if not over.all():
+                self._quarantine.append(ids[~over])
+
+    def _settle(self, ids: BlockIds, now_us: int) -> None:
+        indexed = self.blocks.indexed[ids]
+        if indexed.any():
+            kept = ids[indexed]
+            self.blocks.state[kept] = CACHED
+            self.cached += kept.size
+            owners = self.blocks.owner
+            for block in kept[::-1].tolist():
+                self._stamp += 1
+                self._lru.setdefault(int(owners[block]), OrderedDict())[block] = self._stamp
+            ids = ids[~indexed]
+        self._to_free(ids, now_us)
+
+    def _to_free(self, ids: BlockIds, now_us: int) -> None:
+        if not ids.size:
+            return
+        blocks = self.blocks
+        blocks.generation[ids] += 1
+        blocks.state[ids] = FREE
+        owners = blocks.owner[ids]
+        for tenant in set(owners.tolist()):
+            self._charge(tenant, -int(np.count_nonzero(owners == tenant)), now_us)
+        blocks.owner[ids] = 0
+        self._stack[self.free : self.free + ids.size] = ids[::-1]
+        self.free += ids.size
+        self.freed_total += ids.size
+        blocks.changed.append(ids)
+
+    def drop_cached(self, block: int, now_us: int) -> None:
+        """A block lost its place in the prefix index: if only the index kept it, it becomes free."""
+        if self.blocks.state[block] == CACHED:
+            del self._lru[int(self.blocks.owner[block])][block]
+            self.cached -= 1
+            self._to_free(np.array([block], np.int64), now_us)
+
+    def drop_all_cached(self, now_us: int) -> int:
+        """Gives up every cached block. Returns how many."""
+        dropped = self.cached
+        for tenant in list(self._lru):
+            while self._lru[tenant]:
+                self._evict_one(tenant, now_us)
+        return dropped
+
+    # ------------------------------------------------------------------------------------------------- invariants
+
+    def check_invariants(self) -> None:
+        """Free + cached + referenced + quarantined = total, and every list agrees with every state."""
+        blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
+        states, counts = blocks.state[ids], blocks.refcount[ids]
+        assert (counts >= 0).all(), "a reference count is below zero"
+        listed = self._stack[: self.free]
+        assert np.unique(listed).size == self.free, "a block is twice in the free list"
+        assert (blocks.state[listed] == FREE).all() and self.free == np.count_nonzero(states == FREE), "free list"
+        assert not blocks.indexed[listed].any(), "a free block is indexed"
+        assert ((counts > 0) == (states == REFERENCED)).all(), "a count disagrees with its block's state"
+        assert self.cached == np.count_nonzero(states == CACHED) == sum(map(len, self._lru.values())), "cached"
+        assert self.quarantined == np.count_nonzero(states == QUARANTINED), "quarantined"
+        for tenant, entries in self._lru.items():
+            assert all(blocks.state[b] == CACHED and blocks.owner[b] == tenant for b in entries), "LRU list"
+            assert all(blocks.indexed[b] for b in entries), "a cached block is not indexed"
+        waiting = np.unique(np.concatenate([*self._quarantine, np.zeros(0, np.int64)]))
+        held_back = ids[states == QUARANTINED]
+        assert np.isin(held_back, waiting).all(), "a quarantined block would never be settled"
+        assert (blocks.touch[held_back] > self.settled_step).all(), "a block overstays its quarantine"
+        owners = np.bincount(blocks.owner[ids][states != FREE], minlength=self.usage.size)
+        assert (owners == self.usage).all(), "a tenant's usage disagrees with its blocks"
+        assert not blocks.owner[listed].any(), "a free block is charged to a tenant"
+        assert (self.usage <= self._tenants.ceiling).all(), "a tenant is above its ceiling"
+
+
+def _nothing(_block: int) -> None:
+    return None

@@ -1,0 +1,156 @@
+"""The prefix index of one pool: which blocks hold the KV of which token prefix.
+
+An entry says: this block holds the KV of these tokens, coming after that parent entry. Its identity is exact: a
+lookup compares the block's tokens and follows parents by block *and generation*, from a root that stands for the
+salt. The chained hash only finds candidates. Invariant: an entry exists only for a full block whose KV a worker has
+acknowledged, and never for a free block.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .hashing import BlockHasher, Hashes
+from .pool import FREE, BlockIds, Blocks, Pool
+
+Tokens = npt.NDArray[np.int32]
+PARTIAL_CANDIDATES_MAX = 16
+
+
+class PrefixStore:
+    """What the entries of all pools keep per block: struct-of-arrays indexed by global block id."""
+
+    def __init__(self, blocks_max: int, block_size: int) -> None:
+        self.hash = np.zeros(blocks_max, np.uint64)
+        self.parent = np.zeros(blocks_max, np.int64)
+        self.tokens = np.zeros((blocks_max, block_size), np.int32)
+
+
+class PrefixIndex:
+    """The entries of one pool."""
+
+    def __init__(self, store: PrefixStore, blocks: Blocks, pool: Pool, hasher: BlockHasher) -> None:
+        self._store, self._blocks, self._pool, self._hasher = store, blocks, pool, hasher
+        self._by_hash: dict[int, int] = {}
+        self._children: dict[int, dict[int, None]] = {}
+        pool.on_evict = self.remove
+
+    def __len__(self) -> int:
+        return len(self._by_hash)
+
+    def key(self, block: int) -> int:
+        """The exact name of an entry: its block and generation in one integer."""
+        return block | int(self._blocks.generation[block]) << 32
+
+    def alive(self, key: int) -> bool:
+        """Whether a parent key (or root) still names an entry."""
+        if key < 0:
+            return True
+        block = key & 0xFFFFFFFF
+        return bool(self._blocks.indexed[block]) and int(self._blocks.generation[block]) == key >> 32
+
+    # -------------------------------------------------------------------------------------------------------- lookup
+
+    def match(self, salt: int, tokens: Tokens, hashes: Hashes) -> BlockIds:
+        """The longest run of indexed blocks that hold a prefix of `tokens`: [n] int64.
+
+        hashes: the chained hashes of the leading full blocks that may be used.
+        """
+        found: list[int] = []
+        if self._by_hash:
+            get = self._by_hash.get
+            for value in hashes.tolist():
+                block = get(value)
+                if block is None:
+                    break
+                found.append(block)
+        ids = np.array(found, np.int64)
+        return ids[: self._verified(salt, tokens, ids)]
+
+    def _verified(self, salt: int, tokens: Tokens, ids: BlockIds) -> int:
+        """How many leading candidates hold exactly these tokens after exactly these parents."""
+        if not ids.size:
+            return 0
+        size, store = self._blocks.block_size, self._store
+        keys = ids | self._blocks.generation[ids].astype(np.int64) << 32
+        parents = np.concatenate([[root_key(salt)], keys[:-1]])
+        good = (store.tokens[ids] == tokens[: ids.size * size].reshape(-1, size)).all(axis=1)
+        good &= store.parent[ids] == parents
+        return int(ids.size if good.all() else np.argmin(good))
+
+    def match_partial(self, parent: int, rest: Tokens) -> tuple[int, int]:
+        """The child of `parent` that agrees with most of `rest`: (block, leading tokens in common), or (-1, 0)."""
+        best, most = -1, 0
+        children = self._children.get(parent)
+        if children is None or not rest.size:
+            return best, most
+        for count, block in enumerate(reversed(children)):
+            if count >= PARTIAL_CANDIDATES_MAX:
+                break
+            own = self._store.tokens[block][: rest.size]
+            same = own == rest[: own.size]
+            common = int(own.size if same.all() else np.argmin(same))
+            if common > most:
+                best, most = block, common
+        return best, most
+
+    # ------------------------------------------------------------------------------------------------------- entries
+
+    def add(self, block: int, parent: int, value: int, tokens: Tokens, now_us: int) -> int:
+        """Indexes a full, acknowledged, held block under its chained hash `value`. Returns its entry's key.
+
+        Where an entry for the same content exists, that one stays and its key is returned. An entry that collides,
+        or whose parent is gone, makes way.
+        """
+        assert self._blocks.state[block] != FREE, "a free block cannot be indexed"
+        store = self._store
+        old = self._by_hash.get(value)
+        if old is not None:
+            if store.parent[old] == parent and np.array_equal(store.tokens[old], tokens):
+                return self.key(old)
+            self.remove(old)
+            self._pool.drop_cached(old, now_us)
+        if self._blocks.indexed[block]:
+            self.remove(block)
+        store.hash[block], store.parent[block], store.tokens[block] = value, parent, tokens
+        self._by_hash[value] = block
+        self._children.setdefault(parent, {})[block] = None
+        self._blocks.indexed[block] = True
+        return self.key(block)
+
+    def remove(self, block: int) -> None:
+        """Takes a block's entry out of the index (the block itself stays as it is)."""
+        assert self._blocks.indexed[block]
+        self._blocks.indexed[block] = False
+        del self._by_hash[int(self._store.hash[block])]
+        parent = int(self._store.parent[block])
+        siblings = self._children[parent]
+        del siblings[block]
+        if not siblings:
+            del self._children[parent]
+
+    # ---------------------------------------------------------------------------------------------------- invariants
+
+    def check_invariants(self) -> None:
+        """Entries, hashes and children name the same blocks, and every entry's content is what its hash says."""
+        blocks, store = self._blocks, self._store
+        ids = np.fromiter(self._by_hash.values(), np.int64, len(self._by_hash))
+        region = np.arange(self._pool.base, self._pool.base + self._pool.count)
+        assert set(ids.tolist()) == set(region[blocks.indexed[region]].tolist()), "indexed blocks"
+        assert store.hash[ids].tolist() == list(self._by_hash), "a hash names another block"
+        assert (blocks.state[ids] != FREE).all(), "a free block is indexed"
+        listed = [(parent, block) for parent, members in self._children.items() for block in members]
+        assert sorted(block for _, block in listed) == sorted(ids.tolist()), "children"
+        assert all(store.parent[block] == parent for parent, block in listed), "a child is under the wrong parent"
+        for block in ids.tolist():
+            parent = int(store.parent[block])
+            if parent < 0 or self.alive(parent):
+                start = -parent - 1 if parent < 0 else int(store.hash[parent & 0xFFFFFFFF])
+                expected = int(self._hasher.extend(np.array([start], np.uint64), store.tokens[block][None])[0])
+                assert expected == int(store.hash[block]), "an entry's hash is not the hash of its content"
+
+
+def root_key(salt: int) -> int:
+    """The parent key of first blocks under `salt`."""
+    return -salt - 1

@@ -1,0 +1,156 @@
+"""Sequences as struct-of-arrays: one slot each, one row of the block table each.
+
+A sequence is resident (it has a pool, and blocks for all its tokens) or not (its tokens are kept, its KV is not).
+For a resident one, positions [0, computed) have KV that a worker acknowledged, [computed, scheduled) have KV that steps
+under way will have written, and `pending` further tokens are being sampled by those steps. Blocks held are always
+ceil((length + pending) / block_size).
+
+A slot is given out again only when every step that may read its row of the shared table is over.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import CapacityExceeded, SequenceNotFound
+
+from .limits import Limits
+
+Slots = npt.NDArray[np.int64]
+NO_POOL = -1
+
+
+class Sequences:
+    """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots."""
+
+    def __init__(self, limits: Limits) -> None:
+        n, context = limits.sequences_max, limits.context_tokens_max
+        self.block_size = limits.block_size
+        self.context_tokens_max = context
+        self.id = np.zeros(n, np.int64)
+        self.pool = np.full(n, NO_POOL, np.int64)
+        self.tenant = np.zeros(n, np.int64)
+        self.length = np.zeros(n, np.int64)
+        self.computed = np.zeros(n, np.int64)
+        self.scheduled = np.zeros(n, np.int64)
+        self.pending = np.zeros(n, np.int64)
+        self.used = np.zeros(n, np.int64)
+        self.last_step = np.zeros(n, np.int64)
+        self.salt = np.zeros(n, np.int64)
+        self.hashed = np.zeros(n, np.int64)
+        self.chain = np.zeros(n, np.uint64)
+        self.parent = np.zeros(n, np.int64)
+        self.request = np.zeros(n, np.int64)
+        self.client = np.zeros(n, np.int64)
+        self.created_us = np.zeros(n, np.int64)
+        self.accessed_us = np.zeros(n, np.int64)
+        self.accesses = np.zeros(n, np.int64)
+        self.idle_ttl_us = np.zeros(n, np.int64)
+        self.owned = np.zeros(n, np.bool_)
+        self.table = np.zeros((n, limits.blocks_per_sequence_max), np.int32)
+        self.tokens = np.zeros((n, context), np.int32)
+        self.logprobs = np.zeros((n, context), np.float32)
+        self.slot_of: dict[int, int] = {}
+        self._free = list(range(n - 1, -1, -1))
+        self._quarantine: deque[tuple[int, int, int]] = deque()
+        self.changed_rows: list[Slots] = []
+        self.changed_cells: list[tuple[Slots, Slots]] = []
+
+    def __len__(self) -> int:
+        return len(self.slot_of)
+
+    @property
+    def slots_free(self) -> int:
+        """Slots that can be taken now."""
+        return len(self._free)
+
+    def find(self, sequence_id: int) -> int:
+        """The slot of a sequence. Raises SequenceNotFound."""
+        slot = self.slot_of.get(sequence_id)
+        if slot is None:
+            raise SequenceNotFound(sequence_id)
+        return slot
+
+    def need_slots(self, count: int) -> None:
+        """Raises CapacityExceeded where `count` slots cannot be taken."""
+        if count > len(self._free):
+            raise CapacityExceeded("sequences", count, len(self._free), "remove sequences or raise sequences_max")
+
+    def take(self, sequence_id: int, tenant: int, salt: int, now_us: int) -> int:
+        """A fresh, empty, non-resident sequence in a free slot."""
+        slot = self._free.pop()
+        assert self.id[slot] == 0 and self.used[slot] == 0
+        self.slot_of[sequence_id] = slot
+        self.id[slot], self.tenant[slot], self.salt[slot] = sequence_id, tenant, salt
+        self.created_us[slot] = self.accessed_us[slot] = now_us
+        self.changed_rows.append(np.array([slot]))
+        return slot
+
+    def give(self, slot: int, pool: int, quarantine_step: int) -> None:
+        """Ends the sequence in `slot`. Its blocks are gone already.
+
+        quarantine_step: the last step that may read the row, 0 where none does.
+        """
+        assert self.used[slot] == 0 and self.id[slot] != 0
+        del self.slot_of[int(self.id[slot])]
+        for array in (self.id, self.tenant, self.length, self.computed, self.scheduled, self.pending, self.last_step):
+            array[slot] = 0
+        for array in (self.salt, self.hashed, self.parent, self.request, self.client, self.created_us):
+            array[slot] = 0
+        for array in (self.accessed_us, self.accesses, self.idle_ttl_us):
+            array[slot] = 0
+        self.chain[slot] = 0
+        self.owned[slot] = False
+        self.pool[slot] = NO_POOL
+        self.changed_rows.append(np.array([slot]))
+        if quarantine_step:
+            self._quarantine.append((pool, quarantine_step, slot))
+        else:
+            self._free.append(slot)
+
+    def settle(self, pool: int, step: int) -> None:
+        """Every step of `pool` up to `step` is over: slots that only they could read are free again."""
+        for _ in range(len(self._quarantine)):
+            entry = self._quarantine.popleft()
+            if entry[0] == pool and entry[1] <= step:
+                self._free.append(entry[2])
+            else:
+                self._quarantine.append(entry)
+
+    def touch(self, slots: Slots | int, now_us: int) -> None:
+        """Counts an access."""
+        self.accessed_us[slots] = now_us
+        self.accesses[slots] += 1
+
+    def blocks_of(self, slot: int) -> npt.NDArray[np.int64]:
+        """The block ids of a sequence, in order: [used] int64."""
+        return self.table[slot, : self.used[slot]].astype(np.int64)
+
+    def text(self, slot: int) -> npt.NDArray[np.int32]:
+        """The tokens of a sequence: [length] int32, a copy."""
+        return self.tokens[slot, : self.length[slot]].copy()
+
+    def blocks_for(self, tokens: int) -> int:
+        """ceil(tokens / block_size)."""
+        return -(-tokens // self.block_size)
+
+    def check_invariants(self) -> None:
+        """Slots, ids and counters agree with each other."""
+        live = np.array(sorted(self.slot_of.values()), np.int64)
+        assert live.tolist() == np.flatnonzero(self.id).tolist(), "a live slot is not mapped"
+        assert all(self.id[slot] == sequence for sequence, slot in self.slot_of.items()), "an id maps to another slot"
+        idle = self._free + [slot for _, _, slot in self._quarantine]
+        assert sorted([*idle, *live.tolist()]) == list(range(self.id.size)), "a slot is lost or twice free"
+        assert not self.used[np.array(idle, np.int64)].any(), "a free slot holds blocks"
+        assert (self.pending >= 0).all() and (self.length >= 0).all(), "a counter is below zero"
+        assert (self.computed <= self.scheduled).all(), "KV acknowledged that was never scheduled"
+        assert (self.scheduled <= self.length + self.pending).all(), "KV scheduled beyond the tokens"
+        assert (self.length + self.pending <= self.context_tokens_max).all(), "a sequence outgrew its limit"
+        resident = self.pool != NO_POOL
+        needed = -(-(self.length + self.pending) // self.block_size)
+        assert (self.used == np.where(resident, needed, 0)).all(), "blocks held disagree with the length"
+        assert not self.scheduled[~resident].any() and not self.pending[~resident].any(), "KV without a pool"
+        assert not self.pending[self.request == 0].any(), "tokens pending without a request"

@@ -1,0 +1,84 @@
+"""Refusals at the door: what could never be served is refused when it arrives, naming the field."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import InvalidRequest, ProtocolError, QuotaExceeded
+from protocol.messages import ModelInfo, Sampling, Submit, WorkerReady
+
+from .cache import Cache
+from .limits import Limits
+from .scheduler import EOS_TOKENS_MAX
+
+TEMPERATURE_MAX = 100.0
+SEED_MAX = (1 << 64) - 1
+
+
+def submit(message: Submit, limits: Limits, model: ModelInfo | None, cache: Cache) -> None:
+    """Raises InvalidRequest or QuotaExceeded where the request could never be served."""
+    if message.prompt.size == 0:
+        raise InvalidRequest("prompt", "is empty: give at least one token id")
+    if message.max_tokens < 1:
+        raise InvalidRequest("max_tokens", f"must be at least 1, not {message.max_tokens}")
+    sampling(message.sampling, limits)
+    fits(message.prompt, message.max_tokens, message.tenant, limits, model, cache)
+
+
+def sampling(values: Sampling, limits: Limits) -> None:
+    """Raises InvalidRequest naming the sampling field."""
+    temperature = values.temperature
+    if not math.isfinite(temperature) or not 0.0 <= temperature <= TEMPERATURE_MAX:
+        raise InvalidRequest("sampling.temperature", f"must be 0 to {TEMPERATURE_MAX:g}, not {temperature}")
+    if values.seed is not None and not 0 <= values.seed <= SEED_MAX:
+        raise InvalidRequest("sampling.seed", "must be an unsigned 64-bit integer")
+    if len(values.stop_tokens) > limits.stop_tokens_max:
+        raise InvalidRequest("sampling.stop_tokens", f"at most {limits.stop_tokens_max} stop tokens")
+    if any(not 0 <= token < 1 << 31 for token in values.stop_tokens):
+        raise InvalidRequest("sampling.stop_tokens", "token ids are 0 or more and fit 32 bits")
+
+
+def fits(
+    prompt: npt.NDArray[np.int32],
+    max_tokens: int,
+    tenant: str,
+    limits: Limits,
+    model: ModelInfo | None,
+    cache: Cache,
+) -> None:
+    """Raises InvalidRequest or QuotaExceeded where these tokens can never be in any pool."""
+    total = prompt.size + max_tokens
+    context = min(limits.context_tokens_max, model.context_tokens_max if model else limits.context_tokens_max)
+    if prompt.size >= context:
+        raise InvalidRequest("prompt", f"has {prompt.size} tokens; the context holds {context}, the answer included")
+    if total > context:
+        raise InvalidRequest(
+            "max_tokens", f"{prompt.size} prompt tokens + {max_tokens} exceed the context of {context}"
+        )
+    lowest, highest = int(prompt.min()), int(prompt.max())
+    vocabulary = model.vocab_size if model else 1 << 31
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        raise InvalidRequest("prompt", f"token id {wrong} is outside the vocabulary of {vocabulary}")
+    needed = cache.sequences.blocks_for(total)
+    largest = max((group.pool.count for group in cache.groups.values()), default=needed)
+    if needed > largest:
+        raise InvalidRequest("max_tokens", f"{total} tokens need {needed} blocks; the largest pool has {largest}")
+    ceiling = cache.tenants.ceiling_of(tenant)
+    if needed > ceiling:
+        raise QuotaExceeded(tenant, needed, ceiling)
+
+
+def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
+    """Raises ProtocolError where a worker announces what cannot be."""
+    if message.blocks < 1 or message.bytes_per_block < 1:
+        raise ProtocolError(f"worker {name}: a pool has at least one block of at least one byte")
+    if message.model.vocab_size < 1 or message.model.context_tokens_max < 1:
+        raise ProtocolError(f"worker {name}: vocabulary and context are at least 1")
+    if len(message.model.eos_tokens) > EOS_TOKENS_MAX:
+        raise ProtocolError(f"worker {name}: at most {EOS_TOKENS_MAX} end tokens")
+    if message.blocks > limits.blocks_max:
+        raise ProtocolError(f"worker {name}: {message.blocks} blocks exceed blocks_max = {limits.blocks_max}")

@@ -1,0 +1,113 @@
+"""One ROUTER socket and who is behind it: numbers for connections, noticing those that end.
+
+ROUTER names connections by random identities and does not tell when one ends. ZeroMQ's own monitor does, by file
+descriptor, and every received frame knows the descriptor it came through: the two together give exact ends, a killed
+process within milliseconds and a silent one within the ZMTP heartbeat timeout. Descriptors are reused, so events are
+always read before a new connection is bound to its descriptor.
+"""
+
+from __future__ import annotations
+
+import errno
+from collections.abc import Callable, Sequence
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from protocol.transport import router
+
+Frames = Sequence[bytes | memoryview]
+
+
+class Peers:
+    """The connections of one socket. A connection has a number once `admit` gave it one."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, numbers: Callable[[], int]) -> None:
+        """Binds. Raises zmq.ZMQError."""
+        self.socket = router(context)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self._numbers = numbers
+        self._number_of: dict[bytes, int] = {}
+        self._identity_of: dict[int, bytes] = {}
+        self._by_fd: dict[int, set[int]] = {}
+        self._fd_of: dict[int, int] = {}
+        self._gone: list[int] = []
+        self.socket.bind(endpoint)
+
+    def __len__(self) -> int:
+        return len(self._number_of)
+
+    def receive(self) -> tuple[bytes, int, list[bytes]] | None:
+        """The next message: (identity, descriptor, frames); None where none is waiting."""
+        try:
+            first = self.socket.recv(zmq.NOBLOCK, copy=False)
+        except zmq.Again:
+            return None
+        descriptor = first.get(zmq.SRCFD)
+        frames = self.socket.recv_multipart(zmq.NOBLOCK) if first.more else []
+        return first.bytes, int(descriptor), frames
+
+    def number(self, identity: bytes) -> int | None:
+        """The number of an admitted connection."""
+        return self._number_of.get(identity)
+
+    def admit(self, identity: bytes, descriptor: int) -> int:
+        """Gives a connection its number."""
+        self.note_ends()
+        number = self._numbers()
+        self._number_of[identity] = number
+        self._identity_of[number] = identity
+        self._fd_of[number] = descriptor
+        self._by_fd.setdefault(descriptor, set()).add(number)
+        return number
+
+    def note_ends(self) -> None:
+        """Reads the monitor: connections that ended are forgotten here and reported by `take_gone`."""
+        while self.monitor.poll(0):
+            event = parse_monitor_message(self.monitor.recv_multipart())
+            for number in list(self._by_fd.get(int(event["value"]), ())):
+                self.forget(number)
+                self._gone.append(number)
+
+    def take_gone(self) -> list[int]:
+        """Numbers of the connections that ended since the last call."""
+        gone, self._gone = self._gone, []
+        return gone
+
+    def forget(self, number: int) -> None:
+        """The connection is no longer ours to talk to. Idempotent."""
+        identity = self._identity_of.pop(number, None)
+        if identity is None:
+            return
+        del self._number_of[identity]
+        descriptor = self._fd_of.pop(number)
+        self._by_fd[descriptor].discard(number)
+        if not self._by_fd[descriptor]:
+            del self._by_fd[descriptor]
+
+    def send(self, number: int, frames: Frames) -> bool:
+        """Sends without waiting. False where the peer is gone or takes nothing more: it is then reported as gone."""
+        identity = self._identity_of.get(number)
+        if identity is None:
+            return False
+        if self.send_to(identity, frames):
+            return True
+        self.forget(number)
+        self._gone.append(number)
+        return False
+
+    def send_to(self, identity: bytes, frames: Frames) -> bool:
+        """Sends to a connection that has no number (yet)."""
+        try:
+            self.socket.send_multipart([identity, *frames], zmq.NOBLOCK)
+        except zmq.ZMQError as error:
+            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
+                return False
+            raise
+        return True
+
+    def close(self) -> None:
+        """Closes the socket; `ipc` files are removed by the server."""
+        self.socket.disable_monitor()
+        self.monitor.close(0)
+        self.socket.close(0)
