@@ -1,7 +1,6 @@
 """The only loop: sockets in, core, tables, sockets out.
 
-One turn, always in this order: drain the sockets (a bounded number of messages from each), apply every event to the
-core, apply Turn, publish the tables, send. A plain ZeroMQ poll; one thread; nothing here waits for a peer.
+A plain ZeroMQ poll; one thread; nothing here waits for a peer. What one turn does is in `turn.py`.
 """
 
 from __future__ import annotations
@@ -13,35 +12,15 @@ import secrets
 import signal
 import socket as sockets
 import time
+from functools import partial
 from pathlib import Path
 from types import FrameType
 
 import zmq
 
 from protocol import codec
-from protocol.errors import (
-    CapacityExceeded,
-    CoordinatorInUse,
-    InvalidConfiguration,
-    KvforgeError,
-    ProtocolError,
-    VersionMismatch,
-)
-from protocol.messages import (
-    CLIENT_MESSAGES,
-    PROTOCOL_VERSION,
-    PROTOCOL_VERSION_MIN,
-    WORKER_MESSAGES,
-    ErrorInfo,
-    Goodbye,
-    Hello,
-    Message,
-    Refused,
-    Stop,
-    Welcome,
-    WorkerHello,
-    WorkerWelcome,
-)
+from protocol.errors import CoordinatorInUse, InvalidConfiguration
+from protocol.messages import Stop
 from protocol.notify import notify
 from protocol.tables import TablesWriter
 from protocol.transport import (
@@ -54,21 +33,9 @@ from protocol.transport import (
 )
 
 from .config import CoordinatorConfig
-from .core.events import (
-    ClientGone,
-    DropWorker,
-    Effect,
-    FromClient,
-    FromWorker,
-    Log,
-    ToClient,
-    ToWorker,
-    Turn,
-    WorkerGone,
-)
 from .core.machine import Machine
 from .peers import Peers
-from .publish import publish
+from .turn import TurnLimits, TurnLoop
 
 LOCK_FILE = "coordinator.lock"
 IDLE_WAIT_MS = 1000
@@ -100,8 +67,11 @@ class Server:
         except (OSError, zmq.ZMQError) as error:
             self._lock.release()
             raise InvalidConfiguration("runtime_dir", f"{self.runtime} cannot be used: {error}") from None
-        self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
-        self._worker_decoder = codec.Decoder(WORKER_MESSAGES)
+        bounds = TurnLimits(
+            messages_per_turn_max=config.limits.messages_per_turn_max, clients_max=config.limits.clients_max
+        )
+        entropy = partial(secrets.randbits, 64)
+        self._turns = TurnLoop(self.machine, self.tables, self.clients, self.workers, entropy, bounds)
 
     @staticmethod
     def _now_us() -> int:
@@ -129,18 +99,7 @@ class Server:
 
     def turn(self) -> None:
         """One turn of the loop; does not wait."""
-        effects: list[Effect] = []
-        now_us = self._now_us()
-        for _ in range(self.config.limits.messages_per_turn_max):
-            if not self._take_worker(effects, now_us):
-                break
-        for _ in range(self.config.limits.messages_per_turn_max):
-            if not self._take_client(effects, now_us):
-                break
-        self._note_ends(effects, now_us)
-        effects += self.machine.apply(Turn(), now_us)
-        publish(self.machine, self.tables, now_us)
-        self._carry_out(effects)
+        self._turns.turn(self._now_us())
 
     def _wait_ms(self) -> int:
         if not self._stopping:
@@ -151,112 +110,6 @@ class Server:
         if not self._stopping:
             return False
         return self._stopping > 1 or not self.machine.requests.live or time.monotonic() >= self._stop_deadline
-
-    def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, ToClient):
-                self.clients.send(effect.client, codec.encode(effect.message))
-            elif isinstance(effect, ToWorker):
-                self.workers.send(effect.worker, codec.encode(effect.message))
-            elif isinstance(effect, DropWorker):
-                log.warning("worker connection %d dropped: %s", effect.worker, effect.reason)
-                self.workers.forget(effect.worker)
-            elif isinstance(effect, Log):
-                log.log(logging.getLevelNamesMapping()[effect.level.upper()], "%s", effect.text)
-
-    def _note_ends(self, effects: list[Effect], now_us: int) -> None:
-        self.clients.note_ends()
-        self.workers.note_ends()
-        for number in self.clients.take_gone():
-            effects += self.machine.apply(ClientGone(number), now_us)
-        for number in self.workers.take_gone():
-            effects += self.machine.apply(WorkerGone(number), now_us)
-
-    # -------------------------------------------------------------------------------------------------------- clients
-
-    def _take_client(self, effects: list[Effect], now_us: int) -> bool:
-        received = self.clients.receive()
-        if received is None:
-            return False
-        identity, descriptor, frames = received
-        try:
-            message = self._client_decoder.decode(frames)
-            number = self.clients.number(identity)
-            if isinstance(message, Hello):
-                self._greet_client(identity, descriptor, number, message)
-            elif number is None:
-                raise ProtocolError("a client's first message is hello")
-            elif isinstance(message, Goodbye):
-                self.clients.forget(number)
-                effects += self.machine.apply(ClientGone(number), now_us)
-            else:
-                effects += self.machine.apply(FromClient(number, message, secrets.randbits(64)), now_us)
-        except KvforgeError as error:
-            self._refuse(self.clients, identity, error)
-        return True
-
-    def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> None:
-        version = negotiate(message.version_min, message.version_max)
-        if number is None:
-            if len(self.clients) >= self.config.limits.clients_max:
-                raise CapacityExceeded("clients", 1, 0, "raise limits.clients_max")
-            self.clients.admit(identity, descriptor)
-        welcome = Welcome(
-            rid=message.rid,
-            version=version,
-            boot=self.boot,
-            tables_path=str(self.tables.path),
-            block_size=self.machine.limits.block_size,
-        )
-        self.clients.send_to(identity, codec.encode(welcome))
-
-    # -------------------------------------------------------------------------------------------------------- workers
-
-    def _take_worker(self, effects: list[Effect], now_us: int) -> bool:
-        received = self.workers.receive()
-        if received is None:
-            return False
-        identity, descriptor, frames = received
-        try:
-            message = self._worker_decoder.decode(frames)
-            number = self.workers.number(identity)
-            if isinstance(message, WorkerHello) and number is None:
-                version = negotiate(message.version_min, message.version_max)
-                self._note_ends(effects, now_us)  # a successor of the same name may be faster than its end
-                number = self.workers.admit(identity, descriptor)
-                answers = self.machine.apply(FromWorker(number, message), now_us)
-                if number in self.machine.workers:
-                    self.workers.send(number, codec.encode(self._worker_welcome(message.rid, version)))
-                effects += answers
-            elif number is None:
-                raise ProtocolError("a worker's first message is worker_hello")
-            elif isinstance(message, Goodbye):
-                self.workers.forget(number)
-                effects += self.machine.apply(WorkerGone(number), now_us)
-            else:
-                effects += self.machine.apply(FromWorker(number, message), now_us)
-        except KvforgeError as error:
-            self._refuse(self.workers, identity, error)
-        return True
-
-    def _worker_welcome(self, rid: int, version: int) -> Message:
-        limits = self.machine.limits
-        return WorkerWelcome(
-            rid=rid,
-            version=version,
-            boot=self.boot,
-            tables_path=str(self.tables.path),
-            block_size=limits.block_size,
-            slots_max=limits.sequences_max,
-            blocks_per_sequence_max=limits.blocks_per_sequence_max,
-            step_tokens_max=limits.step_tokens_max,
-            step_rows_max=limits.step_rows_max,
-        )
-
-    def _refuse(self, peers: Peers, identity: bytes, error: KvforgeError) -> None:
-        rid = error.rid if isinstance(error, codec.InvalidMessage) else 0
-        log.warning("refused a message: %s", error)
-        peers.send_to(identity, codec.encode(Refused(rid=rid, error=ErrorInfo.of(error))))
 
     # ------------------------------------------------------------------------------------------------------- the ends
 
@@ -314,18 +167,3 @@ class RuntimeLock:
             self._path.unlink(missing_ok=True)
             os.close(self._handle)
             self._handle = -1
-
-
-def negotiate(version_min: int, version_max: int) -> int:
-    """The highest protocol version that both sides speak. Raises VersionMismatch naming both ranges."""
-    version = min(version_max, PROTOCOL_VERSION)
-    if version < max(version_min, PROTOCOL_VERSION_MIN):
-        raise VersionMismatch(
-            f"the peer speaks protocol {version_min} to {version_max}, "
-            f"this coordinator {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION}",
-            peer_min=version_min,
-            peer_max=version_max,
-            own_min=PROTOCOL_VERSION_MIN,
-            own_max=PROTOCOL_VERSION,
-        )
-    return version

@@ -95,8 +95,9 @@ class NotFound(KvforgeError):
 class SequenceNotFound(NotFound):
     code = "sequence_not_found"
 
-    def __init__(self, sequence_id: int) -> None:
-        super().__init__(f"there is no sequence {sequence_id}", sequence_id=sequence_id)
+    def __init__(self, sequence_id: int, why: str = "") -> None:
+        message = f"there is no sequence {sequence_id}" + (f": {why}" if why else "")
+        super().__init__(message, sequence_id=sequence_id)
 
 
 class BlockNotFound(NotFound):

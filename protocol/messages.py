@@ -4,7 +4,11 @@ A message is a MessagePack map (its scalar fields and the tag `t`) followed by o
 `FRAMES` lists a message's array fields in frame order with their little-endian dtype. Who sends what:
 
     client -> coordinator    Hello, Submit, Cancel, GetRequest, ListRequests, GetStats, GetHealth, Drain, Goodbye
+                             CreateSequence, Append, Fork, GetSequence, GetTokens, RemoveSequences,
+                             GetBlock, RefBlock, UnrefBlock, Explain, PurgeFinished
     coordinator -> client    Welcome, Accepted, Refused, RequestInfo, RequestList, Stats, Health, Stream
+                             SequenceInfo, Appended, Forked, SequenceTokens, Removed, BlockInfo, BlockCount,
+                             Explanation, Purged, Done
     worker -> coordinator    WorkerHello, WorkerLoading, WorkerReady, StepResult, WorkerFailed, Goodbye
     coordinator -> worker    WorkerWelcome, PoolRegistered, Step, Refused, Stop
 
@@ -115,7 +119,11 @@ class Hello(Message, frozen=True, tag="hello"):
 
 
 class Submit(Message, frozen=True, tag="submit"):
-    """Asks for tokens. prompt: [prompt_tokens] int32."""
+    """Asks for tokens. prompt: [prompt_tokens] int32.
+
+    sequence_id: continue this client sequence (prompt is then empty or what is appended to it first); the generated
+    tokens become part of it. salt: share cached prefixes with whoever names the same salt instead of with the tenant.
+    """
 
     FRAMES = (("prompt", "<i4"),)
     rid: int
@@ -123,6 +131,8 @@ class Submit(Message, frozen=True, tag="submit"):
     sampling: Sampling = Sampling()
     tenant: str = "default"
     stream: bool = True
+    sequence_id: int = 0
+    salt: str = ""
     prompt: Int32Array = NO_INT32
 
 
@@ -152,6 +162,100 @@ class GetStats(Message, frozen=True, tag="get_stats"):
 
 class GetHealth(Message, frozen=True, tag="get_health"):
     rid: int
+
+
+class CreateSequence(Message, frozen=True, tag="create_sequence"):
+    """A sequence of the client's own. tokens: [length] int32, may be empty.
+
+    idle_ttl_ms: removed after so long without access; 0: when its owner's connection ends. A sequence with a time to
+    live outlasts its owner's connection.
+    """
+
+    FRAMES = (("tokens", "<i4"),)
+    rid: int
+    tenant: str = "default"
+    salt: str = ""
+    idle_ttl_ms: int = 0
+    tokens: Int32Array = NO_INT32
+
+
+class Append(Message, frozen=True, tag="append"):
+    """Appends to each of n distinct sequences of one tenant, or to none of them.
+
+    sequence_ids: [n] int64, counts: [n] int32 of at least 1, tokens: [sum(counts)] int32, one sequence after the other.
+    """
+
+    FRAMES = (("sequence_ids", "<i8"), ("counts", "<i4"), ("tokens", "<i4"))
+    rid: int
+    sequence_ids: Int64Array = NO_INT64
+    counts: Int32Array = NO_INT32
+    tokens: Int32Array = NO_INT32
+
+
+class Fork(Message, frozen=True, tag="fork"):
+    """`count` more sequences with the same tokens, sharing every block until one side writes."""
+
+    rid: int
+    sequence_id: int
+    count: int = 1
+
+
+class GetSequence(Message, frozen=True, tag="get_sequence"):
+    rid: int
+    sequence_id: int
+
+
+class GetTokens(Message, frozen=True, tag="get_tokens"):
+    """Reading counts as an access."""
+
+    rid: int
+    sequence_id: int
+
+
+class RemoveSequences(Message, frozen=True, tag="remove_sequences"):
+    """Removes all of them or none; a request that runs on one is cancelled. sequence_ids: [n] int64, distinct."""
+
+    FRAMES = (("sequence_ids", "<i8"),)
+    rid: int
+    sequence_ids: Int64Array = NO_INT64
+
+
+class GetBlock(Message, frozen=True, tag="get_block"):
+    rid: int
+    block_id: int
+
+
+class RefBlock(Message, frozen=True, tag="ref_block"):
+    """Adds a named holder to a block; it is dropped when the connection ends. generation -1: whatever is current."""
+
+    rid: int
+    block_id: int
+    holder: str
+    generation: int = -1
+
+
+class UnrefBlock(Message, frozen=True, tag="unref_block"):
+    rid: int
+    block_id: int
+    holder: str
+    generation: int = -1
+
+
+class Explain(Message, frozen=True, tag="explain"):
+    """Asks why. Exactly one of the subjects is given: block_id or request_id or sequence_id (>= 0), or a tenant."""
+
+    rid: int
+    block_id: int = -1
+    request_id: int = -1
+    sequence_id: int = -1
+    tenant: str = ""
+
+
+class PurgeFinished(Message, frozen=True, tag="purge_finished"):
+    """Forgets requests that ended at least so long ago."""
+
+    rid: int
+    older_than_ms: int = 0
 
 
 class Drain(Message, frozen=True, tag="drain"):
@@ -221,6 +325,106 @@ class RequestInfo(Message, frozen=True, tag="request_info"):
     tokens: Int32Array = NO_INT32
 
 
+class SequenceInfo(Message, frozen=True, tag="sequence_info"):
+    """One client sequence. length, computed_tokens (those with KV) in tokens; ages on the coordinator's clock.
+
+    resident: whether it holds blocks; if not, its KV was evicted or lost with a worker and its tokens are kept.
+    """
+
+    rid: int
+    sequence_id: int
+    tenant: str
+    length: int
+    computed_tokens: int
+    blocks: int
+    bytes: int
+    resident: bool
+    worker: str
+    request_id: int
+    age_us: int
+    idle_us: int
+    accesses: int
+    idle_ttl_ms: int
+
+
+class Appended(Message, frozen=True, tag="appended"):
+    """lengths: [n] int32, in the order of the command."""
+
+    FRAMES = (("lengths", "<i4"),)
+    rid: int
+    lengths: Int32Array = NO_INT32
+
+
+class Forked(Message, frozen=True, tag="forked"):
+    """sequence_ids: [count] int64, the new ones."""
+
+    FRAMES = (("sequence_ids", "<i8"),)
+    rid: int
+    sequence_ids: Int64Array = NO_INT64
+
+
+class SequenceTokens(Message, frozen=True, tag="sequence_tokens"):
+    """tokens: [length] int32."""
+
+    FRAMES = (("tokens", "<i4"),)
+    rid: int
+    tokens: Int32Array = NO_INT32
+
+
+class Removed(Message, frozen=True, tag="removed"):
+    """freed_blocks: how many blocks nobody holds any more."""
+
+    rid: int
+    freed_blocks: int
+
+
+class Holder(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds a block: kind is sequence, request or external; id of the sequence or request, else 0."""
+
+    kind: str
+    name: str
+    id: int
+    since_us: int
+
+
+class BlockInfo(Message, frozen=True, tag="block_info"):
+    """One block. state: free, referenced, quarantined or cached. since_us of a holder: how long it has held it."""
+
+    rid: int
+    block_id: int
+    worker: str
+    state: str
+    refcount: int
+    generation: int
+    tenant: str
+    indexed: bool
+    holders: tuple[Holder, ...]
+
+
+class BlockCount(Message, frozen=True, tag="block_count"):
+    """Answer to RefBlock and UnrefBlock: the count of holders and the state that followed."""
+
+    rid: int
+    block_id: int
+    refcount: int
+    generation: int
+    state: str
+
+
+class Explanation(Message, frozen=True, tag="explanation"):
+    """sentences: for people, most important first. facts: the same for programs."""
+
+    rid: int
+    subject: str
+    sentences: tuple[str, ...]
+    facts: dict[str, Field] = {}
+
+
+class Purged(Message, frozen=True, tag="purged"):
+    rid: int
+    count: int
+
+
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     """One line of RequestList."""
 
@@ -287,6 +491,10 @@ class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     prefix_queried_tokens_total: int
     prefix_hit_tokens_total: int
+    bytes: int = 0
+    byte_seconds: float = 0.0
+    floor: int = 0
+    ceiling: int = 0
 
 
 class Stats(Message, frozen=True, tag="stats"):
@@ -488,8 +696,48 @@ class Stop(Message, frozen=True, tag="stop"):
     reason: str = ""
 
 
-CLIENT_MESSAGES = Hello | Submit | Cancel | GetRequest | ListRequests | GetStats | GetHealth | Drain | Goodbye
-CLIENT_REPLIES = Welcome | Accepted | Refused | Done | RequestInfo | RequestList | Stats | Health | Stream
+CLIENT_MESSAGES = (
+    Hello
+    | Submit
+    | Cancel
+    | GetRequest
+    | ListRequests
+    | GetStats
+    | GetHealth
+    | CreateSequence
+    | Append
+    | Fork
+    | GetSequence
+    | GetTokens
+    | RemoveSequences
+    | GetBlock
+    | RefBlock
+    | UnrefBlock
+    | Explain
+    | PurgeFinished
+    | Drain
+    | Goodbye
+)
+CLIENT_REPLIES = (
+    Welcome
+    | Accepted
+    | Refused
+    | Done
+    | RequestInfo
+    | RequestList
+    | Stats
+    | Health
+    | Stream
+    | SequenceInfo
+    | Appended
+    | Forked
+    | SequenceTokens
+    | Removed
+    | BlockInfo
+    | BlockCount
+    | Explanation
+    | Purged
+)
 WORKER_MESSAGES = WorkerHello | WorkerLoading | WorkerReady | StepResult | WorkerFailed | Goodbye
 WORKER_REPLIES = WorkerWelcome | PoolRegistered | Step | Refused | Stop
 

@@ -19,6 +19,7 @@ from .hashing import BlockHasher, Hashes
 from .limits import Limits
 from .pool import CACHED, BlockIds, Blocks
 from .prefix import PrefixStore, root_key
+from .refs import Refs
 from .sequences import NO_POOL, Sequences, Slots
 from .tenants import Tenants
 
@@ -50,6 +51,7 @@ class Cache:
         self.tenants = Tenants(limits)
         self.blocks = Blocks(limits.blocks_max, limits.block_size)
         self.sequences = Sequences(limits)
+        self.refs = Refs(self.blocks, limits.holders_per_block_max)
         self.groups: dict[int, Group] = {}
         self._store = PrefixStore(limits.blocks_max, limits.block_size)
         self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
@@ -86,8 +88,7 @@ class Cache:
         s, pool, blocks = self.sequences, group.pool, self.blocks
         slots = np.flatnonzero(s.pool == group.number)
         ids = np.arange(pool.base, pool.base + pool.count)
-        for block in [block for block in blocks.external if pool.base <= block < pool.base + pool.count]:
-            del blocks.external[block]
+        self.refs.forget_pool(pool.base, pool.count)
         blocks.refcount[ids] = 0
         blocks.generation[ids] += 1
         blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
@@ -152,6 +153,7 @@ class Cache:
         s.table[slot, : table.size] = table
         s.used[slot] = table.size
         s.pool[slot] = group.number
+        s.resident_us[slot] = now_us
         s.computed[slot] = s.scheduled[slot] = residence.cached_tokens(s.block_size)
         s.hashed[slot] = hits.size
         s.chain[slot] = self._store.hash[hits[-1]] if hits.size else s.salt[slot]
@@ -327,6 +329,7 @@ class Cache:
             for array in (s.pool, s.hashed, s.chain, s.parent, s.last_step):
                 array[child] = array[slot]
             s.used[child] = used
+            s.resident_us[child] = now_us
             s.computed[child] = s.scheduled[child] = min(int(s.computed[slot]), length)
         self._row_changed(child)
         return child
@@ -376,7 +379,7 @@ class Cache:
     ) -> npt.NDArray[np.int64] | None:
         """Idle client sequences whose eviction is enough; None where none is. Own ones first at the ceiling."""
         s, blocks, pool = self.sequences, self.blocks, group.pool
-        idle = (s.pool == group.number) & (s.request == 0) & (s.id != 0) & (s.last_step <= pool.settled_step)
+        idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.settled_step)
         idle[asking] = False
         candidates = np.flatnonzero(idle)
         candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
@@ -419,10 +422,10 @@ class Cache:
             holders[ids] += 1
             self._check_hashed(slot)
         for block, names in blocks.external.items():
-            assert names, "an empty holder list"
             holders[block] += len(names)
         wrong = np.flatnonzero(holders != blocks.refcount)
         assert not wrong.size, f"block {wrong[0]}: {holders[wrong[0]]} holders, count {blocks.refcount[wrong[0]]}"
+        self.refs.check_invariants()
         for group in self.groups.values():
             group.check_invariants()
 

@@ -19,27 +19,40 @@ from protocol.errors import (
     KvforgeError,
     ProtocolError,
     QueueFull,
+    SequenceBusy,
     restore,
 )
 from protocol.messages import (
     Accepted,
+    Append,
     Cancel,
+    CreateSequence,
     Done,
     Drain,
     ErrorInfo,
+    Explain,
+    Fork,
+    GetBlock,
     GetHealth,
     GetRequest,
+    GetSequence,
     GetStats,
+    GetTokens,
     Health,
     ListRequests,
     Message,
     ModelInfo,
     PoolRegistered,
+    Purged,
+    PurgeFinished,
+    RefBlock,
     Refused,
+    RemoveSequences,
     RequestInfo,
     RequestList,
     StepResult,
     Submit,
+    UnrefBlock,
     WorkerFailed,
     WorkerHealth,
     WorkerHello,
@@ -48,6 +61,7 @@ from protocol.messages import (
 )
 
 from . import statistics, validate
+from .block_commands import BlockCommands
 from .cache import Cache
 from .events import (
     ClientGone,
@@ -62,11 +76,13 @@ from .events import (
     Turn,
     WorkerGone,
 )
+from .explain import Explainer
 from .groups import Group
 from .limits import Limits
 from .outcomes import Outcomes
 from .requests import CANCELLED, NO_SLOT, RUNNING, Request, RequestTable
 from .scheduler import Scheduler
+from .sequence_commands import SequenceCommands
 from .streams import Streams
 
 RETRY_AFTER_MS = 1000
@@ -97,6 +113,9 @@ class Machine:
         self.scheduler.use_ids(self._next_sequence_id)
         self.streams = Streams()
         self.outcomes = Outcomes(self.cache, self.requests, self.scheduler, self.streams)
+        self.sequences = SequenceCommands(self.cache, self.requests, self.outcomes, self._next_sequence_id)
+        self.blocks = BlockCommands(self.cache)
+        self.explainer = Explainer(self.cache, self.requests, self.scheduler, self.sequences, self.blocks)
         self.workers: dict[int, Worker] = {}
         self.clients: set[int] = set()
         self.model: ModelInfo | None = None
@@ -112,6 +131,17 @@ class Machine:
             ListRequests: self._list_requests,
             GetStats: self._get_stats,
             GetHealth: self._get_health,
+            CreateSequence: self.sequences.create,
+            Append: self.sequences.append,
+            Fork: self.sequences.fork,
+            GetSequence: self.sequences.info,
+            GetTokens: self.sequences.read,
+            RemoveSequences: self.sequences.remove,
+            GetBlock: self.blocks.info,
+            RefBlock: self.blocks.ref,
+            UnrefBlock: self.blocks.unref,
+            Explain: self.explainer.explain,
+            PurgeFinished: self._purge_finished,
             Drain: self._drain,
         }
         self._reports: dict[type[Message], Callable[[Worker, Any, int], None]] = {
@@ -141,6 +171,7 @@ class Machine:
     def _turn(self, now_us: int) -> None:
         self.turns += 1
         self.requests.purge(now_us, self.limits.finished_ttl_us)
+        self.sequences.expire(now_us)
         for _ in self.scheduler.admit(now_us):
             pass
         for number in sorted(self.cache.groups):
@@ -167,27 +198,41 @@ class Machine:
     def _submit(self, event: FromClient, message: Submit, now_us: int) -> Message:
         if self.draining:
             raise Draining("the coordinator is draining and admits nothing more; submit elsewhere or after its restart")
-        self.cache.tenants.check(message.tenant)
-        validate.submit(message, self.limits, self.model, self.cache)
+        cache, s = self.cache, self.cache.sequences
+        slot = self.sequences.find(message.sequence_id) if message.sequence_id else NO_SLOT
+        prompt, tenant, salt = message.prompt, message.tenant, message.salt
+        if slot != NO_SLOT:
+            if s.request[slot]:
+                raise SequenceBusy(message.sequence_id, int(s.request[slot]))
+            tenant = cache.tenants.names[int(s.tenant[slot])]
+            prompt = np.concatenate([s.text(slot), message.prompt])
+        cache.tenants.check(tenant)
+        salt_number = int(s.salt[slot]) if slot != NO_SLOT else cache.salt(validate.salt_text(tenant, salt))
+        validate.submit(message, prompt, tenant, self.limits, self.model, cache)
         if len(self.scheduler.waiting) >= self.limits.queue_max:
             raise QueueFull(self.limits.queue_max, RETRY_AFTER_MS)
+        if slot != NO_SLOT and message.prompt.size:
+            cache.append(np.array([slot]), message.prompt, np.array([message.prompt.size]), now_us)
         self._request_ids += 1
-        seed = event.entropy if message.sampling.seed is None else message.sampling.seed
-        tenant = self.cache.tenants.intern(message.tenant)
         request = Request(
             self._request_ids,
             event.client,
-            tenant,
-            message.prompt,
+            cache.tenants.intern(tenant),
+            prompt,
             message.max_tokens,
             message.sampling,
-            seed,
+            event.entropy if message.sampling.seed is None else message.sampling.seed,
             message.stream,
             now_us,
+            salt_number,
+            message.sequence_id,
         )
+        if slot != NO_SLOT:
+            s.request[slot] = request.id
+            s.touch(slot, now_us)
         self.requests.add(request)
         self.scheduler.enqueue(request)
-        return Accepted(rid=message.rid, request_id=request.id, seed=seed)
+        return Accepted(rid=message.rid, request_id=request.id, seed=request.seed)
 
     def _cancel(self, _event: FromClient, message: Cancel, now_us: int) -> Message:
         request = self.requests.find(message.request_id)
@@ -233,7 +278,7 @@ class Machine:
 
     def _get_stats(self, _event: FromClient, message: GetStats, now_us: int) -> Message:
         return statistics.stats(
-            self.cache, self.requests, message.rid, self.boot, now_us - self.start_us, len(self.clients)
+            self.cache, self.requests, message.rid, self.boot, self.start_us, now_us, len(self.clients)
         )
 
     def _get_health(self, _event: FromClient, message: GetHealth, _now_us: int) -> Message:
@@ -258,6 +303,11 @@ class Machine:
         loading = ", ".join(f"{w.name} ({w.phase}, {w.progress:.0%})" for w in self.workers.values())
         return f"workers are loading: {loading}"
 
+    def _purge_finished(self, _event: FromClient, message: PurgeFinished, now_us: int) -> Message:
+        if message.older_than_ms < 0:
+            raise InvalidRequest("older_than_ms", "must be 0 or more")
+        return Purged(rid=message.rid, count=self.requests.purge(now_us, message.older_than_ms * 1000))
+
     def _drain(self, _event: FromClient, message: Drain, _now_us: int) -> Message:
         self.draining = True
         return Done(rid=message.rid)
@@ -267,6 +317,8 @@ class Machine:
         self.streams.forget(client)
         for request in [r for r in self.requests.live.values() if r.client == client]:
             self.outcomes.end(request, "cancel", "cancelled", None, now_us)
+        self.sequences.client_gone(client, now_us)
+        self.blocks.client_gone(client, now_us)
         self.streams.forget(client)
 
     # -------------------------------------------------------------------------------------------------------- workers
@@ -314,6 +366,7 @@ class Machine:
         )
         worker.phase, worker.progress = "ready", 1.0
         self.model = message.model
+        self.sequences.vocab_size = message.model.vocab_size
         reply = PoolRegistered(rid=message.rid, epoch=worker.group.epoch, base_block=worker.group.pool.base)
         self._effects.append(ToWorker(worker.number, reply))
         self._log("info", f"worker {worker.name} is ready: {message.blocks} blocks, {message.model.name}")
@@ -363,14 +416,14 @@ class Machine:
         self.cache.drop_group(worker.group)
 
     def _active_slots(self, group: Group) -> list[int]:
-        active = self.scheduler.runs.active & (self.cache.sequences.pool == group.number)
+        active = self.cache.sequences.running & (self.cache.sequences.pool == group.number)
         return [int(slot) for slot in np.flatnonzero(active)]
 
     # ---------------------------------------------------------------------------------------------------------- other
 
     def gauges(self, now_us: int) -> list[int]:
         """What the shared tables publish besides rows."""
-        running = int(np.count_nonzero(self.scheduler.runs.active))
+        running = int(np.count_nonzero(self.cache.sequences.running))
         return statistics.gauges(self.cache, self.requests, running, self.turns, now_us - self.start_us)
 
     @property

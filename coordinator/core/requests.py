@@ -59,6 +59,7 @@ class Request:
         "max_tokens",
         "prompt",
         "reason",
+        "salt",
         "sampling",
         "seed",
         "sequence_id",
@@ -82,12 +83,13 @@ class Request:
         seed: int,
         stream: bool,
         now_us: int,
+        salt: int,
         sequence_id: int = 0,
     ) -> None:
         self.id, self.client, self.tenant = request_id, client, tenant
         self.prompt, self.max_tokens, self.sampling = prompt, max_tokens, sampling
         self.seed, self.stream, self.submitted_us = seed, stream, now_us
-        self.sequence_id = sequence_id
+        self.sequence_id, self.salt = sequence_id, salt
         self.state = PENDING
         self.slot = NO_SLOT
         self.tokens: npt.NDArray[np.int32] = NO_INT32

@@ -28,7 +28,6 @@ class Runs:
     """What the scheduler knows of each running sequence: struct-of-arrays indexed by slot."""
 
     def __init__(self, slots: int, stop_tokens_max: int) -> None:
-        self.active = np.zeros(slots, np.bool_)
         self.limit = np.zeros(slots, np.int64)
         self.base = np.zeros(slots, np.int64)
         self.order = np.zeros(slots, np.int64)
@@ -38,7 +37,6 @@ class Runs:
 
     def start(self, slot: int, request: Request, prompt_length: int, eos: tuple[int, ...], order: int) -> None:
         """The request takes the slot."""
-        self.active[slot] = True
         self.base[slot] = prompt_length
         self.limit[slot] = prompt_length + request.max_tokens
         self.order[slot] = order
@@ -47,10 +45,6 @@ class Runs:
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
         self.stops[slot] = -1
         self.stops[slot, : len(stops)] = stops
-
-    def stop(self, slot: int) -> None:
-        """The slot no longer runs."""
-        self.active[slot] = False
 
 
 class Scheduler:
@@ -104,9 +98,8 @@ class Scheduler:
             return None
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
         tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
-        salt = int(s.salt[slot]) if slot != NO_SLOT else cache.salt(cache.tenants.names[request.tenant])
         if request.hashes is None:
-            request.hashes = cache.hashes(salt, tokens)
+            request.hashes = cache.hashes(request.salt, tokens)
         best, best_rank = None, (-1, -1)
         for group in cache.groups.values():
             if resident and s.pool[slot] != group.number:
@@ -117,10 +110,10 @@ class Scheduler:
             if resident:
                 residence = Residence(group, np.zeros(0, np.int64), (-1, 0), 0)
             else:
-                residence = cache.plan_residence(group, salt, tokens, request.hashes)
-            spare = running + 1 if running else 0  # a block for each row to grow into, or admission would preempt
+                residence = cache.plan_residence(group, request.salt, tokens, request.hashes)
+            asking = np.array([slot] if slot != NO_SLOT else [], np.int64)
             try:
-                cache.check_room(group, request.tenant, residence.needed + spare, residence.keep, slot)
+                cache.check_room(group, request.tenant, residence.needed + self.spare(group), residence.keep, asking)
             except CapacityExceeded:
                 continue
             rank = (residence.cached_tokens(self._limits.block_size), group.pool.available(request.tenant) - running)
@@ -128,9 +121,14 @@ class Scheduler:
                 best, best_rank = residence, rank
         return best
 
+    def spare(self, group: Group) -> int:
+        """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt."""
+        running = self.running_in(group)
+        return running + 1 if running else 0
+
     def running_in(self, group: Group) -> int:
         """Rows of the group that are running."""
-        return int(np.count_nonzero(self.runs.active & (self._cache.sequences.pool == group.number)))
+        return int(np.count_nonzero(self._cache.sequences.running & (self._cache.sequences.pool == group.number)))
 
     def _start(self, request: Request, residence: Residence, now_us: int) -> None:
         cache, s, group = self._cache, self._cache.sequences, residence.group
@@ -151,13 +149,13 @@ class Scheduler:
         request.slot, request.worker, request.hashes = slot, group.name, None
         request.move("schedule")
         s.request[slot] = request.id
+        s.running[slot] = True
         self.runs.start(slot, request, request.prompt.size, group.model.eos_tokens, request.admitted_order)
         group.started_slots.append(slot)
 
     def _take_slot(self, request: Request, now_us: int) -> int:
-        cache, s = self._cache, self._cache.sequences
-        salt = cache.salt(cache.tenants.names[request.tenant])
-        slot = s.take(self._sequence_ids(), request.tenant, salt, now_us)
+        s = self._cache.sequences
+        slot = s.take(self._sequence_ids(), request.tenant, request.salt, now_us)
         known, start = request.prompt.size, request.tokens.size
         s.tokens[slot, :known] = request.prompt
         s.tokens[slot, known : known + start] = request.tokens
@@ -185,7 +183,7 @@ class Scheduler:
         request.tokens = s.tokens[slot, base:length].copy()
         request.logprobs = s.logprobs[slot, base:length].copy()
         request.slot = NO_SLOT
-        self.runs.stop(slot)
+        s.running[slot] = False
         s.request[slot] = 0
         for group in self._cache.groups.values():
             if slot in group.started_slots:
@@ -202,14 +200,14 @@ class Scheduler:
         if len(group.sent) >= self._limits.steps_in_flight_max:
             return None
         s, runs = self._cache.sequences, self.runs
-        mine = np.flatnonzero(runs.active & (s.pool == group.number))
+        mine = np.flatnonzero(s.running & (s.pool == group.number))
         target = s.length[mine] + s.pending[mine]
         left = np.where(target < runs.limit[mine], target - s.scheduled[mine], 0)
         decodes = self._decodes(group, mine[left == 1], now_us)
         counts = np.ones(decodes.size, np.int64)
         slots, counts = self._prefills(group, mine[left > 1], decodes, counts, now_us)
         # Preemption on behalf of a later row may have taken an earlier one.
-        alive = runs.active[slots] & (s.pool[slots] == group.number)
+        alive = s.running[slots] & (s.pool[slots] == group.number)
         slots, counts = slots[alive], counts[alive]
         if not slots.size and not group.owes_copies:
             return None
@@ -248,7 +246,7 @@ class Scheduler:
         for slot in slots[np.argsort(self.runs.order[slots], kind="stable")].tolist():
             if budget <= 0 or decodes.size + len(chosen) >= self._limits.step_rows_max:
                 break
-            if not self.runs.active[slot]:
+            if not s.running[slot]:
                 continue
             chunk = min(budget, int(s.length[slot] + s.pending[slot] - s.scheduled[slot]))
             one = np.array([slot])
@@ -261,7 +259,7 @@ class Scheduler:
     def _make_way(self, group: Group, slot: int, count: int, now_us: int) -> bool:
         """Reserves room for one row, preempting younger requests of its group where it must."""
         s, runs = self._cache.sequences, self.runs
-        while runs.active[slot] and s.pool[slot] == group.number:
+        while s.running[slot] and s.pool[slot] == group.number:
             start = s.scheduled[[slot]]
             target = s.length[[slot]] + s.pending[[slot]]
             samples = start + count == target
@@ -270,7 +268,7 @@ class Scheduler:
             except CapacityExceeded:
                 if group.pool.quarantined:  # blocks come back with the next result: better to wait than to preempt
                     return False
-                mine = np.flatnonzero(runs.active & (s.pool == group.number))
+                mine = np.flatnonzero(s.running & (s.pool == group.number))
                 victim = int(mine[np.argmax(runs.order[mine])])
                 if mine.size == 1:
                     return False
@@ -341,7 +339,7 @@ class Scheduler:
         s, runs = self._cache.sequences, self.runs
         assert not any(request.state == RUNNING or request.ended for request in self.waiting), "a waiting request runs"
         running = {request.slot: request for request in self._requests.live.values() if request.state == RUNNING}
-        assert sorted(running) == np.flatnonzero(runs.active).tolist(), "active slots disagree with running requests"
+        assert sorted(running) == np.flatnonzero(s.running).tolist(), "active slots disagree with running requests"
         assert len(running) + len(self.waiting) == len(self._requests.live), "a request is neither running nor waiting"
         for slot, request in running.items():
             assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a place"

@@ -45,6 +45,8 @@ class Sequences:
         self.parent = np.zeros(n, np.int64)
         self.request = np.zeros(n, np.int64)
         self.client = np.zeros(n, np.int64)
+        self.running = np.zeros(n, np.bool_)
+        self.resident_us = np.zeros(n, np.int64)
         self.created_us = np.zeros(n, np.int64)
         self.accessed_us = np.zeros(n, np.int64)
         self.accesses = np.zeros(n, np.int64)
@@ -94,13 +96,13 @@ class Sequences:
 
         quarantine_step: the last step that may read the row, 0 where none does.
         """
-        assert self.used[slot] == 0 and self.id[slot] != 0
+        assert self.used[slot] == 0 and self.id[slot] != 0 and not self.running[slot]
         del self.slot_of[int(self.id[slot])]
         for array in (self.id, self.tenant, self.length, self.computed, self.scheduled, self.pending, self.last_step):
             array[slot] = 0
         for array in (self.salt, self.hashed, self.parent, self.request, self.client, self.created_us):
             array[slot] = 0
-        for array in (self.accessed_us, self.accesses, self.idle_ttl_us):
+        for array in (self.accessed_us, self.accesses, self.idle_ttl_us, self.resident_us):
             array[slot] = 0
         self.chain[slot] = 0
         self.owned[slot] = False
@@ -153,4 +155,5 @@ class Sequences:
         needed = -(-(self.length + self.pending) // self.block_size)
         assert (self.used == np.where(resident, needed, 0)).all(), "blocks held disagree with the length"
         assert not self.scheduled[~resident].any() and not self.pending[~resident].any(), "KV without a pool"
-        assert not self.pending[self.request == 0].any(), "tokens pending without a request"
+        assert not self.pending[~self.running].any(), "tokens pending without a running request"
+        assert (self.request[self.running] != 0).all(), "a running sequence without a request"

@@ -10,10 +10,14 @@ from .cache import Cache
 from .groups import Group
 from .pool import REFERENCED
 from .requests import CANCELLED, EXPIRED, FAILED, FINISHED, RUNNING, Request, RequestTable
+from .tenants import NO_CEILING
 
 
-def live_tokens(cache: Cache, group: Group) -> int:
-    """Token slots of the pool's held blocks that hold a live token, each counted once however many share it."""
+def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
+    """Token slots of the pool's held blocks that hold a live token, each counted once however many share it.
+
+    tenant: only blocks charged to it; 0 means all.
+    """
     s, pool, size = cache.sequences, group.pool, cache.limits.block_size
     filled = np.zeros(pool.count, np.int64)
     for slot in np.flatnonzero(s.pool == group.number).tolist():
@@ -23,6 +27,8 @@ def live_tokens(cache: Cache, group: Group) -> int:
     for block in cache.blocks.external:  # an indexed block is full, whoever holds it
         if pool.base <= block < pool.base + pool.count and cache.blocks.indexed[block]:
             filled[block - pool.base] = size
+    if tenant:
+        filled[cache.blocks.owner[pool.base : pool.base + pool.count] != tenant] = 0
     return int(filled.sum())
 
 
@@ -71,33 +77,37 @@ def request_stats(requests: RequestTable) -> RequestStats:
     )
 
 
-def tenant_stats(cache: Cache) -> tuple[TenantStats, ...]:
+def tenant_stats(cache: Cache, now_us: int) -> tuple[TenantStats, ...]:
     """Every tenant that was ever seen."""
-    tenants = cache.tenants
-    usage = sum((group.pool.usage for group in cache.groups.values()), np.zeros(tenants.floor.size, np.int64))
+    tenants, groups = cache.tenants, cache.groups.values()
+    usage = sum((group.pool.usage for group in groups), np.zeros(tenants.floor.size, np.int64))
     return tuple(
         TenantStats(
             tenant=name,
             blocks=int(usage[i]),
             prefix_queried_tokens_total=int(tenants.prefix_queried_tokens[i]),
             prefix_hit_tokens_total=int(tenants.prefix_hit_tokens[i]),
+            bytes=sum(int(group.pool.usage[i]) * group.bytes_per_block for group in groups),
+            byte_seconds=sum(group.pool.block_us(i, now_us) * group.bytes_per_block / 1e6 for group in groups),
+            floor=int(tenants.floor[i]),
+            ceiling=0 if tenants.ceiling[i] == NO_CEILING else int(tenants.ceiling[i]),
         )
         for i, name in enumerate(tenants.names)
         if i
     )
 
 
-def stats(cache: Cache, requests: RequestTable, rid: int, boot: str, uptime_us: int, clients: int) -> Stats:
+def stats(cache: Cache, requests: RequestTable, rid: int, boot: str, start_us: int, now_us: int, clients: int) -> Stats:
     """The whole snapshot."""
     return Stats(
         rid=rid,
         boot=boot,
-        uptime_us=uptime_us,
+        uptime_us=now_us - start_us,
         clients=clients,
         sequences=len(cache.sequences),
         requests=request_stats(requests),
         pools=tuple(pool_stats(cache, cache.groups[number]) for number in sorted(cache.groups)),
-        tenants=tenant_stats(cache),
+        tenants=tenant_stats(cache, now_us),
     )
 
 

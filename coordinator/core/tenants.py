@@ -50,6 +50,10 @@ class Tenants:
             self.names.append(name)
         return index
 
+    def peek(self, name: str) -> int:
+        """The tenant's index, 0 for a name that was never seen (nobody has no quota)."""
+        return self._index.get(name, 0)
+
     def ceiling_of(self, name: str) -> int:
         """The most blocks of one pool that the tenant may occupy, known or not."""
         return int(self.ceiling[self._index.get(name, 0)])

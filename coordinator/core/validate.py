@@ -16,16 +16,45 @@ from .scheduler import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
 SEED_MAX = (1 << 64) - 1
+SALT_LENGTH_MAX = 256
+VOCABULARY_UNKNOWN = 1 << 31
 
 
-def submit(message: Submit, limits: Limits, model: ModelInfo | None, cache: Cache) -> None:
-    """Raises InvalidRequest or QuotaExceeded where the request could never be served."""
-    if message.prompt.size == 0:
+def submit(
+    message: Submit,
+    prompt: npt.NDArray[np.int32],
+    tenant: str,
+    limits: Limits,
+    model: ModelInfo | None,
+    cache: Cache,
+) -> None:
+    """Raises InvalidRequest or QuotaExceeded where the request could never be served.
+
+    prompt: all the tokens that it starts from, those of its sequence included.
+    """
+    if prompt.size == 0:
         raise InvalidRequest("prompt", "is empty: give at least one token id")
     if message.max_tokens < 1:
         raise InvalidRequest("max_tokens", f"must be at least 1, not {message.max_tokens}")
     sampling(message.sampling, limits)
-    fits(message.prompt, message.max_tokens, message.tenant, limits, model, cache)
+    fits(prompt, message.max_tokens, tenant, limits, model, cache)
+
+
+def salt_text(tenant: str, salt: str) -> str:
+    """What a prefix is salted with: an explicit salt shared by whoever names it, else the tenant alone."""
+    if len(salt) > SALT_LENGTH_MAX:
+        raise InvalidRequest("salt", f"at most {SALT_LENGTH_MAX} characters")
+    return f"salt:{salt}" if salt else f"tenant:{tenant}"
+
+
+def tokens(field: str, values: npt.NDArray[np.int32], vocabulary: int) -> None:
+    """Raises InvalidRequest naming `field` where a token id is outside the vocabulary."""
+    if not values.size:
+        return
+    lowest, highest = int(values.min()), int(values.max())
+    if lowest < 0 or highest >= vocabulary:
+        wrong = lowest if lowest < 0 else highest
+        raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary of {vocabulary}")
 
 
 def sampling(values: Sampling, limits: Limits) -> None:
@@ -58,11 +87,7 @@ def fits(
         raise InvalidRequest(
             "max_tokens", f"{prompt.size} prompt tokens + {max_tokens} exceed the context of {context}"
         )
-    lowest, highest = int(prompt.min()), int(prompt.max())
-    vocabulary = model.vocab_size if model else 1 << 31
-    if lowest < 0 or highest >= vocabulary:
-        wrong = lowest if lowest < 0 else highest
-        raise InvalidRequest("prompt", f"token id {wrong} is outside the vocabulary of {vocabulary}")
+    tokens("prompt", prompt, model.vocab_size if model else VOCABULARY_UNKNOWN)
     needed = cache.sequences.blocks_for(total)
     largest = max((group.pool.count for group in cache.groups.values()), default=needed)
     if needed > largest:

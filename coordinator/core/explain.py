@@ -1,0 +1,239 @@
+"""Answers to "who holds this block", "why does this request wait", "what does this tenant occupy"."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound, QuotaExceeded
+from protocol.messages import Explain, Explanation, Message
+
+from .block_commands import BlockCommands
+from .cache import Cache
+from .events import FromClient
+from .groups import Group
+from .pool import STATE_NAMES
+from .requests import NO_SLOT, RUNNING, Request, RequestTable
+from .scheduler import Scheduler
+from .sequence_commands import SequenceCommands
+from .sequences import Sequences
+from .statistics import live_tokens
+from .tenants import NO_CEILING
+
+LISTED_MAX = 5
+Facts = dict[str, Field]
+Told = tuple[str, list[str], Facts]
+
+
+class Explainer:
+    """Reads everything, changes nothing."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        requests: RequestTable,
+        scheduler: Scheduler,
+        sequences: SequenceCommands,
+        blocks: BlockCommands,
+    ) -> None:
+        self._cache, self._requests, self._scheduler = cache, requests, scheduler
+        self._sequences, self._blocks = sequences, blocks
+
+    def explain(self, _event: FromClient, message: Explain, now_us: int) -> Message:
+        """Raises InvalidRequest unless exactly one subject is given, and NotFound where it does not exist."""
+        given = [message.block_id >= 0, message.request_id >= 0, message.sequence_id >= 0, bool(message.tenant)]
+        if sum(given) != 1:
+            raise InvalidRequest("subject", "give exactly one of block_id, request_id, sequence_id, tenant")
+        if message.block_id >= 0:
+            subject, sentences, facts = self._block(message.block_id, now_us)
+        elif message.request_id >= 0:
+            subject, sentences, facts = self._request(self._requests.find(message.request_id), now_us)
+        elif message.sequence_id >= 0:
+            subject, sentences, facts = self._sequence(self._sequences.find(message.sequence_id), now_us)
+        else:
+            subject, sentences, facts = self._tenant(message.tenant, now_us)
+        return Explanation(rid=message.rid, subject=subject, sentences=tuple(sentences), facts=facts)
+
+    # ---------------------------------------------------------------------------------------------------------- blocks
+
+    def _block(self, block: int, now_us: int) -> Told:
+        cache = self._cache
+        group = cache.group_of_block(block)
+        blocks, holders = cache.blocks, self._blocks.holders(block, now_us)
+        state = STATE_NAMES[int(blocks.state[block])]
+        tenant = cache.tenants.names[int(blocks.owner[block])]
+        sentences = [f"block {block} of worker {group.name} is {state}, generation {blocks.generation[block]}"]
+        sentences += [f"held by {holder.name} for {_time(holder.since_us)}" for holder in holders]
+        if state == "cached":
+            sentences.append(
+                "nobody holds it; it is kept because its prefix may be used again, and evicted when needed"
+            )
+        if state == "quarantined":
+            sentences.append(f"nobody holds it; step {blocks.touch[block]} of {group.name} may still touch it")
+        if tenant:
+            sentences.append(f"charged to tenant {tenant!r}")
+        facts: Facts = {
+            "state": state,
+            "worker": group.name,
+            "holders": len(holders),
+            "refcount": int(blocks.refcount[block]),
+            "generation": int(blocks.generation[block]),
+            "tenant": tenant,
+            "indexed": bool(blocks.indexed[block]),
+        }
+        return f"block {block}", sentences, facts
+
+    # -------------------------------------------------------------------------------------------------------- requests
+
+    def _request(self, request: Request, now_us: int) -> Told:
+        subject = f"request {request.id}"
+        facts: Facts = {"state": request.state, "age_us": now_us - request.submitted_us}
+        if request.ended:
+            error = f": {request.error}" if request.error else ""
+            return subject, [f"it has ended ({request.state}, reason {request.reason}){error}"], facts
+        if request.state == RUNNING:
+            return self._running(subject, request, facts)
+        place = self._scheduler.waiting.index(request)
+        ahead = f"{place} requests are before it in the queue" if place else "it is the first in the queue"
+        head = self._scheduler.waiting[0]
+        limit, sentences, details = self._why_waiting(head)
+        if place:
+            sentences = [f"it waits behind request {head.id}", *sentences]
+        facts.update(details)
+        facts.update({"place": place, "limit": limit})
+        return (
+            subject,
+            [f"it is {request.state} since {_time(now_us - request.submitted_us)}; {ahead}", *sentences],
+            facts,
+        )
+
+    def _running(self, subject: str, request: Request, facts: Facts) -> Told:
+        s, slot = self._cache.sequences, request.slot
+        left = int(self._scheduler.runs.limit[slot] - s.length[slot])
+        facts.update({"worker": request.worker, "blocks": int(s.used[slot]), "tokens_left_max": left})
+        told = f"it runs on {request.worker}: {s.length[slot]} tokens in {s.used[slot]} blocks, at most {left} to come"
+        prefill = int(s.length[slot] - s.scheduled[slot])
+        if prefill > 1:
+            return subject, [told, f"{prefill} tokens of its prompt are still to be computed"], facts
+        return subject, [told], facts
+
+    def _why_waiting(self, request: Request) -> tuple[str, list[str], Facts]:
+        """The limit that the request at the head of the queue waits for: (name, sentences, facts)."""
+        cache, s = self._cache, self._cache.sequences
+        if not cache.groups:
+            return "workers", ["no worker is ready: it starts when one has registered its pool"], {}
+        if not request.sequence_id and not s.slots_free:
+            return "sequences_max", [f"all {s.id.size} sequence slots are taken: it starts when one is freed"], {}
+        full = [g for g in cache.groups.values() if self._scheduler.running_in(g) >= cache.limits.step_rows_max]
+        if len(full) == len(cache.groups):
+            rows = cache.limits.step_rows_max
+            return "step_rows_max", [f"every worker runs its limit of {rows} requests: it starts when one ends"], {}
+        shortages = [(self._short(request, group), group) for group in cache.groups.values() if group not in full]
+        (short, error), group = min(shortages, key=lambda entry: entry[0][0])
+        if short <= 0:
+            return "", ["nothing holds it back: it starts with the next turn of the loop"], {"blocks_short": 0}
+        limit = "tenant ceiling" if isinstance(error, QuotaExceeded) else "blocks"
+        sentences = [f"{short} blocks are missing on {group.name} ({error})", *self._what_would_free(group)]
+        return limit, sentences, {"blocks_short": short, "worker": group.name}
+
+    def _short(self, request: Request, group: Group) -> tuple[int, CapacityExceeded | None]:
+        """How many blocks the request lacks in the group, and the refusal it would meet."""
+        cache, s = self._cache, self._cache.sequences
+        slot = s.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
+        tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
+        residence = cache.plan_residence(group, request.salt, tokens, cache.hashes(request.salt, tokens))
+        needed = residence.needed + self._scheduler.spare(group)
+        try:
+            cache.check_room(group, request.tenant, needed, residence.keep, np.array([slot] if slot >= 0 else [], int))
+        except CapacityExceeded as error:
+            return max(1, needed - group.pool.available(request.tenant, residence.keep)), error
+        return 0, None
+
+    def _what_would_free(self, group: Group) -> list[str]:
+        s, pool = self._cache.sequences, group.pool
+        sentences = []
+        if pool.quarantined:
+            sentences.append(f"{pool.quarantined} blocks come back when step {group.last_step} is done")
+        running = np.flatnonzero(s.running & (s.pool == group.number))
+        soonest = running[np.argsort(self._scheduler.runs.limit[running] - s.length[running])][:LISTED_MAX]
+        for slot in soonest.tolist():
+            left = int(self._scheduler.runs.limit[slot] - s.length[slot])
+            sentences.append(f"request {s.request[slot]} holds {s.used[slot]} blocks and ends within {left} tokens")
+        idle = np.flatnonzero(s.owned & (s.pool == group.number) & ~s.running)
+        largest = idle[np.argsort(-s.used[idle])][:LISTED_MAX].tolist()
+        sentences += [f"sequence {s.id[slot]} is idle and holds {s.used[slot]} blocks" for slot in largest]
+        held = sum(pool.base <= block < pool.base + pool.count for block in self._cache.blocks.external)
+        if held:
+            sentences.append(f"{held} blocks have external holders")
+        return sentences
+
+    # ---------------------------------------------------------------------------------------------- sequences, tenants
+
+    def _sequence(self, slot: int, now_us: int) -> Told:
+        s, blocks = self._cache.sequences, self._cache.blocks
+        ids = s.blocks_of(slot)
+        shared = int(np.count_nonzero(blocks.refcount[ids] > 1))
+        group = self._cache.groups.get(int(s.pool[slot]))
+        sentences = [f"{s.length[slot]} tokens, {s.computed[slot]} of them with KV, last used {_ago(s, slot, now_us)}"]
+        if group is None:
+            sentences.append(
+                "it holds no blocks: its KV was evicted, lost, or never computed; it is computed when needed"
+            )
+        else:
+            sentences.append(f"{ids.size} blocks on {group.name}, {shared} of them shared: {_ids(ids)}")
+        if s.request[slot]:
+            sentences.append(f"request {s.request[slot]} works on it")
+        elif s.idle_ttl_us[slot]:
+            left = int(s.idle_ttl_us[slot]) - (now_us - int(s.accessed_us[slot]))
+            sentences.append(f"it is removed in {_time(left)} if nobody uses it")
+        facts: Facts = {
+            "length": int(s.length[slot]),
+            "computed_tokens": int(s.computed[slot]),
+            "blocks": int(ids.size),
+            "shared_blocks": shared,
+            "worker": group.name if group else "",
+            "request_id": int(s.request[slot]),
+            "resident": group is not None,
+        }
+        return f"sequence {s.id[slot]}", sentences, facts
+
+    def _tenant(self, name: str, now_us: int) -> Told:
+        tenants, cache = self._cache.tenants, self._cache
+        index = tenants.peek(name)
+        if not index:
+            raise NotFound(f"there is no tenant {name!r}", tenant=name)
+        sentences, total, integral, live = [], 0, 0.0, 0
+        for group in cache.groups.values():
+            usage, each = int(group.pool.usage[index]), group.bytes_per_block
+            total += usage * each
+            integral += group.pool.block_us(index, now_us) * each / 1e6
+            live += live_tokens(cache, group, index)
+            slots = usage * cache.limits.block_size
+            tokens = live_tokens(cache, group, index)
+            share = f"{tokens / slots:.0%} of their token slots are live" if slots else "none"
+            sentences.append(f"{usage} of {group.pool.count} blocks on {group.name} ({usage * each} bytes): {share}")
+        queried, hit = int(tenants.prefix_queried_tokens[index]), int(tenants.prefix_hit_tokens[index])
+        if queried:
+            sentences.append(f"prefix cache: {hit} of {queried} tokens were there ({hit / queried:.1%})")
+        facts: Facts = {
+            "bytes": total,
+            "byte_seconds": integral,
+            "live_tokens": live,
+            "floor": int(tenants.floor[index]),
+            "ceiling": 0 if tenants.ceiling_of(name) == NO_CEILING else tenants.ceiling_of(name),
+            "prefix_queried_tokens": queried,
+            "prefix_hit_tokens": hit,
+        }
+        return f"tenant {name}", sentences, facts
+
+
+def _time(duration_us: int) -> str:
+    return f"{duration_us / 1e6:.3g} s"
+
+
+def _ago(s: Sequences, slot: int, now_us: int) -> str:
+    return f"{_time(now_us - int(s.accessed_us[slot]))} ago"
+
+
+def _ids(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:
+    shown = ", ".join(map(str, ids[:16].tolist()))
+    return f"{shown}, ... ({ids.size} in all)" if ids.size > 16 else shown

@@ -1,0 +1,228 @@
+"""The client's own sequences: create, append, fork, read, remove, expire."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable
+
+import numpy as np
+
+from protocol.errors import (
+    CapacityExceeded,
+    InvalidRequest,
+    SequenceBusy,
+    SequenceNotFound,
+)
+from protocol.messages import (
+    Append,
+    Appended,
+    CreateSequence,
+    Fork,
+    Forked,
+    GetSequence,
+    GetTokens,
+    Message,
+    Removed,
+    RemoveSequences,
+    SequenceInfo,
+    SequenceTokens,
+)
+
+from . import validate
+from .cache import Cache, Residence
+from .events import FromClient
+from .outcomes import Outcomes
+from .requests import RequestTable
+from .sequences import NO_POOL, Slots
+
+EXPIRY_EVERY_US = 100_000
+IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
+
+
+class SequenceCommands:
+    """Handlers of the sequence messages. A handler that raises has changed nothing."""
+
+    def __init__(self, cache: Cache, requests: RequestTable, outcomes: Outcomes, next_id: Callable[[], int]) -> None:
+        self._cache, self._requests, self._outcomes, self._next_id = cache, requests, outcomes, next_id
+        self._gone: OrderedDict[int, str] = OrderedDict()
+        self._expiry_at_us = 0
+        self.vocab_size = 1 << 31
+
+    def find(self, sequence_id: int) -> int:
+        """The slot of a client's sequence. Raises SequenceNotFound, saying why where it was removed by us."""
+        s = self._cache.sequences
+        slot = s.slot_of.get(sequence_id)
+        if slot is None or not s.owned[slot]:
+            raise SequenceNotFound(sequence_id, self._gone.get(sequence_id, ""))
+        return slot
+
+    # --------------------------------------------------------------------------------------------------------- create
+
+    def create(self, event: FromClient, message: CreateSequence, now_us: int) -> Message:
+        """A new sequence, resident in the group that shares most with it, or waiting for one to appear."""
+        cache, s = self._cache, self._cache.sequences
+        cache.tenants.check(message.tenant)
+        self._check_tokens(message.tokens)
+        if not 0 <= message.idle_ttl_ms <= IDLE_TTL_MS_MAX:
+            raise InvalidRequest("idle_ttl_ms", f"must be 0 to {IDLE_TTL_MS_MAX} ms")
+        if message.tokens.size > s.context_tokens_max:
+            raise CapacityExceeded("context", message.tokens.size, s.context_tokens_max, "split the sequence")
+        s.need_slots(1)
+        salt = cache.salt(validate.salt_text(message.tenant, message.salt))
+        residence = self._place(message, salt)
+        tenant = cache.tenants.intern(message.tenant)
+        slot = s.take(self._next_id(), tenant, salt, now_us)
+        s.owned[slot], s.client[slot] = True, event.client
+        s.idle_ttl_us[slot] = message.idle_ttl_ms * 1000
+        s.tokens[slot, : message.tokens.size] = message.tokens
+        s.length[slot] = message.tokens.size
+        if residence is not None:
+            cache.settle_in(slot, residence, now_us)
+            cache.tenants.prefix_queried_tokens[tenant] += message.tokens.size
+            cache.tenants.prefix_hit_tokens[tenant] += int(s.computed[slot])
+        return self._info(slot, message.rid, now_us)
+
+    def _place(self, message: CreateSequence, salt: int) -> Residence | None:
+        """Where the sequence would live; None where no worker is there yet. Raises CapacityExceeded."""
+        cache = self._cache
+        tenant = cache.tenants.peek(message.tenant)
+        hashes = cache.hashes(salt, message.tokens)
+        best, refusal, best_rank = None, None, (-1, -1)
+        for group in cache.groups.values():
+            residence = cache.plan_residence(group, salt, message.tokens, hashes)
+            try:
+                cache.check_room(group, tenant, residence.needed, residence.keep, np.zeros(0, np.int64))
+            except CapacityExceeded as error:
+                refusal = error
+                continue
+            rank = (residence.cached_tokens(cache.limits.block_size), group.pool.available(tenant))
+            if rank > best_rank:
+                best, best_rank = residence, rank
+        if best is None and refusal is not None:
+            raise refusal
+        return best
+
+    # --------------------------------------------------------------------------------------------------- append, fork
+
+    def append(self, _event: FromClient, message: Append, now_us: int) -> Message:
+        """Appends to all of the sequences or to none."""
+        s = self._cache.sequences
+        counts = message.counts.astype(np.int64)
+        if not message.sequence_ids.size == counts.size:
+            raise InvalidRequest("counts", f"{counts.size} counts for {message.sequence_ids.size} sequences")
+        if counts.size and counts.min() < 1:
+            raise InvalidRequest("counts", "each sequence gets at least one token")
+        if int(counts.sum()) != message.tokens.size:
+            raise InvalidRequest("tokens", f"{message.tokens.size} tokens where the counts say {int(counts.sum())}")
+        self._check_tokens(message.tokens)
+        slots = self._find_all(message.sequence_ids)
+        for slot in slots[s.request[slots] != 0].tolist():
+            raise SequenceBusy(int(s.id[slot]), int(s.request[slot]))
+        if slots.size and not (s.tenant[slots] == s.tenant[slots[0]]).all():
+            raise InvalidRequest("sequence_ids", "one command appends to sequences of one tenant")
+        if slots.size:
+            self._cache.append(slots, message.tokens, counts, now_us)
+        return Appended(rid=message.rid, lengths=s.length[slots].astype(np.int32))
+
+    def fork(self, event: FromClient, message: Fork, now_us: int) -> Message:
+        """More sequences over the same blocks."""
+        slot, s = self.find(message.sequence_id), self._cache.sequences
+        if not 1 <= message.count <= self._cache.limits.bulk_max:
+            raise InvalidRequest("count", f"must be 1 to {self._cache.limits.bulk_max}")
+        s.need_slots(message.count)
+        ids = []
+        for _ in range(message.count):
+            child = self._cache.fork(slot, self._next_id(), now_us)
+            s.owned[child], s.client[child] = True, event.client
+            s.idle_ttl_us[child] = s.idle_ttl_us[slot]
+            ids.append(int(s.id[child]))
+        s.touch(slot, now_us)
+        return Forked(rid=message.rid, sequence_ids=np.array(ids, np.int64))
+
+    # ----------------------------------------------------------------------------------------------------------- read
+
+    def info(self, _event: FromClient, message: GetSequence, now_us: int) -> Message:
+        """What is known of a sequence. Does not count as an access."""
+        return self._info(self.find(message.sequence_id), message.rid, now_us)
+
+    def read(self, _event: FromClient, message: GetTokens, now_us: int) -> Message:
+        """Its tokens. Counts as an access."""
+        slot = self.find(message.sequence_id)
+        self._cache.sequences.touch(slot, now_us)
+        return SequenceTokens(rid=message.rid, tokens=self._cache.sequences.text(slot))
+
+    def _info(self, slot: int, rid: int, now_us: int) -> SequenceInfo:
+        s = self._cache.sequences
+        group = self._cache.groups.get(int(s.pool[slot]))
+        return SequenceInfo(
+            rid=rid,
+            sequence_id=int(s.id[slot]),
+            tenant=self._cache.tenants.names[int(s.tenant[slot])],
+            length=int(s.length[slot]),
+            computed_tokens=int(s.computed[slot]),
+            blocks=int(s.used[slot]),
+            bytes=int(s.used[slot]) * (group.bytes_per_block if group else 0),
+            resident=group is not None,
+            worker=group.name if group else "",
+            request_id=int(s.request[slot]),
+            age_us=now_us - int(s.created_us[slot]),
+            idle_us=now_us - int(s.accessed_us[slot]),
+            accesses=int(s.accesses[slot]),
+            idle_ttl_ms=int(s.idle_ttl_us[slot]) // 1000,
+        )
+
+    # --------------------------------------------------------------------------------------------------------- remove
+
+    def remove(self, _event: FromClient, message: RemoveSequences, now_us: int) -> Message:
+        """Removes all of them; what runs on one is cancelled first."""
+        slots = self._find_all(message.sequence_ids)
+        freed = sum(self._end(slot, "", now_us) for slot in slots.tolist())
+        return Removed(rid=message.rid, freed_blocks=freed)
+
+    def expire(self, now_us: int) -> None:
+        """Removes idle sequences whose time to live is over."""
+        if now_us < self._expiry_at_us:
+            return
+        self._expiry_at_us = now_us + EXPIRY_EVERY_US
+        s = self._cache.sequences
+        over = s.owned & (s.idle_ttl_us > 0) & (s.request == 0) & (now_us - s.accessed_us >= s.idle_ttl_us)
+        for slot in np.flatnonzero(over).tolist():
+            self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s", now_us)
+
+    def client_gone(self, client: int, now_us: int) -> None:
+        """A connection ended: its sequences go with it, except those with a time to live of their own."""
+        s = self._cache.sequences
+        mine = s.owned & (s.client == client)
+        for slot in np.flatnonzero(mine & (s.idle_ttl_us == 0)).tolist():
+            self._end(slot, "its owner's connection ended", now_us)
+        s.client[mine] = 0
+
+    def _end(self, slot: int, why: str, now_us: int) -> int:
+        s = self._cache.sequences
+        request = self._requests.live.get(int(s.request[slot]))
+        if request is not None:
+            self._outcomes.end(request, "cancel", "cancelled", None, now_us)
+        if why:
+            self._gone[int(s.id[slot])] = why
+            while len(self._gone) > self._cache.limits.finished_max:
+                self._gone.popitem(last=False)
+        return self._cache.remove(slot, now_us)
+
+    # --------------------------------------------------------------------------------------------------------- checks
+
+    def _find_all(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Slots:
+        """Slots of distinct sequences. Raises InvalidRequest or SequenceNotFound."""
+        if ids.size > self._cache.limits.bulk_max:
+            raise InvalidRequest("sequence_ids", f"at most {self._cache.limits.bulk_max} in one command")
+        slot_of, owned = self._cache.sequences.slot_of, self._cache.sequences.owned
+        found = [slot_of.get(sequence_id, NO_POOL) for sequence_id in ids.tolist()]
+        slots = np.array(found, np.int64)
+        if (slots < 0).any() or not owned[slots].all():
+            for sequence_id in ids.tolist():
+                self.find(sequence_id)
+        if len(set(found)) != len(found):
+            raise InvalidRequest("sequence_ids", "a sequence is named twice")
+        return slots
+
+    def _check_tokens(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+        validate.tokens("tokens", tokens, self.vocab_size)
