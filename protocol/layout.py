@@ -123,4 +123,4 @@ def file_bytes(geometry: Geometry) -> int:
     size = int(last.dtype[2:])
     for length in last.shape:
         size *= length
-    return last.offset + -(-size // PAGE_BYTES) * PAGE_BYTES
+    return -(-(last.offset + size) // PAGE_BYTES) * PAGE_BYTES

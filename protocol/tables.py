@@ -7,10 +7,12 @@ The order of plain stores is what x86-64 guarantees to other cores; numpy adds n
 
 from __future__ import annotations
 
+import itertools
 import mmap
 import os
 import tempfile
-from collections.abc import Sequence
+import time
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +23,8 @@ from .errors import DeadlineExceeded, ProtocolError
 from .layout import GAUGES, HEADER, LAYOUT_VERSION, MAGIC, PAGE_BYTES, Geometry, arrays, file_bytes
 from .messages import Int32Array, Int64Array
 
-READ_ATTEMPTS_MAX = 10_000
+READ_WAIT_S = 1.0
+SPINS_MAX = 32
 
 
 class TablesWriter:
@@ -134,8 +137,8 @@ class TablesReader:
             return table, length, sequence
         for index in np.flatnonzero(torn):
             row = int(slots[index])
-            for _ in range(READ_ATTEMPTS_MAX):
-                self.retries += 1
+            self.retries += 1
+            for _ in self._attempts():
                 version = self._row_version[row]
                 table[index] = self._block_table[row, :width]
                 length[index], sequence[index] = self._row_length[row], self._row_sequence[row]
@@ -145,10 +148,21 @@ class TablesReader:
                 raise DeadlineExceeded(f"row {row} of the shared tables is being written without end")
         return table, length, sequence
 
+    def _attempts(self) -> Iterator[None]:
+        """Tries again at once while the writer is at work, then lets it have the core, until READ_WAIT_S is over."""
+        deadline = time.monotonic() + READ_WAIT_S
+        for attempt in itertools.count():
+            self.retries += attempt > 0
+            yield
+            if attempt >= SPINS_MAX:
+                if time.monotonic() >= deadline:
+                    return
+                time.sleep(0)
+
     def row(self, slot: int) -> tuple[Int32Array, int, int]:
         """One row: its used block ids [blocks] int32, its length in tokens, its sequence id (0 = free slot)."""
         index = np.array([slot])
-        for _ in range(READ_ATTEMPTS_MAX):
+        for _ in self._attempts():
             used = int(self._row_blocks[slot])
             table, length, sequence = self.rows(index, used)
             if int(self._row_blocks[slot]) == used:
@@ -157,7 +171,7 @@ class TablesReader:
 
     def gauges(self) -> dict[str, int]:
         """One consistent set of the coordinator's gauges."""
-        for _ in range(READ_ATTEMPTS_MAX):
+        for _ in self._attempts():
             version = int(self._gauges[0])
             values = self._gauges[1:].tolist()
             if version & 1 == 0 and int(self._gauges[0]) == version:

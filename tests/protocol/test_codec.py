@@ -1,0 +1,223 @@
+"""Whatever bytes a peer sends: a message or a typed error, and nothing else."""
+
+from __future__ import annotations
+
+import typing
+
+import msgpack
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from protocol import codec, messages
+from protocol.codec import Decoder, InvalidMessage, encode
+from protocol.errors import InvalidRequest, ProtocolError
+from protocol.messages import (
+    CLIENT_MESSAGES,
+    CLIENT_REPLIES,
+    WORKER_MESSAGES,
+    WORKER_REPLIES,
+    Ended,
+    Message,
+    RowStart,
+    Sampling,
+    Step,
+    Stream,
+    Submit,
+    Timings,
+    tag_of,
+)
+
+UNIONS = {
+    "client": CLIENT_MESSAGES,
+    "client reply": CLIENT_REPLIES,
+    "worker": WORKER_MESSAGES,
+    "worker reply": WORKER_REPLIES,
+}
+CLIENT = Decoder(CLIENT_MESSAGES)
+
+
+def submit(**changes: object) -> Submit:
+    values: dict[str, object] = {"rid": 3, "max_tokens": 5, "prompt": np.array([1, 2, 3], np.int32)}
+    return Submit(**{**values, **changes})  # type: ignore[arg-type]
+
+
+def packed(message: Message, **changes: object) -> list[bytes]:
+    """The message's frames with some of its body replaced; a value of ... removes the field."""
+    frames = [bytes(frame) for frame in encode(message)]
+    body = msgpack.unpackb(frames[0])
+    body.update(changes)
+    return [msgpack.packb({key: value for key, value in body.items() if value is not ...}), *frames[1:]]
+
+
+def test_arrays_and_scalars_survive_the_round_trip() -> None:
+    step = Step(
+        step_id=9,
+        begins=(RowStart(slot=1, request_id=2, temperature=0.5, seed=2**64 - 1),),
+        slots=np.array([1, 2], np.int32),
+        tokens=np.array([-1, 70000], np.int32),
+    )
+    back = Decoder(WORKER_REPLIES).decode([bytes(frame) for frame in encode(step)])
+    assert isinstance(back, Step)
+    assert (back.step_id, back.begins) == (9, step.begins)
+    assert back.slots.tolist() == [1, 2]
+    assert back.tokens.tolist() == [-1, 70000]
+    assert back.copies.size == 0
+    assert back.tokens.dtype == np.int32
+
+    ended = Ended(
+        request_id=2**40, reason="stop", generated_tokens=1, prompt_tokens=2, cached_tokens=0, timings=Timings()
+    )
+    stream = Stream(ended=(ended,), request_ids=np.array([2**40]), logprobs=np.array([-0.5], np.float32))
+    again = Decoder(CLIENT_REPLIES).decode([bytes(frame) for frame in encode(stream)])
+    assert isinstance(again, Stream)
+    assert again.ended == (ended,)
+    assert again.request_ids.tolist() == [2**40]
+    assert again.logprobs.tolist() == [-0.5]
+
+
+def test_arrays_travel_as_little_endian_frames_whatever_the_sender_had() -> None:
+    frames = encode(submit(prompt=np.array([1, 256], ">i8")))
+    assert bytes(frames[1]) == b"\x01\x00\x00\x00\x00\x01\x00\x00"
+
+
+def test_a_missing_new_field_takes_its_default_and_an_unknown_one_is_skipped() -> None:
+    frames = packed(submit(), stream=..., salt=..., from_the_future=[1, 2])
+    back = CLIENT.decode(frames)
+    assert isinstance(back, Submit)
+    assert (back.stream, back.salt) == (True, "")
+    assert CLIENT.decode(frames[:1]).prompt.size == 0  # type: ignore[attr-defined]
+
+
+def test_tags_are_unique_and_lower_case_words() -> None:
+    for union in UNIONS.values():
+        tags = [tag_of(cls) for cls in typing.get_args(union)]
+        assert len(set(tags)) == len(tags)
+        assert all(tag.replace("_", "").isalpha() and tag.islower() for tag in tags)
+
+
+def test_frames_name_real_fields_of_fixed_little_endian_dtypes() -> None:
+    for union in UNIONS.values():
+        for cls in typing.get_args(union):
+            for name, dtype in cls.FRAMES:
+                assert name in cls.__struct_fields__
+                assert dtype in ("<i4", "<i8", "<f4")
+
+
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"max_tokens": "many"}, "max_tokens"),
+        ({"max_tokens": None}, "max_tokens"),
+        ({"max_tokens": ...}, "max_tokens"),
+        ({"sampling": {"temprature": 1.0}}, "sampling.temprature"),
+        ({"sampling": {"temperature": "hot"}}, "sampling.temperature"),
+        ({"sampling": {"stop_tokens": [1, "x"]}}, "sampling.stop_tokens[1]"),
+        ({"sampling": 3}, "sampling"),
+        ({"tenant": 5}, "tenant"),
+        ({"stream": 1}, "stream"),
+    ],
+)
+def test_a_wrong_field_of_a_command_is_named_to_that_command(changes: dict[str, object], field: str) -> None:
+    with pytest.raises(InvalidMessage) as caught:
+        CLIENT.decode(packed(submit(), **changes))
+    assert caught.value.field == field
+    assert caught.value.rid == 3
+    assert caught.value.code == InvalidRequest.code
+
+
+@pytest.mark.parametrize(
+    "frames",
+    [
+        pytest.param([], id="nothing"),
+        pytest.param([b""], id="empty body"),
+        pytest.param([b"\xc1"], id="reserved byte"),
+        pytest.param([msgpack.packb([1, 2])], id="a list"),
+        pytest.param([msgpack.packb({"t": "no such"})], id="unknown tag"),
+        pytest.param([msgpack.packb({"t": 5})], id="tag of another type"),
+        pytest.param([msgpack.packb({})], id="no tag"),
+        pytest.param([msgpack.packb({"t": "cancel", "rid": "x", "request_id": 1})], id="rid of another type"),
+        pytest.param([msgpack.packb({"t": "cancel", "rid": -4, "request_id": "x"})], id="rid below zero"),
+        pytest.param([msgpack.packb({"t": "step_result"})], id="a worker's tag on the client socket"),
+        pytest.param([*packed(submit()), b"1234"], id="a frame too many"),
+        pytest.param([packed(submit())[0], b"12345"], id="half an integer"),
+        pytest.param([msgpack.packb({"t": "cancel"})[:-2]], id="truncated"),
+        pytest.param([msgpack.packb({1: 2})], id="keys that are no text"),
+        pytest.param([b"\x81\xa1t" + b"\x91" * 5000], id="nested without end"),
+        pytest.param([b"\x81\xa1t" + b"\x91" * 14 + b"\x00"], id="nested too deep"),
+        pytest.param([b"\x81\xa1t\xdd\xff\xff\xff\xff"], id="a list of four billion"),
+        pytest.param([b"\x81\xa1t\xdb\xff\xff\xff\xff"], id="a text of four gigabytes"),
+        pytest.param([msgpack.packb({"t": msgpack.ExtType(5, b"abc")})], id="an extension type"),
+        pytest.param([b"x" * (codec.BODY_BYTES_MAX + 1)], id="a body beyond the limit"),
+        pytest.param([b""] * 40, id="forty frames"),
+    ],
+)
+def test_hostile_frames_are_a_protocol_error(frames: list[bytes]) -> None:
+    with pytest.raises(ProtocolError) as caught:
+        CLIENT.decode(frames)
+    assert len(str(caught.value)) < 1000
+
+
+def test_an_array_beyond_the_limit_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(codec, "FRAME_BYTES_MAX", 8)
+    with pytest.raises(ProtocolError, match=r"submit\.prompt.*at most 8 bytes"):
+        CLIENT.decode(packed(submit()))
+
+
+@settings(max_examples=600, deadline=None, derandomize=True)
+@given(st.sampled_from(sorted(UNIONS)), st.lists(st.binary(max_size=200), max_size=6))
+def test_random_bytes_never_raise_anything_else(union: str, frames: list[bytes]) -> None:
+    try:
+        message = Decoder(UNIONS[union]).decode(frames)
+    except (ProtocolError, InvalidMessage):
+        return
+    assert isinstance(message, Message)
+
+
+VALUES = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(2**63), 2**64 - 1)
+    | st.floats()
+    | st.text(max_size=8)
+    | st.binary(max_size=8),
+    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(st.text(max_size=8), inner, max_size=4),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=800, deadline=None, derandomize=True)
+@given(st.data())
+def test_random_fields_under_a_valid_tag_never_raise_anything_else(data: st.DataObject) -> None:
+    union = UNIONS[data.draw(st.sampled_from(sorted(UNIONS)))]
+    cls = data.draw(st.sampled_from(typing.get_args(union)))
+    body = {"t": tag_of(cls)}
+    for name in cls.__struct_fields__:
+        if data.draw(st.booleans()):
+            body[name] = data.draw(VALUES)
+    frames = [msgpack.packb(body), *data.draw(st.lists(st.binary(max_size=16), max_size=8))]
+    try:
+        message = Decoder(union).decode(frames)
+    except (ProtocolError, InvalidMessage):
+        return
+    assert type(message) is cls
+
+
+@settings(max_examples=300, deadline=None, derandomize=True)
+@given(st.integers(0, 400), st.integers(0, 255), st.integers(0, 4))
+def test_a_flipped_byte_never_raises_anything_else(position: int, value: int, frame: int) -> None:
+    frames = [bytearray(part) for part in encode(submit(sampling=Sampling(seed=1, stop_tokens=(1, 2))))]
+    target = frames[frame % len(frames)]
+    if target:
+        target[position % len(target)] = value
+    try:
+        message = CLIENT.decode([bytes(part) for part in frames])
+    except (ProtocolError, InvalidMessage):
+        return
+    assert isinstance(message, Message)
+
+
+def test_every_message_is_in_exactly_the_unions_that_its_senders_use() -> None:
+    members = {cls for union in UNIONS.values() for cls in typing.get_args(union)}
+    assert members == set(messages.Message.__subclasses__())
