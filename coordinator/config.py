@@ -8,7 +8,7 @@ import msgspec
 
 from protocol.errors import InvalidConfiguration
 from protocol.layout import Geometry
-from protocol.settings import expand, load
+from protocol.settings import convert, expand, load
 from protocol.transport import default_runtime_dir, default_state_dir
 
 from .core.limits import Limits, Quota
@@ -57,7 +57,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     limits: LimitsSection = LimitsSection()
     cache: CacheSection = CacheSection()
     schedule: ScheduleSection = ScheduleSection()
-    quotas: dict[str, Quota] = {}
+    quotas: dict[str, dict[str, int]] = {}
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
@@ -98,7 +98,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             step_tokens_max=self.schedule.step_tokens_max,
             step_rows_max=self.schedule.step_rows_max,
             steps_in_flight_max=self.schedule.steps_in_flight_max,
-            quotas=self.quotas,
+            quotas={tenant: _quota(tenant, values) for tenant, values in self.quotas.items()},
         )
 
     def geometry(self) -> Geometry:
@@ -109,6 +109,14 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             blocks_per_sequence=self.limits.blocks_per_sequence_max,
             block_size=self.cache.block_size,
         )
+
+
+def _quota(tenant: str, values: dict[str, int]) -> Quota:
+    """[quotas.TENANT]: floor and ceiling, in blocks of each pool."""
+    try:
+        return convert(values, Quota)
+    except InvalidConfiguration as error:
+        raise InvalidConfiguration(f"quotas.{tenant}.{error.field}", error.message.partition(": ")[2]) from None
 
 
 def load_config(path: Path | None) -> CoordinatorConfig:

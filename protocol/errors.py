@@ -23,6 +23,7 @@ KvforgeError
  │   └─ QuotaExceeded         quota_exceeded         the tenant's ceiling; carries tenant
  ├─ Unavailable               unavailable            nobody can serve this now
  │   ├─ CoordinatorUnavailable coordinator_unavailable
+ │   ├─ CoordinatorInUse      coordinator_in_use     another coordinator serves in this runtime folder
  │   ├─ Draining              draining               admission has stopped
  │   └─ NotReady              not_ready              no worker is ready to serve
  ├─ DeadlineExceeded          deadline_exceeded      the wait or the request ran out of time
