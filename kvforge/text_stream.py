@@ -1,0 +1,156 @@
+"""Tokens to text as they come: `TextStream`, and `Pieces`, the bytes that each token stands for."""
+
+from __future__ import annotations
+
+import codecs
+import json
+import re
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any
+
+from protocol.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from .text import Tokenizer
+
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class TextStream:
+    """Turns one answer's tokens into text as they come.
+
+    What `push` and `finish` return, put together, is what `decode` gives for all the tokens; a character whose bytes
+    are spread over tokens comes when it is whole. Each token costs the same however long the answer is.
+    Differs from `decode` in one case: a byte-fallback vocabulary (sentencepiece) that was made to emit bytes which
+    are no UTF-8. `decode` then gives up the valid characters beside them too; here they have been shown already.
+
+    continues: the text goes on after a prompt: a leading space that sentencepiece vocabularies drop is kept.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False) -> None:
+        self._tokenizer = tokenizer
+        self._pieces = tokenizer.pieces
+        self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self._held: list[int] = []
+        self._at_start = not continues
+        self._strip = 0 if continues or self._pieces is None else self._pieces.strip
+        self._finished = False
+
+    def push(self, token_ids: Iterable[int]) -> str:
+        """The text that is now certain and was not returned before; may be empty. Raises InvalidRequest."""
+        if self._finished:
+            raise InvalidRequest("token_ids", "the stream is finished")
+        ids = checked_ids(token_ids)
+        if self._pieces is None:  # a decoder whose pieces depend on each other: only the whole is certain
+            self._held += ids
+            return ""
+        return self._utf8.decode(b"".join(self._piece(token) for token in ids))
+
+    def finish(self) -> str:
+        """What was held back; the stream takes no more tokens. A character that stayed incomplete becomes U+FFFD."""
+        self._finished = True
+        if self._pieces is None:
+            return self._tokenizer.decode(self._held)
+        return self._utf8.decode(b"", final=True)
+
+    def _piece(self, token: int) -> bytes:
+        assert self._pieces is not None
+        piece = self._pieces.bytes_of(token)
+        if not piece:
+            return piece
+        if self._at_start:
+            self._at_start = False
+            piece = self._pieces.first(piece)
+        while self._strip and piece:
+            if not piece.startswith(b" "):
+                self._strip = 0
+                break
+            piece = piece[1:]
+            self._strip -= 1
+        return piece
+
+
+class Pieces:
+    """The bytes of each token, derived from the description of the tokenizer's decoder.
+
+    Two families are understood, which cover the vocabularies of generating models: byte-level (GPT-2's alphabet, one
+    character a byte) and sentencepiece (a replaced space, byte fallback, a dropped first space).
+    strip: how many leading spaces the decoder drops from the whole text.
+    """
+
+    def __init__(self, backend: Any, steps: list[dict[str, Any]]) -> None:
+        self._token_of: Callable[[int], str | None] = backend.id_to_token
+        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self._alphabet: dict[str, int] | None = None
+        self._replacements: list[tuple[str, str]] = []
+        self._byte_fallback = False
+        self._cache: dict[int, bytes] = {}
+        self._first_bare = False
+        self.strip = 0
+        fused = False
+        for step in steps:
+            fused = self._understand(step, fused)
+
+    @classmethod
+    def of(cls, tokenizer: Any) -> Pieces | None:
+        """None where the decoder is of another family."""
+        backend = getattr(tokenizer, "backend_tokenizer", None)
+        if backend is None or backend.decoder is None:
+            return None
+        state = json.loads(backend.decoder.__getstate__())
+        try:
+            return cls(backend, state["decoders"] if state["type"] == "Sequence" else [state])
+        except (KeyError, ValueError, TypeError):
+            return None
+
+    def _understand(self, step: dict[str, Any], fused: bool) -> bool:
+        kind = step["type"]
+        if kind == "ByteLevel":
+            from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+            self._alphabet = {character: byte for byte, character in bytes_to_unicode().items()}
+        elif kind == "Replace" and not fused:
+            self._replacements.append((step["pattern"]["String"], step["content"]))
+        elif kind == "Metaspace" and not fused:
+            self._replacements.append((step["replacement"], " "))
+            self._first_bare = step["prepend_scheme"] != "never"
+        elif kind == "ByteFallback" and not fused:
+            self._byte_fallback = True
+        elif kind == "Strip" and fused and step["content"] == " " and step["stop"] == 0:
+            self.strip = step["start"]
+        elif kind != "Fuse":
+            raise ValueError(kind)
+        return fused or kind == "Fuse"
+
+    def bytes_of(self, token: int) -> bytes:
+        piece = self._cache.get(token)
+        if piece is None:
+            piece = self._cache[token] = self._spell(token)
+        return piece
+
+    def first(self, piece: bytes) -> bytes:
+        """The bytes of a piece that is the text's first: the Metaspace decoder drops every space of that one."""
+        return piece.replace(b" ", b"") if self._first_bare else piece
+
+    def _spell(self, token: int) -> bytes:
+        text = None if token in self._special else self._token_of(token)
+        if text is None:
+            return b""
+        if self._alphabet is not None:
+            try:
+                return bytes([self._alphabet[character] for character in text])
+            except KeyError:  # an added token in plain spelling
+                return text.encode()
+        for old, new in self._replacements:
+            text = text.replace(old, new)
+        if self._byte_fallback and (match := _BYTE_TOKEN.fullmatch(text)):
+            return bytes([int(match[1], 16)])
+        return text.encode()
+
+
+def checked_ids(token_ids: Iterable[int]) -> list[int]:
+    """Token ids as a list of int. Raises InvalidRequest for a number that cannot be one."""
+    ids = [int(token) for token in token_ids]
+    if ids and not 0 <= min(ids) <= max(ids) < 1 << 31:
+        raise InvalidRequest("token_ids", f"a token id is between 0 and 2^31 - 1; got {min(ids)} to {max(ids)}")
+    return ids
