@@ -1,0 +1,177 @@
+"""The KV pool: geometry, byte counts, and the tensors themselves.
+
+Invariants. Every byte count comes from `KvGeometry.bytes_per_block`, in exact integers with a 64-bit bound, and is
+checked before anything is allocated. The pool never reads a slot that was not written: new memory is uninitialised,
+and attention only gathers slots below a row's length.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protocol.errors import InvalidConfiguration
+
+from .device import Device
+
+BYTES_MAX = 2**63 - 1
+
+
+@dataclass(frozen=True)
+class KvDtype:
+    """How one number of K or V is stored. scale_bytes: a float32 scale for each token, head, and each of K and V."""
+
+    name: str
+    itemsize: int
+    scale_bytes: int
+    torch_dtype: torch.dtype
+    storable: bool
+
+
+KV_DTYPES: dict[str, KvDtype] = {
+    dtype.name: dtype
+    for dtype in (
+        KvDtype("float32", 4, 0, torch.float32, True),
+        KvDtype("float16", 2, 0, torch.float16, True),
+        KvDtype("bfloat16", 2, 0, torch.bfloat16, True),
+        KvDtype("int8", 1, 4, torch.int8, False),
+        KvDtype("fp8", 1, 4, torch.float8_e4m3fn, False),
+    )
+}
+
+
+@dataclass(frozen=True)
+class LayerShape:
+    """KV heads and head size of one layer."""
+
+    kv_heads: int
+    head_size: int
+
+
+@dataclass(frozen=True)
+class KvGeometry:
+    """What one block holds: `block_size` tokens of K and V for every layer. Layers may differ in shape.
+
+    Errors: InvalidConfiguration names the field: block_size, layers, kv_heads, head_size, kv_dtype, bytes_per_block.
+    """
+
+    layers: tuple[LayerShape, ...]
+    block_size: int
+    kv_dtype: str
+
+    def __post_init__(self) -> None:
+        if self.kv_dtype not in KV_DTYPES:
+            raise InvalidConfiguration("kv_dtype", f"{self.kv_dtype!r} is not one of {', '.join(KV_DTYPES)}")
+        require_positive("layers", len(self.layers))
+        require_positive("block_size", self.block_size)
+        for shape in self.layers:
+            require_positive("kv_heads", shape.kv_heads)
+            require_positive("head_size", shape.head_size)
+        if self.bytes_per_block > BYTES_MAX:
+            raise InvalidConfiguration("bytes_per_block", f"{self.bytes_per_block} does not fit in 64 bits")
+
+    @classmethod
+    def uniform(cls, *, layers: int, kv_heads: int, head_size: int, block_size: int, kv_dtype: str) -> KvGeometry:
+        """The geometry of `layers` equal layers. Errors: InvalidConfiguration names the field."""
+        require_positive("layers", layers)
+        if layers > 1 << 20:  # a tuple of 2**60 shapes would exhaust memory before any bound is checked
+            raise InvalidConfiguration("layers", f"{layers} is more than {1 << 20}")
+        return cls((LayerShape(kv_heads, head_size),) * layers, block_size, kv_dtype)
+
+    @property
+    def dtype(self) -> KvDtype:
+        return KV_DTYPES[self.kv_dtype]
+
+    @property
+    def bytes_per_block(self) -> int:
+        """2 (K and V) x sum over layers of kv_heads x (head_size x bytes(dtype) + scale bytes) x block_size.
+
+        For equal layers without scales: 2 x layers x kv_heads x head_size x block_size x bytes(dtype). The quantised
+        dtypes (int8, fp8) keep one float32 scale per token and head, for K and for V: 4 bytes beside head_size bytes.
+        """
+        dtype = self.dtype
+        per_token = sum(s.kv_heads * (s.head_size * dtype.itemsize + dtype.scale_bytes) for s in self.layers)
+        return 2 * per_token * self.block_size
+
+    def bytes_for(self, blocks: int) -> int:
+        """Bytes of a pool of `blocks` blocks. Errors: InvalidConfiguration names `blocks`."""
+        require_positive("blocks", blocks)
+        total = blocks * self.bytes_per_block
+        if total > BYTES_MAX:
+            raise InvalidConfiguration("blocks", f"{blocks} blocks take {total} bytes, which do not fit in 64 bits")
+        return total
+
+    def blocks_for(self, memory_bytes: int) -> int:
+        """The most blocks that fit into `memory_bytes`. Errors: InvalidConfiguration where not even one does."""
+        require_positive("memory_bytes", memory_bytes)
+        blocks = min(memory_bytes, BYTES_MAX) // self.bytes_per_block
+        if blocks == 0:
+            problem = f"{memory_bytes} bytes hold no block; one takes {self.bytes_per_block}"
+            raise InvalidConfiguration("memory_bytes", problem)
+        return blocks
+
+
+def require_positive(field: str, value: int) -> None:
+    """Errors: InvalidConfiguration names `field` unless value is an integer of at least 1."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise InvalidConfiguration(field, f"must be an integer, not {value!r}")
+    if value < 1:
+        raise InvalidConfiguration(field, f"must be at least 1, not {value}")
+
+
+class KvPool:
+    """K and V of `blocks` blocks for every layer.
+
+    keys[layer], values[layer]: [blocks, block_size, kv_heads, head_size] kv_dtype device, contiguous. Uninitialised
+    at first: memory is committed as it is written.
+    Errors: InvalidConfiguration (size, or a dtype that is not stored yet), GpuError or WorkerError (no memory).
+    """
+
+    def __init__(self, geometry: KvGeometry, blocks: int, device: Device) -> None:
+        self.geometry = geometry
+        self.blocks = blocks
+        self.block_size = geometry.block_size
+        self.device = device
+        self.bytes = geometry.bytes_for(blocks)
+        if not geometry.dtype.storable:
+            raise InvalidConfiguration("kv_dtype", f"{geometry.kv_dtype} storage arrives with the GPU kernels")
+        if self.bytes > device.free_bytes():
+            problem = f"{blocks} blocks take {self.bytes} bytes; {device.name} has {device.free_bytes()} free"
+            raise InvalidConfiguration("blocks", problem)
+        with device.errors(f"allocating a KV pool of {self.bytes} bytes"):
+            self.keys = self._allocate()
+            self.values = self._allocate()
+
+    def _allocate(self) -> list[torch.Tensor]:
+        dtype = self.geometry.dtype.torch_dtype
+        shapes = [(self.blocks, self.block_size, s.kv_heads, s.head_size) for s in self.geometry.layers]
+        return [self.device.allocate(shape, dtype) for shape in shapes]
+
+    def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
+        """Copies the first slots of blocks, K and V in every layer.
+
+        copies: [n, 3] int32 (from block, to block, tokens), pool-local ids that the caller has checked. No copy may
+        read what another one writes, so all are done at once.
+        """
+        if len(copies) == 0:
+            return
+        sources, targets, tokens = copies.astype(np.int64).T
+        rows = np.repeat(np.arange(len(copies)), tokens)
+        offsets = np.arange(len(rows)) - np.repeat(np.cumsum(tokens) - tokens, tokens)
+        source_slots = self.device.upload(sources[rows] * self.block_size + offsets)
+        target_slots = self.device.upload(targets[rows] * self.block_size + offsets)
+        for cache in self._tensors():
+            slots = cache.view(-1, *cache.shape[2:])
+            slots[target_slots] = slots[source_slots]
+
+    def close(self) -> None:
+        """Returns the memory to the device. The pool holds nothing afterwards; closing twice is harmless."""
+        self.keys, self.values = [], []
+        self.device.release_cached()
+
+    def _tensors(self) -> Iterable[torch.Tensor]:
+        return (*self.keys, *self.values)
