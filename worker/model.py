@@ -1,0 +1,209 @@
+"""A transformers decoder whose attention is ours.
+
+kvforge registers one attention function with transformers (`AttentionInterface.register`). A forward pass takes a
+flattened ragged batch [1, tokens] with position ids; the function finds the batch's structure and the layer's place in
+the pool through a `ForwardContext` that hangs on each attention module. No transformers cache and no mask is used:
+causality comes from the batch alone. What a model must be like for that to be right is checked in `probe`.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+
+from protocol.errors import InvalidConfiguration, UnsupportedModel
+from protocol.messages import ModelInfo
+
+from .attention import AttentionOptions, PagedAttention, PagedBatch, choose_attention
+from .device import Device
+from .pool import KvGeometry, KvPool
+from .weights import MODEL_DTYPES, Progress, build, find_source, read_config
+
+ATTENTION_NAME = "kvforge_paged"
+BINDING = "kvforge_binding"
+# MKL multiplies 16 rows by a large vocabulary matrix in half the time it takes for 8 (49152 x 576 float32, 2 cores:
+# 9.8 ms against 18.1 ms), so a few sampled rows are padded to this many.
+CPU_LOGIT_ROWS = 16
+
+
+class ForwardContext:
+    """What the attention function of every layer reads during one forward pass; empty between passes."""
+
+    def __init__(self, attention: PagedAttention) -> None:
+        self.attention = attention
+        self.batch: PagedBatch | None = None
+        self.pool: KvPool | None = None
+
+
+@dataclass(frozen=True)
+class LayerBinding:
+    """Hangs on an attention module: which layer of the pool it is, and how it attends."""
+
+    index: int
+    options: AttentionOptions
+    context: ForwardContext
+
+
+def _attention_forward(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls. query: [1, heads, tokens, head_size]; key, value: [1, kv_heads, ...].
+
+    Returns [1, tokens, heads, head_size]. The keywords were read and judged once, when the model was loaded.
+    """
+    binding: LayerBinding = module.__dict__[BINDING]
+    context = binding.context
+    assert context.batch is not None and context.pool is not None, "attention outside LoadedModel.forward"
+    assert attention_mask is None, "transformers made a mask for an attention that takes none"
+    keys, values = context.pool.keys[binding.index], context.pool.values[binding.index]
+    context.attention.write(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, context.batch)
+    output = context.attention.attend(query[0].transpose(0, 1), keys, values, context.batch, binding.options)
+    return output.unsqueeze(0), None
+
+
+# No mask function is registered under this name, so transformers makes no mask for it.
+transformers.AttentionInterface.register(ATTENTION_NAME, _attention_forward)
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to run.
+
+    info: what the worker announces. geometry: what its KV blocks hold. vocab_size: token ids are below it (the size of
+    the input embedding). module: the transformers model; nothing but this class calls it.
+    """
+
+    info: ModelInfo
+    geometry: KvGeometry
+    device: Device
+    dtype: torch.dtype
+    vocab_size: int
+    module: Any
+    context: ForwardContext
+    takes_logits_to_keep: bool
+
+    @torch.inference_mode()
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_tokens: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> torch.Tensor:
+        """One pass: writes K and V of the batch's tokens to `pool`, and computes the logits that are asked for.
+
+        token_ids, positions: [tokens] int64 device. logit_tokens: [sampled] int64 device, places in the flat batch.
+        Returns raw logits [sampled, vocab] float32 device. Errors: whatever torch raises.
+        """
+        wanted = len(logit_tokens)
+        if not self.device.is_gpu and CPU_LOGIT_ROWS // 4 < wanted < CPU_LOGIT_ROWS:
+            logit_tokens = torch.cat((logit_tokens, logit_tokens[-1:].expand(CPU_LOGIT_ROWS - wanted)))
+        self.context.batch, self.context.pool = batch, pool
+        keywords: dict[str, Any] = {"logits_to_keep": logit_tokens} if self.takes_logits_to_keep else {}
+        try:
+            output = self.module(
+                input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **keywords
+            )
+        finally:
+            self.context.batch = self.context.pool = None
+        logits: torch.Tensor = output.logits[0]
+        return (logits if self.takes_logits_to_keep else logits[logit_tokens])[:wanted].float()
+
+
+def load_model(
+    source: str | Path,
+    *,
+    load_format: str = "auto",
+    dtype: str = "auto",
+    device: Device,
+    block_size: int,
+    kv_dtype: str = "auto",
+    progress: Progress = lambda _phase, _fraction: None,
+    seed: int = 0,
+) -> LoadedModel:
+    """Loads a model and proves that paged attention computes what transformers' own attention does.
+
+    source: a GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
+    dtype: float32, float16, bfloat16, or auto (what the model's configuration says, else float32).
+    kv_dtype: a name in `pool.KV_DTYPES`, or auto (that of the weights). seed: of dummy weights.
+    progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
+    Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
+    kv_dtype, block_size); WorkerError or GpuError where memory runs out.
+    """
+    from .probe import bind_layers, context_limit, verify  # probe needs this module's classes
+
+    progress("reading the configuration", 0.0)
+    found = find_source(source, load_format)
+    config = read_config(found)
+    torch_dtype = _model_dtype(dtype, config)
+    dtype_name = str(torch_dtype).removeprefix("torch.")
+    kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
+    KvGeometry.uniform(layers=1, kv_heads=1, head_size=1, block_size=block_size, kv_dtype=kv_dtype)  # before the wait
+
+    progress("loading weights", 0.05)
+    module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed)
+
+    progress("checking attention", 0.9)
+    context_tokens = context_limit(config)
+    context = ForwardContext(choose_attention(device))
+    shapes = bind_layers(module, context, context_tokens, device)
+    architecture = type(module).__name__
+    info = ModelInfo(
+        name=found.name,
+        source=str(found.path),
+        architecture=architecture,
+        fingerprint=found.fingerprint(architecture, dtype_name, seed),
+        vocab_size=int(module.get_input_embeddings().num_embeddings),
+        context_tokens_max=context_tokens,
+        eos_tokens=_eos_tokens(module),
+    )
+    model = LoadedModel(
+        info=info,
+        geometry=KvGeometry(shapes, block_size, kv_dtype),
+        device=device,
+        dtype=torch_dtype,
+        vocab_size=info.vocab_size,
+        module=module,
+        context=context,
+        takes_logits_to_keep="logits_to_keep" in inspect.signature(module.forward).parameters,
+    )
+    verify(model)
+    progress("model loaded", 1.0)
+    return model
+
+
+def use_attention(module: Any, name: str) -> None:
+    """Switches a transformers model to the attention function registered as `name`. Errors: UnsupportedModel."""
+    try:
+        module.set_attn_implementation(name)
+    except (ValueError, ImportError) as error:
+        raise UnsupportedModel(type(module).__name__, f"transformers cannot change its attention: {error}") from error
+
+
+def _model_dtype(name: str, config: Any) -> torch.dtype:
+    if name == "auto":
+        wanted = getattr(config, "dtype", None)
+        return wanted if isinstance(wanted, torch.dtype) and wanted in MODEL_DTYPES.values() else torch.float32
+    if name not in MODEL_DTYPES:
+        raise InvalidConfiguration("dtype", f"{name!r} is not one of auto, {', '.join(MODEL_DTYPES)}")
+    return MODEL_DTYPES[name]
+
+
+def _eos_tokens(module: Any) -> tuple[int, ...]:
+    generation = getattr(module, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        eos = module.config.get_text_config(decoder=True).eos_token_id
+    tokens = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
+    return tuple(int(token) for token in tokens)

@@ -1,0 +1,256 @@
+"""What must be true of a model before it is served, found out by running it.
+
+1. Recording: one pass with an attention function that only notes what it is given. Every layer must call it exactly
+   once, with keywords we honour, and with a mask that is causal, or causal within a window. A model asks for its mask
+   through transformers' mask interface, which hands over the mask as a function of two positions: evaluating it far
+   out tells the window of layers whose window is longer than any probe could be, and unmasks chunked attention.
+2. Verification: a ragged batch in two chunks through the real paged path, against transformers' own eager attention
+   on each sequence alone. This catches what no rule foresees: state carried outside attention, positions computed
+   from the batch's layout, a bias added elsewhere.
+"""
+
+from __future__ import annotations
+
+import inspect
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from protocol.errors import KvforgeError, UnsupportedModel
+
+from .attention import AttentionOptions, PagedBatch
+from .device import Device
+from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, LoadedModel, use_attention
+from .pool import KvPool, LayerShape
+
+RECORDING_NAME = "kvforge_recording"
+RECORDED_TOKENS = 4
+MASK_POSITIONS_MAX = 1 << 18
+# Keywords that say nothing attention must honour; all others must be absent, None or False.
+HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
+HONOURED = frozenset({"scaling", "sliding_window", "softcap", "dropout", "is_causal"})
+# Largest difference of logits, relative to the largest logit, that rounding explains.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+
+
+@dataclass(frozen=True)
+class _Call:
+    """What a layer passed to the attention function. The shapes: [1, heads, tokens, head_size]."""
+
+    module: torch.nn.Module
+    query: torch.Size
+    key: torch.Size
+    value: torch.Size
+    mask: torch.Tensor | None
+    keywords: dict[str, Any]
+
+
+_calls: list[_Call] = []  # of the recording pass in progress: transformers' registry knows functions, not objects
+
+
+def _record(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    **keywords: Any,
+) -> tuple[torch.Tensor, None]:
+    _calls.append(_Call(module, query.shape, key.shape, value.shape, attention_mask, keywords))
+    batch, heads, tokens, _ = query.shape
+    return value.new_zeros((batch, tokens, heads, value.shape[-1])), None
+
+
+def _mask_window(*, mask_function: Any, config: Any, device: Any, **_: Any) -> torch.Tensor:
+    """Stands in for a mask: a tensor [1, 1, 1, 1] int64 that holds the window of `mask_function` (0: none).
+
+    mask_function(batch, head, query position, key position) -> bool tensor, as transformers' masking_utils make them.
+    """
+    positions = min(context_limit(config), MASK_POSITIONS_MAX)
+    zero = torch.tensor(0)
+    keys = torch.arange(positions)
+
+    def visible(query: int) -> torch.Tensor:
+        allowed = mask_function(zero, zero, torch.tensor(query), keys)
+        return torch.as_tensor(allowed).expand(positions)
+
+    try:
+        window = int(visible(positions - 1).sum())
+        for query in sorted({0, 1, positions // 3, positions // 2, 2 * positions // 3, positions - 1}):
+            expected = (keys <= query) & (keys > query - window)
+            if query < positions and not torch.equal(visible(query), expected):
+                raise UnsupportedModel(_name(config), "its attention mask is neither causal nor a sliding window")
+    except (IndexError, RuntimeError, TypeError) as error:
+        raise UnsupportedModel(_name(config), f"its attention mask cannot be evaluated: {error}") from error
+    return torch.full((1, 1, 1, 1), 0 if window >= positions else window, dtype=torch.int64, device=device)
+
+
+transformers.AttentionInterface.register(RECORDING_NAME, _record)
+transformers.AttentionMaskInterface.register(RECORDING_NAME, _mask_window)
+
+
+def context_limit(config: Any) -> int:
+    """The most positions the model can tell apart. Errors: UnsupportedModel where the configuration does not say.
+
+    Rotary embeddings of type `dynamic` and `longrope` change every frequency once the longest sequence *of the batch*
+    passes a length, which would make a request's tokens depend on its neighbours; such models are served up to that
+    length.
+    """
+    text = config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    if not isinstance(limit, int) or limit < 1:
+        raise UnsupportedModel(_name(config), "its configuration gives no max_position_embeddings")
+    rope = getattr(text, "rope_parameters", None) or {}
+    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
+        if parameters.get("rope_type") in ("dynamic", "longrope"):
+            original = parameters.get("original_max_position_embeddings")
+            original = original or getattr(text, "original_max_position_embeddings", None)
+            limit = min(limit, int(original or limit))
+    return limit
+
+
+@torch.inference_mode()
+def bind_layers(module: Any, context: ForwardContext, context_tokens: int, device: Device) -> tuple[LayerShape, ...]:
+    """Runs the recording pass, hangs a LayerBinding on each attention module, and selects paged attention.
+
+    Returns each layer's KV shape, in order. Errors: UnsupportedModel.
+    """
+    name = _name(module.config)
+    if getattr(module, "_is_stateful", False):
+        raise UnsupportedModel(name, "its layers keep a recurrent state beside attention")
+    calls = _recording_pass(module, name, min(RECORDED_TOKENS, context_tokens), device)
+    layers = int(module.config.get_text_config(decoder=True).num_hidden_layers)
+    if not calls:
+        raise UnsupportedModel(name, "it never calls the attention function that transformers lets us register")
+    if len({id(call.module) for call in calls}) != len(calls):
+        raise UnsupportedModel(name, "a layer attends more than once")
+    if len(calls) != layers:
+        problem = f"{layers} layers, of which {len(calls)} attend through the registered function"
+        raise UnsupportedModel(name, problem)
+    shapes = []
+    for index, call in enumerate(calls):
+        options, shape = _read_call(call, name)
+        call.module.__dict__[BINDING] = LayerBinding(index, options, context)
+        shapes.append(shape)
+    use_attention(module, ATTENTION_NAME)
+    return tuple(shapes)
+
+
+def _recording_pass(module: Any, name: str, tokens: int, device: Device) -> list[_Call]:
+    use_attention(module, RECORDING_NAME)
+    _calls.clear()
+    token_ids = torch.arange(tokens, device=device.torch_device) % module.get_input_embeddings().num_embeddings
+    positions = torch.arange(tokens, device=device.torch_device)
+    try:
+        module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True)
+        return list(_calls)
+    except KvforgeError:
+        raise
+    except Exception as error:  # foreign model code given an unusual attention: any failure means "not this one"
+        raise UnsupportedModel(name, f"a trial run failed: {type(error).__name__}: {error}") from error
+    finally:
+        _calls.clear()
+
+
+def _read_call(call: _Call, name: str) -> tuple[AttentionOptions, LayerShape]:
+    """Judges what one layer passes. Errors: UnsupportedModel."""
+    for keyword, value in call.keywords.items():
+        if keyword not in HONOURED | HARMLESS and value is not None and value is not False:
+            what = "attention sinks" if keyword in ("s_aux", "sinks") else "a keyword kvforge does not honour"
+            raise UnsupportedModel(name, f"its layers pass {keyword!r} to attention ({what})")
+    if call.keywords.get("is_causal") is False or getattr(call.module, "is_causal", True) is False:
+        raise UnsupportedModel(name, "its attention is not causal")
+    if call.keywords.get("dropout"):
+        raise UnsupportedModel(name, "it drops attention weights at inference")
+    if "get_seq_length" in inspect.getsource(type(call.module).forward):
+        # Llama 4 scales queries so: without a transformers cache it would count places in our batch instead.
+        raise UnsupportedModel(name, "its attention computes positions from the length of a transformers cache")
+    if call.key != call.value:
+        raise UnsupportedModel(name, f"its K and V differ in shape: {tuple(call.key)} and {tuple(call.value)}")
+    if call.key[2] != call.query[2] or call.key[3] != call.query[3] or call.query[1] % call.key[1]:
+        raise UnsupportedModel(name, f"its Q and K do not fit: {tuple(call.query)} and {tuple(call.key)}")
+    scaling = call.keywords.get("scaling")
+    scaling = call.query[3] ** -0.5 if scaling is None else scaling
+    options = AttentionOptions(float(scaling), _window(call, name), float(call.keywords.get("softcap") or 0.0))
+    return options, LayerShape(kv_heads=call.key[1], head_size=call.key[3])
+
+
+def _window(call: _Call, name: str) -> int:
+    """The mask decides where there is one (eager attention reads nothing else), else the keyword."""
+    if call.mask is None:
+        return int(call.keywords.get("sliding_window") or 0)
+    if call.mask.numel() != 1 or call.mask.dtype != torch.int64:
+        raise UnsupportedModel(name, "its layers build an attention mask or bias of their own")
+    return int(call.mask)
+
+
+@torch.inference_mode()
+def verify(model: LoadedModel) -> None:
+    """Compares paged with eager attention on two short sequences. Errors: UnsupportedModel.
+
+    Sequences of 7 and 4 tokens; first pass 4 and 3 of them, second pass the rest (a chunk and a decode), with blocks
+    of the model's own size handed out in falling order.
+    """
+    lengths = np.array([7, 4], np.int32)
+    if model.info.context_tokens_max < lengths.max():
+        raise UnsupportedModel(_name(model.module.config), "its context is shorter than 8 tokens")
+    first = np.array([4, 3], np.int32)
+    blocks = -(-int(lengths.max()) // model.geometry.block_size)
+    tables = np.arange(2 * blocks, dtype=np.int32)[::-1].reshape(2, blocks).copy()
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, model.vocab_size, n) for n in lengths]
+    storable = model.geometry if model.geometry.dtype.storable else None
+    if storable is None:
+        return  # KvPool refuses such a pool with its own words
+    pool = KvPool(storable, 2 * blocks, model.device)
+    try:
+        starts = np.zeros(2, np.int32)
+        got: list[list[torch.Tensor]] = [[], []]
+        for counts in (first, lengths - first):
+            logits = _paged_logits(model, pool, tables, starts, counts, sequences)
+            for row, part in enumerate(torch.split(logits, counts.tolist())):
+                got[row].append(part)
+            starts = starts + counts
+        use_attention(model.module, "eager")
+        wanted = [_eager_logits(model, sequence) for sequence in sequences]
+    finally:
+        use_attention(model.module, ATTENTION_NAME)
+        pool.close()
+    for row, want in enumerate(wanted):
+        difference = float((torch.cat(got[row]) - want).abs().max() / want.abs().max().clamp_min(1e-6))
+        if not difference <= _tolerance(model):
+            problem = f"paged attention differs from transformers' own by {difference:.1e} of the largest logit"
+            raise UnsupportedModel(_name(model.module.config), problem)
+
+
+def _tolerance(model: LoadedModel) -> float:
+    return max(TOLERANCE[model.dtype], TOLERANCE.get(model.geometry.dtype.torch_dtype, 0.0))
+
+
+def _paged_logits(
+    model: LoadedModel,
+    pool: KvPool,
+    tables: np.ndarray[Any, np.dtype[np.int32]],
+    starts: np.ndarray[Any, np.dtype[np.int32]],
+    counts: np.ndarray[Any, np.dtype[np.int32]],
+    sequences: list[np.ndarray[Any, np.dtype[np.int64]]],
+) -> torch.Tensor:
+    batch = PagedBatch.build(tables, starts, counts, model.geometry.block_size, model.device)
+    spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    token_ids = np.concatenate([sequence[span] for sequence, span in zip(sequences, spans, strict=True)])
+    upload = model.device.upload
+    every = upload(np.arange(batch.tokens))
+    return model.forward(upload(token_ids), upload(np.concatenate(spans)), every, batch, pool)
+
+
+def _eager_logits(model: LoadedModel, sequence: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
+    token_ids = model.device.upload(sequence)[None]
+    logits: torch.Tensor = model.module(input_ids=token_ids, use_cache=False, return_dict=True).logits[0].float()
+    return logits
+
+
+def _name(config: Any) -> str:
+    return str((getattr(config, "architectures", None) or [config.model_type])[0])
