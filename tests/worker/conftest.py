@@ -1,0 +1,124 @@
+"""What the worker's tests share: the CPU device, and tiny random-weight models of any architecture."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from worker.attention import PagedBatch
+from worker.device import Device, open_device
+from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
+from worker.pool import KvPool
+
+# Weights larger than usual: at transformers' 0.02 attention of a tiny model is almost uniform and hides mistakes.
+TINY = {
+    "vocab_size": 97,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 128,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _one_torch_thread() -> None:
+    torch.set_num_threads(1)  # tests run beside each other
+
+
+@pytest.fixture(scope="session")
+def cpu() -> Device:
+    return open_device("cpu")
+
+
+@pytest.fixture
+def write_config(tmp_path: Path) -> Callable[..., Path]:
+    """write_config(model_type, **fields) -> folder with a config.json of a tiny model."""
+
+    def write(model_type: str, **fields: Any) -> Path:
+        folder = tmp_path / model_type
+        folder.mkdir(exist_ok=True)
+        config = {**TINY, "model_type": model_type, **fields}
+        (folder / "config.json").write_text(json.dumps(config))
+        return folder
+
+    return write
+
+
+@pytest.fixture
+def tiny(write_config: Callable[..., Path], cpu: Device) -> Callable[..., LoadedModel]:
+    """tiny(model_type, block_size=4, **fields) -> a loaded model with random float32 weights."""
+
+    def load(model_type: str, block_size: int = 4, seed: int = 0, **fields: Any) -> LoadedModel:
+        folder = write_config(model_type, **fields)
+        return load_model(folder, load_format="dummy", dtype="float32", device=cpu, block_size=block_size, seed=seed)
+
+    return load
+
+
+@pytest.fixture(scope="session")
+def eager_logits() -> Callable[..., torch.Tensor]:
+    """eager_logits(model, token ids) -> [tokens, vocab] float32: transformers' own eager attention, one sequence."""
+
+    @torch.inference_mode()
+    def run(model: LoadedModel, token_ids: Any) -> torch.Tensor:
+        use_attention(model.module, "eager")
+        try:
+            ids = torch.as_tensor(np.asarray(token_ids), dtype=torch.int64)[None]
+            return model.module(input_ids=ids, use_cache=False).logits[0].float()
+        finally:
+            use_attention(model.module, ATTENTION_NAME)
+
+    return run
+
+
+@pytest.fixture(scope="session")
+def paged_logits() -> Callable[..., list[torch.Tensor]]:
+    """paged_logits(model, sequences, chunks) -> each sequence's logits [tokens, vocab].
+
+    chunks: one list per pass with the token count that each sequence feeds in it (0: it sits this pass out). Blocks
+    are handed out at random and the pool starts full of NaN.
+    """
+
+    def run(model: LoadedModel, sequences: list[Any], chunks: list[list[int]]) -> list[torch.Tensor]:
+        block_size = model.geometry.block_size
+        width = -(-max(map(len, sequences)) // block_size)
+        count = len(sequences)
+        pool = KvPool(model.geometry, width * count + 3, model.device)
+        for cache in (*pool.keys, *pool.values):
+            cache.fill_(float("nan"))
+        order = np.random.default_rng(1).permutation(pool.blocks)[: width * count]
+        tables = order.astype(np.int32).reshape(count, width)
+        done = np.zeros(count, np.int32)
+        got: list[list[torch.Tensor]] = [[] for _ in sequences]
+        for chunk in chunks:
+            rows = [row for row in range(count) if chunk[row]]
+            counts = np.array([chunk[row] for row in rows], np.int32)
+            batch = PagedBatch.build(tables[rows], done[rows], counts, block_size, model.device)
+            spans = [np.arange(done[row], done[row] + chunk[row]) for row in rows]
+            ids = np.concatenate([np.asarray(sequences[row])[span] for row, span in zip(rows, spans, strict=True)])
+            logits = model.forward(
+                torch.as_tensor(ids, dtype=torch.int64),
+                torch.as_tensor(np.concatenate(spans)),
+                torch.arange(batch.tokens),
+                batch,
+                pool,
+            )
+            for row, part in zip(rows, torch.split(logits, counts.tolist()), strict=True):
+                got[row].append(part)
+                done[row] += len(part)
+        pool.close()
+        return [torch.cat(parts) for parts in got]
+
+    return run

@@ -1,0 +1,170 @@
+"""Any decoder that transformers builds: paged logits of ragged, chunked, batched runs against its own eager attention.
+
+Weights are random and tiny; what is tested is every architecture's path through our attention: positions, windows,
+caps, scaling, head grouping.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.errors import UnsupportedModel
+from worker.device import Device
+from worker.model import BINDING, LoadedModel, load_model
+
+GPT2 = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128}
+FOUR_LAYERS = {"num_hidden_layers": 4}
+MIXED = ["sliding_attention", "full_attention"] * 2
+ROTARY = {"rope_theta": 10000.0}
+
+ARCHITECTURES: dict[str, tuple[str, dict[str, Any]]] = {
+    "llama": ("llama", {}),
+    "llama MQA": ("llama", {"num_key_value_heads": 1, "head_dim": 24}),
+    "llama yarn": ("llama", {"rope_scaling": {"rope_type": "yarn", "factor": 4.0, **ROTARY}}),
+    "qwen2": ("qwen2", {}),
+    "qwen2 windows": (
+        "qwen2",
+        {**FOUR_LAYERS, "use_sliding_window": True, "sliding_window": 6, "max_window_layers": 2},
+    ),
+    "qwen3": ("qwen3", {"head_dim": 16}),
+    "qwen3 MoE": ("qwen3_moe", {"head_dim": 16, "num_experts": 4, "num_experts_per_tok": 2}),
+    "mistral": ("mistral", {"sliding_window": 5}),
+    "mixtral": ("mixtral", {"num_local_experts": 4, "sliding_window": 7}),
+    "gemma": ("gemma", {"head_dim": 16}),
+    "gemma2": ("gemma2", {**FOUR_LAYERS, "head_dim": 16, "sliding_window": 5, "attn_logit_softcapping": 2.0}),
+    "gemma3": (
+        "gemma3_text",
+        {**FOUR_LAYERS, "head_dim": 16, "sliding_window": 5, "layer_types": MIXED, "query_pre_attn_scalar": 7},
+    ),
+    "phi3": ("phi3", {"sliding_window": 9}),
+    "phi": ("phi", {}),
+    "gpt2": ("gpt2", GPT2),
+    "gpt2 inverse scaling": ("gpt2", {**GPT2, "scale_attn_by_inverse_layer_idx": True}),
+    "gpt_bigcode": ("gpt_bigcode", GPT2),
+    "gpt_neox": ("gpt_neox", {"rotary_pct": 0.25}),
+    "stablelm": ("stablelm", {"partial_rotary_factor": 0.5}),
+    "granite": ("granite", {"attention_multiplier": 0.4}),
+    "olmo2": ("olmo2", {}),
+    "olmo3": ("olmo3", {**FOUR_LAYERS, "sliding_window": 6, "layer_types": MIXED}),
+    "starcoder2": ("starcoder2", {"sliding_window": 8}),
+    "cohere": ("cohere", {}),
+    "cohere2": ("cohere2", {**FOUR_LAYERS, "sliding_window": 6, "layer_types": MIXED}),
+    "glm4": ("glm4", {"head_dim": 16}),
+    "smollm3 without positions": ("smollm3", {"no_rope_layers": [1, 0]}),
+    "exaone4": ("exaone4", {**FOUR_LAYERS, "sliding_window": 6, "layer_types": MIXED}),
+    "opt": ("opt", {"ffn_dim": 96, "word_embed_proj_dim": 64}),
+    "persimmon": ("persimmon", {}),
+}
+
+LENGTHS = (41, 1, 23, 8)
+# Four ways to run the same sequences; each pass feeds so many tokens of each.
+SCHEDULES = {
+    "at once": [[41, 1, 23, 8]],
+    "one by one": [[41, 0, 0, 0], [0, 1, 0, 0], [0, 0, 23, 0], [0, 0, 0, 8]],
+    "chunks with decodes": [[5, 1, 2, 1], [30, 0, 7, 1], [1, 0, 1, 1], [1, 0, 1, 1], [4, 0, 12, 4]],
+    "decodes": [[33, 1, 15, 1], *[[1, 0, 1, 1]] * 7, [1, 0, 1, 0]],
+}
+
+
+@pytest.mark.parametrize(("model_type", "fields"), ARCHITECTURES.values(), ids=ARCHITECTURES)
+def test_paged_logits_are_eager_logits(
+    model_type: str,
+    fields: dict[str, Any],
+    tiny: Callable[..., LoadedModel],
+    eager_logits: Callable[..., torch.Tensor],
+    paged_logits: Callable[..., list[torch.Tensor]],
+) -> None:
+    model = tiny(model_type, **fields)
+    rng = np.random.default_rng(3)
+    sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
+    wanted = [eager_logits(model, sequence) for sequence in sequences]
+    scale = max(float(want.abs().max()) for want in wanted)
+    assert scale > 0.01
+    for schedule in SCHEDULES.values():
+        for got, want in zip(paged_logits(model, sequences, schedule), wanted, strict=True):
+            assert float((got - want).abs().max()) <= 2e-5 * scale
+
+
+def windows(model: LoadedModel) -> list[int]:
+    modules = [module for module in model.module.modules() if BINDING in module.__dict__]
+    return [module.__dict__[BINDING].options.window for module in modules]
+
+
+def test_windows_come_from_the_masks(tiny: Callable[..., LoadedModel]) -> None:
+    fields = ARCHITECTURES["gemma3"][1]
+    assert windows(tiny("gemma3_text", **fields)) == [5, 0, 5, 0]
+    assert windows(tiny("gemma3_text", **fields | {"sliding_window": 100})) == [100, 0, 100, 0]
+    assert windows(tiny("gemma3_text", **fields | {"sliding_window": 128})) == [0, 0, 0, 0]  # the whole context
+
+
+def test_layers_may_differ_in_shape(tiny: Callable[..., LoadedModel]) -> None:
+    model = tiny("llama", num_hidden_layers=3, head_dim=8, num_key_value_heads=4)
+    assert [(shape.kv_heads, shape.head_size) for shape in model.geometry.layers] == [(4, 8)] * 3
+    assert model.geometry.bytes_per_block == 2 * 3 * 4 * 8 * 4 * 4
+
+
+LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, **ROTARY}
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "limit"),
+    [
+        ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 32}, 32),
+        ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, **ROTARY}}, 128),
+        ("llama", {}, 128),
+    ],
+)
+def test_context_ends_where_rotary_frequencies_would_depend_on_the_batch(
+    model_type: str, fields: dict[str, Any], limit: int, tiny: Callable[..., LoadedModel]
+) -> None:
+    assert tiny(model_type, **fields).info.context_tokens_max == limit
+
+
+REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
+    "falcon": ("falcon", {}, "never calls"),
+    "bloom": ("bloom", {}, "never calls"),
+    "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "never calls"),
+    "sinks": ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}, "'s_aux'"),
+    "mamba": ("mamba", {"state_size": 4}, "recurrent state"),
+    "falcon_h1": ("falcon_h1", {}, "recurrent state"),
+    "linear attention": ("qwen3_next", {"num_experts": 4, "head_dim": 16}, "recurrent state"),
+    "convolutions": ("lfm2", {"layer_types": ["conv", "full_attention"]}, "2 layers, of which 1"),
+    "chunked attention": (
+        "llama4_text",
+        {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 8, "intermediate_size_mlp": 96},
+        "neither causal nor a sliding window",
+    ),
+    "positions from a cache": (
+        "llama4_text",
+        {"head_dim": 16, "num_local_experts": 2, "attention_chunk_size": 128, "intermediate_size_mlp": 96},
+        "length of a transformers cache",
+    ),
+    "different K and V": (
+        "deepseek_v3",
+        {"n_routed_experts": 4, "n_group": 1, "topk_group": 1, "num_experts_per_tok": 2, "moe_intermediate_size": 16},
+        "K and V differ",
+    ),
+    "encoder-decoder": ("t5", {}, "encoder-decoder"),
+    "cross-attention": ("gpt2", {**GPT2, "add_cross_attention": True}, "cross-attention"),
+    "no decoder": ("vit", {}, "Unrecognized configuration class"),
+    "unknown": ("hal9000", {}, "does not know"),
+}
+
+
+@pytest.mark.filterwarnings("ignore:.*:UserWarning:transformers.*")
+@pytest.mark.parametrize(("model_type", "fields", "reason"), REFUSED.values(), ids=REFUSED)
+def test_refused_at_load_by_name(
+    model_type: str, fields: dict[str, Any], reason: str, write_config: Callable[..., Path], cpu: Device
+) -> None:
+    folder = write_config(model_type, **fields)
+    with pytest.raises(UnsupportedModel) as caught:
+        load_model(folder, load_format="dummy", dtype="float32", device=cpu, block_size=4)
+    assert caught.value.model == model_type
+    assert model_type in str(caught.value)
+    assert reason in str(caught.value)

@@ -1,0 +1,84 @@
+"""SmolLM2-135M-Instruct: the greedy continuations that transformers gives in float32, token for token."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.messages import RowStart, Step
+from worker.device import Device
+from worker.model import LoadedModel, load_model
+from worker.pool import KvPool
+from worker.runner import Runner
+
+pytestmark = pytest.mark.model
+
+BLOCK_SIZE = 16
+SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))
+CASES: list[dict[str, Any]] = SAMPLE["cases"]
+
+
+@pytest.fixture(scope="module")
+def smollm2(smollm2_path: Path, cpu: Device) -> LoadedModel:
+    with smollm2_path.open("rb") as file:
+        assert hashlib.file_digest(file, "sha256").hexdigest() == SAMPLE["gguf_sha256"]
+    return load_model(smollm2_path, dtype="float32", device=cpu, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture
+def many_threads() -> Any:
+    before = torch.get_num_threads()
+    torch.set_num_threads(2)
+    yield
+    torch.set_num_threads(before)
+
+
+def generate(model: LoadedModel, cases: list[dict[str, Any]], steps: int) -> list[list[int]]:
+    """All cases in one batch; block tables interleaved and shuffled."""
+    rows = len(cases)
+    lengths = np.array([len(case["prompt_tokens"]) for case in cases], np.int32)
+    width = -(-(int(lengths.max()) + steps) // BLOCK_SIZE)
+    pool = KvPool(model.geometry, rows * width, model.device)
+    total = int(lengths.sum())
+    runner = Runner(model, pool, slots_max=rows, step_tokens_max=total, step_rows_max=rows)
+    tables = np.random.default_rng(0).permutation(rows * width).astype(np.int32).reshape(rows, width)
+    slots, ones = np.arange(rows, dtype=np.int32), np.ones(rows, np.int32)
+    prompt = np.concatenate([np.array(case["prompt_tokens"], np.int32) for case in cases])
+    begins = tuple(RowStart(slot=i, request_id=i, temperature=0.0, seed=0) for i in range(rows))
+    step = Step(0, begins=begins, slots=slots, starts=0 * slots, counts=lengths, samples=ones, tokens=prompt)
+    columns = []
+    for index in range(steps):
+        outcome = runner.run(step, tables)
+        assert outcome.errors == ()
+        assert outcome.slots.tolist() == slots.tolist()
+        columns.append(outcome.tokens)
+        step = Step(index + 1, slots=slots, starts=lengths + np.int32(index), counts=ones, samples=ones, tokens=-ones)
+    pool.close()
+    return np.stack(columns, axis=1).tolist()
+
+
+def agree(case: dict[str, Any], tokens: list[int]) -> int:
+    """Compares up to the first divergence, which must be a near tie. Returns how many steps matched."""
+    for index, (got, want) in enumerate(zip(tokens, case["tokens"], strict=False)):
+        if got != want:
+            assert case["margin"][index] < SAMPLE["min_margin"], f"{case['id']}: step {index} gave {got}, not {want}"
+            return index
+    return len(tokens)
+
+
+def test_all_prompts_batched(smollm2: LoadedModel, many_threads: None) -> None:
+    steps = len(CASES[0]["tokens"])
+    matched = [agree(c, t) for c, t in zip(CASES, generate(smollm2, CASES, steps), strict=True)]
+    assert matched == [steps] * len(CASES)  # in float32 no case of the sample has a near tie
+
+
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
+def test_each_prompt_alone(case: dict[str, Any], smollm2: LoadedModel, many_threads: None) -> None:
+    steps = 24
+    assert agree(case, generate(smollm2, [case], steps)[0]) == steps

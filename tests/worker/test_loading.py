@@ -1,0 +1,191 @@
+"""Sources: GGUF, safetensors folders, dummy weights; what a user gets wrong."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+import pytest
+import torch
+
+from protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel
+from worker.device import Device
+from worker.model import LoadedModel, load_model
+
+
+def load(source: Path, device: Device, **keywords: object) -> LoadedModel:
+    settings: dict[str, object] = {"dtype": "float32", "device": device, "block_size": 4}
+    return load_model(source, **(settings | keywords))  # type: ignore[arg-type]
+
+
+def same_weights(left: LoadedModel, right: LoadedModel) -> bool:
+    pairs = zip(left.module.state_dict().items(), right.module.state_dict().items(), strict=True)
+    return all(a[0] == b[0] and torch.equal(a[1], b[1]) for a, b in pairs)
+
+
+def test_dummy_weights_follow_the_seed(tiny: Callable[..., LoadedModel]) -> None:
+    first, second, other = tiny("llama", seed=1), tiny("llama", seed=1), tiny("llama", seed=2)
+    assert same_weights(first, second)
+    assert not same_weights(first, other)
+    assert first.info.fingerprint == second.info.fingerprint != other.info.fingerprint
+
+
+def test_dummy_leaves_the_global_generator_alone(tiny: Callable[..., LoadedModel]) -> None:
+    before = torch.random.get_rng_state()
+    tiny("llama")
+    assert torch.equal(torch.random.get_rng_state(), before)
+
+
+def test_info(tiny: Callable[..., LoadedModel]) -> None:
+    info = tiny("llama", eos_token_id=[2, 7]).info
+    assert (info.name, info.architecture) == ("llama", "LlamaForCausalLM")
+    assert (info.vocab_size, info.context_tokens_max, info.eos_tokens) == (97, 128, (2, 7))
+    assert len(info.fingerprint) == 64
+    assert Path(info.source).is_absolute()
+
+
+def test_config_file_alone_is_a_dummy_source(write_config: Callable[..., Path], cpu: Device) -> None:
+    model = load(write_config("llama") / "config.json", cpu, load_format="dummy")
+    assert model.info.name == "llama"
+
+
+@pytest.fixture
+def saved(tiny: Callable[..., LoadedModel], tmp_path: Path) -> tuple[LoadedModel, Path]:
+    """A tiny model and the folder with its safetensors."""
+    model = tiny("llama")
+    folder = tmp_path / "saved"
+    model.module.save_pretrained(folder)
+    return model, folder
+
+
+def test_safetensors_folder(saved: tuple[LoadedModel, Path], cpu: Device) -> None:
+    model, folder = saved
+    loaded = load(folder, cpu)
+    assert same_weights(model, loaded)
+    assert loaded.info.name == "saved"
+    assert loaded.info.fingerprint == load(folder, cpu, load_format="safetensors").info.fingerprint
+    with (folder / "model.safetensors").open("r+b") as file:
+        file.seek(-1, 2)
+        last = file.read(1)
+        file.seek(-1, 2)
+        file.write(bytes([last[0] ^ 1]))
+    assert load(folder, cpu).info.fingerprint != loaded.info.fingerprint
+
+
+def test_dtype_and_kv_dtype(saved: tuple[LoadedModel, Path], cpu: Device) -> None:
+    folder = saved[1]
+    half = load(folder, cpu, dtype="bfloat16")
+    assert (half.dtype, half.geometry.kv_dtype) == (torch.bfloat16, "bfloat16")
+    assert load(folder, cpu, dtype="auto").dtype == torch.float32
+    mixed = load(folder, cpu, kv_dtype="float16")
+    assert mixed.geometry.bytes_per_block * 2 == saved[0].geometry.bytes_per_block
+    assert load(folder, cpu, kv_dtype="int8").geometry.bytes_per_block == 2 * 2 * 2 * (16 + 4) * 4
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The order in which a GGUF file keeps the rows of q and k of Llama models."""
+    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def write_gguf(model: LoadedModel, path: Path) -> None:
+    """A float32 GGUF file of a tiny Llama, as llama.cpp's converter would write it."""
+    config = model.module.config
+    writer = gguf.GGUFWriter(path, "llama")
+    writer.add_context_length(config.max_position_embeddings)
+    writer.add_embedding_length(config.hidden_size)
+    writer.add_block_count(config.num_hidden_layers)
+    writer.add_feed_forward_length(config.intermediate_size)
+    writer.add_head_count(config.num_attention_heads)
+    writer.add_head_count_kv(config.num_key_value_heads)
+    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
+    writer.add_rope_freq_base(10000.0)
+    writer.add_vocab_size(config.vocab_size)
+    writer.add_eos_token_id(2)
+    writer.add_token_list([f"token{i}" for i in range(config.vocab_size)])
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
+    for name, tensor in model.module.state_dict().items():
+        array = tensor.numpy()
+        if "q_proj" in name:
+            array = permuted(array, config.num_attention_heads)
+        elif "k_proj" in name:
+            array = permuted(array, config.num_key_value_heads)
+        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(array))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+def test_gguf_file(tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device) -> None:
+    model = tiny("llama")
+    path = tmp_path / "tiny.F32.gguf"
+    write_gguf(model, path)
+    for source in (path, tmp_path):
+        loaded = load(source, cpu)
+        assert same_weights(model, loaded)
+        assert (loaded.info.name, loaded.info.eos_tokens) == ("tiny.F32", (2,))
+
+
+def test_progress_rises_to_one(saved: tuple[LoadedModel, Path], cpu: Device, capfd: pytest.CaptureFixture[str]) -> None:
+    seen: list[tuple[str, float]] = []
+    load(saved[1], cpu, progress=lambda phase, fraction: seen.append((phase, fraction)))
+    fractions = [fraction for _, fraction in seen]
+    assert fractions == sorted(fractions)
+    assert (fractions[0], fractions[-1]) == (0.0, 1.0)
+    assert len({phase for phase, _ in seen}) >= 4
+    assert capfd.readouterr() == ("", "")
+
+
+def test_what_is_not_there(tmp_path: Path, cpu: Device, write_config: Callable[..., Path]) -> None:
+    (tmp_path / "empty").mkdir()
+    (tmp_path / "model.gguf").write_bytes(b"not a model")
+    for source in (tmp_path / "absent", tmp_path / "empty", tmp_path / "model.gguf", write_config("llama")):
+        with pytest.raises(ModelNotFound) as caught:
+            load(source, cpu)
+        assert str(source) in str(caught.value)
+    with pytest.raises(ModelNotFound, match=r"config\.json"):
+        load(tmp_path / "empty", cpu, load_format="dummy")
+
+
+def test_damaged_files(saved: tuple[LoadedModel, Path], cpu: Device, tmp_path: Path) -> None:
+    weights = saved[1] / "model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:5000])
+    with pytest.raises((ModelNotFound, UnsupportedModel)):
+        load(saved[1], cpu)
+    (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
+    with pytest.raises((ModelNotFound, UnsupportedModel)):
+        load(tmp_path / "cut.gguf", cpu)
+
+
+def test_pickled_weights_and_foreign_code_are_never_loaded(saved: tuple[LoadedModel, Path], cpu: Device) -> None:
+    folder = saved[1]
+    config = json.loads((folder / "config.json").read_text())
+    config["auto_map"] = {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    config["model_type"] = "evil"
+    (folder / "config.json").write_text(json.dumps(config))
+    (folder / "evil.py").write_text("raise SystemExit('foreign code ran')")
+    with pytest.raises(UnsupportedModel):
+        load(folder, cpu)
+    (folder / "model.safetensors").rename(folder / "pytorch_model.bin")
+    with pytest.raises(ModelNotFound):
+        load(folder, cpu)
+
+
+@pytest.mark.parametrize(
+    ("keywords", "field"),
+    [
+        ({"dtype": "float64"}, "dtype"),
+        ({"kv_dtype": "int4"}, "kv_dtype"),
+        ({"block_size": 0}, "block_size"),
+        ({"load_format": "pickle"}, "load_format"),
+    ],
+)
+def test_settings_are_refused_by_name(
+    keywords: dict[str, object], field: str, write_config: Callable[..., Path], cpu: Device
+) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        load(write_config("llama"), cpu, **({"load_format": "dummy"} | keywords))
+    assert caught.value.field == field

@@ -1,0 +1,172 @@
+"""Geometry, byte counts and the KV tensors themselves."""
+
+from __future__ import annotations
+
+import gc
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.errors import InvalidConfiguration
+from worker.device import Device, open_device
+from worker.pool import KV_DTYPES, KvGeometry, KvPool, LayerShape
+
+ONES: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_size": 1, "block_size": 1, "kv_dtype": "float32"}
+
+
+def geometry(**fields: Any) -> KvGeometry:
+    return KvGeometry.uniform(**(ONES | fields))
+
+
+# behaviour 1
+@pytest.mark.parametrize("field", ["layers", "kv_heads", "head_size", "block_size"])
+@pytest.mark.parametrize("value", [0, -1, -(2**40), 1.5, True])
+def test_geometry_refuses_by_field(field: str, value: Any) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        geometry(**{field: value})
+    assert caught.value.field == field
+
+
+# behaviour 1
+@pytest.mark.parametrize("blocks", [0, -3])
+def test_pool_refuses_blocks(blocks: int, cpu: Device) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        KvPool(geometry(), blocks, cpu)
+    assert caught.value.field == "blocks"
+
+
+# behaviour 1
+def test_all_ones_is_accepted(cpu: Device) -> None:
+    pool = KvPool(geometry(), 1, cpu)
+    assert pool.bytes == 8
+    assert pool.keys[0].shape == (1, 1, 1, 1)
+
+
+# behaviour 2
+def test_bytes_per_block() -> None:
+    assert geometry(layers=30, kv_heads=3, head_size=64, block_size=16).bytes_per_block == 2 * 30 * 3 * 64 * 16 * 4
+    uneven = KvGeometry((LayerShape(2, 64), LayerShape(1, 128), LayerShape(8, 80)), 8, "float16")
+    assert uneven.bytes_per_block == 2 * (2 * 64 + 128 + 8 * 80) * 8 * 2
+
+
+# behaviour 2
+@pytest.mark.parametrize(
+    ("fields", "named"),
+    [
+        ({"head_size": 2**62}, "bytes_per_block"),
+        ({"kv_heads": 2**31, "head_size": 2**31}, "bytes_per_block"),
+        ({"block_size": 2**60}, "bytes_per_block"),
+        ({"layers": 2**60}, "layers"),
+    ],
+)
+def test_bytes_per_block_is_bounded(fields: dict[str, int], named: str) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        geometry(**fields)
+    assert caught.value.field == named
+
+
+# behaviour 2
+def test_largest_block_fits_exactly_and_one_more_does_not() -> None:
+    largest = geometry(kv_dtype="float16", head_size=2**60 + (2**60 - 1))  # 4 bytes per element of K and V: 2^63 - 4
+    assert largest.bytes_per_block == 2**63 - 4
+    with pytest.raises(InvalidConfiguration):
+        geometry(kv_dtype="float16", head_size=2**61)
+
+
+# behaviour 2
+@pytest.mark.parametrize("blocks", [2**61, 10**9])
+def test_oversized_pool_is_refused_before_allocation(blocks: int, cpu: Device) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        KvPool(geometry(head_size=1024, layers=64), blocks, cpu)
+    assert caught.value.field == "blocks"
+
+
+# behaviour 3
+@pytest.mark.parametrize(
+    ("kv_dtype", "per_head"), [("float32", 256), ("float16", 128), ("bfloat16", 128), ("int8", 68), ("fp8", 68)]
+)
+def test_sizes_follow_the_dtype(kv_dtype: str, per_head: int) -> None:
+    sized = geometry(layers=3, kv_heads=2, head_size=64, block_size=16, kv_dtype=kv_dtype)
+    assert sized.bytes_per_block == 2 * 3 * 2 * 16 * per_head
+    assert sized.blocks_for(1_000_000) == 1_000_000 // sized.bytes_per_block
+    assert sized.bytes_for(7) == 7 * sized.bytes_per_block
+
+
+# behaviour 3
+@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+def test_allocated_bytes_are_the_counted_bytes(kv_dtype: str, cpu: Device) -> None:
+    pool = KvPool(KvGeometry((LayerShape(2, 16), LayerShape(1, 8)), 4, kv_dtype), 5, cpu)
+    tensors = (*pool.keys, *pool.values)
+    assert sum(t.numel() * t.element_size() for t in tensors) == pool.bytes == 5 * pool.geometry.bytes_per_block
+    assert {t.dtype for t in tensors} == {KV_DTYPES[kv_dtype].torch_dtype}
+    assert [tuple(t.shape) for t in pool.keys] == [(5, 4, 2, 16), (5, 4, 1, 8)]
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+def test_quantised_storage_is_refused_by_name(kv_dtype: str, cpu: Device) -> None:
+    with pytest.raises(InvalidConfiguration, match="arrives with the GPU kernels") as caught:
+        KvPool(geometry(kv_dtype=kv_dtype), 1, cpu)
+    assert caught.value.field == "kv_dtype"
+
+
+def test_unknown_dtype_and_too_little_memory() -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        geometry(kv_dtype="float8")
+    assert caught.value.field == "kv_dtype"
+    with pytest.raises(InvalidConfiguration) as caught:
+        geometry().blocks_for(7)
+    assert caught.value.field == "memory_bytes"
+    assert geometry().blocks_for(8) == 1
+
+
+def test_copies_move_the_named_slots_only(cpu: Device) -> None:
+    pool = KvPool(geometry(layers=2, kv_heads=2, head_size=3, block_size=4), 6, cpu)
+    for index, cache in enumerate((*pool.keys, *pool.values)):
+        cache.copy_(torch.arange(cache.numel()).view(cache.shape) + 1000.0 * index)
+    before = [cache.clone() for cache in (*pool.keys, *pool.values)]
+    pool.copy_blocks(np.array([[0, 3, 2], [0, 4, 4], [1, 5, 0]], np.int32))
+    for old, new in zip(before, (*pool.keys, *pool.values), strict=True):
+        assert torch.equal(new[3, :2], old[0, :2])
+        assert torch.equal(new[3, 2:], old[3, 2:])
+        assert torch.equal(new[4], old[0])
+        assert torch.equal(new[[0, 1, 2, 5]], old[[0, 1, 2, 5]])
+
+
+# behaviour 11
+def test_close_returns_memory(cpu: Device) -> None:
+    sized = geometry(layers=2, kv_heads=8, head_size=128, block_size=128)
+    blocks = sized.blocks_for(256 * 2**20)
+    gc.collect()
+    for _ in range(3):
+        pool = KvPool(sized, blocks, cpu)
+        for cache in (*pool.keys, *pool.values):
+            cache.zero_()
+        del cache  # the loop's last tensor
+        held = cpu.allocated_bytes()
+        pool.close()
+        pool.close()
+        assert held - cpu.allocated_bytes() > pool.bytes * 3 // 4
+
+
+def test_unknown_device_is_refused() -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        open_device("tpu")
+    assert caught.value.field == "device"
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="only where torch sees no GPU")
+def test_absent_gpu_is_refused_and_auto_takes_the_cpu() -> None:
+    for kind in ("cuda", "hip"):
+        with pytest.raises(InvalidConfiguration, match="sees no"):
+            open_device(kind)
+    assert open_device("auto").kind == "cpu"
+    assert open_device("auto").free_bytes() > 0
+
+
+def test_upload_never_shares_memory(cpu: Device) -> None:
+    array = np.arange(4)
+    tensor = cpu.upload(array)
+    array[0] = 9
+    assert tensor.tolist() == [0, 1, 2, 3]

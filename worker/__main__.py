@@ -1,0 +1,47 @@
+"""python -m worker --config FILE.toml
+
+Exit status: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 could not start (model missing or not
+supported, no coordinator, refused by it).
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import sys
+from pathlib import Path
+
+from protocol.errors import InvalidConfiguration, KvforgeError, WorkerError
+
+from .config import load_config
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs a worker until it is told to stop. Returns the exit status."""
+    parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
+    parser.add_argument("--config", type=Path, required=True, help="TOML file")
+    options = parser.parse_args(arguments)
+    try:
+        config = load_config(options.config)
+        logging.basicConfig(
+            level=config.log_level.upper(),
+            format=f"%(asctime)s {config.name} %(levelname)s %(message)s",
+            stream=sys.stderr,
+        )
+        from .loop import Worker  # torch takes seconds to import: a wrong configuration is told before
+
+        Worker(config).run()
+    except InvalidConfiguration as error:
+        print(f"worker: {error}", file=sys.stderr)
+        return 2
+    except WorkerError as error:
+        print(f"worker: {error}", file=sys.stderr)
+        return 1
+    except KvforgeError as error:
+        print(f"worker: {error}", file=sys.stderr)
+        return 3
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

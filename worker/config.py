@@ -1,0 +1,65 @@
+"""A worker's configuration: one frozen structure, validated once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from protocol.errors import InvalidConfiguration
+from protocol.settings import expand, load
+from protocol.transport import default_runtime_dir
+
+LOG_LEVELS = ("debug", "info", "warning", "error")
+# Where nothing is said: half a gibibyte on a CPU, whose memory others use too; nearly all of a GPU's, which is ours.
+CPU_KV_BYTES = 512 << 20
+GPU_FREE_SHARE = 0.90
+
+
+class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a worker can be told.
+
+    name: unique among the coordinator's workers. runtime_dir: where the coordinator's sockets are.
+    model: a path or a known name. blocks or kv_bytes: the size of the KV pool (at most one of them; 0 = not said).
+    threads: CPU threads of torch, 0 = torch's own choice. coordinator_wait_s: how long to wait for a coordinator.
+    """
+
+    name: str
+    model: str
+    runtime_dir: str = ""
+    load_format: str = "auto"
+    device: str = "auto"
+    device_index: int = 0
+    dtype: str = "auto"
+    kv_dtype: str = "auto"
+    kv_bytes: int = 0
+    blocks: int = 0
+    threads: int = 0
+    seed: int = 0
+    coordinator_wait_s: float = 60.0
+    log_level: str = "info"
+
+    def __post_init__(self) -> None:
+        if not 0 < len(self.name) <= 64 or not self.name.isprintable() or " " in self.name:
+            raise InvalidConfiguration("name", "1 to 64 printable characters without spaces")
+        if not self.model:
+            raise InvalidConfiguration("model", "is required: a path, or a name that `kvforge pull` knows")
+        if self.log_level not in LOG_LEVELS:
+            raise InvalidConfiguration("log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+        for field in ("kv_bytes", "blocks", "threads", "device_index", "seed"):
+            if getattr(self, field) < 0:
+                raise InvalidConfiguration(field, f"must be 0 or more, not {getattr(self, field)}")
+        if self.kv_bytes and self.blocks:
+            raise InvalidConfiguration("kv_bytes", "give either kv_bytes or blocks, not both")
+        if not 0 < self.coordinator_wait_s <= 86_400:
+            raise InvalidConfiguration("coordinator_wait_s", "must be more than 0 and at most 86400 seconds")
+
+    @property
+    def runtime_path(self) -> Path:
+        """Folder of the coordinator's sockets."""
+        return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
+
+
+def load_config(path: Path) -> WorkerConfig:
+    """Reads a TOML file. Raises InvalidConfiguration."""
+    return load(path, WorkerConfig)
