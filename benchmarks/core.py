@@ -1,0 +1,158 @@
+"""What the cache core costs: sequences created and removed, prefixes looked up, blocks handed out, seeds simulated.
+
+    python -m benchmarks.core [--json FILE] [--seconds S]
+
+Medians of many repetitions in one process, nothing else of kvforge running.
+"""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from collections.abc import Callable
+from time import perf_counter_ns
+
+import numpy as np
+
+from coordinator.core.cache import Cache
+from coordinator.core.events import FromClient, FromWorker
+from coordinator.core.groups import Group
+from coordinator.core.limits import Limits
+from coordinator.core.machine import Machine
+from coordinator.core.pool import Blocks, Pool
+from coordinator.core.tenants import Tenants
+from protocol.messages import (
+    CreateSequence,
+    ModelInfo,
+    RemoveSequences,
+    SequenceInfo,
+    WorkerHello,
+    WorkerReady,
+)
+
+from .report import report
+
+VOCABULARY = 100_000
+PROMPT_TOKENS = 8192
+SEQUENCE_TOKENS = 1000
+
+
+def median_us(action: Callable[[], object], seconds: float) -> float:
+    """Median microseconds of one call, over as many calls as fit into `seconds` (at least 30)."""
+    times: list[int] = []
+    end = perf_counter_ns() + int(seconds * 1e9)
+    while len(times) < 30 or perf_counter_ns() < end:
+        start = perf_counter_ns()
+        action()
+        times.append(perf_counter_ns() - start)
+    return float(np.median(times)) / 1000
+
+
+def machine() -> Machine:
+    """A coordinator's core with one worker of 32,768 blocks of 16 tokens."""
+    core = Machine(Limits(sequences_max=256, blocks_max=1 << 16, blocks_per_sequence_max=1024), "benchmark", b"key")
+    model = ModelInfo(
+        name="m", source="", architecture="a", fingerprint="f", vocab_size=VOCABULARY, context_tokens_max=1 << 20
+    )
+    core.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
+    ready = WorkerReady(rid=2, model=model, blocks=1 << 15, bytes_per_block=1, kv_dtype="float32", device="none")
+    core.apply(FromWorker(1, ready), 0)
+    return core
+
+
+def forget_changes(cache: Cache) -> None:
+    """What the publisher does after a turn."""
+    cache.sequences.changed_rows.clear()
+    cache.sequences.changed_cells.clear()
+    cache.blocks.changed.clear()
+
+
+def create_and_remove(seconds: float) -> float:
+    """A client sequence of 1,000 tokens is created and removed, as commands through the machine."""
+    core, tokens = machine(), np.random.default_rng(1).integers(0, VOCABULARY, SEQUENCE_TOKENS).astype(np.int32)
+
+    def once() -> None:
+        created = core.apply(FromClient(1, CreateSequence(rid=1, tokens=tokens)), 1)[0].message  # type: ignore[union-attr]
+        assert isinstance(created, SequenceInfo)
+        core.apply(FromClient(1, RemoveSequences(rid=2, sequence_ids=np.array([created.sequence_id]))), 2)
+        forget_changes(core.cache)
+
+    return median_us(once, seconds)
+
+
+def fill(core: Machine, group: Group, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
+    """Indexes every full block of `tokens`, as acknowledged steps would have, and lets the sequence go."""
+    cache, s = core.cache, core.cache.sequences
+    created = core.apply(FromClient(1, CreateSequence(rid=1, tokens=tokens)), 1)[0].message  # type: ignore[union-attr]
+    assert isinstance(created, SequenceInfo)
+    slot = s.find(created.sequence_id)
+    s.computed[slot] = s.scheduled[slot] = tokens.size
+    cache.index_filled(np.array([slot]), 1)
+    core.apply(FromClient(1, RemoveSequences(rid=2, sequence_ids=np.array([created.sequence_id]))), 2)
+    assert group.pool.cached >= tokens.size // core.limits.block_size
+
+
+def prefix_lookups(seconds: float) -> tuple[float, float]:
+    """An 8,192-token prompt hashed and looked up: all of it cached, and none of it. Returns microseconds."""
+    core, rng = machine(), np.random.default_rng(2)
+    group = core.cache.groups[0]
+    known = rng.integers(0, VOCABULARY, PROMPT_TOKENS + 1).astype(np.int32)
+    unknown = rng.integers(0, VOCABULARY, PROMPT_TOKENS + 1).astype(np.int32)
+    fill(core, group, known)
+    salt = core.cache.salt("tenant:default")
+
+    def look(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
+        residence = core.cache.plan_residence(group, salt, tokens, core.cache.hashes(salt, tokens))
+        return residence.cached_tokens(core.limits.block_size)
+
+    assert (look(known), look(unknown)) == (PROMPT_TOKENS, 0)
+    return median_us(lambda: look(known), seconds), median_us(lambda: look(unknown), seconds)
+
+
+def allocations(seconds: float) -> float:
+    """A million blocks allocated and freed, 256 at a time. Returns nanoseconds per block."""
+    limits = Limits(blocks_max=1 << 20)
+    blocks, tenants = Blocks(limits.blocks_max, limits.block_size), Tenants(limits)
+    pool, tenant = Pool(blocks, tenants, 0, limits.blocks_max), tenants.intern("a")
+
+    def million() -> None:
+        for _ in range(1_000_000 // 256):
+            pool.release(pool.allocate(tenant, 256, 0), 0, 0)
+            blocks.changed.clear()
+
+    return median_us(million, seconds) * 1000 / (1_000_000 // 256 * 256)
+
+
+def simulated(seeds: int) -> str:
+    """The simulator's own last line for `seeds` seeds of 2,000 events on one core."""
+    command = [sys.executable, "-m", "tests.simulation", "--seeds", str(seeds), "--events", "2000", "--jobs", "1"]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    return (run.stdout.strip() or run.stderr.strip()).splitlines()[-1].split("\r")[-1]
+
+
+def main() -> None:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--json", help="write the results here too")
+    parser.add_argument("--seconds", type=float, default=2.0, help="how long to repeat each measurement")
+    parser.add_argument("--seeds", type=int, default=100, help="seeds to simulate (0: leave it out)")
+    options = parser.parse_args()
+    created = create_and_remove(options.seconds)
+    hit, miss = prefix_lookups(options.seconds)
+    each = allocations(options.seconds)
+    rows: list[list[object]] = [
+        ["create + remove of a 1,000-token sequence", f"{created:.1f} us", "100 us"],
+        ["look up 8,192 tokens, all cached", f"{hit:.1f} us", "1000 us"],
+        ["look up 8,192 tokens, none cached", f"{miss:.1f} us", "1000 us"],
+        ["allocate + free one block, in bulk of 256", f"{each:.1f} ns", "-"],
+    ]
+    results = {"create_remove_us": created, "lookup_hit_us": hit, "lookup_miss_us": miss, "allocate_free_ns": each}
+    title = "cache core: what one operation costs"
+    report(title, ["operation", "median", "at most"], rows, results, options.json)
+    if options.seeds:
+        print(f"simulator: {simulated(options.seeds)} (asked for: at least 300 seeds a minute)")
+
+
+if __name__ == "__main__":
+    main()

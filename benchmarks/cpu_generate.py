@@ -1,0 +1,165 @@
+"""Decode throughput of kvforge's runner and of transformers' `generate`: same weights, same batch, one process, CPU.
+
+    python -m benchmarks.cpu_generate [--model PATH] [--tokens 64] [--repeats 3] [--threads N] [--json FILE]
+
+Eight prompts of different lengths, float32, greedy, the end token ignored. transformers runs its default way: left
+padding, its dynamic cache, its sdpa attention. Decode throughput is (tokens - 1) x prompts over the time between the
+first and the last token, so that neither side's prefill counts. The two alternate; medians are compared. Run it on an
+idle machine: torch's threads wait for each other in every layer, so a neighbour on one core slows both sides tenfold.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+import transformers
+
+from benchmarks.report import report
+from protocol.messages import RowStart, Step
+from worker.device import open_device
+from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
+from worker.pool import KvPool
+from worker.runner import Runner
+
+BLOCK_SIZE = 16
+PROMPT_TOKENS = (5, 9, 14, 20, 27, 35, 48, 64)
+
+
+def prompts_of(model: LoadedModel) -> list[list[int]]:
+    """Random token ids: the work does not depend on what they mean."""
+    rng = np.random.default_rng(0)
+    return [rng.integers(3, model.vocab_size, count).tolist() for count in PROMPT_TOKENS]
+
+
+def run_kvforge(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    """Seconds from the first token to the last, and the tokens of each prompt."""
+    width = -(-(max(map(len, prompts)) + tokens) // BLOCK_SIZE)
+    pool = KvPool(model.geometry, width * len(prompts), model.device)
+    total = sum(map(len, prompts))
+    runner = Runner(model, pool, slots_max=len(prompts), step_tokens_max=total, step_rows_max=len(prompts))
+    tables = np.arange(width * len(prompts), dtype=np.int32).reshape(len(prompts), width)
+    slots = np.arange(len(prompts), dtype=np.int32)
+    ones = np.ones_like(slots)
+    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
+    step = Step(
+        0,
+        begins=tuple(RowStart(slot=i, request_id=i, temperature=0.0, seed=0) for i in range(len(prompts))),
+        slots=slots,
+        starts=np.zeros_like(slots),
+        counts=lengths,
+        samples=ones,
+        tokens=np.concatenate([np.array(prompt, np.int32) for prompt in prompts]),
+    )
+    outcomes = [runner.run(step, tables)]
+    started = time.perf_counter()
+    for index in range(1, tokens):
+        starts = (lengths + index - 1).astype(np.int32)
+        step = Step(index, slots=slots, starts=starts, counts=ones, samples=ones, tokens=-ones)
+        outcomes.append(runner.run(step, tables))
+    elapsed = time.perf_counter() - started
+    pool.close()
+    assert not any(outcome.errors for outcome in outcomes)
+    return elapsed, np.stack([outcome.tokens for outcome in outcomes], axis=1).tolist()
+
+
+class _Clock(transformers.LogitsProcessor):  # type: ignore[misc]
+    """Notes when each token's logits are ready."""
+
+    def __init__(self) -> None:
+        self.times: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:  # noqa: ARG002
+        self.times.append(time.perf_counter())
+        return scores
+
+
+def run_transformers(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+    """The same of `generate`, on the left-padded batch."""
+    width = max(map(len, prompts))
+    ids = torch.zeros((len(prompts), width), dtype=torch.int64)
+    mask = torch.zeros_like(ids)
+    for row, prompt in enumerate(prompts):
+        ids[row, width - len(prompt) :] = torch.tensor(prompt)
+        mask[row, width - len(prompt) :] = 1
+    clock = _Clock()
+    module: Any = model.module
+    module.generation_config.eos_token_id = None
+    module.generation_config.pad_token_id = 0
+    use_attention(module, "sdpa")
+    try:
+        output = module.generate(
+            input_ids=ids,
+            attention_mask=mask,
+            do_sample=False,
+            max_new_tokens=tokens,
+            logits_processor=transformers.LogitsProcessorList([clock]),
+        )
+    finally:
+        use_attention(module, ATTENTION_NAME)
+    return clock.times[-1] - clock.times[0], output[:, width:].tolist()
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="GGUF file or folder (default: smollm2-135m from the cache folder)")
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt")
+    parser.add_argument("--repeats", type=int, default=3, help="alternating repeats; medians are compared")
+    parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice, the cores)")
+    parser.add_argument("--json", metavar="FILE", help="write the numbers here too")
+    arguments = parser.parse_args()
+
+    if arguments.threads:
+        torch.set_num_threads(arguments.threads)
+    model = load_model(
+        arguments.model or _default_model(), dtype="float32", device=open_device("cpu"), block_size=BLOCK_SIZE
+    )
+    prompts = prompts_of(model)
+    run_kvforge(model, prompts, 4)  # warm-up: threads, allocator
+    run_transformers(model, prompts, 4)
+    seconds: dict[str, list[float]] = {"kvforge": [], "transformers": []}
+    tokens: dict[str, list[list[int]]] = {}
+    for _ in range(arguments.repeats):
+        for name, run in (("kvforge", run_kvforge), ("transformers", run_transformers)):
+            elapsed, tokens[name] = run(model, prompts, arguments.tokens)
+            seconds[name].append(elapsed)
+
+    decoded = (arguments.tokens - 1) * len(prompts)
+    rate = {name: decoded / statistics.median(times) for name, times in seconds.items()}
+    ratio = rate["kvforge"] / rate["transformers"]
+    same = sum(a == b for a, b in zip(tokens["kvforge"], tokens["transformers"], strict=True))
+    rows = [
+        [name, f"{rate[name]:.1f}", f"{decoded / max(times):.1f}", f"{decoded / min(times):.1f}"]
+        for name, times in seconds.items()
+    ]
+    rows.append(["ratio", f"{ratio:.2f}", "", ""])
+    results = {
+        "model": model.info.name,
+        "prompts": len(prompts),
+        "tokens": arguments.tokens,
+        "threads": torch.get_num_threads(),
+        "decode_tokens_per_second": rate,
+        "seconds": seconds,
+        "ratio": ratio,
+        "identical_continuations": same,
+    }
+    title = (
+        f"{model.info.name} float32, {len(prompts)} prompts x {arguments.tokens} tokens, "
+        f"{torch.get_num_threads()} threads; {same} of {len(prompts)} continuations identical"
+    )
+    report(title, ["decode tokens/s", "median", "lowest", "highest"], rows, results, arguments.json)
+
+
+def _default_model() -> Path:
+    from kvforge.models import pull
+
+    return Path(pull("smollm2-135m"))
+
+
+if __name__ == "__main__":
+    main()
