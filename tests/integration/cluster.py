@@ -1,0 +1,142 @@
+"""A coordinator and workers as real processes, in a folder of their own, for one test."""
+
+from __future__ import annotations
+
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+from contextlib import ExitStack
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from kvforge import Client
+from protocol.transport import client_endpoint, worker_endpoint
+
+from .running import tiny_model
+
+READY_S = 120.0
+END_S = 60.0
+
+
+class Cluster:
+    """Processes by name: "coordinator", "w0", "w1", ... Everything is gone when the `with` block ends."""
+
+    def __init__(
+        self, *, model: Path | None = None, blocks: int = 128, coordinator: str = "", worker: str = ""
+    ) -> None:
+        # Short: a socket's path holds 107 bytes.
+        self.folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))
+        self.runtime = self.folder / "r"
+        self._model = model
+        self._blocks = blocks
+        self._coordinator_extra, self._worker_extra = coordinator, worker
+        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._stack = ExitStack()
+        self.model = model if model is not None else tiny_model(self.folder)
+
+    @property
+    def endpoint(self) -> str:
+        """Where clients connect."""
+        return client_endpoint(self.runtime)
+
+    @property
+    def worker_endpoint(self) -> str:
+        """Where workers connect."""
+        return worker_endpoint(self.runtime)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._stack.close()
+        for process in self._processes.values():
+            if process.poll() is None:
+                process.kill()
+            process.wait(END_S)
+        if error is not None:
+            for name in self._processes:
+                print(f"--- {name}\n{self.log(name)}")
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    def start_coordinator(self) -> None:
+        """Starts the coordinator; `client` waits for it."""
+        config = self.folder / "coordinator.toml"
+        config.write_text(
+            f'runtime_dir = "{self.runtime}"\nstate_dir = "{self.folder / "s"}"\n{self._coordinator_extra}'
+        )
+        self._start("coordinator", "coordinator", config)
+
+    def start_worker(self, name: str) -> None:
+        """Starts a worker; it registers when its model is loaded."""
+        config = self.folder / f"{name}.toml"
+        load_format = "auto" if self._model is not None else "dummy"
+        config.write_text(
+            f'name = "{name}"\nruntime_dir = "{self.runtime}"\nmodel = "{self.model}"\nload_format = "{load_format}"\n'
+            f'dtype = "float32"\ndevice = "cpu"\nthreads = 1\nblocks = {self._blocks}\n{self._worker_extra}'
+        )
+        self._start(name, "worker", config)
+
+    def start(self, *workers: str) -> Client:
+        """Starts all and waits until the named workers serve. Returns a client that ends with the cluster."""
+        self.start_coordinator()
+        for name in workers:
+            self.start_worker(name)
+        client = self.client()
+        if workers:
+            client.wait_ready(READY_S)
+            self.wait_workers(client, len(workers))
+        return client
+
+    def wait_workers(self, client: Client, count: int) -> None:
+        """Waits until `count` workers are ready."""
+        deadline = monotonic() + READY_S
+        while sum(worker.state == "ready" for worker in client.health().workers) != count:
+            assert monotonic() < deadline, f"{count} workers were not ready within {READY_S} s"
+            select.select([], [], [], 0.05)
+
+    def client(self, **options: object) -> Client:
+        """A client of this cluster, closed with it. Waits for the coordinator to be there."""
+        values: dict[str, object] = {"timeout_s": 60.0, "connect_timeout_s": 30.0, **options}
+        return self._stack.enter_context(Client(self.endpoint, **values))  # type: ignore[arg-type]
+
+    def _start(self, name: str, module: str, config: Path) -> None:
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                [sys.executable, "-m", module, "--config", str(config)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+
+    def pid(self, name: str) -> int:
+        """The process id of a member."""
+        return self._processes[name].pid
+
+    def signal(self, name: str, number: signal.Signals) -> None:
+        """Sends a signal to a member."""
+        self._processes[name].send_signal(number)
+
+    def kill(self, name: str) -> None:
+        """kill -9, and waits for it."""
+        self._processes[name].kill()
+        self._processes[name].wait(END_S)
+
+    def end(self, name: str) -> int:
+        """Waits for a member's own end. Returns its exit status."""
+        return self._processes[name].wait(END_S)
+
+    def log(self, name: str) -> str:
+        """What a member has written so far."""
+        return (self.folder / f"{name}.log").read_text(errors="replace")
+
+    def resident_bytes(self, name: str) -> int:
+        """Resident memory of a member."""
+        statm = Path(f"/proc/{self.pid(name)}/statm").read_text(encoding="ascii")
+        return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")

@@ -1,0 +1,119 @@
+"""`kvforge up` and `kvforge demo` as processes: started, watched with deadlines, and what they left behind."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+DEADLINE_S = 90.0
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "max_position_embeddings": 2048,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+def tiny_model(folder: Path) -> Path:
+    """A folder with the configuration of a tiny Llama, to be filled with random weights."""
+    model = folder / "model"
+    model.mkdir()
+    (model / "config.json").write_text(json.dumps(CONFIG))
+    return model
+
+
+class Process:
+    """A `kvforge` command. Both outputs come together; `expect` waits for words in them."""
+
+    def __init__(self, *arguments: str, **environment: str) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "kvforge", *arguments],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            env={**os.environ, **environment},
+            bufsize=0,
+        )
+        self.text = ""
+        self._from = 0
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        if self.process.poll() is None:
+            self.process.terminate()
+            with suppress(subprocess.TimeoutExpired):
+                self.process.wait(20)
+        self.process.kill()
+        self.process.wait(10)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def expect(self, *words: str) -> None:
+        """Waits until each of the words has been printed after what was expected before."""
+        deadline = monotonic() + DEADLINE_S
+        for word in words:
+            while (at := self.text.find(word, self._from)) < 0:
+                assert self._read(deadline), f"it ended without {word!r}:\n{self.text}"
+            self._from = at + len(word)
+
+    def signal(self, number: signal.Signals) -> None:
+        self.process.send_signal(number)
+
+    def end(self) -> int:
+        """Waits for the end; returns the exit status."""
+        deadline = monotonic() + DEADLINE_S
+        while self._read(deadline):
+            continue
+        return self.process.wait(DEADLINE_S)
+
+    def _read(self, deadline: float) -> bool:
+        assert self.process.stdout is not None
+        ready = select.select([self.process.stdout], [], [], max(0.0, deadline - monotonic()))[0]
+        assert ready, f"nothing came within {DEADLINE_S} s:\n{self.text}"
+        chunk = self.process.stdout.read(1 << 16)
+        self.text += chunk.decode(errors="replace")
+        return bool(chunk)
+
+
+def processes_of(folder: Path) -> dict[int, str]:
+    """Processes whose command line names a folder, by their id."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                line = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode(errors="replace")
+                if str(folder) in line:
+                    found[int(entry.name)] = line
+    return found
+
+
+def wait_gone(*pids: int) -> None:
+    """Waits until processes, which need not be children, have ended."""
+    deadline = monotonic() + DEADLINE_S
+    for pid in pids:
+        try:
+            descriptor = os.pidfd_open(pid)
+        except ProcessLookupError:
+            continue
+        try:
+            assert select.select([descriptor], [], [], max(0.0, deadline - monotonic()))[0], f"{pid} still runs"
+        finally:
+            os.close(descriptor)

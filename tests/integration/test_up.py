@@ -1,0 +1,212 @@
+"""`kvforge up` with a tiny model: it serves, it heals, it ends, and it leaves nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+import pytest
+
+from kvforge import Client, CoordinatorUnavailable, Draining, KvforgeError, Sampling
+from tests.integration.running import Process, processes_of, tiny_model, wait_gone
+
+READY_S = 90.0
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as path:
+        yield Path(path)
+
+
+def up(folder: Path, *arguments: str, **environment: str) -> Process:
+    model = folder / "model" if (folder / "model").exists() else tiny_model(folder)
+    options = ("--model", str(model), "--load-format", "dummy", "--device", "cpu", "--blocks", "256", "--threads", "1")
+    return Process(
+        "--runtime-dir",
+        str(folder / "run"),
+        "--state-dir",
+        str(folder / "state"),
+        "up",
+        *options,
+        *arguments,
+        **environment,
+    )
+
+
+def client(folder: Path, **settings: Any) -> Client:
+    return Client(f"ipc://{folder}/run/clients.sock", **settings)
+
+
+def assert_nothing_left(folder: Path) -> None:
+    assert processes_of(folder) == {}
+    assert sorted(path.name for path in folder.iterdir() if path.name not in ("model", "state", "log")) == []
+
+
+def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvforge", "--runtime-dir", str(folder / "run"), *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=READY_S)
+
+
+def test_it_serves_heals_and_drains(folder: Path) -> None:
+    with up(folder, "--workers", "2", "--block-size", "4") as running:
+        running.expect("worker-", "ready: 2 workers, endpoint ipc://", "try: kvforge --runtime-dir")
+        serves_both_ways(folder)
+        refuses_a_second_one(folder)
+        restarts_a_worker(folder, running)
+        restarts_the_coordinator(folder, running)
+        with client(folder) as kv:
+            request = kv.submit([4, 5, 6], max_tokens=400, sampling=GREEDY)
+            tokens = iter(request)
+            next(tokens)
+            running.signal(signal.SIGINT)
+            running.expect("stopping")
+            assert 1 + sum(1 for _ in tokens) == 400  # what runs may end
+            assert request.result(timeout_s=10).reason == "length"
+        assert running.end() == 0
+    assert_nothing_left(folder)
+
+
+def serves_both_ways(folder: Path) -> None:
+    ran = cli(folder, "generate", "--json", "--prompt-tokens", "1,2,3", "--temperature", "0", "--max-tokens", "8")
+    assert (ran.returncode, ran.stderr) == (0, "")
+    tokens = json.loads(ran.stdout)["tokens"]
+    assert 1 <= len(tokens) <= 8
+    with client(folder) as kv:
+        requests = [kv.submit([1, 2, 3], max_tokens=8, sampling=Sampling(temperature=0.0)) for _ in range(6)]
+        assert [list(request.result(timeout_s=30).tokens) for request in requests] == [tokens] * 6
+        stats = kv.stats()
+        assert [(pool.blocks, pool.block_size, pool.referenced) for pool in stats.pools] == [(256, 4, 0)] * 2
+    assert cli(folder, "status").returncode == 0
+
+
+def refuses_a_second_one(folder: Path) -> None:
+    with up(folder) as second:
+        assert second.end() == 3
+        assert f"kvforge: another `kvforge up` runs in {folder}/run" in second.text
+        assert "Traceback" not in second.text
+    with client(folder) as kv:
+        assert kv.health().ready
+
+
+def pid_of(folder: Path, word: str) -> int:
+    return next(pid for pid, line in processes_of(folder).items() if f"{word}.toml" in line)
+
+
+def restarts_a_worker(folder: Path, running: Process) -> None:
+    before = pid_of(folder, "worker-1")
+    os.kill(before, signal.SIGKILL)
+    running.expect("worker-1 ended (killed by SIGKILL); it is started again in 0.5 s", "restarting worker-1")
+    with client(folder) as kv:
+        deadline = monotonic() + READY_S
+        while {worker.name: worker.state for worker in kv.wait_ready(READY_S).workers}.get("worker-1") != "ready":
+            assert monotonic() < deadline, running.text
+        assert kv.submit([1], max_tokens=3, sampling=GREEDY).result(timeout_s=30).reason == "length"
+    assert pid_of(folder, "worker-1") != before
+
+
+def restarts_the_coordinator(folder: Path, running: Process) -> None:
+    with client(folder) as kv:
+        request = kv.submit([1, 2], max_tokens=900, sampling=GREEDY)
+        next(iter(request))
+        os.kill(pid_of(folder, "coordinator"), signal.SIGKILL)
+        with pytest.raises(CoordinatorUnavailable, match="is gone"):
+            request.result(timeout_s=30)
+        running.expect("coordinator ended (killed by SIGKILL)", "restarting coordinator")
+        assert kv.wait_ready(READY_S).ready
+        assert kv.submit([1], max_tokens=3, sampling=GREEDY).result(timeout_s=30).reason == "length"
+
+
+def test_a_second_signal_stops_at_once(folder: Path) -> None:
+    with up(folder) as running:
+        running.expect("ready: 1 worker")
+        with client(folder) as kv, client(folder) as other:
+            request = kv.submit([4, 5, 6], max_tokens=2000, sampling=GREEDY)
+            next(iter(request))
+            running.signal(signal.SIGTERM)
+            running.expect("stopping")
+            drained = False
+            while not drained and not request.done:
+                try:
+                    other.submit([1], max_tokens=1).result(timeout_s=30)
+                except Draining:
+                    drained = True
+                except KvforgeError as error:
+                    pytest.fail(f"while draining: {error!r}")
+            running.signal(signal.SIGTERM)
+            with pytest.raises(CoordinatorUnavailable):
+                request.result(timeout_s=30)
+        assert running.end() == 143
+    assert_nothing_left(folder)
+
+
+def test_two_installations_and_a_killed_supervisor(folder: Path) -> None:
+    other = folder / "b"
+    other.mkdir()
+    with up(folder) as first, up(other) as second:
+        first.expect("ready: 1 worker")
+        second.expect("ready: 1 worker")
+        left = processes_of(folder / "run")
+        assert len(left) == 3  # and not those of the other one
+        first.signal(signal.SIGKILL)
+        wait_gone(*left)  # on their leash
+        with client(other) as kv:
+            assert kv.submit([1, 2, 3], max_tokens=4, sampling=GREEDY).result(timeout_s=30).reason == "length"
+        second.signal(signal.SIGTERM)
+        assert second.end() == 0
+    assert_nothing_left(other)
+    # What the killed one could not remove does not disturb the next one, and is gone after it: here one that is
+    # interrupted while it loads.
+    with up(folder, "--workers", "2") as again:
+        again.expect("worker-0: ")
+        again.signal(signal.SIGTERM)
+        assert again.end() == 143
+        assert "Traceback" not in again.text
+    assert processes_of(folder) == {}
+    assert not (folder / "run" / "up").exists()
+    assert not list((folder / "run").glob("*.sock"))
+
+
+def test_interrupted_while_the_children_start(folder: Path) -> None:
+    with up(folder, "--log-dir", str(folder / "log")) as running:
+        while not (folder / "run" / "up").exists() and running.process.poll() is None:
+            os.sched_yield()
+        running.signal(signal.SIGINT)
+        assert running.end() == 130
+    assert_nothing_left(folder)
+
+
+def test_interrupted_while_pulling(folder: Path) -> None:
+    arguments = ("--runtime-dir", str(folder / "run"), "up", "--model", "smollm2-135m")
+    with Process(*arguments, KVFORGE_CACHE_DIR=str(folder / "cache")) as running:
+        running.expect("smollm2-135m: downloading")
+        running.signal(signal.SIGINT)
+        assert running.end() == 130
+    assert processes_of(folder) == {}
+    assert [path for path in folder.rglob("*") if path.is_file()] == []
+    assert not (folder / "run").exists()
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status", "words"),
+    [
+        (["--dtype", "float31"], 2, "kvforge: worker-0 cannot serve (exit status 2): dtype"),
+        (["--block-size", "0"], 2, "kvforge: coordinator cannot serve (exit status 2):"),
+        (["--workers", "0"], 2, "kvforge: workers: is 0"),
+    ],
+)
+def test_what_cannot_work_is_said_once(folder: Path, arguments: list[str], status: int, words: str) -> None:
+    with up(folder, *arguments) as running:
+        assert running.end() == status
+        assert words in running.text
+        assert "Traceback" not in running.text
+    assert_nothing_left(folder)
