@@ -19,6 +19,7 @@ from protocol.errors import (
     BlockNotHeld,
     CapacityExceeded,
     Conflict,
+    CoordinatorInUse,
     CoordinatorUnavailable,
     DeadlineExceeded,
     Draining,
@@ -44,11 +45,23 @@ from protocol.errors import (
     VersionMismatch,
     WorkerError,
 )
-from protocol.messages import Health, RequestInfo, RequestList, Sampling, Stats, Timings
+from protocol.messages import (
+    BlockCount,
+    BlockInfo,
+    Explanation,
+    Health,
+    RequestInfo,
+    RequestList,
+    Sampling,
+    SequenceInfo,
+    Stats,
+    Timings,
+)
 
 from .aio import AsyncClient, AsyncRequest, AsyncTextRequest
 from .client import Client, Request, TextRequest
 from .results import Completion, Finished, Token
+from .sequences import CachedSequence
 
 __version__ = "0.1.0"
 
@@ -58,15 +71,20 @@ __all__ = [
     "AsyncClient",
     "AsyncRequest",
     "AsyncTextRequest",
+    "BlockCount",
+    "BlockInfo",
     "BlockNotFound",
     "BlockNotHeld",
+    "CachedSequence",
     "CapacityExceeded",
     "Client",
     "Completion",
     "Conflict",
+    "CoordinatorInUse",
     "CoordinatorUnavailable",
     "DeadlineExceeded",
     "Draining",
+    "Explanation",
     "Finished",
     "GpuError",
     "Health",
@@ -90,6 +108,7 @@ __all__ = [
     "SequenceBusy",
     "SequenceNotFound",
     "StaleGeneration",
+    "SequenceInfo",
     "Stats",
     "TextRequest",
     "Timings",

@@ -1,0 +1,355 @@
+"""The asyncio client: the same names as `Client`, to be awaited.
+
+ZeroMQ's file descriptors are watched by the event loop itself (edge-triggered, so everything is drained each time).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import os
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
+from contextlib import AbstractAsyncContextManager
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+import numpy as np
+import zmq
+
+from protocol.messages import (
+    BlockCount,
+    BlockInfo,
+    Cancel,
+    Done,
+    Drain,
+    Explanation,
+    GetHealth,
+    GetRequest,
+    GetStats,
+    Health,
+    ListRequests,
+    RequestInfo,
+    RequestList,
+    Sampling,
+    SequenceInfo,
+    Stats,
+)
+
+from . import sequences
+from .calls import (
+    CONNECT_TIMEOUT_S,
+    READY_TIMEOUT_S,
+    STREAM_TIMEOUT_S,
+    TIMEOUT_S,
+    Calls,
+    Feed,
+    Handle,
+    Prompt,
+)
+from .client import MAX_TOKENS
+from .results import Completion, Finished, Token
+from .sequences import CachedSequence, SequenceRef
+from .session import Watched
+
+ROOM_POLL_S = 0.02
+
+
+class AsyncRequest(Handle):
+    """One submitted request, as `Request`."""
+
+    async def __aiter__(self) -> AsyncIterator[Token]:
+        """Tokens as they come, from the first one."""
+        offset = 0
+        while (token := await self._calls.token(self._track, offset)) is not None:
+            yield token
+            offset += 1
+
+    async def result(self, timeout_s: float | None = None) -> Finished:
+        """Waits for the end and returns the outcome, as `Request.result`."""
+        return await self._calls.result(self._track, timeout_s)
+
+
+class AsyncTextRequest:
+    """A request that is read as text, as `TextRequest`."""
+
+    def __init__(self, calls: Calls, request: AsyncRequest) -> None:
+        self._calls = calls
+        self.request = request
+
+    async def __aiter__(self) -> AsyncIterator[str]:
+        """Pieces of text as they come, from the first one."""
+        stream = (await self._calls.tokenizer()).stream()
+        async for token in self.request:
+            if piece := stream.push((token.token_id,)):
+                yield piece
+        if piece := stream.finish():
+            yield piece
+
+    async def result(self, timeout_s: float | None = None) -> Completion:
+        """Waits for the end, as `TextRequest.result`."""
+        finished = await self.request.result(timeout_s)
+        return Completion((await self._calls.tokenizer()).decode(finished.tokens), finished)
+
+
+class AsyncClient:
+    """`Client` for asyncio: same arguments, same methods, same errors. Many tasks of one loop may share it.
+
+    The first use of `generate` loads the tokenizer, which keeps the event loop busy for about a second.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | os.PathLike[str] | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        stream_timeout_s: float = STREAM_TIMEOUT_S,
+        tokenizer: str | os.PathLike[str] | None = None,
+        name: str = "",
+    ) -> None:
+        self._calls = _AsyncCalls(
+            endpoint,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            stream_timeout_s=stream_timeout_s,
+            tokenizer=tokenizer,
+            name=name,
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        await self.close()
+
+    @property
+    def endpoint(self) -> str:
+        """Where this client connects to."""
+        return self._calls.endpoint
+
+    async def close(self) -> None:
+        """As `Client.close`."""
+        self._calls.close()
+
+    async def wait_ready(
+        self, timeout_s: float = READY_TIMEOUT_S, *, progress: Callable[[Health], None] | None = None
+    ) -> Health:
+        """As `Client.wait_ready`."""
+        return await self._calls.wait_ready(timeout_s, progress)
+
+    async def submit(
+        self,
+        prompt: Sequence[int] | np.ndarray[Any, Any] = (),
+        *,
+        sequence: SequenceRef | None = None,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Sampling | None = None,
+        tenant: str = "default",
+        salt: str = "",
+        timeout_s: float | None = None,
+    ) -> AsyncRequest:
+        """As `Client.submit`. A task that is cancelled here leaves no request running."""
+        track = await self._calls.submit(prompt, max_tokens, sampling, tenant, timeout_s, sequence, salt)
+        return AsyncRequest(self._calls, track)
+
+    async def merge(self, *requests: AsyncRequest) -> AsyncIterator[tuple[AsyncRequest, Token]]:
+        """As `Client.merge`, for `async for`."""
+        by_id = {request.id: request for request in requests}
+        feed = Feed([request._track for request in requests])
+        while feed.tracks:
+            await self._calls.more(feed)
+            for request_id, token in feed.take():
+                yield by_id[request_id], token
+
+    async def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
+        """As `Client.cancel`."""
+        await self._calls.call(lambda rid: Cancel(rid=rid, request_id=request_id), Done, timeout_s)
+
+    async def status(
+        self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None
+    ) -> RequestInfo:
+        """As `Client.status`."""
+
+        def build(rid: int) -> GetRequest:
+            return GetRequest(rid=rid, request_id=request_id, with_tokens=with_tokens)
+
+        return await self._calls.call(build, RequestInfo, timeout_s)
+
+    async def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
+        """As `Client.requests`."""
+        return await self._calls.call(lambda rid: ListRequests(rid=rid, count_max=count_max), RequestList, timeout_s)
+
+    async def stats(self, *, timeout_s: float | None = None) -> Stats:
+        """As `Client.stats`."""
+        return await self._calls.call(lambda rid: GetStats(rid=rid), Stats, timeout_s)
+
+    async def health(self, *, timeout_s: float | None = None) -> Health:
+        """As `Client.health`."""
+        return await self._calls.call(lambda rid: GetHealth(rid=rid), Health, timeout_s)
+
+    async def create_sequence(
+        self,
+        tokens: Sequence[int] | np.ndarray[Any, Any] = (),
+        *,
+        tenant: str = "default",
+        salt: str = "",
+        idle_ttl_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> CachedSequence:
+        """As `Client.create_sequence`."""
+        return await self._calls.run(sequences.create(tokens, tenant, salt, idle_ttl_s), timeout_s)
+
+    async def append(
+        self,
+        sequence: SequenceRef | Iterable[SequenceRef],
+        tokens: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """As `Client.append`."""
+        return await self._calls.run(sequences.append(sequence, tokens), timeout_s)
+
+    async def fork(
+        self, sequence: SequenceRef, count: int = 1, *, timeout_s: float | None = None
+    ) -> tuple[CachedSequence, ...]:
+        """As `Client.fork`."""
+        return await self._calls.run(sequences.fork(sequence, count), timeout_s)
+
+    async def info(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> SequenceInfo:
+        """As `Client.info`."""
+        return await self._calls.run(sequences.info(sequence), timeout_s)
+
+    async def tokens(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> tuple[int, ...]:
+        """As `Client.tokens`."""
+        return await self._calls.run(sequences.tokens(sequence), timeout_s)
+
+    async def remove(self, sequence: SequenceRef | Iterable[SequenceRef], *, timeout_s: float | None = None) -> int:
+        """As `Client.remove`."""
+        return await self._calls.run(sequences.remove(sequence), timeout_s)
+
+    async def block(self, block_id: int, *, timeout_s: float | None = None) -> BlockInfo:
+        """As `Client.block`."""
+        return await self._calls.run(sequences.block(block_id), timeout_s)
+
+    async def ref(
+        self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
+    ) -> BlockCount:
+        """As `Client.ref`."""
+        return await self._calls.run(sequences.ref(block_id, holder, generation), timeout_s)
+
+    async def unref(
+        self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
+    ) -> BlockCount:
+        """As `Client.unref`."""
+        return await self._calls.run(sequences.unref(block_id, holder, generation), timeout_s)
+
+    async def explain(
+        self,
+        *,
+        block: int | None = None,
+        request: int | None = None,
+        sequence: SequenceRef | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Explanation:
+        """As `Client.explain`."""
+        return await self._calls.run(sequences.explain(block, request, sequence, tenant), timeout_s)
+
+    async def purge_finished(self, older_than_s: float = 0.0, *, timeout_s: float | None = None) -> int:
+        """As `Client.purge_finished`."""
+        return await self._calls.run(sequences.purge_finished(older_than_s), timeout_s)
+
+    async def drain(self, *, timeout_s: float | None = None) -> None:
+        """As `Client.drain`."""
+        await self._calls.call(lambda rid: Drain(rid=rid), Done, timeout_s)
+
+    async def generate_stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Sampling | None = None,
+        tenant: str = "default",
+        raw: bool = False,
+        timeout_s: float | None = None,
+    ) -> AsyncTextRequest:
+        """As `Client.generate_stream`: `async for piece in await kv.generate_stream(...)`."""
+        ids = await self._calls.encode(prompt, raw)
+        request = await self.submit(ids, max_tokens=max_tokens, sampling=sampling, tenant=tenant, timeout_s=timeout_s)
+        return AsyncTextRequest(self._calls, request)
+
+    async def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Sampling | None = None,
+        tenant: str = "default",
+        raw: bool = False,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """As `Client.generate`."""
+        text = await self.generate_stream(prompt, max_tokens=max_tokens, sampling=sampling, tenant=tenant, raw=raw)
+        return await text.result(timeout_s)
+
+
+class _AsyncCalls(Calls):
+    """The operations, with a wait that lets other tasks run."""
+
+    _lock: asyncio.Lock | None = None
+
+    async def _until(
+        self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False
+    ) -> bool:
+        loop = asyncio.get_running_loop()
+        while not ready():
+            # Sending or asking for a socket's state may have swallowed the edge that the event loop waits for.
+            if self._pump() or ready():
+                continue
+            left_s = deadline - monotonic()
+            if left_s <= 0:
+                return False
+            if for_room:  # asking whether there is room may swallow an edge just before the wait: ask again soon
+                left_s = min(left_s, ROOM_POLL_S)
+            changed = loop.create_future()
+
+            def wake(changed: asyncio.Future[None] = changed) -> None:
+                if not changed.done():
+                    changed.set_result(None)
+
+            for thing in watch:
+                thing.wakers.add(wake)
+            timer = loop.call_later(left_s, wake)
+            try:
+                await changed
+            finally:
+                timer.cancel()
+                for thing in watch:
+                    thing.wakers.discard(wake)
+        return True
+
+    def _gate(self) -> AbstractAsyncContextManager[Any]:
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        return self._lock
+
+    def _link_opened(self) -> None:
+        loop = asyncio.get_running_loop()
+        sockets = (self.link.socket, self.link.monitor)
+        descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets if socket is not None]
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, self._pump)
+
+        def closing() -> None:
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
+
+        self.link.closing = closing
+
+    def _pump(self) -> bool:
+        more = self.link.pump()
+        if more:  # fairness: other tasks run between two shares of a long queue
+            asyncio.get_running_loop().call_soon(self._pump)
+        return more

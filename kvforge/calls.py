@@ -1,0 +1,381 @@
+"""Every operation of a client, written once.
+
+`Calls` holds the operations as coroutines that wait only in `_until`. The asyncio client awaits them; the blocking
+client supplies an `_until` that blocks and runs each coroutine to its end at once (`client.drive`). So both clients
+have the same behaviour, and neither uses a thread.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Sequence
+from contextlib import AbstractAsyncContextManager
+from time import monotonic
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import numpy as np
+
+from protocol import transport
+from protocol.errors import (
+    Conflict,
+    CoordinatorUnavailable,
+    DeadlineExceeded,
+    InvalidConfiguration,
+    InvalidRequest,
+    KvforgeError,
+    ProtocolError,
+)
+from protocol.messages import Accepted, GetHealth, Health, Hello, Message, Sampling, Submit, Welcome
+
+from .arguments import check_submit, prompt_array
+from .link import Link
+from .results import Finished, Token, finished, token_at
+from .sequences import Command, SequenceRef, sequence_id
+from .session import Pending, Session, Track, Watched
+
+if TYPE_CHECKING:
+    from .text import Tokenizer
+
+M = TypeVar("M", bound=Message)
+T = TypeVar("T")
+Prompt = str | Sequence[dict[str, str]]
+
+TIMEOUT_S = 10.0
+CONNECT_TIMEOUT_S = 3.0
+STREAM_TIMEOUT_S = 600.0
+READY_TIMEOUT_S = 120.0
+READY_POLL_S = 0.1
+READY_CONNECT_S = 0.5
+RETRY_PAUSE_S = 0.05
+
+
+class Calls(ABC):
+    """The operations of one client; see `kvforge.Client` for what each does."""
+
+    def __init__(
+        self,
+        endpoint: str | os.PathLike[str] | None,
+        *,
+        timeout_s: float,
+        connect_timeout_s: float,
+        stream_timeout_s: float,
+        tokenizer: str | os.PathLike[str] | None,
+        name: str,
+    ) -> None:
+        self.endpoint = os.fspath(endpoint) if endpoint is not None else transport.default_client_endpoint()
+        self.timeout_s = _seconds(timeout_s)
+        self.stream_timeout_s = _seconds(stream_timeout_s, "stream_timeout_s")
+        self._connect_timeout_s = _seconds(connect_timeout_s, "connect_timeout_s")
+        self._name = name
+        self._pid = os.getpid()
+        self._closed = False
+        self.session = Session(self.endpoint)
+        self.link = Link(self.session, self._link_opened)
+        self._tokenizer_source = tokenizer
+        self._tokenizer: Tokenizer | None = None
+
+    @abstractmethod
+    async def _until(
+        self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False
+    ) -> bool:
+        """Takes in messages until `ready()`; False if `deadline` (time.monotonic) passes first.
+
+        `ready` can become true only when one of `watch` is woken or, with `for_room`, when the link gets writable.
+        """
+
+    @abstractmethod
+    def _gate(self) -> AbstractAsyncContextManager[Any]:
+        """Held while connecting, so that concurrent callers share one connection."""
+
+    def _link_opened(self) -> None:
+        """The link has new sockets."""
+        return
+
+    # ------------------------------------------------------------------------------------------------- operations
+
+    async def call(self, build: Callable[[int], Message], expects: type[M], timeout_s: float | None = None) -> M:
+        """Sends one command, returns its reply. Raises what the coordinator refused it with, or what went wrong."""
+        return (await self._ask(build, expects, timeout_s)).take(expects)
+
+    async def run(self, command: Command[T], timeout_s: float | None) -> T:
+        """Sends a command and returns what its caller gets."""
+        return command.result(await self.call(command.build, command.reply, timeout_s))
+
+    async def submit(
+        self,
+        prompt: Sequence[int] | np.ndarray[Any, Any],
+        max_tokens: int,
+        sampling: Sampling | None,
+        tenant: str,
+        timeout_s: float | None,
+        sequence: SequenceRef | None = None,
+        salt: str = "",
+    ) -> Track:
+        sampling = sampling if sampling is not None else Sampling()
+        ids = prompt_array(prompt, empty=sequence is not None)
+        check_submit(max_tokens, sampling, tenant)
+        continued = sequence_id(sequence) if sequence is not None else 0
+
+        def build(rid: int) -> Message:
+            return Submit(
+                rid=rid,
+                max_tokens=max_tokens,
+                sampling=sampling,
+                tenant=tenant,
+                sequence_id=continued,
+                salt=salt,
+                prompt=ids,
+            )
+
+        pending = await self._ask(build, Accepted, timeout_s)
+        pending.take(Accepted)
+        assert pending.track is not None, "the session makes a track for every accepted request"
+        return pending.track
+
+    async def wait_ready(self, timeout_s: float, progress: Callable[[Health], None] | None) -> Health:
+        deadline = monotonic() + _seconds(timeout_s)
+        while True:
+            try:
+                await self._connect(min(deadline, monotonic() + READY_CONNECT_S))
+                left_s = max(deadline - monotonic(), READY_CONNECT_S)
+                health = await self.call(lambda rid: GetHealth(rid=rid), Health, min(left_s, self.timeout_s))
+            except (CoordinatorUnavailable, DeadlineExceeded) as unavailable:
+                error: KvforgeError = unavailable
+            else:
+                if progress is not None:
+                    progress(health)
+                if health.ready:
+                    return health
+                error = DeadlineExceeded(
+                    f"{self.endpoint} is not ready to serve after {timeout_s:g} s: {health.reason}"
+                )
+            if not await self._pause(READY_POLL_S, deadline):
+                raise error
+
+    async def result(self, track: Track, timeout_s: float | None) -> Finished:
+        if not track.done:
+            wait_s = self.stream_timeout_s if timeout_s is None else _seconds(timeout_s)
+            self._check_usable()
+            if not await self._until(lambda: track.done, (track,), monotonic() + wait_s):
+                problem = f"request {track.request_id} has not ended within {wait_s:g} s"
+                raise DeadlineExceeded(f"{problem}; it goes on: wait again, or cancel it")
+        return finished(track)
+
+    async def token(self, track: Track, offset: int) -> Token | None:
+        """The token at `offset`, None if the request ended before it. Raises the error the request ended with."""
+        if offset >= len(track.tokens) and not track.done:
+            await self._move(lambda: len(track.tokens) > offset or track.done, (track,), f"request {track.request_id}")
+        if offset < len(track.tokens):
+            return token_at(track, offset)
+        if (error := track.failure()) is not None:
+            raise error
+        return None
+
+    async def more(self, feed: Feed) -> None:
+        """Waits until a feed has something."""
+        await self._move(lambda: feed.ready, feed.tracks, "any of the requests")
+
+    async def tokenizer(self) -> Tokenizer:
+        """The tokenizer, loaded at first use. Raises InvalidConfiguration where none can be found."""
+        if self._tokenizer is None:
+            source = self._tokenizer_source or os.environ.get("KVFORGE_TOKENIZER")
+            if not source:
+                health = await self.call(lambda rid: GetHealth(rid=rid), Health)
+                source = health.model.source if health.model is not None else None
+            if not source:
+                problem = "no worker has said which model it serves; name one with Client(tokenizer=...)"
+                raise InvalidConfiguration("tokenizer", f"{problem} or KVFORGE_TOKENIZER")
+            from .text import Tokenizer  # only for those who ask: it goes on to load transformers
+
+            self._tokenizer = Tokenizer.load(os.fspath(source))
+        return self._tokenizer
+
+    async def encode(self, prompt: Prompt, raw: bool) -> list[int]:
+        """Token ids of a text or of a chat. A text is put as a user's message unless `raw`."""
+        if not prompt:
+            raise InvalidRequest("prompt", "is empty")
+        tokenizer = await self.tokenizer()
+        if not raw:
+            return tokenizer.chat(prompt if isinstance(prompt, str) else list(prompt))
+        if not isinstance(prompt, str):
+            raise InvalidRequest("prompt", "is a chat; with raw=True it must be one text")
+        return tokenizer.encode(prompt)
+
+    def close(self) -> None:
+        if self._closed:
+            return
+        self._closed = True
+        if os.getpid() != self._pid:
+            return  # the sockets belong to the process that made them
+        self.link.goodbye()
+        self.session.lost(Conflict("this client was closed while the request ran"))
+
+    # -------------------------------------------------------------------------------------------------- connection
+
+    def _check_usable(self) -> None:
+        if self._closed:
+            raise Conflict("this client is closed; make a new one")
+        if os.getpid() != self._pid:
+            problem = f"this client belongs to process {self._pid}, and this is process {os.getpid()}"
+            raise Conflict(f"{problem}: a client does not survive fork(); make a new one in the child")
+
+    async def _connect(self, deadline: float) -> None:
+        self._check_usable()
+        # A connection that ended while nobody looked is noticed here, before anything is sent.
+        self.link.pump()
+        if self.session.welcome is not None:
+            return
+        async with self._gate():
+            limit = min(deadline, monotonic() + self._connect_timeout_s)
+            while self.session.welcome is None:
+                if await self._greet(limit):
+                    return
+                if not await self._pause(RETRY_PAUSE_S, limit):
+                    raise self._nobody("hung up at once")
+
+    async def _greet(self, deadline: float) -> bool:
+        """One attempt at a connection. False if it is worth another."""
+        link, session = self.link, self.session
+        if not link.is_open:
+            link.open()
+        if not await self._until(lambda: link.writable() or not link.is_open, (link,), deadline, for_room=True):
+            link.close()
+            raise self._nobody("does not answer")
+        if not link.is_open:
+            return False
+        rid = session.new_rid()
+        pending = session.expect(rid, Welcome, "Hello")
+        try:
+            link.send(Hello(rid=rid, boot=session.boot, name=self._name))
+            if not await self._until(lambda: pending.done, (pending,), deadline):
+                raise self._nobody("took the connection and does not answer")
+            pending.take(Welcome)
+        except CoordinatorUnavailable:
+            if not pending.done:
+                raise
+            return False
+        except ProtocolError:
+            raise
+        except KvforgeError:
+            # The coordinator restarted and lost what we knew of it. Our requests have failed already: start anew.
+            if not session.boot:
+                raise
+            session.boot = ""
+            return False
+        finally:
+            session.forget(pending)
+            if session.welcome is None:
+                link.close()
+        return True
+
+    def _nobody(self, what: str) -> CoordinatorUnavailable:
+        return CoordinatorUnavailable(
+            f"the coordinator at {self.endpoint} {what}: is it running? Start it with `kvforge up`, "
+            "or name another with --endpoint or KVFORGE_ENDPOINT"
+        )
+
+    async def _ask(self, build: Callable[[int], Message], expects: type[M], timeout_s: float | None) -> Pending:
+        wait_s = self.timeout_s if timeout_s is None else _seconds(timeout_s)
+        deadline = monotonic() + wait_s
+        await self._connect(deadline)
+        link, session = self.link, self.session
+        rid = session.new_rid()
+        message = build(rid)
+        what = type(message).__name__
+        pending = session.expect(rid, expects, what)
+        try:
+            sent = False
+
+            def room() -> bool:
+                return link.writable() or pending.done
+
+            while not pending.done and not (sent := link.send(message)):
+                if not await self._until(room, (link, pending), deadline, for_room=True):
+                    break
+            if not sent and not pending.done:
+                raise DeadlineExceeded(f"the coordinator at {self.endpoint} is too busy to take {what} ({wait_s:g} s)")
+            if not await self._until(lambda: pending.done, (pending,), deadline):
+                raise DeadlineExceeded(f"the coordinator at {self.endpoint} did not answer {what} within {wait_s:g} s")
+        except BaseException:
+            # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task): a request must not run for nobody.
+            for reply in session.forget(pending):
+                link.send(reply)
+            raise
+        return pending
+
+    async def _move(self, ready: Callable[[], bool], watch: Sequence[Watched], what: str) -> None:
+        self._check_usable()
+        if not await self._until(ready, watch, monotonic() + self.stream_timeout_s):
+            raise DeadlineExceeded(f"no token of {what} came within {self.stream_timeout_s:g} s")
+
+    async def _pause(self, pause_s: float, deadline: float) -> bool:
+        """Takes in messages for a moment; False if the deadline has passed."""
+        end = min(deadline, monotonic() + pause_s)
+        await self._until(lambda: False, (), end)
+        return monotonic() < deadline
+
+
+class Feed:
+    """The tokens of several requests in the order they arrived in, without waiting."""
+
+    def __init__(self, tracks: Sequence[Track]) -> None:
+        self._seen = {id(track): 0 for track in tracks}
+        self._open = list(tracks)
+
+    @property
+    def tracks(self) -> Sequence[Track]:
+        """The requests that have not ended, or still hold tokens not taken."""
+        return self._open
+
+    @property
+    def ready(self) -> bool:
+        """True if `take` would do something."""
+        return any(track.done or len(track.tokens) > self._seen[id(track)] for track in self._open)
+
+    def take(self) -> list[tuple[int, Token]]:
+        """What came since the last call, as (request_id, token). Raises the error that a request ended with."""
+        rows: list[tuple[int, Token]] = []
+        for track in tuple(self._open):
+            seen = self._seen[id(track)]
+            self._seen[id(track)] = len(track.tokens)
+            rows += [(track.request_id, token_at(track, offset)) for offset in range(seen, len(track.tokens))]
+            if not track.done:
+                continue
+            if not rows and (error := track.failure()) is not None:
+                raise error
+            if track.failure() is None:
+                self._open.remove(track)
+        rows.sort(key=lambda row: row[1].offset)
+        return rows
+
+
+class Handle:
+    """One submitted request. id: the coordinator's. seed: repeats its draws. prompt_tokens: how many were sent."""
+
+    def __init__(self, calls: Calls, track: Track) -> None:
+        self._calls = calls
+        self._track = track
+        self.id = track.request_id
+        self.seed = track.seed
+
+    @property
+    def done(self) -> bool:
+        """True once the end has come (looks only at what was received so far)."""
+        return self._track.done
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The token ids received so far; they stay after an error."""
+        return tuple(self._track.tokens)
+
+    def __repr__(self) -> str:
+        state = "ended" if self.done else "running"
+        return f"<{type(self).__name__} {self.id}: {state}, {len(self._track.tokens)} tokens>"
+
+
+def _seconds(value: float, field: str = "timeout_s") -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
+        raise InvalidRequest(field, f"is {value!r}; it must be a number of seconds above 0 (every wait has an end)")
+    return float(value)

@@ -1,0 +1,80 @@
+"""The command line. Every command ends with one of the statuses in `kvforge.exits`, and never with a traceback."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+from collections.abc import Sequence
+from contextlib import suppress
+from types import FrameType
+from typing import NoReturn
+
+from protocol.errors import KvforgeError
+
+from .commands import cancel, common, demo, drain, generate, pull, requests, stats, status, up, version
+from .exits import FAILED, INTERRUPTED, OK, Interrupted, Stopped, status_of, table
+
+COMMANDS = (pull, up, generate, status, stats, requests, cancel, drain, demo, version)
+DEBUG = "KVFORGE_DEBUG"
+
+
+def parser() -> argparse.ArgumentParser:
+    """All commands and options."""
+    top = argparse.ArgumentParser(
+        prog="kvforge",
+        description="Serve language models from a paged KV cache.",
+        epilog=f"{table()}\n\n{DEBUG}=1 shows where an error came from.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    common.global_options(top, top=True)
+    subparsers = top.add_subparsers(metavar="COMMAND", required=True)
+    for command in COMMANDS:
+        command.add(subparsers)
+    return top
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs one command; returns its exit status. Without `argv`, this is the process's own command line."""
+    if argv is None:
+        # Being asked to end is like Ctrl-C: a request is cancelled, a download removed.
+        signal.signal(signal.SIGTERM, _interrupt)
+    try:
+        options = parser().parse_args(argv)
+    except SystemExit as ended:  # argparse has printed why, or the help
+        return ended.code if isinstance(ended.code, int) else FAILED
+    try:
+        result: int = options.run(options)
+        sys.stdout.flush()
+        return result
+    except KeyboardInterrupt as interrupt:
+        return interrupt.status if isinstance(interrupt, Interrupted) else INTERRUPTED
+    except BrokenPipeError:
+        return _reader_left()
+    except KvforgeError as error:
+        return _fail(error, status_of(error))
+    except Stopped as stopped:
+        return _fail(stopped, stopped.status)
+    except Exception as error:  # noqa: BLE001 - the last line of defence: a user is told in one sentence
+        return _fail(error, FAILED, f"internal error: {type(error).__name__}: {error} ({DEBUG}=1 shows where)")
+
+
+def _fail(error: Exception, status: int, message: str = "") -> int:
+    if os.environ.get(DEBUG, "") not in ("", "0"):
+        raise error
+    sentence = " ".join((message or str(error)).split())
+    with suppress(OSError):
+        print(f"kvforge: {sentence}", file=sys.stderr, flush=True)
+    return status
+
+
+def _reader_left() -> int:
+    """Whoever read our output has gone, as `head` does: no error. Python must not flush into it at exit."""
+    with suppress(OSError, ValueError):
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return OK
+
+
+def _interrupt(number: int, _frame: FrameType | None) -> NoReturn:
+    raise Interrupted(number)

@@ -1,0 +1,381 @@
+"""The blocking client. It uses no thread: a call that waits polls its sockets itself, up to its deadline."""
+
+from __future__ import annotations
+
+import math
+import os
+from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self, TypeVar
+
+import numpy as np
+import zmq
+
+from protocol.messages import (
+    BlockCount,
+    BlockInfo,
+    Cancel,
+    Done,
+    Drain,
+    Explanation,
+    GetHealth,
+    GetRequest,
+    GetStats,
+    Health,
+    ListRequests,
+    RequestInfo,
+    RequestList,
+    Sampling,
+    SequenceInfo,
+    Stats,
+)
+
+from . import sequences
+from .calls import (
+    CONNECT_TIMEOUT_S,
+    READY_TIMEOUT_S,
+    STREAM_TIMEOUT_S,
+    TIMEOUT_S,
+    Calls,
+    Feed,
+    Handle,
+    Prompt,
+)
+from .results import Completion, Finished, Token
+from .sequences import CachedSequence, SequenceRef
+from .session import Watched
+
+T = TypeVar("T")
+MAX_TOKENS = 256
+POLL_S_MAX = 3600.0
+
+
+class Request(Handle):
+    """One submitted request. Iterating gives its tokens from the first one, however often it is done."""
+
+    def __iter__(self) -> Iterator[Token]:
+        """Tokens as they come. Raises the error the request ended with, or DeadlineExceeded when none comes."""
+        offset = 0
+        while (token := drive(self._calls.token(self._track, offset))) is not None:
+            yield token
+            offset += 1
+
+    def result(self, timeout_s: float | None = None) -> Finished:
+        """Waits for the end (the client's `stream_timeout_s` unless given) and returns the outcome.
+
+        Raises the error the request ended with; a cancelled one is returned, with reason `cancelled`. Raises
+        DeadlineExceeded when the end does not come in time: the request goes on and can be waited for again.
+        """
+        return drive(self._calls.result(self._track, timeout_s))
+
+
+class TextRequest:
+    """A request that is read as text. Iterating gives pieces of text, from the first one."""
+
+    def __init__(self, calls: Calls, request: Request) -> None:
+        self._calls = calls
+        self.request = request
+
+    def __iter__(self) -> Iterator[str]:
+        """Pieces of text as they come; raises as `Request` does."""
+        stream = drive(self._calls.tokenizer()).stream()
+        for token in self.request:
+            if piece := stream.push((token.token_id,)):
+                yield piece
+        if piece := stream.finish():
+            yield piece
+
+    def result(self, timeout_s: float | None = None) -> Completion:
+        """Waits for the end, as `Request.result` does."""
+        finished = self.request.result(timeout_s)
+        return Completion(drive(self._calls.tokenizer()).decode(finished.tokens), finished)
+
+
+class Client:
+    """A connection to a coordinator. Closing it cancels the requests that still run.
+
+    endpoint: `ipc://PATH` or `tcp://HOST:PORT`; by default KVFORGE_ENDPOINT, else the one of the runtime folder.
+    timeout_s: how long a command may take; connect_timeout_s: how long to look for a coordinator within that.
+    stream_timeout_s: how long to wait for the next token, and for `result()` without a timeout of its own.
+    tokenizer: for `generate`; a path or model name. By default KVFORGE_TOKENIZER, else where the worker has its model.
+
+    The connection is made by the first command and made again after it was lost. Every method that talks to the
+    coordinator raises CoordinatorUnavailable (nobody answers, or it went away during the call), DeadlineExceeded
+    (it did not answer in time), ProtocolError (it does not speak our protocol) and Conflict (this client is closed,
+    or was carried through a fork). A client is for one thread.
+    """
+
+    def __init__(
+        self,
+        endpoint: str | os.PathLike[str] | None = None,
+        *,
+        timeout_s: float = TIMEOUT_S,
+        connect_timeout_s: float = CONNECT_TIMEOUT_S,
+        stream_timeout_s: float = STREAM_TIMEOUT_S,
+        tokenizer: str | os.PathLike[str] | None = None,
+        name: str = "",
+    ) -> None:
+        self._calls = _BlockingCalls(
+            endpoint,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            stream_timeout_s=stream_timeout_s,
+            tokenizer=tokenizer,
+            name=name,
+        )
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
+
+    @property
+    def endpoint(self) -> str:
+        """Where this client connects to."""
+        return self._calls.endpoint
+
+    def close(self) -> None:
+        """Says goodbye, if it can be said at once, and frees the sockets. May be called again."""
+        self._calls.close()
+
+    def wait_ready(
+        self, timeout_s: float = READY_TIMEOUT_S, *, progress: Callable[[Health], None] | None = None
+    ) -> Health:
+        """Waits until a request would be served. `progress` is called with every answer on the way.
+
+        Raises DeadlineExceeded, saying what is missing, or CoordinatorUnavailable if none was there to the end.
+        """
+        return drive(self._calls.wait_ready(timeout_s, progress))
+
+    def submit(
+        self,
+        prompt: Sequence[int] | np.ndarray[Any, Any] = (),
+        *,
+        sequence: SequenceRef | None = None,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Sampling | None = None,
+        tenant: str = "default",
+        salt: str = "",
+        timeout_s: float | None = None,
+    ) -> Request:
+        """Submits token ids [prompt_tokens] and returns once the request is accepted.
+
+        sequence: continue this one instead, from the KV that it has; `prompt`, if any, is appended to it first and
+        what is generated becomes part of it. salt: as in `create_sequence`.
+        Raises InvalidRequest naming the wrong argument, QueueFull, CapacityExceeded, Draining.
+        """
+        track = drive(self._calls.submit(prompt, max_tokens, sampling, tenant, timeout_s, sequence, salt))
+        return Request(self._calls, track)
+
+    def merge(self, *requests: Request) -> Iterator[tuple[Request, Token]]:
+        """The tokens of several requests as they come, each with its request, until all have ended.
+
+        Raises the error that one of them ended with.
+        """
+        by_id = {request.id: request for request in requests}
+        feed = Feed([request._track for request in requests])
+        while feed.tracks:
+            drive(self._calls.more(feed))
+            for request_id, token in feed.take():
+                yield by_id[request_id], token
+
+    def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
+        """Ends a request of any client. Raises RequestNotFound, AlreadyFinished."""
+        drive(self._calls.call(lambda rid: Cancel(rid=rid, request_id=request_id), Done, timeout_s))
+
+    def status(self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None) -> RequestInfo:
+        """One request, running or ended not long ago. Raises RequestNotFound."""
+
+        def build(rid: int) -> GetRequest:
+            return GetRequest(rid=rid, request_id=request_id, with_tokens=with_tokens)
+
+        return drive(self._calls.call(build, RequestInfo, timeout_s))
+
+    def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
+        """The newest requests."""
+        return drive(self._calls.call(lambda rid: ListRequests(rid=rid, count_max=count_max), RequestList, timeout_s))
+
+    def stats(self, *, timeout_s: float | None = None) -> Stats:
+        """Counters and gauges, all of one instant."""
+        return drive(self._calls.call(lambda rid: GetStats(rid=rid), Stats, timeout_s))
+
+    def health(self, *, timeout_s: float | None = None) -> Health:
+        """Whether a request would be served now; if not, why."""
+        return drive(self._calls.call(lambda rid: GetHealth(rid=rid), Health, timeout_s))
+
+    def create_sequence(
+        self,
+        tokens: Sequence[int] | np.ndarray[Any, Any] = (),
+        *,
+        tenant: str = "default",
+        salt: str = "",
+        idle_ttl_s: float = 0.0,
+        timeout_s: float | None = None,
+    ) -> CachedSequence:
+        """A sequence of token ids [length] that the coordinator keeps until it is removed.
+
+        idle_ttl_s: removed after so long without access; 0: when this connection ends. salt: share cached prefixes
+        with whoever names the same salt, instead of within the tenant. Raises InvalidRequest, CapacityExceeded,
+        QuotaExceeded.
+        """
+        return drive(self._calls.run(sequences.create(tokens, tenant, salt, idle_ttl_s), timeout_s))
+
+    def append(
+        self,
+        sequence: SequenceRef | Iterable[SequenceRef],
+        tokens: Sequence[int] | Sequence[Sequence[int]],
+        *,
+        timeout_s: float | None = None,
+    ) -> tuple[int, ...]:
+        """Appends token ids to one sequence, or a list of them to each of several: to all or to none.
+
+        Returns the new lengths. Raises SequenceNotFound, SequenceBusy, CapacityExceeded, InvalidRequest.
+        """
+        return drive(self._calls.run(sequences.append(sequence, tokens), timeout_s))
+
+    def fork(
+        self, sequence: SequenceRef, count: int = 1, *, timeout_s: float | None = None
+    ) -> tuple[CachedSequence, ...]:
+        """`count` more sequences with the same tokens; no KV is copied until one side writes.
+
+        Works while a request runs on the sequence. Raises SequenceNotFound, CapacityExceeded.
+        """
+        return drive(self._calls.run(sequences.fork(sequence, count), timeout_s))
+
+    def info(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> SequenceInfo:
+        """What is known of a sequence. Raises SequenceNotFound, saying why where it expired."""
+        return drive(self._calls.run(sequences.info(sequence), timeout_s))
+
+    def tokens(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> tuple[int, ...]:
+        """The token ids of a sequence [length]. Raises SequenceNotFound."""
+        return drive(self._calls.run(sequences.tokens(sequence), timeout_s))
+
+    def remove(self, sequence: SequenceRef | Iterable[SequenceRef], *, timeout_s: float | None = None) -> int:
+        """Removes one sequence or several, all or none; what runs on one is cancelled.
+
+        Returns how many blocks nobody holds any more. Raises SequenceNotFound.
+        """
+        return drive(self._calls.run(sequences.remove(sequence), timeout_s))
+
+    def block(self, block_id: int, *, timeout_s: float | None = None) -> BlockInfo:
+        """One block: its state, generation and holders. Raises BlockNotFound."""
+        return drive(self._calls.run(sequences.block(block_id), timeout_s))
+
+    def ref(
+        self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
+    ) -> BlockCount:
+        """Adds a named holder to a block, until it is taken away or this connection ends.
+
+        Raises BlockNotFound, BlockNotHeld (it is free), AlreadyHolder, StaleGeneration.
+        """
+        return drive(self._calls.run(sequences.ref(block_id, holder, generation), timeout_s))
+
+    def unref(
+        self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
+    ) -> BlockCount:
+        """Takes a named holder away; the reply says what became of the block.
+
+        Raises BlockNotFound, BlockNotHeld, NotAHolder, StaleGeneration.
+        """
+        return drive(self._calls.run(sequences.unref(block_id, holder, generation), timeout_s))
+
+    def explain(
+        self,
+        *,
+        block: int | None = None,
+        request: int | None = None,
+        sequence: SequenceRef | None = None,
+        tenant: str | None = None,
+        timeout_s: float | None = None,
+    ) -> Explanation:
+        """Who holds a block and since when; why a request waits; what a sequence or a tenant occupies.
+
+        Exactly one subject. Raises InvalidRequest, BlockNotFound, RequestNotFound, SequenceNotFound, NotFound.
+        """
+        return drive(self._calls.run(sequences.explain(block, request, sequence, tenant), timeout_s))
+
+    def purge_finished(self, older_than_s: float = 0.0, *, timeout_s: float | None = None) -> int:
+        """Makes the coordinator forget requests that ended at least so long ago. Returns how many."""
+        return drive(self._calls.run(sequences.purge_finished(older_than_s), timeout_s))
+
+    def drain(self, *, timeout_s: float | None = None) -> None:
+        """Stops admission in the coordinator; what runs goes on."""
+        drive(self._calls.call(lambda rid: Drain(rid=rid), Done, timeout_s))
+
+    def generate_stream(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Sampling | None = None,
+        tenant: str = "default",
+        raw: bool = False,
+        timeout_s: float | None = None,
+    ) -> TextRequest:
+        """Submits a text, or a chat as a list of {"role", "content"}; iterate over the answer to read it as it comes.
+
+        A text is put to the model as a user's message, by its chat template, unless `raw`. Raises what `submit`
+        raises, and Unavailable where the `text` extra is not installed.
+        """
+        ids = drive(self._calls.encode(prompt, raw))
+        request = self.submit(ids, max_tokens=max_tokens, sampling=sampling, tenant=tenant, timeout_s=timeout_s)
+        return TextRequest(self._calls, request)
+
+    def generate(
+        self,
+        prompt: Prompt,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Sampling | None = None,
+        tenant: str = "default",
+        raw: bool = False,
+        timeout_s: float | None = None,
+    ) -> Completion:
+        """As `generate_stream`, but returns the whole answer. timeout_s: for all of it."""
+        return self.generate_stream(prompt, max_tokens=max_tokens, sampling=sampling, tenant=tenant, raw=raw).result(
+            timeout_s
+        )
+
+
+class _BlockingCalls(Calls):
+    """The operations, with a wait that blocks."""
+
+    async def _until(
+        self,
+        ready: Callable[[], bool],
+        watch: Sequence[Watched],  # noqa: ARG002
+        deadline: float,
+        *,
+        for_room: bool = False,
+    ) -> bool:
+        while not ready():
+            left_s = deadline - monotonic()
+            self._poll(max(0.0, min(left_s, POLL_S_MAX)), for_room)
+            if left_s <= 0:
+                return ready()
+        return True
+
+    def _gate(self) -> AbstractAsyncContextManager[Any]:
+        return nullcontext()
+
+    def _poll(self, wait_s: float, for_room: bool) -> None:
+        poller = zmq.Poller()
+        if self.link.socket is not None and self.link.monitor is not None:
+            poller.register(self.link.socket, zmq.POLLIN | zmq.POLLOUT if for_room else zmq.POLLIN)
+            poller.register(self.link.monitor, zmq.POLLIN)
+        poller.poll(math.ceil(wait_s * 1000))
+        self.link.pump()
+
+
+def drive(operation: Coroutine[Any, Any, T]) -> T:
+    """Runs an operation of `_BlockingCalls`, which never suspends, to its end."""
+    try:
+        operation.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    operation.close()
+    raise AssertionError("a blocking operation suspended")

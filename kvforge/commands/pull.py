@@ -1,0 +1,27 @@
+"""kvforge pull MODEL: makes a model available on this machine."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from ..models import pull
+from ..progress import Progress
+from . import common
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = common.add(subparsers, "pull", run, "Fetch a model into the cache folder, or check a local one.")
+    parser.add_argument("model", help="smollm2-135m, a GGUF file, a Hugging Face folder or name")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the model's path."""
+    progress = Progress()
+    try:
+        path = pull(options.model, progress=lambda phase, fraction: progress.step(options.model, phase, fraction))
+    finally:
+        progress.close()
+    print(path)
+    return 0

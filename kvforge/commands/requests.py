@@ -1,0 +1,46 @@
+"""kvforge requests: what runs, waits, or ended not long ago."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from . import common
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = common.add(subparsers, "requests", run, "List requests, the newest first.")
+    parser.add_argument("--count", type=int, default=100, metavar="N", help="at most this many [100]")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints a table, or one JSON document."""
+    with common.open_client(options) as kv:
+        listed = kv.requests(options.count)
+    if options.json:
+        common.print_json(listed)
+        return 0
+    head = ("id", "state", "reason", "tenant", "worker", "prompt", "generated", "max", "age s")
+    rows = [
+        (
+            row.request_id,
+            row.state,
+            row.reason,
+            row.tenant,
+            row.worker,
+            row.prompt_tokens,
+            row.generated_tokens,
+            row.max_tokens,
+            round(row.age_us / 1e6, 1),
+        )
+        for row in listed.requests
+    ]
+    if rows:
+        common.print_table(head, rows)
+    if listed.total > len(rows):
+        common.say(f"{listed.total - len(rows)} more; --count shows more of them")
+    elif not rows:
+        common.say("no requests")
+    return 0

@@ -1,0 +1,91 @@
+"""kvforge stats: the cache and the requests in numbers."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from protocol.messages import Stats
+
+from . import common
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = common.add(subparsers, "stats", run, "Show the cache and the requests in numbers.")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints tables, or one JSON document."""
+    with common.open_client(options) as kv:
+        stats = kv.stats()
+    if options.json:
+        common.print_json(stats)
+    else:
+        show(stats)
+    return 0
+
+
+def show(stats: Stats) -> None:
+    """Tables for people: pools (in blocks), requests, tenants."""
+    head = ("pool", "state", "blocks", "free", "cached", "used", "peak", "quarantined", "freed", "tokens", "size", "kv")
+    rows = [
+        (
+            pool.worker,
+            pool.state,
+            pool.blocks,
+            pool.free,
+            pool.cached,
+            pool.referenced,
+            pool.referenced_peak,
+            pool.quarantined,
+            pool.freed_total,
+            pool.live_tokens,
+            _bytes(pool.blocks * pool.bytes_per_block),
+            pool.kv_dtype,
+        )
+        for pool in stats.pools
+    ]
+    common.print_table(head, rows) if rows else print("no pools: no worker is ready")
+    print()
+    requests = stats.requests
+    names = ("pending", "running", "accepted", "finished", "failed", "cancelled", "expired", "refused")
+    counts = [getattr(requests, name, None) for name in names[:2]]
+    counts += [getattr(requests, f"{name}_total") for name in names[2:]]
+    common.print_table(("requests", *names), [("", *counts)])
+    print()
+    common.print_table(
+        ("tokens", "prompt", "cached", "computed", "recomputed", "generated"),
+        [
+            (
+                "",
+                requests.prompt_tokens_total,
+                requests.cached_tokens_total,
+                requests.computed_tokens_total,
+                requests.recomputed_tokens_total,
+                requests.generated_tokens_total,
+            )
+        ],
+    )
+    if stats.tenants:
+        print()
+        tenants = [(tenant.tenant, tenant.blocks, hit_rate([tenant])) for tenant in stats.tenants]
+        common.print_table(("tenant", "blocks", "prefix hits"), tenants)
+    print(f"\nup {stats.uptime_us / 1e6:.0f} s, {stats.clients} clients, {stats.sequences} sequences")
+
+
+def hit_rate(tenants: Any) -> str:
+    """Prefix tokens found over prefix tokens looked for."""
+    hits = sum(tenant.prefix_hit_tokens_total for tenant in tenants)
+    queried = sum(tenant.prefix_queried_tokens_total for tenant in tenants)
+    return f"{hits} of {queried} tokens" + (f" ({100 * hits / queried:.0f} %)" if queried else "")
+
+
+def _bytes(count: int) -> str:
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"

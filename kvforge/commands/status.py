@@ -1,0 +1,49 @@
+"""kvforge status: whether a request would be served now."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from protocol.errors import DeadlineExceeded
+from protocol.messages import Health
+
+from ..exits import FAILED, OK
+from ..progress import Progress
+from . import common
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = common.add(subparsers, "status", run, "Say whether a request would be served now: exit status 0 or 1.")
+    parser.add_argument("--wait", type=common.seconds, metavar="SECONDS", help="wait this long for it")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the state of the coordinator and its workers."""
+    with common.open_client(options) as kv:
+        if options.wait is not None:
+            progress = Progress()
+            try:
+                kv.wait_ready(options.wait, progress=progress.health)
+            except DeadlineExceeded:
+                common.say(f"not ready after {options.wait:g} s")
+            finally:
+                progress.close()
+        health = kv.health()
+    if options.json:
+        common.print_json(health)
+    else:
+        _show(health)
+    return OK if health.ready else FAILED
+
+
+def _show(health: Health) -> None:
+    if health.ready:
+        print(f"ready: {health.model.name}" if health.model is not None else "ready")
+    else:
+        print(f"not ready: {health.reason}")
+    for worker in health.workers:
+        doing = f"{worker.phase} {100 * worker.progress:.0f} %" if worker.state == "loading" else ""
+        print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {doing}".rstrip())

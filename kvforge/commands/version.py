@@ -1,0 +1,23 @@
+"""kvforge version: what is installed."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from protocol.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+
+from . import common
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    common.add(subparsers, "version", run, "Print the version.")
+
+
+def run(_options: argparse.Namespace) -> int:
+    """Prints one line."""
+    from .. import __version__
+
+    print(f"kvforge {__version__} (protocol {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION})")
+    return 0

@@ -1,0 +1,25 @@
+"""Runs a command that ends when its starter does: `python leash.py PARENT_PID COMMAND...`
+
+The kernel is asked to send SIGTERM when the parent ends, however it ends; then the command takes this process over.
+(A function between fork and exec would do the same, but the parent has ZeroMQ's I/O thread.)
+"""
+
+import ctypes
+import os
+import signal
+import sys
+
+PR_SET_PDEATHSIG = 1
+
+
+def main() -> None:
+    """Never returns: becomes the command, or ends if the parent is gone already."""
+    parent, command = int(sys.argv[1]), sys.argv[2:]
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
+    if os.getppid() != parent:
+        sys.exit(1)
+    os.execv(command[0], command)  # noqa: S606 - the command is ours, from a list
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,60 @@
+"""Progress of downloads and loading on standard error: one line that moves on a terminal, a line a step elsewhere."""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from typing import TextIO
+
+from protocol.messages import Health
+
+STEP_PERCENT = 25
+
+
+class Progress:
+    """Shows named steps with their progress from 0 to 1."""
+
+    def __init__(self, stream: TextIO | None = None) -> None:
+        self._stream = stream if stream is not None else sys.stderr
+        self._terminal = self._stream.isatty()
+        self._shown: dict[str, tuple[str, int]] = {}
+        self._width = 0
+
+    def step(self, who: str, phase: str, fraction: float) -> None:
+        """`who` is in `phase`, `fraction` of it done."""
+        percent = int(100 * min(max(fraction, 0.0), 1.0))
+        coarse = (phase, percent if self._terminal else percent - percent % STEP_PERCENT)
+        if self._shown.get(who) == coarse:
+            return
+        self._shown[who] = coarse
+        if not self._terminal:
+            self._write(f"{who}: {_words(coarse)}\n")
+            return
+        line = "   ".join(f"{name}: {_words(state)}" for name, state in self._shown.items())
+        self._write(f"\r{line:<{self._width}}")
+        self._width = len(line)
+
+    def health(self, health: Health) -> None:
+        """Every worker's loading."""
+        for worker in health.workers:
+            if worker.state == "ready":
+                self.step(worker.name, "ready", 0.0)
+            else:
+                self.step(worker.name, worker.phase or worker.state, worker.progress)
+
+    def close(self) -> None:
+        """Ends the moving line."""
+        if self._terminal and self._width:
+            self._write("\n")
+        self._width = 0
+        self._shown.clear()
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError, ValueError):  # nobody there to read it
+            self._stream.write(text)
+            self._stream.flush()
+
+
+def _words(state: tuple[str, int]) -> str:
+    phase, percent = state
+    return f"{phase} {percent} %" if percent else phase

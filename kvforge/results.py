@@ -1,0 +1,66 @@
+"""What a caller gets back: plain immutable values, the same for the blocking and the asyncio client."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from protocol.messages import Timings
+
+from .session import Track
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One generated token. offset: 0 is the first generated one. logprob: of the chosen token, in nats."""
+
+    offset: int
+    token_id: int
+    logprob: float
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """A request that ended.
+
+    reason: `length` (max_tokens reached), `stop` (a stop or end-of-sequence token, which is the last token) or
+    `cancelled`. cached_tokens: how many of the prompt's tokens came from the prefix cache. timings: microseconds
+    since submission, by the coordinator's clock. logprobs: one for each token, in nats.
+    """
+
+    request_id: int
+    tokens: tuple[int, ...]
+    reason: str
+    prompt_tokens: int
+    cached_tokens: int
+    timings: Timings
+    logprobs: tuple[float, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Completion:
+    """Generated text, and the request it came from."""
+
+    text: str
+    finished: Finished
+
+
+def token_at(track: Track, offset: int) -> Token:
+    """The token of a stream at an offset that has been received."""
+    return Token(offset, track.tokens[offset], track.logprobs[offset])
+
+
+def finished(track: Track) -> Finished:
+    """The outcome of a request whose end has come. Raises the error it ended with."""
+    if (error := track.failure()) is not None:
+        raise error
+    ended = track.ended
+    assert ended is not None, "asked for the outcome of a request that runs"
+    return Finished(
+        request_id=track.request_id,
+        tokens=tuple(track.tokens),
+        reason=ended.reason,
+        prompt_tokens=ended.prompt_tokens,
+        cached_tokens=ended.cached_tokens,
+        timings=ended.timings,
+        logprobs=tuple(track.logprobs),
+    )

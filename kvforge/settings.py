@@ -1,0 +1,97 @@
+"""What `kvforge up` starts: its settings, and the configuration files it writes for its children."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from protocol.errors import InvalidConfiguration
+
+Value = str | int | float
+WORKERS_MAX = 64
+DRAIN_S = 30.0
+STOP_S = 10.0
+
+
+@dataclass(frozen=True)
+class Settings:
+    """One installation in the foreground. worker, limits, cache: settings that differ from the children's defaults.
+
+    devices: the device index of each worker in turn; empty: worker i takes device i. threads: CPU threads of each
+    worker; None: the machine's cores, shared out. drain_s: how long running requests may take to end when asked to
+    stop; stop_s: how long the processes may take after that.
+    """
+
+    model: Path
+    runtime_dir: Path
+    state_dir: Path | None = None
+    workers: int = 1
+    threads: int | None = None
+    devices: tuple[int, ...] = ()
+    worker: Mapping[str, Value] = field(default_factory=dict)
+    limits: Mapping[str, Value] = field(default_factory=dict)
+    cache: Mapping[str, Value] = field(default_factory=dict)
+    log_level: str = "info"
+    log_dir: Path | None = None
+    drain_s: float = DRAIN_S
+    stop_s: float = STOP_S
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.workers <= WORKERS_MAX:
+            raise InvalidConfiguration("workers", f"is {self.workers}; it must be 1 to {WORKERS_MAX}")
+        if self.threads is not None and self.threads < 1:
+            raise InvalidConfiguration("threads", f"is {self.threads}; it must be at least 1")
+        if any(device < 0 for device in self.devices):
+            raise InvalidConfiguration("devices", "are indices from 0")
+
+    def coordinator_file(self) -> str:
+        """Text of coordinator.toml. The supervisor drains by itself: told to end, the coordinator ends at once."""
+        top: dict[str, Value] = {"runtime_dir": _path(self.runtime_dir), "log_level": self.log_level, "drain_s": 0.0}
+        if self.state_dir is not None:
+            top["state_dir"] = _path(self.state_dir)
+        return toml(top, {"limits": self.limits, "cache": self.cache})
+
+    def worker_file(self, index: int) -> str:
+        """Text of the configuration of worker `index`."""
+        cores = len(os.sched_getaffinity(0))
+        top: dict[str, Value] = {
+            "name": f"worker-{index}",
+            "runtime_dir": _path(self.runtime_dir),
+            "model": str(self.model),
+            "device_index": self.devices[index % len(self.devices)] if self.devices else index,
+            "threads": self.threads if self.threads is not None else max(1, cores // self.workers),
+            "log_level": self.log_level,
+            **self.worker,
+        }
+        return toml(top, {})
+
+
+def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Value]]) -> str:
+    """A TOML document of scalars. Raises InvalidConfiguration for text that TOML cannot hold."""
+    lines = [f"{key} = {_scalar(key, value)}" for key, value in top.items()]
+    for name, table in tables.items():
+        if table:
+            lines += ["", f"[{name}]", *(f"{key} = {_scalar(key, value)}" for key, value in table.items())]
+    return "\n".join(lines) + "\n"
+
+
+def _scalar(key: str, value: Value) -> str:
+    if not isinstance(value, str):
+        return repr(value)
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise InvalidConfiguration(key, f"{value!r} is not valid Unicode") from None
+    # JSON's escapes are TOML's; only DEL, which JSON leaves as it is, may not stand in a TOML string.
+    return json.dumps(value, ensure_ascii=False).replace("\x7f", "\\u007f")
+
+
+def _path(path: Path) -> str:
+    # Children expand $VARIABLES and ~ in folders; a folder that contains such a character cannot be told apart.
+    text = str(path.absolute())
+    if os.path.expandvars(text) != text:
+        raise InvalidConfiguration("runtime_dir", f"{text} holds the name of an environment variable; choose another")
+    return text

@@ -1,0 +1,336 @@
+"""A coordinator for client tests: real sockets and messages, scripted behaviour, no model.
+
+As a program (`fake_coordinator.py ENDPOINT`) it prints `listening`, then the tag of every message it takes.
+What happens to a request is chosen by its tenant; see `Fake.submit`. The token at offset i is the sum of the prompt
+plus i. `Running` starts and stops the program for a test and waits, with a deadline, for what it prints.
+"""
+
+from __future__ import annotations
+
+import os
+import select
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+import numpy as np
+import zmq
+
+from protocol import errors, transport
+from protocol import messages as m
+from protocol.codec import Decoder, encode
+
+DEADLINE_S = 20.0
+
+
+@dataclass
+class Job:
+    """A request that runs: tokens are sent one a turn, up to `limit`, then `end` (None: it just hangs)."""
+
+    peer: bytes
+    request_id: int
+    prompt: list[int]
+    max_tokens: int
+    tenant: str
+    sent: int = 0
+    limit: int = 0
+    reason: str = ""
+    end: Callable[[], None] | None = None
+
+    def token(self, offset: int) -> int:
+        return sum(self.prompt) + offset
+
+
+@dataclass
+class Fake:
+    """The program's state: what it was told, and the jobs that run."""
+
+    endpoint: str
+    boot: str = field(default_factory=lambda: os.urandom(4).hex())
+    jobs: dict[int, Job] = field(default_factory=dict)
+    last_id: int = 0
+    draining: bool = False
+    health_asked: int = 0
+    greeted: set[bytes] = field(default_factory=set)
+
+    def serve(self) -> None:
+        """Answers until killed."""
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = transport.router(context)
+        self.socket.bind(self.endpoint)
+        print("listening", flush=True)
+        decoder = Decoder(m.CLIENT_MESSAGES)
+        while True:
+            if self.socket.poll(1 if self.running() else 1000):
+                peer, *frames = self.socket.recv_multipart()
+                message = decoder.decode(frames)
+                print(type(message).__name__, flush=True)
+                self.handle(peer, message)
+            self.turn()
+
+    def running(self) -> list[Job]:
+        return [job for job in self.jobs.values() if not job.reason]
+
+    def send(self, peer: bytes, message: m.Message) -> None:
+        try:
+            self.socket.send_multipart([peer, *encode(message)])
+        except zmq.ZMQError:
+            print("PeerGone", flush=True)
+
+    def refuse(self, peer: bytes, rid: int, error: errors.KvforgeError) -> None:
+        self.send(peer, m.Refused(rid=rid, error=m.ErrorInfo.of(error)))
+
+    def handle(self, peer: bytes, message: m.Message) -> None:
+        if not isinstance(message, m.Hello | m.Goodbye) and peer not in self.greeted:
+            self.refuse(peer, message.rid, errors.ProtocolError("say hello first"))
+            return
+        match message:
+            case m.Hello(boot=boot) if boot not in ("", self.boot):
+                self.refuse(peer, message.rid, errors.Conflict("the coordinator was started anew"))
+            case m.Hello(name="old"):
+                self.refuse(peer, message.rid, errors.VersionMismatch("spoken here: 7 to 8; you speak 1"))
+            case m.Hello():
+                self.greeted.add(peer)
+                self.send(
+                    peer, m.Welcome(rid=message.rid, version=1, boot=self.boot, tables_path="/none", block_size=16)
+                )
+            case m.Submit():
+                self.submit(peer, message)
+            case m.Cancel(request_id=request_id):
+                self.cancel(peer, message.rid, request_id)
+            case m.GetRequest():
+                self.status(peer, message)
+            case m.ListRequests():
+                rows = tuple(self.row(job) for job in reversed(self.jobs.values()))
+                self.send(
+                    peer, m.RequestList(rid=message.rid, requests=rows[: message.count_max], total=len(self.jobs))
+                )
+            case m.GetStats():
+                self.send(peer, sample_stats(message.rid, len(self.running()), len(self.jobs)))
+            case m.GetHealth():
+                self.health(peer, message.rid)
+            case m.Drain():
+                self.draining = True
+                self.send(peer, m.Done(rid=message.rid))
+            case m.Goodbye():
+                self.greeted.discard(peer)
+
+    def submit(self, peer: bytes, message: m.Submit) -> None:
+        if message.tenant == "silent":
+            return None
+        if message.tenant == "refused":
+            return self.refuse(peer, message.rid, errors.QueueFull(4, 250))
+        if message.tenant == "odd":
+            return self.send(peer, m.Done(rid=message.rid))
+        self.last_id += 1
+        job = Job(peer, self.last_id, message.prompt.tolist(), message.max_tokens, message.tenant)
+        job.limit = message.max_tokens
+        self.jobs[job.request_id] = job
+        if message.tenant in ("hang", "dies", "garbage", "gap"):
+            job.limit = min(2, message.max_tokens)
+            job.end = {
+                "hang": lambda: None,
+                "dies": lambda: os._exit(0),
+                "garbage": lambda: self.garbage(job),
+                "gap": lambda: self.rows(job, (job.sent + 1,)),
+            }[message.tenant]
+        if message.tenant != "late":
+            self.send(peer, m.Accepted(rid=message.rid, request_id=job.request_id, seed=message.sampling.seed or 7))
+            return None
+        # Answered only when the client has given up on it: after its next command.
+        job.reason = "late"
+        self.late = m.Accepted(rid=message.rid, request_id=job.request_id, seed=7)
+        return None
+
+    def garbage(self, job: Job) -> None:
+        self.socket.send_multipart([job.peer, b"\xc1 this is not a message"])
+
+    def rows(self, job: Job, offsets: tuple[int, ...]) -> None:
+        tokens = [job.token(offset) for offset in offsets]
+        self.send(
+            job.peer,
+            m.Stream(
+                request_ids=np.full(len(offsets), job.request_id, np.int64),
+                offsets=np.array(offsets, np.int32),
+                tokens=np.array(tokens, np.int32),
+                logprobs=np.array([-0.5] * len(offsets), np.float32),
+            ),
+        )
+
+    def turn(self) -> None:
+        for job in self.running():
+            if job.sent < job.limit:
+                twice = job.tenant == "twice" and job.sent > 0
+                self.rows(job, (job.sent - 1, job.sent, job.sent) if twice else (job.sent,))
+                job.sent += 1
+            elif job.end is not None:
+                job.end()
+                job.reason = "hanging"
+            else:
+                self.finish(job, "failed" if job.tenant == "fails" else "length")
+
+    def finish(self, job: Job, reason: str) -> None:
+        job.reason = reason
+        error = errors.WorkerError("the worker broke", worker="w0") if reason == "failed" else None
+        ended = m.Ended(
+            request_id=job.request_id,
+            reason=reason,
+            generated_tokens=job.sent,
+            prompt_tokens=len(job.prompt),
+            cached_tokens=0,
+            timings=m.Timings(first_scheduled_us=10, first_token_us=20, ended_us=30),
+            error=m.ErrorInfo.of(error) if error else None,
+        )
+        self.send(job.peer, m.Stream(ended=(ended,)))
+
+    def cancel(self, peer: bytes, rid: int, request_id: int) -> None:
+        job = self.jobs.get(request_id)
+        if job is None:
+            self.refuse(peer, rid, errors.RequestNotFound(request_id))
+        elif job.reason in ("length", "failed"):
+            self.refuse(peer, rid, errors.AlreadyFinished(request_id, "finished"))
+        else:
+            self.send(peer, m.Done(rid=rid))
+            self.finish(job, "cancelled")
+
+    def row(self, job: Job) -> m.RequestRow:
+        return m.RequestRow(
+            request_id=job.request_id,
+            state="finished" if job.reason else "running",
+            tenant=job.tenant,
+            prompt_tokens=len(job.prompt),
+            max_tokens=job.max_tokens,
+            generated_tokens=job.sent,
+            age_us=1_500_000,
+            reason=job.reason,
+        )
+
+    def status(self, peer: bytes, message: m.GetRequest) -> None:
+        job = self.jobs.get(message.request_id)
+        if job is None:
+            return self.refuse(peer, message.rid, errors.RequestNotFound(message.request_id))
+        tokens = [job.token(i) for i in range(job.sent)] if message.with_tokens else []
+        return self.send(
+            peer,
+            m.RequestInfo(
+                rid=message.rid,
+                request_id=job.request_id,
+                state="finished" if job.reason else "running",
+                tenant=job.tenant,
+                prompt_tokens=len(job.prompt),
+                max_tokens=job.max_tokens,
+                generated_tokens=job.sent,
+                reason=job.reason,
+                tokens=np.array(tokens, np.int32),
+            ),
+        )
+
+    def health(self, peer: bytes, rid: int) -> None:
+        """Ready at the third question, unless KVFORGE_FAKE_READY=never."""
+        self.health_asked += 1
+        if hasattr(self, "late"):
+            self.send(peer, self.late)
+        ready = self.health_asked >= 3 and os.environ.get("KVFORGE_FAKE_READY") != "never"
+        worker = m.WorkerHealth(name="w0", pid=1, state="ready" if ready else "loading", phase="weights", progress=0.5)
+        reason = "" if ready else "no worker is ready: w0 is loading"
+        self.send(peer, m.Health(rid=rid, live=True, ready=ready, reason=reason, workers=(worker,)))
+
+
+def sample_stats(rid: int, running: int, total: int) -> m.Stats:
+    """Statistics of one pool of 64 blocks."""
+    return m.Stats(
+        rid=rid,
+        boot="b",
+        uptime_us=5_000_000,
+        clients=1,
+        sequences=running,
+        requests=m.RequestStats(
+            pending=0,
+            running=running,
+            accepted_total=total,
+            finished_total=total - running,
+            failed_total=0,
+            cancelled_total=0,
+            expired_total=0,
+            refused_total=0,
+            prompt_tokens_total=30,
+            cached_tokens_total=16,
+            generated_tokens_total=12,
+            computed_tokens_total=26,
+        ),
+        pools=(
+            m.PoolStats(
+                worker="w0",
+                state="ready",
+                blocks=64,
+                free=60,
+                cached=1,
+                referenced=3,
+                quarantined=0,
+                referenced_peak=9,
+                block_size=16,
+                bytes_per_block=8192,
+                kv_dtype="float32",
+                allocated_total=11,
+                freed_total=8,
+                live_tokens=40,
+                sequences=running,
+                steps=17,
+            ),
+        ),
+        tenants=(
+            m.TenantStats(tenant="default", blocks=3, prefix_queried_tokens_total=32, prefix_hit_tokens_total=16),
+        ),
+    )
+
+
+class Running:
+    """The program, started. Endpoint and process belong to the test."""
+
+    def __init__(self, folder: Path, *, ready: bool = True) -> None:
+        self.endpoint = f"ipc://{folder}/clients.sock"
+        self._env = {**os.environ, "KVFORGE_FAKE_READY": "third" if ready else "never"}
+        self._text = b""
+        self.start()
+
+    def start(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, __file__, self.endpoint], stdout=subprocess.PIPE, env=self._env, bufsize=0
+        )
+        self.expect("listening")
+
+    def expect(self, word: str) -> None:
+        """Waits until the program prints this line; consumes the output up to it."""
+        assert self.process.stdout is not None
+        deadline = time.monotonic() + DEADLINE_S
+        line = word.encode() + b"\n"
+        while (b"\n" + self._text).find(b"\n" + line) < 0:
+            left_s = deadline - time.monotonic()
+            ready = select.select([self.process.stdout], [], [], max(0.0, left_s))[0]
+            assert ready, f"{word!r} was not seen within {DEADLINE_S} s; seen: {self._text!r}"
+            chunk = self.process.stdout.read(4096)
+            assert chunk, f"the fake coordinator ended before {word!r}; seen: {self._text!r}"
+            self._text += chunk
+        at = (b"\n" + self._text).find(b"\n" + line)
+        self._text = self._text[at + len(line) :]
+
+    def kill(self) -> None:
+        self.process.kill()
+        self.process.wait(DEADLINE_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.kill()
+
+
+if __name__ == "__main__":
+    Fake(sys.argv[1]).serve()

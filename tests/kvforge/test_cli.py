@@ -1,0 +1,398 @@
+"""The command line: what it prints, and each exit status that `kvforge --help` documents."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvforge import cli, exits
+from kvforge.commands import common
+from kvforge.progress import Progress
+from kvforge.screen import Columns, InTurn, printable, screen
+from kvforge.settings import Settings, toml
+from protocol import errors
+from protocol.settings import convert
+from tests.kvforge.fake_coordinator import Running
+
+Output = tuple[int, str, str]
+
+
+@pytest.fixture(scope="module")
+def shared() -> Iterator[Running]:
+    """One fake coordinator for the tests that do it no harm."""
+    with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as folder, Running(Path(folder)) as running:
+        yield running
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Any:
+    def run(*arguments: str) -> Output:
+        status = cli.main(arguments)
+        out, err = capsys.readouterr()
+        return status, out, err
+
+    return run
+
+
+def start(*arguments: str, **environment: str) -> subprocess.Popen[str]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "kvforge", *arguments],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        env={**os.environ, **environment},
+    )
+
+
+def one_sentence(err: str) -> None:
+    assert err.startswith("kvforge: ")
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+
+
+def test_help_documents_every_status_and_command(run: Any) -> None:
+    status, out, _ = run("--help")
+    assert status == exits.OK
+    for number, meaning in exits.MEANINGS.items():
+        assert f"{number:<4} {meaning}" in out
+    for command in cli.COMMANDS:
+        assert command.__name__.rpartition(".")[2] in out
+
+
+def test_every_error_class_has_the_documented_status() -> None:
+    expected = {
+        errors.InvalidRequest: 2,
+        errors.InvalidConfiguration: 2,
+        errors.RequestNotFound: 2,
+        errors.ModelNotFound: 2,
+        errors.CoordinatorUnavailable: 3,
+        errors.CoordinatorInUse: 3,
+        errors.Draining: 3,
+        errors.NotReady: 3,
+        errors.WorkerError: 3,
+        errors.GpuError: 3,
+        errors.DeadlineExceeded: 4,
+        errors.QueueFull: 1,
+        errors.AlreadyFinished: 1,
+        errors.ProtocolError: 1,
+        errors.InternalError: 1,
+    }
+    for cls, status in expected.items():
+        assert exits.status_of(errors.restore(cls.code, "text", {})) == status, cls
+    for cls in errors.BY_CODE.values():
+        assert exits.status_of(errors.restore(cls.code, "text", {})) in exits.MEANINGS
+
+
+def test_version(run: Any) -> None:
+    assert run("version") == (0, "kvforge 0.1.0 (protocol 1 to 1)\n", "")
+
+
+@pytest.mark.parametrize("where", ["--endpoint", "--runtime-dir"])
+def test_a_global_option_may_stand_before_or_after(run: Any, shared: Running, where: str) -> None:
+    value = shared.endpoint
+    if where == "--runtime-dir":
+        value = value.removeprefix("ipc://").removesuffix("/clients.sock")
+    for arguments in ([where, value, "stats"], ["stats", where, value]):
+        status, out, err = run(*arguments)
+        assert (status, err) == (0, "")
+        assert "w0" in out
+
+
+def test_the_endpoint_of_the_environment(run: Any, shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFORGE_ENDPOINT", shared.endpoint)
+    status, out, _ = run("stats", "--json")
+    assert status == 0
+    stats = json.loads(out)
+    assert stats["pools"][0]["blocks"] == 64
+    assert "rid" not in stats
+
+
+def test_stats_for_people(run: Any, shared: Running) -> None:
+    _, out, _ = run("--endpoint", shared.endpoint, "stats")
+    lines = out.splitlines()
+    assert lines[0].split()[:6] == ["pool", "state", "blocks", "free", "cached", "used"]
+    assert lines[1].split()[:6] == ["w0", "ready", "64", "60", "1", "3"]
+    assert "16 of 32 tokens (50 %)" in out
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_generate_with_token_ids(run: Any, shared: Running) -> None:
+    base = ("--endpoint", shared.endpoint, "generate", "--prompt-tokens", "1,2,3", "--max-tokens", "3")
+    status, out, err = run(*base, "--json", "--temperature", "0", "--seed", "5")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert (document["tokens"], document["reason"], document["seed"]) == ([6, 7, 8], "length", 5)
+    assert (document["prompt_tokens"], document["timings"]["ended_us"]) == (3, 30)
+    assert document["logprobs"] == [-0.5] * 3
+    assert run(*base) == (0, "6 7 8\n", "")
+    assert run(*base, "--stream") == (0, "6 7 8 \n", "")
+
+
+def test_requests_and_cancel(run: Any, shared: Running) -> None:
+    base = ("--endpoint", shared.endpoint)
+    run(*base, "generate", "--prompt-tokens", "1", "--max-tokens", "1")
+    _, out, _ = run(*base, "requests", "--json")
+    listed = json.loads(out)
+    newest = listed["requests"][0]
+    assert newest["state"] == "finished"
+    status, out, _ = run(*base, "requests", "--count", "1")
+    assert status == 0
+    assert out.splitlines()[0].split()[:3] == ["id", "state", "reason"]
+    assert out.splitlines()[1].split()[:3] == [str(newest["request_id"]), "finished", "length"]
+    status, out, err = run(*base, "cancel", str(newest["request_id"]))
+    assert (status, out) == (1, "")
+    one_sentence(err)
+    assert "already ended" in err
+
+
+def test_status_until_ready(folder: Path, run: Any) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint, "status")
+        assert run(*base) == (
+            1,
+            "not ready: no worker is ready: w0 is loading\n  w0  pid 1  loading  weights 50 %\n",
+            "",
+        )
+        status, out, err = run(*base, "--wait", "20", "--json")
+        assert status == 0
+        assert json.loads(out)["ready"] is True
+        assert "w0: ready" in err
+
+
+def test_status_that_never_gets_ready(folder: Path, run: Any) -> None:
+    with Running(folder, ready=False) as fake:
+        status, out, err = run("--endpoint", fake.endpoint, "status", "--wait", "0.2")
+        assert status == exits.FAILED
+        assert out.startswith("not ready: no worker is ready")
+        assert "not ready after 0.2 s" in err
+
+
+def test_drain(folder: Path, run: Any) -> None:
+    with Running(folder) as fake:
+        status, out, err = run("--endpoint", fake.endpoint, "drain")
+        assert (status, out) == (0, "")
+        assert err == "draining: no new requests; 0 running, 0 waiting\n"
+        fake.expect("Drain")
+
+
+@pytest.mark.parametrize(
+    ("status", "arguments", "words"),
+    [
+        (2, ["generate", "--prompt-tokens", "1,x"], "prompt: '1,x' is not a list of token ids"),
+        (2, ["generate", "--prompt-tokens", "1,-2"], "prompt: item 1 is -2"),
+        (2, ["generate", "--prompt-tokens", ""], "prompt: is empty"),
+        (2, ["generate"], "give either a text or --prompt-tokens"),
+        (2, ["generate", "hello", "--prompt-tokens", "1"], "give either a text or --prompt-tokens"),
+        (2, ["generate", "--prompt-tokens", "1", "--temperature", "-1"], "sampling.temperature"),
+        (2, ["generate", "--prompt-tokens", "1", "--max-tokens", "0"], "max_tokens: is 0"),
+        (2, ["cancel", "4242"], "there is no request 4242"),
+        (2, ["pull", "no-such-model"], "no-such-model"),
+        (2, ["up", "--model", "no-such-model"], "no-such-model"),
+        (1, ["generate", "--prompt-tokens", "1", "--tenant", "refused"], "the queue holds its limit of 4 requests"),
+        (3, ["generate", "--prompt-tokens", "1", "--tenant", "fails", "--max-tokens", "2"], "the worker broke"),
+        (4, ["generate", "--prompt-tokens", "1", "--tenant", "silent", "--timeout", "0.2"], "did not answer Submit"),
+        (
+            4,
+            ["generate", "--prompt-tokens", "1", "--tenant", "hang", "--generate-timeout", "0.2"],
+            "has not ended within 0.2 s",
+        ),
+    ],
+)
+def test_errors_are_one_sentence_and_a_status(
+    run: Any, shared: Running, status: int, arguments: list[str], words: str
+) -> None:
+    got, out, err = run("--endpoint", shared.endpoint, *arguments)
+    assert (got, out) == (status, "")
+    assert words in err
+    if not err.startswith("no-such-model: checking"):
+        one_sentence(err)
+
+
+@pytest.mark.parametrize("arguments", [[], ["nonsense"], ["stats", "--nonsense"], ["--timeout", "0", "stats"]])
+def test_wrong_usage(run: Any, arguments: list[str]) -> None:
+    status, out, err = run(*arguments)
+    assert (status, out) == (exits.USAGE, "")
+    assert "usage: kvforge" in err
+
+
+@pytest.mark.parametrize("command", [["stats"], ["status"], ["requests"], ["drain"], ["generate", "hello"]])
+def test_nobody_is_there(run: Any, folder: Path, command: list[str]) -> None:
+    status, out, err = run("--runtime-dir", str(folder), "--timeout", "0.2", *command)
+    assert (status, out) == (exits.UNAVAILABLE, "")
+    one_sentence(err)
+    assert "kvforge up" in err
+    assert str(folder) in err
+
+
+def test_a_runtime_folder_too_long_for_sockets(run: Any, tmp_path: Path) -> None:
+    status, _, err = run("--runtime-dir", str(tmp_path / ("x" * 120)), "stats")
+    assert status == exits.USAGE
+    one_sentence(err)
+    assert "shorter" in err
+
+
+def test_a_fault_of_our_own_is_one_sentence_too(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(_options: object) -> int:
+        raise ZeroDivisionError("oops")
+
+    monkeypatch.setattr("kvforge.commands.version.run", broken)
+    status, _, err = run("version")
+    assert status == exits.FAILED
+    one_sentence(err)
+    assert "internal error: ZeroDivisionError: oops" in err
+    monkeypatch.setenv(cli.DEBUG, "1")
+    with pytest.raises(ZeroDivisionError):
+        cli.main(["version"])
+
+
+@pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_a_signal_cancels_the_request(folder: Path, number: signal.Signals, status: int) -> None:
+    with Running(folder) as fake:
+        arguments = ("generate", "--prompt-tokens", "1", "--tenant", "hang", "--stream")
+        command = start("--endpoint", fake.endpoint, *arguments)
+        fake.expect("Submit")
+        assert command.stdout is not None
+        assert command.stdout.read(4) == "1 2 "
+        command.send_signal(number)
+        out, err = command.communicate(timeout=20)
+        assert (command.returncode, out, err) == (status, "", "")
+        fake.expect("Goodbye")
+
+
+def test_the_coordinator_dies_during_a_stream(folder: Path) -> None:
+    with Running(folder) as fake:
+        arguments = ("generate", "--prompt-tokens", "1", "--tenant", "dies", "--stream")
+        command = start("--endpoint", fake.endpoint, *arguments)
+        out, err = command.communicate(timeout=20)
+        assert (command.returncode, out) == (exits.UNAVAILABLE, "1 2 ")
+        one_sentence(err)
+        assert "is gone" in err
+
+
+def test_a_reader_that_leaves_is_no_error(shared: Running) -> None:
+    read, write = os.pipe()
+    os.close(read)
+    command = subprocess.Popen(
+        [sys.executable, "-m", "kvforge", "--endpoint", shared.endpoint, "stats"], stdout=write, stderr=subprocess.PIPE
+    )
+    os.close(write)
+    _, err = command.communicate(timeout=20)
+    assert (command.returncode, err) == (0, b"")
+
+
+# ------------------------------------------------------------------------------------------- what the commands use
+
+
+def test_toml_survives_any_text() -> None:
+    nasty = 'quote " back \\ tab \t line \n nul-ish \x01 del \x7f snow ☃ clef 𝄞 [x] # y'
+    text = toml({"a": nasty, "n": 3, "f": 0.5}, {"empty": {}, "t": {"k": "v"}})
+    assert tomllib.loads(text) == {"a": nasty, "n": 3, "f": 0.5, "t": {"k": "v"}}
+    with pytest.raises(errors.InvalidConfiguration):
+        toml({"a": "\udc80"}, {})
+
+
+def test_the_children_accept_what_is_written_for_them() -> None:
+    from coordinator.config import CoordinatorConfig
+    from worker.config import WorkerConfig
+
+    settings = Settings(
+        model=Path('/a "model"'),
+        runtime_dir=Path("/run/x"),
+        state_dir=Path("/var/x"),
+        workers=2,
+        threads=3,
+        devices=(4, 5),
+        worker={"blocks": 64, "load_format": "dummy", "dtype": "float32", "kv_dtype": "float32", "device": "cpu"},
+        limits={"queue_max": 7, "sequences_max": 8},
+        cache={"block_size": 4},
+    )
+    coordinator = convert(tomllib.loads(settings.coordinator_file()), CoordinatorConfig)
+    assert (str(coordinator.runtime_path), str(coordinator.state_path)) == ("/run/x", "/var/x")
+    assert (coordinator.limits.queue_max, coordinator.limits.sequences_max, coordinator.cache.block_size) == (7, 8, 4)
+    worker = convert(tomllib.loads(settings.worker_file(1)), WorkerConfig)
+    assert (worker.name, worker.model, worker.threads, worker.device_index) == ("worker-1", '/a "model"', 3, 5)
+    assert (worker.blocks, worker.load_format, str(worker.runtime_path)) == (64, "dummy", "/run/x")
+
+
+@pytest.mark.parametrize(
+    ("field", "settings"),
+    [
+        ("workers", {"workers": 0}),
+        ("workers", {"workers": 65}),
+        ("threads", {"threads": 0}),
+        ("devices", {"devices": (-1,)}),
+    ],
+)
+def test_wrong_settings_are_named(field: str, settings: dict[str, Any]) -> None:
+    with pytest.raises(errors.InvalidConfiguration) as raised:
+        Settings(model=Path("m"), runtime_dir=Path("r"), **settings)
+    assert raised.value.field == field
+
+
+def test_progress_without_a_terminal_is_a_line_a_step() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    for percent in range(0, 101, 5):
+        progress.step("m", "downloading", percent / 100)
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "m: downloading",
+        "m: downloading 25 %",
+        "m: downloading 50 %",
+        "m: downloading 75 %",
+        "m: downloading 100 %",
+    ]
+
+
+def test_texts_in_turn_come_out_whole_and_in_order() -> None:
+    stream = io.StringIO()
+    shown = screen(["one", "two", "three"], stream)
+    assert isinstance(shown, InTurn)
+    for index, text in ((1, "B"), (0, "A"), (2, "C"), (0, "a"), (2, "c")):
+        shown.add(index, text)
+    shown.end(2)
+    shown.end(0)
+    shown.add(1, "b\x1b[2J")
+    shown.end(1)
+    shown.close()
+    assert stream.getvalue() == "[1] one\nAa\n\n[2] two\nBb[2J\n\n[3] three\nCc\n"
+
+
+def test_columns_keep_their_width_and_height() -> None:
+    stream = io.StringIO()
+    shown = Columns(["one", "two"], stream, 10, 6)
+    for _ in range(40):
+        shown.add(0, "words and ")
+        shown.add(1, "日本語")
+    shown.close()
+    last = stream.getvalue().rpartition("A\r")[2].replace("\x1b[2K", "").splitlines()
+    assert len(last) == 6
+    assert last[0].split() == ["one", "two"]
+    assert last[2].startswith("...")
+    assert all(len(line) <= 22 for line in last)
+
+
+def test_a_model_does_not_steer_the_terminal() -> None:
+    assert printable("a\x1b[31m\r\x07b\n\tc") == "a[31mb\n\tc"
+
+
+def test_a_table_lines_numbers_up(capsys: pytest.CaptureFixture[str]) -> None:
+    common.print_table(("name", "n"), [("a", 5), ("long", 10)])
+    assert capsys.readouterr().out == "name   n\na      5\nlong  10\n"

@@ -1,0 +1,397 @@
+"""Both clients against a fake coordinator: real sockets, scripted answers."""
+
+from __future__ import annotations
+
+import asyncio
+import inspect
+import os
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+import kvforge
+from kvforge import (
+    AlreadyFinished,
+    AsyncClient,
+    Client,
+    Conflict,
+    CoordinatorUnavailable,
+    DeadlineExceeded,
+    InvalidConfiguration,
+    InvalidRequest,
+    ProtocolError,
+    QueueFull,
+    RequestNotFound,
+    Sampling,
+    VersionMismatch,
+    WorkerError,
+)
+from kvforge.client import drive
+from protocol import errors
+from tests.kvforge.fake_coordinator import Running
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as path:
+        yield Path(path)
+
+
+@pytest.fixture
+def fake(folder: Path) -> Iterator[Running]:
+    with Running(folder) as running:
+        yield running
+
+
+@pytest.fixture
+def kv(fake: Running) -> Iterator[Client]:
+    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=10) as client:
+        yield client
+
+
+def test_one_request_from_submit_to_result(fake: Running, kv: Client) -> None:
+    seen: list[str] = []
+    health = kv.wait_ready(timeout_s=10, progress=lambda health: seen.append(health.reason))
+    assert health.ready
+    assert seen == ["no worker is ready: w0 is loading"] * 2 + [""]
+    request = kv.submit([1, 2, 3], max_tokens=4, sampling=Sampling(temperature=0.0, seed=9))
+    assert request.seed == 9
+    tokens = list(request)
+    assert [(token.offset, token.token_id, token.logprob) for token in tokens] == [(i, 6 + i, -0.5) for i in range(4)]
+    done = request.result(timeout_s=1)
+    assert (done.tokens, done.reason, done.prompt_tokens, done.request_id) == ((6, 7, 8, 9), "length", 3, request.id)
+    assert done.timings.first_token_us == 20
+    assert list(request) == tokens
+    assert kv.status(request.id, with_tokens=True).tokens.tolist() == [6, 7, 8, 9]
+    assert kv.requests().requests[0].request_id == request.id
+    assert kv.stats().pools[0].blocks == 64
+    kv.drain()
+    kv.close()
+    fake.expect("Hello")
+    fake.expect("Drain")
+    fake.expect("Goodbye")
+
+
+def test_tokens_of_one_request_wait_while_another_is_read(kv: Client) -> None:
+    a, b, c = (kv.submit([start], max_tokens=5) for start in (10, 20, 30))
+    assert b.result().tokens == (20, 21, 22, 23, 24)
+    assert [token.token_id for token in a] == [10, 11, 12, 13, 14]
+    assert c.result().tokens == (30, 31, 32, 33, 34)
+    assert a.done
+
+
+def test_merge_gives_every_token_with_its_request(kv: Client) -> None:
+    requests = [kv.submit([start], max_tokens=count) for start, count in ((10, 3), (20, 5))]
+    rows = [(request.id, token.token_id) for request, token in kv.merge(*requests)]
+    for request in requests:
+        assert tuple(token for owner, token in rows if owner == request.id) == request.result().tokens
+
+
+@pytest.mark.parametrize("tenant", ["twice"])
+def test_repeated_rows_are_read_once(kv: Client, tenant: str) -> None:
+    assert kv.submit([5], max_tokens=4, tenant=tenant).result().tokens == (5, 6, 7, 8)
+
+
+def test_errors_come_back_as_the_class_that_was_raised(kv: Client) -> None:
+    with pytest.raises(QueueFull) as full:
+        kv.submit([1], tenant="refused")
+    assert (full.value.limit, full.value.retry_after_ms) == (4, 250)
+    with pytest.raises(RequestNotFound) as missing:
+        kv.status(12345)
+    assert missing.value.request_id == 12345
+    request = kv.submit([1], max_tokens=1)
+    request.result()
+    with pytest.raises(AlreadyFinished) as finished:
+        kv.cancel(request.id)
+    assert finished.value.fields == {"request_id": request.id, "state": "finished"}
+    with pytest.raises(WorkerError, match="the worker broke"):
+        kv.submit([1], max_tokens=2, tenant="fails").result()
+    with pytest.raises(ProtocolError, match="answered Submit with Done"):
+        kv.submit([1], tenant="odd")
+
+
+def test_an_argument_that_is_wrong_is_never_sent(folder: Path) -> None:
+    with Client(f"ipc://{folder}/nobody.sock") as kv, pytest.raises(InvalidRequest) as raised:
+        kv.submit([1, -1])
+    assert raised.value.field == "prompt"
+
+
+def test_cancelling_ends_a_request_as_cancelled(kv: Client) -> None:
+    request = kv.submit([1], max_tokens=9, tenant="hang")
+    tokens = iter(request)
+    assert [next(tokens).token_id, next(tokens).token_id] == [1, 2]
+    kv.cancel(request.id)
+    done = request.result(timeout_s=5)
+    assert (done.reason, done.tokens) == ("cancelled", (1, 2))
+    assert list(tokens) == []
+
+
+def test_a_result_that_does_not_come_can_be_waited_for_again(kv: Client) -> None:
+    request = kv.submit([1], max_tokens=9, tenant="hang")
+    with pytest.raises(DeadlineExceeded, match=f"request {request.id} has not ended within 0.05 s"):
+        request.result(timeout_s=0.05)
+    assert not request.done
+    kv.cancel(request.id)
+    assert request.result(timeout_s=5).reason == "cancelled"
+
+
+def test_no_token_within_the_streams_time(fake: Running) -> None:
+    with Client(fake.endpoint, stream_timeout_s=0.2) as kv:
+        request = kv.submit([1], max_tokens=9, tenant="hang")
+        with pytest.raises(DeadlineExceeded, match="no token of request"):
+            list(request)
+        assert request.tokens == (1, 2)
+
+
+def test_a_command_that_is_not_answered_in_time(kv: Client) -> None:
+    with pytest.raises(DeadlineExceeded, match=r"did not answer Submit within 0.1 s"):
+        kv.submit([1], tenant="silent", timeout_s=0.1)
+    assert kv.submit([1], max_tokens=1).result().tokens == (1,)
+
+
+def test_a_request_accepted_too_late_is_cancelled(fake: Running, kv: Client) -> None:
+    with pytest.raises(DeadlineExceeded):
+        kv.submit([1], tenant="late", timeout_s=0.1)
+    kv.health()
+    fake.expect("Cancel")
+    assert kv.requests().requests[0].reason == "cancelled"
+
+
+def test_nobody_is_there(folder: Path) -> None:
+    started = time.monotonic()
+    with Client(f"ipc://{folder}/nobody.sock", timeout_s=0.3) as kv:
+        with pytest.raises(CoordinatorUnavailable, match=r"nobody.sock does not answer.*kvforge up"):
+            kv.stats()
+        with pytest.raises(CoordinatorUnavailable):
+            kv.wait_ready(timeout_s=0.2)
+    assert time.monotonic() - started < 5
+
+
+def test_a_coordinator_that_takes_the_connection_and_says_nothing(fake: Running, folder: Path) -> None:
+    os.kill(fake.process.pid, 19)  # SIGSTOP: the kernel still takes connections
+    with Client(fake.endpoint, timeout_s=0.3) as kv, pytest.raises(CoordinatorUnavailable, match="does not answer"):
+        kv.stats()
+
+
+def test_a_coordinator_that_never_gets_ready(folder: Path) -> None:
+    with Running(folder, ready=False) as fake, Client(fake.endpoint) as kv:
+        with pytest.raises(
+            DeadlineExceeded, match=r"not ready to serve after 0.3 s: no worker is ready: w0 is loading"
+        ):
+            kv.wait_ready(timeout_s=0.3)
+        assert kv.stats().boot == "b"
+
+
+def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
+    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=60) as kv:
+        other = kv.submit([4], max_tokens=9, tenant="hang")
+        request = kv.submit([4], max_tokens=9, tenant="dies")
+        started = time.monotonic()
+        with pytest.raises(CoordinatorUnavailable, match="is gone"):
+            list(request)
+        assert time.monotonic() - started < 5  # noticed, not timed out
+        assert request.tokens == (4, 5)
+        with pytest.raises(CoordinatorUnavailable):
+            other.result(timeout_s=5)
+        fake.kill()
+        fake.start()
+        assert kv.submit([8], max_tokens=2).result(timeout_s=5).tokens == (8, 9)
+        fake.expect("Hello")  # with the boot of the one that died: refused
+        fake.expect("Hello")
+
+
+def test_the_coordinator_is_killed_while_a_command_waits(fake: Running) -> None:
+    with Client(fake.endpoint, timeout_s=60) as kv:
+        kv.health()
+        fake.expect("GetHealth")
+        killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -9 {fake.process.pid}"])
+        started = time.monotonic()
+        with pytest.raises(CoordinatorUnavailable, match="is gone"):
+            kv.submit([1], tenant="silent")
+        assert time.monotonic() - started < 10
+        assert killer.wait(10) == 0
+
+
+def test_a_coordinator_restarted_while_nobody_looked(fake: Running, kv: Client) -> None:
+    assert kv.stats().boot == "b"
+    fake.kill()
+    fake.start()
+    assert kv.submit([1], max_tokens=1).result().tokens == (1,)
+
+
+def test_bytes_that_are_no_message_end_the_connection(kv: Client) -> None:
+    request = kv.submit([1], max_tokens=9, tenant="garbage")
+    with pytest.raises(ProtocolError, match=r"not a coordinator's message .*MessagePack"):
+        request.result()
+    assert request.tokens == (1, 2)
+    assert kv.submit([3], max_tokens=1).result().tokens == (3,)
+
+
+def test_a_gap_in_a_stream_is_an_error_of_that_request(fake: Running, kv: Client) -> None:
+    request = kv.submit([1], max_tokens=9, tenant="gap")
+    with pytest.raises(ProtocolError, match="gap: token 2 was due and token 3 came"):
+        request.result()
+    fake.expect("Cancel")
+    assert kv.submit([3], max_tokens=1).result().tokens == (3,)
+
+
+def test_a_link_that_gets_writable_just_before_the_wait_is_noticed(fake: Running) -> None:
+    with Client(fake.endpoint) as kv:
+        link = kv._calls.link
+        link.open()
+        assert link.socket is not None
+        assert link.socket.poll(10_000, zmq.POLLOUT)
+        answers = iter((False, True))  # it was not when asked, and is when the wait begins
+        started = time.monotonic()
+        assert drive(kv._calls._until(lambda: next(answers), (), started + 60, for_room=True))
+        assert time.monotonic() - started < 30
+
+
+def test_another_protocol_version_is_named(fake: Running) -> None:
+    with Client(fake.endpoint, name="old") as kv, pytest.raises(VersionMismatch, match="7 to 8"):
+        kv.stats()
+
+
+def test_an_endpoint_that_is_none() -> None:
+    with Client("nonsense") as kv, pytest.raises(InvalidConfiguration, match="nonsense") as raised:
+        kv.stats()
+    assert raised.value.field == "endpoint"
+
+
+@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan"), True, "5", None])
+def test_every_wait_has_an_end(timeout_s: float) -> None:
+    with pytest.raises(InvalidRequest):
+        Client("ipc:///nowhere", timeout_s=timeout_s)
+
+
+def test_closing_twice_and_using_after(fake: Running) -> None:
+    kv = Client(fake.endpoint)
+    request = kv.submit([1], max_tokens=9, tenant="hang")
+    kv.close()
+    kv.close()
+    for use in (kv.stats, request.result):
+        with pytest.raises(Conflict, match="closed"):
+            use()
+
+
+def test_a_client_does_not_survive_a_fork(fake: Running) -> None:
+    script = f"""
+import os
+from kvforge import Client, Conflict
+kv = Client({fake.endpoint!r}, timeout_s=5)
+kv.stats()
+child = os.fork()
+if not child:
+    try:
+        kv.stats()
+    except Conflict as error:
+        kv.close()
+        os._exit(0 if "fork" in str(error) else 1)
+    os._exit(2)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert kv.stats().boot == "b"
+kv.close()
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
+    assert (ran.returncode, ran.stderr) == (0, "")
+
+
+def test_both_clients_have_the_same_methods_and_arguments() -> None:
+    def shape(cls: type) -> dict[str, list[str]]:
+        return {
+            name: list(inspect.signature(member).parameters)
+            for name, member in inspect.getmembers(cls, inspect.isfunction)
+            if not name.startswith("_") or name == "__init__"
+        }
+
+    assert shape(Client) == shape(AsyncClient)
+    for methods in (kvforge.Request, kvforge.AsyncRequest), (kvforge.TextRequest, kvforge.AsyncTextRequest):
+        assert set(shape(methods[0])) == set(shape(methods[1]))
+
+
+def test_asyncio_tasks_share_one_client(fake: Running) -> None:
+    async def read(kv: AsyncClient, start: int) -> tuple[int, ...]:
+        request = await kv.submit([start], max_tokens=6)
+        seen = [token.token_id async for token in request]
+        assert (await request.result()).tokens == tuple(seen)
+        return tuple(seen)
+
+    async def main() -> None:
+        async with AsyncClient(fake.endpoint, timeout_s=5) as kv:
+            got = await asyncio.gather(*(read(kv, 10 * start) for start in range(1, 30)))
+            assert got == [tuple(range(10 * start, 10 * start + 6)) for start in range(1, 30)]
+            assert (await kv.wait_ready(timeout_s=10)).ready
+            requests = [await kv.submit([start], max_tokens=3) for start in (1, 5)]
+            merged = [token.token_id async for _, token in kv.merge(*requests)]
+            assert sorted(merged) == [1, 2, 3, 5, 6, 7]
+            assert (await kv.stats()).uptime_us == 5_000_000
+            assert (await kv.requests(count_max=2)).total == 31
+            with pytest.raises(QueueFull):
+                await kv.submit([1], tenant="refused")
+            await kv.drain()
+        fake.expect("Goodbye")
+
+    asyncio.run(main(), debug=True)
+
+
+def test_asyncio_hears_that_the_coordinator_died(fake: Running) -> None:
+    async def main() -> None:
+        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=60) as kv:
+            other = await kv.submit([4], tenant="hang")
+            request = await kv.submit([4], max_tokens=9, tenant="dies")
+            waits: list[Callable[[], object]] = [request.result, other.result]
+            async with asyncio.timeout(10):
+                outcomes = await asyncio.gather(*(wait() for wait in waits), return_exceptions=True)  # type: ignore[arg-type]
+            assert [type(outcome) for outcome in outcomes] == [CoordinatorUnavailable] * 2
+            assert request.tokens == (4, 5)
+            fake.kill()
+            fake.start()
+            again = await asyncio.gather(*(kv.submit([8], max_tokens=1) for _ in range(3)))
+            assert [(await one.result()).tokens for one in again] == [(8,)] * 3
+
+    asyncio.run(main())
+
+
+def test_asyncio_timeouts_and_cancelled_tasks(fake: Running, folder: Path) -> None:
+    async def main() -> None:
+        async with AsyncClient(fake.endpoint, timeout_s=5) as kv:
+            request = await kv.submit([1], max_tokens=9, tenant="hang")
+            with pytest.raises(DeadlineExceeded):
+                await request.result(timeout_s=0.05)
+            with pytest.raises(TimeoutError):
+                async with asyncio.timeout(0.05):
+                    await kv.submit([1], tenant="late")
+            await kv.health()
+            fake.expect("Cancel")
+            await kv.cancel(request.id)
+            assert (await request.result()).reason == "cancelled"
+        async with AsyncClient(f"ipc://{folder}/nobody.sock", timeout_s=0.2) as nobody:
+            with pytest.raises(CoordinatorUnavailable):
+                await nobody.stats()
+
+    asyncio.run(main())
+
+
+def test_every_error_can_be_caught_by_its_name() -> None:
+    for cls in errors.BY_CODE.values():
+        assert getattr(kvforge, cls.__name__, None) is cls, cls
+        assert cls.__name__ in kvforge.__all__
+
+
+def test_importing_the_client_loads_neither_torch_nor_transformers() -> None:
+    script = """
+import sys
+sys.modules["torch"] = sys.modules["transformers"] = None
+import kvforge, kvforge.cli
+with kvforge.Client("ipc:///nowhere") as kv:
+    assert kv.endpoint
+print("imported")
+"""
+    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "imported\n", "")
