@@ -3,7 +3,7 @@
 ROUTER names connections by random identities and does not tell when one ends. ZeroMQ's own monitor does, by file
 descriptor, and every received frame knows the descriptor it came through: the two together give exact ends, a killed
 process within milliseconds and a silent one within the ZMTP heartbeat timeout. Descriptors are reused, so events are
-always read before a new connection is bound to its descriptor.
+always read before a connection is bound to its descriptor; a hello that outlived its connection is not bound at all.
 """
 
 from __future__ import annotations
@@ -16,6 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from protocol.transport import router
 
+LAST_WORDS_MS = 500
 Frames = Sequence[bytes | memoryview]
 
 
@@ -25,12 +26,13 @@ class Peers:
     def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, numbers: Callable[[], int]) -> None:
         """Binds. Raises zmq.ZMQError."""
         self.socket = router(context)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._numbers = numbers
         self._number_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
         self._by_fd: dict[int, set[int]] = {}
         self._fd_of: dict[int, int] = {}
+        self._open: set[int] = set()
         self._gone: list[int] = []
         self.socket.bind(endpoint)
 
@@ -51,9 +53,11 @@ class Peers:
         """The number of an admitted connection."""
         return self._number_of.get(identity)
 
-    def admit(self, identity: bytes, descriptor: int) -> int:
-        """Gives a connection its number."""
+    def admit(self, identity: bytes, descriptor: int) -> int | None:
+        """Gives a connection its number; None where it has ended already."""
         self.note_ends()
+        if descriptor not in self._open:
+            return None
         number = self._numbers()
         self._number_of[identity] = number
         self._identity_of[number] = identity
@@ -65,7 +69,12 @@ class Peers:
         """Reads the monitor: connections that ended are forgotten here and reported by `take_gone`."""
         while self.monitor.poll(0):
             event = parse_monitor_message(self.monitor.recv_multipart())
-            for number in list(self._by_fd.get(int(event["value"]), ())):
+            descriptor = int(event["value"])
+            if event["event"] == zmq.EVENT_ACCEPTED:
+                self._open.add(descriptor)
+                continue
+            self._open.discard(descriptor)
+            for number in list(self._by_fd.get(descriptor, ())):
                 self.forget(number)
                 self._gone.append(number)
 
@@ -107,7 +116,7 @@ class Peers:
         return True
 
     def close(self) -> None:
-        """Closes the socket; `ipc` files are removed by the server."""
+        """Closes the socket; `ipc` files are removed by the server. What was sent last has a moment to leave."""
         self.socket.disable_monitor()
         self.monitor.close(0)
-        self.socket.close(0)
+        self.socket.close(LAST_WORDS_MS)

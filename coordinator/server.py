@@ -137,8 +137,7 @@ class Server:
         signal.set_wakeup_fd(-1)
         self.clients.close()
         self.workers.close()
-        # A linger for the last Stop; a worker that does not read in that time sees the connection end instead.
-        self.context.destroy(linger=200)
+        self.context.term()
         self.tables.close()
         for name in (CLIENT_SOCKET, WORKER_SOCKET):
             (self.runtime / name).unlink(missing_ok=True)

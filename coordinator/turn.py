@@ -60,8 +60,8 @@ class Transport(Protocol):
     def number(self, identity: bytes) -> int | None:
         """The number of an admitted connection."""
 
-    def admit(self, identity: bytes, descriptor: int) -> int:
-        """Gives a connection its number."""
+    def admit(self, identity: bytes, descriptor: int) -> int | None:
+        """Gives a connection its number; None where it has ended already."""
 
     def note_ends(self) -> None:
         """Looks for connections that ended."""
@@ -145,11 +145,14 @@ class TurnLoop:
         if received is None:
             return False
         identity, descriptor, frames = received
+        message: Message | None = None
         try:
             message = self._client_decoder.decode(frames)
             number = self.clients.number(identity)
             if isinstance(message, Hello):
                 self._greet_client(identity, descriptor, number, message)
+            elif isinstance(message, Goodbye) and number is None:
+                return True  # the end of its connection was noticed first
             elif number is None:
                 raise ProtocolError("a client's first message is hello")
             elif isinstance(message, Goodbye):
@@ -158,7 +161,7 @@ class TurnLoop:
             else:
                 effects += self.machine.apply(FromClient(number, message, self._entropy()), now_us)
         except KvforgeError as error:
-            self._refuse(self.clients, identity, error)
+            self._refuse(self.clients, identity, error, message)
         return True
 
     def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> None:
@@ -166,7 +169,9 @@ class TurnLoop:
         if number is None:
             if len(self.clients) >= self._limits.clients_max:
                 raise CapacityExceeded("clients", 1, 0, "raise limits.clients_max")
-            self.clients.admit(identity, descriptor)
+            number = self.clients.admit(identity, descriptor)
+            if number is None:
+                return
         welcome = Welcome(
             rid=message.rid,
             version=version,
@@ -174,7 +179,7 @@ class TurnLoop:
             tables_path=str(self.tables.path),
             block_size=self.machine.limits.block_size,
         )
-        self.clients.send_to(identity, codec.encode(welcome))
+        self.clients.send(number, codec.encode(welcome))
 
     # -------------------------------------------------------------------------------------------------------- workers
 
@@ -183,6 +188,7 @@ class TurnLoop:
         if received is None:
             return False
         identity, descriptor, frames = received
+        message: Message | None = None
         try:
             message = self._worker_decoder.decode(frames)
             number = self.workers.number(identity)
@@ -190,6 +196,8 @@ class TurnLoop:
                 version = negotiate(message.version_min, message.version_max)
                 self._note_ends(effects, now_us)  # a successor of the same name may be faster than its end
                 number = self.workers.admit(identity, descriptor)
+                if number is None:
+                    return True
                 answers = self.machine.apply(FromWorker(number, message), now_us)
                 if number in self.machine.workers:
                     self.workers.send(number, codec.encode(self._worker_welcome(message.rid, version)))
@@ -202,7 +210,7 @@ class TurnLoop:
             else:
                 effects += self.machine.apply(FromWorker(number, message), now_us)
         except KvforgeError as error:
-            self._refuse(self.workers, identity, error)
+            self._refuse(self.workers, identity, error, message)
         return True
 
     def _worker_welcome(self, rid: int, version: int) -> Message:
@@ -219,8 +227,8 @@ class TurnLoop:
             step_rows_max=limits.step_rows_max,
         )
 
-    def _refuse(self, peers: Transport, identity: bytes, error: KvforgeError) -> None:
-        rid = error.rid if isinstance(error, codec.InvalidMessage) else 0
+    def _refuse(self, peers: Transport, identity: bytes, error: KvforgeError, message: Message | None) -> None:
+        rid = error.rid if isinstance(error, codec.InvalidMessage) else getattr(message, "rid", 0)
         log.warning("refused a message: %s", error)
         peers.send_to(identity, codec.encode(Refused(rid=rid, error=ErrorInfo.of(error))))
 

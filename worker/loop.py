@@ -55,10 +55,10 @@ class Worker:
     def __init__(self, config: WorkerConfig) -> None:
         """Connects lazily. Raises InvalidConfiguration."""
         self.config = config
+        self._stopping = False
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         self._catch_signals()
         self._link = Link(config.runtime_path, self._read_wakeup.fileno())
-        self._stopping = False
         self._rid = 0
         self._model: LoadedModel | None = None
         self._pool: KvPool | None = None

@@ -1,22 +1,46 @@
-"""kvforge drain: no new requests; what runs goes on."""
+"""kvforge drain: no new requests; what runs goes on, and is waited for if that is wanted."""
 
 from __future__ import annotations
 
 import argparse
+import time
 from typing import Any
 
+from kvforge.client import Client
+from protocol.errors import DeadlineExceeded
+
 from . import common
+
+POLL_S = 0.1
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    common.add(subparsers, "drain", run, "Stop admission; what runs goes on.")
+    drain = common.add(subparsers, "drain", run, "Stop admission; what runs goes on.")
+    drain.add_argument(
+        "--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for the last request to end"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
-    """Drains."""
+    """Drains. Raises DeadlineExceeded where something still runs after the wait."""
     with common.open_client(options) as kv:
         kv.drain()
-        left = kv.stats().requests
-    common.say(f"draining: no new requests; {left.running} running, {left.pending} waiting")
+        left = wait(kv, options.wait)
+    if left and options.wait:
+        raise DeadlineExceeded(f"{left} requests still run after {options.wait:g} s; they go on")
     return 0
+
+
+def wait(kv: Client, wait_s: float) -> int:
+    """Waits up to `wait_s` for the last request to end, telling whenever fewer are left. Returns how many are."""
+    deadline, told = time.monotonic() + wait_s, -1
+    while True:
+        requests = kv.stats().requests
+        left = requests.pending + requests.running
+        if left != told:
+            common.say(f"draining: no new requests; {requests.running} running, {requests.pending} waiting")
+        told = left
+        if left == 0 or time.monotonic() >= deadline:
+            return left
+        time.sleep(POLL_S)

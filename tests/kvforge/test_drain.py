@@ -1,4 +1,4 @@
-"""`python -m kvforge.drain`, against a coordinator that is played by hand."""
+"""`kvforge drain --wait`, against a coordinator that is played by hand."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any, Self
 
 import pytest
 
-from kvforge import drain
+from kvforge.cli import main
+from kvforge.commands import common, drain
+from kvforge.exits import OK, TIMED_OUT, UNAVAILABLE
 from protocol.errors import CoordinatorUnavailable
 
 
 class Played:
-    """Answers `stats` with these counts of running requests, one after the other, then with the last for ever."""
+    """Answers `stats` with these counts of requests, one after the other, then with the last for ever."""
 
     def __init__(self, *running: int) -> None:
         self.running = list(running)
@@ -33,26 +35,40 @@ class Played:
         return SimpleNamespace(requests=SimpleNamespace(pending=left // 2, running=left - left // 2))
 
 
-def test_admission_stops_first_and_the_end_is_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    played = Played(3, 1, 0)
-    monkeypatch.setattr(drain, "Client", lambda name: played)
+def test_admission_stops_first_and_progress_is_told_until_the_end(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = Played(3, 3, 1, 0)
+    monkeypatch.setattr(common, "open_client", lambda options: played)
     monkeypatch.setattr(drain, "POLL_S", 0.0)
-    assert drain.main(["--wait", "60"]) == 0
-    assert played.said == ["drain", "3", "1", "0", "close"]
+    assert main(["drain", "--wait", "60"]) == OK
+    assert played.said == ["drain", "3", "3", "1", "0", "close"]
+    told = [line for line in capsys.readouterr().err.splitlines() if "draining" in line]
+    assert [line.split("; ")[1] for line in told] == [
+        "2 running, 1 waiting",
+        "1 running, 0 waiting",
+        "0 running, 0 waiting",
+    ]
 
 
 def test_what_does_not_end_in_time_is_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(drain, "Client", lambda name: Played(2))
-    assert drain.main(["--wait", "0"]) == 1
-    assert capsys.readouterr().err == "kvforge drain: 2 requests still run after 0 s\n"
+    monkeypatch.setattr(common, "open_client", lambda options: Played(2))
+    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    assert main(["drain", "--wait", "0.01"]) == TIMED_OUT
+    assert "2 requests still run after 0.01 s" in capsys.readouterr().err
+
+
+def test_without_a_wait_it_tells_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(common, "open_client", lambda options: Played(2))
+    assert main(["drain"]) == OK
 
 
 def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    def nobody(name: str) -> Any:
+    def nobody(options: object) -> Any:
         raise CoordinatorUnavailable("nobody answers")
 
-    monkeypatch.setattr(drain, "Client", nobody)
-    assert drain.main([]) == 1
-    assert capsys.readouterr().err == "kvforge drain: nobody answers\n"
+    monkeypatch.setattr(common, "open_client", nobody)
+    assert main(["drain", "--wait", "1"]) == UNAVAILABLE
+    assert capsys.readouterr().err == "kvforge: nobody answers\n"
