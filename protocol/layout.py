@@ -10,7 +10,7 @@ One file, little-endian, every array aligned to a cache line:
     row_sequence      [slots] int64   id of the sequence in the slot, 0 = none
     block_refcount    [blocks] int32
     block_generation  [blocks] int32
-    block_owner       [blocks] int32  tenant that the block is charged to, -1 = none
+    block_owner       [blocks] int32  number of the tenant that the block is charged to, 0 = none
     block_table       [slots, blocks_per_sequence] int32   global block ids
 
 Untouched pages of the file take no memory, so the limits may be generous.

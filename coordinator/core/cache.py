@@ -44,7 +44,10 @@ class Residence:
 
 
 class Cache:
-    """Pools, prefix indexes and sequences under one roof."""
+    """Pools, prefix indexes and sequences under one roof.
+
+    largest_pool: blocks of the largest pool so far; a worker that is away for a while may come back.
+    """
 
     def __init__(self, limits: Limits, hash_key: bytes) -> None:
         self.limits = limits
@@ -56,6 +59,7 @@ class Cache:
         self._store = PrefixStore(limits.blocks_max, limits.block_size)
         self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
         self._epochs = 0
+        self.largest_pool = 0
         self.evicted_sequences_total = 0
 
     # -------------------------------------------------------------------------------------------------------- groups
@@ -80,15 +84,18 @@ class Cache:
             number, worker, name, self._epochs, base, blocks, stores, model, bytes_per_block, kv_dtype, device
         )
         self.groups[number] = group
+        self.largest_pool = max(self.largest_pool, blocks)
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
 
-    def drop_group(self, group: Group) -> Slots:
+    def drop_group(self, group: Group, now_us: int) -> Slots:
         """The worker is gone and its KV with it. Its sequences keep their tokens; returns their slots."""
         s, pool, blocks = self.sequences, group.pool, self.blocks
         slots = np.flatnonzero(s.pool == group.number)
         ids = np.arange(pool.base, pool.base + pool.count)
         self.refs.forget_pool(pool.base, pool.count)
+        for tenant in range(len(self.tenants.names)):
+            self.tenants.past_byte_seconds[tenant] += pool.block_us(tenant, now_us) * group.bytes_per_block / 1e6
         blocks.refcount[ids] = 0
         blocks.generation[ids] += 1
         blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
@@ -97,6 +104,7 @@ class Cache:
         for slot in slots.tolist():
             self._forget_kv(slot)
         s.settle(group.number, np.iinfo(np.int64).max)
+        s.read_step[s.read_pool == group.number] = 0
         del self.groups[group.number]
         return slots
 
@@ -136,11 +144,26 @@ class Cache:
                 partial = (block, common)
         return Residence(group, hits, partial, self.sequences.blocks_for(tokens.size) - hits.size)
 
+    def with_room(self, residence: Residence, tenant: int, spare: int, asking: Slots) -> Residence:
+        """The residence, or the same without its partial copy: that one's source must stay, which may be too much.
+
+        spare: blocks that are to be left over. Raises CapacityExceeded where there is no room for either.
+        """
+        group, needed = residence.group, residence.needed + spare
+        try:
+            self.check_room(group, tenant, needed, residence.keep, asking)
+        except CapacityExceeded:
+            if not residence.partial[1]:
+                raise
+            residence = Residence(group, residence.hits, (-1, 0), residence.needed)
+            self.check_room(group, tenant, needed, residence.keep, asking)
+        return residence
+
     def settle_in(self, slot: int, residence: Residence, now_us: int) -> None:
         """Gives a non-resident sequence its blocks. Raises CapacityExceeded (idle sequences are evicted before)."""
         s, group = self.sequences, residence.group
         pool, hits, tenant = group.pool, residence.hits, int(s.tenant[slot])
-        assert s.pool[slot] == NO_POOL
+        assert s.pool[slot] == NO_POOL and not self.still_read(slot)
         self.make_room(group, tenant, residence.needed, residence.keep, slot, now_us)
         block, common = residence.partial
         pool.hold(residence.keep)
@@ -169,8 +192,16 @@ class Cache:
             return 0
         group = self.groups[int(s.pool[slot])]
         dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]), now_us)
+        if s.last_step[slot] > group.pool.settled_step:
+            s.read_pool[slot], s.read_step[slot] = group.number, s.last_step[slot]
         self._forget_kv(slot)
         return dead
+
+    def still_read(self, slot: int) -> bool:
+        """Whether a step under way may read the row of a sequence whose blocks were taken away."""
+        s = self.sequences
+        group = self.groups.get(int(s.read_pool[slot]))
+        return group is not None and bool(s.read_step[slot] > group.pool.settled_step)
 
     def _release(self, group: Group, ids: BlockIds, last_step: int, now_us: int) -> int:
         dead = group.pool.release(ids, last_step, now_us)
@@ -189,10 +220,8 @@ class Cache:
     def remove(self, slot: int, now_us: int) -> int:
         """Ends a sequence: every block that it alone held is back. Returns how many."""
         s = self.sequences
-        pool, last = int(s.pool[slot]), int(s.last_step[slot])
-        reading = pool != NO_POOL and last > self.groups[pool].pool.settled_step
         dead = self.release_kv(slot, now_us)
-        s.give(slot, pool, last if reading else 0)
+        s.give(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
         return dead
 
     # ------------------------------------------------------------------------------------------------------- growing
@@ -361,7 +390,7 @@ class Cache:
         pool = group.pool
         if pool.available(tenant, keep) >= count:
             return NO_BLOCKS
-        victims = self._victims(group, tenant, count, keep, asking) if self.limits.policy == "lru" else None
+        victims = self._victims(group, tenant, count, keep, asking)
         if victims is None:
             raise pool.shortage(tenant, count)
         return victims
@@ -377,9 +406,15 @@ class Cache:
     def _victims(
         self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int
     ) -> npt.NDArray[np.int64] | None:
-        """Idle client sequences whose eviction is enough; None where none is. Own ones first at the ceiling."""
+        """Idle client sequences whose eviction is enough; None where none is. Own ones first at the ceiling.
+
+        Under policy `none` only those that a waiting request will continue: it computes them again when its turn comes,
+        and without that, waiting requests could hold what the running one needs, for ever.
+        """
         s, blocks, pool = self.sequences, self.blocks, group.pool
         idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.settled_step)
+        if self.limits.policy == "none":
+            idle &= s.request != 0
         idle[asking] = False
         candidates = np.flatnonzero(idle)
         candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
@@ -434,9 +469,8 @@ class Cache:
         s, size = self.sequences, self.limits.block_size
         for i, block in enumerate(s.blocks_of(slot).tolist()):
             if self.blocks.indexed[block]:
-                assert (i + 1) * size <= s.length[slot], "an indexed block is not full"
-                own = s.tokens[slot, i * size : (i + 1) * size]
-                assert (self._store.tokens[block] == own).all(), "an indexed block holds other tokens"
+                own = s.tokens[slot, i * size : min((i + 1) * size, int(s.length[slot]))]
+                assert (self._store.tokens[block][: own.size] == own).all(), "an indexed block holds other tokens"
         assert s.hashed[slot] * size <= s.computed[slot] or s.pool[slot] == NO_POOL, "a block was indexed too early"
 
     def is_cached(self, block_id: int) -> bool:

@@ -201,7 +201,7 @@ class Explainer:
         index = tenants.peek(name)
         if not index:
             raise NotFound(f"there is no tenant {name!r}", tenant=name)
-        sentences, total, integral, live = [], 0, 0.0, 0
+        sentences, total, integral, live = [], 0, float(tenants.past_byte_seconds[index]), 0
         for group in cache.groups.values():
             usage, each = int(group.pool.usage[index]), group.bytes_per_block
             total += usage * each

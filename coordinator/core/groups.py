@@ -17,11 +17,14 @@ from .tenants import Tenants
 
 
 class SentStep(msgspec.Struct, frozen=True, eq=False):
-    """What the core remembers of a step until its result arrives. Arrays are [rows] int64."""
+    """What the core remembers of a step until its result arrives. Arrays are [rows] int64.
+
+    serials: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
+    """
 
     step_id: int
     slots: npt.NDArray[np.int64]
-    requests: npt.NDArray[np.int64]
+    serials: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     samples: npt.NDArray[np.bool_]
     sent_us: int

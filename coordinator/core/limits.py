@@ -54,8 +54,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfiguration(
                 "blocks_per_sequence_max", f"{self.context_tokens_max} tokens of context do not fit 32 bits"
             )
-        if len(self.quotas) >= self.tenants_max:
-            raise InvalidConfiguration("quotas", f"more than tenants_max - 1 = {self.tenants_max - 1} tenants")
+        if len(self.quotas) > self.tenants_max:
+            raise InvalidConfiguration("quotas", f"more than tenants_max = {self.tenants_max} tenants")
         for tenant, quota in self.quotas.items():
             if quota.floor < 0 or quota.ceiling < 0:
                 raise InvalidConfiguration(f"quotas.{tenant}", "floor and ceiling are counts of blocks, 0 or more")

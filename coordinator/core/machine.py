@@ -340,6 +340,8 @@ class Machine:
             self._drop_worker(event.worker, str(error), now_us)
 
     def _worker_hello(self, number: int, message: WorkerHello) -> None:
+        if number in self.workers:
+            raise ProtocolError("worker_hello was sent twice")
         if any(worker.name == message.name for worker in self.workers.values()):
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
         self.workers[number] = Worker(number, message.name, message.pid)
@@ -348,6 +350,8 @@ class Machine:
         worker.phase, worker.progress = message.phase, message.progress
 
     def _worker_ready(self, worker: Worker, message: WorkerReady, now_us: int) -> None:
+        if worker.group is not None:
+            raise ProtocolError(f"worker {worker.name}: worker_ready was sent twice")
         validate.worker_ready(worker.name, message, self.limits)
         others = bool(self.cache.groups) or bool(self.requests.live)
         if self.model is not None and others and self.model.fingerprint != message.model.fingerprint:
@@ -365,12 +369,13 @@ class Machine:
             message.device,
         )
         worker.phase, worker.progress = "ready", 1.0
-        self.model = message.model
+        first, self.model = self.model is None, message.model
         self.sequences.vocab_size = message.model.vocab_size
         reply = PoolRegistered(rid=message.rid, epoch=worker.group.epoch, base_block=worker.group.pool.base)
         self._effects.append(ToWorker(worker.number, reply))
         self._log("info", f"worker {worker.name} is ready: {message.blocks} blocks, {message.model.name}")
-        self._recheck_waiting(now_us)
+        if first:
+            self._recheck_waiting(now_us)
 
     def _recheck_waiting(self, now_us: int) -> None:
         """Requests that came before the model was known are held to its limits now."""
@@ -413,7 +418,7 @@ class Machine:
         running = [self.requests.live[int(s.request[slot])] for slot in self._active_slots(worker.group)]
         for request in sorted(running, key=lambda r: -r.admitted_order):
             self.scheduler.requeue(request, now_us)
-        self.cache.drop_group(worker.group)
+        self.cache.drop_group(worker.group, now_us)
 
     def _active_slots(self, group: Group) -> list[int]:
         active = self.cache.sequences.running & (self.cache.sequences.pool == group.number)

@@ -28,7 +28,7 @@ class Outcomes:
         tokens, logprobs, errors = self._aligned(group, sent, result)
         s, runs = self._cache.sequences, self._scheduler.runs
         group.sent.popleft()
-        live = s.request[sent.slots] == sent.requests
+        live = runs.serial[sent.slots] == sent.serials
         failed = np.isin(sent.slots, np.fromiter(errors, np.int64, len(errors)))
         good = live & ~failed
         slots = sent.slots[good]

@@ -51,7 +51,9 @@ class Refs:
         if holder not in names:
             raise NotAHolder(block, holder)
         self._forget(block, holder)
-        group.pool.release(np.array([block], np.int64), 0, now_us)
+        ids = np.array([block], np.int64)
+        if group.pool.release(ids, 0, now_us):
+            group.forget_copies(ids)
 
     def check_generation(self, block: int, generation: int) -> None:
         """Raises StaleGeneration where a generation is named (not -1) and is not the block's."""

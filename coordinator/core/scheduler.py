@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import CapacityExceeded
+from protocol.errors import CapacityExceeded, QuotaExceeded
 from protocol.messages import NO_INT32, RowStart, Step
 
 from .cache import Cache, Residence
@@ -31,6 +31,7 @@ class Runs:
         self.limit = np.zeros(slots, np.int64)
         self.base = np.zeros(slots, np.int64)
         self.order = np.zeros(slots, np.int64)
+        self.serial = np.zeros(slots, np.int64)
         self.client = np.zeros(slots, np.int64)
         self.stream = np.zeros(slots, np.bool_)
         self.stops = np.full((slots, stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
@@ -56,6 +57,7 @@ class Scheduler:
         self.waiting: deque[Request] = deque()
         self.runs = Runs(self._limits.sequences_max, self._limits.stop_tokens_max)
         self._orders = 0
+        self._starts = 0
         self._sequence_ids: Callable[[], int] = _unset
         self.preemptions_total = 0
 
@@ -75,6 +77,7 @@ class Scheduler:
         self.vacate(request, now_us)
         if request.sequence_id:
             self._cache.release_kv(slot, now_us)
+            self._cache.sequences.request[slot] = request.id
         request.move("preempt")
         at = next((i for i, r in enumerate(self.waiting) if not 0 < r.admitted_order < request.admitted_order), None)
         self.waiting.insert(len(self.waiting) if at is None else at, request)
@@ -83,6 +86,7 @@ class Scheduler:
         """Moves requests from the head of the queue to groups that have room, in order; yields each."""
         while self.waiting:
             request = self.waiting[0]
+            self._leave_small_pool(request, now_us)
             residence = self._choose(request)
             if residence is None:
                 return
@@ -94,7 +98,7 @@ class Scheduler:
         """The group for a request: the longest cached prefix first, the most free blocks second."""
         cache, s = self._cache, self._cache.sequences
         slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
-        if slot == NO_SLOT and not s.slots_free:
+        if not s.slots_free if slot == NO_SLOT else cache.still_read(slot):
             return None
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
         tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
@@ -102,7 +106,7 @@ class Scheduler:
             request.hashes = cache.hashes(request.salt, tokens)
         best, best_rank = None, (-1, -1)
         for group in cache.groups.values():
-            if resident and s.pool[slot] != group.number:
+            if (resident and s.pool[slot] != group.number) or not self._could_hold(group, request):
                 continue
             running = self.running_in(group)
             if running >= self._limits.step_rows_max:
@@ -113,13 +117,28 @@ class Scheduler:
                 residence = cache.plan_residence(group, request.salt, tokens, request.hashes)
             asking = np.array([slot] if slot != NO_SLOT else [], np.int64)
             try:
-                cache.check_room(group, request.tenant, residence.needed + self.spare(group), residence.keep, asking)
+                residence = cache.with_room(residence, request.tenant, self.spare(group), asking)
             except CapacityExceeded:
                 continue
             rank = (residence.cached_tokens(self._limits.block_size), group.pool.available(request.tenant) - running)
             if rank > best_rank:
                 best, best_rank = residence, rank
         return best
+
+    def _could_hold(self, group: Group, request: Request) -> bool:
+        """Whether all that the request may come to need could ever be in the group's pool."""
+        cache = self._cache
+        needed = cache.sequences.blocks_for(request.prompt.size + request.max_tokens)
+        return needed <= group.pool.count - cache.tenants.reserved_for_others(cache.tenants.names[request.tenant])
+
+    def _leave_small_pool(self, request: Request, now_us: int) -> None:
+        """A sequence that lives where its request could never end gives up its KV, if another pool can hold it."""
+        s, groups = self._cache.sequences, self._cache.groups
+        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        if slot == NO_SLOT or s.pool[slot] == NO_POOL or self._could_hold(groups[int(s.pool[slot])], request):
+            return
+        if any(self._could_hold(group, request) for group in groups.values()):
+            self._cache.release_kv(slot, now_us)
 
     def spare(self, group: Group) -> int:
         """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt."""
@@ -150,6 +169,8 @@ class Scheduler:
         request.move("schedule")
         s.request[slot] = request.id
         s.running[slot] = True
+        self._starts += 1
+        self.runs.serial[slot] = self._starts
         self.runs.start(slot, request, request.prompt.size, group.model.eos_tokens, request.admitted_order)
         group.started_slots.append(slot)
 
@@ -184,6 +205,7 @@ class Scheduler:
         request.logprobs = s.logprobs[slot, base:length].copy()
         request.slot = NO_SLOT
         s.running[slot] = False
+        self.runs.serial[slot] = 0
         s.request[slot] = 0
         for group in self._cache.groups.values():
             if slot in group.started_slots:
@@ -203,6 +225,8 @@ class Scheduler:
         mine = np.flatnonzero(s.running & (s.pool == group.number))
         target = s.length[mine] + s.pending[mine]
         left = np.where(target < runs.limit[mine], target - s.scheduled[mine], 0)
+        if not left.any() and not group.owes_copies:
+            return None
         decodes = self._decodes(group, mine[left == 1], now_us)
         counts = np.ones(decodes.size, np.int64)
         slots, counts = self._prefills(group, mine[left > 1], decodes, counts, now_us)
@@ -265,12 +289,15 @@ class Scheduler:
             samples = start + count == target
             try:
                 self._cache.reserve(np.array([slot]), start, start + count, target + samples, now_us)
-            except CapacityExceeded:
+            except CapacityExceeded as error:
                 if group.pool.quarantined:  # blocks come back with the next result: better to wait than to preempt
                     return False
                 mine = np.flatnonzero(s.running & (s.pool == group.number))
+                if isinstance(error, QuotaExceeded):  # only the tenant's own blocks count against its ceiling
+                    mine = mine[s.tenant[mine] == s.tenant[slot]]
                 victim = int(mine[np.argmax(runs.order[mine])])
-                if mine.size == 1:
+                shares = bool(self._cache.unwritable(np.array([slot]), start, start + count)[0].size)
+                if mine.size == 1 and not shares:  # where it shares, it starts again on blocks of its own
                     return False
                 self.preemptions_total += 1
                 self.requeue(self._requests.live[int(s.request[victim])], now_us)
@@ -291,8 +318,7 @@ class Scheduler:
         s.scheduled[slots] += counts
         s.pending[slots] += samples
         s.last_step[slots] = step_id
-        requests = s.request[slots]
-        group.sent.append(SentStep(step_id, slots, requests, counts, samples, now_us))
+        group.sent.append(SentStep(step_id, slots, self.runs.serial[slots], counts, samples, now_us))
         self._requests.computed_tokens_total += int(counts.sum())
         return Step(
             step_id=step_id,

@@ -91,7 +91,7 @@ class SequenceCommands:
         for group in cache.groups.values():
             residence = cache.plan_residence(group, salt, message.tokens, hashes)
             try:
-                cache.check_room(group, tenant, residence.needed, residence.keep, np.zeros(0, np.int64))
+                residence = cache.with_room(residence, tenant, 0, np.zeros(0, np.int64))
             except CapacityExceeded as error:
                 refusal = error
                 continue

@@ -5,7 +5,8 @@ For a resident one, positions [0, computed) have KV that a worker acknowledged, 
 under way will have written, and `pending` further tokens are being sampled by those steps. Blocks held are always
 ceil((length + pending) / block_size).
 
-A slot is given out again only when every step that may read its row of the shared table is over.
+A slot is given out again only when every step that may read its row of the shared table is over; nor does a sequence
+whose blocks were taken away get others before that. `read_step` of pool `read_pool` is the last such step.
 """
 
 from __future__ import annotations
@@ -39,6 +40,8 @@ class Sequences:
         self.pending = np.zeros(n, np.int64)
         self.used = np.zeros(n, np.int64)
         self.last_step = np.zeros(n, np.int64)
+        self.read_pool = np.zeros(n, np.int64)
+        self.read_step = np.zeros(n, np.int64)
         self.salt = np.zeros(n, np.int64)
         self.hashed = np.zeros(n, np.int64)
         self.chain = np.zeros(n, np.uint64)
@@ -104,6 +107,7 @@ class Sequences:
             array[slot] = 0
         for array in (self.accessed_us, self.accesses, self.idle_ttl_us, self.resident_us):
             array[slot] = 0
+        self.read_pool[slot] = self.read_step[slot] = 0
         self.chain[slot] = 0
         self.owned[slot] = False
         self.pool[slot] = NO_POOL

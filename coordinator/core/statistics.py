@@ -88,7 +88,8 @@ def tenant_stats(cache: Cache, now_us: int) -> tuple[TenantStats, ...]:
             prefix_queried_tokens_total=int(tenants.prefix_queried_tokens[i]),
             prefix_hit_tokens_total=int(tenants.prefix_hit_tokens[i]),
             bytes=sum(int(group.pool.usage[i]) * group.bytes_per_block for group in groups),
-            byte_seconds=sum(group.pool.block_us(i, now_us) * group.bytes_per_block / 1e6 for group in groups),
+            byte_seconds=float(tenants.past_byte_seconds[i])
+            + sum(group.pool.block_us(i, now_us) * group.bytes_per_block / 1e6 for group in groups),
             floor=int(tenants.floor[i]),
             ceiling=0 if tenants.ceiling[i] == NO_CEILING else int(tenants.ceiling[i]),
         )

@@ -22,10 +22,11 @@ class Tenants:
         self._limits = limits
         self._index: dict[str, int] = {}
         self.names: list[str] = [""]
-        self.floor = np.zeros(limits.tenants_max, np.int64)
-        self.ceiling = np.full(limits.tenants_max, NO_CEILING, np.int64)
-        self.prefix_queried_tokens = np.zeros(limits.tenants_max, np.int64)
-        self.prefix_hit_tokens = np.zeros(limits.tenants_max, np.int64)
+        self.floor = np.zeros(limits.tenants_max + 1, np.int64)
+        self.ceiling = np.full(limits.tenants_max + 1, NO_CEILING, np.int64)
+        self.prefix_queried_tokens = np.zeros(limits.tenants_max + 1, np.int64)
+        self.prefix_hit_tokens = np.zeros(limits.tenants_max + 1, np.int64)
+        self.past_byte_seconds = np.zeros(limits.tenants_max + 1, np.float64)  # in pools that are gone
         for name, quota in limits.quotas.items():
             index = self.intern(name)
             self.floor[index] = quota.floor
@@ -38,7 +39,7 @@ class Tenants:
             return
         if not 0 < len(name) <= NAME_LENGTH_MAX or not name.isprintable():
             raise InvalidRequest("tenant", f"a tenant's name is 1 to {NAME_LENGTH_MAX} printable characters")
-        if len(self.names) >= self._limits.tenants_max:
+        if len(self.names) > self._limits.tenants_max:
             raise CapacityExceeded("tenants", 1, 0, "raise limits.tenants_max")
 
     def intern(self, name: str) -> int:
@@ -53,6 +54,10 @@ class Tenants:
     def peek(self, name: str) -> int:
         """The tenant's index, 0 for a name that was never seen (nobody has no quota)."""
         return self._index.get(name, 0)
+
+    def reserved_for_others(self, name: str) -> int:
+        """Blocks of each pool that no one but other tenants than this one, known or not, may take."""
+        return int(self.floor.sum() - self.floor[self._index.get(name, 0)])
 
     def ceiling_of(self, name: str) -> int:
         """The most blocks of one pool that the tenant may occupy, known or not."""

@@ -89,9 +89,12 @@ def fits(
         )
     tokens("prompt", prompt, model.vocab_size if model else VOCABULARY_UNKNOWN)
     needed = cache.sequences.blocks_for(total)
-    largest = max((group.pool.count for group in cache.groups.values()), default=needed)
-    if needed > largest:
-        raise InvalidRequest("max_tokens", f"{total} tokens need {needed} blocks; the largest pool has {largest}")
+    largest = cache.largest_pool
+    reserved = cache.tenants.reserved_for_others(tenant)
+    if largest and needed > largest - reserved:
+        held_back = f", {reserved} of them reserved for other tenants" if reserved else ""
+        problem = f"{total} tokens need {needed} blocks; the largest pool has {largest}{held_back}"
+        raise InvalidRequest("max_tokens", problem)
     ceiling = cache.tenants.ceiling_of(tenant)
     if needed > ceiling:
         raise QuotaExceeded(tenant, needed, ceiling)

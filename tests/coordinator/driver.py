@@ -1,0 +1,452 @@
+"""A small world around coordinator.core.machine.Machine: clients, workers that answer steps, and a clock moved by hand.
+
+The fake worker has a real KV memory: the cell of a position holds a fingerprint of every token up to it, computed from
+the cell before it *as the worker finds it in its own memory*. The next token is a function of the last fingerprint. A
+block that was corrupted, lost, shared wrongly or copied too late therefore shows as a wrong token.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.core.events import (
+    ClientGone,
+    DropWorker,
+    Effect,
+    Event,
+    FromClient,
+    FromWorker,
+    Log,
+    ToClient,
+    ToWorker,
+    Turn,
+    WorkerGone,
+)
+from coordinator.core.limits import Limits
+from coordinator.core.machine import Machine
+from protocol.errors import GpuError, KvforgeError, restore
+from protocol.messages import (
+    Append,
+    BlockCount,
+    BlockInfo,
+    Cancel,
+    CreateSequence,
+    Ended,
+    ErrorInfo,
+    Explain,
+    Explanation,
+    Fork,
+    GetBlock,
+    GetRequest,
+    GetSequence,
+    GetStats,
+    GetTokens,
+    Message,
+    ModelInfo,
+    PoolRegistered,
+    RefBlock,
+    Refused,
+    RemoveSequences,
+    RequestInfo,
+    RowError,
+    Sampling,
+    SequenceInfo,
+    Stats,
+    Step,
+    StepResult,
+    Stream,
+    Submit,
+    UnrefBlock,
+    WorkerHello,
+    WorkerReady,
+)
+from tests.simulation.digest import refusal_digest
+
+VOCABULARY = 1000
+BYTES_PER_BLOCK = 4096
+MASK = (1 << 64) - 1
+SMALL: dict[str, Any] = {
+    "block_size": 4,
+    "sequences_max": 16,
+    "blocks_max": 64,
+    "blocks_per_sequence_max": 16,
+    "tenants_max": 8,
+    "queue_max": 32,
+    "step_tokens_max": 32,
+    "step_rows_max": 8,
+}
+GREEDY = Sampling(temperature=0.0, seed=1)
+
+
+def fingerprint(before: int, token: int) -> int:
+    """The fingerprint of a context that is one token longer."""
+    return (before * 6364136223846793005 + token + 1442695040888963407) & MASK
+
+
+def choose(context: int, vocabulary: int) -> int:
+    """The token that follows a context."""
+    return (context >> 33) % vocabulary
+
+
+def continuation(prompt: Sequence[int], count: int, vocabulary: int = VOCABULARY) -> list[int]:
+    """What a request with this prompt must generate, computed without any block."""
+    context, answer = 1, []
+    for token in prompt:
+        context = fingerprint(context, token)
+    for _ in range(count):
+        answer.append(choose(context, vocabulary))
+        context = fingerprint(context, answer[-1])
+    return answer
+
+
+def model_info(name: str = "m", vocabulary: int = VOCABULARY, context: int = 1 << 20, eos: Any = ()) -> ModelInfo:
+    """A model as a worker announces it."""
+    return ModelInfo(
+        name=name,
+        source=name,
+        architecture="fake",
+        fingerprint=f"fingerprint of {name}",
+        vocab_size=vocabulary,
+        context_tokens_max=context,
+        eos_tokens=eos,
+    )
+
+
+class FakeWorker:
+    """Executes steps on its own KV memory, reading block tables when it runs, not when the step was planned."""
+
+    def __init__(self, machine: Machine, number: int, name: str, blocks: int, model: ModelInfo) -> None:
+        self.machine, self.number, self.name, self.blocks, self.model = machine, number, name, blocks, model
+        self.inbox: deque[Step] = deque()
+        self.steps: list[Step] = []
+        self.kv: dict[tuple[int, int], int] = {}
+        self.last_token: dict[int, int] = {}
+        self.poison: set[int] = set()
+        self.epoch = self.base = -1
+        self.dropped = ""
+
+    def take(self, step: Step) -> None:
+        """A step arrives: it is within every limit, and writes only blocks that it may write."""
+        limits, cache = self.machine.limits, self.machine.cache
+        assert step.slots.size <= limits.step_rows_max
+        assert step.counts.sum() == step.tokens.size <= limits.step_tokens_max
+        assert step.slots.size == np.unique(step.slots).size
+        assert step.counts.size == 0 or step.counts.min() >= 1
+        for slot, start, count in zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True):
+            columns = np.arange(start // limits.block_size, -(-(start + count) // limits.block_size))
+            ids = cache.sequences.table[slot, columns]
+            assert (cache.blocks.refcount[ids] <= 1).all(), "a step writes a shared block"
+            assert not cache.blocks.indexed[ids].any(), "a step writes an indexed block"
+        self.inbox.append(step)
+        self.steps.append(step)
+        assert len(self.inbox) <= limits.steps_in_flight_max
+
+    def execute(self, step: Step) -> StepResult:
+        """Copies, then KV and attention, then sampling."""
+        triples = step.copies.reshape(-1, 3).tolist()
+        assert not {source for source, _, _ in triples} & {target for _, target, _ in triples}
+        for source, target, count in triples:
+            for offset in range(count):
+                self.kv[target, offset] = self.kv[source, offset]
+        for begin in step.begins:
+            self.last_token.pop(begin.slot, None)
+        sampled: list[int] = []
+        errors: list[RowError] = []
+        fed = 0
+        rows = zip(*(a.tolist() for a in (step.slots, step.starts, step.counts, step.samples)), strict=True)
+        for slot, start, count, sample in rows:
+            tokens = [self.last_token.get(slot, -1) if t == -1 else t for t in step.tokens[fed : fed + count].tolist()]
+            fed += count
+            if self.poison & set(tokens) or -1 in tokens:  # the row itself or its step before failed
+                errors.append(RowError(slot, ErrorInfo.of(GpuError("a poisoned token"))))
+                continue
+            context = self._feed(slot, start, tokens)
+            if sample:
+                self.last_token[slot] = choose(context, self.model.vocab_size)
+                sampled.append(slot)
+        return StepResult(
+            step_id=step.step_id,
+            epoch=self.epoch,
+            errors=tuple(errors),
+            slots=np.array(sampled, np.int32),
+            tokens=np.array([self.last_token[slot] for slot in sampled], np.int32),
+            logprobs=np.zeros(len(sampled), np.float32),
+        )
+
+    def _feed(self, slot: int, start: int, tokens: list[int]) -> int:
+        table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.block_size
+        context = self.kv[table[(start - 1) // size], (start - 1) % size] if start else 1
+        for position, token in enumerate(tokens, start):
+            context = fingerprint(context, token)
+            self.kv[table[position // size], position % size] = context
+        return context
+
+
+class Driver:
+    """One machine, its clients and its workers. Invariants are checked after every event."""
+
+    def __init__(self, start_us: int = 1_000_000, **limits: Any) -> None:
+        self.machine = Machine(Limits(**{**SMALL, **limits}), "boot", b"a key", start_us)
+        self.now_us = start_us
+        self.workers: list[FakeWorker] = []
+        self.streamed: dict[int, list[int]] = {}
+        self.ended: dict[int, Ended] = {}
+        self.logs: list[Log] = []
+        self._numbers = 0
+        self._rid = 0
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def apply(self, event: Event) -> list[Effect]:
+        """Applies an event now, and delivers its effects."""
+        effects = self.machine.apply(event, self.now_us)
+        self.machine.check_invariants()
+        for effect in effects:
+            if isinstance(effect, ToWorker):
+                self._to_worker(effect)
+            elif isinstance(effect, ToClient) and isinstance(effect.message, Stream):
+                self._stream(effect.message)
+            elif isinstance(effect, DropWorker):
+                self._drop(effect)
+            elif isinstance(effect, Log):
+                self.logs.append(effect)
+        return effects
+
+    def _to_worker(self, effect: ToWorker) -> None:
+        worker = next((w for w in self.workers if w.number == effect.worker), None)
+        if worker is not None and isinstance(effect.message, Step):
+            worker.take(effect.message)
+        elif worker is not None and isinstance(effect.message, PoolRegistered):
+            worker.epoch, worker.base = effect.message.epoch, effect.message.base_block
+
+    def _stream(self, message: Stream) -> None:
+        rows = zip(message.request_ids.tolist(), message.offsets.tolist(), message.tokens.tolist(), strict=True)
+        for request_id, offset, token in rows:
+            received = self.streamed.setdefault(request_id, [])
+            assert offset == len(received), "a streamed token was repeated or lost"
+            assert request_id not in self.ended, "a token after the end"
+            received.append(token)
+        for ended in message.ended:
+            assert ended.request_id not in self.ended, "a request ended twice"
+            self.ended[ended.request_id] = ended
+
+    def _drop(self, effect: DropWorker) -> None:
+        for worker in self.workers:
+            if worker.number == effect.worker:
+                worker.dropped = effect.reason
+        self.workers = [worker for worker in self.workers if worker.number != effect.worker]
+
+    def advance(self, us: int) -> None:
+        """Time passes."""
+        self.now_us += us
+
+    def turn(self) -> list[Effect]:
+        """One loop turn: steps are planned and streams flushed."""
+        return self.apply(Turn())
+
+    # --------------------------------------------------------------------------------------------------------- workers
+
+    def add_worker(self, blocks: int, name: str = "", model: ModelInfo | None = None) -> FakeWorker:
+        """A worker connects and registers a pool."""
+        self._numbers += 1
+        worker = FakeWorker(self.machine, self._numbers, name or f"w{self._numbers}", blocks, model or model_info())
+        self.workers.append(worker)
+        self.apply(FromWorker(worker.number, WorkerHello(rid=1, name=worker.name, pid=1)))
+        self.apply(FromWorker(worker.number, self.ready(worker)))
+        return worker
+
+    def ready(self, worker: FakeWorker) -> WorkerReady:
+        """What a worker sends when its pool is allocated."""
+        return WorkerReady(
+            rid=2,
+            model=worker.model,
+            blocks=worker.blocks,
+            bytes_per_block=BYTES_PER_BLOCK,
+            kv_dtype="float32",
+            device="cpu",
+        )
+
+    def lose(self, worker: FakeWorker) -> None:
+        """The worker dies, with all that it was sent."""
+        self.workers.remove(worker)
+        self.apply(WorkerGone(worker.number))
+
+    def answer(self, worker: FakeWorker) -> list[Effect]:
+        """The worker executes its oldest step and reports."""
+        return self.report(worker, worker.execute(worker.inbox.popleft()))
+
+    def report(self, worker: FakeWorker, result: Message) -> list[Effect]:
+        """A message from the worker."""
+        return self.apply(FromWorker(worker.number, result))
+
+    def step(self) -> None:
+        """One turn, and every step under way is answered."""
+        self.turn()
+        for worker in list(self.workers):
+            while worker.inbox:
+                self.answer(worker)
+
+    def run_until_idle(self, turns_max: int = 1000) -> None:
+        """Until no request is alive and no step under way."""
+        for _ in range(turns_max):
+            self.step()
+            if not self.machine.busy:
+                self.turn()
+                return
+        stuck = [str(self.explain(request_id=request)) for request in self.machine.requests.live]
+        raise AssertionError(f"not idle after {turns_max} turns: " + "; ".join(stuck))
+
+    # --------------------------------------------------------------------------------------------------------- clients
+
+    def ask(self, message: Any, client: int = 1) -> Any:
+        """The reply to a command. Raises the error it was refused with."""
+        effects = self.apply(FromClient(client, message, entropy=7))
+        reply = next(e.message for e in effects if isinstance(e, ToClient) and not isinstance(e.message, Stream))
+        assert reply.rid == message.rid
+        if isinstance(reply, Refused):
+            raise restore(reply.error.code, reply.error.message, reply.error.fields)
+        return reply
+
+    def refused(self, message: Any, error: type[KvforgeError], client: int = 1) -> KvforgeError:
+        """The command is refused with exactly this error, and leaves the state byte-identical."""
+        before = refusal_digest(self.machine)
+        with pytest.raises(error) as caught:
+            self.ask(message, client)
+        assert type(caught.value) is error
+        assert refusal_digest(self.machine) == before, "a refused command changed the state"
+        return caught.value
+
+    def rid(self) -> int:
+        """A fresh number for a command."""
+        self._rid += 1
+        return self._rid
+
+    def gone(self, client: int) -> None:
+        """A client's connection ends."""
+        self.apply(ClientGone(client))
+
+    def create(self, tokens: Sequence[int] = (), client: int = 1, **fields: Any) -> int:
+        """A new sequence; its id."""
+        reply: SequenceInfo = self.ask(self.create_message(tokens, **fields), client)
+        return reply.sequence_id
+
+    def create_message(self, tokens: Sequence[int] = (), **fields: Any) -> CreateSequence:
+        """The command that creates a sequence."""
+        return CreateSequence(rid=self.rid(), tokens=int32(tokens), **fields)
+
+    def append(self, *pairs: tuple[int, Sequence[int]]) -> list[int]:
+        """Appends to each (sequence, tokens) of one command; the new lengths."""
+        lengths: list[int] = self.ask(self.append_message(*pairs)).lengths.tolist()
+        return lengths
+
+    def append_message(self, *pairs: tuple[int, Sequence[int]]) -> Append:
+        """The command that appends to (sequence, tokens) pairs."""
+        return Append(
+            rid=self.rid(),
+            sequence_ids=np.array([sequence for sequence, _ in pairs], np.int64),
+            counts=int32([len(tokens) for _, tokens in pairs]),
+            tokens=int32([token for _, tokens in pairs for token in tokens]),
+        )
+
+    def fork(self, sequence: int, count: int = 1, client: int = 1) -> list[int]:
+        """Ids of the forks."""
+        ids: list[int] = self.ask(Fork(rid=self.rid(), sequence_id=sequence, count=count), client).sequence_ids.tolist()
+        return ids
+
+    def info(self, sequence: int) -> SequenceInfo:
+        """What is known of a sequence."""
+        reply: SequenceInfo = self.ask(GetSequence(rid=self.rid(), sequence_id=sequence))
+        return reply
+
+    def tokens(self, sequence: int) -> list[int]:
+        """Reads a sequence."""
+        tokens: list[int] = self.ask(GetTokens(rid=self.rid(), sequence_id=sequence)).tokens.tolist()
+        return tokens
+
+    def remove(self, *sequences: int) -> int:
+        """Removes sequences; how many blocks nobody holds any more."""
+        freed: int = self.ask(self.remove_message(*sequences)).freed_blocks
+        return freed
+
+    def remove_message(self, *sequences: int) -> RemoveSequences:
+        """The command that removes sequences."""
+        return RemoveSequences(rid=self.rid(), sequence_ids=np.array(sequences, np.int64))
+
+    def submit(self, prompt: Sequence[int] = (), max_tokens: int = 4, client: int = 1, **fields: Any) -> int:
+        """A new request; its id."""
+        request: int = self.ask(self.submit_message(prompt, max_tokens, **fields), client).request_id
+        return request
+
+    def submit_message(self, prompt: Sequence[int] = (), max_tokens: int = 4, **fields: Any) -> Submit:
+        """The command that submits a request."""
+        fields = {"sampling": GREEDY, **fields}
+        return Submit(rid=self.rid(), prompt=int32(prompt), max_tokens=max_tokens, **fields)
+
+    def cancel(self, request: int) -> None:
+        """Cancels a request."""
+        self.ask(Cancel(rid=self.rid(), request_id=request))
+
+    def request(self, request: int) -> RequestInfo:
+        """A request with its tokens."""
+        reply: RequestInfo = self.ask(GetRequest(rid=self.rid(), request_id=request, with_tokens=True))
+        return reply
+
+    def answer_of(self, request: int) -> list[int]:
+        """What a request has generated."""
+        return self.request(request).tokens.tolist()
+
+    def block(self, block: int) -> BlockInfo:
+        """One block."""
+        reply: BlockInfo = self.ask(GetBlock(rid=self.rid(), block_id=block))
+        return reply
+
+    def ref(self, block: int, holder: str, client: int = 1, **fields: Any) -> BlockCount:
+        """Adds a named holder."""
+        reply: BlockCount = self.ask(RefBlock(rid=self.rid(), block_id=block, holder=holder, **fields), client)
+        return reply
+
+    def unref(self, block: int, holder: str, client: int = 1, **fields: Any) -> BlockCount:
+        """Takes a named holder away."""
+        reply: BlockCount = self.ask(UnrefBlock(rid=self.rid(), block_id=block, holder=holder, **fields), client)
+        return reply
+
+    def explain(self, **subject: Any) -> Explanation:
+        """Why."""
+        before = refusal_digest(self.machine)
+        reply: Explanation = self.ask(Explain(rid=self.rid(), **subject))
+        assert refusal_digest(self.machine) == before, "an explanation changed the state"
+        return reply
+
+    def stats(self) -> Stats:
+        """A snapshot."""
+        reply: Stats = self.ask(GetStats(rid=self.rid()))
+        return reply
+
+    # ----------------------------------------------------------------------------------------------------------- state
+
+    def blocks_of(self, sequence: int) -> list[int]:
+        """The block table of a sequence, without counting as an access."""
+        s = self.machine.cache.sequences
+        return s.blocks_of(s.slot_of[sequence]).tolist()
+
+    def counts_of(self, sequence: int) -> list[int]:
+        """The reference counts of its blocks."""
+        return self.machine.cache.blocks.refcount[self.blocks_of(sequence)].tolist()
+
+    def free(self) -> int:
+        """Free blocks over all pools."""
+        return sum(group.pool.free for group in self.machine.cache.groups.values())
+
+    def free_or_cached(self) -> int:
+        """Blocks over all pools that nobody holds and no step may touch."""
+        return sum(group.pool.free + group.pool.cached for group in self.machine.cache.groups.values())
+
+
+def int32(values: Sequence[int]) -> Any:
+    """An int32 array."""
+    return np.array(values, np.int32)

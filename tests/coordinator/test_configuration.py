@@ -1,0 +1,206 @@
+"""Limits are checked once, by name; and the core stays pure."""
+
+from __future__ import annotations
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import msgspec
+import pytest
+
+import coordinator.core
+from coordinator.core.limits import Limits, Quota
+from protocol.errors import InvalidConfiguration, InvalidRequest
+from protocol.messages import WorkerHello
+from tests.coordinator.driver import Driver, FakeWorker, model_info
+
+COUNTS = [field.name for field in msgspec.structs.fields(Limits) if isinstance(field.default, int)]
+IMPURE = frozenset(
+    {"time", "random", "socket", "os", "threading", "asyncio", "zmq", "torch", "secrets", "uuid", "datetime"}
+    | {"subprocess", "multiprocessing", "mmap"}
+)
+CORE = Path(coordinator.core.__file__).parent
+MODULES = sorted(CORE.glob("*.py"))
+
+
+# behaviour 1
+@pytest.mark.parametrize("value", [0, -1])
+@pytest.mark.parametrize("field", COUNTS)
+def test_a_count_that_is_not_positive_is_refused_by_name(field: str, value: int) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        Limits(**{field: value})
+    assert caught.value.field == field
+    assert str(value) in str(caught.value)
+
+
+# behaviour 1
+def test_all_ones_are_accepted_and_serve_one_token() -> None:
+    limits = Limits(**dict.fromkeys(COUNTS, 1), policy="none")
+    assert limits.context_tokens_max == 1
+    driver = Driver(**dict.fromkeys(COUNTS, 1))
+    driver.add_worker(1)
+    sequence = driver.create([7])
+    assert driver.tokens(sequence) == [7]
+    assert driver.info(sequence).blocks == 1
+
+
+# behaviour 1
+@pytest.mark.parametrize("field", ["blocks", "bytes_per_block"])
+@pytest.mark.parametrize("value", [0, -1])
+def test_a_worker_that_announces_an_impossible_pool_is_refused(field: str, value: int) -> None:
+    driver = Driver()
+    worker = driver.add_worker(4)
+    other = FakeWorker(driver.machine, 9, "other", 4, model_info())
+    driver.workers.append(other)
+    hello_and_ready(driver, other, **{field: value})
+    assert "at least one block of at least one byte" in other.dropped
+    assert driver.workers == [worker]
+    assert len(driver.machine.cache.groups) == 1
+
+
+def test_a_worker_with_more_blocks_than_the_core_can_name_is_refused() -> None:
+    driver = Driver(blocks_max=8)
+    worker = FakeWorker(driver.machine, 9, "large", 9, model_info())
+    driver.workers.append(worker)
+    hello_and_ready(driver, worker)
+    assert "9 blocks exceed blocks_max = 8" in worker.dropped
+    assert not driver.machine.cache.groups
+
+
+def hello_and_ready(driver: Driver, worker: FakeWorker, **fields: int) -> None:
+    """Connects a worker and lets it announce a pool with some fields changed."""
+    driver.report(worker, WorkerHello(rid=1, name=worker.name, pid=1))
+    driver.report(worker, msgspec.structs.replace(driver.ready(worker), **fields))
+
+
+# behaviour 2 (the core's part of it: positions and contexts fit 32 bits)
+def test_a_context_that_does_not_fit_32_bits_is_refused() -> None:
+    assert Limits(block_size=1 << 15, blocks_per_sequence_max=(1 << 16) - 1).context_tokens_max < 1 << 31
+    with pytest.raises(InvalidConfiguration) as caught:
+        Limits(block_size=1 << 15, blocks_per_sequence_max=1 << 16)
+    assert caught.value.field == "blocks_per_sequence_max"
+
+
+def test_an_unknown_policy_is_refused_by_name() -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        Limits(policy="fifo")
+    assert caught.value.field == "policy"
+
+
+@pytest.mark.parametrize("quota", [Quota(floor=-1), Quota(ceiling=-1), Quota(floor=3, ceiling=2)])
+def test_a_quota_that_contradicts_itself_is_refused_naming_the_tenant(quota: Quota) -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        Limits(quotas={"a": quota})
+    assert caught.value.field == "quotas.a"
+
+
+def test_more_quotas_than_tenants_are_refused() -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        Limits(tenants_max=1, quotas={"a": Quota(), "b": Quota()})
+    assert caught.value.field == "quotas"
+
+
+# behaviour 3 (the core's part of it: bytes follow what the worker computed for its dtype)
+def test_bytes_follow_the_worker_everywhere() -> None:
+    driver = Driver()
+    worker = FakeWorker(driver.machine, 9, "half", 4, model_info())
+    driver.workers.append(worker)
+    hello_and_ready(driver, worker, bytes_per_block=100)
+    sequence = driver.create([1, 2, 3, 4, 5], tenant="a")
+    assert driver.info(sequence).bytes == 200
+    assert driver.stats().pools[0].bytes_per_block == 100
+    assert driver.stats().tenants[0].bytes == 200
+    assert driver.explain(tenant="a").facts["bytes"] == 200
+
+
+# behaviour 4
+def test_the_context_is_block_size_times_blocks_of_a_sequence() -> None:
+    driver = Driver(block_size=4, blocks_per_sequence_max=3)
+    driver.add_worker(16)
+    assert driver.machine.limits.context_tokens_max == 12
+    assert driver.submit(range(11), max_tokens=1) == 1
+    assert driver.refused(driver.submit_message(range(12), 1), InvalidRequest).field == "prompt"
+    assert driver.refused(driver.submit_message(range(11), 2), InvalidRequest).field == "max_tokens"
+
+
+# behaviour 4
+def test_a_request_larger_than_the_largest_pool_is_refused_at_submit() -> None:
+    driver = Driver()
+    driver.add_worker(2, "small")
+    driver.add_worker(3, "large")
+    assert driver.submit(range(10), max_tokens=2) == 1
+    error = driver.refused(driver.submit_message(range(10), 3), InvalidRequest)
+    assert error.field == "max_tokens"
+    assert "the largest pool has 3" in str(error)
+
+
+# ------------------------------------------------------------------------------------------------------------- purity
+
+
+@pytest.mark.parametrize("path", MODULES, ids=[path.stem for path in MODULES])
+def test_no_module_of_the_core_imports_the_outside_world(path: Path) -> None:
+    imported = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name.split(".")[0] for alias in node.names}
+        elif isinstance(node, ast.ImportFrom) and node.level == 0:
+            imported.add((node.module or "").split(".")[0])
+        elif isinstance(node, ast.Name):
+            assert node.id not in {"open", "input", "print", "exec", "eval", "__import__"}, node.lineno
+    assert not imported & IMPURE
+    assert imported <= {"__future__", "collections", "hashlib", "math", "typing", "msgspec", "numpy", "protocol"}
+
+
+def test_importing_the_core_loads_no_socket_and_no_tensor_library() -> None:
+    program = (
+        "import sys, coordinator.core.machine; "
+        "print(*sorted({'zmq', 'torch', 'transformers', 'sqlite3'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True)
+    assert done.stdout.strip() == ""
+
+
+def test_the_core_runs_where_clock_randomness_and_environment_are_forbidden() -> None:
+    program = """
+import numpy, msgspec, hashlib, tempfile
+from coordinator.core.machine import Machine
+from coordinator.core.limits import Limits
+from coordinator.core.events import FromClient, Turn
+from protocol.messages import CreateSequence, GetStats, Submit
+import os, time, random, socket, secrets, threading, numpy.random
+
+def forbidden(*_args, **_kwargs):
+    raise SystemExit("the core reached outside")
+
+for module, names in {
+    os: ["getenv", "urandom", "getpid", "open"], time: ["time", "monotonic", "sleep", "time_ns", "perf_counter"],
+    random: ["random", "Random", "getrandbits"], socket: ["socket"], secrets: ["token_bytes"],
+    threading: ["Thread"], numpy.random: ["default_rng", "rand"],
+}.items():
+    for name in names:
+        setattr(module, name, forbidden)
+machine = Machine(Limits(blocks_max=16, sequences_max=4), "boot", b"key")
+effects = []
+for message in (CreateSequence(rid=1), Submit(rid=2, max_tokens=1, prompt=numpy.ones(3, numpy.int32)), GetStats(rid=3)):
+    effects += machine.apply(FromClient(1, message), 0)
+effects += machine.apply(Turn(), 1)
+print(*(type(effect.message).__name__ for effect in effects))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout.split() == ["SequenceInfo", "Accepted", "Stats"], done.stderr
+
+
+def test_the_import_contracts_hold() -> None:
+    program = "import sys; from importlinter.cli import lint_imports_command; sys.exit(lint_imports_command())"
+    root = CORE.parent.parent
+    done = subprocess.run(
+        [sys.executable, "-c", program, "--no-cache"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+        cwd=root,
+    )
+    assert "the core is pure: no I/O, no clock, no randomness, no sockets, no threads KEPT" in done.stdout, done.stderr

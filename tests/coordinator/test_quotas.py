@@ -1,0 +1,134 @@
+"""Floors that no one else can take, ceilings that nobody passes."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+from coordinator.core.limits import Quota
+from protocol.errors import CapacityExceeded, QuotaExceeded
+from tests.coordinator.driver import Driver, continuation
+
+
+def with_quotas(blocks: int, quotas: dict[str, Quota], **limits: Any) -> Driver:
+    """A machine with one pool and quotas."""
+    driver = Driver(quotas=quotas, **limits)
+    driver.add_worker(blocks)
+    return driver
+
+
+def usage(driver: Driver, tenant: str) -> int:
+    """Blocks that the tenant occupies."""
+    return next(row.blocks for row in driver.stats().tenants if row.tenant == tenant)
+
+
+def test_a_floor_is_kept_free_for_its_tenant() -> None:
+    driver = with_quotas(8, {"a": Quota(floor=3)})
+    error = driver.refused(driver.create_message(range(24), tenant="b"), CapacityExceeded)
+    assert (error.needed, error.available) == (6, 5)
+    driver.create(range(20), tenant="b")
+    assert driver.info(driver.create(range(12), tenant="a")).blocks == 3
+    assert (usage(driver, "a"), usage(driver, "b"), driver.free()) == (3, 5, 0)
+
+
+def test_a_tenant_may_go_beyond_its_floor_where_nobody_else_has_one() -> None:
+    driver = with_quotas(8, {"a": Quota(floor=3), "b": Quota(floor=2)})
+    driver.refused(driver.create_message(range(28), tenant="a"), CapacityExceeded)
+    driver.create(range(24), tenant="a")
+    driver.create(range(8), tenant="b")
+    assert driver.free() == 0
+
+
+def test_a_tenant_never_passes_its_ceiling() -> None:
+    driver = with_quotas(8, {"a": Quota(ceiling=3)}, policy="none")
+    sequence = driver.create(range(12), tenant="a")
+    error = driver.refused(driver.append_message((sequence, [1])), QuotaExceeded)
+    assert (error.tenant, error.needed, error.ceiling) == ("a", 4, 3)
+    error = driver.refused(driver.create_message(range(9), tenant="a"), QuotaExceeded)
+    assert (error.needed, error.ceiling) == (6, 3)
+    driver.create(range(20), tenant="b")
+    assert (usage(driver, "a"), usage(driver, "b")) == (3, 5)
+
+
+def test_at_its_ceiling_a_tenant_evicts_its_own_cached_blocks_though_others_are_older() -> None:
+    driver = with_quotas(8, {"a": Quota(ceiling=3)})
+    for tenant, first in (("b", 100), ("a", 200)):
+        driver.submit([first] * 9, max_tokens=1, tenant=tenant)
+        driver.run_until_idle()
+    assert (usage(driver, "a"), usage(driver, "b")) == (2, 2)
+    driver.create(range(8), tenant="a")
+    assert (usage(driver, "a"), usage(driver, "b")) == (3, 2)
+    driver.create(range(4), tenant="a")
+    assert (usage(driver, "a"), usage(driver, "b")) == (3, 2)
+    assert driver.stats().pools[0].cached == 2
+    assert driver.free() == 3
+
+
+def test_at_its_ceiling_a_tenant_evicts_its_own_idle_sequence_though_others_are_older() -> None:
+    driver = with_quotas(16, {"a": Quota(ceiling=3)})
+    others = driver.create(range(8), tenant="b")
+    driver.advance(10)
+    own = driver.create(range(8), tenant="a")
+    driver.advance(10)
+    new = driver.create(range(8), tenant="a")
+    assert [driver.info(s).resident for s in (others, own, new)] == [True, False, True]
+    assert usage(driver, "a") == 2
+
+
+def test_a_floor_protects_cached_blocks_and_only_what_is_above_it_is_evicted() -> None:
+    driver = with_quotas(6, {"a": Quota(floor=2)})
+    driver.submit(range(13), max_tokens=1, tenant="a")
+    driver.run_until_idle()
+    assert (usage(driver, "a"), driver.stats().pools[0].cached) == (3, 3)
+    driver.refused(driver.create_message(range(20), tenant="b"), CapacityExceeded)
+    driver.create(range(16), tenant="b")
+    assert (usage(driver, "a"), usage(driver, "b"), driver.stats().pools[0].cached) == (2, 4, 2)
+
+
+def test_blocks_in_quarantine_count_for_the_tenant_that_had_them() -> None:
+    driver = with_quotas(8, {"a": Quota(ceiling=2)})
+    request = driver.submit(range(7), max_tokens=1, tenant="a")
+    driver.turn()
+    driver.cancel(request)
+    assert driver.stats().pools[0].quarantined == 2
+    assert usage(driver, "a") == 2
+    driver.refused(driver.create_message([1], tenant="a"), QuotaExceeded)
+    driver.run_until_idle()
+    assert usage(driver, "a") == 0
+    assert driver.create([1], tenant="a")
+
+
+def test_with_an_explicit_salt_blocks_stay_charged_to_the_tenant_that_filled_them() -> None:
+    driver = with_quotas(16, {"a": Quota(ceiling=4), "b": Quota(ceiling=1)})
+    driver.submit(range(9), max_tokens=1, tenant="a", salt="s")
+    driver.run_until_idle()
+    sequence = driver.create(range(9), tenant="b", salt="s")
+    assert driver.info(sequence).computed_tokens == 8
+    assert (usage(driver, "a"), usage(driver, "b")) == (2, 1)
+    assert driver.block(driver.blocks_of(sequence)[0]).tenant == "a"
+
+
+@pytest.mark.parametrize("policy", ["lru", "none"])
+def test_every_request_of_every_tenant_ends_within_the_quotas(policy: str) -> None:
+    driver = with_quotas(10, {"a": Quota(floor=3, ceiling=4), "b": Quota(ceiling=5)}, policy=policy)
+    prompts = [[i, 2, 3, 4, 5] for i in range(12)]
+    requests = [driver.submit(prompt, max_tokens=8, tenant="abc"[i % 3]) for i, prompt in enumerate(prompts)]
+    for _ in range(300):
+        driver.step()
+        rows = {row.tenant: row.blocks for row in driver.stats().tenants}
+        assert rows["a"] <= 4
+        assert rows["b"] <= 5
+        assert rows["b"] + rows["c"] <= 10 - 3
+    assert [driver.answer_of(r) for r in requests] == [continuation(prompt, 8) for prompt in prompts]
+
+
+def test_a_waiting_tenant_at_its_ceiling_does_not_stop_the_answer_of_what_runs() -> None:
+    driver = with_quotas(16, {"a": Quota(ceiling=3)})
+    first = driver.submit(range(8), max_tokens=4, tenant="a")
+    second = driver.submit(range(50, 58), max_tokens=4, tenant="a")
+    driver.step()
+    assert driver.request(second).state == "pending"
+    driver.run_until_idle()
+    assert driver.answer_of(first) == continuation(range(8), 4)
+    assert driver.answer_of(second) == continuation(range(50, 58), 4)
