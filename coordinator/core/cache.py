@@ -17,7 +17,7 @@ from protocol.messages import ModelInfo
 from .groups import Group, new_group
 from .hashing import BlockHasher, Hashes
 from .limits import Limits
-from .pool import CACHED, BlockIds, Blocks
+from .pool import CACHED, BlockIds, Blocks, Supply
 from .prefix import PrefixStore, root_key
 from .refs import Refs
 from .sequences import NO_POOL, Sequences, Slots
@@ -390,9 +390,9 @@ class Cache:
         pool = group.pool
         if pool.available(tenant, keep) >= count:
             return NO_BLOCKS
-        victims = self._victims(group, tenant, count, keep, asking)
-        if victims is None:
-            raise pool.shortage(tenant, count)
+        victims, supply = self._victims(group, tenant, count, keep, asking)
+        if supply.available(tenant) < count:
+            raise pool.shortage(tenant, count, supply)
         return victims
 
     def make_room(
@@ -405,8 +405,10 @@ class Cache:
 
     def _victims(
         self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int
-    ) -> npt.NDArray[np.int64] | None:
-        """Idle client sequences whose eviction is enough; None where none is. Own ones first at the ceiling.
+    ) -> tuple[Slots, Supply]:
+        """Idle client sequences whose eviction is enough, or all of them, and the supply that follows.
+
+        Least recently used first; at the tenant's ceiling its own before anyone else's.
 
         Under policy `none` only those that a waiting request will continue: it computes them again when its turn comes,
         and without that, waiting requests could hold what the running one needs, for ever.
@@ -431,8 +433,7 @@ class Cache:
                 counts[block] = left
                 if left == 0 and blocks.touch[block] <= pool.settled_step and not (keep == block).any():
                     trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
-        enough = trial.available(tenant) >= count
-        return np.array(taken, np.int64) if enough else None
+        return np.array(taken, np.int64), trial
 
     def _row_changed(self, slot: int) -> None:
         s = self.sequences

@@ -145,7 +145,8 @@ class Explainer:
         try:
             cache.check_room(group, request.tenant, needed, residence.keep, np.array([slot] if slot >= 0 else [], int))
         except CapacityExceeded as error:
-            return max(1, needed - group.pool.available(request.tenant, residence.keep)), error
+            limit = error.ceiling if isinstance(error, QuotaExceeded) else error.available
+            return error.needed - limit, error
         return 0, None
 
     def _what_would_free(self, group: Group) -> list[str]:

@@ -135,7 +135,7 @@ class Pool:
         Returns [count] int64. Raises QuotaExceeded or CapacityExceeded, and then nothing was changed.
         """
         if count > self.available(tenant):
-            raise self.shortage(tenant, count)
+            raise self.shortage(tenant, count, self.supply())
         if self._tenants.has_quotas:
             for _ in range(int(self.usage[tenant] - self._tenants.ceiling[tenant]) + count):
                 self._evict_one(tenant, now_us)  # a tenant at its ceiling makes room with its own blocks
@@ -154,13 +154,13 @@ class Pool:
         blocks.changed.append(ids)
         return ids
 
-    def shortage(self, tenant: int, count: int) -> CapacityExceeded:
-        """The error that says why `tenant` cannot have `count` blocks."""
-        ceiling, room = int(self._tenants.ceiling[tenant]), self.supply().room(tenant)
+    def shortage(self, tenant: int, count: int, supply: Supply) -> CapacityExceeded:
+        """The error that says why `tenant` cannot have `count` blocks although all of `supply` was at hand."""
+        ceiling, room = int(self._tenants.ceiling[tenant]), supply.room(tenant)
         if count > room:
             return QuotaExceeded(self._tenants.names[tenant], ceiling - room + count, ceiling)
         hint = "remove sequences or wait for requests to end"
-        return CapacityExceeded("blocks", count, self.available(tenant), hint)
+        return CapacityExceeded("blocks", count, supply.available(tenant), hint)
 
     def _reserved_for_others(self, tenant: int) -> int:
         if not self._tenants.has_quotas:

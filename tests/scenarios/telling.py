@@ -1,0 +1,197 @@
+"""Messages and states as lines for people, with the names that a scenario gave to things."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from coordinator.core.machine import Machine
+from coordinator.core.pool import FREE, STATE_NAMES
+from protocol.messages import (
+    Accepted,
+    Appended,
+    BlockCount,
+    BlockInfo,
+    Done,
+    Explanation,
+    Forked,
+    Message,
+    PoolRegistered,
+    Purged,
+    Refused,
+    Removed,
+    RequestInfo,
+    SequenceInfo,
+    SequenceTokens,
+    Stats,
+    Step,
+    Stream,
+)
+
+
+class Names:
+    """Which number each name of the scenario turned out to be, and the other way round."""
+
+    def __init__(self) -> None:
+        self._sequences: dict[str, int] = {}
+        self._requests: dict[str, int] = {}
+        self._awaited: list[str] = []
+        self._slots: dict[int, int] = {}
+        self._sampled: dict[str, int] = {}
+
+    def expect_sequences(self, names: list[str]) -> None:
+        """The next answer tells the numbers of these."""
+        self._awaited = names
+
+    def expect_request(self, name: str) -> None:
+        """The next answer tells its number."""
+        self._awaited = [name]
+
+    def learn_sequences(self, numbers: list[int]) -> None:
+        """The answer came."""
+        self._sequences.update(zip(self._awaited, numbers, strict=True))
+        self._awaited = []
+
+    def learn_request(self, number: int) -> None:
+        """The answer came."""
+        self._requests[self._awaited[0]] = number
+        self._awaited = []
+
+    @property
+    def awaits(self) -> bool:
+        """Whether an answer is to name something."""
+        return bool(self._awaited)
+
+    def sequence(self, name: str) -> int:
+        """Number of a sequence; a number stands for itself."""
+        return self._sequences[name] if name in self._sequences else int(name)
+
+    def request(self, name: str) -> int:
+        """Number of a request; a number stands for itself."""
+        return self._requests[name] if name in self._requests else int(name)
+
+    def sequence_name(self, number: int) -> str:
+        """Name of a sequence, or what it is."""
+        return next((name for name, n in self._sequences.items() if n == number), f"(sequence {number})")
+
+    def request_name(self, number: int) -> str:
+        """Name of a request."""
+        return next((name for name, n in self._requests.items() if n == number), f"(request {number})")
+
+    def begin(self, step: Step) -> None:
+        """Remembers who took which slot."""
+        for row in step.begins:
+            self._slots[row.slot] = row.request_id
+
+    def in_slot(self, step: Step, slot: int) -> str:
+        """The request that a row of a step is for."""
+        self.begin(step)
+        return self.request_name(self._slots[slot])
+
+    def next_token(self, request: str) -> int:
+        """What a request samples where the scenario does not say: 100n, 100n + 1, ..."""
+        count = self._sampled.get(request, 0)
+        self._sampled[request] = count + 1
+        return 100 * self._requests[request] + count
+
+
+def _list(values: Any) -> str:
+    return ",".join(str(value) for value in values.tolist()) or "-"
+
+
+def _step(step: Step, names: Names) -> list[str]:
+    names.begin(step)
+    lines = [f"step {step.step_id}"]
+    copies = step.copies.reshape(-1, 3).tolist()
+    lines += [f"  copy {count} tokens of block {source} to block {target}" for source, target, count in copies]
+    start = 0
+    rows = zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), step.samples.tolist(), strict=True)
+    for slot, first, count, samples in rows:
+        fed = _list(step.tokens[start : start + count]).replace("-1", "(sampled)")
+        start += count
+        sampled = ", samples" if samples else ""
+        lines.append(f"  {names.in_slot(step, slot)} positions {first} to {first + count - 1}: {fed}{sampled}")
+    return lines
+
+
+def _stream(stream: Stream, names: Names) -> list[str]:
+    rows = zip(stream.request_ids.tolist(), stream.offsets.tolist(), stream.tokens.tolist(), strict=True)
+    lines = [f"stream {names.request_name(request)}[{offset}] = {token}" for request, offset, token in rows]
+    for ended in stream.ended:
+        why = f" ({ended.error.message})" if ended.error else ""
+        cached = f", {ended.cached_tokens} cached" if ended.cached_tokens else ""
+        request = names.request_name(ended.request_id)
+        lines.append(f"{request} ended by {ended.reason}: {ended.generated_tokens} tokens{cached}{why}")
+    return lines
+
+
+def tell(message: Message, names: Names) -> list[str]:
+    """One message, in a line or a few."""
+    m: Any = message
+    match message:
+        case Accepted():
+            names.learn_request(m.request_id)
+            return [f"accepted {names.request_name(m.request_id)}"]
+        case Refused():
+            return [f"refused: {m.error.code}: {m.error.message}"]
+        case SequenceInfo():
+            if names.awaits:
+                names.learn_sequences([m.sequence_id])
+            where = f"{m.blocks} blocks on {m.worker}" if m.resident else "not resident"
+            return [f"{names.sequence_name(m.sequence_id)}: {m.length} tokens, {m.computed_tokens} with KV, {where}"]
+        case Forked():
+            names.learn_sequences(m.sequence_ids.tolist())
+            return [f"forked {' '.join(names.sequence_name(number) for number in m.sequence_ids.tolist())}"]
+        case RequestInfo():
+            return [f"{names.request_name(m.request_id)} is {m.state} {m.reason}: {_list(m.tokens)}"]
+        case BlockInfo():
+            held = ", ".join(holder.name for holder in m.holders) or "nobody"
+            return [f"block {m.block_id} is {m.state}, generation {m.generation}, held by {held}"]
+        case Stats():
+            r = m.requests
+            return [f"requests: {r.pending} pending, {r.running} running, {r.finished_total} finished in all"]
+        case Step():
+            return _step(message, names)
+        case Stream():
+            return _stream(message, names)
+    short: dict[type[Message], Callable[[], str]] = {
+        Appended: lambda: f"lengths {_list(m.lengths)}",
+        SequenceTokens: lambda: f"tokens {_list(m.tokens)}",
+        Removed: lambda: f"removed, {m.freed_blocks} blocks given back",
+        BlockCount: lambda: f"block {m.block_id} is {m.state}, {m.refcount} holders, generation {m.generation}",
+        Purged: lambda: f"{m.count} forgotten",
+        PoolRegistered: lambda: f"pool registered from block {m.base_block} on, epoch {m.epoch}",
+        Done: lambda: "done",
+    }
+    if isinstance(message, Explanation):
+        return list(message.sentences)
+    return [short[type(message)]()]
+
+
+def tell_state(machine: Machine, names: Names) -> list[str]:
+    """Pools, blocks that are not free, sequences, and the queue."""
+    cache, lines = machine.cache, []
+    for group in cache.groups.values():
+        pool = group.pool
+        lines.append(
+            f"pool {group.name}: {pool.free} free, {pool.cached} cached, {pool.referenced} referenced, "
+            f"{pool.quarantined} quarantined of {pool.count}"
+        )
+        for block in range(pool.base, pool.base + pool.count):
+            state, blocks = int(cache.blocks.state[block]), cache.blocks
+            if state != FREE:
+                indexed = ", indexed" if blocks.indexed[block] else ""
+                count = f" by {blocks.refcount[block]}" if blocks.refcount[block] else ""
+                lines.append(f"  block {block}: {STATE_NAMES[state]}{count}{indexed}")
+    s = cache.sequences
+    for number, slot in s.slot_of.items():
+        used = _list(s.blocks_of(slot))
+        lines.append(
+            f"{names.sequence_name(number)}: tokens {_list(s.text(slot))}; {s.computed[slot]} with KV; blocks {used}"
+        )
+    waiting = [names.request_name(request.id) for request in machine.scheduler.waiting]
+    running = [names.request_name(int(s.request[slot])) for slot in np.flatnonzero(s.running).tolist()]
+    lines.append(f"running: {' '.join(running) or '-'}; waiting: {' '.join(waiting) or '-'}")
+    return lines

@@ -1,0 +1,255 @@
+"""What happens in a simulated run: plain tuples, drawn from a seed, replayed from a list, printed as text.
+
+An action is (time_us, verb, who, *parameters). Parameters are explicit: nothing is drawn while an action is carried
+out, so a list of them is a complete scenario. Things are named by labels ("r3", "s2"); a label that was never
+answered makes the action do nothing, so any action may be left out of a scenario.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from random import Random
+from typing import Any
+
+from tests.simulation.model import poison
+from tests.simulation.settings import TENANTS, Settings
+
+Action = tuple[Any, ...]
+
+# How often a whole tree search begins: a sequence, forks of it, and requests on all of them at once.
+TREE_SHARE = 0.02
+# verb: weight
+MIX = {
+    "submit": 22,
+    "submit_on": 6,
+    "cancel": 5,
+    "get": 4,
+    "list": 2,
+    "stats": 2,
+    "health": 1,
+    "create": 7,
+    "append": 9,
+    "fork": 5,
+    "info": 2,
+    "tokens": 3,
+    "remove": 6,
+    "block": 1,
+    "ref": 3,
+    "unref": 3,
+    "explain": 2,
+    "purge": 1,
+    "hostile": 4,
+    "disconnect": 1,
+    "goodbye": 1,
+    "connect": 4,
+    "kill": 1,
+    "garble": 1,
+}
+HOSTILE = (
+    "zero_tokens",
+    "no_prompt",
+    "vocabulary",
+    "too_long",
+    "temperature",
+    "tenant",
+    "stops",
+    "unknown_request",
+    "unknown_sequence",
+    "twice",
+    "counts",
+    "block_range",
+    "count_max",
+    "explain_nothing",
+    "bytes",
+    "tag",
+    "frames",
+)
+
+
+class Drawer:
+    """Draws actions from a seed, knowing only the settings and the labels it gave."""
+
+    def __init__(self, settings: Settings, random: Random) -> None:
+        self._settings, self._random = settings, random
+        self._requests = self._sequences = 0
+        shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
+        self._stems = shared
+        self._owner: dict[str, str] = {}
+
+    def actions(self) -> Iterator[Action]:
+        """Without end; times never decrease."""
+        at_us = 0
+        for i in range(self._settings.clients):
+            yield (0, "connect", f"c{i}")
+        verbs, weights = list(MIX), list(MIX.values())
+        while True:
+            at_us += int(self._random.expovariate(1.0) * self._settings.gap_us)
+            if self._random.random() < TREE_SHARE:
+                for action in self._tree(at_us):
+                    at_us = action[0]
+                    yield action
+                continue
+            verb = self._random.choices(verbs, weights)[0]
+            yield (at_us, verb, *getattr(self, f"_{verb}")())
+
+    # ----------------------------------------------------------------------------------------------------- parameters
+
+    def _client(self) -> str:
+        return f"c{self._random.randrange(self._settings.clients)}"
+
+    def _worker(self) -> str:
+        return f"w{self._random.randrange(len(self._settings.workers))}"
+
+    def _token(self) -> int:
+        return self._random.randrange(self._settings.vocabulary - 1)
+
+    def _text(self, size: int) -> tuple[int, ...]:
+        """Often the start of a shared stem, sometimes cut off by other tokens."""
+        stem = self._random.choice(self._stems)[:size]
+        if self._random.random() < 0.5:
+            at = self._random.randrange(size + 1)
+            stem = [*stem[:at], *(self._token() for _ in range(size - at))]
+        if self._random.random() < 0.01 and stem:
+            stem[self._random.randrange(size)] = poison(self._settings.vocabulary)
+        return tuple(stem)
+
+    def _size(self, share: float = 1.0) -> int:
+        return self._random.randint(1, max(1, int(self._settings.context * share) - 2))
+
+    def _tenant(self) -> str:
+        return self._random.choice(TENANTS)
+
+    def _request(self) -> str:
+        """A request, mostly one of the latest."""
+        return f"r{max(0, self._requests - int(self._random.expovariate(0.3)))}"
+
+    def _sequence(self) -> str:
+        return f"s{max(0, self._sequences - int(self._random.expovariate(0.3)))}"
+
+    def _new_sequence(self, client: str) -> str:
+        self._sequences += 1
+        label = f"s{self._sequences}"
+        self._owner[label] = client
+        return label
+
+    def _of(self, label: str) -> str:
+        """Who should act on a sequence: mostly its owner."""
+        return self._owner.get(label, "c0") if self._random.random() < 0.9 else self._client()
+
+    def _tree(self, at_us: int) -> Iterator[Action]:
+        """Forks that write different tokens at the same time, where their parent's last block is half full."""
+        client = self._client()
+        root = self._new_sequence(client)
+        settings, later_us = self._settings, 4 * self._settings.short_us + 2 * self._settings.turn_us
+        yield (at_us, "create", client, root, self._text(self._size(0.5)), self._tenant(), 100, "")
+        at_us += later_us
+        self._requests += 1
+        yield (at_us, "submit_on", client, f"r{self._requests}", root, (), 1, True)
+        at_us += later_us + 4 * settings.step_us
+        leaves = tuple(self._new_sequence(client) for _ in range(self._random.choice((1, 2))))
+        yield (at_us, "fork", client, root, leaves)
+        at_us += later_us
+        for label in (root, *leaves):
+            self._requests += 1
+            yield (at_us, "submit_on", client, f"r{self._requests}", label, (self._token(),), 4, True)
+
+    # ---------------------------------------------------------------------------------------------------------- verbs
+
+    def _submit(self) -> Action:
+        self._requests += 1
+        size = self._size()
+        most = self._settings.context - size
+        seed = self._random.randrange(1 << 64) if self._random.random() < 0.5 else None
+        stops = tuple(self._token() for _ in range(self._random.choice((0, 0, 1, 3))))
+        stream = self._random.random() < 0.7
+        answer = self._random.randint(1, max(1, most))
+        return (self._client(), f"r{self._requests}", self._text(size), answer, seed, stops, stream, self._tenant())
+
+    def _submit_on(self) -> Action:
+        self._requests += 1
+        sequence = self._sequence()
+        text = self._text(self._random.randint(0, 3))
+        return (self._of(sequence), f"r{self._requests}", sequence, text, self._size(0.4), self._random.random() < 0.7)
+
+    def _cancel(self) -> Action:
+        return (self._client(), self._request())
+
+    def _get(self) -> Action:
+        return (self._client(), self._request(), self._random.random() < 0.7)
+
+    def _list(self) -> Action:
+        return (self._client(), self._random.randint(1, 8))
+
+    def _stats(self) -> Action:
+        return (self._client(),)
+
+    _health = _stats
+
+    def _create(self) -> Action:
+        client = self._client()
+        ttl_ms = self._random.choice((0, 0, 5, 100))
+        size = self._random.choice((0, self._size(0.7)))
+        salt = self._random.choice(("", "", "", "shared"))
+        return (client, self._new_sequence(client), self._text(size), self._tenant(), ttl_ms, salt)
+
+    def _append(self) -> Action:
+        labels = sorted({self._sequence() for _ in range(self._random.choice((1, 1, 2, 3)))})
+        return (self._of(labels[0]), tuple((label, self._text(self._size(0.2))) for label in labels))
+
+    def _fork(self) -> Action:
+        parent = self._sequence()
+        client = self._of(parent)
+        return (client, parent, tuple(self._new_sequence(client) for _ in range(self._random.choice((1, 1, 2)))))
+
+    def _info(self) -> Action:
+        return (self._client(), self._sequence())
+
+    _tokens = _info
+
+    def _remove(self) -> Action:
+        labels = sorted({self._sequence() for _ in range(self._random.choice((1, 2)))})
+        return (self._of(labels[0]), tuple(labels))
+
+    def _block(self) -> Action:
+        return (self._client(), self._random.randrange(sum(self._settings.workers)))
+
+    def _ref(self) -> Action:
+        holder = self._random.choice(("x", "y", "z"))
+        generation = self._random.choice((-1, -1, self._random.randrange(3)))
+        return (self._client(), self._random.randrange(sum(self._settings.workers)), holder, generation)
+
+    _unref = _ref
+
+    def _explain(self) -> Action:
+        kind = self._random.choice(("block", "request", "sequence", "tenant"))
+        subject = {
+            "block": self._random.randrange(sum(self._settings.workers)),
+            "request": self._request(),
+            "sequence": self._sequence(),
+            "tenant": self._tenant(),
+        }[kind]
+        return (self._client(), kind, subject)
+
+    def _purge(self) -> Action:
+        return (self._client(), self._random.choice((0, 10, 1000)))
+
+    def _hostile(self) -> Action:
+        return (self._client(), self._random.choice(HOSTILE), self._sequence())
+
+    def _disconnect(self) -> Action:
+        return (self._client(),)
+
+    _goodbye = _connect = _disconnect
+
+    def _kill(self) -> Action:
+        return (self._worker(), self._random.randint(1, 30_000))
+
+    def _garble(self) -> Action:
+        return (self._worker(), self._random.choice(("vocabulary", "missing", "step", "epoch")))
+
+
+def text(action: Action) -> str:
+    """One line for people."""
+    at_us, verb, *rest = action
+    words = " ".join(part if isinstance(part, str) else repr(part) for part in rest)
+    return f"{at_us / 1000:9.3f} ms  {verb:<11} {words}"

@@ -1,0 +1,101 @@
+"""Invariants that are cheap enough for every event: a second opinion, written apart from the core's own checks."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Any
+
+import numpy as np
+
+from coordinator.core.machine import Machine
+from coordinator.core.pool import CACHED, FREE, QUARANTINED, REFERENCED
+from protocol.messages import Step
+from protocol.tables import TablesWriter
+
+
+class Checker:
+    """Checks one machine against itself and against its published tables. Keeps scratch arrays of the right shape."""
+
+    def __init__(self, machine: Machine, tables: TablesWriter) -> None:
+        self._machine, self._tables = machine, tables
+        sequences = machine.cache.sequences
+        self._columns = np.arange(sequences.table.shape[1])
+        self._blocks = machine.cache.blocks.refcount.size
+        self._flying: dict[int, deque[tuple[int, Any]]] = {}
+
+    def light(self) -> None:
+        """Holders are counted exactly, states agree with counts, and every pool adds up. A dozen numpy calls."""
+        s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
+        used = self._columns < s.used[:, None]
+        holders = np.bincount(s.table[used], minlength=self._blocks)
+        for block, names in blocks.external.items():
+            holders[block] += len(names)
+        assert (holders == blocks.refcount).all(), f"holders {holders.tolist()}, counts {blocks.refcount.tolist()}"
+        assert ((blocks.state == REFERENCED) == (holders > 0)).all(), "a state disagrees with its count"
+        for group in self._machine.cache.groups.values():
+            pool = group.pool
+            counts = np.bincount(blocks.state[pool.base : pool.base + pool.count], minlength=4).tolist()
+            assert counts[FREE] == pool.free, "free"
+            assert counts[CACHED] == pool.cached, "cached"
+            assert counts[QUARANTINED] == pool.quarantined, "quarantined"
+            if group.sent:
+                self._untouchable(group)
+
+    def _untouchable(self, group: Any) -> None:
+        """No block that a step under way may touch is free, or cached and so about to be given to someone else."""
+        flying = self._flying.setdefault(group.epoch, deque())
+        while flying and flying[0][0] < group.sent[0].step_id:
+            flying.popleft()
+        for step_id, ids in flying:
+            states = self._machine.cache.blocks.state[ids]
+            kept = (states == REFERENCED) | (states == QUARANTINED)
+            assert kept.all(), f"step {step_id} may touch a block that was given up"
+
+    def planned(self, group: Any, step: Step) -> None:
+        """Each block that a new step writes has one holder and is not indexed. Keeps in mind what it touches."""
+        s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
+        ends = step.starts + step.counts
+        first, last = step.starts // s.block_size, (ends - 1) // s.block_size
+        read = self._columns <= last[:, None]
+        table = s.table[step.slots]
+        ids = table[read & (self._columns >= first[:, None])]
+        assert (blocks.refcount[ids] == 1).all(), f"step {step.step_id} writes a block that another one holds"
+        assert not blocks.indexed[ids].any(), f"step {step.step_id} writes a block of the prefix index"
+        copied = step.copies.reshape(-1, 3)[:, :2].ravel()
+        flying = self._flying.setdefault(group.epoch, deque())
+        flying.append((step.step_id, np.concatenate([table[read], copied])))
+
+    def full(self) -> None:
+        """Everything the core can say about itself."""
+        self._machine.check_invariants()
+
+    def published(self) -> None:
+        """What readers see is what the core knows."""
+        s, blocks, tables = self._machine.cache.sequences, self._machine.cache.blocks, self._tables
+        assert not (tables.row_version & 1).any(), "a row was left open"
+        assert (tables.row_length == s.length).all(), "a length is not published"
+        assert (tables.row_blocks == s.used).all(), "a count of blocks is not published"
+        assert (tables.row_sequence == s.id).all(), "a sequence id is not published"
+        wrong = (tables.block_table != s.table) & (self._columns < s.used[:, None])
+        assert not wrong.any(), f"row {np.argwhere(wrong)[0][0]} is published with other blocks"
+        assert (tables.block_refcount == blocks.refcount).all(), "a reference count is not published"
+        assert (tables.block_generation == blocks.generation).all(), "a generation is not published"
+
+
+class Generations:
+    """A block that is given up gets a new generation: an old name never names new content."""
+
+    def __init__(self, machine: Machine) -> None:
+        self._blocks = machine.cache.blocks
+        self._was_free = self._blocks.state == FREE
+        self._before = self._blocks.generation.copy()
+
+    def check(self) -> None:
+        """Compares with the event before."""
+        blocks = self._blocks
+        free = blocks.state == FREE
+        stale = free & ~self._was_free & (blocks.generation == self._before)
+        assert not stale.any(), f"block {np.flatnonzero(stale)[0]} was freed and keeps its generation"
+        assert (blocks.generation >= self._before).all(), "a generation went back"
+        self._was_free = free
+        self._before = blocks.generation.copy()

@@ -1,0 +1,207 @@
+"""The simulated clock and network: the coordinator's transport face over connections with random delays.
+
+Messages are the encoded frames of protocol.codec. One connection keeps its order; different connections overtake
+each other. A connection that is cut loses what is on its way to the peer; what is on its way to the coordinator
+arrives or not, and the notice of its end may overtake it.
+"""
+
+from __future__ import annotations
+
+import heapq
+from collections import deque
+from collections.abc import Callable, Sequence
+from random import Random
+from typing import Any
+
+from protocol.codec import Decoder
+from protocol.messages import Message
+
+Frames = Sequence[bytes | memoryview]
+Call = Callable[[], None]
+Receive = Callable[[Any], None]
+
+
+class Clock:
+    """Simulated time in microseconds, and what is to happen when. Ties are broken by the order of planning."""
+
+    def __init__(self) -> None:
+        self.now_us = 0
+        self._heap: list[tuple[int, int, Call]] = []
+        self._planned = 0
+
+    def at(self, when_us: int, call: Call) -> None:
+        """Plans a call; never in the past."""
+        self._planned += 1
+        heapq.heappush(self._heap, (max(when_us, self.now_us), self._planned, call))
+
+    def after(self, delay_us: int, call: Call) -> None:
+        """Plans a call `delay_us` from now."""
+        self.at(self.now_us + delay_us, call)
+
+    def step(self) -> bool:
+        """Lets the next planned call happen. False where nothing is planned."""
+        if not self._heap:
+            return False
+        self.now_us, _, call = heapq.heappop(self._heap)
+        call()
+        return True
+
+
+class Delays:
+    """How long a message takes: mostly short, sometimes long. `calm` switches the long ones off."""
+
+    def __init__(self, short_us: int, long_us: int, long_share: float) -> None:
+        self.short_us, self.long_us, self.long_share = short_us, long_us, long_share
+        self.calm = False
+
+    def draw(self, random: Random) -> int:
+        """Microseconds."""
+        if not self.calm and random.random() < self.long_share:
+            return 1 + int(random.random() * self.long_us)
+        return 1 + int(random.random() * self.short_us)
+
+
+class Connection:
+    """One peer's connection. `receive` is called with what the coordinator sends, in order.
+
+    commands: what the peer sent on it, by rid, with labels for what it creates.
+    """
+
+    def __init__(self, peers: SimulatedPeers, identity: bytes, random: Random, receive: Receive) -> None:
+        self.identity, self.random = identity, random
+        self.open = True
+        self.commands: dict[int, tuple[Message, tuple[str, ...]]] = {}
+        self._peers, self._receive = peers, receive
+        self._last_in = self._last_out = 0
+
+    def send(self, frames: Frames) -> None:
+        """To the coordinator."""
+        if self.open:
+            parts = [bytes(frame) for frame in frames]
+            self._last_in = max(self._last_in, self._peers.arrival(self.random))
+            self._peers.clock.at(self._last_in, lambda: self._peers.arrive(self, parts))
+
+    def to_peer(self, message: Message) -> None:
+        """From the coordinator; lost if the connection is cut meanwhile."""
+        self._last_out = max(self._last_out, self._peers.arrival(self.random))
+        self._peers.clock.at(self._last_out, lambda: self._deliver(message))
+
+    def _deliver(self, message: Message) -> None:
+        if self.open:
+            self._receive(message)
+
+    def cut(self) -> None:
+        """The connection ends; the coordinator notices later."""
+        if self.open:
+            self.open = False
+            self._peers.clock.at(self._peers.arrival(self.random), lambda: self._peers.ended(self))
+
+
+Tap = Callable[[Connection, int, Message], None]
+
+
+class SimulatedPeers:
+    """The transport of one side (clients or workers): coordinator.turn.Transport.
+
+    tap: told of every message sent to an admitted connection, decoded from its bytes, in the order of sending.
+    """
+
+    def __init__(
+        self, clock: Clock, delays: Delays, numbers: Callable[[], int], wake: Call, decoder: Decoder, tap: Tap
+    ) -> None:
+        self.clock, self._delays, self._numbers, self._wake = clock, delays, numbers, wake
+        self._decoder, self._tap = decoder, tap
+        self._by_number: dict[int, Connection] = {}
+        self._inbox: deque[tuple[bytes, int, list[bytes]]] = deque()
+        self._connections: dict[bytes, Connection] = {}
+        self._number_of: dict[bytes, int] = {}
+        self._identity_of: dict[int, bytes] = {}
+        self._ended: list[bytes] = []
+        self._gone: list[int] = []
+        self._made = 0
+
+    def __len__(self) -> int:
+        return len(self._number_of)
+
+    # ------------------------------------------------------------------------------------------- the simulator's side
+
+    def connect(self, random: Random, receive: Receive) -> Connection:
+        """A new connection of a peer."""
+        self._made += 1
+        connection = Connection(self, b"id%d" % self._made, random, receive)
+        self._connections[connection.identity] = connection
+        return connection
+
+    def arrival(self, random: Random) -> int:
+        """When a message sent now arrives."""
+        return self.clock.now_us + self._delays.draw(random)
+
+    def arrive(self, connection: Connection, frames: list[bytes]) -> None:
+        """A message reached the coordinator's socket."""
+        self._inbox.append((connection.identity, 0, frames))
+        self._wake()
+
+    def ended(self, connection: Connection) -> None:
+        """The end of a connection reached the coordinator's socket."""
+        self._connections.pop(connection.identity, None)
+        self._ended.append(connection.identity)
+        self._wake()
+
+    @property
+    def waiting(self) -> bool:
+        """Whether messages are left that no turn has taken."""
+        return bool(self._inbox or self._ended or self._gone)
+
+    # ------------------------------------------------------------------------------------------ the coordinator's side
+
+    def receive(self) -> tuple[bytes, int, list[bytes]] | None:
+        return self._inbox.popleft() if self._inbox else None
+
+    def number(self, identity: bytes) -> int | None:
+        return self._number_of.get(identity)
+
+    def admit(self, identity: bytes, _descriptor: int) -> int | None:
+        if identity not in self._connections:
+            return None
+        number = self._numbers()
+        self._number_of[identity], self._identity_of[number] = number, identity
+        self._by_number[number] = self._connections[identity]
+        return number
+
+    def note_ends(self) -> None:
+        ended, self._ended = self._ended, []
+        for identity in ended:
+            number = self._number_of.get(identity)
+            if number is not None:
+                self.forget(number)
+                self._gone.append(number)
+
+    def take_gone(self) -> list[int]:
+        gone, self._gone = self._gone, []
+        return gone
+
+    def forget(self, number: int) -> None:
+        identity = self._identity_of.pop(number, None)
+        if identity is not None:
+            del self._number_of[identity]
+
+    def send(self, number: int, frames: Frames) -> bool:
+        message = self._decoder.decode([bytes(frame) for frame in frames])
+        self._tap(self._by_number[number], number, message)
+        identity = self._identity_of.get(number)
+        if identity is None:
+            return False
+        connection = self._connections.get(identity)
+        if connection is None:
+            self.forget(number)
+            self._gone.append(number)
+            return False
+        connection.to_peer(message)
+        return True
+
+    def send_to(self, identity: bytes, frames: Frames) -> bool:
+        connection = self._connections.get(identity)
+        if connection is None:
+            return False
+        connection.to_peer(self._decoder.decode([bytes(frame) for frame in frames]))
+        return True

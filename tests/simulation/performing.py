@@ -1,0 +1,223 @@
+"""Carries out actions on the simulated clients and workers."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from protocol.messages import (
+    Append,
+    Cancel,
+    CreateSequence,
+    Explain,
+    Fork,
+    GetBlock,
+    GetHealth,
+    GetRequest,
+    GetSequence,
+    GetStats,
+    GetTokens,
+    ListRequests,
+    PurgeFinished,
+    RefBlock,
+    RemoveSequences,
+    Sampling,
+    Submit,
+    UnrefBlock,
+)
+from tests.simulation.actions import Action
+
+if TYPE_CHECKING:
+    from tests.simulation.clients import SimulatedClient
+    from tests.simulation.world import World
+
+UNKNOWN = 1 << 40
+
+
+def int32(values: Any) -> Any:
+    """[n] int32."""
+    return np.array(values, np.int32)
+
+
+class Performer:
+    """One method for each verb."""
+
+    def __init__(self, world: World) -> None:
+        self._world = world
+
+    def perform(self, action: Action) -> None:
+        """Does it, or nothing where it makes no sense any more."""
+        _, verb, who, *parameters = action
+        if who.startswith("w"):
+            worker = self._world.workers.get(who)
+            if worker is not None:
+                self._worker(worker, verb, parameters)
+            return
+        client = self._world.clients.get(who)
+        if client is not None:
+            getattr(self, f"_{verb}")(client, *parameters)
+
+    @staticmethod
+    def _worker(worker: Any, verb: str, parameters: list[Any]) -> None:
+        if verb == "kill":
+            worker.kill(parameters[0])
+        else:
+            worker.garble = parameters[0]
+
+    def _id(self, label: str) -> int | None:
+        return self._world.id_of(label)
+
+    # ----------------------------------------------------------------------------------------------------- connection
+
+    def _connect(self, client: SimulatedClient) -> None:
+        client.connect()
+
+    def _disconnect(self, client: SimulatedClient) -> None:
+        client.disconnect()
+
+    def _goodbye(self, client: SimulatedClient) -> None:
+        client.goodbye()
+
+    # ------------------------------------------------------------------------------------------------------- requests
+
+    def _submit(
+        self,
+        client: SimulatedClient,
+        label: str,
+        prompt: tuple[int, ...],
+        answer: int,
+        seed: int | None,
+        stops: tuple[int, ...],
+        stream: bool,
+        tenant: str,
+    ) -> None:
+        sampling = Sampling(temperature=0.7, seed=seed, stop_tokens=stops)
+        client.send(
+            Submit, (label,), max_tokens=answer, sampling=sampling, tenant=tenant, stream=stream, prompt=int32(prompt)
+        )
+
+    def _submit_on(
+        self,
+        client: SimulatedClient,
+        label: str,
+        sequence: str,
+        prompt: tuple[int, ...],
+        answer: int,
+        stream: bool,
+    ) -> None:
+        found = self._id(sequence)
+        if found is not None:
+            client.send(Submit, (label,), max_tokens=answer, stream=stream, sequence_id=found, prompt=int32(prompt))
+
+    def _cancel(self, client: SimulatedClient, label: str) -> None:
+        found = self._id(label)
+        if found is not None:
+            client.send(Cancel, request_id=found)
+
+    def _get(self, client: SimulatedClient, label: str, with_tokens: bool) -> None:
+        found = self._id(label)
+        if found is not None:
+            client.send(GetRequest, request_id=found, with_tokens=with_tokens)
+
+    def _list(self, client: SimulatedClient, count: int) -> None:
+        client.send(ListRequests, count_max=count)
+
+    def _stats(self, client: SimulatedClient) -> None:
+        client.send(GetStats)
+
+    def _health(self, client: SimulatedClient) -> None:
+        client.send(GetHealth)
+
+    def _purge(self, client: SimulatedClient, older_than_ms: int) -> None:
+        client.send(PurgeFinished, older_than_ms=older_than_ms)
+
+    # ------------------------------------------------------------------------------------------------------ sequences
+
+    def _create(
+        self, client: SimulatedClient, label: str, tokens: tuple[int, ...], tenant: str, ttl_ms: int, salt: str
+    ) -> None:
+        client.send(CreateSequence, (label,), tenant=tenant, salt=salt, idle_ttl_ms=ttl_ms, tokens=int32(tokens))
+
+    def _append(self, client: SimulatedClient, parts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
+        known = [(self._id(label), tokens) for label, tokens in parts if self._id(label) is not None]
+        if known:
+            client.send(
+                Append,
+                sequence_ids=np.array([sequence for sequence, _ in known], np.int64),
+                counts=int32([len(tokens) for _, tokens in known]),
+                tokens=int32([token for _, tokens in known for token in tokens]),
+            )
+
+    def _fork(self, client: SimulatedClient, parent: str, labels: tuple[str, ...]) -> None:
+        found = self._id(parent)
+        if found is not None:
+            client.send(Fork, labels, sequence_id=found, count=len(labels))
+
+    def _info(self, client: SimulatedClient, label: str) -> None:
+        found = self._id(label)
+        if found is not None:
+            client.send(GetSequence, sequence_id=found)
+
+    def _tokens(self, client: SimulatedClient, label: str) -> None:
+        found = self._id(label)
+        if found is not None:
+            client.send(GetTokens, sequence_id=found)
+
+    def _remove(self, client: SimulatedClient, labels: tuple[str, ...]) -> None:
+        known = [self._id(label) for label in labels if self._id(label) is not None]
+        if known:
+            client.send(RemoveSequences, sequence_ids=np.array(known, np.int64))
+
+    # --------------------------------------------------------------------------------------------------------- blocks
+
+    def _block(self, client: SimulatedClient, block: int) -> None:
+        client.send(GetBlock, block_id=block)
+
+    def _ref(self, client: SimulatedClient, block: int, holder: str, generation: int) -> None:
+        client.send(RefBlock, block_id=block, holder=holder, generation=generation)
+
+    def _unref(self, client: SimulatedClient, block: int, holder: str, generation: int) -> None:
+        client.send(UnrefBlock, block_id=block, holder=holder, generation=generation)
+
+    def _explain(self, client: SimulatedClient, kind: str, subject: Any) -> None:
+        if kind in ("request", "sequence"):
+            subject = self._id(subject)
+        if subject is not None:
+            client.send(Explain, **{kind if kind == "tenant" else f"{kind}_id": subject})
+
+    # -------------------------------------------------------------------------------------------------------- hostile
+
+    def _hostile(self, client: SimulatedClient, how: str, sequence: str) -> None:
+        """What must be refused, whatever the state."""
+        settings = self._world.settings
+        one = int32([1])
+        known = self._id(sequence)
+        two = np.array([known or UNKNOWN] * 2, np.int64)
+        many = int32([0] * (settings.context + 1))
+        commands: dict[str, tuple[Any, dict[str, Any]]] = {
+            "zero_tokens": (Submit, {"max_tokens": 0, "prompt": one}),
+            "no_prompt": (Submit, {"max_tokens": 1}),
+            "vocabulary": (Submit, {"max_tokens": 1, "prompt": int32([settings.vocabulary + (1 << 20)])}),
+            "too_long": (Submit, {"max_tokens": 1, "prompt": many}),
+            "temperature": (Submit, {"max_tokens": 1, "prompt": one, "sampling": Sampling(temperature=-1.0)}),
+            "tenant": (Submit, {"max_tokens": 1, "prompt": one, "tenant": ""}),
+            "stops": (Submit, {"max_tokens": 1, "prompt": one, "sampling": Sampling(stop_tokens=(-5,))}),
+            "unknown_request": (Cancel, {"request_id": UNKNOWN}),
+            "unknown_sequence": (GetTokens, {"sequence_id": UNKNOWN}),
+            "twice": (Append, {"sequence_ids": two, "counts": int32([1, 1]), "tokens": int32([1, 1])}),
+            "counts": (Append, {"sequence_ids": two, "counts": int32([0, 2]), "tokens": int32([1, 1])}),
+            "block_range": (GetBlock, {"block_id": settings.blocks_max + 1}),
+            "count_max": (ListRequests, {"count_max": 0}),
+            "explain_nothing": (Explain, {}),
+        }
+        raw = {
+            "bytes": [b"\xc1\x00garbage"],
+            "tag": [b"\x81\xa1t\xa4step"],
+            "frames": [b"\x81\xa1t\xa6submit", b"123", b"", b""],
+        }
+        if how in raw:
+            client.send_raw(raw[how])
+        else:
+            cls, fields = commands[how]
+            client.send(cls, ("never",), **fields)

@@ -1,0 +1,111 @@
+"""From a seed to an outcome; from a failing outcome to a short scenario."""
+
+from __future__ import annotations
+
+import logging
+import re
+import tempfile
+import traceback
+from collections.abc import Iterable
+from pathlib import Path
+from random import Random
+
+import msgspec
+
+from tests.simulation.actions import Action, Drawer, text
+from tests.simulation.settings import Settings, draw_settings
+from tests.simulation.shrink import shrink
+from tests.simulation.world import FULL_CHECK_EVERY, World
+
+SHRINK_RUNS_MAX = 400
+NO_LIMIT = 1 << 60
+
+
+class Outcome(msgspec.Struct):
+    """How one seed went. `error` is empty where all promises were kept."""
+
+    seed: int
+    events: int
+    error: str
+    where: str
+    settings: Settings
+    actions: list[Action]
+
+
+def drawn(seed: int) -> tuple[Settings, Drawer]:
+    """The world and the actions of a seed."""
+    settings = draw_settings(Random(f"settings/{seed}"))
+    return settings, Drawer(settings, Random(f"actions/{seed}"))
+
+
+def run_seed(seed: int, events: int, check_every: int = FULL_CHECK_EVERY) -> Outcome:
+    """Runs a seed for about `events` events and to its end."""
+    settings, drawer = drawn(seed)
+    return play(seed, settings, drawer.actions(), events, check_every)
+
+
+def play(
+    seed: int, settings: Settings, actions: Iterable[Action], events: int, check_every: int = FULL_CHECK_EVERY
+) -> Outcome:
+    """Runs a scenario. Whatever is raised is a failure of the system (or of the simulator) and becomes the outcome."""
+    performed: list[Action] = []
+
+    def recorded() -> Iterable[Action]:
+        for action in actions:
+            performed.append(action)
+            yield action
+
+    logging.getLogger("coordinator").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(settings, str(seed), Path(folder), check_every)
+        error = where = ""
+        try:
+            world.run(recorded(), events)
+        except Exception as problem:  # noqa: BLE001 - any exception is a finding
+            error = f"{type(problem).__name__}: {problem}"
+            where = "".join(traceback.format_exc(limit=-6))
+        finally:
+            world.tables.close()
+    return Outcome(seed, world.events, error, where, settings, performed)
+
+
+def trace_seed(seed: int, events: int) -> list[str]:
+    """Everything a seed does, with the digest of the machine after each turn."""
+    settings, drawer = drawn(seed)
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(settings, str(seed), Path(folder))
+        world.trace = []
+        try:
+            world.run(drawer.actions(), events)
+        except Exception as problem:  # noqa: BLE001 - the trace ends where the failure is
+            world.trace.append(f"{type(problem).__name__}: {problem}\n{traceback.format_exc(limit=-8)}")
+        finally:
+            world.tables.close()
+        return world.trace
+
+
+def shrunk(outcome: Outcome) -> list[Action]:
+    """A short list of actions that still fails in the same way: with the same words, whatever the numbers."""
+    words = _words(outcome.error)
+
+    def fails(actions: list[Action]) -> bool:
+        return _words(play(outcome.seed, outcome.settings, actions, NO_LIMIT).error) == words
+
+    return shrink(outcome.actions, fails, SHRINK_RUNS_MAX)
+
+
+def _words(error: str) -> str:
+    return re.sub(r"[^a-z ]+", "", error)[:60]
+
+
+def shrunk_text(outcome: Outcome, _events: int = 0) -> str:
+    """The short scenario, its world and its failure, for people."""
+    actions = shrunk(outcome)
+    last = play(outcome.seed, outcome.settings, actions, NO_LIMIT)
+    differs = {
+        field: value
+        for field, value in msgspec.structs.asdict(outcome.settings).items()
+        if value != getattr(Settings(), field)
+    }
+    lines = [f"world: {differs}", f"{len(actions)} of {len(outcome.actions)} actions are enough:"]
+    return "\n".join([*lines, *("  " + text(action) for action in actions), "", last.error, "", last.where])

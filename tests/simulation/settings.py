@@ -1,0 +1,130 @@
+"""The world one seed lives in: limits of the core, workers, tenants, and how the network behaves."""
+
+from __future__ import annotations
+
+from random import Random
+
+import msgspec
+
+from coordinator.core.limits import Limits, Quota
+from protocol.layout import Geometry
+
+TENANTS = ("ant", "bee", "cat")
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True):
+    """Drawn from a seed, or given in full. Times in microseconds, shares 0 to 1."""
+
+    block_size: int = 4
+    context_blocks: int = 8
+    sequences_max: int = 8
+    queue_max: int = 16
+    finished_max: int = 64
+    finished_ttl_us: int = 600_000_000
+    step_tokens_max: int = 16
+    step_rows_max: int = 4
+    steps_in_flight_max: int = 2
+    partial_tokens_min: int = 2
+    policy: str = "lru"
+    quotas: dict[str, Quota] = {}
+    workers: tuple[int, ...] = (16,)
+    clients: int = 2
+    vocabulary: int = 24
+    eos: tuple[int, ...] = ()
+    short_us: int = 200
+    long_us: int = 20_000
+    long_share: float = 0.02
+    step_us: int = 600
+    duplicate_share: float = 0.05
+    gap_us: int = 700
+    turn_us: int = 50
+
+    @property
+    def context(self) -> int:
+        """Tokens of the longest sequence."""
+        return self.block_size * self.context_blocks
+
+    @property
+    def blocks_max(self) -> int:
+        """Enough for every worker at once."""
+        return sum(self.workers) + max(self.workers)
+
+    def limits(self) -> Limits:
+        """The core's limits."""
+        return Limits(
+            block_size=self.block_size,
+            sequences_max=self.sequences_max,
+            blocks_max=self.blocks_max,
+            blocks_per_sequence_max=self.context_blocks,
+            pools_max=len(self.workers) + 1,
+            tenants_max=len(TENANTS) + 2,
+            queue_max=self.queue_max,
+            finished_max=self.finished_max,
+            finished_ttl_us=self.finished_ttl_us,
+            step_tokens_max=self.step_tokens_max,
+            step_rows_max=self.step_rows_max,
+            steps_in_flight_max=self.steps_in_flight_max,
+            stop_tokens_max=4,
+            holders_per_block_max=2,
+            bulk_max=4,
+            list_max=8,
+            partial_tokens_min=self.partial_tokens_min,
+            policy=self.policy,
+            quotas=self.quotas,
+        )
+
+    def geometry(self) -> Geometry:
+        """Of the shared tables."""
+        return Geometry(
+            slots=self.sequences_max,
+            blocks=self.blocks_max,
+            blocks_per_sequence=self.context_blocks,
+            block_size=self.block_size,
+        )
+
+
+def draw_settings(random: Random) -> Settings:
+    """A small, tight world: everything that can be full is full now and then."""
+    block_size = random.choice((1, 2, 3, 4, 4, 8))
+    context_blocks = random.randint(3, 8) if block_size > 2 else random.randint(6, 16)
+    workers = tuple(random.randint(context_blocks + 1, 4 * context_blocks) for _ in range(random.choice((1, 1, 2, 3))))
+    rows = random.randint(1, 6)
+    vocabulary = random.choice((12, 24, 60))
+    return Settings(
+        block_size=block_size,
+        context_blocks=context_blocks,
+        sequences_max=random.randint(max(2, rows), rows + 8),
+        queue_max=random.choice((2, 6, 12)),
+        finished_max=random.choice((3, 30)),
+        finished_ttl_us=random.choice((20_000, 600_000_000)),
+        step_tokens_max=random.randint(max(rows, 2), 24),
+        step_rows_max=rows,
+        steps_in_flight_max=random.randint(1, 3),
+        partial_tokens_min=random.choice((1, 2, 4)),
+        policy=random.choice(("lru", "lru", "none")),
+        quotas=_draw_quotas(random, min(workers), context_blocks),
+        workers=workers,
+        clients=random.randint(1, 4),
+        vocabulary=vocabulary,
+        eos=(random.randrange(vocabulary - 1),) if random.random() < 0.3 else (),
+        short_us=random.choice((50, 200, 1000)),
+        long_us=random.choice((5_000, 40_000)),
+        long_share=random.choice((0.0, 0.01, 0.1)),
+        step_us=random.choice((100, 600, 2000)),
+        duplicate_share=random.choice((0.0, 0.05, 0.2)),
+        gap_us=random.choice((250, 500, 1000)),
+        turn_us=random.choice((20, 100, 400)),
+    )
+
+
+def _draw_quotas(random: Random, pool: int, context_blocks: int) -> dict[str, Quota]:
+    """None, or floors that mostly leave room for the longest sequence, and ceilings that hold at least a short one."""
+    if random.random() < 0.5:
+        return {}
+    quotas = {}
+    spare = max(0, pool - random.choice((context_blocks, context_blocks, 2)))
+    for tenant in TENANTS[:2]:
+        floor = random.randint(0, spare // 2)
+        ceiling = random.choice((0, random.randint(max(floor, 2), max(floor, 2) + context_blocks // 2)))
+        quotas[tenant] = Quota(floor=floor, ceiling=ceiling)
+    return quotas

@@ -1,0 +1,32 @@
+"""Delta debugging: which actions are enough to fail.
+
+A. Zeller, R. Hildebrandt: Simplifying and Isolating Failure-Inducing Input. IEEE TSE 28 (2), 2002.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import TypeVar
+
+T = TypeVar("T")
+
+
+def shrink(items: list[T], fails: Callable[[list[T]], bool], runs_max: int) -> list[T]:
+    """A sublist that still fails; no single item of it can be left out, unless `runs_max` was reached before."""
+    runs = 0
+    pieces = 2
+    while len(items) >= 1:
+        size = -(-len(items) // pieces)
+        for start in range(0, len(items), size):
+            rest = items[:start] + items[start + size :]
+            runs += 1
+            if fails(rest):
+                items, pieces = rest, max(2, pieces - 1)
+                break
+            if runs >= runs_max:
+                return items
+        else:
+            if size <= 1:
+                return items
+            pieces = min(len(items), 2 * pieces)
+    return items

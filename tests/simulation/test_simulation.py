@@ -1,0 +1,96 @@
+"""Many seeds of the whole control plane, and that the simulator itself can be trusted.
+
+KVFORGE_SIM_START chooses other seeds than the fixed ones; KVFORGE_SIM_SEEDS how many.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from tests.simulation.actions import text
+from tests.simulation.digest import digest
+from tests.simulation.faults import plant
+from tests.simulation.runner import NO_LIMIT, play, run_seed, shrunk, shrunk_text, trace_seed
+from tests.simulation.shrink import shrink
+
+START = int(os.environ.get("KVFORGE_SIM_START", "0"))
+SEEDS = int(os.environ.get("KVFORGE_SIM_SEEDS", "120"))
+PARTS = 8
+EVENTS = 2000
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.mark.parametrize("part", range(PARTS))
+def test_every_promise_is_kept(part: int) -> None:
+    for seed in range(START + part, START + SEEDS, PARTS):
+        outcome = run_seed(seed, EVENTS)
+        assert not outcome.error, f"seed {seed}: {outcome.error}\n{shrunk_text(outcome)}"
+
+
+def test_every_check_after_every_event() -> None:
+    for seed in range(START, START + 4):
+        outcome = run_seed(seed, 600, check_every=1)
+        assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+
+
+def test_a_seed_replays_exactly() -> None:
+    trace = trace_seed(START, 500)
+    assert len(trace) > 200
+    assert trace == trace_seed(START, 500)
+
+
+def test_a_seed_replays_exactly_in_another_process() -> None:
+    command = [sys.executable, "-m", "tests.simulation", "--seed", str(START), "--trace", "--events", "300"]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT)}
+    told = [
+        subprocess.run(
+            command, cwd=ROOT, env={**environment, "PYTHONHASHSEED": salt}, capture_output=True, check=True, timeout=120
+        ).stdout
+        for salt in ("1", "2")
+    ]
+    assert told[0] == told[1]
+    assert told[0].count(b"turn") > 30
+
+
+def test_recorded_actions_replay_the_run() -> None:
+    outcome = run_seed(START, 500)
+    again = play(outcome.seed, outcome.settings, outcome.actions, NO_LIMIT)
+    assert (again.events, again.actions, again.error) == (outcome.events, outcome.actions, "")
+
+
+def test_a_failing_seed_is_shrunk_and_told_as_text() -> None:
+    with plant("generation_not_bumped"):
+        outcome = run_seed(START, 600)
+        assert "generation" in outcome.error
+        actions = shrunk(outcome)
+        assert len(actions) <= 5 < len(outcome.actions)
+        told = shrunk_text(outcome)
+    assert all(text(action) in told for action in actions)
+    assert "keeps its generation" in told
+
+
+def test_shrinking_leaves_only_what_is_needed() -> None:
+    items = list(range(100))
+    assert shrink(items, lambda left: {3, 57} <= set(left), 1000) == [3, 57]
+
+
+def test_a_digest_sees_every_change_but_not_identity() -> None:
+    class Box:
+        def __init__(self, value: object) -> None:
+            self.value, self.changed = value, [1]
+
+    array = np.arange(3)
+    one, two = Box({"a": array, "b": [1, 2.5, None]}), Box({"a": array.copy(), "b": [1, 2.5, None]})
+    assert digest(one) == digest(two)
+    two.changed.append(2)
+    assert digest(one) == digest(two), "lists of what is to be published do not count"
+    array[1] = 7
+    assert digest(one) != digest(two)
+    assert digest(Box(np.array([1], np.int32))) != digest(Box(np.array([1], np.int64)))
+    assert digest(Box((1,))) != digest(Box((1.0,)))

@@ -1,0 +1,317 @@
+"""Simulated workers: real steps carried out on a KV memory that remembers what was written where.
+
+The memory starts as garbage and is written by steps alone. Each cell keeps (token, position). A step reads the block
+tables from the published file when it runs, not when it was planned. Attention over a cell that does not hold the
+position it should is a violation at once; a wrong token there is one too, because the fingerprint of the context
+differs from the oracle's.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from pathlib import Path
+from random import Random
+from typing import Any, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol import codec
+from protocol.messages import (
+    ErrorInfo,
+    Message,
+    ModelInfo,
+    PoolRegistered,
+    Refused,
+    RowError,
+    Step,
+    StepResult,
+    WorkerHello,
+    WorkerLoading,
+    WorkerReady,
+    WorkerWelcome,
+)
+from protocol.tables import TablesReader
+from tests.simulation.model import WEIGHTS, Oracle, choose, poison
+from tests.simulation.network import Clock, Connection, SimulatedPeers
+from tests.simulation.settings import Settings
+
+RETRY_US = 3_000
+
+
+class Violation(AssertionError):
+    """The system broke a promise."""
+
+
+class Host(Protocol):
+    """What a worker sees of the world around it."""
+
+    clock: Clock
+    settings: Settings
+    calm: bool
+
+    def oracle(self, request_id: int) -> Oracle:
+        """What the request must generate."""
+
+    def counts(self, request_id: int) -> bool:
+        """Whether a row of the request can still count: its client's sequence may have gone on without it."""
+
+    def delivered(self) -> None:
+        """A message reached a peer."""
+
+
+class KvMemory:
+    """Blocks of (token, position) cells, garbage at first. Block ids are global, from `base` on."""
+
+    def __init__(self, base: int, blocks: int, block_size: int, random: Random) -> None:
+        self.base, self.blocks, self.block_size = base, blocks, block_size
+        cells = blocks * block_size
+        self._tokens = np.array([random.randrange(1 << 16) for _ in range(cells)], np.int64)
+        self._positions = np.full(cells, -1, np.int64)
+
+    def copy(self, triples: npt.NDArray[np.int32]) -> None:
+        """Copies leading cells of blocks: all reads before all writes, as a device may do it."""
+        sources, targets = set(triples[0::3].tolist()), triples[1::3].tolist()
+        if len(set(targets)) != len(targets) or sources & set(targets):
+            raise Violation(f"copies of one step depend on each other: {triples.tolist()}")
+        size = self.block_size
+        read = []
+        for source, target, count in triples.reshape(-1, 3).tolist():
+            if not 1 <= count <= size:
+                raise Violation(f"a copy of {count} tokens in blocks of {size}")
+            start = self._cell(source)
+            cells = slice(start, start + count)
+            read.append((self._cell(target), count, self._tokens[cells].copy(), self._positions[cells].copy()))
+        for start, count, tokens, positions in read:
+            self._tokens[start : start + count] = tokens
+            self._positions[start : start + count] = positions
+
+    def _cell(self, block: int) -> int:
+        if not self.base <= block < self.base + self.blocks:
+            raise Violation(f"block {block} is not of this worker's pool")
+        return (block - self.base) * self.block_size
+
+    def cells(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """Cells of every position that rows of block ids hold: [rows, width * block_size] int64."""
+        local = table - self.base
+        grid = local[:, :, None] * self.block_size + np.arange(self.block_size)
+        return grid.reshape(table.shape[0], -1)
+
+    def write(self, cells: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], tokens: Any) -> None:
+        """New KV of all rows of a step: no cell twice."""
+        listed = cells.tolist()
+        if listed and not 0 <= min(listed) <= max(listed) < self._tokens.size:
+            raise Violation("a block table names a block outside the pool")
+        if len(set(listed)) != len(listed):
+            raise Violation("two rows of a step write the same cell")
+        self._tokens[cells] = tokens
+        self._positions[cells] = positions
+
+    def read(
+        self, cells: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_], counting: npt.NDArray[np.bool_]
+    ) -> npt.NDArray[np.int64]:
+        """Tokens at positions 0, 1, ... of each row where `wanted`; [rows, positions] both.
+
+        counting: [rows], whether the row's outcome matters; one that does not may find anything, but only in the pool.
+        """
+        inside = np.where(wanted, cells, 0)
+        if inside.min() < 0 or inside.max() >= self._tokens.size:
+            raise Violation("a block table names a block outside the pool")
+        right = self._positions[inside] == np.arange(cells.shape[1])
+        wrong = ~right & wanted & counting[:, None]
+        if wrong.any():
+            row, position = np.argwhere(wrong)[0].tolist()
+            found = int(self._positions[inside[row, position]])
+            raise Violation(f"row {row} attends at position {position} to KV of position {found} (-1: garbage)")
+        return self._tokens[inside]
+
+
+class Row:
+    """What a worker keeps of a slot from its RowStart on."""
+
+    def __init__(self, request_id: int, seed: int, generated: int) -> None:
+        self.request_id, self.seed, self.generated = request_id, seed, generated
+        self.last = -1
+        self.failed = False
+
+
+class SimulatedWorker:
+    """One worker process, through deaths and returns: each life has its own connection and an empty pool."""
+
+    def __init__(self, name: str, blocks: int, host: Host, peers: SimulatedPeers, seed: str) -> None:
+        self.name, self.blocks = name, blocks
+        self.lives = 0
+        self.garble = ""
+        self.connection: Connection | None = None
+        self._host, self._peers, self._seed = host, peers, seed
+
+    @property
+    def alive(self) -> bool:
+        """Whether the process runs."""
+        return self.connection is not None
+
+    def start(self) -> None:
+        """A new life."""
+        if self.connection is not None:
+            return
+        self.lives += 1
+        self._random = Random(f"{self._seed}/{self.name}/{self.lives}")
+        self._rows: dict[int, Row] = {}
+        self._steps: deque[Step] = deque()
+        self._working = False
+        self._reader: TablesReader | None = None
+        self.connection = self._peers.connect(self._random, self._receive)
+        self._send(WorkerHello(rid=1, name=self.name, pid=1000 + self.lives))
+
+    def kill(self, back_after_us: int) -> None:
+        """The process dies and comes back later."""
+        if self.connection is None:
+            return
+        self.connection.cut()
+        self.connection = None
+        self._host.clock.after(back_after_us, self.start)
+
+    def _send(self, message: Message) -> None:
+        if self.connection is not None:
+            self.connection.send(codec.encode(message))
+
+    def _receive(self, message: Message) -> None:
+        self._host.delivered()
+        if isinstance(message, Step):
+            self._steps.append(message)
+            self._work()
+        elif isinstance(message, WorkerWelcome):
+            self._welcome(message)
+        elif isinstance(message, PoolRegistered):
+            self._epoch = message.epoch
+            self._memory = KvMemory(message.base_block, self.blocks, self._host.settings.block_size, self._random)
+        elif isinstance(message, Refused):
+            self.kill(RETRY_US)
+
+    def _welcome(self, message: WorkerWelcome) -> None:
+        settings = self._host.settings
+        self._reader = TablesReader(Path(message.tables_path), message.boot)
+        self._send(WorkerLoading(phase="reading", progress=0.5))
+        model = ModelInfo(
+            name="hash",
+            source="simulation",
+            architecture="hash",
+            fingerprint="00",
+            vocab_size=settings.vocabulary,
+            context_tokens_max=settings.context,
+            eos_tokens=settings.eos,
+        )
+        ready = WorkerReady(rid=2, model=model, blocks=self.blocks, bytes_per_block=64, kv_dtype="pair", device="none")
+        self._send(ready)
+
+    # ---------------------------------------------------------------------------------------------------------- steps
+
+    def _work(self) -> None:
+        if self._working or not self._steps:
+            return
+        self._working = True
+        took_us = 1 + int(self._random.random() * self._host.settings.step_us)
+        life = self.lives
+        self._host.clock.after(took_us, lambda: self._finish(life, took_us))
+
+    def _finish(self, life: int, took_us: int) -> None:
+        if self.connection is None or life != self.lives:
+            return
+        self._working = False
+        if self._peers.number(self.connection.identity) is None:
+            return  # it was dropped and is about to learn it: nothing that it does counts any more
+        result = self.carry_out(self._steps.popleft(), took_us)
+        self._send(self._garbled(result))
+        if not self._host.calm and self._random.random() < self._host.settings.duplicate_share:
+            self._send(result)
+        self._work()
+
+    def _garbled(self, result: StepResult) -> StepResult:
+        how, self.garble = self.garble, ""
+        if how == "vocabulary" and result.tokens.size:
+            wrong = result.tokens + self._host.settings.vocabulary
+            return StepResult(result.step_id, result.epoch, (), 0, result.slots, wrong, result.logprobs)
+        if how == "missing" and result.tokens.size:
+            short = (result.slots[1:], result.tokens[1:], result.logprobs[1:])
+            return StepResult(result.step_id, result.epoch, result.errors, 0, *short)
+        if how == "step":
+            return StepResult(result.step_id + 1, result.epoch)
+        if how == "epoch":
+            self._send(StepResult(result.step_id, result.epoch - 1, (), 0, result.slots, result.tokens * 0))
+        return result
+
+    def carry_out(self, step: Step, took_us: int) -> StepResult:
+        """Copies, then writes, then samples: exactly what the message says."""
+        assert self._reader is not None
+        memory, size = self._memory, self._host.settings.block_size
+        if step.copies.size:
+            memory.copy(step.copies)
+        for begin in step.begins:
+            self._rows[begin.slot] = Row(begin.request_id, begin.seed, begin.generated)
+        if not step.slots.size:
+            return StepResult(step_id=step.step_id, epoch=self._epoch, duration_us=took_us)
+        ends = (step.starts + step.counts).astype(np.int64)
+        width = -(-int(ends.max()) // size)
+        table, _, _ = self._reader.rows(step.slots, width)
+        cells = memory.cells(table.astype(np.int64))
+        rows = np.repeat(np.arange(step.slots.size), step.counts)
+        before = np.cumsum(step.counts) - step.counts
+        positions = np.arange(rows.size) - before[rows] + step.starts[rows]
+        memory.write(cells[rows, positions], positions.astype(np.int64), self._resolved(step, rows))
+        wanted = np.arange(cells.shape[1]) < ends[:, None]
+        counting = [self._host.counts(self._rows[slot].request_id) for slot in step.slots.tolist()]
+        found = memory.read(cells, wanted, np.array(counting))
+        weighed = (found.astype(np.uint64) + np.uint64(1)) * WEIGHTS[: cells.shape[1]]
+        fingerprints = np.where(wanted, weighed, np.uint64(0)).sum(axis=1, dtype=np.uint64).tolist()
+        poisoned = ((found == poison(self._host.settings.vocabulary)) & wanted).any(axis=1).tolist()
+        return self._sampled(step, ends.tolist(), counting, fingerprints, poisoned, took_us)
+
+    def _resolved(self, step: Step, rows: npt.NDArray[np.int64]) -> list[int]:
+        tokens: list[int] = step.tokens.tolist()
+        if -1 in tokens:
+            slots = step.slots.tolist()
+            for i, token in enumerate(tokens):
+                if token == -1:
+                    row = self._rows[slots[rows[i]]]
+                    tokens[i] = 0 if row.failed else row.last
+                    if tokens[i] < 0:
+                        raise Violation(f"slot {slots[rows[i]]} is fed a sampled token before it sampled one")
+        return tokens
+
+    def _sampled(
+        self,
+        step: Step,
+        ends: list[int],
+        counting: list[bool],
+        fingerprints: list[int],
+        poisoned: list[bool],
+        took_us: int,
+    ) -> StepResult:
+        slots, chosen, errors = [], [], []
+        for i, slot in enumerate(step.slots.tolist()):
+            row = self._rows[slot]
+            if row.failed:
+                errors.append(RowError(slot, ErrorInfo("worker_error", "failed before")))
+                continue
+            if counting[i] and fingerprints[i] != self._host.oracle(row.request_id).fingerprint(ends[i]):
+                raise Violation(
+                    f"{self.name} step {step.step_id}: request {row.request_id} attends over wrong tokens "
+                    f"in positions 0 to {ends[i] - 1}"
+                )
+            if poisoned[i]:
+                row.failed = True
+                errors.append(RowError(slot, ErrorInfo("worker_error", "poison")))
+            elif step.samples[i]:
+                row.last = choose(fingerprints[i], row.seed, row.generated, self._host.settings.vocabulary)
+                row.generated += 1
+                slots.append(slot)
+                chosen.append(row.last)
+        return StepResult(
+            step_id=step.step_id,
+            epoch=self._epoch,
+            errors=tuple(errors),
+            duration_us=took_us,
+            slots=np.array(slots, np.int32),
+            tokens=np.array(chosen, np.int32),
+            logprobs=-np.array(chosen, np.float32),
+        )
