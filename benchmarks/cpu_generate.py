@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from benchmarks.report import report
-from protocol.messages import RowStart, Step
+from protocol.messages import RowStart, Sampling, Step
 from worker.device import open_device
 from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
 from worker.pool import KvPool
@@ -49,7 +49,9 @@ def run_kvforge(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tu
     lengths = np.array([len(prompt) for prompt in prompts], np.int32)
     step = Step(
         0,
-        begins=tuple(RowStart(slot=i, request_id=i, temperature=0.0, seed=0) for i in range(len(prompts))),
+        begins=tuple(
+            RowStart(slot=i, request_id=i, sampling=Sampling(temperature=0.0), seed=0) for i in range(len(prompts))
+        ),
         slots=slots,
         starts=np.zeros_like(slots),
         counts=lengths,

@@ -36,6 +36,7 @@ from protocol.messages import (
 )
 
 from . import sequences
+from .arguments import stop_strings
 from .calls import (
     CONNECT_TIMEOUT_S,
     READY_TIMEOUT_S,
@@ -50,6 +51,7 @@ from .client import MAX_TOKENS
 from .results import Completion, Finished, Token
 from .sequences import CachedSequence, SequenceRef
 from .session import Watched
+from .stop_text import TextCursor
 
 ROOM_POLL_S = 0.02
 
@@ -72,23 +74,20 @@ class AsyncRequest(Handle):
 class AsyncTextRequest:
     """A request that is read as text, as `TextRequest`."""
 
-    def __init__(self, calls: Calls, request: AsyncRequest) -> None:
+    def __init__(self, calls: Calls, request: AsyncRequest, stop: Sequence[str] = ()) -> None:
         self._calls = calls
+        self._stop = stop
         self.request = request
 
     async def __aiter__(self) -> AsyncIterator[str]:
         """Pieces of text as they come, from the first one."""
-        stream = (await self._calls.tokenizer()).stream()
-        async for token in self.request:
-            if piece := stream.push((token.token_id,)):
-                yield piece
-        if piece := stream.finish():
+        cursor = TextCursor(self._calls, self.request._track, self._stop)
+        while (piece := await cursor.next()) is not None:
             yield piece
 
     async def result(self, timeout_s: float | None = None) -> Completion:
         """Waits for the end, as `TextRequest.result`."""
-        finished = await self.request.result(timeout_s)
-        return Completion((await self._calls.tokenizer()).decode(finished.tokens), finished)
+        return await self._calls.text(self.request._track, self._stop, timeout_s)
 
 
 class AsyncClient:
@@ -273,12 +272,14 @@ class AsyncClient:
         sampling: Sampling | None = None,
         tenant: str = "default",
         raw: bool = False,
+        stop: str | Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> AsyncTextRequest:
         """As `Client.generate_stream`: `async for piece in await kv.generate_stream(...)`."""
+        stops = stop_strings(stop)
         ids = await self._calls.encode(prompt, raw)
         request = await self.submit(ids, max_tokens=max_tokens, sampling=sampling, tenant=tenant, timeout_s=timeout_s)
-        return AsyncTextRequest(self._calls, request)
+        return AsyncTextRequest(self._calls, request, stops)
 
     async def generate(
         self,
@@ -288,10 +289,13 @@ class AsyncClient:
         sampling: Sampling | None = None,
         tenant: str = "default",
         raw: bool = False,
+        stop: str | Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Completion:
         """As `Client.generate`."""
-        text = await self.generate_stream(prompt, max_tokens=max_tokens, sampling=sampling, tenant=tenant, raw=raw)
+        text = await self.generate_stream(
+            prompt, max_tokens=max_tokens, sampling=sampling, tenant=tenant, raw=raw, stop=stop
+        )
         return await text.result(timeout_s)
 
 

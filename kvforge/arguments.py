@@ -10,11 +10,13 @@ import numpy as np
 
 from protocol.codec import FRAME_BYTES_MAX
 from protocol.errors import InvalidRequest
-from protocol.messages import Int32Array, Sampling
+from protocol.messages import LOGIT_BIAS_LIMIT, LOGIT_BIAS_MAX, SAMPLING_RANGES, Int32Array, Sampling
 
 INT32_MAX = (1 << 31) - 1
 SEED_MAX = (1 << 64) - 1
 TEMPERATURE_MAX = 100.0
+STOP_STRINGS_MAX = 16
+STOP_LENGTH_MAX = 1024
 PROMPT_TOKENS_MAX = FRAME_BYTES_MAX // 4
 
 
@@ -89,6 +91,44 @@ def check_sampling(sampling: Sampling) -> None:
             raise InvalidRequest("sampling.stop_tokens", f"holds {token!r}, which is not a token id")
     if not isinstance(sampling.ignore_eos, bool):
         raise InvalidRequest("sampling.ignore_eos", f"is {sampling.ignore_eos!r}; it must be True or False")
+    for name, (low, high) in SAMPLING_RANGES.items():
+        value = getattr(sampling, name)
+        whole = isinstance(getattr(Sampling(), name), int)
+        if not (_is_int(value) if whole else _is_int(value) or isinstance(value, float)) or not low <= value <= high:
+            kind = "an integer" if whole else "a number"
+            raise InvalidRequest(f"sampling.{name}", f"is {value!r}; it must be {kind} from {low:g} to {high:g}")
+    _check_bias(sampling.logit_bias)
+
+
+def _check_bias(pairs: object) -> None:
+    field = "sampling.logit_bias"
+    if not isinstance(pairs, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in pairs):
+        raise InvalidRequest(field, "is not a sequence of (token id, value) pairs")
+    if len(pairs) > LOGIT_BIAS_MAX:
+        raise InvalidRequest(field, f"has {len(pairs)} entries; there may be {LOGIT_BIAS_MAX}")
+    seen = set()
+    for token, value in pairs:
+        if not _is_int(token) or not 0 <= token <= INT32_MAX:
+            raise InvalidRequest(field, f"holds {token!r}, which is not a token id")
+        if token in seen:
+            raise InvalidRequest(field, f"names token id {token} twice")
+        if not (_is_int(value) or isinstance(value, float)) or not (
+            abs(value) <= LOGIT_BIAS_LIMIT or value == -math.inf
+        ):
+            limit = f"-{LOGIT_BIAS_LIMIT:g} to {LOGIT_BIAS_LIMIT:g}, or -inf to ban the token"
+            raise InvalidRequest(field, f"gives token id {token} the value {value!r}; it must be {limit}")
+        seen.add(token)
+
+
+def stop_strings(stop: object) -> tuple[str, ...]:
+    """Stop strings from one or several. Raises InvalidRequest naming `stop`."""
+    stops = (stop,) if isinstance(stop, str) else stop
+    if not isinstance(stops, tuple | list) or not all(isinstance(item, str) for item in stops):
+        raise InvalidRequest("stop", "is neither a text nor a sequence of texts")
+    if len(stops) > STOP_STRINGS_MAX or not all(0 < len(item) <= STOP_LENGTH_MAX for item in stops):
+        problem = f"holds more than {STOP_STRINGS_MAX} texts, or one that has not 1 to {STOP_LENGTH_MAX} characters"
+        raise InvalidRequest("stop", problem)
+    return tuple(stops)
 
 
 def _is_int(value: object) -> bool:

@@ -31,9 +31,10 @@ from protocol.messages import Accepted, GetHealth, Health, Hello, Message, Sampl
 
 from .arguments import check_submit, prompt_array
 from .link import Link
-from .results import Finished, Token, finished, token_at
+from .results import Completion, Finished, Token, finished, token_at
 from .sequences import Command, SequenceRef, sequence_id
 from .session import Pending, Session, Track, Watched
+from .stop_text import TextCursor
 
 if TYPE_CHECKING:
     from .text import Tokenizer
@@ -49,6 +50,7 @@ READY_TIMEOUT_S = 120.0
 READY_POLL_S = 0.1
 READY_CONNECT_S = 0.5
 RETRY_PAUSE_S = 0.05
+MOMENT_S = 0.1
 
 
 class Calls(ABC):
@@ -163,15 +165,38 @@ class Calls(ABC):
                 raise DeadlineExceeded(f"{problem}; it goes on: wait again, or cancel it")
         return finished(track)
 
-    async def token(self, track: Track, offset: int) -> Token | None:
-        """The token at `offset`, None if the request ended before it. Raises the error the request ended with."""
+    async def token(self, track: Track, offset: int, deadline: float | None = None) -> Token | None:
+        """The token at `offset`, None if the request ended before it. Raises the error the request ended with.
+
+        deadline: on time.monotonic; None: the client's limit for each token.
+        """
         if offset >= len(track.tokens) and not track.done:
-            await self._move(lambda: len(track.tokens) > offset or track.done, (track,), f"request {track.request_id}")
+            what = f"request {track.request_id}"
+            await self._move(lambda: len(track.tokens) > offset or track.done, (track,), what, deadline)
         if offset < len(track.tokens):
             return token_at(track, offset)
         if (error := track.failure()) is not None:
             raise error
         return None
+
+    async def text(self, track: Track, stops: Sequence[str], timeout_s: float | None) -> Completion:
+        """Waits for the end, or for a stop string, and returns the text with the outcome."""
+        wait_s = self.stream_timeout_s if timeout_s is None else _seconds(timeout_s)
+        if not stops:
+            done = await self.result(track, wait_s)
+            return Completion((await self.tokenizer()).decode(done.tokens), done)
+        deadline = monotonic() + wait_s
+        cursor, pieces = TextCursor(self, track, stops), []
+        try:
+            while (piece := await cursor.next(deadline)) is not None:
+                pieces.append(piece)
+        except DeadlineExceeded:
+            if track.done:  # the request's own end
+                raise
+            problem = f"request {track.request_id} has not ended within {wait_s:g} s"
+            raise DeadlineExceeded(f"{problem}; it goes on: wait again, or cancel it") from None
+        done = await self.result(track, max(deadline - monotonic(), MOMENT_S))
+        return Completion("".join(pieces), cursor.outcome(done))
 
     async def more(self, feed: Feed) -> None:
         """Waits until a feed has something."""
@@ -227,8 +252,9 @@ class Calls(ABC):
         self.link.pump()
         if self.session.welcome is not None:
             return
+        # From now on, not from our turn at the gate: callers in a row do not each wait anew for nobody.
+        limit = min(deadline, monotonic() + self._connect_timeout_s)
         async with self._gate():
-            limit = min(deadline, monotonic() + self._connect_timeout_s)
             while self.session.welcome is None:
                 if await self._greet(limit):
                     return
@@ -305,10 +331,13 @@ class Calls(ABC):
             raise
         return pending
 
-    async def _move(self, ready: Callable[[], bool], watch: Sequence[Watched], what: str) -> None:
+    async def _move(
+        self, ready: Callable[[], bool], watch: Sequence[Watched], what: str, deadline: float | None = None
+    ) -> None:
         self._check_usable()
-        if not await self._until(ready, watch, monotonic() + self.stream_timeout_s):
-            raise DeadlineExceeded(f"no token of {what} came within {self.stream_timeout_s:g} s")
+        wait_s = self.stream_timeout_s if deadline is None else deadline - monotonic()
+        if not await self._until(ready, watch, monotonic() + wait_s):
+            raise DeadlineExceeded(f"no token of {what} came within {wait_s:.3g} s")
 
     async def _pause(self, pause_s: float, deadline: float) -> bool:
         """Takes in messages for a moment; False if the deadline has passed."""

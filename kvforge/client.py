@@ -33,6 +33,7 @@ from protocol.messages import (
 )
 
 from . import sequences
+from .arguments import stop_strings
 from .calls import (
     CONNECT_TIMEOUT_S,
     READY_TIMEOUT_S,
@@ -46,6 +47,7 @@ from .calls import (
 from .results import Completion, Finished, Token
 from .sequences import CachedSequence, SequenceRef
 from .session import Watched
+from .stop_text import TextCursor
 
 T = TypeVar("T")
 MAX_TOKENS = 256
@@ -72,25 +74,25 @@ class Request(Handle):
 
 
 class TextRequest:
-    """A request that is read as text. Iterating gives pieces of text, from the first one."""
+    """A request that is read as text. Iterating gives pieces of text, from the first one.
 
-    def __init__(self, calls: Calls, request: Request) -> None:
+    With stop strings somebody must read it, here or through `result`, for the request to end at one.
+    """
+
+    def __init__(self, calls: Calls, request: Request, stop: Sequence[str] = ()) -> None:
         self._calls = calls
+        self._stop = stop
         self.request = request
 
     def __iter__(self) -> Iterator[str]:
         """Pieces of text as they come; raises as `Request` does."""
-        stream = drive(self._calls.tokenizer()).stream()
-        for token in self.request:
-            if piece := stream.push((token.token_id,)):
-                yield piece
-        if piece := stream.finish():
+        cursor = TextCursor(self._calls, self.request._track, self._stop)
+        while (piece := drive(cursor.next())) is not None:
             yield piece
 
     def result(self, timeout_s: float | None = None) -> Completion:
         """Waits for the end, as `Request.result` does."""
-        finished = self.request.result(timeout_s)
-        return Completion(drive(self._calls.tokenizer()).decode(finished.tokens), finished)
+        return drive(self._calls.text(self.request._track, self._stop, timeout_s))
 
 
 class Client:
@@ -313,16 +315,19 @@ class Client:
         sampling: Sampling | None = None,
         tenant: str = "default",
         raw: bool = False,
+        stop: str | Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> TextRequest:
         """Submits a text, or a chat as a list of {"role", "content"}; iterate over the answer to read it as it comes.
 
-        A text is put to the model as a user's message, by its chat template, unless `raw`. Raises what `submit`
-        raises, and Unavailable where the `text` extra is not installed.
+        A text is put to the model as a user's message, by its chat template, unless `raw`. stop: strings that end the
+        answer: the text is cut before the first that appears, and the request ends there with reason `stop`.
+        Raises what `submit` raises, and Unavailable where the `text` extra is not installed.
         """
+        stops = stop_strings(stop)
         ids = drive(self._calls.encode(prompt, raw))
         request = self.submit(ids, max_tokens=max_tokens, sampling=sampling, tenant=tenant, timeout_s=timeout_s)
-        return TextRequest(self._calls, request)
+        return TextRequest(self._calls, request, stops)
 
     def generate(
         self,
@@ -332,12 +337,12 @@ class Client:
         sampling: Sampling | None = None,
         tenant: str = "default",
         raw: bool = False,
+        stop: str | Sequence[str] = (),
         timeout_s: float | None = None,
     ) -> Completion:
         """As `generate_stream`, but returns the whole answer. timeout_s: for all of it."""
-        return self.generate_stream(prompt, max_tokens=max_tokens, sampling=sampling, tenant=tenant, raw=raw).result(
-            timeout_s
-        )
+        text = self.generate_stream(prompt, max_tokens=max_tokens, sampling=sampling, tenant=tenant, raw=raw, stop=stop)
+        return text.result(timeout_s)
 
 
 class _BlockingCalls(Calls):

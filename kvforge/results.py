@@ -11,20 +11,25 @@ from .session import Track
 
 @dataclass(frozen=True, slots=True)
 class Token:
-    """One generated token. offset: 0 is the first generated one. logprob: of the chosen token, in nats."""
+    """One generated token. offset: 0 is the first generated one. logprob: of the chosen token, in nats.
+
+    top: the most likely tokens at its place, as (token id, logprob), where `Sampling.logprobs` asks for them.
+    """
 
     offset: int
     token_id: int
     logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
 class Finished:
     """A request that ended.
 
-    reason: `length` (max_tokens reached), `stop` (a stop or end-of-sequence token, which is the last token) or
-    `cancelled`. cached_tokens: how many of the prompt's tokens came from the prefix cache. timings: microseconds
-    since submission, by the coordinator's clock. logprobs: one for each token, in nats.
+    reason: `length` (max_tokens reached), `stop` (a stop or end-of-sequence token, which is the last token, or a stop
+    string, which the last token completed) or `cancelled`. cached_tokens: how many of the prompt's tokens came from
+    the prefix cache. timings: microseconds since submission, by the coordinator's clock. logprobs: one for each token,
+    in nats. top: for each token what `Token.top` is.
     """
 
     request_id: int
@@ -34,6 +39,7 @@ class Finished:
     cached_tokens: int
     timings: Timings
     logprobs: tuple[float, ...]
+    top: tuple[tuple[tuple[int, float], ...], ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +52,7 @@ class Completion:
 
 def token_at(track: Track, offset: int) -> Token:
     """The token of a stream at an offset that has been received."""
-    return Token(offset, track.tokens[offset], track.logprobs[offset])
+    return Token(offset, track.tokens[offset], track.logprobs[offset], track.tops[offset])
 
 
 def finished(track: Track) -> Finished:
@@ -63,4 +69,5 @@ def finished(track: Track) -> Finished:
         cached_tokens=ended.cached_tokens,
         timings=ended.timings,
         logprobs=tuple(track.logprobs),
+        top=tuple(track.tops),
     )

@@ -77,9 +77,12 @@ class Pending(Watched):
 
 
 class Track(Watched):
-    """The stream of one request, kept from its first token. logprobs are in nats."""
+    """The stream of one request, kept from its first token. logprobs are in nats.
 
-    __slots__ = ("ended", "error", "logprobs", "request_id", "seed", "tokens")
+    tops: for each token the most likely ones at its place, as (token id, log-probability); empty unless asked for.
+    """
+
+    __slots__ = ("ended", "error", "logprobs", "request_id", "seed", "tokens", "tops")
 
     def __init__(self, request_id: int, seed: int) -> None:
         super().__init__()
@@ -87,6 +90,7 @@ class Track(Watched):
         self.seed = seed
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
+        self.tops: list[tuple[tuple[int, float], ...]] = []
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
 
@@ -206,8 +210,8 @@ class Session:
             raise ProtocolError(f"stream: its columns have different lengths {sorted(lengths)}")
         touched: dict[int, Track] = {}
         broken: list[Message] = []
-        rows = zip(*(column.tolist() for column in columns), strict=True)
-        for request_id, offset, token_id, logprob in rows:
+        rows = zip(*(column.tolist() for column in columns), _tops(message), strict=True)
+        for request_id, offset, token_id, logprob, top in rows:
             track = self._tracks.get(request_id)
             # Not ours any more (we gave up on it, or found it broken), or a row that came twice.
             if track is None or 0 <= offset < len(track.tokens):
@@ -217,16 +221,19 @@ class Session:
                 continue
             track.tokens.append(token_id)
             track.logprobs.append(logprob)
+            track.tops.append(top)
             touched[request_id] = track
         for ended in message.ended:
             track = self._tracks.pop(ended.request_id, None)
             if track is None:
                 continue
             touched[ended.request_id] = track
-            if ended.generated_tokens != len(track.tokens):
+            if ended.cut_tokens < 0 or ended.generated_tokens + ended.cut_tokens != len(track.tokens):
                 problem = f"it ended after {ended.generated_tokens} tokens and {len(track.tokens)} came"
                 track.error = ProtocolError(f"the stream of request {track.request_id} has a gap: {problem}")
             else:
+                for column in (track.tokens, track.logprobs, track.tops):
+                    del column[ended.generated_tokens :]
                 track.ended = ended
         for track in touched.values():
             track.wake()
@@ -237,3 +244,17 @@ class Session:
         track.error = ProtocolError(f"the stream of request {track.request_id} has a gap: {problem}")
         track.wake()
         return Cancel(rid=self.new_rid(), request_id=track.request_id)
+
+
+def _tops(message: Stream) -> list[tuple[tuple[int, float], ...]]:
+    """For each row of a stream its most likely tokens. Raises ProtocolError where the columns do not fit."""
+    rows, counts = len(message.tokens), message.top_counts
+    if not len(counts) and not len(message.top_tokens) and not len(message.top_logprobs):
+        return [()] * rows
+    total = int(counts.sum(dtype="int64"))
+    lengths = {total, len(message.top_tokens), len(message.top_logprobs)}
+    if len(counts) != rows or min(counts.tolist(), default=0) < 0 or len(lengths) > 1:
+        raise ProtocolError(f"stream: its top columns have lengths {len(counts)} and {sorted(lengths)}")
+    pairs = list(zip(message.top_tokens.tolist(), message.top_logprobs.tolist(), strict=True))
+    ends = counts.cumsum().tolist()
+    return [tuple(pairs[end - count : end]) for end, count in zip(ends, counts.tolist(), strict=True)]

@@ -16,7 +16,7 @@ import msgspec
 import numpy as np
 
 from .errors import InvalidRequest, ProtocolError
-from .messages import Message, tag_of
+from .messages import NO_FLOAT32, NO_INT32, NO_INT64, Message, tag_of
 
 BODY_BYTES_MAX = 1 << 20
 FRAME_BYTES_MAX = 64 << 20
@@ -38,16 +38,15 @@ class InvalidMessage(InvalidRequest):
 
 def encode(message: Message) -> list[bytes | memoryview]:
     """The message as ZeroMQ frames: the body, then one frame per array field."""
-    frames_of = type(message).FRAMES
-    body = {"t": _TAGS[type(message)]}
-    arrays = {name for name, _ in frames_of}
-    for name in type(message).__struct_fields__:
-        if name not in arrays:
-            body[name] = _plain(getattr(message, name))
+    cls = type(message)
+    frames_of = cls.FRAMES
+    body = {"t": _TAGS[cls]}
+    for name in _FIELDS[cls]:
+        body[name] = _plain(getattr(message, name))
     frames: list[bytes | memoryview] = [msgpack.packb(body)]
     for name, dtype in frames_of:
-        array = np.ascontiguousarray(getattr(message, name), dtype=dtype)
-        frames.append(array.data.cast("B") if array.size else b"")
+        array = getattr(message, name)
+        frames.append(np.ascontiguousarray(array, dtype=dtype).data.cast("B") if array.size else b"")
     return frames
 
 
@@ -70,10 +69,8 @@ class Decoder:
         declared = cls.FRAMES
         if len(frames) - 1 > len(declared):
             raise ProtocolError(f"{tag}: {len(declared)} array frames expected, got {len(frames) - 1}")
-        for (name, _), _frame in zip(declared, frames[1:], strict=False):
-            body.pop(name, None)
         for (name, dtype), frame in zip(declared, frames[1:], strict=False):
-            body[name] = _array(f"{tag}.{name}", dtype, frame)
+            body[name] = _array(tag, name, dtype, frame)
         try:
             message: Message = _CONVERT[cls](body)
         except (msgspec.ValidationError, OverflowError, RecursionError) as error:
@@ -107,25 +104,33 @@ class Decoder:
         return body
 
 
-def _array(name: str, dtype: str, frame: bytes | memoryview) -> Any:
+def _array(tag: str, name: str, dtype: str, frame: bytes | memoryview) -> Any:
     size = len(frame)
+    if not size:
+        return _EMPTY[dtype]
     if size > FRAME_BYTES_MAX:
-        raise ProtocolError(f"{name}: an array frame is at most {FRAME_BYTES_MAX} bytes, this one has {size}")
+        raise ProtocolError(f"{tag}.{name}: an array frame is at most {FRAME_BYTES_MAX} bytes, this one has {size}")
     if size % int(dtype[2:]):
-        raise ProtocolError(f"{name}: {size} bytes are not a whole number of {dtype} items")
+        raise ProtocolError(f"{tag}.{name}: {size} bytes are not a whole number of {dtype} items")
     return np.frombuffer(frame, dtype=dtype)
 
 
 def _plain(value: Any) -> Any:
-    return value if isinstance(value, str | int | float | bool | None) else msgspec.to_builtins(value)
+    return value if type(value) in _SCALARS else msgspec.to_builtins(value)
 
 
-def _shallow(value: Any, depth: int) -> bool:
-    if isinstance(value, dict):
-        return depth > 0 and all(_shallow(item, depth - 1) for item in value.values())
-    if isinstance(value, list | tuple):
-        return depth > 0 and all(_shallow(item, depth - 1) for item in value)
-    return True
+def _shallow(body: dict[str, Any], depth: int) -> bool:
+    """Whether `body` nests at most `depth` levels. Most messages hold scalars only and cost one pass."""
+    level: list[Any] = [body]
+    for _ in range(depth):
+        below: list[Any] = []
+        for value in level:
+            inner = value.values() if type(value) is dict else value
+            below += [item for item in inner if type(item) in _CONTAINERS]
+        if not below:
+            return True
+        level = below
+    return False
 
 
 def _shorten(value: object) -> str:
@@ -146,8 +151,11 @@ def _locate(problem: str) -> tuple[str, str]:
 
 
 def _converter(cls: type[M]) -> Any:
+    tag = _TAGS[cls]
+
     def convert(body: dict[str, Any]) -> Message:
-        return msgspec.convert({"t": _TAGS[cls], **body}, cls)
+        body["t"] = tag
+        return msgspec.convert(body, cls)
 
     return convert
 
@@ -160,5 +168,12 @@ def _all_messages(cls: type[Message]) -> list[type[Message]]:
 
 
 _TAGS: dict[type[Message], str] = {cls: tag_of(cls) for cls in _all_messages(Message)}
+_FIELDS: dict[type[Message], tuple[str, ...]] = {
+    cls: tuple(name for name in cls.__struct_fields__ if name not in {frame for frame, _ in cls.FRAMES})
+    for cls in _TAGS
+}
+_EMPTY = {"<i4": NO_INT32, "<i8": NO_INT64, "<f4": NO_FLOAT32}
+_SCALARS = frozenset((str, int, float, bool, type(None)))
+_CONTAINERS = frozenset((dict, list, tuple))
 _CONVERT: dict[type[Message], Any] = {cls: _converter(cls) for cls in _TAGS}
 assert len(set(_TAGS.values())) == len(_TAGS), "two messages share a tag"

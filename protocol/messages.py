@@ -3,8 +3,8 @@
 A message is a MessagePack map (its scalar fields and the tag `t`) followed by one binary frame per array field.
 `FRAMES` lists a message's array fields in frame order with their little-endian dtype. Who sends what:
 
-    client -> coordinator    Hello, Submit, Cancel, GetRequest, ListRequests, GetStats, GetHealth, Drain, Goodbye
-                             CreateSequence, Append, Fork, GetSequence, GetTokens, RemoveSequences,
+    client -> coordinator    Hello, Submit, Cancel, FinishAt, GetRequest, ListRequests, GetStats, GetHealth, Drain,
+                             Goodbye, CreateSequence, Append, Fork, GetSequence, GetTokens, RemoveSequences,
                              GetBlock, RefBlock, UnrefBlock, Explain, PurgeFinished
     coordinator -> client    Welcome, Accepted, Refused, RequestInfo, RequestList, Stats, Health, Stream
                              SequenceInfo, Appended, Forked, SequenceTokens, Removed, BlockInfo, BlockCount,
@@ -54,19 +54,64 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", eq=False):
 # ---------------------------------------------------------------------------------------------------- shared values
 
 
+TOP_LOGPROBS_MAX = 20
+LOGIT_BIAS_MAX = 300
+LOGIT_BIAS_LIMIT = 100.0
+# Lowest and highest value of numeric fields of Sampling. Where 0 itself would make no sense, the lowest is a bit more.
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "top_k": (0, (1 << 31) - 1),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "logprobs": (0, TOP_LOGPROBS_MAX),
+}
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """How the next token is chosen.
+    """How the next token is chosen. Applied in this order: logit_bias, penalties (repetition, then frequency and
+    presence), temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the largest after the
+    penalties: the filters keep that one always. Each default means "off"; ranges are in SAMPLING_RANGES.
 
     temperature: 0 is greedy; otherwise logits are divided by it (finite, 0 to 100).
     seed: 64-bit; the same request with the same seed gives the same tokens. None: the coordinator draws one.
     stop_tokens: token ids that end the request with reason `stop`; the stop token itself is the last token.
     ignore_eos: do not end at the model's own end-of-sequence tokens.
+    top_k: only the k most likely tokens; of equal ones the lowest ids (0: off; more than the vocabulary: all).
+    top_p: only the fewest most likely tokens whose probabilities, of what top_k left, reach top_p together; at least
+    one (nucleus sampling: Holtzman et al., "The Curious Case of Neural Text Degeneration", ICLR 2020).
+    min_p: only tokens at least min_p times as likely as the most likely one (Nguyen et al., "Turning Up the Heat:
+    Min-p Sampling", ICLR 2025).
+    repetition_penalty: logits of tokens that the prompt or the answer so far holds are divided by it where above 0,
+    else multiplied with it (Keskar et al., "CTRL", 2019, section 4.1).
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer so far, not of the prompt:
+    the one once, the other times the count (as OpenAI's API defines them).
+    logit_bias: (token id, value) pairs added to the raw logits: -100 to 100, or -inf, which bans the token. Distinct
+    ids, at most LOGIT_BIAS_MAX. A request all of whose vocabulary is banned fails.
+    logprobs: how many of the most likely tokens to report with their log-probabilities for each generated token.
+
+    Log-probabilities, of the chosen token too, are natural ones of the model's own float32 distribution: before bias,
+    penalties, temperature and filters.
     """
 
     temperature: float = 1.0
     seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
     ignore_eos: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int = 0
+
+    @property
+    def counts_answer(self) -> bool:
+        """Whether the choice depends on the tokens generated so far."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
 
 class ErrorInfo(msgspec.Struct, frozen=True):
@@ -139,6 +184,19 @@ class Submit(Message, frozen=True, tag="submit"):
 class Cancel(Message, frozen=True, tag="cancel"):
     rid: int
     request_id: int
+
+
+class FinishAt(Message, frozen=True, tag="finish_at"):
+    """Ends a request as finished, reason `stop`, after its first `tokens` generated tokens (at least 1).
+
+    For a client that found a stop string in the text: the tokens that came after it do not count. Refused where fewer
+    were generated; asking twice for the same is the same answer. A client sequence that the request continued keeps
+    all that was generated: its KV is computed already, and whoever forked it meanwhile shares it.
+    """
+
+    rid: int
+    request_id: int
+    tokens: int
 
 
 class GetRequest(Message, frozen=True, tag="get_request"):
@@ -482,6 +540,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     generated_tokens_total: int
     computed_tokens_total: int
     recomputed_tokens_total: int = 0
+    preemptions_total: int = 0
 
 
 class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -533,7 +592,10 @@ class Health(Message, frozen=True, tag="health"):
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
-    """The end of one request, sent once to whoever streams it."""
+    """The end of one request, sent once to whoever streams it.
+
+    cut_tokens: how many of the streamed tokens a FinishAt took back; they are not among generated_tokens.
+    """
 
     request_id: int
     reason: str
@@ -542,6 +604,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
     cached_tokens: int
     timings: Timings
     error: ErrorInfo | None = None
+    cut_tokens: int = 0
 
 
 class Stream(Message, frozen=True, tag="stream"):
@@ -549,14 +612,27 @@ class Stream(Message, frozen=True, tag="stream"):
 
     Row i: request `request_ids[i]` generated token `tokens[i]` (log-probability `logprobs[i]`, nats) at `offsets[i]`
     (0 is the first generated token). `ended` comes after all rows.
+    top_counts[i]: how many of the most likely tokens at that place follow in top_tokens and top_logprobs (nats), row
+    after row, most likely first; empty where no row has any. [rows] int32, [sum] int32, [sum] float32.
     """
 
-    FRAMES = (("request_ids", "<i8"), ("offsets", "<i4"), ("tokens", "<i4"), ("logprobs", "<f4"))
+    FRAMES = (
+        ("request_ids", "<i8"),
+        ("offsets", "<i4"),
+        ("tokens", "<i4"),
+        ("logprobs", "<f4"),
+        ("top_counts", "<i4"),
+        ("top_tokens", "<i4"),
+        ("top_logprobs", "<f4"),
+    )
     ended: tuple[Ended, ...] = ()
     request_ids: Int64Array = NO_INT64
     offsets: Int32Array = NO_INT32
     tokens: Int32Array = NO_INT32
     logprobs: Float32Array = NO_FLOAT32
+    top_counts: Int32Array = NO_INT32
+    top_tokens: Int32Array = NO_INT32
+    top_logprobs: Float32Array = NO_FLOAT32
 
 
 # ------------------------------------------------------------------------------------------------ worker -> coordinator
@@ -598,9 +674,19 @@ class RowError(msgspec.Struct, frozen=True):
 
 
 class StepResult(Message, frozen=True, tag="step_result"):
-    """Outcome of one step: for each row that sampled, its slot, token and log-probability. [sampled] each."""
+    """Outcome of one step: for each row that sampled, its slot, token and log-probability. [sampled] each.
 
-    FRAMES = (("slots", "<i4"), ("tokens", "<i4"), ("logprobs", "<f4"))
+    top_counts [sampled], top_tokens [sum], top_logprobs [sum]: as in Stream.
+    """
+
+    FRAMES = (
+        ("slots", "<i4"),
+        ("tokens", "<i4"),
+        ("logprobs", "<f4"),
+        ("top_counts", "<i4"),
+        ("top_tokens", "<i4"),
+        ("top_logprobs", "<f4"),
+    )
     step_id: int
     epoch: int
     errors: tuple[RowError, ...] = ()
@@ -608,6 +694,9 @@ class StepResult(Message, frozen=True, tag="step_result"):
     slots: Int32Array = NO_INT32
     tokens: Int32Array = NO_INT32
     logprobs: Float32Array = NO_FLOAT32
+    top_counts: Int32Array = NO_INT32
+    top_tokens: Int32Array = NO_INT32
+    top_logprobs: Float32Array = NO_FLOAT32
 
 
 class WorkerFailed(Message, frozen=True, tag="worker_failed"):
@@ -645,14 +734,19 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True):
     """A request takes a slot. The worker keeps this until another RowStart names the slot.
 
     seed: unsigned 64 bit. generated: tokens that the request had generated before it came to this slot (the draw for
-    the next one is keyed by (seed, generated)).
+    the next one is keyed by (seed, generated)). sampling: what the choice of a token needs; its seed and stop tokens
+    stay with the coordinator.
+    prompt_history, generated_history: how many tokens of the step's `history` are this row's: first those of the
+    prompt, then those of the answer so far. Both 0 where no penalty asks for them.
     """
 
     slot: int
     request_id: int
-    temperature: float
+    sampling: Sampling
     seed: int
     generated: int = 0
+    prompt_history: int = 0
+    generated_history: int = 0
 
 
 class Step(Message, frozen=True, tag="step"):
@@ -667,6 +761,8 @@ class Step(Message, frozen=True, tag="step"):
     table is row slots[r] of the shared tables. tokens: [sum(counts)] int32; -1 stands for the token that the worker
     itself sampled last for that slot (it may not have reached the coordinator yet).
     tables: [rows * table_width] int32, only where the worker has not mapped the shared tables; else empty.
+    history: [sum over begins] int32, the tokens that penalties count, one row of `begins` after the other. The worker
+    adds the tokens that it samples itself.
     """
 
     FRAMES = (
@@ -677,6 +773,7 @@ class Step(Message, frozen=True, tag="step"):
         ("tokens", "<i4"),
         ("copies", "<i4"),
         ("tables", "<i4"),
+        ("history", "<i4"),
     )
     step_id: int
     begins: tuple[RowStart, ...] = ()
@@ -688,6 +785,7 @@ class Step(Message, frozen=True, tag="step"):
     tokens: Int32Array = NO_INT32
     copies: Int32Array = NO_INT32
     tables: Int32Array = NO_INT32
+    history: Int32Array = NO_INT32
 
 
 class Stop(Message, frozen=True, tag="stop"):
@@ -700,6 +798,7 @@ CLIENT_MESSAGES = (
     Hello
     | Submit
     | Cancel
+    | FinishAt
     | GetRequest
     | ListRequests
     | GetStats

@@ -15,6 +15,7 @@ from protocol.messages import WORKER_REPLIES, Goodbye, Message
 from protocol.transport import dealer, worker_endpoint
 
 SEND_WAIT_MS = 1000
+STEP_BYTES_MAX = 16 << 20  # each row that starts may bring LOGIT_BIAS_MAX biases of 15 bytes
 
 
 class Link:
@@ -27,7 +28,7 @@ class Link:
         self._socket = dealer(self._context)
         self._socket.setsockopt(zmq.SNDTIMEO, SEND_WAIT_MS)
         self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
-        self._decoder = codec.Decoder(WORKER_REPLIES)
+        self._decoder = codec.Decoder(WORKER_REPLIES, body_bytes_max=STEP_BYTES_MAX)
         self._wakeup_fd = wakeup_fd
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)

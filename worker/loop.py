@@ -238,6 +238,9 @@ class Worker:
             slots=outcome.slots,
             tokens=outcome.tokens,
             logprobs=outcome.logprobs,
+            top_counts=outcome.top_counts,
+            top_tokens=outcome.top_tokens,
+            top_logprobs=outcome.top_logprobs,
         )
 
     def _tables_of(self, step: Step) -> Int32Array:
@@ -278,4 +281,5 @@ def _with_copies(step: Step, copies: Int32Array) -> Step:
         samples=step.samples,
         tokens=step.tokens,
         copies=copies,
+        history=step.history,
     )

@@ -19,21 +19,21 @@ import numpy.typing as npt
 import torch
 
 from protocol.errors import InvalidRequest, KvforgeError, WorkerError
-from protocol.messages import ErrorInfo, Float32Array, Int32Array, RowError, RowStart, Step
+from protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError, RowStart, Step
 
 from .attention import PagedBatch
 from .device import as_worker_error
 from .model import LoadedModel
 from .pool import KvPool, require_positive
-from .sampler import NO_TOKEN, SamplingState
-
-SEED_MAX = 2**64 - 1
+from .sampler import NO_TOKEN, HostRows, SamplingState
+from .starts import Histories, problem_of, split_history
 
 
 @dataclass(frozen=True)
 class StepOutcome:
     """slots, tokens: [sampled] int32; logprobs: [sampled] float32, nats; all host, in the step's row order.
 
+    top_counts [sampled] (empty where no row wants any), top_tokens, top_logprobs: as in StepResult, in the same order.
     errors: one for each row that failed. duration_us: the whole of `run`, on the monotonic clock.
     """
 
@@ -42,6 +42,9 @@ class StepOutcome:
     logprobs: Float32Array
     errors: tuple[RowError, ...]
     duration_us: int
+    top_counts: Int32Array
+    top_tokens: Int32Array
+    top_logprobs: Float32Array
 
 
 @dataclass(frozen=True)
@@ -79,10 +82,10 @@ class Runner:
         self.model = model
         self.pool = pool
         self.slots_max, self.step_tokens_max, self.step_rows_max = slots_max, step_tokens_max, step_rows_max
-        self._state = SamplingState(slots_max, model.device)
+        self._state = SamplingState(slots_max, model.vocab_size, model.device)
         # What the host must know of a slot without asking the device.
-        self._random = np.zeros(slots_max, np.bool_)
         self._has_sampled = np.zeros(slots_max, np.bool_)
+        self._refused: dict[int, KvforgeError] = {}  # slots whose start was wrong, until a right one comes
 
     @torch.inference_mode()
     def run(self, step: Step, tables: npt.NDArray[np.int32]) -> StepOutcome:
@@ -94,25 +97,23 @@ class Runner:
         """
         started_ns = time.monotonic_ns()
         errors: dict[int, KvforgeError] = {}
-        outcome: list[tuple[Int32Array, Int32Array, Float32Array]] = []
+        outcome: list[_Sampled] = []
         malformed = self._malformed(step, tables)
         if malformed is not None:
             errors = {int(slot): malformed for slot in np.ravel(step.slots)}
         else:
             rows = _Rows(step.slots, step.starts, step.counts, step.samples, step.tokens, tables)
-            self._begin(step.begins, errors)
+            self._begin(step.begins, split_history(step), errors)
             keep, copies = self._check(rows, step.copies.reshape(-1, 3), errors)
             self.pool.copy_blocks(copies)
             if keep.any():
                 self._run_rows(rows.pick(keep), outcome, errors)
         order = {int(slot): place for place, slot in enumerate(np.ravel(step.slots))}
-        slots, tokens, logprobs = _joined(outcome, order)
-        return StepOutcome(
-            slots=slots,
-            tokens=tokens,
-            logprobs=logprobs,
-            errors=tuple(RowError(slot, ErrorInfo.of(error)) for slot, error in errors.items()),
-            duration_us=(time.monotonic_ns() - started_ns) // 1000,
+        return _joined(
+            outcome,
+            order,
+            tuple(RowError(slot, ErrorInfo.of(error)) for slot, error in errors.items()),
+            (time.monotonic_ns() - started_ns) // 1000,
         )
 
     # ------------------------------------------------------------------------------------------------------- checking
@@ -120,7 +121,7 @@ class Runner:
     def _malformed(self, step: Step, tables: npt.NDArray[Any]) -> InvalidRequest | None:
         """Faults that leave no row readable."""
         rows = step.slots.size
-        for name in ("slots", "starts", "counts", "samples", "tokens", "copies"):
+        for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history"):
             array = getattr(step, name)
             if array.ndim != 1 or array.dtype != np.int32:
                 return InvalidRequest(name, f"must be int32 of 1 dimension, not {array.dtype} of {array.ndim}")
@@ -138,24 +139,27 @@ class Runner:
             return InvalidRequest("counts", f"must be at least 1 each and {len(step.tokens)} together")
         if len(step.copies) % 3:
             return InvalidRequest("copies", f"holds {len(step.copies)} numbers, not triples")
+        if split_history(step) is None:
+            return InvalidRequest("history", f"its {len(step.history)} tokens are not what `begins` says")
         return None
 
-    def _begin(self, begins: tuple[RowStart, ...], errors: dict[int, KvforgeError]) -> None:
-        good = []
-        for start in begins:
-            if not 0 <= start.slot < self.slots_max:
-                errors[start.slot] = InvalidRequest("slot", f"{start.slot} is not below slots_max = {self.slots_max}")
-            elif not 0 <= start.seed <= SEED_MAX:
-                errors[start.slot] = InvalidRequest("seed", f"{start.seed} is not an unsigned 64-bit number")
-            elif not 0 <= start.generated < 1 << 31:
-                errors[start.slot] = InvalidRequest("generated", f"{start.generated} is out of range")
-            elif not (start.temperature >= 0 and np.isfinite(start.temperature)):
-                errors[start.slot] = InvalidRequest("temperature", f"{start.temperature} is not a finite number >= 0")
+    def _begin(
+        self, begins: tuple[RowStart, ...], histories: Histories | None, errors: dict[int, KvforgeError]
+    ) -> None:
+        assert histories is not None, "a malformed step begins nothing"
+        for start, history in zip(begins, histories, strict=True):
+            problem: KvforgeError | None = problem_of(start, history, self.slots_max, self.model.vocab_size)
+            if problem is None:
+                try:
+                    self._state.begin(start, *history)
+                except Exception as error:  # noqa: BLE001 - no memory for its penalties: the other rows go on
+                    problem = as_worker_error(error, "starting a row", self.model.device)
+            if problem is not None:
+                errors[start.slot] = self._refused[start.slot] = problem
             else:
-                good.append(start)
-                self._random[start.slot] = start.temperature > 0
+                self._refused.pop(start.slot, None)
                 self._has_sampled[start.slot] = False
-        self._state.begin(tuple(good))
+        self._state.upload_starts()
 
     def _check(
         self, rows: _Rows, copies: npt.NDArray[np.int32], errors: dict[int, KvforgeError]
@@ -168,7 +172,7 @@ class Runner:
         repeated = set(names[times > 1].tolist())
         ends = np.cumsum(rows.counts)
         for row, slot in enumerate(rows.slots.tolist()):
-            problem: KvforgeError | None = errors.get(slot)
+            problem: KvforgeError | None = errors.get(slot) or self._refused.get(slot)
             if problem is None and slot in repeated:
                 problem = InvalidRequest("slots", f"slot {slot} is named twice in one step")
             if problem is None:
@@ -217,7 +221,7 @@ class Runner:
     def _run_rows(
         self,
         rows: _Rows,
-        outcome: list[tuple[Int32Array, Int32Array, Float32Array]],
+        outcome: list[_Sampled],
         errors: dict[int, KvforgeError],
     ) -> None:
         """Runs the rows together; if that fails, one by one, so that only the faulty ones fail."""
@@ -247,18 +251,17 @@ class Runner:
         logits = self.model.forward(tokens, device.upload(positions), last, batch, self.pool)
         return logits, rows.slots[samples]
 
-    def _sample(
-        self, logits: torch.Tensor, slots: Int32Array, errors: dict[int, KvforgeError]
-    ) -> tuple[Int32Array, Int32Array, Float32Array]:
-        on_device = self.model.device.upload(slots.astype(np.int64))
-        chosen = self._state.sample(logits, on_device, bool(self._random[slots].any()))
-        finite = chosen.finite.cpu().numpy()
-        for slot in slots[~finite].tolist():
+    def _sample(self, logits: torch.Tensor, slots: Int32Array, errors: dict[int, KvforgeError]) -> _Sampled:
+        chosen = self._state.sample(logits, slots).to_host()
+        for slot in slots[chosen.banned].tolist():
+            errors[slot] = InvalidRequest("sampling.logit_bias", "bans every token of the vocabulary")
+        for slot in slots[~chosen.finite].tolist():
             errors[slot] = WorkerError("the model gave logits that are not finite")
-        good = slots[finite]
-        self._has_sampled[good] = True
-        tokens = chosen.tokens.cpu().numpy()[finite].astype(np.int32)
-        return good, tokens, chosen.logprobs.cpu().numpy()[finite]
+        self._has_sampled[slots[chosen.finite & ~chosen.banned]] = True
+        return slots, chosen
+
+
+_Sampled = tuple[Int32Array, HostRows]
 
 
 def _row_failure(error: Exception, model: LoadedModel) -> KvforgeError:
@@ -266,11 +269,14 @@ def _row_failure(error: Exception, model: LoadedModel) -> KvforgeError:
 
 
 def _joined(
-    outcome: list[tuple[Int32Array, Int32Array, Float32Array]], order: dict[int, int]
-) -> tuple[Int32Array, Int32Array, Float32Array]:
-    """The parts as one, in row order."""
+    outcome: list[_Sampled], order: dict[int, int], errors: tuple[RowError, ...], duration_us: int
+) -> StepOutcome:
+    """The parts as one, in row order, without the rows that failed."""
     if not outcome:
-        return np.zeros(0, np.int32), np.zeros(0, np.int32), np.zeros(0, np.float32)
-    slots, tokens, logprobs = (np.concatenate(parts) for parts in zip(*outcome, strict=True))
+        return StepOutcome(NO_INT32, NO_INT32, NO_FLOAT32, errors, duration_us, NO_INT32, NO_INT32, NO_FLOAT32)
+    slots = np.concatenate([part for part, _ in outcome])
+    rows = HostRows.joined([rows for _, rows in outcome])
     by_row = np.argsort([order[int(slot)] for slot in slots], kind="stable")
-    return slots[by_row], tokens[by_row], logprobs[by_row]
+    by_row = by_row[(rows.finite & ~rows.banned)[by_row]]
+    tops = rows.tops_of(by_row)
+    return StepOutcome(slots[by_row], rows.tokens[by_row], rows.logprobs[by_row], errors, duration_us, *tops)

@@ -1,146 +1,253 @@
 """Choosing tokens: greedy, or one draw per (request seed, number of tokens generated so far).
 
-The draw. Philox4x32-10 (Salmon et al., "Parallel Random Numbers: As Easy as 1, 2, 3", SC 2011) turns the 64-bit seed
-(its key) and the position (its counter) into 64 bits; SplitMix64 (Steele, Lea, Flood, OOPSLA 2014) seeded with those
-gives each token id of the vocabulary a uniform u; the token with the largest logit / temperature - log(-log u) wins
-(Gumbel-max: exactly a draw from the softmax). Integer arithmetic gives the same bits on every device, and neither
-the batch nor the row enters, so a request draws the same wherever and however often it runs.
+The draw. `draws.uniforms` gives each token id of the vocabulary a uniform u; the token with the largest
+logit / temperature - log(-log u) wins (Gumbel-max: exactly a draw from the softmax). Neither the batch nor the row
+enters, so a request draws the same wherever and however often it runs.
 
 Why not one uniform and the inverse of the cumulative distribution: there a rounding difference in the logits of size
 d moves every boundary, and flips the token with a probability that grows with the vocabulary in play; here only the
 two best compete, and it stays near d. Requests that are recomputed after a crash depend on that.
+
+What a row pays for: rows that are greedy and unpenalised take an argmax and nothing else; only random rows draw; only
+rows with top_k or top_p look for their most likely tokens.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+import numpy as np
+import numpy.typing as npt
 import torch
 
-from protocol.messages import RowStart
+from protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32Array, RowStart, Sampling
 
 from .device import Device
+from .draws import signed, uniforms
+from .filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
+from .penalties import LogitBias, PenaltyCounts
 
-MASK_32 = 0xFFFFFFFF
-PHILOX_ROUNDS = 10
-PHILOX_MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)
-PHILOX_WEYL = (0x9E3779B9, 0xBB67AE85)
 NO_TOKEN = -1
-
-
-def _signed(value: int) -> int:
-    """The int64 with the bits of an unsigned 64-bit number."""
-    return value - (1 << 64) if value >= 1 << 63 else value
-
-
-SPLITMIX_GAMMA = _signed(0x9E3779B97F4A7C15)
-SPLITMIX_MULTIPLIERS = (_signed(0xBF58476D1CE4E5B9), _signed(0x94D049BB133111EB))
-
-
-def philox(counter: torch.Tensor, key: torch.Tensor) -> torch.Tensor:
-    """Philox4x32-10. counter: [n, 4], key: [n, 2], result: [n, 4], int64 holding unsigned 32-bit words.
-
-    The product of two words wraps in int64, which keeps all 64 bits; masks take the words out again.
-    """
-    c0, c1, c2, c3 = counter.unbind(-1)
-    k0, k1 = key.unbind(-1)
-    for _ in range(PHILOX_ROUNDS):
-        product_0, product_1 = c0 * PHILOX_MULTIPLIERS[0], c2 * PHILOX_MULTIPLIERS[1]
-        c0, c1, c2, c3 = (
-            ((product_1 >> 32) & MASK_32) ^ c1 ^ k0,
-            product_1 & MASK_32,
-            ((product_0 >> 32) & MASK_32) ^ c3 ^ k1,
-            product_0 & MASK_32,
-        )
-        k0, k1 = (k0 + PHILOX_WEYL[0]) & MASK_32, (k1 + PHILOX_WEYL[1]) & MASK_32
-    return torch.stack((c0, c1, c2, c3), dim=-1)
-
-
-def splitmix64(state: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
-    """Output number `index` (0 is the first) of SplitMix64 seeded with `state`; broadcasts; int64 bit patterns."""
-    z = state + (index + 1) * SPLITMIX_GAMMA
-    z = (z ^ _shift_right(z, 30)) * SPLITMIX_MULTIPLIERS[0]
-    z = (z ^ _shift_right(z, 27)) * SPLITMIX_MULTIPLIERS[1]
-    return z ^ _shift_right(z, 31)
-
-
-def _shift_right(bits: torch.Tensor, count: int) -> torch.Tensor:
-    """Logical shift: torch's >> on int64 drags the sign along."""
-    return (bits >> count) & ((1 << (64 - count)) - 1)
-
-
-def uniforms(seeds: torch.Tensor, positions: torch.Tensor, count: int) -> torch.Tensor:
-    """`count` numbers in (0, 1) for each row: [n, count] float64 device, multiples of 2^-53 plus half of one.
-
-    seeds: [n] int64 device, the bits of the unsigned 64-bit seeds. positions: [n] int64 device.
-    """
-    zero = torch.zeros_like(positions)
-    counter = torch.stack((positions & MASK_32, _shift_right(positions, 32), zero, zero), dim=-1)
-    key = torch.stack((seeds & MASK_32, _shift_right(seeds, 32)), dim=-1)
-    words = philox(counter, key)
-    state = words[:, 0] | (words[:, 1] << 32)
-    index = torch.arange(count, device=seeds.device)
-    bits = splitmix64(state[:, None], index[None])
-    return (_shift_right(bits, 11).double() + 0.5) * 2.0**-53
+COLUMNS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
 
 
 @dataclass(frozen=True)
 class SampledRows:
-    """tokens: [n] int64 device. logprobs: [n] float32 device, log-softmax of the raw logits. finite: [n] bool device,
-    False where a logit was NaN or infinite: token and log-probability of that row mean nothing.
+    """tokens: [n] int64 device. logprobs: [n] float32 device, of the raw distribution, nats. finite: [n] bool device,
+    False where a logit was NaN or infinite. banned: [n] bool device, True where logit_bias leaves no token, or None
+    where no row has any. Token and log-probability of a row that is not finite or is banned mean nothing.
+
+    tops: None where no row wants any, else (counts [n] int64 host, tokens, logprobs [n, widest] device), the most
+    likely first; row r has counts[r] of them.
     """
 
     tokens: torch.Tensor
     logprobs: torch.Tensor
     finite: torch.Tensor
+    banned: torch.Tensor | None
+    tops: tuple[npt.NDArray[np.int64], torch.Tensor, torch.Tensor] | None
+
+    def to_host(self) -> HostRows:
+        """The same in host memory."""
+        rows = len(self.tokens)
+        counts, tokens, logprobs = (
+            np.zeros(rows, np.int64),
+            np.zeros((rows, 0), np.int32),
+            np.zeros((rows, 0), np.float32),
+        )
+        if self.tops is not None:
+            counts, tokens, logprobs = self.tops[0], self.tops[1].cpu().numpy(), self.tops[2].cpu().numpy()
+        return HostRows(
+            self.tokens.cpu().numpy().astype(np.int32),
+            self.logprobs.cpu().numpy(),
+            self.finite.cpu().numpy(),
+            np.zeros(rows, np.bool_) if self.banned is None else self.banned.cpu().numpy(),
+            counts.astype(np.int32),
+            tokens.astype(np.int32),
+            logprobs,
+        )
+
+
+@dataclass(frozen=True)
+class HostRows:
+    """SampledRows on the host: [n] each; top_tokens, top_logprobs: [n, widest]."""
+
+    tokens: Int32Array
+    logprobs: Float32Array
+    finite: npt.NDArray[np.bool_]
+    banned: npt.NDArray[np.bool_]
+    top_counts: Int32Array
+    top_tokens: Int32Array
+    top_logprobs: Float32Array
+
+    @staticmethod
+    def joined(parts: list[HostRows]) -> HostRows:
+        """All rows of the parts."""
+        if len(parts) == 1:
+            return parts[0]
+        widest = max(part.top_tokens.shape[1] for part in parts)
+
+        def padded(array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+            return np.pad(array, ((0, 0), (0, widest - array.shape[1])))
+
+        return HostRows(
+            np.concatenate([part.tokens for part in parts]),
+            np.concatenate([part.logprobs for part in parts]),
+            np.concatenate([part.finite for part in parts]),
+            np.concatenate([part.banned for part in parts]),
+            np.concatenate([part.top_counts for part in parts]),
+            np.concatenate([padded(part.top_tokens) for part in parts]),
+            np.concatenate([padded(part.top_logprobs) for part in parts]),
+        )
+
+    def tops_of(self, rows: npt.NDArray[np.integer]) -> tuple[Int32Array, Int32Array, Float32Array]:
+        """top_counts, top_tokens and top_logprobs of these rows as StepResult has them."""
+        counts = self.top_counts[rows]
+        if not counts.any():
+            return NO_INT32, NO_INT32, NO_FLOAT32
+        held = np.arange(self.top_tokens.shape[1]) < counts[:, None]
+        return counts, self.top_tokens[rows][held], self.top_logprobs[rows][held]
 
 
 class SamplingState:
-    """Each slot's sampling parameters and progress, on the device. All tensors: [slots_max].
+    """Each slot's sampling parameters and progress.
 
-    temperature: float32, 0 is greedy. seed: int64, the bits of an unsigned 64-bit number. generated: int64, tokens
-    the request has generated. last_token: int64, the one sampled last here, NO_TOKEN before the first.
+    On the device: values [slots_max, 7] float64, the numbers of COLUMNS; seed [slots_max] int64, the bits of an
+    unsigned 64-bit number; generated [slots_max] int64, tokens the request has generated; last_token [slots_max]
+    int64, the one sampled last here, NO_TOKEN before the first. On the host, so that the device need not be asked:
+    which slots are random, filtered and so on.
     """
 
-    def __init__(self, slots_max: int, device: Device) -> None:
-        self._device = device
+    def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
+        self._device, self.vocab_size = device, vocab_size
         where = device.torch_device
-        self.temperature = torch.zeros(slots_max, dtype=torch.float32, device=where)
+        self.values = torch.zeros((slots_max, len(COLUMNS)), dtype=torch.float64, device=where)
         self.seed = torch.zeros(slots_max, dtype=torch.int64, device=where)
         self.generated = torch.zeros(slots_max, dtype=torch.int64, device=where)
         self.last_token = torch.full((slots_max,), NO_TOKEN, dtype=torch.int64, device=where)
+        self.counts = PenaltyCounts(slots_max, vocab_size, device)
+        self._bias = LogitBias(slots_max, device)
+        self._random = np.zeros(slots_max, np.bool_)
+        self._min_p = np.zeros(slots_max, np.bool_)
+        self._nucleus = np.zeros(slots_max, np.bool_)
+        self._top_k = np.zeros(slots_max, np.int64)
+        self._tops = np.zeros(slots_max, np.int64)
+        self._started: dict[int, RowStart] = {}
 
-    def begin(self, starts: tuple[RowStart, ...]) -> None:
-        """Slots change hands. Slots and values were checked by the caller; the last of equal slots counts."""
-        latest = list({start.slot: start for start in starts}.values())
-        if not latest:
+    def begin(self, start: RowStart, prompt: Int32Array = NO_INT32, generated: Int32Array = NO_INT32) -> None:
+        """A slot changes hands; `upload_starts` must follow. The start was checked by the caller.
+
+        prompt, generated: the tokens that penalties count, [any] int32 host. Errors: what torch raises without memory.
+        """
+        sampling = start.sampling
+        if sampling.counts_answer:
+            self.counts.begin(start.slot, prompt, generated)
+        else:
+            self.counts.forget(start.slot)
+        self._bias.begin(start.slot, sampling.logit_bias)
+        self._remember(start.slot, sampling)
+        self._started[start.slot] = start
+
+    def upload_starts(self) -> None:
+        """What `begin` was told reaches the device; the last of equal slots counts."""
+        if not self._started:
             return
-        where = self._device.torch_device
-        slots = torch.tensor([start.slot for start in latest], device=where)
-        self.temperature[slots] = torch.tensor([s.temperature for s in latest], dtype=torch.float32, device=where)
-        self.seed[slots] = torch.tensor([_signed(s.seed) for s in latest], dtype=torch.int64, device=where)
-        self.generated[slots] = torch.tensor([s.generated for s in latest], dtype=torch.int64, device=where)
+        starts, upload = list(self._started.values()), self._device.upload
+        self._started = {}
+        slots = upload(np.array([start.slot for start in starts], np.int64))
+        self.values[slots] = upload(np.array([_columns(start.sampling) for start in starts]))
+        self.seed[slots] = upload(np.array([signed(start.seed) for start in starts], np.int64))
+        self.generated[slots] = upload(np.array([start.generated for start in starts], np.int64))
         self.last_token[slots] = NO_TOKEN
 
-    def sample(self, logits: torch.Tensor, slots: torch.Tensor, any_random: bool) -> SampledRows:
-        """Chooses a token for each row and moves its slot on by one, unless the row's logits are not finite.
+    def _remember(self, slot: int, sampling: Sampling) -> None:
+        self._random[slot] = _columns(sampling)[0] > 0
+        self._min_p[slot] = sampling.min_p > 0
+        self._nucleus[slot] = sampling.top_p < 1
+        self._top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
+        self._tops[slot] = sampling.logprobs
 
-        logits: [n, vocab] float32 device, raw. slots: [n] int64 device, without repetition. any_random: whether any of
-        the slots has a temperature above 0 (known to the host, so that the device need not be asked).
+    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.integer]) -> SampledRows:
+        """Chooses a token for each row and moves its slot on by one, unless the row is not finite or all banned.
+
+        logits: [n, vocab] float32 device, raw. slots: [n] host, without repetition.
         """
-        finite = torch.isfinite(logits.sum(dim=-1))  # one NaN or infinity makes the sum one
-        scores = self._perturb(logits, slots) if any_random else logits
+        on_device = self._device.upload(slots.astype(np.int64))
+        good = finite = torch.isfinite(logits.sum(dim=-1))  # one NaN or infinity makes the sum one
+        scores, banned = self._adjusted(logits, slots, on_device)
+        if banned is not None:
+            good = finite & ~banned
         tokens = torch.argmax(scores, dim=-1)  # the first of equal values: the lowest id wins a tie
-        chosen = logits.gather(1, tokens[:, None]).squeeze(1)
-        logprobs = chosen - torch.logsumexp(logits, dim=-1)
-        self.last_token[slots] = torch.where(finite, tokens, self.last_token[slots])
-        self.generated[slots] += finite.long()
-        return SampledRows(tokens, logprobs, finite)
+        drawn = np.flatnonzero(self._random[slots])
+        if len(drawn) == len(slots):
+            tokens = self._draw(scores, slots, on_device)
+        elif len(drawn):
+            rows = self._device.upload(drawn)
+            tokens[rows] = self._draw(scores[rows], slots[drawn], on_device[rows])
+        normaliser = log_normaliser(logits)
+        logprobs = (logits.gather(1, tokens[:, None]).squeeze(1).double() - normaliser).float()
+        self.last_token[on_device] = torch.where(good, tokens, self.last_token[on_device])
+        self.generated[on_device] += good.long()
+        self.counts.add(slots, tokens, good)
+        return SampledRows(tokens, logprobs, finite, banned, self._most_likely(logits, normaliser, slots))
 
-    def _perturb(self, logits: torch.Tensor, slots: torch.Tensor) -> torch.Tensor:
-        """Tempered logits plus Gumbel noise where the temperature is above 0, else the logits: [n, vocab] float64."""
-        temperature = self.temperature[slots].double()[:, None]
-        greedy = temperature == 0
-        tempered = logits.double() / torch.where(greedy, torch.ones_like(temperature), temperature)
-        noise = uniforms(self.seed[slots], self.generated[slots], logits.shape[1]).log_().neg_().log_().neg_()
-        return tempered + noise.masked_fill_(greedy, 0.0)
+    def _adjusted(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.integer], on_device: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """Logits after bias and penalties, [n, vocab]: as they are where no row has any, else float64."""
+        penalised, biased = self.counts.holds(slots), self._bias.holds(slots)
+        if not (penalised.any() or biased.any()):
+            return logits, None
+        scores = logits.double()
+        banned = None
+        if biased.any():
+            self._bias.apply(scores, slots)
+            banned = scores.amax(dim=-1) == -torch.inf
+        rows = np.flatnonzero(penalised)
+        if len(rows):
+            of = self._device.upload(rows)
+            self.counts.apply(scores, slots[rows], of, self.values[on_device[of]][:, 4:])
+        return scores, banned
+
+    def _draw(self, scores: torch.Tensor, slots: npt.NDArray[np.integer], on_device: torch.Tensor) -> torch.Tensor:
+        """One draw for each row: [n] int64. scores: [n, vocab] after bias and penalties; every temperature above 0."""
+        values, vocab = self.values[on_device], scores.shape[1]
+        tempered = scores.double() / values[:, :1]
+        top_k, nucleus = np.minimum(self._top_k[slots], vocab), self._nucleus[slots]
+        for group in (np.flatnonzero(top_k), np.flatnonzero(nucleus & (top_k == 0))):
+            if len(group):  # those with top_k need no more than k ordered, the others all
+                rows = self._device.upload(group)
+                width = int(top_k[group].max()) or vocab
+                keep = most_likely_mask(tempered[rows], self._device.upload(top_k[group]), values[rows, 2], width)
+                tempered[rows] = tempered[rows].masked_fill_(~keep, -torch.inf)
+        group = np.flatnonzero(self._min_p[slots])
+        if len(group):
+            rows = self._device.upload(group)
+            tempered[rows] = tempered[rows].masked_fill_(~min_p_mask(tempered[rows], values[rows, 3]), -torch.inf)
+        uniform = uniforms(self.seed[on_device], self.generated[on_device], vocab)
+        return torch.argmax(tempered.sub_(uniform.log_().neg_().log_()), dim=-1)
+
+    def _most_likely(
+        self, logits: torch.Tensor, normaliser: torch.Tensor, slots: npt.NDArray[np.integer]
+    ) -> tuple[npt.NDArray[np.int64], torch.Tensor, torch.Tensor] | None:
+        counts = np.minimum(self._tops[slots], logits.shape[1])
+        wanting = np.flatnonzero(counts)
+        if not len(wanting):
+            return None
+        rows = self._device.upload(wanting)
+        tokens, logprobs = top_logprobs(logits[rows], normaliser[rows], int(counts.max()))
+        if len(wanting) == len(slots):
+            return counts, tokens, logprobs
+        shape = (len(slots), tokens.shape[1])
+        every_token = torch.zeros(shape, dtype=tokens.dtype, device=tokens.device)
+        every_logprob = torch.zeros(shape, dtype=logprobs.dtype, device=logprobs.device)
+        every_token[rows], every_logprob[rows] = tokens, logprobs
+        return counts, every_token, every_logprob
+
+
+def _columns(sampling: Sampling) -> list[float]:
+    """The numbers of COLUMNS. A temperature below the smallest float32 is 0: dividing by it would overflow."""
+    values = [float(getattr(sampling, name)) for name in COLUMNS]
+    values[0] = float(np.float32(values[0]))
+    return values

@@ -287,6 +287,11 @@ class Cache:
         """
         s, blocks = self.sequences, self.blocks
         first = start // s.block_size
+        if np.array_equal((end - 1) // s.block_size, first):  # decodes: one block each
+            inside = np.flatnonzero(first < s.used[slots])
+            ids = s.table[slots[inside], first[inside]]
+            bad = (blocks.refcount[ids] > 1) | blocks.indexed[ids]
+            return inside[bad], first[inside[bad]]
         widths = np.maximum(np.minimum(-(-end // s.block_size), s.used[slots]) - first, 0)
         rows = np.repeat(np.arange(slots.size), widths)
         columns = np.arange(rows.size) - np.repeat(np.cumsum(widths) - widths, widths) + first[rows]

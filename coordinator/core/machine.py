@@ -31,6 +31,7 @@ from protocol.messages import (
     Drain,
     ErrorInfo,
     Explain,
+    FinishAt,
     Fork,
     GetBlock,
     GetHealth,
@@ -127,6 +128,7 @@ class Machine:
         self._commands: dict[type[Message], Callable[[FromClient, Any, int], Message]] = {
             Submit: self._submit,
             Cancel: self._cancel,
+            FinishAt: self._finish_at,
             GetRequest: self._get_request,
             ListRequests: self._list_requests,
             GetStats: self._get_stats,
@@ -238,6 +240,11 @@ class Machine:
         request = self.requests.find(message.request_id)
         if request.state != CANCELLED:  # cancelling twice is the same answer, not an error
             self.outcomes.end(request, "cancel", "cancelled", None, now_us)
+        return Done(rid=message.rid)
+
+    def _finish_at(self, _event: FromClient, message: FinishAt, now_us: int) -> Message:
+        request = self.requests.find(message.request_id)
+        self.outcomes.finish_at(request, message.tokens, self._generated(request), now_us)
         return Done(rid=message.rid)
 
     def _generated(self, request: Request) -> int:
@@ -382,6 +389,7 @@ class Machine:
         for request in list(self.scheduler.waiting):
             try:
                 tenant = self.cache.tenants.names[request.tenant]
+                validate.sampling(request.sampling, self.limits, self.model)
                 validate.fits(request.prompt, request.max_tokens, tenant, self.limits, self.model, self.cache)
             except KvforgeError as error:
                 self.outcomes.end(request, "fail", "failed", error, now_us)
@@ -428,7 +436,7 @@ class Machine:
 
     def gauges(self, now_us: int) -> list[int]:
         """What the shared tables publish besides rows."""
-        running = int(np.count_nonzero(self.cache.sequences.running))
+        running = self.scheduler.running_total
         return statistics.gauges(self.cache, self.requests, running, self.turns, now_us - self.start_us)
 
     @property

@@ -5,15 +5,23 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import KvforgeError, ProtocolError, WorkerError, restore
+from protocol.errors import (
+    AlreadyFinished,
+    InvalidRequest,
+    KvforgeError,
+    ProtocolError,
+    WorkerError,
+    restore,
+)
 from protocol.messages import Ended, ErrorInfo, StepResult
 
 from .cache import Cache
 from .groups import Group, SentStep
-from .requests import NO_SLOT, Request, RequestTable
+from .requests import FINISHED, NO_SLOT, Request, RequestTable
 from .scheduler import Scheduler
 from .sequences import Slots
 from .streams import Streams
+from .tops import Tops
 
 
 class Outcomes:
@@ -26,6 +34,7 @@ class Outcomes:
         """Applies the result of the oldest step under way. Raises ProtocolError where it does not fit that step."""
         sent = group.sent[0]
         tokens, logprobs, errors = self._aligned(group, sent, result)
+        tops = self._tops(group, sent, result)
         s, runs = self._cache.sequences, self._scheduler.runs
         group.sent.popleft()
         live = runs.serial[sent.slots] == sent.serials
@@ -35,7 +44,9 @@ class Outcomes:
         s.computed[slots] += sent.counts[good]
         sampled = (good & sent.samples)[sent.samples]
         rows = sent.slots[sent.samples][sampled]
-        self._append(rows, tokens[sampled], logprobs[sampled], now_us)
+        if tops is not None:
+            tops = tops.pick(np.flatnonzero(sampled))
+        self._append(rows, tokens[sampled], logprobs[sampled], tops, now_us)
         self._cache.index_filled(slots, now_us)
         self._cache.settle(group, sent.step_id, now_us)
         stopped = (runs.stops[rows] == tokens[sampled][:, None]).any(axis=1)
@@ -72,8 +83,37 @@ class Outcomes:
             raise ProtocolError(f"step_result: a token outside the vocabulary of {group.model.vocab_size}")
         return tokens, logprobs, errors
 
+    def _tops(self, group: Group, sent: SentStep, result: StepResult) -> Tops | None:
+        """The most likely tokens of the sampled rows in the step's own order. Raises ProtocolError."""
+        given = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
+        tops = Tops.checked(result.slots.size, group.model.vocab_size, given)
+        expected = sent.slots[sent.samples]
+        if tops is None and self._scheduler.runs.tops[expected].any():
+            return Tops.none(expected.size)
+        if tops is None or np.array_equal(result.slots, expected):
+            return tops
+        where = {slot: i for i, slot in enumerate(result.slots.tolist())}
+        return tops.pick(np.array([where.get(slot, -1) for slot in expected.tolist()], np.int64))
+
+    def _record_tops(self, rows: Slots, tops: Tops) -> Tops:
+        """Keeps them with the requests that asked; returns what of them is to be streamed."""
+        s = self._cache.sequences
+        asked = np.flatnonzero(self._scheduler.runs.tops[rows])
+        for i in asked.tolist():
+            record, top = self._requests.live[int(s.request[rows[i]])].tops, tops.pick(np.array([i]))
+            assert record is not None
+            record.add(top.tokens, top.logprobs)
+        wanted = np.full(rows.size, -1)
+        wanted[asked] = asked
+        return tops.pick(wanted)
+
     def _append(
-        self, rows: Slots, tokens: npt.NDArray[np.int32], logprobs: npt.NDArray[np.float32], now_us: int
+        self,
+        rows: Slots,
+        tokens: npt.NDArray[np.int32],
+        logprobs: npt.NDArray[np.float32],
+        tops: Tops | None,
+        now_us: int,
     ) -> None:
         """The sampled tokens become part of their sequences and are streamed: [n] each."""
         if not rows.size:
@@ -90,16 +130,45 @@ class Outcomes:
         for slot in rows[offsets == 0].tolist():
             self._requests.live[int(s.request[slot])].first_token_us = now_us
         self._requests.generated_tokens_total += rows.size
+        if tops is not None:
+            tops = self._record_tops(rows, tops)
         streamed = runs.stream[rows]
         if streamed.any():
             wanted = rows[streamed]
             self._streams.add_step(
-                runs.client[wanted], s.request[wanted], offsets[streamed], tokens[streamed], logprobs[streamed]
+                runs.client[wanted],
+                s.request[wanted],
+                offsets[streamed],
+                tokens[streamed],
+                logprobs[streamed],
+                None if tops is None else tops.pick(np.flatnonzero(streamed)),
             )
 
-    def end(self, request: Request, event: str, reason: str, error: KvforgeError | None, now_us: int) -> None:
+    def finish_at(self, request: Request, count: int, generated: int, now_us: int) -> None:
+        """Ends a request as stopped after its first `count` of `generated` tokens. Asking again changes nothing.
+
+        Raises AlreadyFinished, or InvalidRequest where it has not generated so many; then nothing changes.
+        """
+        if request.state == FINISHED and request.reason == "stop" and generated == count:
+            return
+        if request.ended:
+            raise AlreadyFinished(request.id, request.state)
+        if not 1 <= count <= generated:
+            raise InvalidRequest("tokens", f"must be 1 to {generated}, the tokens generated so far, not {count}")
+        self.end(request, "finish", "stop", None, now_us, keep=count)
+
+    def end(
+        self,
+        request: Request,
+        event: str,
+        reason: str,
+        error: KvforgeError | None,
+        now_us: int,
+        keep: int | None = None,
+    ) -> None:
         """The one idempotent release: any terminal transition comes through here.
 
+        keep: how many of the generated tokens count; the others are cut off. None: all.
         Raises AlreadyFinished or InvalidTransition where the transition is not allowed, and then changes nothing.
         """
         request.move(event)
@@ -112,10 +181,16 @@ class Outcomes:
                 if slot is not None:
                     self._cache.sequences.request[slot] = 0
         request.reason, request.error = reason, error
+        cut = 0 if keep is None else request.tokens.size - keep
+        if cut:
+            request.tokens, request.logprobs = request.tokens[:keep].copy(), request.logprobs[:keep].copy()
         request.generated = request.tokens.size
+        if request.tops is not None:
+            request.tops.cut(request.generated)
         self._requests.retire(request, now_us)
         if not request.stream:
-            self._streams.add_tokens(request.client, request.id, 0, request.tokens, request.logprobs)
+            tops = request.tops.tops() if request.tops is not None else None
+            self._streams.add_tokens(request.client, request.id, 0, request.tokens, request.logprobs, tops)
         ended = Ended(
             request_id=request.id,
             reason=reason,
@@ -124,5 +199,6 @@ class Outcomes:
             cached_tokens=request.cached_tokens,
             timings=request.timings(),
             error=ErrorInfo.of(error) if error is not None else None,
+            cut_tokens=cut if request.stream else 0,
         )
         self._streams.add_end(request.client, ended)

@@ -96,6 +96,7 @@ class Pool:
         self.allocated_total = 0
         self.freed_total = 0
         self.evicted_total = 0
+        self.changes = 0
         self.on_evict: Callable[[int], None] = _nothing
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
@@ -141,6 +142,7 @@ class Pool:
                 self._evict_one(tenant, now_us)  # a tenant at its ceiling makes room with its own blocks
         for _ in range(count + self._reserved_for_others(tenant) - self.free):
             self._evict_one(self._lru_tenant(tenant), now_us)
+        self.changes += 1
         self.free -= count
         ids = self._stack[self.free : self.free + count][::-1].copy()
         blocks = self.blocks
@@ -202,6 +204,7 @@ class Pool:
         blocks = self.blocks
         states = blocks.state[ids]
         assert not (states == FREE).any(), "a free block cannot be held"
+        self.changes += 1
         for block in ids[states == CACHED].tolist():
             del self._lru[int(blocks.owner[block])][block]
             self.cached -= 1
@@ -219,6 +222,7 @@ class Pool:
         """
         blocks = self.blocks
         assert (blocks.refcount[ids] > 0).all(), "a block without holders was released"
+        self.changes += 1
         blocks.refcount[ids] -= 1
         blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
         dead = ids[blocks.refcount[ids] == 0]
@@ -238,6 +242,7 @@ class Pool:
     def settle(self, step: int, now_us: int) -> None:
         """Every step up to `step` is over: what only they could touch leaves quarantine."""
         self.settled_step = max(self.settled_step, step)
+        self.changes += 1
         for _ in range(len(self._quarantine)):
             ids = self._quarantine.popleft()
             ids = ids[self.blocks.state[ids] == QUARANTINED]
@@ -278,6 +283,7 @@ class Pool:
 
     def drop_cached(self, block: int, now_us: int) -> None:
         """A block lost its place in the prefix index: if only the index kept it, it becomes free."""
+        self.changes += 1
         if self.blocks.state[block] == CACHED:
             del self._lru[int(self.blocks.owner[block])][block]
             self.cached -= 1

@@ -2,6 +2,7 @@
 
 pending ──schedule──> running ──finish──> finished
                       running ──preempt─> preempted ──schedule──> running
+                                          preempted ──finish──> finished (its client has enough)
 pending, running, preempted ──cancel──> cancelled   ──expire──> expired   ──fail──> failed
 """
 
@@ -17,6 +18,7 @@ from protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Timings
 
 from .hashing import Hashes
 from .limits import Limits
+from .tops import TopRecord
 
 PENDING, RUNNING, PREEMPTED = "pending", "running", "preempted"
 FINISHED, FAILED, CANCELLED, EXPIRED = "finished", "failed", "cancelled", "expired"
@@ -33,6 +35,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
     (RUNNING, "cancel"): CANCELLED,
     (RUNNING, "expire"): EXPIRED,
     (PREEMPTED, "schedule"): RUNNING,
+    (PREEMPTED, "finish"): FINISHED,
     (PREEMPTED, "fail"): FAILED,
     (PREEMPTED, "cancel"): CANCELLED,
     (PREEMPTED, "expire"): EXPIRED,
@@ -69,6 +72,7 @@ class Request:
         "submitted_us",
         "tenant",
         "tokens",
+        "tops",
         "worker",
     )
 
@@ -94,6 +98,7 @@ class Request:
         self.slot = NO_SLOT
         self.tokens: npt.NDArray[np.int32] = NO_INT32
         self.logprobs: npt.NDArray[np.float32] = NO_FLOAT32
+        self.tops = TopRecord(sampling.logprobs) if sampling.logprobs else None
         self.generated = 0
         self.cached_tokens = 0
         self.admitted_order = 0
@@ -145,6 +150,7 @@ class RequestTable:
         self.generated_tokens_total = 0
         self.computed_tokens_total = 0
         self.recomputed_tokens_total = 0
+        self.preemptions_total = 0
 
     def find(self, request_id: int) -> Request:
         """Raises RequestNotFound."""

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Callable, Iterator
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +35,7 @@ class Runs:
         self.serial = np.zeros(slots, np.int64)
         self.client = np.zeros(slots, np.int64)
         self.stream = np.zeros(slots, np.bool_)
+        self.tops = np.zeros(slots, np.bool_)
         self.stops = np.full((slots, stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
 
     def start(self, slot: int, request: Request, prompt_length: int, eos: tuple[int, ...], order: int) -> None:
@@ -43,6 +45,7 @@ class Runs:
         self.order[slot] = order
         self.client[slot] = request.client
         self.stream[slot] = request.stream
+        self.tops[slot] = request.tops is not None
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
         self.stops[slot] = -1
         self.stops[slot, : len(stops)] = stops
@@ -59,7 +62,8 @@ class Scheduler:
         self._orders = 0
         self._starts = 0
         self._sequence_ids: Callable[[], int] = _unset
-        self.preemptions_total = 0
+        self.running_total = 0
+        self._blocked: tuple[object, ...] = ()
 
     def use_ids(self, next_sequence_id: Callable[[], int]) -> None:
         """Where ids for the sequences of requests come from."""
@@ -79,6 +83,7 @@ class Scheduler:
             self._cache.release_kv(slot, now_us)
             self._cache.sequences.request[slot] = request.id
         request.move("preempt")
+        self._requests.preemptions_total += 1
         at = next((i for i, r in enumerate(self.waiting) if not 0 < r.admitted_order < request.admitted_order), None)
         self.waiting.insert(len(self.waiting) if at is None else at, request)
 
@@ -86,13 +91,22 @@ class Scheduler:
         """Moves requests from the head of the queue to groups that have room, in order; yields each."""
         while self.waiting:
             request = self.waiting[0]
+            mark = self._mark(request)
+            if mark == self._blocked:
+                return  # nothing has changed since it was tried last
             self._leave_small_pool(request, now_us)
             residence = self._choose(request)
             if residence is None:
+                self._blocked = self._mark(request)
                 return
             self.waiting.popleft()
             self._start(request, residence, now_us)
             yield request
+
+    def _mark(self, request: Request) -> tuple[object, ...]:
+        """What decides whether a request can be admitted: equal marks, equal answers."""
+        pools = tuple((group.epoch, group.pool.changes) for group in self._cache.groups.values())
+        return (request.id, self._cache.sequences.slots_free, self.running_total, pools)
 
     def _choose(self, request: Request) -> Residence | None:
         """The group for a request: the longest cached prefix first, the most free blocks second."""
@@ -169,6 +183,7 @@ class Scheduler:
         request.move("schedule")
         s.request[slot] = request.id
         s.running[slot] = True
+        self.running_total += 1
         self._starts += 1
         self.runs.serial[slot] = self._starts
         self.runs.start(slot, request, request.prompt.size, group.model.eos_tokens, request.admitted_order)
@@ -205,6 +220,7 @@ class Scheduler:
         request.logprobs = s.logprobs[slot, base:length].copy()
         request.slot = NO_SLOT
         s.running[slot] = False
+        self.running_total -= 1
         self.runs.serial[slot] = 0
         s.request[slot] = 0
         for group in self._cache.groups.values():
@@ -221,15 +237,19 @@ class Scheduler:
         """The group's next step, or None where it has nothing to do or enough under way."""
         if len(group.sent) >= self._limits.steps_in_flight_max:
             return None
+        if not self.running_total and not group.owes_copies:
+            return None
         s, runs = self._cache.sequences, self.runs
         mine = np.flatnonzero(s.running & (s.pool == group.number))
         target = s.length[mine] + s.pending[mine]
         left = np.where(target < runs.limit[mine], target - s.scheduled[mine], 0)
-        if not left.any() and not group.owes_copies:
+        if not np.count_nonzero(left > 0) and not group.owes_copies:
             return None
         decodes = self._decodes(group, mine[left == 1], now_us)
         counts = np.ones(decodes.size, np.int64)
-        slots, counts = self._prefills(group, mine[left > 1], decodes, counts, now_us)
+        slots = decodes
+        if left.max(initial=0) > 1:
+            slots, counts = self._prefills(group, mine[left > 1], decodes, counts, now_us)
         # Preemption on behalf of a later row may have taken an earlier one.
         alive = s.running[slots] & (s.pool[slots] == group.number)
         slots, counts = slots[alive], counts[alive]
@@ -248,10 +268,17 @@ class Scheduler:
     def _decodes(self, group: Group, slots: Slots, now_us: int) -> Slots:
         """Reserves room for one more token of each row; oldest first where not all fit."""
         s = self._cache.sequences
+        if not slots.size:
+            return slots
         slots = slots[np.argsort(self.runs.order[slots], kind="stable")][: self._limits.step_tokens_max]
+        start = s.scheduled[slots]
+        shared, _ = self._cache.unwritable(slots, start, start + 1)
+        room = s.used[slots] * s.block_size
+        if not shared.size and not np.count_nonzero(s.length[slots] + s.pending[slots] >= room):
+            return np.sort(slots)  # most steps: every row writes into a block that it has
         slots = self._ready(group, slots, np.ones(slots.size, np.int64))
         planned = []
-        for tenant in np.unique(s.tenant[slots]).tolist():
+        for tenant in sorted(set(s.tenant[slots].tolist())):
             rows = slots[s.tenant[slots] == tenant]
             start, target = s.scheduled[rows], s.length[rows] + s.pending[rows] + 1
             try:
@@ -299,7 +326,6 @@ class Scheduler:
                 shares = bool(self._cache.unwritable(np.array([slot]), start, start + count)[0].size)
                 if mine.size == 1 and not shares:  # where it shares, it starts again on blocks of its own
                     return False
-                self.preemptions_total += 1
                 self.requeue(self._requests.live[int(s.request[victim])], now_us)
                 continue
             return True
@@ -315,6 +341,7 @@ class Scheduler:
         group.steps_total += 1
         step_id = group.last_step
         tokens = self._inputs(slots, starts, counts, known)
+        begins, history = self._begins(group)
         s.scheduled[slots] += counts
         s.pending[slots] += samples
         s.last_step[slots] = step_id
@@ -322,13 +349,14 @@ class Scheduler:
         self._requests.computed_tokens_total += int(counts.sum())
         return Step(
             step_id=step_id,
-            begins=self._begins(group),
+            begins=begins,
             slots=slots.astype(np.int32),
             starts=starts.astype(np.int32),
             counts=counts.astype(np.int32),
             samples=samples.astype(np.int32),
             tokens=tokens,
             copies=group.take_copies(),
+            history=history,
         )
 
     def _inputs(self, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
@@ -342,21 +370,29 @@ class Scheduler:
         tokens: npt.NDArray[np.int32] = np.where(positions < known[rows], s.tokens[slots[rows], inside], -1)
         return tokens.astype(np.int32)
 
-    def _begins(self, group: Group) -> tuple[RowStart, ...]:
-        begins = []
+    def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
+        """The slots that change hands, and what penalties count of their tokens: the worker may never have seen it."""
+        begins, history = [], [NO_INT32]
+        s = self._cache.sequences
         for slot in group.started_slots:
-            request = self._requests.live[int(self._cache.sequences.request[slot])]
+            request = self._requests.live[int(s.request[slot])]
+            sampling, base, length = request.sampling, int(self.runs.base[slot]), int(s.length[slot])
+            first = 0 if sampling.repetition_penalty != 1.0 else base
+            if sampling.counts_answer:
+                history.append(s.tokens[slot, first:length])
             begins.append(
                 RowStart(
                     slot=slot,
                     request_id=request.id,
-                    temperature=request.sampling.temperature,
+                    sampling=msgspec.structs.replace(sampling, seed=None, stop_tokens=(), ignore_eos=False),
                     seed=request.seed,
-                    generated=int(self._cache.sequences.length[slot] - self.runs.base[slot]),
+                    generated=length - base,
+                    prompt_history=base - first if sampling.counts_answer else 0,
+                    generated_history=length - base if sampling.counts_answer else 0,
                 )
             )
         group.started_slots.clear()
-        return tuple(begins)
+        return tuple(begins), np.concatenate(history)
 
     # ----------------------------------------------------------------------------------------------------- invariants
 
@@ -366,6 +402,7 @@ class Scheduler:
         assert not any(request.state == RUNNING or request.ended for request in self.waiting), "a waiting request runs"
         running = {request.slot: request for request in self._requests.live.values() if request.state == RUNNING}
         assert sorted(running) == np.flatnonzero(s.running).tolist(), "active slots disagree with running requests"
+        assert self.running_total == len(running), "the count of running requests"
         assert len(running) + len(self.waiting) == len(self._requests.live), "a request is neither running nor waiting"
         for slot, request in running.items():
             assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a place"

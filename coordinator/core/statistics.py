@@ -74,6 +74,7 @@ def request_stats(requests: RequestTable) -> RequestStats:
         generated_tokens_total=requests.generated_tokens_total,
         computed_tokens_total=requests.computed_tokens_total,
         recomputed_tokens_total=requests.recomputed_tokens_total,
+        preemptions_total=requests.preemptions_total,
     )
 
 
@@ -114,21 +115,28 @@ def stats(cache: Cache, requests: RequestTable, rid: int, boot: str, start_us: i
 
 def gauges(cache: Cache, requests: RequestTable, running: int, turns: int, uptime_us: int) -> list[int]:
     """The published gauges, in the order of protocol.layout.GAUGES."""
-    pools = [group.pool for group in cache.groups.values()]
+    blocks = free = cached = quarantined = steps = 0
+    for group in cache.groups.values():
+        pool = group.pool
+        blocks += pool.count
+        free += pool.free
+        cached += pool.cached
+        quarantined += pool.quarantined
+        steps += group.steps_total
     return [
         turns,
         uptime_us,
         len(cache.sequences),
         len(requests.live) - running,
         running,
-        sum(pool.count for pool in pools),
-        sum(pool.free for pool in pools),
-        sum(pool.cached for pool in pools),
-        sum(pool.referenced for pool in pools),
-        sum(pool.quarantined for pool in pools),
+        blocks,
+        free,
+        cached,
+        blocks - free - cached - quarantined,
+        quarantined,
         int(cache.sequences.length.sum()),
         requests.generated_tokens_total,
-        sum(group.steps_total for group in cache.groups.values()),
+        steps,
     ]
 
 

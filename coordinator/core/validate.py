@@ -8,7 +8,15 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import InvalidRequest, ProtocolError, QuotaExceeded
-from protocol.messages import ModelInfo, Sampling, Submit, WorkerReady
+from protocol.messages import (
+    LOGIT_BIAS_LIMIT,
+    LOGIT_BIAS_MAX,
+    SAMPLING_RANGES,
+    ModelInfo,
+    Sampling,
+    Submit,
+    WorkerReady,
+)
 
 from .cache import Cache
 from .limits import Limits
@@ -36,7 +44,7 @@ def submit(
         raise InvalidRequest("prompt", "is empty: give at least one token id")
     if message.max_tokens < 1:
         raise InvalidRequest("max_tokens", f"must be at least 1, not {message.max_tokens}")
-    sampling(message.sampling, limits)
+    sampling(message.sampling, limits, model)
     fits(prompt, message.max_tokens, tenant, limits, model, cache)
 
 
@@ -57,7 +65,7 @@ def tokens(field: str, values: npt.NDArray[np.int32], vocabulary: int) -> None:
         raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary of {vocabulary}")
 
 
-def sampling(values: Sampling, limits: Limits) -> None:
+def sampling(values: Sampling, limits: Limits, model: ModelInfo | None) -> None:
     """Raises InvalidRequest naming the sampling field."""
     temperature = values.temperature
     if not math.isfinite(temperature) or not 0.0 <= temperature <= TEMPERATURE_MAX:
@@ -68,6 +76,26 @@ def sampling(values: Sampling, limits: Limits) -> None:
         raise InvalidRequest("sampling.stop_tokens", f"at most {limits.stop_tokens_max} stop tokens")
     if any(not 0 <= token < 1 << 31 for token in values.stop_tokens):
         raise InvalidRequest("sampling.stop_tokens", "token ids are 0 or more and fit 32 bits")
+    for name, (low, high) in SAMPLING_RANGES.items():
+        if not low <= getattr(values, name) <= high:
+            raise InvalidRequest(f"sampling.{name}", f"must be {low:g} to {high:g}, not {getattr(values, name)}")
+    _logit_bias(values.logit_bias, model.vocab_size if model else VOCABULARY_UNKNOWN)
+
+
+def _logit_bias(pairs: tuple[tuple[int, float], ...], vocabulary: int) -> None:
+    if len(pairs) > LOGIT_BIAS_MAX:
+        raise InvalidRequest("sampling.logit_bias", f"at most {LOGIT_BIAS_MAX} entries")
+    seen = set()
+    for token, value in pairs:
+        if not 0 <= token < vocabulary:
+            raise InvalidRequest("sampling.logit_bias", f"token id {token} is outside the vocabulary of {vocabulary}")
+        if token in seen:
+            raise InvalidRequest("sampling.logit_bias", f"names token id {token} twice")
+        if not (-LOGIT_BIAS_LIMIT <= value <= LOGIT_BIAS_LIMIT or value == -math.inf):
+            raise InvalidRequest(
+                "sampling.logit_bias", f"values are -{LOGIT_BIAS_LIMIT:g} to {LOGIT_BIAS_LIMIT:g} or -inf"
+            )
+        seen.add(token)
 
 
 def fits(

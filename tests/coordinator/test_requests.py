@@ -517,7 +517,7 @@ def test_the_younger_request_gives_way_and_both_end_with_the_right_tokens(make_p
     driver.run_until_idle()
     assert driver.answer_of(preempted) == continuation([4, 5, 6, 7], 8)
     assert driver.answer_of(other) == continuation([1, 2, 3], 13)
-    assert driver.machine.scheduler.preemptions_total >= 1
+    assert driver.machine.requests.preemptions_total >= 1
     assert driver.stats().requests.recomputed_tokens_total > 0
     assert driver.streamed[preempted][: len(before)] == before
 

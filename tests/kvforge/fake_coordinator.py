@@ -37,6 +37,7 @@ class Job:
     prompt: list[int]
     max_tokens: int
     tenant: str
+    logprobs: int = 0
     sent: int = 0
     limit: int = 0
     reason: str = ""
@@ -103,6 +104,8 @@ class Fake:
                 self.submit(peer, message)
             case m.Cancel(request_id=request_id):
                 self.cancel(peer, message.rid, request_id)
+            case m.FinishAt():
+                self.finish_at(peer, message)
             case m.GetRequest():
                 self.status(peer, message)
             case m.ListRequests():
@@ -129,7 +132,7 @@ class Fake:
             return self.send(peer, m.Done(rid=message.rid))
         self.last_id += 1
         job = Job(peer, self.last_id, message.prompt.tolist(), message.max_tokens, message.tenant)
-        job.limit = message.max_tokens
+        job.limit, job.logprobs = message.max_tokens, message.sampling.logprobs
         self.jobs[job.request_id] = job
         if message.tenant in ("hang", "dies", "garbage", "gap"):
             job.limit = min(2, message.max_tokens)
@@ -159,6 +162,9 @@ class Fake:
                 offsets=np.array(offsets, np.int32),
                 tokens=np.array(tokens, np.int32),
                 logprobs=np.array([-0.5] * len(offsets), np.float32),
+                top_counts=np.full(len(offsets) if job.logprobs else 0, job.logprobs, np.int32),
+                top_tokens=np.array([token + i for token in tokens for i in range(job.logprobs)], np.int32),
+                top_logprobs=np.array([-0.5 - i for _ in tokens for i in range(job.logprobs)], np.float32),
             ),
         )
 
@@ -174,7 +180,7 @@ class Fake:
             else:
                 self.finish(job, "failed" if job.tenant == "fails" else "length")
 
-    def finish(self, job: Job, reason: str) -> None:
+    def finish(self, job: Job, reason: str, cut_tokens: int = 0) -> None:
         job.reason = reason
         error = errors.WorkerError("the worker broke", worker="w0") if reason == "failed" else None
         ended = m.Ended(
@@ -185,6 +191,7 @@ class Fake:
             cached_tokens=0,
             timings=m.Timings(first_scheduled_us=10, first_token_us=20, ended_us=30),
             error=m.ErrorInfo.of(error) if error else None,
+            cut_tokens=cut_tokens,
         )
         self.send(job.peer, m.Stream(ended=(ended,)))
 
@@ -197,6 +204,14 @@ class Fake:
         else:
             self.send(peer, m.Done(rid=rid))
             self.finish(job, "cancelled")
+
+    def finish_at(self, peer: bytes, message: m.FinishAt) -> None:
+        job = self.jobs[message.request_id]
+        if job.reason not in ("", "hanging"):
+            return self.refuse(peer, message.rid, errors.AlreadyFinished(message.request_id, "finished"))
+        self.send(peer, m.Done(rid=message.rid))
+        cut, job.sent = job.sent - message.tokens, message.tokens
+        return self.finish(job, "stop", cut)
 
     def row(self, job: Job) -> m.RequestRow:
         return m.RequestRow(

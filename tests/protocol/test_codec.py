@@ -54,7 +54,7 @@ def packed(message: Message, **changes: object) -> list[bytes]:
 def test_arrays_and_scalars_survive_the_round_trip() -> None:
     step = Step(
         step_id=9,
-        begins=(RowStart(slot=1, request_id=2, temperature=0.5, seed=2**64 - 1),),
+        begins=(RowStart(slot=1, request_id=2, sampling=Sampling(temperature=0.5), seed=2**64 - 1),),
         slots=np.array([1, 2], np.int32),
         tokens=np.array([-1, 70000], np.int32),
     )

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from protocol.errors import InvalidConfiguration
-from protocol.messages import RowStart, Step
+from protocol.messages import RowStart, Sampling, Step
 from worker.model import LoadedModel
 from worker.pool import KvPool
 from worker.runner import Runner, StepOutcome
@@ -24,7 +24,9 @@ def i4(*values: int) -> np.ndarray[Any, np.dtype[np.int32]]:
 
 
 def begin(slot: int, temperature: float = 0.0, seed: int = 0, generated: int = 0) -> RowStart:
-    return RowStart(slot=slot, request_id=slot, temperature=temperature, seed=seed, generated=generated)
+    return RowStart(
+        slot=slot, request_id=slot, sampling=Sampling(temperature=temperature), seed=seed, generated=generated
+    )
 
 
 class Bench:
@@ -137,7 +139,7 @@ def test_a_resumed_request_continues_as_if_never_interrupted(bench: Bench) -> No
     assert resumed == whole[3:]
 
 
-def replace_start(start: RowStart, **changes: int) -> RowStart:
+def replace_start(start: RowStart, **changes: Any) -> RowStart:
     fields = {name: getattr(start, name) for name in start.__struct_fields__}
     return RowStart(**(fields | changes))
 
@@ -254,9 +256,9 @@ def test_malformed_tables_fail_every_row(bench: Bench) -> None:
         ({"seed": -1}, "seed"),
         ({"seed": 2**64}, "seed"),
         ({"generated": -1}, "generated"),
-        ({"temperature": -0.5}, "temperature"),
-        ({"temperature": float("nan")}, "temperature"),
-        ({"temperature": float("inf")}, "temperature"),
+        ({"sampling": Sampling(temperature=-0.5)}, "sampling.temperature"),
+        ({"sampling": Sampling(temperature=float("nan"))}, "sampling.temperature"),
+        ({"sampling": Sampling(temperature=float("inf"))}, "sampling.temperature"),
     ],
 )
 def test_a_bad_start_is_refused_by_name(changes: dict[str, Any], named: str, bench: Bench) -> None:

@@ -4,16 +4,28 @@ from __future__ import annotations
 
 import math
 
+import numpy as np
 import pytest
 import torch
 
-from protocol.messages import RowStart
+from protocol.messages import RowStart, Sampling
 from worker.device import Device
-from worker.sampler import NO_TOKEN, SamplingState, philox, splitmix64, uniforms
+from worker.draws import philox, splitmix64, uniforms
+from worker.sampler import NO_TOKEN, SamplingState
+
+VOCAB = 1000
 
 
 def start(slot: int, temperature: float = 1.0, seed: int = 0, generated: int = 0) -> RowStart:
-    return RowStart(slot=slot, request_id=slot, temperature=temperature, seed=seed, generated=generated)
+    return RowStart(
+        slot=slot, request_id=slot, sampling=Sampling(temperature=temperature), seed=seed, generated=generated
+    )
+
+
+def begin(state: SamplingState, *starts: RowStart) -> None:
+    for row in starts:
+        state.begin(row)
+    state.upload_starts()
 
 
 # Random123 1.14, tests/kat_vectors: philox 4x32 10
@@ -59,45 +71,44 @@ def test_uniforms_are_inside_the_unit_interval_and_keyed_by_seed_and_position() 
 
 
 def test_greedy_takes_the_lowest_id_of_a_tie(cpu: Device) -> None:
-    state = SamplingState(4, cpu)
-    state.begin((start(2, temperature=0.0), start(1, temperature=0.0)))
+    state = SamplingState(4, VOCAB, cpu)
+    begin(state, start(2, temperature=0.0), start(1, temperature=0.0))
     logits = torch.tensor([[0.0, 3.0, 3.0, 3.0], [1.0, 1.0, 1.0, 1.0]])
-    for any_random in (False, True):
-        chosen = state.sample(logits, torch.tensor([2, 1]), any_random)
-        assert chosen.tokens.tolist() == [1, 0]
-        assert chosen.logprobs.tolist() == pytest.approx([3 - math.log(1 + 3 * math.exp(3.0)), -math.log(4)], 1e-5)
-        assert chosen.finite.all()
+    chosen = state.sample(logits, np.array([2, 1]))
+    assert chosen.tokens.tolist() == [1, 0]
+    assert chosen.logprobs.tolist() == pytest.approx([3 - math.log(1 + 3 * math.exp(3.0)), -math.log(4)], 1e-5)
+    assert chosen.finite.all()
 
 
 def test_logprobs_are_of_the_untempered_logits(cpu: Device) -> None:
-    state = SamplingState(1, cpu)
-    state.begin((start(0, temperature=0.25, seed=5),))
+    state = SamplingState(1, VOCAB, cpu)
+    begin(state, start(0, temperature=0.25, seed=5))
     logits = torch.randn((1, 50), generator=torch.Generator().manual_seed(0))
-    chosen = state.sample(logits, torch.tensor([0]), True)
+    chosen = state.sample(logits, np.array([0]))
     assert float(chosen.logprobs[0]) == pytest.approx(float(logits.log_softmax(-1)[0, chosen.tokens[0]]), abs=1e-6)
 
 
 def test_a_draw_does_not_depend_on_the_batch(cpu: Device) -> None:
     logits = torch.randn((6, 300), generator=torch.Generator().manual_seed(1))
     seeds = [7, 2**64 - 1, 7, 0, 2**63, 12]
-    together = SamplingState(16, cpu)
-    together.begin(tuple(start(i, 0.0 if i == 3 else 1.5, seed) for i, seed in enumerate(seeds)))
-    drawn = [together.sample(logits, torch.arange(6), True).tokens for _ in range(5)]
+    together = SamplingState(16, VOCAB, cpu)
+    begin(together, *(start(i, 0.0 if i == 3 else 1.5, seed) for i, seed in enumerate(seeds)))
+    drawn = [together.sample(logits, np.arange(6)).tokens for _ in range(5)]
     for row, seed in enumerate(seeds):
-        alone = SamplingState(16, cpu)
-        alone.begin((start(11, 0.0 if row == 3 else 1.5, seed),))
-        tokens = [int(alone.sample(logits[row : row + 1], torch.tensor([11]), True).tokens[0]) for _ in range(5)]
+        alone = SamplingState(16, VOCAB, cpu)
+        begin(alone, start(11, 0.0 if row == 3 else 1.5, seed))
+        tokens = [int(alone.sample(logits[row : row + 1], np.array([11])).tokens[0]) for _ in range(5)]
         assert tokens == [int(step[row]) for step in drawn]
 
 
 def test_a_resumed_request_draws_what_it_would_have_drawn(cpu: Device) -> None:
     logits = torch.zeros((1, 1000))
-    slot = torch.tensor([0])
-    state = SamplingState(1, cpu)
-    state.begin((start(0, seed=99),))
-    whole = [int(state.sample(logits, slot, True).tokens[0]) for _ in range(10)]
-    state.begin((start(0, seed=99, generated=6),))
-    assert [int(state.sample(logits, slot, True).tokens[0]) for _ in range(4)] == whole[6:]
+    slot = np.array([0])
+    state = SamplingState(1, VOCAB, cpu)
+    begin(state, start(0, seed=99))
+    whole = [int(state.sample(logits, slot).tokens[0]) for _ in range(10)]
+    begin(state, start(0, seed=99, generated=6))
+    assert [int(state.sample(logits, slot).tokens[0]) for _ in range(4)] == whole[6:]
     assert len(set(whole)) > 5
 
 
@@ -106,11 +117,11 @@ def test_distribution(temperature: float, cpu: Device) -> None:
     """Chi-square over 20,000 draws of 8 tokens; the 99.9th percentile for 7 degrees of freedom is 24.3."""
     draws, slots = 20_000, 1000
     logits = torch.tensor([0.0, 1.0, 2.0, -1.0, 0.5, 0.5, -2.0, 1.5])
-    state = SamplingState(slots, cpu)
-    state.begin(tuple(start(slot, temperature, seed=slot) for slot in range(slots)))
+    state = SamplingState(slots, VOCAB, cpu)
+    begin(state, *(start(slot, temperature, seed=slot) for slot in range(slots)))
     counts = torch.zeros(8)
     for _ in range(draws // slots):
-        tokens = state.sample(logits.expand(slots, 8), torch.arange(slots), True).tokens
+        tokens = state.sample(logits.expand(slots, 8), np.arange(slots)).tokens
         counts += torch.bincount(tokens, minlength=8)
     expected = (logits / temperature).softmax(-1) * draws
     assert float(((counts - expected) ** 2 / expected).sum()) < 24.3
@@ -118,22 +129,22 @@ def test_distribution(temperature: float, cpu: Device) -> None:
 
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_changes_nothing(poison: float, cpu: Device) -> None:
-    state = SamplingState(2, cpu)
-    state.begin((start(0), start(1)))
+    state = SamplingState(2, VOCAB, cpu)
+    begin(state, start(0), start(1))
     logits = torch.zeros((2, 10))
     logits[0, 3] = poison
-    chosen = state.sample(logits, torch.arange(2), True)
+    chosen = state.sample(logits, np.arange(2))
     assert chosen.finite.tolist() == [False, True]
     assert state.generated.tolist() == [0, 1]
     assert state.last_token.tolist() == [NO_TOKEN, int(chosen.tokens[1])]
 
 
 def test_begin_replaces_what_the_slot_held(cpu: Device) -> None:
-    state = SamplingState(2, cpu)
-    state.begin((start(0, 0.0, seed=1), start(0, 0.7, seed=2**64 - 1, generated=4)))
-    state.sample(torch.zeros((1, 4)), torch.tensor([0]), True)
-    assert state.temperature.tolist() == pytest.approx([0.7, 0.0])
+    state = SamplingState(2, VOCAB, cpu)
+    begin(state, start(0, 0.0, seed=1), start(0, 0.7, seed=2**64 - 1, generated=4))
+    state.sample(torch.zeros((1, 4)), np.array([0]))
+    assert state.values[:, 0].tolist() == pytest.approx([0.7, 0.0])
     assert state.seed.tolist() == [-1, 0]
     assert state.generated.tolist() == [5, 0]
-    state.begin((start(0, 0.0),))
+    begin(state, start(0, 0.0))
     assert (int(state.generated[0]), int(state.last_token[0])) == (0, NO_TOKEN)
