@@ -1,55 +1,15 @@
-"""What every benchmark says beside its numbers: machine and versions; how it prints a table and writes JSON."""
+"""How a benchmark reports: title, machine, versions and a table; the same as JSON where asked for."""
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
-import os
-import platform
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-PACKAGES = ("kvforge", "torch", "transformers", "numpy", "pyzmq", "msgspec")
+from loadtest.machine import machine, table, versions
 
-
-def machine() -> dict[str, str | int]:
-    """The machine this runs on: processor, cores this process may use, memory, system."""
-    processor = platform.processor() or platform.machine()
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.exists():
-        names = [line.split(":", 1)[1].strip() for line in cpuinfo.read_text().splitlines() if "model name" in line]
-        processor = names[0] if names else processor
-    memory_gib = round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30)
-    return {
-        "processor": processor,
-        "cores": len(os.sched_getaffinity(0)),
-        "memory_gib": memory_gib,
-        "system": f"{platform.system()} {platform.release()}",
-    }
-
-
-def versions() -> dict[str, str]:
-    """Versions of Python and of the packages that matter, where installed."""
-    found = {"python": platform.python_version()}
-    for package in PACKAGES:
-        try:
-            found[package] = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-    return found
-
-
-def table(header: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A plain-text table: first column left, numbers right."""
-    cells = [list(header), *([str(cell) for cell in row] for row in rows)]
-    widths = [max(len(row[column]) for row in cells) for column in range(len(header))]
-    lines = []
-    for row in cells:
-        first, rest = row[0].ljust(widths[0]), [c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True)]
-        lines.append("  ".join([first, *rest]).rstrip())
-    lines.insert(1, "  ".join("-" * width for width in widths))
-    return "\n".join(lines)
+__all__ = ["machine", "report", "table", "versions"]
 
 
 def report(title: str, header: Sequence[str], rows: Sequence[Sequence[object]], results: Any, path: str | None) -> None:
