@@ -112,8 +112,8 @@ def draw_settings(random: Random) -> Settings:
         long_share=random.choice((0.0, 0.01, 0.1)),
         step_us=random.choice((100, 600, 2000)),
         duplicate_share=random.choice((0.0, 0.05, 0.2)),
-        gap_us=random.choice((250, 500, 1000)),
-        turn_us=random.choice((20, 100, 400)),
+        gap_us=random.choice((100, 250, 1000)),
+        turn_us=random.choice((20, 200, 800)),
     )
 
 
