@@ -26,6 +26,7 @@ from coordinator.core.refs import Refs
 from coordinator.core.scheduler import Scheduler
 from coordinator.core.sequences import Sequences
 from coordinator.core.streams import Streams
+from coordinator.core.worker_reports import WorkerReports
 
 Patch = tuple[Any, str, Callable[..., Any]]
 FAULTS: dict[str, Callable[[], list[Patch]]] = {}
@@ -91,9 +92,9 @@ def prefix_registered_early() -> list[Patch]:
 @fault
 def stale_result_accepted() -> list[Patch]:
     """A duplicate of a step's result is taken for the result of the next step."""
-    real = Machine._step_result
+    real = WorkerReports._step_result
 
-    def step_result(self: Machine, worker: Any, message: Any, now_us: int) -> None:
+    def step_result(self: WorkerReports, worker: Any, message: Any, now_us: int) -> None:
         if worker.group is not None and worker.group.sent:
             message = type(message)(
                 step_id=worker.group.sent[0].step_id,
@@ -105,7 +106,7 @@ def stale_result_accepted() -> list[Patch]:
             )
         real(self, worker, message, now_us)
 
-    return [(Machine, "_step_result", step_result)]
+    return [(WorkerReports, "_step_result", step_result)]
 
 
 @fault

@@ -1,0 +1,189 @@
+"""What workers say, and what follows from it: they come, load, register their pool, return results, and go."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+
+from protocol.errors import Conflict, KvforgeError, ProtocolError, restore
+from protocol.messages import (
+    ErrorInfo,
+    Message,
+    ModelInfo,
+    PoolRegistered,
+    Refused,
+    StepResult,
+    WorkerFailed,
+    WorkerHealth,
+    WorkerHello,
+    WorkerLoading,
+    WorkerReady,
+)
+
+from . import validate
+from .cache import Cache
+from .events import DropWorker, Effect, FromWorker, Log, ToWorker
+from .groups import Group
+from .outcomes import Outcomes
+from .requests import RequestTable
+from .scheduler import Scheduler
+from .sequence_commands import SequenceCommands
+
+
+class Worker:
+    """A connected worker process, from its hello to its end."""
+
+    def __init__(self, number: int, name: str, pid: int) -> None:
+        self.number, self.name, self.pid = number, name, pid
+        self.phase, self.progress = "connecting", 0.0
+        self.group: Group | None = None
+
+    def health(self) -> WorkerHealth:
+        """What `kvforge status` shows."""
+        state = "ready" if self.group else "loading" if self.phase != "connecting" else "connecting"
+        return WorkerHealth(name=self.name, pid=self.pid, state=state, phase=self.phase, progress=self.progress)
+
+
+class WorkerReports:
+    """Handlers of the worker messages. A worker that breaks the rules is refused and dropped; nobody else notices."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        requests: RequestTable,
+        scheduler: Scheduler,
+        outcomes: Outcomes,
+        sequences: SequenceCommands,
+    ) -> None:
+        self._cache, self._requests, self._scheduler = cache, requests, scheduler
+        self._outcomes, self._sequences = outcomes, sequences
+        self.workers: dict[int, Worker] = {}
+        self.model: ModelInfo | None = None
+        self._effects: list[Effect] = []
+        self._reports: dict[type[Message], Callable[[Worker, Any, int], None]] = {
+            WorkerLoading: self._worker_loading,
+            WorkerReady: self._worker_ready,
+            StepResult: self._step_result,
+            WorkerFailed: self._worker_failed,
+        }
+
+    def apply(self, event: FromWorker, now_us: int) -> list[Effect]:
+        """Applies one message of a worker."""
+        self._from_worker(event, now_us)
+        return self._take_effects()
+
+    def gone(self, number: int, now_us: int) -> list[Effect]:
+        """A worker's connection ended: its blocks are gone, its requests wait for another place."""
+        self._worker_gone(number, now_us)
+        return self._take_effects()
+
+    def _take_effects(self) -> list[Effect]:
+        effects, self._effects = self._effects, []
+        return effects
+
+    def _from_worker(self, event: FromWorker, now_us: int) -> None:
+        message: Any = event.message
+        try:
+            if isinstance(message, WorkerHello):
+                self._worker_hello(event.worker, message)
+            else:
+                worker = self.workers.get(event.worker)
+                if worker is None:
+                    raise ProtocolError("a worker's first message is worker_hello")
+                self._reports[type(message)](worker, message, now_us)
+        except KvforgeError as error:
+            rid = getattr(message, "rid", 0)
+            self._effects.append(ToWorker(event.worker, Refused(rid=rid, error=ErrorInfo.of(error))))
+            self._log("warning", f"worker {event.worker} was refused: {error}")
+            self._drop_worker(event.worker, str(error), now_us)
+
+    def _worker_hello(self, number: int, message: WorkerHello) -> None:
+        if number in self.workers:
+            raise ProtocolError("worker_hello was sent twice")
+        if any(worker.name == message.name for worker in self.workers.values()):
+            raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
+        self.workers[number] = Worker(number, message.name, message.pid)
+
+    def _worker_loading(self, worker: Worker, message: WorkerLoading, _now_us: int) -> None:
+        worker.phase, worker.progress = message.phase, message.progress
+
+    def _worker_ready(self, worker: Worker, message: WorkerReady, now_us: int) -> None:
+        if worker.group is not None:
+            raise ProtocolError(f"worker {worker.name}: worker_ready was sent twice")
+        validate.worker_ready(worker.name, message, self._cache.limits)
+        others = bool(self._cache.groups) or bool(self._requests.live)
+        if self.model is not None and others and self.model.fingerprint != message.model.fingerprint:
+            raise Conflict(
+                f"worker {worker.name!r} serves {message.model.name!r} ({message.model.fingerprint[:12]}), "
+                f"the others serve {self.model.name!r} ({self.model.fingerprint[:12]}): all must serve the same"
+            )
+        worker.group = self._cache.add_group(
+            worker.number,
+            worker.name,
+            message.blocks,
+            message.model,
+            message.bytes_per_block,
+            message.kv_dtype,
+            message.device,
+        )
+        worker.phase, worker.progress = "ready", 1.0
+        first, self.model = self.model is None, message.model
+        self._sequences.vocab_size = message.model.vocab_size
+        reply = PoolRegistered(rid=message.rid, epoch=worker.group.epoch, base_block=worker.group.pool.base)
+        self._effects.append(ToWorker(worker.number, reply))
+        self._log("info", f"worker {worker.name} is ready: {message.blocks} blocks, {message.model.name}")
+        if first:
+            self._recheck_waiting(now_us)
+
+    def _recheck_waiting(self, now_us: int) -> None:
+        """Requests that came before the model was known are held to its limits now."""
+        for request in list(self._scheduler.waiting):
+            try:
+                tenant = self._cache.tenants.names[request.tenant]
+                validate.sampling(request.sampling, self._cache.limits, self.model)
+                validate.fits(request.prompt, request.max_tokens, tenant, self._cache.limits, self.model, self._cache)
+            except KvforgeError as error:
+                self._outcomes.end(request, "fail", "failed", error, now_us)
+
+    def _step_result(self, worker: Worker, message: StepResult, now_us: int) -> None:
+        group = worker.group
+        if group is None or message.epoch != group.epoch:
+            self._log("warning", f"worker {worker.name}: result of step {message.step_id} of another epoch ignored")
+            return
+        if not group.sent or message.step_id < group.sent[0].step_id:
+            self._log("warning", f"worker {worker.name}: stale result of step {message.step_id} ignored")
+            return
+        if message.step_id != group.sent[0].step_id:
+            raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
+        self._outcomes.settle(group, message, now_us)
+
+    def _worker_failed(self, worker: Worker, message: WorkerFailed, now_us: int) -> None:
+        error = restore(message.error.code, message.error.message, message.error.fields)
+        self._log("error", f"worker {worker.name} failed: {error}")
+        self._drop_worker(worker.number, str(error), now_us)
+
+    def _drop_worker(self, number: int, reason: str, now_us: int) -> None:
+        self._worker_gone(number, now_us)
+        self._effects.append(DropWorker(number, reason))
+
+    def _worker_gone(self, number: int, now_us: int) -> None:
+        worker = self.workers.pop(number, None)
+        if worker is None:
+            return
+        self._log("info", f"worker {worker.name} is gone")
+        if worker.group is None:
+            return
+        s = self._cache.sequences
+        running = [self._requests.live[int(s.request[slot])] for slot in self._active_slots(worker.group)]
+        for request in sorted(running, key=lambda r: -r.admitted_order):
+            self._scheduler.requeue(request, now_us)
+        self._cache.drop_group(worker.group, now_us)
+
+    def _active_slots(self, group: Group) -> list[int]:
+        active = self._cache.sequences.running & (self._cache.sequences.pool == group.number)
+        return [int(slot) for slot in np.flatnonzero(active)]
+
+    def _log(self, level: str, text: str) -> None:
+        self._effects.append(Log(level, text))
