@@ -16,31 +16,18 @@ from protocol.messages import ModelInfo
 
 from .groups import Group, new_group
 from .hashing import BlockHasher, Hashes
+from .invariants import check_cache
 from .limits import Limits
-from .pool import CACHED, BlockIds, Blocks, Supply
+from .pool import CACHED, BlockIds, Blocks
 from .prefix import PrefixStore, root_key
+from .pressure import idle_victims
 from .refs import Refs
+from .residence import Residence
 from .sequences import NO_POOL, Sequences, Slots
 from .tenants import Tenants
 
 Tokens = npt.NDArray[np.int32]
 NO_BLOCKS = np.zeros(0, np.int64)
-
-
-class Residence:
-    """How a sequence would come to live in a group: the cached blocks it shares, one it copies from, and the rest."""
-
-    def __init__(self, group: Group, hits: BlockIds, partial: tuple[int, int], needed: int) -> None:
-        self.group, self.hits, self.partial, self.needed = group, hits, partial, needed
-
-    @property
-    def keep(self) -> BlockIds:
-        """The cached blocks that must survive the allocation of the rest."""
-        return np.append(self.hits, self.partial[0]) if self.partial[1] else self.hits
-
-    def cached_tokens(self, block_size: int) -> int:
-        """Tokens whose KV is there already."""
-        return int(self.hits.size) * block_size + self.partial[1]
 
 
 class Cache:
@@ -56,7 +43,7 @@ class Cache:
         self.sequences = Sequences(limits)
         self.refs = Refs(self.blocks, limits.holders_per_block_max)
         self.groups: dict[int, Group] = {}
-        self._store = PrefixStore(limits.blocks_max, limits.block_size)
+        self.store = PrefixStore(limits.blocks_max, limits.block_size)
         self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
         self._epochs = 0
         self.largest_pool = 0
@@ -79,7 +66,7 @@ class Cache:
         if base + blocks > self.limits.blocks_max:
             raise CapacityExceeded("blocks_max", base + blocks, self.limits.blocks_max, "raise limits.blocks_max")
         self._epochs += 1
-        stores = (self.blocks, self._store, self._hasher, self.tenants)
+        stores = (self.blocks, self.store, self._hasher, self.tenants)
         group = new_group(
             number, worker, name, self._epochs, base, blocks, stores, model, bytes_per_block, kv_dtype, device
         )
@@ -179,7 +166,7 @@ class Cache:
         s.resident_us[slot] = now_us
         s.computed[slot] = s.scheduled[slot] = residence.cached_tokens(s.block_size)
         s.hashed[slot] = hits.size
-        s.chain[slot] = self._store.hash[hits[-1]] if hits.size else s.salt[slot]
+        s.chain[slot] = self.store.hash[hits[-1]] if hits.size else s.salt[slot]
         s.parent[slot] = group.index.key(int(hits[-1])) if hits.size else root_key(int(s.salt[slot]))
         if common:
             s.last_step[slot] = group.next_step
@@ -395,7 +382,7 @@ class Cache:
         pool = group.pool
         if pool.available(tenant, keep) >= count:
             return NO_BLOCKS
-        victims, supply = self._victims(group, tenant, count, keep, asking)
+        victims, supply = idle_victims(self, group, tenant, count, keep, asking)
         if supply.available(tenant) < count:
             raise pool.shortage(tenant, count, supply)
         return victims
@@ -408,38 +395,6 @@ class Cache:
             self.release_kv(slot, now_us)
             self.evicted_sequences_total += 1
 
-    def _victims(
-        self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int
-    ) -> tuple[Slots, Supply]:
-        """Idle client sequences whose eviction is enough, or all of them, and the supply that follows.
-
-        Least recently used first; at the tenant's ceiling its own before anyone else's.
-
-        Under policy `none` only those that a waiting request will continue: it computes them again when its turn comes,
-        and without that, waiting requests could hold what the running one needs, for ever.
-        """
-        s, blocks, pool = self.sequences, self.blocks, group.pool
-        idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.settled_step)
-        if self.limits.policy == "none":
-            idle &= s.request != 0
-        idle[asking] = False
-        candidates = np.flatnonzero(idle)
-        candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
-        trial, taken = pool.supply(keep), []
-        counts: dict[int, int] = {}
-        own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
-        queue = own_first if trial.room(tenant) < count else candidates
-        for slot in dict.fromkeys(queue.tolist()):
-            if trial.available(tenant) >= count:
-                break
-            taken.append(slot)
-            for block in s.blocks_of(slot).tolist():
-                left = counts.get(block, int(blocks.refcount[block])) - 1
-                counts[block] = left
-                if left == 0 and blocks.touch[block] <= pool.settled_step and not (keep == block).any():
-                    trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
-        return np.array(taken, np.int64), trial
-
     def _row_changed(self, slot: int) -> None:
         s = self.sequences
         used = int(s.used[slot])
@@ -451,33 +406,7 @@ class Cache:
 
     def check_invariants(self) -> None:
         """Design section 3, 1 to 6, over every pool and every sequence."""
-        s, blocks = self.sequences, self.blocks
-        s.check_invariants()
-        holders = np.zeros(blocks.refcount.size, np.int64)
-        for slot in s.slot_of.values():
-            ids = s.blocks_of(slot)
-            assert np.unique(ids).size == ids.size, "a block is twice in one table"
-            if ids.size:
-                pool = self.groups[int(s.pool[slot])].pool
-                assert ((ids >= pool.base) & (ids < pool.base + pool.count)).all(), "a block of another pool"
-            holders[ids] += 1
-            self._check_hashed(slot)
-        for block, names in blocks.external.items():
-            holders[block] += len(names)
-        wrong = np.flatnonzero(holders != blocks.refcount)
-        assert not wrong.size, f"block {wrong[0]}: {holders[wrong[0]]} holders, count {blocks.refcount[wrong[0]]}"
-        self.refs.check_invariants()
-        for group in self.groups.values():
-            group.check_invariants()
-
-    def _check_hashed(self, slot: int) -> None:
-        """Every indexed block of a sequence holds the sequence's own tokens, acknowledged by a worker."""
-        s, size = self.sequences, self.limits.block_size
-        for i, block in enumerate(s.blocks_of(slot).tolist()):
-            if self.blocks.indexed[block]:
-                own = s.tokens[slot, i * size : min((i + 1) * size, int(s.length[slot]))]
-                assert (self._store.tokens[block][: own.size] == own).all(), "an indexed block holds other tokens"
-        assert s.hashed[slot] * size <= s.computed[slot] or s.pool[slot] == NO_POOL, "a block was indexed too early"
+        check_cache(self)
 
     def is_cached(self, block_id: int) -> bool:
         """Whether only the prefix index keeps the block."""

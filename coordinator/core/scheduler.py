@@ -17,9 +17,10 @@ import numpy.typing as npt
 from protocol.errors import CapacityExceeded, QuotaExceeded
 from protocol.messages import NO_INT32, RowStart, Step
 
-from .cache import Cache, Residence
+from .cache import Cache
 from .groups import Group, SentStep
 from .requests import NO_SLOT, RUNNING, Request, RequestTable
+from .residence import Residence
 from .sequences import NO_POOL, Slots
 
 EOS_TOKENS_MAX = 16

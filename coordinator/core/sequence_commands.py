@@ -29,10 +29,11 @@ from protocol.messages import (
 )
 
 from . import validate
-from .cache import Cache, Residence
+from .cache import Cache
 from .events import FromClient
 from .outcomes import Outcomes
 from .requests import RequestTable
+from .residence import Residence
 from .sequences import NO_POOL, Slots
 
 EXPIRY_EVERY_US = 100_000

@@ -1,0 +1,42 @@
+"""What must hold between the parts of the cache, whatever happened: checked after every event in tests."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+if TYPE_CHECKING:
+    from .cache import Cache
+
+
+def check_cache(cache: Cache) -> None:
+    """Design section 3, 1 to 6. Raises AssertionError."""
+    s, blocks = cache.sequences, cache.blocks
+    s.check_invariants()
+    holders = np.zeros(blocks.refcount.size, np.int64)
+    for slot in s.slot_of.values():
+        ids = s.blocks_of(slot)
+        assert np.unique(ids).size == ids.size, "a block is twice in one table"
+        if ids.size:
+            pool = cache.groups[int(s.pool[slot])].pool
+            assert ((ids >= pool.base) & (ids < pool.base + pool.count)).all(), "a block of another pool"
+        holders[ids] += 1
+        _check_hashed(cache, slot)
+    for block, names in blocks.external.items():
+        holders[block] += len(names)
+    wrong = np.flatnonzero(holders != blocks.refcount)
+    assert not wrong.size, f"block {wrong[0]}: {holders[wrong[0]]} holders, count {blocks.refcount[wrong[0]]}"
+    cache.refs.check_invariants()
+    for group in cache.groups.values():
+        group.check_invariants()
+
+
+def _check_hashed(cache: Cache, slot: int) -> None:
+    """Every indexed block of a sequence holds the sequence's own tokens, acknowledged by a worker."""
+    s, size = cache.sequences, cache.limits.block_size
+    for i, block in enumerate(s.blocks_of(slot).tolist()):
+        if cache.blocks.indexed[block]:
+            own = s.tokens[slot, i * size : min((i + 1) * size, int(s.length[slot]))]
+            assert (cache.store.tokens[block][: own.size] == own).all(), "an indexed block holds other tokens"
+    assert s.hashed[slot] * size <= s.computed[slot] or s.pool[slot] < 0, "a block was indexed too early"

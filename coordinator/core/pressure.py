@@ -1,0 +1,46 @@
+"""Whom to evict when blocks run out: idle client sequences, least recently used first and whole."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from .groups import Group
+from .pool import BlockIds, Supply
+from .sequences import Slots
+
+if TYPE_CHECKING:
+    from .cache import Cache
+
+
+def idle_victims(
+    cache: Cache, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int
+) -> tuple[Slots, Supply]:
+    """Idle client sequences whose eviction gives `tenant` `count` blocks, or all of them, and the supply that follows.
+
+    At the tenant's ceiling its own go before anyone else's. Never one of `asking`, never one that a step under way
+    may read. Under policy `none` only those that a waiting request will continue: it computes them again when its turn
+    comes, and without that, waiting requests could hold what the running one needs, for ever.
+    """
+    s, blocks, pool = cache.sequences, cache.blocks, group.pool
+    idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.settled_step)
+    if cache.limits.policy == "none":
+        idle &= s.request != 0
+    idle[asking] = False
+    candidates = np.flatnonzero(idle)
+    candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
+    trial, taken = pool.supply(keep), []
+    counts: dict[int, int] = {}
+    own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
+    queue = own_first if trial.room(tenant) < count else candidates
+    for slot in dict.fromkeys(queue.tolist()):
+        if trial.available(tenant) >= count:
+            break
+        taken.append(slot)
+        for block in s.blocks_of(slot).tolist():
+            left = counts.get(block, int(blocks.refcount[block])) - 1
+            counts[block] = left
+            if left == 0 and blocks.touch[block] <= pool.settled_step and not (keep == block).any():
+                trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
+    return np.array(taken, np.int64), trial
