@@ -108,6 +108,7 @@ def run_transformers(model: LoadedModel, prompts: list[list[int]], tokens: int) 
 
 
 def main() -> None:
+    """Measures both sides in turn and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="GGUF file or folder (default: smollm2-135m from the cache folder)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt")

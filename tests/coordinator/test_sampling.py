@@ -118,6 +118,7 @@ def test_the_edges_of_each_range_are_accepted(driver: Driver) -> None:
     ):
         driver.submit([1], sampling=Sampling(**fields))  # type: ignore[arg-type]
     driver.run_until_idle()
+    assert driver.stats().requests.finished_total == 3
 
 
 def test_a_bias_is_held_to_the_vocabulary_once_it_is_known(driver: Driver) -> None:

@@ -187,8 +187,8 @@ def test_the_sequence_of_a_request_is_not_a_client_sequence(make_pool: MakePool)
     driver.submit([1, 2, 3], max_tokens=5)
     driver.turn()
     (internal,) = driver.machine.cache.sequences.slot_of
-    driver.refused(GetTokens(rid=1, sequence_id=internal), SequenceNotFound)
-    driver.refused(driver.remove_message(internal), SequenceNotFound)
+    assert driver.refused(GetTokens(rid=1, sequence_id=internal), SequenceNotFound).sequence_id == internal
+    assert driver.refused(driver.remove_message(internal), SequenceNotFound).sequence_id == internal
 
 
 # behaviour 11
