@@ -2,11 +2,29 @@
 
 from __future__ import annotations
 
+import os
+import shutil
+import tempfile
 from pathlib import Path
 
 import pytest
 
 from kvforge import models
+
+INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
+_made: list[str] = []
+if INDUCTOR not in os.environ:
+    # torch makes a folder for compiled code as soon as it is imported, which other conftest files do: ours is removed.
+    _made.append(tempfile.mkdtemp(prefix="kvforge-inductor-"))
+    os.environ[INDUCTOR] = _made[0]
+
+
+def pytest_unconfigure() -> None:
+    """Leaves nothing behind."""
+    for folder in _made:
+        os.environ.pop(INDUCTOR, None)
+        shutil.rmtree(folder, ignore_errors=True)
+    _made.clear()
 
 
 @pytest.fixture(scope="session")

@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import logging
+import os
 import sys
 from pathlib import Path
 
+from kvforge.models import default_cache_dir
 from protocol.errors import InvalidConfiguration, KvforgeError, WorkerError
 
 from .config import load_config
@@ -28,6 +30,8 @@ def main(arguments: list[str] | None = None) -> int:
             format=f"%(asctime)s {config.name} %(levelname)s %(message)s",
             stream=sys.stderr,
         )
+        # torch makes this folder as soon as it is imported, in /tmp unless it is told where compiled code may stay.
+        os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
         from .loop import Worker  # torch takes seconds to import: a wrong configuration is told before
 
         Worker(config).run()
