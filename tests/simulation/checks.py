@@ -24,7 +24,8 @@ class Checker:
         self._flying: dict[int, deque[tuple[int, Any]]] = {}
 
     def light(self) -> None:
-        """Holders are counted exactly, states agree with counts, and every pool adds up. A dozen numpy calls."""
+        """Design section 3, 1 to 5, in two dozen numpy calls: holders are counted exactly, states agree with counts,
+        every pool adds up, free lists hold free blocks once each, and every sequence holds the blocks of its length."""
         s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
         used = self._columns < s.used[:, None]
         holders = np.bincount(s.table[used], minlength=self._blocks)
@@ -32,8 +33,13 @@ class Checker:
             holders[block] += len(names)
         assert (holders == blocks.refcount).all(), f"holders {holders.tolist()}, counts {blocks.refcount.tolist()}"
         assert ((blocks.state == REFERENCED) == (holders > 0)).all(), "a state disagrees with its count"
+        needed = -(-(s.length + s.pending) // s.block_size)
+        assert (s.used == needed * (s.pool >= 0)).all(), "blocks held disagree with a length"
+        assert ((s.computed <= s.scheduled) & (s.scheduled <= s.length + s.pending)).all(), "KV beyond the tokens"
         for group in self._machine.cache.groups.values():
             pool = group.pool
+            listed = np.bincount(pool._stack[: pool.free], minlength=self._blocks)
+            assert ((blocks.state == FREE) >= listed).all(), "a free list holds a block twice, or one that is not free"
             counts = np.bincount(blocks.state[pool.base : pool.base + pool.count], minlength=4).tolist()
             assert counts[FREE] == pool.free, "free"
             assert counts[CACHED] == pool.cached, "cached"
