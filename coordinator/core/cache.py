@@ -18,7 +18,7 @@ from .groups import Group, new_group
 from .hashing import BlockHasher, Hashes
 from .invariants import check_cache
 from .limits import Limits
-from .pool import CACHED, BlockIds, Blocks
+from .pool import BlockIds, Blocks
 from .prefix import PrefixStore, root_key
 from .pressure import idle_victims
 from .refs import Refs
@@ -407,7 +407,3 @@ class Cache:
     def check_invariants(self) -> None:
         """Design section 3, 1 to 6, over every pool and every sequence."""
         check_cache(self)
-
-    def is_cached(self, block_id: int) -> bool:
-        """Whether only the prefix index keeps the block."""
-        return bool(self.blocks.state[block_id] == CACHED)

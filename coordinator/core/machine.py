@@ -68,7 +68,7 @@ from .events import (
 from .explain import Explainer
 from .limits import Limits
 from .outcomes import Outcomes
-from .requests import CANCELLED, NO_SLOT, RUNNING, Request, RequestTable
+from .requests import CANCELLED, NO_SLOT, Request, RequestTable
 from .scheduler import Scheduler
 from .sequence_commands import SequenceCommands
 from .streams import Streams
@@ -312,11 +312,6 @@ class Machine:
     def busy(self) -> bool:
         """Whether a Turn could find something to do without a new event."""
         return bool(self.requests.live) or any(g.sent or g.owes_copies for g in self.cache.groups.values())
-
-    @property
-    def running(self) -> int:
-        """Requests that run now."""
-        return sum(request.state == RUNNING for request in self.requests.live.values())
 
     def check_invariants(self) -> None:
         """Everything of design section 3 that can be seen from here. For tests, simulation and idle times."""

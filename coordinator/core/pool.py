@@ -289,14 +289,6 @@ class Pool:
             self.cached -= 1
             self._to_free(np.array([block], np.int64), now_us)
 
-    def drop_all_cached(self, now_us: int) -> int:
-        """Gives up every cached block. Returns how many."""
-        dropped = self.cached
-        for tenant in list(self._lru):
-            while self._lru[tenant]:
-                self._evict_one(tenant, now_us)
-        return dropped
-
     # ------------------------------------------------------------------------------------------------- invariants
 
     def check_invariants(self) -> None:
