@@ -14,6 +14,7 @@ KvforgeError
  │   ├─ InvalidTransition     invalid_transition     carries request_id, state, event
  │   ├─ AlreadyFinished       already_finished       carries request_id, state
  │   ├─ SequenceBusy          sequence_busy          a request is running on the sequence
+ │   ├─ KeyReused             key_reused             this idempotency key named another command; carries key
  │   ├─ AlreadyHolder         already_holder         this holder already holds the block
  │   ├─ NotAHolder            not_a_holder           this holder does not hold the block
  │   ├─ BlockNotHeld          block_not_held         nobody holds the block: it cannot be freed again
@@ -154,6 +155,18 @@ class SequenceBusy(Conflict):
         super().__init__(
             f"sequence {sequence_id} is being extended by request {request_id}: cancel it or wait for its end",
             sequence_id=sequence_id,
+            request_id=request_id,
+        )
+
+
+class KeyReused(Conflict):
+    code = "key_reused"
+
+    def __init__(self, key: str, request_id: int) -> None:
+        super().__init__(
+            f"the idempotency key {key!r} was used for request {request_id}, which asked for something else: "
+            "use a new key for a new request",
+            key=key,
             request_id=request_id,
         )
 

@@ -1,12 +1,12 @@
 """Every wire message: one frozen struct each, a stable tag, and defaults for fields that came later.
 
-A message is a MessagePack map (its scalar fields and the tag `t`) followed by one binary frame per array field.
-`FRAMES` lists a message's array fields in frame order with their little-endian dtype. Who sends what:
+A message is a MessagePack map (its scalar fields and the tag `t`) and one binary frame with its array fields one after
+the other. `FRAMES` lists them in that order with their little-endian dtype. Who sends what:
 
-    client -> coordinator    Hello, Submit, Cancel, FinishAt, GetRequest, ListRequests, GetStats, GetHealth, Drain,
-                             Goodbye, CreateSequence, Append, Fork, GetSequence, GetTokens, RemoveSequences,
+    client -> coordinator    Hello, Submit, Attach, Cancel, FinishAt, GetRequest, ListRequests, GetStats, GetHealth,
+                             Drain, Goodbye, CreateSequence, Append, Fork, GetSequence, GetTokens, RemoveSequences,
                              GetBlock, RefBlock, UnrefBlock, Explain, PurgeFinished
-    coordinator -> client    Welcome, Accepted, Refused, RequestInfo, RequestList, Stats, Health, Stream
+    coordinator -> client    Welcome, Accepted, Attached, Refused, RequestInfo, RequestList, Stats, Health, Stream
                              SequenceInfo, Appended, Forked, SequenceTokens, Removed, BlockInfo, BlockCount,
                              Explanation, Purged, Done
     worker -> coordinator    WorkerHello, WorkerLoading, WorkerReady, StepResult, WorkerFailed, Goodbye
@@ -168,6 +168,15 @@ class Submit(Message, frozen=True, tag="submit"):
 
     sequence_id: continue this client sequence (prompt is then empty or what is appended to it first); the generated
     tokens become part of it. salt: share cached prefixes with whoever names the same salt instead of with the tenant.
+    count: so many answers to one prompt, each a request of its own; their ids follow each other, and so do their seeds
+    (modulo 2^64). They share the blocks of the prompt.
+    priority: -100 to 100, within the tenant: each step is worth a fixed time of waiting, so that none waits for ever.
+    deadline_ms: the request expires where it has not ended so long after it came; first_token_ms: where it has no token
+    by then. 0: the coordinator's own limit, and none.
+    detached: it goes on when its connection ends, to be read with Attach; else it is cancelled, at once after a
+    Goodbye, after the coordinator's lease where the connection just ended.
+    key: names this command within the tenant, so that sending it again after an answer was lost is the same request:
+    the same ids, streamed to the connection that asked last. "": none. Remembered as long as its requests are.
     """
 
     FRAMES = (("prompt", "<i4"),)
@@ -178,7 +187,27 @@ class Submit(Message, frozen=True, tag="submit"):
     stream: bool = True
     sequence_id: int = 0
     salt: str = ""
+    count: int = 1
+    priority: int = 0
+    deadline_ms: int = 0
+    first_token_ms: int = 0
+    detached: bool = False
+    key: str = ""
     prompt: Int32Array = NO_INT32
+
+
+class Attach(Message, frozen=True, tag="attach"):
+    """Streams a request to this connection, from the token at `offset` on, whoever submitted it, ended or not.
+
+    One connection at a time reads a request: it is taken from the one that had it. Whoever attaches keeps the request
+    alive in place of its first client, unless it is detached.
+    resume: go on with a stream that was paused; refused with Conflict where another connection reads it by now.
+    """
+
+    rid: int
+    request_id: int
+    offset: int = 0
+    resume: bool = False
 
 
 class Cancel(Message, frozen=True, tag="cancel"):
@@ -200,7 +229,7 @@ class FinishAt(Message, frozen=True, tag="finish_at"):
 
 
 class GetRequest(Message, frozen=True, tag="get_request"):
-    """`with_tokens` adds the generated tokens to the reply."""
+    """`with_tokens` adds the generated tokens to the reply (Attach gives them with all that is known of each)."""
 
     rid: int
     request_id: int
@@ -317,9 +346,12 @@ class PurgeFinished(Message, frozen=True, tag="purge_finished"):
 
 
 class Drain(Message, frozen=True, tag="drain"):
-    """Stops admission; what runs goes on."""
+    """Stops admission; what runs goes on. deadline_ms: what has not ended by then is handed back: it fails with
+    Draining, which says that it can be submitted elsewhere. 0: it may take as long as it takes.
+    """
 
     rid: int
+    deadline_ms: int = 0
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):
@@ -340,11 +372,26 @@ class Welcome(Message, frozen=True, tag="welcome"):
 
 
 class Accepted(Message, frozen=True, tag="accepted"):
-    """The request is admitted: from here on it is the coordinator's to finish."""
+    """The requests `request_id` to `request_id + count - 1` are admitted: from here on the coordinator's to finish.
+
+    seed: of the first; that of the i-th is (seed + i) modulo 2^64. repeated: an earlier Submit of the same key made
+    them.
+    """
 
     rid: int
     request_id: int
     seed: int
+    count: int = 1
+    repeated: bool = False
+
+
+class Attached(Message, frozen=True, tag="attached"):
+    """Answer to Attach: the rows from `offset` on follow as Stream messages, then the end."""
+
+    rid: int
+    request_id: int
+    seed: int
+    offset: int
 
 
 class Refused(Message, frozen=True, tag="refused"):
@@ -380,6 +427,9 @@ class RequestInfo(Message, frozen=True, tag="request_info"):
     error: ErrorInfo | None = None
     timings: Timings = Timings()
     worker: str = ""
+    priority: int = 0
+    preemptions: int = 0
+    detached: bool = False
     tokens: Int32Array = NO_INT32
 
 
@@ -541,6 +591,7 @@ class RequestStats(msgspec.Struct, frozen=True, kw_only=True):
     computed_tokens_total: int
     recomputed_tokens_total: int = 0
     preemptions_total: int = 0
+    streams_paused_total: int = 0
 
 
 class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
@@ -554,6 +605,8 @@ class TenantStats(msgspec.Struct, frozen=True, kw_only=True):
     byte_seconds: float = 0.0
     floor: int = 0
     ceiling: int = 0
+    weight: float = 1.0
+    pending: int = 0
 
 
 class Stats(Message, frozen=True, tag="stats"):
@@ -570,13 +623,18 @@ class Stats(Message, frozen=True, tag="stats"):
 
 
 class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
-    """state: connecting, loading or ready. progress: 0 to 1 while loading."""
+    """state: connecting, loading or ready. progress: 0 to 1 while loading.
+
+    steps: how many it has done; since_step_us: how long it has worked on the oldest one it was sent, 0 where on none.
+    """
 
     name: str
     pid: int
     state: str
     phase: str = ""
     progress: float = 0.0
+    steps: int = 0
+    since_step_us: int = 0
 
 
 class Health(Message, frozen=True, tag="health"):
@@ -612,6 +670,8 @@ class Stream(Message, frozen=True, tag="stream"):
 
     Row i: request `request_ids[i]` generated token `tokens[i]` (log-probability `logprobs[i]`, nats) at `offsets[i]`
     (0 is the first generated token). `ended` comes after all rows.
+    paused: requests whose stream to this connection has stopped, because it did not read fast enough; what it lacks,
+    the end included, comes after an Attach that names the offset. taken: requests that another connection reads now.
     top_counts[i]: how many of the most likely tokens at that place follow in top_tokens and top_logprobs (nats), row
     after row, most likely first; empty where no row has any. [rows] int32, [sum] int32, [sum] float32.
     """
@@ -626,6 +686,8 @@ class Stream(Message, frozen=True, tag="stream"):
         ("top_logprobs", "<f4"),
     )
     ended: tuple[Ended, ...] = ()
+    paused: tuple[int, ...] = ()
+    taken: tuple[int, ...] = ()
     request_ids: Int64Array = NO_INT64
     offsets: Int32Array = NO_INT32
     tokens: Int32Array = NO_INT32
@@ -797,6 +859,7 @@ class Stop(Message, frozen=True, tag="stop"):
 CLIENT_MESSAGES = (
     Hello
     | Submit
+    | Attach
     | Cancel
     | FinishAt
     | GetRequest
@@ -820,6 +883,7 @@ CLIENT_MESSAGES = (
 CLIENT_REPLIES = (
     Welcome
     | Accepted
+    | Attached
     | Refused
     | Done
     | RequestInfo

@@ -3,6 +3,11 @@
 `ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise.
 Every socket has a linger of zero, bounded queues and ZMTP heartbeats, so that a peer that is gone is noticed by
 ZeroMQ's own I/O thread and nothing waits for it.
+
+A client that reads too slowly fills its own queue, and from then on ZeroMQ takes nothing in for it, the answers to its
+heartbeats included. It must not take that for a dead coordinator and end its connection, with all that it had not read
+yet. So it waits for no answers; a coordinator that has fallen silent is noticed by the lifetime (TTL) that it gave with
+its own last heartbeat, which counts only until the next message.
 """
 
 from __future__ import annotations
@@ -87,10 +92,15 @@ def prepare_runtime_dir(runtime_dir: Path) -> None:
         raise InvalidConfiguration("runtime_dir", f"{runtime_dir} is writable by everyone: chmod 0700 it")
 
 
-def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A coordinator's socket. A send to a peer that is gone, or whose queue is full, raises instead of dropping."""
+def router(context: zmq.Context[zmq.Socket[bytes]], send_messages_max: int = SEND_MESSAGES_MAX) -> zmq.Socket[bytes]:
+    """A coordinator's socket. A send to a peer that is gone, or whose queue is full, raises instead of dropping.
+
+    send_messages_max: so many may wait here for each peer, besides those in the kernel and in the peer's own queue.
+    """
     socket = context.socket(zmq.ROUTER)
     _common(socket)
+    socket.setsockopt(zmq.SNDHWM, send_messages_max)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
     socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
     return socket
@@ -106,6 +116,8 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 def configure_dealer(socket: zmq.Socket[bytes]) -> None:
     """Sets a DEALER's options (a zmq.asyncio socket takes the same)."""
     _common(socket)
+    socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES_MAX)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
     # Nothing is queued for a coordinator that is not there: a send waits, bounded by its own timeout.
@@ -114,9 +126,7 @@ def configure_dealer(socket: zmq.Socket[bytes]) -> None:
 
 def _common(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES_MAX)
     socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES_MAX)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)

@@ -18,6 +18,7 @@ from protocol.messages import (
     CLIENT_REPLIES,
     WORKER_MESSAGES,
     WORKER_REPLIES,
+    Append,
     Ended,
     Message,
     RowStart,
@@ -87,7 +88,7 @@ def test_a_missing_new_field_takes_its_default_and_an_unknown_one_is_skipped() -
     back = CLIENT.decode(frames)
     assert isinstance(back, Submit)
     assert (back.stream, back.salt) == (True, "")
-    assert CLIENT.decode(frames[:1]).prompt.size == 0  # type: ignore[attr-defined]
+    assert CLIENT.decode(packed(submit(), n=...)[:1]).prompt.size == 0  # type: ignore[attr-defined]
 
 
 def test_tags_are_unique_and_lower_case_words() -> None:
@@ -159,9 +160,32 @@ def test_hostile_frames_are_a_protocol_error(frames: list[bytes]) -> None:
     assert len(str(caught.value)) < 1000
 
 
+def test_all_arrays_of_a_message_travel_in_one_frame() -> None:
+    command = Append(
+        rid=1,
+        sequence_ids=np.array([5, 1 << 40], np.int64),
+        counts=np.array([1, 2], np.int32),
+        tokens=np.arange(3, dtype=np.int32),
+    )
+    body, arrays = encode(command)
+    assert msgpack.unpackb(body)["n"] == [2, 2, 3]
+    assert len(arrays) == 2 * 8 + 2 * 4 + 3 * 4
+    back = CLIENT.decode([body, arrays])
+    assert isinstance(back, Append)
+    assert (back.sequence_ids.tolist(), back.counts.tolist(), back.tokens.tolist()) == ([5, 1 << 40], [1, 2], [0, 1, 2])
+
+
+@pytest.mark.parametrize(
+    "sizes", [[2], [4], [3, 0], [-3], [True], [3.0], "3", {"a": 3}, [1 << 62], [[3]], [0]], ids=repr
+)
+def test_sizes_that_do_not_fit_the_arrays_are_refused(sizes: object) -> None:
+    with pytest.raises(ProtocolError, match="submit: "):
+        CLIENT.decode(packed(submit(), n=sizes))
+
+
 def test_an_array_beyond_the_limit_is_refused_without_being_read(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(codec, "FRAME_BYTES_MAX", 8)
-    with pytest.raises(ProtocolError, match=r"submit\.prompt.*at most 8 bytes"):
+    with pytest.raises(ProtocolError, match=r"submit: arrays are at most 8 bytes"):
         CLIENT.decode(packed(submit()))
 
 

@@ -35,7 +35,8 @@ EXAMPLES: list[KvforgeError] = [
 STABLE_CODES = {
     "error", "protocol_error", "version_mismatch", "invalid_configuration", "invalid_request", "not_found",
     "sequence_not_found", "block_not_found", "request_not_found", "model_not_found", "conflict",
-    "invalid_transition", "already_finished", "sequence_busy", "already_holder", "not_a_holder", "block_not_held",
+    "invalid_transition", "already_finished", "sequence_busy",
+    "key_reused", "already_holder", "not_a_holder", "block_not_held",
     "stale_generation", "capacity_exceeded", "queue_full", "quota_exceeded", "unavailable",
     "coordinator_unavailable", "coordinator_in_use", "draining", "not_ready", "deadline_exceeded",
     "unsupported_model", "worker_error", "gpu_error", "internal_error",
