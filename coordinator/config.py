@@ -13,11 +13,22 @@ from protocol.transport import default_runtime_dir, default_state_dir
 
 from .core.limits import Limits, Quota
 
+# Sections, names and least values of durations. A microsecond is the least that the core can count.
+SECONDS = (
+    ("limits", "deadline_max_s", 1e-6),
+    ("limits", "lease_s", 0.0),
+    ("schedule", "ageing_s", 1e-6),
+    ("schedule", "step_timeout_s", 1e-6),
+    ("schedule", "decode_gap_ms", 1e-3),
+)
 LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[limits]: counts unless the name says otherwise."""
+    """[limits]: counts unless the name says otherwise.
+
+    client_buffer_messages: so many unread messages may wait for a client; then its streams pause.
+    """
 
     sequences_max: int = 256
     blocks_max: int = 1 << 20
@@ -29,6 +40,10 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     finished_ttl_s: float = 600.0
     clients_max: int = 256
     messages_per_turn_max: int = 1024
+    client_buffer_messages: int = 1024
+    samples_max: int = 256
+    deadline_max_s: float = 86_400.0
+    lease_s: float = 10.0
 
 
 class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,11 +55,16 @@ class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ScheduleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[schedule]: bounds of one step."""
+    """[schedule]: bounds of one step, and who goes first; core.limits.Limits says more."""
 
     step_tokens_max: int = 512
     step_rows_max: int = 64
     steps_in_flight_max: int = 2
+    ageing_s: float = 10.0
+    passes_max: int = 16
+    step_timeout_s: float = 60.0
+    decode_gap_ms: float = 200.0
+    crashes_max: int = 5
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -57,7 +77,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     limits: LimitsSection = LimitsSection()
     cache: CacheSection = CacheSection()
     schedule: ScheduleSection = ScheduleSection()
-    quotas: dict[str, dict[str, int]] = {}
+    quotas: dict[str, dict[str, int | float]] = {}
 
     def __post_init__(self) -> None:
         if self.log_level not in LOG_LEVELS:
@@ -66,7 +86,10 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             raise InvalidConfiguration("drain_s", "must be 0 to 86400 seconds")
         if not 0 < self.limits.finished_ttl_s <= 1e9:
             raise InvalidConfiguration("limits.finished_ttl_s", "must be more than 0 seconds")
-        for name in ("clients_max", "messages_per_turn_max"):
+        for section, name, lowest in SECONDS:
+            if not lowest <= getattr(getattr(self, section), name) <= 1e9:
+                raise InvalidConfiguration(f"{section}.{name}", f"must be at least {lowest:g}")
+        for name in ("clients_max", "messages_per_turn_max", "client_buffer_messages"):
             if getattr(self.limits, name) < 1:
                 raise InvalidConfiguration(f"limits.{name}", "must be at least 1")
 
@@ -98,6 +121,14 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             step_tokens_max=self.schedule.step_tokens_max,
             step_rows_max=self.schedule.step_rows_max,
             steps_in_flight_max=self.schedule.steps_in_flight_max,
+            samples_max=section.samples_max,
+            deadline_max_us=int(section.deadline_max_s * 1e6),
+            lease_us=int(section.lease_s * 1e6),
+            ageing_us=int(self.schedule.ageing_s * 1e6),
+            passes_max=self.schedule.passes_max,
+            step_timeout_us=int(self.schedule.step_timeout_s * 1e6),
+            decode_gap_us=int(self.schedule.decode_gap_ms * 1e3),
+            crashes_max=self.schedule.crashes_max,
             quotas={tenant: _quota(tenant, values) for tenant, values in self.quotas.items()},
         )
 
@@ -111,8 +142,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         )
 
 
-def _quota(tenant: str, values: dict[str, int]) -> Quota:
-    """[quotas.TENANT]: floor and ceiling, in blocks of each pool."""
+def _quota(tenant: str, values: dict[str, int | float]) -> Quota:
+    """[quotas.TENANT]: floor and ceiling, in blocks of each pool; weight."""
     try:
         return convert(values, Quota)
     except InvalidConfiguration as error:

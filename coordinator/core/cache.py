@@ -131,6 +131,13 @@ class Cache:
                 partial = (block, common)
         return Residence(group, hits, partial, self.sequences.blocks_for(tokens.size) - hits.size)
 
+    def plan_fork(self, group: Group, slot: int, tokens: int) -> Residence:
+        """The same for a sequence that starts with the first `tokens` tokens of `slot`, all of which have KV there."""
+        s, size = self.sequences, self.limits.block_size
+        full, rest = divmod(tokens - 1, size)
+        partial = (int(s.table[slot, full]), rest) if rest else (-1, 0)
+        return Residence(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
+
     def with_room(self, residence: Residence, tenant: int, spare: int, asking: Slots) -> Residence:
         """The residence, or the same without its partial copy: that one's source must stay, which may be too much.
 
@@ -156,8 +163,7 @@ class Cache:
         pool.hold(residence.keep)
         fresh = pool.allocate(tenant, residence.needed, now_us)
         if common:
-            source = group.copy_block(block, int(fresh[0]), common)
-            assert source == block, "an indexed block was still to be copied"
+            group.copy_block(block, int(fresh[0]), common)
             pool.release(np.array([block], np.int64), group.next_step, now_us)
         table = np.concatenate([hits, fresh])
         s.table[slot, : table.size] = table
@@ -165,9 +171,11 @@ class Cache:
         s.pool[slot] = group.number
         s.resident_us[slot] = now_us
         s.computed[slot] = s.scheduled[slot] = residence.cached_tokens(s.block_size)
-        s.hashed[slot] = hits.size
-        s.chain[slot] = self.store.hash[hits[-1]] if hits.size else s.salt[slot]
-        s.parent[slot] = group.index.key(int(hits[-1])) if hits.size else root_key(int(s.salt[slot]))
+        if hits.size and self.blocks.indexed[hits].all():
+            s.hashed[slot], s.chain[slot] = hits.size, self.store.hash[hits[-1]]
+            s.parent[slot] = group.index.key(int(hits[-1]))
+        else:  # none, or some that a sibling computed after someone else had: indexing finds those again
+            s.hashed[slot], s.chain[slot], s.parent[slot] = 0, s.salt[slot], root_key(int(s.salt[slot]))
         if common:
             s.last_step[slot] = group.next_step
         self._row_changed(slot)
@@ -357,23 +365,43 @@ class Cache:
 
     # ------------------------------------------------------------------------------------------------------- indexing
 
-    def index_filled(self, slots: Slots, now_us: int) -> None:
-        """Indexes the blocks of `slots` that acknowledged steps have filled. Python only for those that have some."""
+    def index_filled(self, group: Group, slots: Slots, now_us: int) -> None:
+        """Indexes the blocks of `slots`, all of one group, that acknowledged steps have filled.
+
+        A fixed number of numpy operations for those that filled one block, as decodes do, and Python for the others.
+        """
         s = self.sequences
-        for slot in slots[s.computed[slots] // s.block_size > s.hashed[slots]].tolist():
-            index = self.groups[int(s.pool[slot])].index
-            if not index.alive(int(s.parent[slot])):  # an ancestor was evicted: start again from the root
-                s.hashed[slot] = 0
-                s.chain[slot] = s.salt[slot]
-                s.parent[slot] = root_key(int(s.salt[slot]))
-            first, full = int(s.hashed[slot]), int(s.computed[slot]) // s.block_size
-            tokens = s.tokens[slot, first * s.block_size : full * s.block_size]
-            values = self._hasher.chain(int(s.chain[slot]), tokens).tolist()
-            parent = int(s.parent[slot])
-            for i, block in enumerate(s.table[slot, first:full].tolist()):
-                content = tokens[i * s.block_size : (i + 1) * s.block_size]
-                parent = index.add(block, parent, values[i], content, now_us)
-            s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
+        slots = slots[s.computed[slots] // s.block_size > s.hashed[slots]]
+        if not slots.size:
+            return
+        simple = (s.computed[slots] // s.block_size == s.hashed[slots] + 1) & group.index.all_alive(s.parent[slots])
+        if simple.any():
+            self._index_one_each(group, slots[simple], now_us)
+        for slot in slots[~simple].tolist():
+            self._index_many(group, slot, now_us)
+
+    def _index_one_each(self, group: Group, slots: Slots, now_us: int) -> None:
+        s = self.sequences
+        first = s.hashed[slots]
+        contents = s.tokens[slots[:, None], (first * s.block_size)[:, None] + np.arange(s.block_size)]
+        values = self._hasher.extend(s.chain[slots], contents)
+        keys = group.index.add_each(s.table[slots, first], s.parent[slots], values, contents, now_us)
+        s.hashed[slots], s.chain[slots], s.parent[slots] = first + 1, values, keys
+
+    def _index_many(self, group: Group, slot: int, now_us: int) -> None:
+        s, index = self.sequences, group.index
+        if not index.alive(int(s.parent[slot])):  # an ancestor was evicted: start again from the root
+            s.hashed[slot] = 0
+            s.chain[slot] = s.salt[slot]
+            s.parent[slot] = root_key(int(s.salt[slot]))
+        first, full = int(s.hashed[slot]), int(s.computed[slot]) // s.block_size
+        tokens = s.tokens[slot, first * s.block_size : full * s.block_size]
+        values = self._hasher.chain(int(s.chain[slot]), tokens).tolist()
+        parent = int(s.parent[slot])
+        for i, block in enumerate(s.table[slot, first:full].tolist()):
+            content = tokens[i * s.block_size : (i + 1) * s.block_size]
+            parent = index.add(block, parent, values[i], content, now_us)
+        s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
 
     # ------------------------------------------------------------------------------------------------------- pressure
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.messages import Message
+from protocol.messages import Message, Stream
 
 # A peer's number is given by the shell when it connects and is never used again within a boot.
 
@@ -18,9 +18,17 @@ class FromClient(msgspec.Struct, frozen=True):
 
 
 class ClientGone(msgspec.Struct, frozen=True):
-    """A client's connection ended."""
+    """A client's connection ended. goodbye: it said so; else it vanished and may come back."""
 
     client: int
+    goodbye: bool = False
+
+
+class ClientFull(msgspec.Struct, frozen=True):
+    """A client takes nothing more for now: `lost` could not be sent to it."""
+
+    client: int
+    lost: Stream
 
 
 class FromWorker(msgspec.Struct, frozen=True):
@@ -31,16 +39,17 @@ class FromWorker(msgspec.Struct, frozen=True):
 
 
 class WorkerGone(msgspec.Struct, frozen=True):
-    """A worker's connection ended."""
+    """A worker's connection ended. goodbye: it left on purpose; else it died, or is cut off."""
 
     worker: int
+    goodbye: bool = False
 
 
 class Turn(msgspec.Struct, frozen=True):
     """Everything that had arrived has been applied: plan steps, flush streams, let time pass."""
 
 
-Event = FromClient | ClientGone | FromWorker | WorkerGone | Turn
+Event = FromClient | ClientGone | ClientFull | FromWorker | WorkerGone | Turn
 
 
 class ToClient(msgspec.Struct, frozen=True):
@@ -64,6 +73,15 @@ class DropWorker(msgspec.Struct, frozen=True):
     reason: str
 
 
+class ReplaceWorker(msgspec.Struct, frozen=True):
+    """End a worker process that is alive and does nothing, its stack to its log first: a successor is started by
+    whoever keeps workers running."""
+
+    worker: int
+    pid: int
+    reason: str
+
+
 class Log(msgspec.Struct, frozen=True):
     """Tell the operator. level: debug, info, warning or error."""
 
@@ -71,4 +89,4 @@ class Log(msgspec.Struct, frozen=True):
     text: str
 
 
-Effect = ToClient | ToWorker | DropWorker | Log
+Effect = ToClient | ToWorker | DropWorker | ReplaceWorker | Log

@@ -7,13 +7,13 @@ import numpy as np
 from protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound, QuotaExceeded
 from protocol.messages import Explain, Explanation, Message
 
+from .admission import Admission
 from .block_commands import BlockCommands
 from .cache import Cache
 from .events import FromClient
 from .groups import Group
 from .pool import STATE_NAMES
 from .requests import NO_SLOT, RUNNING, Request, RequestTable
-from .scheduler import Scheduler
 from .sequence_commands import SequenceCommands
 from .sequences import Sequences
 from .statistics import live_tokens
@@ -31,11 +31,11 @@ class Explainer:
         self,
         cache: Cache,
         requests: RequestTable,
-        scheduler: Scheduler,
+        admission: Admission,
         sequences: SequenceCommands,
         blocks: BlockCommands,
     ) -> None:
-        self._cache, self._requests, self._scheduler = cache, requests, scheduler
+        self._cache, self._requests, self._admission = cache, requests, admission
         self._sequences, self._blocks = sequences, blocks
 
     def explain(self, _event: FromClient, message: Explain, now_us: int) -> Message:
@@ -92,23 +92,26 @@ class Explainer:
             return subject, [f"it has ended ({request.state}, reason {request.reason}){error}"], facts
         if request.state == RUNNING:
             return self._running(subject, request, facts)
-        place = self._scheduler.waiting.index(request)
+        order = [waiting.id for waiting in self._admission.waiting]
+        place = order.index(request.id)
         ahead = f"{place} requests are before it in the queue" if place else "it is the first in the queue"
-        head = self._scheduler.waiting[0]
-        limit, sentences, details = self._why_waiting(head)
+        limit, sentences, details = self._why_waiting(request)
+        head = self._requests.live[order[0]]
+        if place and not limit:  # it would find room, which is kept for one before it, or not tried yet
+            limit, sentences, details = self._why_waiting(head)
         if place:
             sentences = [f"it waits behind request {head.id}", *sentences]
         facts.update(details)
         facts.update({"place": place, "limit": limit})
-        return (
-            subject,
-            [f"it is {request.state} since {_time(now_us - request.submitted_us)}; {ahead}", *sentences],
-            facts,
-        )
+        if request.passed:
+            facts["passed"] = request.passed
+            sentences.append(f"{request.passed} later requests that found room have started before it")
+        since = f"it is {request.state} since {_time(now_us - request.submitted_us)}"
+        return subject, [f"{since}; {ahead}", *sentences], facts
 
     def _running(self, subject: str, request: Request, facts: Facts) -> Told:
         s, slot = self._cache.sequences, request.slot
-        left = int(self._scheduler.runs.limit[slot] - s.length[slot])
+        left = int(self._admission.runs.limit[slot] - s.length[slot])
         facts.update({"worker": request.worker, "blocks": int(s.used[slot]), "tokens_left_max": left})
         told = f"it runs on {request.worker}: {s.length[slot]} tokens in {s.used[slot]} blocks, at most {left} to come"
         prefill = int(s.length[slot] - s.scheduled[slot])
@@ -117,16 +120,22 @@ class Explainer:
         return subject, [told], facts
 
     def _why_waiting(self, request: Request) -> tuple[str, list[str], Facts]:
-        """The limit that the request at the head of the queue waits for: (name, sentences, facts)."""
+        """The limit that a request waits for: (name, sentences, facts); "" where it would find room."""
         cache, s = self._cache, self._cache.sequences
         if not cache.groups:
             return "workers", ["no worker is ready: it starts when one has registered its pool"], {}
         if not request.sequence_id and not s.slots_free:
             return "sequences_max", [f"all {s.id.size} sequence slots are taken: it starts when one is freed"], {}
-        full = [g for g in cache.groups.values() if self._scheduler.running_in(g) >= cache.limits.step_rows_max]
+        if self._admission.waits_for_sibling(request):
+            first = request.siblings[0].id
+            return "sibling", [f"request {first} computes the prompt that it shares: it starts when that is done"], {}
+        full = [g for g in cache.groups.values() if g.running >= cache.limits.step_rows_max]
         if len(full) == len(cache.groups):
             rows = cache.limits.step_rows_max
             return "step_rows_max", [f"every worker runs its limit of {rows} requests: it starts when one ends"], {}
+        if self._admission.must_be_alone(request) and all(group.running for group in cache.groups.values()):
+            told = f"{request.crashes} workers in a row died while running it: it runs alone, when a worker is idle"
+            return "alone", [told], {"crashes": request.crashes}
         shortages = [(self._short(request, group), group) for group in cache.groups.values() if group not in full]
         (short, error), group = min(shortages, key=lambda entry: entry[0][0])
         if short <= 0:
@@ -139,9 +148,10 @@ class Explainer:
         """How many blocks the request lacks in the group, and the refusal it would meet."""
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
-        tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
-        residence = cache.plan_residence(group, request.salt, tokens, cache.hashes(request.salt, tokens))
-        needed = residence.needed + self._scheduler.spare(group)
+        hashes = request.hashes
+        residence = self._admission.plan(group, request)
+        request.hashes = hashes  # asking leaves nothing behind, not even a faster next time
+        needed = residence.needed + self._admission.spare(group)
         try:
             cache.check_room(group, request.tenant, needed, residence.keep, np.array([slot] if slot >= 0 else [], int))
         except CapacityExceeded as error:
@@ -155,9 +165,9 @@ class Explainer:
         if pool.quarantined:
             sentences.append(f"{pool.quarantined} blocks come back when step {group.last_step} is done")
         running = np.flatnonzero(s.running & (s.pool == group.number))
-        soonest = running[np.argsort(self._scheduler.runs.limit[running] - s.length[running])][:LISTED_MAX]
+        soonest = running[np.argsort(self._admission.runs.limit[running] - s.length[running])][:LISTED_MAX]
         for slot in soonest.tolist():
-            left = int(self._scheduler.runs.limit[slot] - s.length[slot])
+            left = int(self._admission.runs.limit[slot] - s.length[slot])
             sentences.append(f"request {s.request[slot]} holds {s.used[slot]} blocks and ends within {left} tokens")
         idle = np.flatnonzero(s.owned & (s.pool == group.number) & ~s.running)
         largest = idle[np.argsort(-s.used[idle])][:LISTED_MAX].tolist()

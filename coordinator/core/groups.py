@@ -31,7 +31,11 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class Group:
-    """One worker and its pool, from its WorkerReady to its death. `epoch` tells its results from an earlier life's."""
+    """One worker and its pool, from its WorkerReady to its death. `epoch` tells its results from an earlier life's.
+
+    running: rows that run. suspect: the request that runs alone because workers died with it, 0 for none.
+    settled_us: when its last result came. chunk_tokens: prefill tokens of a step beside decodes, 0 before the first.
+    """
 
     def __init__(
         self,
@@ -54,6 +58,10 @@ class Group:
         self._copies: dict[int, tuple[int, int]] = {}
         self.started_slots: list[int] = []
         self.steps_total = 0
+        self.running = 0
+        self.suspect = 0
+        self.settled_us = 0
+        self.chunk_tokens = 0
 
     @property
     def next_step(self) -> int:

@@ -10,15 +10,16 @@ from protocol.errors import (
     InvalidRequest,
     KvforgeError,
     ProtocolError,
+    RequestNotFound,
     WorkerError,
     restore,
 )
-from protocol.messages import Ended, ErrorInfo, StepResult
+from protocol.messages import Ended, ErrorInfo, StepResult, Timings
 
+from .admission import Admission
 from .cache import Cache
 from .groups import Group, SentStep
 from .requests import FINISHED, NO_SLOT, Request, RequestTable
-from .scheduler import Scheduler
 from .sequences import Slots
 from .streams import Streams
 from .tops import Tops
@@ -27,15 +28,15 @@ from .tops import Tops
 class Outcomes:
     """Applies step results and ends requests: the only place where a request reaches a terminal state."""
 
-    def __init__(self, cache: Cache, requests: RequestTable, scheduler: Scheduler, streams: Streams) -> None:
-        self._cache, self._requests, self._scheduler, self._streams = cache, requests, scheduler, streams
+    def __init__(self, cache: Cache, requests: RequestTable, admission: Admission, streams: Streams) -> None:
+        self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
 
     def settle(self, group: Group, result: StepResult, now_us: int) -> None:
         """Applies the result of the oldest step under way. Raises ProtocolError where it does not fit that step."""
         sent = group.sent[0]
         tokens, logprobs, errors = self._aligned(group, sent, result)
         tops = self._tops(group, sent, result)
-        s, runs = self._cache.sequences, self._scheduler.runs
+        s, runs = self._cache.sequences, self._admission.runs
         group.sent.popleft()
         live = runs.serial[sent.slots] == sent.serials
         failed = np.isin(sent.slots, np.fromiter(errors, np.int64, len(errors)))
@@ -47,7 +48,7 @@ class Outcomes:
         if tops is not None:
             tops = tops.pick(np.flatnonzero(sampled))
         self._append(rows, tokens[sampled], logprobs[sampled], tops, now_us)
-        self._cache.index_filled(slots, now_us)
+        self._cache.index_filled(group, slots, now_us)
         self._cache.settle(group, sent.step_id, now_us)
         stopped = (runs.stops[rows] == tokens[sampled][:, None]).any(axis=1)
         full = s.length[rows] >= runs.limit[rows]
@@ -88,7 +89,7 @@ class Outcomes:
         given = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
         tops = Tops.checked(result.slots.size, group.model.vocab_size, given)
         expected = sent.slots[sent.samples]
-        if tops is None and self._scheduler.runs.tops[expected].any():
+        if tops is None and self._admission.runs.tops[expected].any():
             return Tops.none(expected.size)
         if tops is None or np.array_equal(result.slots, expected):
             return tops
@@ -98,7 +99,7 @@ class Outcomes:
     def _record_tops(self, rows: Slots, tops: Tops) -> Tops:
         """Keeps them with the requests that asked; returns what of them is to be streamed."""
         s = self._cache.sequences
-        asked = np.flatnonzero(self._scheduler.runs.tops[rows])
+        asked = np.flatnonzero(self._admission.runs.tops[rows])
         for i in asked.tolist():
             record, top = self._requests.live[int(s.request[rows[i]])].tops, tops.pick(np.array([i]))
             assert record is not None
@@ -118,7 +119,7 @@ class Outcomes:
         """The sampled tokens become part of their sequences and are streamed: [n] each."""
         if not rows.size:
             return
-        s, runs = self._cache.sequences, self._scheduler.runs
+        s, runs = self._cache.sequences, self._admission.runs
         at = s.length[rows]
         s.tokens[rows, at] = tokens
         s.logprobs[rows, at] = logprobs
@@ -130,6 +131,7 @@ class Outcomes:
         for slot in rows[offsets == 0].tolist():
             self._requests.live[int(s.request[slot])].first_token_us = now_us
         self._requests.generated_tokens_total += rows.size
+        self._admission.waiting.charge_each(s.tenant[rows])
         if tops is not None:
             tops = self._record_tops(rows, tops)
         streamed = runs.stream[rows]
@@ -173,32 +175,61 @@ class Outcomes:
         """
         request.move(event)
         if request.slot != NO_SLOT:
-            self._scheduler.vacate(request, now_us)
+            self._admission.vacate(request, now_us)
         else:
-            self._scheduler.waiting.remove(request)
+            self._admission.forget(request)
             if request.sequence_id:
                 slot = self._cache.sequences.slot_of.get(request.sequence_id)
                 if slot is not None:
                     self._cache.sequences.request[slot] = 0
         request.reason, request.error = reason, error
-        cut = 0 if keep is None else request.tokens.size - keep
+        cut = request.cut = 0 if keep is None else request.tokens.size - keep
         if cut:
             request.tokens, request.logprobs = request.tokens[:keep].copy(), request.logprobs[:keep].copy()
         request.generated = request.tokens.size
         if request.tops is not None:
             request.tops.cut(request.generated)
         self._requests.retire(request, now_us)
+        if request.paused:
+            return  # its client is told when it reads again, and asks for what it lacks
         if not request.stream:
-            tops = request.tops.tops() if request.tops is not None else None
-            self._streams.add_tokens(request.client, request.id, 0, request.tokens, request.logprobs, tops)
-        ended = Ended(
-            request_id=request.id,
-            reason=reason,
-            generated_tokens=request.tokens.size,
-            prompt_tokens=request.prompt.size,
-            cached_tokens=request.cached_tokens,
-            timings=request.timings(),
-            error=ErrorInfo.of(error) if error is not None else None,
-            cut_tokens=cut if request.stream else 0,
-        )
-        self._streams.add_end(request.client, ended)
+            self.replay(request, 0)
+        self._streams.add_end(request.client, ended(request, cut if request.stream else 0))
+
+    def replay(self, request: Request, offset: int) -> None:
+        """Streams to the request's client what it has generated from `offset` on."""
+        slot, s = request.slot, self._cache.sequences
+        if slot == NO_SLOT:
+            tokens, logprobs = request.tokens[offset:], request.logprobs[offset:]
+        else:
+            first, end = int(self._admission.runs.base[slot]) + offset, int(s.length[slot])
+            tokens, logprobs = s.tokens[slot, first:end].copy(), s.logprobs[slot, first:end].copy()
+        tops = request.tops.tops(offset) if request.tops is not None else None
+        self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)
+
+
+def ended(request: Request, cut: int) -> Ended:
+    """What is told of the end of a request. cut: how many tokens that were streamed do not count."""
+    return Ended(
+        request_id=request.id,
+        reason=request.reason,
+        generated_tokens=request.generated,
+        prompt_tokens=request.prompt.size,
+        cached_tokens=request.cached_tokens,
+        timings=request.timings(),
+        error=ErrorInfo.of(request.error) if request.error is not None else None,
+        cut_tokens=cut,
+    )
+
+
+def forgotten(request_id: int) -> Ended:
+    """What is told of a request that ended so long ago that nothing is known of it any more."""
+    return Ended(
+        request_id=request_id,
+        reason="failed",
+        generated_tokens=0,
+        prompt_tokens=0,
+        cached_tokens=0,
+        timings=Timings(),
+        error=ErrorInfo.of(RequestNotFound(request_id)),
+    )

@@ -75,7 +75,10 @@ class Supply:
 
 
 class Pool:
-    """One worker's blocks: [base, base + count). All ids are global."""
+    """One worker's blocks: [base, base + count). All ids are global.
+
+    gains: grows whenever somebody who found no room may find some now.
+    """
 
     def __init__(self, blocks: Blocks, tenants: Tenants, base: int, count: int) -> None:
         self.blocks = blocks
@@ -96,7 +99,8 @@ class Pool:
         self.allocated_total = 0
         self.freed_total = 0
         self.evicted_total = 0
-        self.changes = 0
+        self.gains = 0
+        self._awaited = 0
         self.on_evict: Callable[[int], None] = _nothing
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
@@ -142,7 +146,6 @@ class Pool:
                 self._evict_one(tenant, now_us)  # a tenant at its ceiling makes room with its own blocks
         for _ in range(count + self._reserved_for_others(tenant) - self.free):
             self._evict_one(self._lru_tenant(tenant), now_us)
-        self.changes += 1
         self.free -= count
         ids = self._stack[self.free : self.free + count][::-1].copy()
         blocks = self.blocks
@@ -204,7 +207,6 @@ class Pool:
         blocks = self.blocks
         states = blocks.state[ids]
         assert not (states == FREE).any(), "a free block cannot be held"
-        self.changes += 1
         for block in ids[states == CACHED].tolist():
             del self._lru[int(blocks.owner[block])][block]
             self.cached -= 1
@@ -222,7 +224,6 @@ class Pool:
         """
         blocks = self.blocks
         assert (blocks.refcount[ids] > 0).all(), "a block without holders was released"
-        self.changes += 1
         blocks.refcount[ids] -= 1
         blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
         dead = ids[blocks.refcount[ids] == 0]
@@ -242,7 +243,9 @@ class Pool:
     def settle(self, step: int, now_us: int) -> None:
         """Every step up to `step` is over: what only they could touch leaves quarantine."""
         self.settled_step = max(self.settled_step, step)
-        self.changes += 1
+        if 0 < self._awaited <= self.settled_step:
+            self._awaited = 0
+            self.gains += 1
         for _ in range(len(self._quarantine)):
             ids = self._quarantine.popleft()
             ids = ids[self.blocks.state[ids] == QUARANTINED]
@@ -253,7 +256,13 @@ class Pool:
             if not over.all():
                 self._quarantine.append(ids[~over])
 
+    def await_step(self, step: int) -> None:
+        """Something that waits can go on when this step is over: an idle sequence may be evicted, a row reused."""
+        if step > self.settled_step:
+            self._awaited = max(self._awaited, step)
+
     def _settle(self, ids: BlockIds, now_us: int) -> None:
+        self.gains += 1
         indexed = self.blocks.indexed[ids]
         if indexed.any():
             kept = ids[indexed]
@@ -283,7 +292,6 @@ class Pool:
 
     def drop_cached(self, block: int, now_us: int) -> None:
         """A block lost its place in the prefix index: if only the index kept it, it becomes free."""
-        self.changes += 1
         if self.blocks.state[block] == CACHED:
             del self._lru[int(self.blocks.owner[block])][block]
             self.cached -= 1

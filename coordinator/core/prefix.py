@@ -50,6 +50,12 @@ class PrefixIndex:
         block = key & 0xFFFFFFFF
         return bool(self._blocks.indexed[block]) and int(self._blocks.generation[block]) == key >> 32
 
+    def all_alive(self, keys: npt.NDArray[np.int64]) -> npt.NDArray[np.bool_]:
+        """The same for [n] keys."""
+        ids = np.where(keys < 0, 0, keys & 0xFFFFFFFF)
+        alive: npt.NDArray[np.bool_] = self._blocks.indexed[ids] & (self._blocks.generation[ids] == keys >> 32)
+        return alive | (keys < 0)
+
     # -------------------------------------------------------------------------------------------------------- lookup
 
     def match(self, salt: int, tokens: Tokens, hashes: Hashes) -> BlockIds:
@@ -118,6 +124,29 @@ class PrefixIndex:
         self._children.setdefault(parent, {})[block] = None
         self._blocks.indexed[block] = True
         return self.key(block)
+
+    def add_each(
+        self,
+        ids: npt.NDArray[np.integer],
+        parents: npt.NDArray[np.int64],
+        values: Hashes,
+        contents: npt.NDArray[np.int32],
+        now_us: int,
+    ) -> npt.NDArray[np.int64]:
+        """`add` for one block of each of n sequences: [n] blocks, parents, values, [n, block_size] contents."""
+        store, hashes, new = self._store, values.tolist(), ids.tolist()
+        known = self._by_hash.keys() & hashes
+        if known or len(set(hashes)) != len(hashes) or self._blocks.indexed[ids].any():
+            each = zip(new, parents.tolist(), hashes, contents, strict=True)
+            return np.array([self.add(block, parent, value, own, now_us) for block, parent, value, own in each])
+        assert (self._blocks.state[ids] != FREE).all(), "a free block cannot be indexed"
+        store.hash[ids], store.parent[ids], store.tokens[ids] = values, parents, contents
+        self._by_hash.update(zip(hashes, new, strict=True))
+        for parent, block in zip(parents.tolist(), new, strict=True):
+            self._children.setdefault(parent, {})[block] = None
+        self._blocks.indexed[ids] = True
+        keys: npt.NDArray[np.int64] = ids | self._blocks.generation[ids].astype(np.int64) << 32
+        return keys
 
     def remove(self, block: int) -> None:
         """Takes a block's entry out of the index (the block itself stays as it is)."""

@@ -14,9 +14,10 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError, RequestNotFound
-from protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Timings
+from protocol.messages import NO_FLOAT32, NO_INT32, Submit, Timings
 
 from .hashing import Hashes
+from .keys import KeyEntry, Keys
 from .limits import Limits
 from .tops import TopRecord
 
@@ -45,12 +46,30 @@ NO_SLOT = -1
 
 
 class Request:
-    """One request. `prompt` is what it started from; `tokens` what it has generated, while it holds no slot."""
+    """One request. `prompt` is what it started from; `tokens` what it has generated, while it holds no slot.
+
+    siblings: the requests of one Submit that asked for several answers, itself included, as long as they are alive.
+    prompt_known: a sibling that has ended since had computed the prompt.
+    client: who reads it, 0 for nobody. paused: its stream to it is, until it asks again. orphan_us: since when its
+    connection is gone, -1 where it is not.
+    passed: how many requests started before it since it found no room; kept_epoch: the group that room is kept in for
+    it, 0 for none. at_ceiling: it found none because of its tenant's ceiling.
+    computed: of how many tokens its KV was computed when it was preempted; redone_tokens: how many were computed again.
+    crashes: how many workers in a row died with it, without a token in between; crash_length: how far it was then.
+    cut: how many of its tokens a FinishAt took back.
+    """
 
     __slots__ = (
         "admitted_order",
+        "at_ceiling",
         "cached_tokens",
         "client",
+        "computed",
+        "crash_length",
+        "crashes",
+        "cut",
+        "deadline_us",
+        "detached",
         "ended_us",
         "error",
         "first_scheduled_us",
@@ -58,14 +77,24 @@ class Request:
         "generated",
         "hashes",
         "id",
+        "kept_epoch",
+        "key",
         "logprobs",
         "max_tokens",
+        "orphan_us",
+        "passed",
+        "paused",
+        "preemptions",
+        "priority",
         "prompt",
+        "prompt_known",
         "reason",
+        "redone_tokens",
         "salt",
         "sampling",
         "seed",
         "sequence_id",
+        "siblings",
         "slot",
         "state",
         "stream",
@@ -82,31 +111,34 @@ class Request:
         client: int,
         tenant: int,
         prompt: npt.NDArray[np.int32],
-        max_tokens: int,
-        sampling: Sampling,
+        message: Submit,
         seed: int,
-        stream: bool,
         now_us: int,
         salt: int,
-        sequence_id: int = 0,
+        deadline_us: int,
     ) -> None:
         self.id, self.client, self.tenant = request_id, client, tenant
-        self.prompt, self.max_tokens, self.sampling = prompt, max_tokens, sampling
-        self.seed, self.stream, self.submitted_us = seed, stream, now_us
-        self.sequence_id, self.salt = sequence_id, salt
+        self.prompt, self.max_tokens, self.sampling = prompt, message.max_tokens, message.sampling
+        self.seed, self.stream, self.submitted_us = seed, message.stream, now_us
+        self.sequence_id, self.salt = message.sequence_id, salt
+        self.priority, self.detached, self.deadline_us = message.priority, message.detached, deadline_us
+        self.siblings: list[Request] = []
+        self.key: KeyEntry | None = None
         self.state = PENDING
         self.slot = NO_SLOT
         self.tokens: npt.NDArray[np.int32] = NO_INT32
         self.logprobs: npt.NDArray[np.float32] = NO_FLOAT32
-        self.tops = TopRecord(sampling.logprobs) if sampling.logprobs else None
-        self.generated = 0
-        self.cached_tokens = 0
-        self.admitted_order = 0
+        self.tops = TopRecord(message.sampling.logprobs) if message.sampling.logprobs else None
+        self.generated = self.cut = 0
+        self.cached_tokens = self.computed = self.redone_tokens = 0
+        self.admitted_order = self.passed = self.preemptions = self.kept_epoch = 0
+        self.crashes = self.crash_length = 0
+        self.at_ceiling = self.paused = self.prompt_known = False
         self.hashes: Hashes | None = None
         self.reason = ""
         self.worker = ""
         self.error: KvforgeError | None = None
-        self.first_scheduled_us = self.first_token_us = self.ended_us = -1
+        self.first_scheduled_us = self.first_token_us = self.ended_us = self.orphan_us = -1
 
     @property
     def ended(self) -> bool:
@@ -142,6 +174,7 @@ class RequestTable:
         self._limits = limits
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
+        self.keys = Keys()
         self.ended_total = dict.fromkeys(TERMINAL, 0)
         self.accepted_total = 0
         self.refused_total = 0
@@ -151,10 +184,15 @@ class RequestTable:
         self.computed_tokens_total = 0
         self.recomputed_tokens_total = 0
         self.preemptions_total = 0
+        self.streams_paused_total = 0
+
+    def known(self, request_id: int) -> Request | None:
+        """A request that is alive or ended not long ago."""
+        return self.live.get(request_id) or self.finished.get(request_id)
 
     def find(self, request_id: int) -> Request:
         """Raises RequestNotFound."""
-        request = self.live.get(request_id) or self.finished.get(request_id)
+        request = self.known(request_id)
         if request is None:
             raise RequestNotFound(request_id)
         return request
@@ -170,10 +208,15 @@ class RequestTable:
         del self.live[request.id]
         request.ended_us = now_us
         request.hashes = None
+        if request.siblings:
+            request.siblings.remove(request)
+            for other in request.siblings:
+                other.prompt_known |= request.first_token_us >= 0
+            request.siblings = []
         self.ended_total[request.state] += 1
         self.finished[request.id] = request
         while len(self.finished) > self._limits.finished_max:
-            self.finished.popitem(last=False)
+            self._forget(next(iter(self.finished.values())))
 
     def purge(self, now_us: int, older_than_us: int) -> int:
         """Forgets requests that ended at least `older_than_us` ago. Returns how many."""
@@ -182,9 +225,14 @@ class RequestTable:
             oldest = next(iter(self.finished.values()))
             if now_us - oldest.ended_us < older_than_us:
                 break
-            del self.finished[oldest.id]
+            self._forget(oldest)
             count += 1
         return count
+
+    def _forget(self, request: Request) -> None:
+        del self.finished[request.id]
+        if request.key is not None:
+            self.keys.release(request.key)
 
     def check_invariants(self) -> None:
         """Live requests are alive, finished ones have ended, nobody is both, and both tables are bounded."""
@@ -192,4 +240,8 @@ class RequestTable:
         assert all(request.ended and request.slot == NO_SLOT for request in self.finished.values()), "a finished one"
         assert not self.live.keys() & self.finished.keys(), "a request is both live and finished"
         assert len(self.finished) <= self._limits.finished_max, "the finished table is above its bound"
+        known = [*self.live.values(), *self.finished.values()]
+        self.keys.check_invariants([request.key for request in known if request.key is not None])
+        for request in self.live.values():
+            assert not request.siblings or request in request.siblings, "a request is not among its siblings"
         assert all((request.slot != NO_SLOT) == (request.state == RUNNING) for request in self.live.values()), "slots"

@@ -191,11 +191,15 @@ class SequenceCommands:
             self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s", now_us)
 
     def client_gone(self, client: int, now_us: int) -> None:
-        """A connection ended: its sequences go with it, except those with a time to live of their own."""
+        """A connection ended, and the requests that go with it have: its sequences go, except those with a time to
+        live of their own. One that a living request continues stays with it, and gets a time to live from then on."""
         s = self._cache.sequences
         mine = s.owned & (s.client == client)
         for slot in np.flatnonzero(mine & (s.idle_ttl_us == 0)).tolist():
-            self._end(slot, "its owner's connection ended", now_us)
+            if s.request[slot]:
+                s.idle_ttl_us[slot] = max(self._cache.limits.lease_us, 1)
+            else:
+                self._end(slot, "its owner's connection ended", now_us)
         s.client[mine] = 0
 
     def _end(self, slot: int, why: str, now_us: int) -> int:

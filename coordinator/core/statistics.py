@@ -9,6 +9,7 @@ from protocol.messages import PoolStats, RequestRow, RequestStats, Stats, Tenant
 from .cache import Cache
 from .groups import Group
 from .pool import REFERENCED
+from .queue import WaitingQueue
 from .requests import CANCELLED, EXPIRED, FAILED, FINISHED, RUNNING, Request, RequestTable
 from .tenants import NO_CEILING
 
@@ -75,10 +76,11 @@ def request_stats(requests: RequestTable) -> RequestStats:
         computed_tokens_total=requests.computed_tokens_total,
         recomputed_tokens_total=requests.recomputed_tokens_total,
         preemptions_total=requests.preemptions_total,
+        streams_paused_total=requests.streams_paused_total,
     )
 
 
-def tenant_stats(cache: Cache, now_us: int) -> tuple[TenantStats, ...]:
+def tenant_stats(cache: Cache, waiting: WaitingQueue, now_us: int) -> tuple[TenantStats, ...]:
     """Every tenant that was ever seen."""
     tenants, groups = cache.tenants, cache.groups.values()
     usage = sum((group.pool.usage for group in groups), np.zeros(tenants.floor.size, np.int64))
@@ -93,13 +95,24 @@ def tenant_stats(cache: Cache, now_us: int) -> tuple[TenantStats, ...]:
             + sum(group.pool.block_us(i, now_us) * group.bytes_per_block / 1e6 for group in groups),
             floor=int(tenants.floor[i]),
             ceiling=0 if tenants.ceiling[i] == NO_CEILING else int(tenants.ceiling[i]),
+            weight=float(tenants.weight[i]),
+            pending=waiting.of_tenant(i),
         )
         for i, name in enumerate(tenants.names)
         if i
     )
 
 
-def stats(cache: Cache, requests: RequestTable, rid: int, boot: str, start_us: int, now_us: int, clients: int) -> Stats:
+def stats(
+    cache: Cache,
+    requests: RequestTable,
+    waiting: WaitingQueue,
+    rid: int,
+    boot: str,
+    start_us: int,
+    now_us: int,
+    clients: int,
+) -> Stats:
     """The whole snapshot."""
     return Stats(
         rid=rid,
@@ -109,7 +122,7 @@ def stats(cache: Cache, requests: RequestTable, rid: int, boot: str, start_us: i
         sequences=len(cache.sequences),
         requests=request_stats(requests),
         pools=tuple(pool_stats(cache, cache.groups[number]) for number in sorted(cache.groups)),
-        tenants=tenant_stats(cache, now_us),
+        tenants=tenant_stats(cache, waiting, now_us),
     )
 
 

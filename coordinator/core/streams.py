@@ -1,4 +1,8 @@
-"""What each client is to be told at the end of this turn: at most one Stream message a connection."""
+"""What each client is to be told at the end of this turn: at most one Stream message a connection.
+
+Nothing is kept for a client that does not read: what could not be sent is lost, its requests are paused, and the client
+is told so as soon as it takes a message again. It asks for what it lacks by offset; the tokens are with the requests.
+"""
 
 from __future__ import annotations
 
@@ -19,6 +23,8 @@ class Streams:
         self._rows: dict[int, list[Rows]] = {}
         self._ended: dict[int, list[Ended]] = {}
         self._tops: dict[int, dict[int, Tops]] = {}  # by client and place in its rows
+        self._paused: dict[int, set[int]] = {}
+        self._taken: dict[int, list[int]] = {}
 
     def add_step(
         self,
@@ -61,37 +67,83 @@ class Streams:
         if client:
             self._ended.setdefault(client, []).append(ended)
 
+    def take(self, client: int, request_id: int) -> None:
+        """Another client reads the request from now on: it is told so."""
+        self._resumed(client, request_id)
+        self._taken.setdefault(client, []).append(request_id)
+
+    def restart(self, client: int, request_id: int) -> None:
+        """The client asks for the request anew: what it was still to be told of it does not count."""
+        self._resumed(client, request_id)
+        if (taken := self._taken.get(client)) is not None:
+            self._taken[client] = [other for other in taken if other != request_id]
+        if (ended := self._ended.get(client)) is not None:
+            self._ended[client] = [end for end in ended if end.request_id != request_id]
+        tops = self._tops.get(client, {})
+        for i, (ids, offsets, tokens, logprobs) in enumerate(self._rows.get(client, ())):
+            others = np.flatnonzero(ids != request_id)
+            if others.size < ids.size:
+                self._rows[client][i] = (ids[others], offsets[others], tokens[others], logprobs[others])
+                if i in tops:
+                    tops[i] = tops[i].pick(others)
+
+    def _resumed(self, client: int, request_id: int) -> None:
+        """The client need not be told that the request was paused."""
+        paused = self._paused.get(client)
+        if paused is not None:
+            paused.discard(request_id)
+            if not paused:
+                del self._paused[client]
+
+    def lost(self, client: int, stream: Stream) -> list[int]:
+        """A message could not be sent. Returns the requests whose rows were in it: they are to be paused.
+
+        What another client has taken meanwhile is not: told that it was paused, this one would take it back.
+        """
+        missed = {*stream.request_ids.tolist(), *(ended.request_id for ended in stream.ended)}
+        ids = sorted(missed - set(stream.taken))
+        self._paused.setdefault(client, set()).update(ids, stream.paused)
+        if stream.taken:
+            self._taken.setdefault(client, [])[:0] = stream.taken
+        return ids
+
+    @property
+    def waits(self) -> bool:
+        """Whether some client is still to be told what it missed."""
+        return bool(self._paused or self._taken)
+
     def forget(self, client: int) -> None:
         """The client is gone."""
-        self._rows.pop(client, None)
-        self._tops.pop(client, None)
-        self._ended.pop(client, None)
+        for news in (self._rows, self._tops, self._ended, self._paused, self._taken):
+            news.pop(client, None)
 
     def flush(self) -> list[tuple[int, Stream]]:
         """One message for each client that has news."""
-        messages = []
-        for client in self._rows.keys() | self._ended.keys():
-            rows = self._rows.get(client)
-            ended = tuple(self._ended.get(client, ()))
-            if rows is None:
-                messages.append((client, Stream(ended=ended)))
-                continue
-            ids, offsets, tokens, logprobs = (np.concatenate(column) for column in zip(*rows, strict=True))
-            found, top = self._tops.get(client), Tops.none(0)
-            if found:
-                top = Tops.joined([found.get(i) or Tops.none(part[0].size) for i, part in enumerate(rows)])
-            stream = Stream(
-                ended=ended,
-                request_ids=ids,
-                offsets=offsets,
-                tokens=tokens,
-                logprobs=logprobs,
-                top_counts=top.counts,
-                top_tokens=top.tokens,
-                top_logprobs=top.logprobs,
-            )
-            messages.append((client, stream))
-        self._rows.clear()
-        self._tops.clear()
-        self._ended.clear()
-        return sorted(messages, key=lambda message: message[0])
+        clients = self._rows.keys() | self._ended.keys() | self._paused.keys() | self._taken.keys()
+        messages = [(client, self._message(client)) for client in sorted(clients)]
+        for news in (self._rows, self._tops, self._ended, self._paused, self._taken):
+            news.clear()
+        return messages
+
+    def _message(self, client: int) -> Stream:
+        ended = tuple(self._ended.get(client, ()))
+        paused, taken = tuple(sorted(self._paused.get(client, ()))), tuple(self._taken.get(client, ()))
+        rows = self._rows.get(client)
+        if rows is None:
+            return Stream(ended=ended, paused=paused, taken=taken)
+        ids, offsets, tokens, logprobs = (np.concatenate(column) for column in zip(*rows, strict=True))
+        found, top = self._tops.get(client), Tops.none(0)
+        if found:
+            top = Tops.joined([found.get(i) or Tops.none(part[0].size) for i, part in enumerate(rows)])
+        return Stream(
+            ended=ended,
+            paused=paused,
+            taken=taken,
+            request_ids=ids,
+            offsets=offsets,
+            tokens=tokens,
+            logprobs=logprobs,
+            top_counts=top.counts,
+            top_tokens=top.tokens,
+            top_logprobs=top.logprobs,
+        )

@@ -1,4 +1,4 @@
-"""Tenants: names to small integers, their quotas, and their prefix-cache counters.
+"""Tenants: names to small integers, their quotas and weights, and their prefix-cache counters.
 
 Index 0 is nobody. A name keeps its index for the life of the core, so the table is bounded by `tenants_max`.
 """
@@ -24,6 +24,7 @@ class Tenants:
         self.names: list[str] = [""]
         self.floor = np.zeros(limits.tenants_max + 1, np.int64)
         self.ceiling = np.full(limits.tenants_max + 1, NO_CEILING, np.int64)
+        self.weight = np.ones(limits.tenants_max + 1, np.float64)
         self.prefix_queried_tokens = np.zeros(limits.tenants_max + 1, np.int64)
         self.prefix_hit_tokens = np.zeros(limits.tenants_max + 1, np.int64)
         self.past_byte_seconds = np.zeros(limits.tenants_max + 1, np.float64)  # in pools that are gone
@@ -31,7 +32,8 @@ class Tenants:
             index = self.intern(name)
             self.floor[index] = quota.floor
             self.ceiling[index] = quota.ceiling or NO_CEILING
-        self.has_quotas = bool(limits.quotas)
+            self.weight[index] = quota.weight
+        self.has_quotas = any(quota.floor or quota.ceiling for quota in limits.quotas.values())
 
     def check(self, name: str) -> None:
         """Raises InvalidRequest or CapacityExceeded where `intern` would; changes nothing."""

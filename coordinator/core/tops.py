@@ -85,11 +85,11 @@ class TopRecord:
         self.size = min(size, self.size)
         self._resize(self.size)
 
-    def tops(self) -> Tops:
-        """All of them, a row for each generated token."""
-        counts = self._counts[: self.size].copy()
+    def tops(self, first: int = 0) -> Tops:
+        """Those of the generated tokens from `first` on, a row for each."""
+        counts = self._counts[first : self.size].copy()
         held = np.arange(self._tokens.shape[1]) < counts[:, None]
-        return Tops(counts, self._tokens[: self.size][held], self._logprobs[: self.size][held])
+        return Tops(counts, self._tokens[first : self.size][held], self._logprobs[first : self.size][held])
 
     def _resize(self, size: int) -> None:
         for name in ("_counts", "_tokens", "_logprobs"):

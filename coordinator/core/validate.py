@@ -20,11 +20,12 @@ from protocol.messages import (
 
 from .cache import Cache
 from .limits import Limits
-from .scheduler import EOS_TOKENS_MAX
+from .runs import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
 SEED_MAX = (1 << 64) - 1
 SALT_LENGTH_MAX = 256
+PRIORITY_MAX = 100
 VOCABULARY_UNKNOWN = 1 << 31
 
 
@@ -44,6 +45,16 @@ def submit(
         raise InvalidRequest("prompt", "is empty: give at least one token id")
     if message.max_tokens < 1:
         raise InvalidRequest("max_tokens", f"must be at least 1, not {message.max_tokens}")
+    if not 1 <= message.count <= limits.samples_max:
+        raise InvalidRequest("count", f"must be 1 to {limits.samples_max} answers, not {message.count}")
+    if message.count > 1 and message.sequence_id:
+        raise InvalidRequest("count", "one request continues a sequence: fork the sequence, and continue each fork")
+    if not -PRIORITY_MAX <= message.priority <= PRIORITY_MAX:
+        raise InvalidRequest("priority", f"must be -{PRIORITY_MAX} to {PRIORITY_MAX}, not {message.priority}")
+    for field in ("deadline_ms", "first_token_ms"):
+        most = limits.deadline_max_us // 1000
+        if not 0 <= getattr(message, field) <= most:
+            raise InvalidRequest(field, f"must be 0 (no limit of its own) to {most} ms, not {getattr(message, field)}")
     sampling(message.sampling, limits, model)
     fits(prompt, message.max_tokens, tenant, limits, model, cache)
 

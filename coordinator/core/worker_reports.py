@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.errors import Conflict, KvforgeError, ProtocolError, restore
+from protocol.errors import Conflict, KvforgeError, ProtocolError, WorkerError, restore
 from protocol.messages import (
     ErrorInfo,
     Message,
@@ -23,11 +23,12 @@ from protocol.messages import (
 )
 
 from . import validate
+from .admission import Admission
 from .cache import Cache
-from .events import DropWorker, Effect, FromWorker, Log, ToWorker
+from .events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
 from .groups import Group
 from .outcomes import Outcomes
-from .requests import RequestTable
+from .requests import Request, RequestTable
 from .scheduler import Scheduler
 from .sequence_commands import SequenceCommands
 
@@ -40,10 +41,18 @@ class Worker:
         self.phase, self.progress = "connecting", 0.0
         self.group: Group | None = None
 
-    def health(self) -> WorkerHealth:
+    def health(self, now_us: int) -> WorkerHealth:
         """What `kvforge status` shows."""
         state = "ready" if self.group else "loading" if self.phase != "connecting" else "connecting"
-        return WorkerHealth(name=self.name, pid=self.pid, state=state, phase=self.phase, progress=self.progress)
+        return WorkerHealth(
+            name=self.name,
+            pid=self.pid,
+            state=state,
+            phase=self.phase,
+            progress=self.progress,
+            steps=self.group.steps_total - len(self.group.sent) if self.group else 0,
+            since_step_us=working_us(self.group, now_us),
+        )
 
 
 class WorkerReports:
@@ -53,12 +62,15 @@ class WorkerReports:
         self,
         cache: Cache,
         requests: RequestTable,
+        admission: Admission,
         scheduler: Scheduler,
         outcomes: Outcomes,
         sequences: SequenceCommands,
     ) -> None:
-        self._cache, self._requests, self._scheduler = cache, requests, scheduler
+        self._cache, self._requests, self._admission, self._scheduler = cache, requests, admission, scheduler
         self._outcomes, self._sequences = outcomes, sequences
+        self._limits = cache.limits
+        self.on_first_model: Callable[[int], None] = _nothing
         self.workers: dict[int, Worker] = {}
         self.model: ModelInfo | None = None
         self._effects: list[Effect] = []
@@ -74,10 +86,29 @@ class WorkerReports:
         self._from_worker(event, now_us)
         return self._take_effects()
 
-    def gone(self, number: int, now_us: int) -> list[Effect]:
-        """A worker's connection ended: its blocks are gone, its requests wait for another place."""
-        self._worker_gone(number, now_us)
+    def gone(self, number: int, goodbye: bool, now_us: int) -> list[Effect]:
+        """A worker's connection ended: its blocks are gone, its requests wait for another place.
+
+        goodbye: it left on purpose.
+        """
+        self._worker_gone(number, goodbye, now_us)
         return self._take_effects()
+
+    def replace_hung(self, now_us: int) -> list[Effect]:
+        """Workers that have worked on one step for too long are given up, and their processes ended."""
+        for worker in list(self.workers.values()):
+            since_us = working_us(worker.group, now_us)
+            if since_us > self._limits.step_timeout_us:
+                reason = f"worker {worker.name} has done no step for {since_us / 1e6:.3g} s while one was due"
+                self._log("error", f"{reason}: it is replaced")
+                self._drop_worker(worker.number, reason, now_us)
+                self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
+        return self._take_effects()
+
+    def next_timeout_us(self) -> int | None:
+        """When the first worker will have worked too long on a step; None where none works."""
+        busy = [max(g.sent[0].sent_us, g.settled_us) for g in self._cache.groups.values() if g.sent]
+        return min(busy) + self._limits.step_timeout_us + 1 if busy else None
 
     def _take_effects(self) -> list[Effect]:
         effects, self._effects = self._effects, []
@@ -135,17 +166,7 @@ class WorkerReports:
         self._effects.append(ToWorker(worker.number, reply))
         self._log("info", f"worker {worker.name} is ready: {message.blocks} blocks, {message.model.name}")
         if first:
-            self._recheck_waiting(now_us)
-
-    def _recheck_waiting(self, now_us: int) -> None:
-        """Requests that came before the model was known are held to its limits now."""
-        for request in list(self._scheduler.waiting):
-            try:
-                tenant = self._cache.tenants.names[request.tenant]
-                validate.sampling(request.sampling, self._cache.limits, self.model)
-                validate.fits(request.prompt, request.max_tokens, tenant, self._cache.limits, self.model, self._cache)
-            except KvforgeError as error:
-                self._outcomes.end(request, "fail", "failed", error, now_us)
+            self.on_first_model(now_us)
 
     def _step_result(self, worker: Worker, message: StepResult, now_us: int) -> None:
         group = worker.group
@@ -157,7 +178,10 @@ class WorkerReports:
             return
         if message.step_id != group.sent[0].step_id:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
+        sent = group.sent[0]
         self._outcomes.settle(group, message, now_us)
+        self._scheduler.adapt(group, sent, message.duration_us)
+        group.settled_us = now_us
 
     def _worker_failed(self, worker: Worker, message: WorkerFailed, now_us: int) -> None:
         error = restore(message.error.code, message.error.message, message.error.fields)
@@ -165,21 +189,42 @@ class WorkerReports:
         self._drop_worker(worker.number, str(error), now_us)
 
     def _drop_worker(self, number: int, reason: str, now_us: int) -> None:
-        self._worker_gone(number, now_us)
+        self._worker_gone(number, False, now_us)
         self._effects.append(DropWorker(number, reason))
 
-    def _worker_gone(self, number: int, now_us: int) -> None:
+    def _worker_gone(self, number: int, goodbye: bool, now_us: int) -> None:
         worker = self.workers.pop(number, None)
         if worker is None:
             return
         self._log("info", f"worker {worker.name} is gone")
-        if worker.group is None:
+        group, s = worker.group, self._cache.sequences
+        if group is None:
             return
-        s = self._cache.sequences
-        running = [self._requests.live[int(s.request[slot])] for slot in self._active_slots(worker.group)]
+        running = [self._requests.live[int(s.request[slot])] for slot in self._active_slots(group)]
+        suspects = set() if goodbye else self._in_steps(group)
         for request in sorted(running, key=lambda r: -r.admitted_order):
-            self._scheduler.requeue(request, now_us)
-        self._cache.drop_group(worker.group, now_us)
+            suspected = request.slot in suspects
+            self._admission.requeue(request, now_us)
+            if suspected:
+                self._count_crash(request, worker.name, now_us)
+        self._cache.drop_group(group, now_us)
+
+    def _in_steps(self, group: Group) -> set[int]:
+        """Slots whose present run is part of a step that the worker has not answered."""
+        serial = self._admission.runs.serial
+        rows = [sent.slots[serial[sent.slots] == sent.serials] for sent in group.sent]
+        return {slot for part in rows for slot in part.tolist()}
+
+    def _count_crash(self, request: Request, worker: str, now_us: int) -> None:
+        """A worker died with the request under way: where that goes on without a token in between, it is the cause."""
+        length = request.prompt.size + request.tokens.size
+        request.crashes = 1 if length > request.crash_length else request.crashes + 1
+        request.crash_length = length
+        if request.crashes >= self._limits.crashes_max:
+            problem = f"request {request.id}: {request.crashes} workers died while running it, the last {worker}"
+            self._log("error", f"{problem}: it fails")
+            error = WorkerError(problem, request_id=request.id, crashes=request.crashes)
+            self._outcomes.end(request, "fail", "failed", error, now_us)
 
     def _active_slots(self, group: Group) -> list[int]:
         active = self._cache.sequences.running & (self._cache.sequences.pool == group.number)
@@ -187,3 +232,14 @@ class WorkerReports:
 
     def _log(self, level: str, text: str) -> None:
         self._effects.append(Log(level, text))
+
+
+def working_us(group: Group | None, now_us: int) -> int:
+    """How long the worker of a group has worked on the step that is due; 0 where none is."""
+    if group is None or not group.sent:
+        return 0
+    return now_us - max(group.sent[0].sent_us, group.settled_us)
+
+
+def _nothing(_now_us: int) -> None:
+    return None

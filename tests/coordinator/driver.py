@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from coordinator.core.events import (
+    ClientFull,
     ClientGone,
     DropWorker,
     Effect,
@@ -31,7 +32,10 @@ from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from protocol.errors import GpuError, KvforgeError, restore
 from protocol.messages import (
+    Accepted,
     Append,
+    Attach,
+    Attached,
     BlockCount,
     BlockInfo,
     Cancel,
@@ -54,6 +58,7 @@ from protocol.messages import (
     RemoveSequences,
     RequestInfo,
     RowError,
+    RowStart,
     Sampling,
     SequenceInfo,
     Stats,
@@ -71,6 +76,7 @@ VOCABULARY = 1000
 BYTES_PER_BLOCK = 4096
 MASK = (1 << 64) - 1
 SMALL: dict[str, Any] = {
+    "lease_us": 0,
     "block_size": 4,
     "sequences_max": 16,
     "blocks_max": 64,
@@ -91,6 +97,11 @@ def fingerprint(before: int, token: int) -> int:
 def choose(context: int, vocabulary: int) -> int:
     """The token that follows a context."""
     return (context >> 33) % vocabulary
+
+
+def logprob_of(token: int) -> float:
+    """What the fake workers report of a token that they chose."""
+    return float(np.float32(-token / 1000))
 
 
 def continuation(prompt: Sequence[int], count: int, vocabulary: int = VOCABULARY) -> list[int]:
@@ -126,6 +137,7 @@ class FakeWorker:
         self.steps: list[Step] = []
         self.kv: dict[tuple[int, int], int] = {}
         self.last_token: dict[int, int] = {}
+        self.begins: dict[int, RowStart] = {}
         self.poison: set[int] = set()
         self.epoch = self.base = -1
         self.dropped = ""
@@ -155,6 +167,7 @@ class FakeWorker:
                 self.kv[target, offset] = self.kv[source, offset]
         for begin in step.begins:
             self.last_token.pop(begin.slot, None)
+            self.begins[begin.slot] = begin
         sampled: list[int] = []
         errors: list[RowError] = []
         fed = 0
@@ -167,7 +180,7 @@ class FakeWorker:
                 continue
             context = self._feed(slot, start, tokens)
             if sample:
-                self.last_token[slot] = choose(context, self.model.vocab_size)
+                self.last_token[slot] = self.choose(slot, context)
                 sampled.append(slot)
         return StepResult(
             step_id=step.step_id,
@@ -175,8 +188,12 @@ class FakeWorker:
             errors=tuple(errors),
             slots=np.array(sampled, np.int32),
             tokens=np.array([self.last_token[slot] for slot in sampled], np.int32),
-            logprobs=np.zeros(len(sampled), np.float32),
+            logprobs=np.array([logprob_of(self.last_token[slot]) for slot in sampled], np.float32),
         )
+
+    def choose(self, slot: int, context: int) -> int:
+        """The token that follows a context in this slot."""
+        return choose(context, self.model.vocab_size)
 
     def _feed(self, slot: int, start: int, tokens: list[int]) -> int:
         table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.block_size
@@ -188,14 +205,26 @@ class FakeWorker:
 
 
 class Driver:
-    """One machine, its clients and its workers. Invariants are checked after every event."""
+    """One machine, its clients and its workers. Invariants are checked after every event.
+
+    full: clients that take no Stream: each is reported back as lost, as the shell does.
+    streamed: what was streamed of each request, whoever read it; read: (token, log-probability) by (client, request).
+    ended: the last end that was told of a request. told: (client, "paused" or "taken", request), in order.
+    """
+
+    worker_type: type[FakeWorker] = FakeWorker
 
     def __init__(self, start_us: int = 1_000_000, **limits: Any) -> None:
         self.machine = Machine(Limits(**{**SMALL, **limits}), "boot", b"a key", start_us)
         self.now_us = start_us
         self.workers: list[FakeWorker] = []
         self.streamed: dict[int, list[int]] = {}
+        self.read: dict[tuple[int, int], dict[int, tuple[int, float]]] = {}
         self.ended: dict[int, Ended] = {}
+        self.full: set[int] = set()
+        self.told: list[tuple[int, str, int]] = []
+        self._due: dict[tuple[int, int], int] = {}
+        self._reader = 0
         self.logs: list[Log] = []
         self._numbers = 0
         self._rid = 0
@@ -209,13 +238,41 @@ class Driver:
         for effect in effects:
             if isinstance(effect, ToWorker):
                 self._to_worker(effect)
-            elif isinstance(effect, ToClient) and isinstance(effect.message, Stream):
-                self._stream(effect.message)
+            elif isinstance(effect, ToClient):
+                self._to_client(effect)
             elif isinstance(effect, DropWorker):
                 self._drop(effect)
             elif isinstance(effect, Log):
                 self.logs.append(effect)
+        if isinstance(event, Turn):
+            wake_us = self.machine.next_wake_us(self.now_us)
+            assert wake_us is None or wake_us > self.now_us, "a time that has come was not seen to"
         return effects
+
+    def _to_client(self, effect: ToClient) -> None:
+        client, message = effect.client, effect.message
+        if isinstance(message, Accepted):
+            for request in range(message.request_id, message.request_id + message.count):
+                self._starts(client, request, 0)
+        elif isinstance(message, Attached):
+            self._starts(client, message.request_id, message.offset)
+        elif isinstance(message, Stream):
+            if client in self.full:
+                self._lose(client, message)
+                return
+            self._reader = client
+            self._stream(message)
+
+    def _starts(self, client: int, request: int, offset: int) -> None:
+        """The client reads the request from `offset` on, and will be told its end."""
+        self._due[client, request] = offset
+        self.read[client, request] = {}
+        self.ended.pop(request, None)
+
+    def _lose(self, client: int, message: Stream) -> None:
+        for request in {*message.request_ids.tolist(), *(ended.request_id for ended in message.ended)}:
+            self._due.pop((client, request))
+        assert self.apply(ClientFull(client, message)) == []
 
     def _to_worker(self, effect: ToWorker) -> None:
         worker = next((w for w in self.workers if w.number == effect.worker), None)
@@ -225,15 +282,27 @@ class Driver:
             worker.epoch, worker.base = effect.message.epoch, effect.message.base_block
 
     def _stream(self, message: Stream) -> None:
-        rows = zip(message.request_ids.tolist(), message.offsets.tolist(), message.tokens.tolist(), strict=True)
-        for request_id, offset, token in rows:
-            received = self.streamed.setdefault(request_id, [])
-            assert offset == len(received), "a streamed token was repeated or lost"
-            assert request_id not in self.ended, "a token after the end"
-            received.append(token)
+        client = self._reader
+        columns = (message.request_ids, message.offsets, message.tokens, message.logprobs)
+        for request, offset, token, logprob in zip(*(column.tolist() for column in columns), strict=True):
+            assert offset == self._due.get((client, request)), "a token was repeated or lost, or nobody asked for it"
+            assert request not in self.ended, "a token after the end"
+            self._due[client, request] += 1
+            self.read[client, request][offset] = (token, logprob)
+            received = self.streamed.setdefault(request, [])
+            if offset <= len(received):  # else what comes before it was streamed to nobody
+                assert received[offset : offset + 1] in ([], [token]), "two clients were told different tokens"
+                received[offset : offset + 1] = [token]
         for ended in message.ended:
             assert ended.request_id not in self.ended, "a request ended twice"
+            reach = self._due.pop((client, ended.request_id))
+            told = ended.generated_tokens + ended.cut_tokens
+            assert told == reach, "an end does not count what was streamed"
             self.ended[ended.request_id] = ended
+        for kind, requests in (("paused", message.paused), ("taken", message.taken)):
+            for request in requests:
+                self._due.pop((client, request), None)
+                self.told.append((client, kind, request))
 
     def _drop(self, effect: DropWorker) -> None:
         for worker in self.workers:
@@ -254,7 +323,8 @@ class Driver:
     def add_worker(self, blocks: int, name: str = "", model: ModelInfo | None = None) -> FakeWorker:
         """A worker connects and registers a pool."""
         self._numbers += 1
-        worker = FakeWorker(self.machine, self._numbers, name or f"w{self._numbers}", blocks, model or model_info())
+        name = name or f"w{self._numbers}"
+        worker = self.worker_type(self.machine, self._numbers, name, blocks, model or model_info())
         self.workers.append(worker)
         self.apply(FromWorker(worker.number, WorkerHello(rid=1, name=worker.name, pid=1)))
         self.apply(FromWorker(worker.number, self.ready(worker)))
@@ -326,9 +396,29 @@ class Driver:
         self._rid += 1
         return self._rid
 
-    def gone(self, client: int) -> None:
+    def gone(self, client: int, goodbye: bool = False) -> None:
         """A client's connection ends."""
-        self.apply(ClientGone(client))
+        self.apply(ClientGone(client, goodbye))
+        self.full.discard(client)
+
+    def attach(self, request: int, offset: int = 0, client: int = 1) -> Attached:
+        """The client reads a request from an offset on."""
+        reply: Attached = self.ask(self.attach_message(request, offset), client)
+        assert (reply.request_id, reply.offset) == (request, offset)
+        return reply
+
+    def attach_message(self, request: int, offset: int = 0) -> Attach:
+        """The command that streams a request to its sender."""
+        return Attach(rid=self.rid(), request_id=request, offset=offset)
+
+    def wake_us(self) -> int | None:
+        """When the next turn is due, if nothing arrives: from now on."""
+        wake_us = self.machine.next_wake_us(self.now_us)
+        return None if wake_us is None else wake_us - self.now_us
+
+    def tokens_read(self, client: int, request: int) -> dict[int, int]:
+        """By offset what the client was streamed of the request since it asked for it last."""
+        return {offset: token for offset, (token, _) in self.read[client, request].items()}
 
     def create(self, tokens: Sequence[int] = (), client: int = 1, **fields: Any) -> int:
         """A new sequence; its id."""

@@ -399,7 +399,12 @@ class EverythingMachine(RuleBasedStateMachine):
     def start(self, in_flight: int, budget: int, quotas: bool, pools: list[int]) -> None:
         limits: dict[str, Any] = {"quotas": {"a": Quota(floor=2), "b": Quota(ceiling=6)}} if quotas else {}
         self.driver = Driver(
-            steps_in_flight_max=in_flight, step_tokens_max=budget, sequences_max=8, partial_tokens_min=2, **limits
+            crashes_max=1000,
+            steps_in_flight_max=in_flight,
+            step_tokens_max=budget,
+            sequences_max=8,
+            partial_tokens_min=2,
+            **limits,
         )
         for blocks in pools:
             self.driver.add_worker(blocks)

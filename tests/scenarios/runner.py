@@ -54,7 +54,13 @@ from protocol.messages import (
 from tests.scenarios.commands import COMMANDS
 from tests.scenarios.telling import Names, tell, tell_state
 
-DEFAULTS: dict[str, Any] = {"block_size": 4, "sequences_max": 8, "blocks_max": 64, "blocks_per_sequence_max": 16}
+DEFAULTS: dict[str, Any] = {
+    "block_size": 4,
+    "sequences_max": 8,
+    "blocks_max": 64,
+    "blocks_per_sequence_max": 16,
+    "lease_us": 0,
+}
 MODEL = ModelInfo(
     name="model", source="", architecture="any", fingerprint="1", vocab_size=100_000, context_tokens_max=64
 )

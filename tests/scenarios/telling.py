@@ -191,7 +191,7 @@ def tell_state(machine: Machine, names: Names) -> list[str]:
         lines.append(
             f"{names.sequence_name(number)}: tokens {_list(s.text(slot))}; {s.computed[slot]} with KV; blocks {used}"
         )
-    waiting = [names.request_name(request.id) for request in machine.scheduler.waiting]
+    waiting = [names.request_name(request.id) for request in machine.admission.waiting]
     running = [names.request_name(int(s.request[slot])) for slot in np.flatnonzero(s.running).tolist()]
     lines.append(f"running: {' '.join(running) or '-'}; waiting: {' '.join(waiting) or '-'}")
     return lines

@@ -1,0 +1,336 @@
+"""Which requests run, and where: from the waiting queue into the groups, and back.
+
+A request is tried in the order of the queue. One that finds no room does not hold up those behind it, until
+`passes_max` of them have started before it: then the group that it waits for takes nobody else. So no pool idles while
+requests wait that it could serve, and none waits for ever.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+
+from protocol.errors import CapacityExceeded, QuotaExceeded
+
+from .cache import Cache
+from .groups import Group
+from .queue import WaitingQueue
+from .requests import NO_SLOT, RUNNING, Request, RequestTable
+from .residence import Residence
+from .runs import Runs
+from .sequences import NO_POOL
+
+BLOCKED_MAX = 16  # behind so many requests that found no room, only the groups are tried that none of them could use
+ALONE_CRASHES = 2
+
+
+class Admission:
+    """The waiting queue, and the slots of those that run."""
+
+    def __init__(self, cache: Cache, requests: RequestTable, next_sequence_id: Callable[[], int]) -> None:
+        self._cache, self._requests = cache, requests
+        self._limits = cache.limits
+        self._sequence_ids = next_sequence_id
+        self.waiting = WaitingQueue(cache.limits, cache.tenants)
+        self.runs = Runs(self._limits.sequences_max, self._limits.stop_tokens_max)
+        self.running_total = 0
+        self._orders = 0
+        self._starts = 0
+        self._blocked: dict[int, Request] = {}
+        self._blocked_at: tuple[object, ...] = ()
+
+    # ---------------------------------------------------------------------------------------------------------- queue
+
+    def enqueue(self, request: Request) -> None:
+        """A new request waits."""
+        self.waiting.add(request)
+
+    def requeue(self, request: Request, now_us: int) -> None:
+        """A running request gives up its slot and waits again."""
+        slot, s = request.slot, self._cache.sequences
+        request.computed = max(request.computed, min(int(s.scheduled[slot]), int(s.length[slot])))
+        self.vacate(request, now_us)
+        if request.sequence_id:
+            self._cache.release_kv(slot, now_us)
+            s.request[slot] = request.id
+        request.move("preempt")
+        request.preemptions += 1
+        self._requests.preemptions_total += 1
+        self.waiting.put_back(request)
+
+    def forget(self, request: Request) -> None:
+        """A waiting request ended."""
+        self.waiting.remove(request)
+        if self._blocked.pop(request.id, None) is not None:
+            self._blocked_at = ()  # room may have been kept for it
+
+    # ------------------------------------------------------------------------------------------------------ admission
+
+    def admit(self, now_us: int) -> None:
+        """Starts waiting requests where there is room."""
+        if not self.waiting or not any(self._takes_rows(group) for group in self._cache.groups.values()):
+            return
+        if not self.running_total or self._mark() != self._blocked_at:
+            self._blocked.clear()
+        while (found := self._next_to_start(now_us)) is not None:
+            request, residence = found
+            for earlier in self._blocked.values():
+                if earlier.admitted_order or not request.admitted_order:
+                    earlier.passed += 1
+            self._start(request, residence, now_us)
+        self._blocked_at = self._mark()
+
+    def _mark(self) -> tuple[object, ...]:
+        """What decides whether a blocked request can start: equal marks, equal answers."""
+        pools = tuple((group.epoch, group.pool.gains, group.running) for group in self._cache.groups.values())
+        return (self._cache.sequences.slots_free, pools)
+
+    def _next_to_start(self, now_us: int) -> tuple[Request, Residence] | None:
+        """The first request of the queue that finds room, and its place."""
+        kept: set[int] = set()
+        at_ceiling: set[int] = set()
+        others, largest = 0, self._cache.limits.blocks_max
+        for request in self.waiting:
+            if request.tenant in at_ceiling or self.waits_for_sibling(request):
+                continue
+            if request.id not in self._blocked:
+                if self._most_blocks(request) > largest:
+                    continue
+                self._leave_small_pool(request, now_us)
+                residence = self._choose(request, kept)
+                if residence is not None:
+                    return request, residence
+                self._blocked[request.id] = request
+            if request.at_ceiling:
+                at_ceiling.add(request.tenant)
+                continue
+            others += 1
+            if (number := self._kept_for(request)) is not None:
+                kept.add(number)
+            if others % BLOCKED_MAX == 0:
+                groups = self._cache.groups.values()
+                kept |= {g.number for g in groups if any(self.could_hold(g, r) for r in self._blocked.values())}
+                largest = max((group.pool.count for group in groups if group.number not in kept), default=0)
+                if not largest:
+                    return None
+        return None
+
+    def _kept_for(self, request: Request) -> int | None:
+        """The group that takes nobody else until this blocked request has started there."""
+        if request.passed < self._limits.passes_max and not self.must_be_alone(request):
+            return None
+        cache, s = self._cache, self._cache.sequences
+        slot = s.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
+        if slot != NO_SLOT and s.pool[slot] != NO_POOL:
+            return int(s.pool[slot])
+        candidates = [group for group in cache.groups.values() if self.could_hold(group, request)]
+        if not candidates:
+            return None
+        if request.kept_epoch not in {group.epoch for group in candidates}:  # once chosen, it stays the one
+            best = max(candidates, key=lambda group: (group.pool.available(request.tenant), -group.number))
+            request.kept_epoch = best.epoch
+        return next(group.number for group in candidates if group.epoch == request.kept_epoch)
+
+    def waits_for_sibling(self, request: Request) -> bool:
+        """Of several answers to one prompt the first computes the prompt; the others start when it has."""
+        if not request.siblings or request.admitted_order or self.prompt_holder(request) is not None:
+            return False
+        first = request.siblings[0]
+        return first is not request and first.first_token_us < 0 and not request.prompt_known
+
+    def prompt_holder(self, request: Request) -> Request | None:
+        """A sibling that runs and has the KV of the whole prompt."""
+        s = self._cache.sequences
+        for other in request.siblings:
+            if other is not request and other.slot != NO_SLOT and s.computed[other.slot] >= request.prompt.size:
+                return other
+        return None
+
+    # --------------------------------------------------------------------------------------------------------- choice
+
+    def _choose(self, request: Request, kept: set[int]) -> Residence | None:
+        """The group for a request: the longest cached prefix first, the most free blocks second."""
+        cache, s = self._cache, self._cache.sequences
+        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        if not s.slots_free if slot == NO_SLOT else cache.still_read(slot):
+            return None
+        resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
+        best, best_rank = None, (-1, -1)
+        refusals: list[CapacityExceeded] = []
+        for group in cache.groups.values():
+            if group.number in kept or (resident and s.pool[slot] != group.number):
+                continue
+            if not self._takes_rows(group) or not self.could_hold(group, request) or not self._suits(group, request):
+                continue
+            residence = Residence(group, np.zeros(0, np.int64), (-1, 0), 0) if resident else self.plan(group, request)
+            asking = np.array([] if slot == NO_SLOT else [slot], np.int64)
+            try:
+                residence = cache.with_room(residence, request.tenant, self.spare(group), asking)
+            except CapacityExceeded as error:
+                refusals.append(error)
+                continue
+            cached = residence.cached_tokens(self._limits.block_size)
+            rank = (cached, group.pool.available(request.tenant) - group.running)
+            if rank > best_rank:
+                best, best_rank = residence, rank
+        request.at_ceiling = bool(refusals) and all(isinstance(error, QuotaExceeded) for error in refusals)
+        return best
+
+    def plan(self, group: Group, request: Request) -> Residence:
+        """What a request that lives nowhere would share with, and need from, the group's pool."""
+        cache, s = self._cache, self._cache.sequences
+        holder = self.prompt_holder(request) if not request.admitted_order else None
+        if holder is not None and s.pool[holder.slot] == group.number:
+            return cache.plan_fork(group, holder.slot, request.prompt.size)
+        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
+        if request.hashes is None:
+            request.hashes = cache.hashes(request.salt, tokens)
+        return cache.plan_residence(group, request.salt, tokens, request.hashes)
+
+    def _takes_rows(self, group: Group) -> bool:
+        return group.running < self._limits.step_rows_max
+
+    def _suits(self, group: Group, request: Request) -> bool:
+        """Whether nobody of the two would have to run alone: the request, or one that runs there."""
+        if not group.running:
+            return True
+        return not self.must_be_alone(request) and not self._runs_alone(group)
+
+    def must_be_alone(self, request: Request) -> bool:
+        """A request with which workers died runs by itself until it is past that point: nobody else fails with it."""
+        return request.crashes >= ALONE_CRASHES and self._length(request) <= request.crash_length
+
+    def _runs_alone(self, group: Group) -> bool:
+        request = self._requests.live.get(group.suspect)
+        return request is not None and request.state == RUNNING and self.must_be_alone(request)
+
+    def _length(self, request: Request) -> int:
+        if request.slot != NO_SLOT:
+            return int(self._cache.sequences.length[request.slot])
+        return request.prompt.size + request.tokens.size
+
+    def could_hold(self, group: Group, request: Request) -> bool:
+        """Whether all that the request may come to need could ever be in the group's pool."""
+        tenants = self._cache.tenants
+        reserved = tenants.reserved_for_others(tenants.names[request.tenant])
+        return self._most_blocks(request) <= group.pool.count - reserved
+
+    def _most_blocks(self, request: Request) -> int:
+        """The blocks of the request if it runs to its end."""
+        return self._cache.sequences.blocks_for(request.prompt.size + request.max_tokens)
+
+    def _leave_small_pool(self, request: Request, now_us: int) -> None:
+        """A sequence that lives where its request could never end gives up its KV, if another pool can hold it."""
+        s, groups = self._cache.sequences, self._cache.groups
+        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        if slot == NO_SLOT or s.pool[slot] == NO_POOL or self.could_hold(groups[int(s.pool[slot])], request):
+            return
+        if any(self.could_hold(group, request) for group in groups.values()):
+            self._cache.release_kv(slot, now_us)
+
+    def spare(self, group: Group) -> int:
+        """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt."""
+        return group.running + 1 if group.running else 0
+
+    # ------------------------------------------------------------------------------------------------- start and stop
+
+    def _start(self, request: Request, residence: Residence, now_us: int) -> None:
+        cache, s, group = self._cache, self._cache.sequences, residence.group
+        again = request.admitted_order > 0
+        self.waiting.take(request, now_us)
+        if request.sequence_id:
+            slot = s.find(request.sequence_id)
+            cache.rewind(slot)
+        else:
+            slot = self._take_slot(request, now_us)
+        if s.pool[slot] == NO_POOL:
+            cache.settle_in(slot, residence, now_us)
+        cached = int(s.computed[slot])
+        self._count_prefix(request, slot, cached, again)
+        if not again:
+            self._orders += 1
+            request.admitted_order = self._orders
+            request.first_scheduled_us = now_us
+        request.slot, request.worker, request.hashes = slot, group.name, None
+        request.passed = request.kept_epoch = 0
+        request.move("schedule")
+        s.request[slot] = request.id
+        s.running[slot] = True
+        self.running_total += 1
+        group.running += 1
+        if request.crashes >= ALONE_CRASHES:
+            group.suspect = request.id
+        self._starts += 1
+        self.runs.serial[slot] = self._starts
+        self.runs.start(slot, request, request.prompt.size, group.model.eos_tokens, request.admitted_order)
+        group.started_slots.append(slot)
+
+    def _take_slot(self, request: Request, now_us: int) -> int:
+        s = self._cache.sequences
+        slot = s.take(self._sequence_ids(), request.tenant, request.salt, now_us)
+        known, start = request.prompt.size, request.tokens.size
+        s.tokens[slot, :known] = request.prompt
+        s.tokens[slot, known : known + start] = request.tokens
+        s.logprobs[slot, known : known + start] = request.logprobs
+        s.length[slot] = known + start
+        return slot
+
+    def _count_prefix(self, request: Request, slot: int, cached: int, again: bool) -> None:
+        length = int(self._cache.sequences.length[slot])
+        self.waiting.charge(request.tenant, length - cached)
+        if again:
+            again_tokens = max(0, request.computed - cached)
+            request.redone_tokens += again_tokens
+            self._requests.recomputed_tokens_total += again_tokens
+            return
+        tenants = self._cache.tenants
+        tenants.prefix_queried_tokens[request.tenant] += length
+        tenants.prefix_hit_tokens[request.tenant] += cached
+        request.cached_tokens = cached
+        self._requests.cached_tokens_total += cached
+
+    def vacate(self, request: Request, now_us: int) -> None:
+        """The request leaves its slot, taking what it has generated with it. A client's sequence stays its own."""
+        slot, s = request.slot, self._cache.sequences
+        if slot == NO_SLOT:
+            return
+        group = self._cache.groups[int(s.pool[slot])]
+        base, length = int(self.runs.base[slot]), int(s.length[slot])
+        request.tokens = s.tokens[slot, base:length].copy()
+        request.logprobs = s.logprobs[slot, base:length].copy()
+        request.slot = NO_SLOT
+        s.running[slot] = False
+        self.running_total -= 1
+        group.running -= 1
+        self.runs.serial[slot] = 0
+        s.request[slot] = 0
+        if slot in group.started_slots:
+            group.started_slots.remove(slot)
+        if s.owned[slot]:
+            group.pool.await_step(int(s.last_step[slot]))
+            self._cache.trim(slot, now_us)
+        else:
+            self._cache.remove(slot, now_us)
+
+    # ----------------------------------------------------------------------------------------------------- invariants
+
+    def check_invariants(self) -> None:
+        """The queue, the slots and the request states agree."""
+        s, runs = self._cache.sequences, self.runs
+        self.waiting.check_invariants()
+        waiting = list(self.waiting)
+        assert len(waiting) == len(self.waiting) == len({request.id for request in waiting}), "a request waits twice"
+        assert not any(request.state == RUNNING or request.ended for request in waiting), "a waiting request runs"
+        running = {request.slot: request for request in self._requests.live.values() if request.state == RUNNING}
+        assert sorted(running) == np.flatnonzero(s.running).tolist(), "active slots disagree with running requests"
+        assert self.running_total == len(running), "the count of running requests"
+        for group in self._cache.groups.values():
+            counted = int(np.count_nonzero(s.running & (s.pool == group.number)))
+            assert group.running == counted, "the count of a group's running requests"
+        assert len(running) + len(waiting) == len(self._requests.live), "a request is neither running nor waiting"
+        assert all(not request.ended for request in self._blocked.values()), "an ended request is kept in mind"
+        for slot, request in running.items():
+            assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a place"
+            assert s.length[slot] + s.pending[slot] <= runs.limit[slot], "more tokens planned than asked for"

@@ -1,0 +1,72 @@
+"""Idempotency keys: which requests a command made, so that the same command again makes no others.
+
+An entry lives as long as its requests are known, running or ended: as many as the tables of requests hold.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import msgspec
+import numpy as np
+
+from protocol.errors import InvalidRequest, KeyReused
+from protocol.messages import Submit
+
+KEY_LENGTH_MAX = 128
+
+
+class KeyEntry(msgspec.Struct, eq=False):
+    """What a key stands for: the command, and how many of its `count` requests from `request_id` on are known."""
+
+    tenant: int
+    message: Submit
+    request_id: int
+    count: int
+    left: int
+
+
+class Keys:
+    """Entries by tenant and key."""
+
+    def __init__(self) -> None:
+        self._entries: dict[tuple[int, str], KeyEntry] = {}
+
+    def find(self, tenant: int, message: Submit) -> KeyEntry | None:
+        """The entry of the same command; None where the key is new, or empty.
+
+        Raises InvalidRequest for an impossible key and KeyReused where it stands for another command.
+        """
+        if not message.key:
+            return None
+        if len(message.key) > KEY_LENGTH_MAX or not message.key.isprintable():
+            raise InvalidRequest("key", f"at most {KEY_LENGTH_MAX} printable characters")
+        entry = self._entries.get((tenant, message.key))
+        if entry is not None and not _same(entry.message, message):
+            raise KeyReused(message.key, entry.request_id)
+        return entry
+
+    def add(self, tenant: int, message: Submit, request_id: int) -> KeyEntry:
+        """The key now stands for `message.count` requests from `request_id` on."""
+        entry = KeyEntry(tenant, message, request_id, message.count, message.count)
+        self._entries[tenant, message.key] = entry
+        return entry
+
+    def release(self, entry: KeyEntry) -> None:
+        """One of its requests is forgotten; with the last one, so is the key."""
+        entry.left -= 1
+        if not entry.left:
+            del self._entries[entry.tenant, entry.message.key]
+
+    def check_invariants(self, held: list[KeyEntry]) -> None:
+        """Each entry is held by as many known requests as it counts."""
+        counts = Counter(map(id, held))
+        assert len(counts) == len(self._entries), "a key outlives its requests, or they outlive it"
+        assert all(counts[id(entry)] == entry.left for entry in self._entries.values()), "a key's count of requests"
+
+
+def _same(one: Submit, other: Submit) -> bool:
+    """Whether two commands ask for the same, whatever their numbers."""
+    fields = [name for name in one.__struct_fields__ if name not in ("rid", "prompt")]
+    equal = all(getattr(one, name) == getattr(other, name) for name in fields)
+    return equal and np.array_equal(one.prompt, other.prompt)

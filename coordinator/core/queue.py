@@ -1,0 +1,129 @@
+"""The waiting queue: whose turn it is.
+
+Requests that ran before come first, in the order of their admission: they hold work that is done already. Then tenants
+share by weight, and each tenant's requests go by the time they came, a step of priority being worth a fixed time of
+waiting: so no request is passed for ever by later ones of higher priority.
+
+Tenants share what is computed: each has a counter of tokens computed for it, divided by its weight, and the one with
+the lowest is served next. One for which nothing waited gets no credit for that time: its counter is lifted to where the
+queue is (start-time fair queueing, Goyal et al., SIGCOMM 1996; tokens as the unit: Sheng et al., "Fairness in Serving
+Large Language Models", OSDI 2024).
+"""
+
+from __future__ import annotations
+
+import heapq
+from bisect import insort
+from collections import deque
+from collections.abc import Iterator
+
+import numpy as np
+import numpy.typing as npt
+
+from .limits import Limits
+from .requests import Request
+from .tenants import Tenants
+
+DEPARTURES = 32
+RETRY_MS_MIN, RETRY_MS_DEFAULT, RETRY_MS_MAX = 10, 1000, 60_000
+
+
+class WaitingQueue:
+    """Every request that is pending or preempted. Iterating gives them in the order in which they will be tried."""
+
+    def __init__(self, limits: Limits, tenants: Tenants) -> None:
+        self._limits, self._tenants = limits, tenants
+        self._returned: list[tuple[int, Request]] = []
+        self._fresh: dict[int, list[tuple[int, int, Request]]] = {}
+        self._size = 0
+        self.service = np.zeros(limits.tenants_max + 1, np.float64)
+        self._virtual = 0.0
+        self._departures: deque[int] = deque(maxlen=DEPARTURES)
+
+    def __len__(self) -> int:
+        return self._size
+
+    def __iter__(self) -> Iterator[Request]:
+        for _, request in self._returned:
+            yield request
+        heap = [(float(self.service[tenant]), tenant, 0) for tenant in self._fresh]
+        heapq.heapify(heap)
+        while heap:
+            service, tenant, place = heapq.heappop(heap)
+            entries = self._fresh[tenant]
+            request = entries[place][2]
+            if place + 1 < len(entries):
+                charged = service + request.prompt.size / self._tenants.weight[tenant]
+                heapq.heappush(heap, (float(charged), tenant, place + 1))
+            yield request
+
+    def of_tenant(self, tenant: int) -> int:
+        """How many requests of the tenant wait."""
+        return len(self._fresh.get(tenant, ())) + sum(request.tenant == tenant for _, request in self._returned)
+
+    def add(self, request: Request) -> None:
+        """A new request waits."""
+        tenant = request.tenant
+        if tenant not in self._fresh:
+            self.service[tenant] = max(self.service[tenant], self._virtual)
+        insort(self._fresh.setdefault(tenant, []), self._entry(request), key=_by_time)
+        self._size += 1
+
+    def put_back(self, request: Request) -> None:
+        """A request that ran waits again."""
+        insort(self._returned, (request.admitted_order, request), key=_by_order)
+        self._size += 1
+
+    def take(self, request: Request, now_us: int) -> None:
+        """The request starts."""
+        if not request.admitted_order:
+            self._virtual = max(self._virtual, float(self.service[request.tenant]))
+        self.remove(request)
+        self._departures.append(now_us)
+
+    def remove(self, request: Request) -> None:
+        """The request does not wait any more."""
+        if request.admitted_order:
+            self._returned.remove((request.admitted_order, request))
+        else:
+            entries = self._fresh[request.tenant]
+            entries.remove(self._entry(request))
+            if not entries:
+                del self._fresh[request.tenant]
+        self._size -= 1
+
+    def charge(self, tenant: int, tokens: int) -> None:
+        """So many tokens are computed for the tenant."""
+        self.service[tenant] += tokens / self._tenants.weight[tenant]
+
+    def charge_each(self, tenants: npt.NDArray[np.int64]) -> None:
+        """One token for each entry: [n] tenants."""
+        self.service += np.bincount(tenants, minlength=self.service.size) / self._tenants.weight
+
+    def retry_after_ms(self, now_us: int) -> int:
+        """When a place in a full queue may be free: the mean time between the latest starts, or since the last one."""
+        if not self._departures:
+            return RETRY_MS_DEFAULT
+        mean_us = (now_us - self._departures[0]) / len(self._departures)
+        since_us = now_us - self._departures[-1]
+        return min(max(round(max(mean_us, since_us) / 1000), RETRY_MS_MIN), RETRY_MS_MAX)
+
+    def _entry(self, request: Request) -> tuple[int, int, Request]:
+        return (request.submitted_us - request.priority * self._limits.ageing_us, request.id, request)
+
+    def check_invariants(self) -> None:
+        """The lists agree with the count, and each is in order."""
+        assert self._size == len(self._returned) + sum(map(len, self._fresh.values())), "the count of waiting requests"
+        assert all(self._fresh.values()), "an empty list of a tenant"
+        for entries in self._fresh.values():
+            assert entries == sorted(entries, key=_by_time), "a tenant's queue is out of order"
+        assert self._returned == sorted(self._returned, key=_by_order), "returned requests are out of order"
+        assert np.isfinite(self.service).all(), "a tenant's share"
+
+
+def _by_time(entry: tuple[int, int, Request]) -> tuple[int, int]:
+    return entry[:2]
+
+
+def _by_order(entry: tuple[int, Request]) -> int:
+    return entry[0]

@@ -1,0 +1,318 @@
+"""What clients ask of requests: submit, attach, cancel, read; and what follows when a client or its time is gone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import (
+    CapacityExceeded,
+    Conflict,
+    DeadlineExceeded,
+    Draining,
+    InvalidRequest,
+    KvforgeError,
+    QueueFull,
+    SequenceBusy,
+)
+from protocol.messages import (
+    NO_INT32,
+    Accepted,
+    Attach,
+    Attached,
+    Cancel,
+    Done,
+    ErrorInfo,
+    FinishAt,
+    GetRequest,
+    ListRequests,
+    Message,
+    ModelInfo,
+    Purged,
+    PurgeFinished,
+    RequestInfo,
+    RequestList,
+    Stream,
+    Submit,
+)
+
+from . import statistics, validate
+from .admission import Admission
+from .cache import Cache
+from .events import FromClient
+from .outcomes import Outcomes, ended, forgotten
+from .requests import CANCELLED, NO_SLOT, Request, RequestTable
+from .sequence_commands import SequenceCommands
+from .streams import Streams
+from .timers import DEADLINE, FIRST_TOKEN, LEASE, Timers
+
+SEEDS = 1 << 64
+
+
+class RequestCommands:
+    """Handlers of the request messages. A handler that raises has changed nothing."""
+
+    def __init__(
+        self,
+        cache: Cache,
+        requests: RequestTable,
+        admission: Admission,
+        outcomes: Outcomes,
+        streams: Streams,
+        sequences: SequenceCommands,
+        model: Callable[[], ModelInfo | None],
+    ) -> None:
+        self._cache, self._requests, self._admission = cache, requests, admission
+        self._outcomes, self._streams, self._sequences, self._model = outcomes, streams, sequences, model
+        self._limits = cache.limits
+        self.timers = Timers()
+        self.draining = False
+        self.drain_deadline_us = 0
+        self._request_ids = 0
+
+    # --------------------------------------------------------------------------------------------------------- submit
+
+    def submit(self, event: FromClient, message: Submit, now_us: int) -> Message:
+        """One request, or several over one prompt; or those that the same key made before."""
+        cache, s = self._cache, self._cache.sequences
+        slot = self._sequences.find(message.sequence_id) if message.sequence_id else NO_SLOT
+        tenant = message.tenant if slot == NO_SLOT else cache.tenants.names[int(s.tenant[slot])]
+        entry = self._requests.keys.find(cache.tenants.peek(tenant), message)
+        if entry is not None:
+            return self._again(event, message, entry.request_id, now_us)
+        if self.draining:
+            raise Draining("the coordinator is draining and admits nothing more; submit elsewhere or after its restart")
+        if slot != NO_SLOT and s.request[slot]:
+            raise SequenceBusy(message.sequence_id, int(s.request[slot]))
+        prompt = message.prompt if slot == NO_SLOT else np.concatenate([s.text(slot), message.prompt])
+        cache.tenants.check(tenant)
+        salt = int(s.salt[slot]) if slot != NO_SLOT else cache.salt(validate.salt_text(tenant, message.salt))
+        validate.submit(message, prompt, tenant, self._limits, self._model(), cache)
+        if len(self._admission.waiting) + message.count > self._limits.queue_max:
+            raise QueueFull(self._limits.queue_max, self._admission.waiting.retry_after_ms(now_us))
+        if slot != NO_SLOT and message.prompt.size:
+            self._append(slot, message.prompt, now_us)
+        return self._accept(event, message, prompt, cache.tenants.intern(tenant), salt, now_us)
+
+    def _append(self, slot: int, prompt: npt.NDArray[np.int32], now_us: int) -> None:
+        """The sequence grows by the prompt. Where there is no room now, it gives up its KV and waits for its turn."""
+        slots, counts = np.array([slot]), np.array([prompt.size])
+        try:
+            self._cache.append(slots, prompt, counts, now_us)
+        except CapacityExceeded:
+            self._cache.release_kv(slot, now_us)
+            self._cache.append(slots, prompt, counts, now_us)
+
+    def _accept(
+        self, event: FromClient, message: Submit, prompt: npt.NDArray[np.int32], tenant: int, salt: int, now_us: int
+    ) -> Message:
+        seed = event.entropy if message.sampling.seed is None else message.sampling.seed
+        deadline_us = now_us + (message.deadline_ms * 1000 or self._limits.deadline_max_us)
+        first = self._request_ids + 1
+        self._request_ids += message.count
+        entry = self._requests.keys.add(tenant, message, first) if message.key else None
+        made = []
+        for i in range(message.count):
+            request = Request(
+                first + i, event.client, tenant, prompt, message, (seed + i) % SEEDS, now_us, salt, deadline_us
+            )
+            request.key = entry
+            made.append(request)
+            self._requests.add(request)
+            self._admission.enqueue(request)
+            self.timers.set(deadline_us, request.id, DEADLINE)
+            if message.first_token_ms:
+                self.timers.set(now_us + message.first_token_ms * 1000, request.id, FIRST_TOKEN)
+            if message.count > 1:
+                request.siblings = made
+        if message.sequence_id:
+            s = self._cache.sequences
+            slot = s.find(message.sequence_id)
+            s.request[slot] = first
+            s.touch(slot, now_us)
+        self.timers.sweep(self._requests.live)
+        return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count)
+
+    def _again(self, event: FromClient, message: Submit, first: int, now_us: int) -> Message:
+        """The command of a known key: its requests are streamed to whoever asks now. Some may be forgotten by now."""
+        requests = []
+        for request_id in range(first, first + message.count):
+            request = self._requests.known(request_id)
+            if request is None:
+                self._streams.add_end(event.client, forgotten(request_id))
+            else:
+                self._give(request, event.client, 0, now_us)
+                requests.append(request)
+        seed = (requests[0].seed - (requests[0].id - first)) % SEEDS
+        return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count, repeated=True)
+
+    # --------------------------------------------------------------------------------------------------------- attach
+
+    def attach(self, event: FromClient, message: Attach, now_us: int) -> Message:
+        """The request is streamed to this client from the offset on."""
+        request = self._requests.find(message.request_id)
+        if message.resume and request.client != event.client:
+            raise Conflict(
+                f"request {request.id} is read by another connection now; attach again to take it back",
+                request_id=request.id,
+            )
+        most = self._generated(request) + request.cut
+        if not 0 <= message.offset <= most:
+            raise InvalidRequest("offset", f"must be 0 to {most}, the tokens generated so far, not {message.offset}")
+        self._give(request, event.client, message.offset, now_us)
+        return Attached(rid=message.rid, request_id=request.id, seed=request.seed, offset=message.offset)
+
+    def _give(self, request: Request, client: int, offset: int, _now_us: int) -> None:
+        if request.client not in (0, client):
+            self._streams.take(request.client, request.id)
+        request.client, request.orphan_us = client, -1
+        request.stream, request.paused = True, False
+        self._streams.restart(client, request.id)
+        if request.slot != NO_SLOT:
+            self._admission.runs.client[request.slot] = client
+            self._admission.runs.stream[request.slot] = True
+        self._outcomes.replay(request, offset)
+        if request.ended:
+            cut = max(0, offset - request.generated)
+            self._streams.add_end(client, ended(request, cut))
+
+    def client_full(self, client: int, lost: Stream) -> None:
+        """The client takes nothing more: its requests that miss something now are paused, to be read by offset."""
+        for request_id in self._streams.lost(client, lost):
+            request = self._requests.known(request_id)
+            self._requests.streams_paused_total += 1
+            if request is not None and request.client == client:
+                request.paused = True
+                if request.slot != NO_SLOT:
+                    self._admission.runs.stream[request.slot] = False
+
+    # ------------------------------------------------------------------------------------------------------------ end
+
+    def cancel(self, _event: FromClient, message: Cancel, now_us: int) -> Message:
+        """Ends a request; doing it twice is the same answer, not an error."""
+        request = self._requests.find(message.request_id)
+        if request.state != CANCELLED:
+            self._outcomes.end(request, "cancel", "cancelled", None, now_us)
+        return Done(rid=message.rid)
+
+    def finish_at(self, _event: FromClient, message: FinishAt, now_us: int) -> Message:
+        """Ends a request after so many of its tokens."""
+        request = self._requests.find(message.request_id)
+        self._outcomes.finish_at(request, message.tokens, self._generated(request), now_us)
+        return Done(rid=message.rid)
+
+    def client_gone(self, client: int, goodbye: bool, now_us: int) -> None:
+        """Its requests go with it: at once where it said goodbye, else when its lease is over; detached ones stay."""
+        lease_us = 0 if goodbye else self._limits.lease_us
+        for request in [r for r in self._requests.live.values() if r.client == client]:
+            if not request.detached and not lease_us:
+                self._outcomes.end(request, "cancel", "cancelled", None, now_us)
+                continue
+            request.client, request.paused = 0, False
+            if request.slot != NO_SLOT:
+                self._admission.runs.client[request.slot] = 0
+            if not request.detached:
+                request.orphan_us = now_us
+                self.timers.set(now_us + lease_us, request.id, LEASE)
+        self._streams.forget(client)
+
+    def pass_time(self, now_us: int) -> None:
+        """Ends what has run out of time."""
+        for request_id, kind in self.timers.due(now_us):
+            request = self._requests.live.get(request_id)
+            if request is None:
+                continue
+            age = f"{(now_us - request.submitted_us) / 1e6:.3g} s"
+            if kind == DEADLINE:
+                limit = (request.deadline_us - request.submitted_us) / 1e6
+                self._expire(request, f"it had not ended within {limit:.6g} s", now_us)
+            elif kind == FIRST_TOKEN:
+                if request.first_token_us < 0:
+                    self._expire(request, f"it had no token after {age}", now_us)
+            elif 0 <= request.orphan_us <= now_us - self._limits.lease_us:
+                self._outcomes.end(request, "cancel", "cancelled", None, now_us)
+        if self.drain_deadline_us and now_us >= self.drain_deadline_us:
+            self.hand_back(now_us)
+
+    def _expire(self, request: Request, what: str, now_us: int) -> None:
+        state = request.state
+        why = "no worker is ready" if state != "running" and not self._cache.groups else f"it was {state}"
+        error = DeadlineExceeded(f"request {request.id} expired: {what}; {why}", request_id=request.id, state=state)
+        self._outcomes.end(request, "expire", "expired", error, now_us)
+
+    # ---------------------------------------------------------------------------------------------------------- drain
+
+    def begin_drain(self, now_us: int, deadline_us: int) -> None:
+        """Stops admission. What has not ended by the deadline (0: none) is handed back."""
+        self.draining = True
+        if deadline_us:
+            self.drain_deadline_us = min(deadline_us, self.drain_deadline_us or deadline_us)
+            self.pass_time(now_us)
+
+    def hand_back(self, now_us: int) -> None:
+        """Everything that is left fails with an error that says that it may be submitted elsewhere."""
+        for request in list(self._requests.live.values()):
+            problem = f"request {request.id} was handed back: the coordinator is draining; submit it elsewhere"
+            self._outcomes.end(request, "fail", "failed", Draining(problem, request_id=request.id), now_us)
+
+    # ----------------------------------------------------------------------------------------------------------- read
+
+    def _generated(self, request: Request) -> int:
+        if request.slot == NO_SLOT:
+            return int(request.tokens.size)
+        return int(self._cache.sequences.length[request.slot] - self._admission.runs.base[request.slot])
+
+    def info(self, _event: FromClient, message: GetRequest, now_us: int) -> Message:
+        """What is known of a request."""
+        request = self._requests.find(message.request_id)
+        tokens = request.tokens
+        if request.slot != NO_SLOT:
+            tokens = self._cache.sequences.text(request.slot)[int(self._admission.runs.base[request.slot]) :]
+        return RequestInfo(
+            rid=message.rid,
+            request_id=request.id,
+            state=request.state,
+            tenant=self._cache.tenants.names[request.tenant],
+            prompt_tokens=request.prompt.size,
+            max_tokens=request.max_tokens,
+            generated_tokens=tokens.size,
+            cached_tokens=request.cached_tokens,
+            age_us=now_us - request.submitted_us,
+            reason=request.reason,
+            error=ErrorInfo.of(request.error) if request.error else None,
+            timings=request.timings(),
+            worker=request.worker,
+            priority=request.priority,
+            preemptions=request.preemptions,
+            detached=request.detached,
+            tokens=tokens if message.with_tokens else NO_INT32,
+        )
+
+    def list(self, _event: FromClient, message: ListRequests, now_us: int) -> Message:
+        """The newest requests."""
+        if not 1 <= message.count_max <= self._limits.list_max:
+            raise InvalidRequest("count_max", f"must be 1 to {self._limits.list_max}")
+        known = {**self._requests.finished, **self._requests.live}
+        newest = sorted(known, reverse=True)[: message.count_max]
+        names = self._cache.tenants.names
+        rows = [statistics.row(known[i], self._generated(known[i]), names[known[i].tenant], now_us) for i in newest]
+        return RequestList(rid=message.rid, requests=tuple(rows), total=len(known))
+
+    def purge(self, _event: FromClient, message: PurgeFinished, now_us: int) -> Message:
+        """Forgets requests that ended some time ago."""
+        if message.older_than_ms < 0:
+            raise InvalidRequest("older_than_ms", "must be 0 or more")
+        return Purged(rid=message.rid, count=self._requests.purge(now_us, message.older_than_ms * 1000))
+
+    def recheck(self, now_us: int) -> None:
+        """The model is known now: requests that came before are held to its limits."""
+        model = self._model()
+        for request in list(self._admission.waiting):
+            try:
+                tenant = self._cache.tenants.names[request.tenant]
+                validate.sampling(request.sampling, self._limits, model)
+                validate.fits(request.prompt, request.max_tokens, tenant, self._limits, model, self._cache)
+            except KvforgeError as error:
+                self._outcomes.end(request, "fail", "failed", error, now_us)

@@ -1,0 +1,35 @@
+"""What the scheduler knows of each running sequence."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from .requests import Request
+
+EOS_TOKENS_MAX = 16
+
+
+class Runs:
+    """Struct-of-arrays indexed by slot."""
+
+    def __init__(self, slots: int, stop_tokens_max: int) -> None:
+        self.limit = np.zeros(slots, np.int64)
+        self.base = np.zeros(slots, np.int64)
+        self.order = np.zeros(slots, np.int64)
+        self.serial = np.zeros(slots, np.int64)
+        self.client = np.zeros(slots, np.int64)
+        self.stream = np.zeros(slots, np.bool_)
+        self.tops = np.zeros(slots, np.bool_)
+        self.stops = np.full((slots, stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
+
+    def start(self, slot: int, request: Request, prompt_length: int, eos: tuple[int, ...], order: int) -> None:
+        """The request takes the slot."""
+        self.base[slot] = prompt_length
+        self.limit[slot] = prompt_length + request.max_tokens
+        self.order[slot] = order
+        self.client[slot] = request.client
+        self.stream[slot] = request.stream and not request.paused
+        self.tops[slot] = request.tops is not None
+        stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
+        self.stops[slot] = -1
+        self.stops[slot, : len(stops)] = stops

@@ -1,0 +1,46 @@
+"""Whom to preempt when blocks run out: whoever costs least to redo, never the oldest.
+
+What a request costs is what must be computed again: the tokens of the blocks that it alone holds, for they are what is
+wanted of it, and what was computed again for it before, so that two requests do not preempt each other over and over.
+The oldest of those that share a pool is never preempted, so it ends, whatever the others do, and then the next oldest:
+no set of requests can keep each other from ending.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .cache import Cache
+from .requests import RequestTable
+from .sequences import Slots
+
+
+def choose(
+    cache: Cache, requests: RequestTable, order: npt.NDArray[np.int64], candidates: Slots, short: int
+) -> int | None:
+    """The slot to preempt among `candidates`, all of one pool; None where only the oldest is there.
+
+    order: by slot, lower is older. short: how many blocks are wanted.
+    """
+    if candidates.size < 2:
+        return None
+    oldest = candidates[np.argmin(order[candidates])]
+    mine = candidates[candidates != oldest]
+    gain, cost = _gain_and_cost(cache, mine)
+    redone = [requests.live[request].redone_tokens for request in cache.sequences.request[mine].tolist()]
+    youngest_first = np.argsort(-order[mine], kind="stable")
+    mine, gain, cost = mine[youngest_first], gain[youngest_first], (cost + np.array(redone))[youngest_first]
+    enough = np.flatnonzero(gain >= min(short, int(gain.max())))
+    return int(mine[enough[np.argmin(cost[enough])]])
+
+
+def _gain_and_cost(cache: Cache, slots: Slots) -> tuple[Slots, Slots]:
+    """Blocks that only this sequence holds, and the tokens computed in them: [n] each."""
+    s, blocks = cache.sequences, cache.blocks
+    used = s.used[slots]
+    columns = np.arange(int(used.max(initial=0)))
+    held = columns < used[:, None]
+    alone = held & (blocks.refcount[s.table[slots][:, : columns.size]] == 1)
+    with_kv = np.clip(s.scheduled[slots][:, None] - columns * s.block_size, 0, s.block_size)
+    return alone.sum(axis=1), np.where(alone, with_kv, 0).sum(axis=1)
