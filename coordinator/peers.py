@@ -9,23 +9,32 @@ always read before a connection is bound to its descriptor; a hello that outlive
 from __future__ import annotations
 
 import errno
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from protocol.transport import router
+from protocol.transport import SEND_MESSAGES_MAX, router
+
+from .turn import Frames, Sent
 
 LAST_WORDS_MS = 500
-Frames = Sequence[bytes | memoryview]
+# What a ROUTER that must not drop says when a peer's queue is full, and when it knows no such peer.
+OUTCOMES = {errno.EAGAIN: Sent.FULL, errno.EHOSTUNREACH: Sent.GONE}
 
 
 class Peers:
     """The connections of one socket. A connection has a number once `admit` gave it one."""
 
-    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str, numbers: Callable[[], int]) -> None:
-        """Binds. Raises zmq.ZMQError."""
-        self.socket = router(context)
+    def __init__(
+        self,
+        context: zmq.Context[zmq.Socket[bytes]],
+        endpoint: str,
+        numbers: Callable[[], int],
+        send_messages_max: int = SEND_MESSAGES_MAX,
+    ) -> None:
+        """Binds. send_messages_max: how many messages wait for each peer. Raises zmq.ZMQError."""
+        self.socket = router(context, send_messages_max)
         self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
         self._numbers = numbers
         self._number_of: dict[bytes, int] = {}
@@ -94,26 +103,26 @@ class Peers:
         if not self._by_fd[descriptor]:
             del self._by_fd[descriptor]
 
-    def send(self, number: int, frames: Frames) -> bool:
-        """Sends without waiting. False where the peer is gone or takes nothing more: it is then reported as gone."""
+    def send(self, number: int, frames: Frames) -> Sent:
+        """Sends without waiting. A peer that is found to be gone is forgotten and reported by `take_gone`."""
         identity = self._identity_of.get(number)
         if identity is None:
-            return False
-        if self.send_to(identity, frames):
-            return True
-        self.forget(number)
-        self._gone.append(number)
-        return False
+            return Sent.GONE
+        sent = self.send_to(identity, frames)
+        if sent is Sent.GONE:
+            self.forget(number)
+            self._gone.append(number)
+        return sent
 
-    def send_to(self, identity: bytes, frames: Frames) -> bool:
-        """Sends to a connection that has no number (yet)."""
+    def send_to(self, identity: bytes, frames: Frames) -> Sent:
+        """Sends to a connection that has no number (yet), without waiting."""
         try:
             self.socket.send_multipart([identity, *frames], zmq.NOBLOCK)
         except zmq.ZMQError as error:
-            if error.errno in (errno.EAGAIN, errno.EHOSTUNREACH):
-                return False
-            raise
-        return True
+            if error.errno not in OUTCOMES:
+                raise
+            return OUTCOMES[error.errno]
+        return Sent.DONE
 
     def close(self) -> None:
         """Closes the socket; `ipc` files are removed by the server. What was sent last has a moment to leave."""

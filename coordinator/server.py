@@ -1,6 +1,7 @@
 """The only loop: sockets in, core, tables, sockets out.
 
-A plain ZeroMQ poll; one thread; nothing here waits for a peer. What one turn does is in `turn.py`.
+A plain ZeroMQ poll; one thread; nothing here waits for a peer. What one turn does is in `turn.py`. The poll ends when
+something arrives, and when the core, or a reply that waits, or a process to be killed is due.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import secrets
 import signal
 import socket as sockets
 import time
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from types import FrameType
@@ -35,11 +37,41 @@ from protocol.transport import (
 from .config import CoordinatorConfig
 from .core.machine import Machine
 from .peers import Peers
+from .replacing import Replacer
 from .turn import TurnLimits, TurnLoop
 
 LOCK_FILE = "coordinator.lock"
-IDLE_WAIT_MS = 1000
+IDLE_WAIT_US = 1_000_000
+PROGRESS_US = 3_000_000
 log = logging.getLogger("coordinator")
+
+
+class Ending:
+    """A stop that was asked for: what runs may end by the deadline, then it is handed back. Times in microseconds."""
+
+    def __init__(self, now_us: int, drain_us: int) -> None:
+        self.deadline_us = now_us + drain_us
+        self._say_us = now_us
+
+    def over(self, turned_us: int, live: int) -> bool:
+        """Whether nothing is left to wait for. turned_us: when the last turn was run, live: the requests after it.
+
+        The turn that hands the rest back is the first one at the deadline or after: it is always run.
+        """
+        return not live or turned_us >= self.deadline_us
+
+    def progress(self, now_us: int, live: int) -> str | None:
+        """What the operator is told every few seconds; None in between."""
+        if now_us < self._say_us or not live:
+            return None
+        self._say_us = now_us + PROGRESS_US
+        left = "1 request" if live == 1 else f"{live} requests"
+        seconds = max(0.0, (self.deadline_us - now_us) / 1e6)
+        return f"draining: {left} left, {seconds:.1f} s until the rest is handed back"
+
+    def next_wake_us(self) -> int:
+        """When there is something to do: the next line of progress, or the end."""
+        return min(self._say_us, self.deadline_us)
 
 
 class Server:
@@ -56,13 +88,16 @@ class Server:
         self.boot = secrets.token_hex(16)
         self.machine = Machine(limits, self.boot, secrets.token_bytes(32), self._now_us())
         self._numbers = 0
-        self._stopping = 0
-        self._stop_deadline = 0.0
+        self._signals = self._signals_taken = 0
+        self._ending: Ending | None = None
+        self._turned_us = 0
+        self._replacer = Replacer()
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         try:
             self.tables = TablesWriter(self.runtime / TABLES_FILE, geometry, self.boot)
             self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            self.clients = Peers(self.context, client_address, self._next_number)
+            buffer = config.limits.client_buffer_messages
+            self.clients = Peers(self.context, client_address, self._next_number, buffer)
             self.workers = Peers(self.context, worker_address, self._next_number)
         except (OSError, zmq.ZMQError) as error:
             self._lock.release()
@@ -71,7 +106,7 @@ class Server:
             messages_per_turn_max=config.limits.messages_per_turn_max, clients_max=config.limits.clients_max
         )
         entropy = partial(secrets.randbits, 64)
-        self._turns = TurnLoop(self.machine, self.tables, self.clients, self.workers, entropy, bounds)
+        self._turns = TurnLoop(self.machine, self.tables, self.clients, self.workers, entropy, bounds, self._replacer)
 
     @staticmethod
     def _now_us() -> int:
@@ -84,7 +119,10 @@ class Server:
     # ----------------------------------------------------------------------------------------------------------- loop
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains: what runs ends (bounded by `drain_s`), workers are stopped."""
+        """Serves until SIGTERM or SIGINT, then drains: what runs ends (bounded by `drain_s`), workers are stopped.
+
+        A second signal ends it at once.
+        """
         self._catch_signals()
         poller = zmq.Poller()
         for socket in (self.clients.socket, self.clients.monitor, self.workers.socket, self.workers.monitor):
@@ -94,22 +132,29 @@ class Server:
         log.info("serving at %s (boot %s)", client_endpoint(self.runtime), self.boot[:8])
         while not self._finished():
             poller.poll(self._wait_ms())
+            self._take_signals()
             self.turn()
         self._stop_workers()
 
     def turn(self) -> None:
         """One turn of the loop; does not wait."""
-        self._turns.turn(self._now_us())
+        self._turned_us = self._now_us()
+        self._turns.turn(self._turned_us)
 
     def _wait_ms(self) -> int:
-        if not self._stopping:
-            return IDLE_WAIT_MS
-        return max(0, min(IDLE_WAIT_MS, int((self._stop_deadline - time.monotonic()) * 1000)))
+        """How long nothing has to be done if nothing arrives. Rounded up: a turn before its time would find nothing."""
+        now_us = self._now_us()
+        wakes = [now_us + IDLE_WAIT_US]
+        if (wake_us := self._turns.next_wake_us(now_us)) is not None:
+            wakes.append(wake_us)
+        if self._ending is not None:
+            wakes.append(self._ending.next_wake_us())
+        return max(0, -(-(min(wakes) - now_us) // 1000))
 
     def _finished(self) -> bool:
-        if not self._stopping:
+        if self._ending is None:
             return False
-        return self._stopping > 1 or not self.machine.requests.live or time.monotonic() >= self._stop_deadline
+        return self._signals > 1 or self._ending.over(self._turned_us, len(self.machine.requests.live))
 
     # ------------------------------------------------------------------------------------------------------- the ends
 
@@ -121,11 +166,21 @@ class Server:
             signal.signal(number, self._on_signal)
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
-        self._stopping += 1
-        if self._stopping == 1:
-            self._stop_deadline = time.monotonic() + self.config.drain_s
-            self.machine.draining = True
-            notify("STOPPING=1", "STATUS=draining")
+        self._signals += 1  # and no more: it may come in the middle of a turn
+
+    def _take_signals(self) -> None:
+        now_us = self._now_us()
+        if self._signals > self._signals_taken:
+            self._signals_taken = self._signals
+            with suppress(BlockingIOError):
+                self._read_wakeup.recv(1024)
+            if self._ending is None:
+                self._ending = Ending(now_us, int(self.config.drain_s * 1e6))
+                self.machine.begin_drain(now_us, self._ending.deadline_us)
+                notify("STOPPING=1", "STATUS=draining")
+        if self._ending is not None and (words := self._ending.progress(now_us, len(self.machine.requests.live))):
+            log.info("%s", words)
+            notify(f"STATUS={words}")
 
     def _stop_workers(self) -> None:
         for number in list(self.machine.workers):
@@ -135,6 +190,7 @@ class Server:
     def close(self) -> None:
         """Leaves nothing behind: sockets, tables and lock are removed. Idempotent."""
         signal.set_wakeup_fd(-1)
+        self._replacer.close()
         self.clients.close()
         self.workers.close()
         self.context.term()

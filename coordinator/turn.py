@@ -2,12 +2,17 @@
 
 Always in this order: drain what has arrived (a bounded number of messages from each side), apply every event to the
 core, apply Turn, publish the tables, send. The server runs it over ZeroMQ, the simulator over a simulated network.
+
+Nobody is waited for. What a client that does not read should have been streamed is the core's to send again; replies
+wait for it here, so many and no more.
 """
 
 from __future__ import annotations
 
 import logging
+from collections import deque
 from collections.abc import Callable, Sequence
+from enum import Enum
 from typing import Protocol
 
 import msgspec
@@ -24,6 +29,7 @@ from protocol.messages import (
     Hello,
     Message,
     Refused,
+    Stream,
     Welcome,
     WorkerHello,
     WorkerWelcome,
@@ -31,12 +37,14 @@ from protocol.messages import (
 from protocol.tables import TablesWriter
 
 from .core.events import (
+    ClientFull,
     ClientGone,
     DropWorker,
     Effect,
     FromClient,
     FromWorker,
     Log,
+    ReplaceWorker,
     ToClient,
     ToWorker,
     Turn,
@@ -45,8 +53,17 @@ from .core.events import (
 from .core.machine import Machine
 from .publish import publish
 
+RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
 Frames = Sequence[bytes | memoryview]
 log = logging.getLogger("coordinator")
+
+
+class Sent(Enum):
+    """What became of a message."""
+
+    DONE = "done"  # it is on its way
+    FULL = "full"  # the peer takes nothing more for now
+    GONE = "gone"  # there is no such peer any more
 
 
 class Transport(Protocol):
@@ -72,22 +89,89 @@ class Transport(Protocol):
     def forget(self, number: int) -> None:
         """The connection is no longer ours to talk to. Idempotent."""
 
-    def send(self, number: int, frames: Frames) -> bool:
-        """Sends without waiting; False where the peer is gone."""
+    def send(self, number: int, frames: Frames) -> Sent:
+        """Sends without waiting. A peer that is found to be gone is forgotten and reported by `take_gone`."""
 
-    def send_to(self, identity: bytes, frames: Frames) -> bool:
-        """Sends to a connection that has no number (yet)."""
+    def send_to(self, identity: bytes, frames: Frames) -> Sent:
+        """Sends to a connection that has no number (yet), without waiting."""
+
+
+class Processes(Protocol):
+    """The processes of the workers, by the number of their connection: what `coordinator.replacing.Replacer` is."""
+
+    def watch(self, worker: int, pid: int, descriptor: int) -> None:
+        """A worker connected."""
+
+    def leave(self, worker: int) -> None:
+        """Its connection ended; in this turn its process may still have to be replaced."""
+
+    def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
+        """Ends a process that hangs, without waiting for it."""
+
+    def act(self, now_us: int) -> None:
+        """Does what is due."""
+
+    def next_wake_us(self) -> int | None:
+        """When `act` has something to do; None: not before something happens."""
 
 
 class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one turn, and of the connections it admits."""
+    """Bounds of one turn, and of the connections it admits. client_backlog_max: replies that wait for one client."""
 
     messages_per_turn_max: int = 1024
     clients_max: int = 256
+    client_backlog_max: int = 1024
+
+
+class Outbox:
+    """What goes to clients. Replies to one that takes nothing more for now are kept, in order; streams are not."""
+
+    def __init__(self, clients: Transport, backlog_max: int) -> None:
+        self._clients, self._backlog_max = clients, backlog_max
+        self._backlogs: dict[int, deque[list[bytes]]] = {}
+
+    @property
+    def waiting(self) -> bool:
+        """Whether replies are kept for anyone."""
+        return bool(self._backlogs)
+
+    def reply(self, client: int, frames: Frames) -> bool:
+        """Sends a reply, or keeps it behind those that wait. False: no more may be kept for this client."""
+        backlog = self._backlogs.get(client)
+        if backlog is None:
+            if self._clients.send(client, frames) is not Sent.FULL:
+                return True
+            backlog = self._backlogs[client] = deque()
+        if len(backlog) >= self._backlog_max:
+            return False
+        backlog.append([bytes(frame) for frame in frames])  # copied: a frame shows an array that may change
+        return True
+
+    def stream(self, client: int, frames: Frames) -> bool:
+        """Sends a Stream. False: the client takes nothing more for now, or has yet to get replies from before it."""
+        return client not in self._backlogs and self._clients.send(client, frames) is not Sent.FULL
+
+    def retry(self) -> None:
+        """Sends what is kept, as far as it is taken."""
+        for client, backlog in list(self._backlogs.items()):
+            sent = Sent.DONE
+            while backlog and sent is Sent.DONE:
+                sent = self._clients.send(client, backlog[0])
+                if sent is Sent.DONE:
+                    backlog.popleft()
+            if sent is Sent.GONE or not backlog:
+                del self._backlogs[client]
+
+    def forget(self, client: int) -> None:
+        """The client is gone. Idempotent."""
+        self._backlogs.pop(client, None)
 
 
 class TurnLoop:
-    """What happens in one turn. Time and entropy (64 bit, for seeds) come from the caller."""
+    """What happens in one turn. Time and entropy (64 bit, for seeds) come from the caller.
+
+    processes: ends worker processes that hang; None: nobody does.
+    """
 
     def __init__(
         self,
@@ -97,15 +181,21 @@ class TurnLoop:
         workers: Transport,
         entropy: Callable[[], int],
         limits: TurnLimits,
+        processes: Processes | None = None,
     ) -> None:
         self.machine, self.tables = machine, tables
         self.clients, self.workers = clients, workers
-        self._entropy, self._limits = entropy, limits
+        self._entropy, self._limits, self._processes = entropy, limits, processes
+        self._outbox = Outbox(clients, limits.client_backlog_max)
+        self._turned_us = 0
+        self._again = False
         self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
         self._worker_decoder = codec.Decoder(WORKER_MESSAGES)
 
     def turn(self, now_us: int) -> None:
         """One turn at `now_us` (microseconds, monotonic); does not wait."""
+        self._turned_us, self._again = now_us, False
+        self._outbox.retry()
         effects: list[Effect] = []
         for _ in range(self._limits.messages_per_turn_max):
             if not self._take_worker(effects, now_us):
@@ -116,27 +206,86 @@ class TurnLoop:
         self._note_ends(effects, now_us)
         effects += self.machine.apply(Turn(), now_us)
         publish(self.machine, self.tables, now_us)
-        self._carry_out(effects)
+        self._carry_out(effects, now_us)
+        if self._processes is not None:
+            self._processes.act(now_us)
 
-    def _carry_out(self, effects: list[Effect]) -> None:
-        for effect in effects:
-            if isinstance(effect, ToClient):
-                self.clients.send(effect.client, codec.encode(effect.message))
-            elif isinstance(effect, ToWorker):
-                self.workers.send(effect.worker, codec.encode(effect.message))
-            elif isinstance(effect, DropWorker):
-                log.warning("worker connection %d dropped: %s", effect.worker, effect.reason)
-                self.workers.forget(effect.worker)
-            elif isinstance(effect, Log):
-                log.log(logging.getLevelNamesMapping()[effect.level.upper()], "%s", effect.text)
+    def next_wake_us(self, now_us: int) -> int | None:
+        """When the next turn must be run even if nothing arrives; None: only when something does."""
+        wakes = [self.machine.next_wake_us(now_us)]
+        if self._processes is not None:
+            wakes.append(self._processes.next_wake_us())
+        if self._outbox.waiting:
+            wakes.append(self._turned_us + RETRY_US)
+        if self._again:
+            wakes.append(now_us)
+        return min((wake for wake in wakes if wake is not None), default=None)
+
+    # -------------------------------------------------------------------------------------------------------- effects
+
+    def _carry_out(self, effects: list[Effect], now_us: int) -> None:
+        todo = deque(effects)
+        while todo:
+            todo += self._do(todo.popleft(), now_us)
+
+    def _do(self, effect: Effect, now_us: int) -> list[Effect]:
+        """Carries out one effect. Returns what follows from it."""
+        if isinstance(effect, ToClient):
+            return self._to_client(effect.client, effect.message, now_us)
+        if isinstance(effect, ToWorker):
+            return self._to_worker(effect.worker, effect.message, now_us)
+        if isinstance(effect, DropWorker):
+            log.warning("worker connection %d dropped: %s", effect.worker, effect.reason)
+            self.workers.forget(effect.worker)
+            if self._processes is not None:
+                self._processes.leave(effect.worker)
+        elif isinstance(effect, ReplaceWorker):
+            if self._processes is not None:
+                self._processes.replace(effect.worker, effect.pid, effect.reason, now_us)
+        elif isinstance(effect, Log):
+            log.log(logging.getLevelNamesMapping()[effect.level.upper()], "%s", effect.text)
+        return []
+
+    def _to_client(self, client: int, message: Message, now_us: int) -> list[Effect]:
+        frames = codec.encode(message)
+        if isinstance(message, Stream):
+            if self._outbox.stream(client, frames):
+                return []
+            return self.machine.apply(ClientFull(client, message), now_us)
+        if self._outbox.reply(client, frames):
+            return []
+        backlog_max = self._limits.client_backlog_max
+        log.warning("client connection %d dropped: it does not read, and %d replies wait for it", client, backlog_max)
+        self.clients.forget(client)
+        self._again = True  # what is free now is given to others in a turn of its own
+        return self._client_gone(client, goodbye=False, now_us=now_us)
+
+    def _to_worker(self, worker: int, message: Message, now_us: int) -> list[Effect]:
+        if self.workers.send(worker, codec.encode(message)) is not Sent.FULL:
+            return []
+        log.warning("worker connection %d dropped: it does not read its messages", worker)
+        self.workers.forget(worker)
+        self._again = True
+        return self._worker_gone(worker, goodbye=False, now_us=now_us)
+
+    # ----------------------------------------------------------------------------------------------------------- ends
 
     def _note_ends(self, effects: list[Effect], now_us: int) -> None:
         self.clients.note_ends()
         self.workers.note_ends()
         for number in self.clients.take_gone():
-            effects += self.machine.apply(ClientGone(number), now_us)
+            effects += self._client_gone(number, goodbye=False, now_us=now_us)
         for number in self.workers.take_gone():
-            effects += self.machine.apply(WorkerGone(number), now_us)
+            effects += self._worker_gone(number, goodbye=False, now_us=now_us)
+
+    def _client_gone(self, number: int, *, goodbye: bool, now_us: int) -> list[Effect]:
+        self._outbox.forget(number)
+        return self.machine.apply(ClientGone(number, goodbye), now_us)
+
+    def _worker_gone(self, number: int, *, goodbye: bool, now_us: int) -> list[Effect]:
+        if self._processes is not None:
+            self._processes.leave(number)
+        return self.machine.apply(WorkerGone(number, goodbye), now_us)
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -150,28 +299,33 @@ class TurnLoop:
             message = self._client_decoder.decode(frames)
             number = self.clients.number(identity)
             if isinstance(message, Hello):
-                self._greet_client(identity, descriptor, number, message)
+                effects += self._greet_client(identity, descriptor, number, message)
             elif isinstance(message, Goodbye) and number is None:
                 return True  # the end of its connection was noticed first
             elif number is None:
                 raise ProtocolError("a client's first message is hello")
             elif isinstance(message, Goodbye):
                 self.clients.forget(number)
-                effects += self.machine.apply(ClientGone(number), now_us)
+                effects += self._client_gone(number, goodbye=True, now_us=now_us)
             else:
                 effects += self.machine.apply(FromClient(number, message, self._entropy()), now_us)
         except KvforgeError as error:
-            self._refuse(self.clients, identity, error, message)
+            refused = _refusal(error, message)
+            number = self.clients.number(identity)
+            if number is None:
+                self.clients.send_to(identity, codec.encode(refused))
+            else:
+                effects.append(ToClient(number, refused))
         return True
 
-    def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> None:
+    def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> list[Effect]:
         version = negotiate(message.version_min, message.version_max)
         if number is None:
             if len(self.clients) >= self._limits.clients_max:
                 raise CapacityExceeded("clients", 1, 0, "raise limits.clients_max")
             number = self.clients.admit(identity, descriptor)
             if number is None:
-                return
+                return []
         welcome = Welcome(
             rid=message.rid,
             version=version,
@@ -179,7 +333,7 @@ class TurnLoop:
             tables_path=str(self.tables.path),
             block_size=self.machine.limits.block_size,
         )
-        self.clients.send(number, codec.encode(welcome))
+        return [ToClient(number, welcome)]
 
     # -------------------------------------------------------------------------------------------------------- workers
 
@@ -193,25 +347,32 @@ class TurnLoop:
             message = self._worker_decoder.decode(frames)
             number = self.workers.number(identity)
             if isinstance(message, WorkerHello) and number is None:
-                version = negotiate(message.version_min, message.version_max)
-                self._note_ends(effects, now_us)  # a successor of the same name may be faster than its end
-                number = self.workers.admit(identity, descriptor)
-                if number is None:
-                    return True
-                answers = self.machine.apply(FromWorker(number, message), now_us)
-                if number in self.machine.workers:
-                    self.workers.send(number, codec.encode(self._worker_welcome(message.rid, version)))
-                effects += answers
+                self._greet_worker(identity, descriptor, message, effects, now_us)
             elif number is None:
                 raise ProtocolError("a worker's first message is worker_hello")
             elif isinstance(message, Goodbye):
                 self.workers.forget(number)
-                effects += self.machine.apply(WorkerGone(number), now_us)
+                effects += self._worker_gone(number, goodbye=True, now_us=now_us)
             else:
                 effects += self.machine.apply(FromWorker(number, message), now_us)
         except KvforgeError as error:
-            self._refuse(self.workers, identity, error, message)
+            self.workers.send_to(identity, codec.encode(_refusal(error, message)))
         return True
+
+    def _greet_worker(
+        self, identity: bytes, descriptor: int, message: WorkerHello, effects: list[Effect], now_us: int
+    ) -> None:
+        version = negotiate(message.version_min, message.version_max)
+        self._note_ends(effects, now_us)  # a successor of the same name may be faster than its end
+        number = self.workers.admit(identity, descriptor)
+        if number is None:
+            return
+        answers = self.machine.apply(FromWorker(number, message), now_us)
+        if number in self.machine.workers:
+            if self._processes is not None:
+                self._processes.watch(number, message.pid, descriptor)
+            effects.append(ToWorker(number, self._worker_welcome(message.rid, version)))
+        effects += answers
 
     def _worker_welcome(self, rid: int, version: int) -> Message:
         limits = self.machine.limits
@@ -227,10 +388,11 @@ class TurnLoop:
             step_rows_max=limits.step_rows_max,
         )
 
-    def _refuse(self, peers: Transport, identity: bytes, error: KvforgeError, message: Message | None) -> None:
-        rid = error.rid if isinstance(error, codec.InvalidMessage) else getattr(message, "rid", 0)
-        log.warning("refused a message: %s", error)
-        peers.send_to(identity, codec.encode(Refused(rid=rid, error=ErrorInfo.of(error))))
+
+def _refusal(error: KvforgeError, message: Message | None) -> Refused:
+    rid = error.rid if isinstance(error, codec.InvalidMessage) else getattr(message, "rid", 0)
+    log.warning("refused a message: %s", error)
+    return Refused(rid=rid, error=ErrorInfo.of(error))
 
 
 def negotiate(version_min: int, version_max: int) -> int:

@@ -7,8 +7,10 @@ supported, no coordinator, refused by it).
 from __future__ import annotations
 
 import argparse
+import faulthandler
 import logging
 import os
+import signal
 import sys
 from pathlib import Path
 
@@ -48,4 +50,6 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 if __name__ == "__main__":
+    # A coordinator that finds this worker hung asks for its stack before it kills it.
+    faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     sys.exit(main())

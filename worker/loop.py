@@ -84,7 +84,7 @@ class Worker:
                     self._serve()
         finally:
             notify("STOPPING=1")
-            self._link.close(goodbye=True)
+            self._link.close(goodbye=self._stopping)  # one that ends by a fault has died, and says nothing
             if self._pool is not None:
                 self._pool.close()
             signal.set_wakeup_fd(-1)

@@ -1,0 +1,116 @@
+"""Ends worker processes that are alive and do nothing. Never waits for one.
+
+A worker's process is known by a pidfd, opened while its connection is there: a descriptor stands for one process and
+never for another that was given the same id later, so a late signal reaches that process or nobody. The id is what the
+worker said of itself; the kernel, which knows who is at the other end of a connection, must say the same. Nobody can
+have another process ended by naming it, and an id that means something else here (the worker lives in a container) is
+not used. Successors are started by whoever keeps workers running: `kvforge up`, systemd.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import signal
+import socket as sockets
+import struct
+from typing import NamedTuple
+
+GRACE_S = 1.0
+UCRED = struct.Struct("iII")  # pid, uid, gid
+log = logging.getLogger("coordinator")
+
+
+class Kill(NamedTuple):
+    """A process that was asked for its stack, and when it is killed (microseconds)."""
+
+    at_us: int
+    pid: int
+    pidfd: int
+
+
+class Replacer:
+    """Worker processes by the number of their connection: coordinator.turn.Processes. Times in microseconds."""
+
+    def __init__(self) -> None:
+        self._pidfds: dict[int, int] = {}
+        self._left: list[int] = []
+        self._kills: list[Kill] = []
+
+    def watch(self, worker: int, pid: int, descriptor: int) -> None:
+        """A worker that says it is process `pid` connected; `descriptor`: its connection, our end of it."""
+        try:
+            peer = _peer(descriptor)
+            if pid <= 1 or pid == os.getpid() or pid != peer:
+                log.debug("worker connection %d says it is process %d, the kernel says %d", worker, pid, peer)
+                return
+            self._pidfds[worker] = os.pidfd_open(pid)
+        except OSError as error:
+            log.debug("the process %d of worker connection %d cannot be watched: %s", pid, worker, error)
+
+    def leave(self, worker: int) -> None:
+        """Its connection ended. What is known of its process is kept for the rest of the turn: it may be the very one
+        that is to be replaced. Idempotent."""
+        self._left.append(worker)
+
+    def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
+        """Has the process write its stack to its own log, and kills it `GRACE_S` later."""
+        pidfd = self._pidfds.pop(worker, None)
+        if pidfd is None:
+            log.error("worker process %d hangs (%s) and cannot be ended from here: end it yourself", pid, reason)
+            return
+        log.error("worker process %d hangs (%s): it is killed in %g s, its stack is in its log", pid, reason, GRACE_S)
+        if _signal(pidfd, pid, signal.SIGUSR1):
+            self._kills.append(Kill(now_us + int(GRACE_S * 1e6), pid, pidfd))
+        else:
+            os.close(pidfd)
+
+    def act(self, now_us: int) -> None:
+        """Does what is due. Called at the end of each turn."""
+        due = [kill for kill in self._kills if kill.at_us <= now_us]
+        if due:
+            self._kills = [kill for kill in self._kills if kill.at_us > now_us]
+            self._end(due)
+        left, self._left = self._left, []
+        for worker in left:
+            pidfd = self._pidfds.pop(worker, None)
+            if pidfd is not None:
+                os.close(pidfd)
+
+    def next_wake_us(self) -> int | None:
+        """When `act` has something to do; None: not before something happens."""
+        return min((kill.at_us for kill in self._kills), default=None)
+
+    def close(self) -> None:
+        """Kills at once what was to be killed, and closes everything. Idempotent."""
+        kills, self._kills = self._kills, []
+        self._end(kills)
+        for pidfd in self._pidfds.values():
+            os.close(pidfd)
+        self._pidfds.clear()
+
+    def _end(self, kills: list[Kill]) -> None:
+        for kill in kills:
+            if _signal(kill.pidfd, kill.pid, signal.SIGKILL):
+                log.warning("worker process %d was killed", kill.pid)
+            os.close(kill.pidfd)
+
+
+def _peer(descriptor: int) -> int:
+    """The process at the other end of a local connection; 0: one that cannot be seen from here. Raises OSError."""
+    with sockets.fromfd(descriptor, sockets.AF_UNIX, sockets.SOCK_STREAM) as connection:
+        credentials = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, UCRED.size)
+    pid: int = UCRED.unpack(credentials)[0]
+    return pid
+
+
+def _signal(pidfd: int, pid: int, number: signal.Signals) -> bool:
+    """Sends a signal. False where the process is gone already, or is not ours to signal (then someone is told)."""
+    try:
+        signal.pidfd_send_signal(pidfd, number)
+    except ProcessLookupError:
+        return False
+    except OSError as error:
+        log.error("worker process %d cannot be ended: %s", pid, error)
+        return False
+    return True

@@ -1,0 +1,214 @@
+"""Processes that hang are asked for their stack and killed; nobody else ever is."""
+
+from __future__ import annotations
+
+import logging
+import os
+import select
+import signal
+import socket as sockets
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+
+import pytest
+
+from coordinator.replacing import GRACE_S, Replacer
+
+GRACE_US = int(GRACE_S * 1e6)
+WAIT_S = 60.0
+WORKER = 7
+
+CHILD = """
+import faulthandler, signal, socket, sys
+faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
+connection = socket.socket(socket.AF_UNIX)
+connection.connect(sys.argv[1])
+def where_it_hangs():
+    signal.alarm(120)  # should nobody be left to end it
+    connection.send(b"!")
+    while True:
+        pass
+where_it_hangs()
+"""
+
+
+class Hung:
+    """A process that is connected to us and spins."""
+
+    def __init__(self, folder: Path) -> None:
+        path = str(folder / "s")
+        with sockets.socket(sockets.AF_UNIX) as listener:
+            listener.bind(path)
+            listener.listen()
+            listener.settimeout(WAIT_S)
+            self.process = subprocess.Popen([sys.executable, "-c", CHILD, path], stderr=subprocess.PIPE)
+            self.connection, _ = listener.accept()
+        self.connection.settimeout(WAIT_S)
+        assert self.connection.recv(1) == b"!"
+        self.pid = self.process.pid
+
+    def read_until(self, words: str) -> str:
+        """What it writes, up to a line with these words."""
+        assert self.process.stderr is not None
+        text, deadline = b"", monotonic() + WAIT_S
+        while words.encode() not in text:
+            assert select.select([self.process.stderr], [], [], max(0.0, deadline - monotonic()))[0], text
+            chunk = os.read(self.process.stderr.fileno(), 1 << 16)
+            assert chunk, text
+            text += chunk
+        return text.decode()
+
+    def close(self) -> None:
+        self.process.kill()
+        self.process.wait(WAIT_S)
+        assert self.process.stderr is not None
+        self.process.stderr.close()
+        self.connection.close()
+
+
+@pytest.fixture
+def hung(tmp_path: Path) -> Iterator[Hung]:
+    made = Hung(tmp_path)
+    yield made
+    made.close()
+
+
+@pytest.fixture
+def replacer() -> Iterator[Replacer]:
+    """It leaves no descriptor open."""
+    before = descriptors()
+    made = Replacer()
+    yield made
+    made.close()
+    made.close()
+    assert descriptors() <= before
+
+
+def descriptors() -> set[str]:
+    """Our open pidfds. (Others are opened and closed by the fixtures.)"""
+    found = set()
+    for entry in Path("/proc/self/fdinfo").iterdir():
+        try:
+            if "\nPid:" in entry.read_text():
+                found.add(entry.name)
+        except FileNotFoundError:
+            continue  # the one that listed this folder
+    return found
+
+
+def watched(replacer: Replacer, hung: Hung) -> Replacer:
+    replacer.watch(WORKER, hung.pid, hung.connection.fileno())
+    assert len(descriptors()) == 1
+    return replacer
+
+
+def test_a_hung_process_writes_its_stack_and_is_killed_a_little_later(
+    replacer: Replacer, hung: Hung, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched(replacer, hung)
+    replacer.leave(WORKER)  # the connection is dropped first
+    replacer.replace(WORKER, hung.pid, "no step for 60 s", 5_000)
+    replacer.act(5_000)
+    assert "most recent call first" in hung.read_until("in where_it_hangs")
+    assert replacer.next_wake_us() == 5_000 + GRACE_US
+    replacer.act(5_000 + GRACE_US - 1)
+    assert replacer.next_wake_us() == 5_000 + GRACE_US
+    replacer.act(5_000 + GRACE_US)
+    assert hung.process.wait(WAIT_S) == -signal.SIGKILL
+    assert replacer.next_wake_us() is None
+    assert descriptors() == set()
+    told = [(record.levelname, record.getMessage()) for record in caplog.records]
+    assert told[0] == (
+        "ERROR",
+        f"worker process {hung.pid} hangs (no step for 60 s): it is killed in 1 s, its stack is in its log",
+    )
+
+
+def test_a_stopped_process_is_killed(replacer: Replacer, hung: Hung) -> None:
+    watched(replacer, hung)
+    hung.process.send_signal(signal.SIGSTOP)
+    replacer.replace(WORKER, hung.pid, "no step", 0)
+    replacer.act(GRACE_US)
+    assert hung.process.wait(WAIT_S) == -signal.SIGKILL
+
+
+def test_a_process_that_ended_before_or_meanwhile_is_fine(
+    replacer: Replacer, hung: Hung, caplog: pytest.LogCaptureFixture
+) -> None:
+    watched(replacer, hung)
+    replacer.watch(WORKER + 1, hung.pid, hung.connection.fileno())
+    replacer.replace(WORKER, hung.pid, "no step", 0)
+    hung.process.kill()
+    hung.process.wait(WAIT_S)
+    caplog.clear()
+    replacer.act(GRACE_US)
+    replacer.replace(WORKER + 1, hung.pid, "no step", GRACE_US)
+    assert replacer.next_wake_us() is None
+    assert descriptors() == set()
+    assert [record.getMessage().partition("(")[0] for record in caplog.records] == [f"worker process {hung.pid} hangs "]
+
+
+def test_what_is_known_of_a_worker_goes_with_it(replacer: Replacer, hung: Hung) -> None:
+    watched(replacer, hung)
+    replacer.leave(WORKER)
+    replacer.leave(WORKER)
+    replacer.act(1)
+    assert descriptors() == set()
+    replacer.replace(WORKER, hung.pid, "no step", 2)
+    assert replacer.next_wake_us() is None
+    assert hung.process.poll() is None
+
+
+def test_at_the_end_what_was_to_be_killed_is_killed_at_once(replacer: Replacer, hung: Hung) -> None:
+    watched(replacer, hung)
+    replacer.replace(WORKER, hung.pid, "no step", 0)
+    replacer.close()
+    assert hung.process.wait(WAIT_S) == -signal.SIGKILL
+    assert descriptors() == set()
+
+
+@pytest.mark.parametrize("pid", [-1, 0, 1], ids=str)
+def test_ids_that_mean_something_else_are_never_signalled(
+    replacer: Replacer, hung: Hung, pid: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    replacer.watch(WORKER, pid, hung.connection.fileno())
+    assert descriptors() == set()
+    assert caplog.records == []
+    replacer.replace(WORKER, pid, "no step", 0)
+    assert replacer.next_wake_us() is None
+    assert [record.getMessage() for record in caplog.records] == [
+        f"worker process {pid} hangs (no step) and cannot be ended from here: end it yourself"
+    ]
+
+
+def test_our_own_process_is_never_signalled(replacer: Replacer) -> None:
+    ours, theirs = sockets.socketpair()  # the kernel says that we are at both ends
+    with ours, theirs:
+        replacer.watch(WORKER, os.getpid(), ours.fileno())
+        replacer.replace(WORKER, os.getpid(), "no step", 0)
+    assert descriptors() == set()
+    assert replacer.next_wake_us() is None
+
+
+def test_nobody_has_another_process_ended_by_naming_it(replacer: Replacer, hung: Hung) -> None:
+    ours, theirs = sockets.socketpair()
+    with ours, theirs:
+        replacer.watch(WORKER, hung.pid, ours.fileno())
+        replacer.replace(WORKER, hung.pid, "no step", 0)
+    replacer.act(GRACE_US)
+    assert replacer.next_wake_us() is None
+    assert hung.process.poll() is None
+
+
+def test_a_connection_that_is_none_is_no_noise(
+    replacer: Replacer, hung: Hung, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO), Path("/dev/null").open() as file:
+        replacer.watch(WORKER, hung.pid, file.fileno())
+        replacer.watch(WORKER, hung.pid, 1 << 20)
+    assert descriptors() == set()
+    assert caplog.records == []

@@ -1,0 +1,467 @@
+"""One turn over sockets that do not take everything: what waits, what is lost, who is dropped. The core is scripted."""
+
+from __future__ import annotations
+
+import logging
+from collections import deque
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import zmq
+
+from coordinator.core.events import (
+    ClientFull,
+    ClientGone,
+    DropWorker,
+    Effect,
+    Event,
+    FromClient,
+    Log,
+    ReplaceWorker,
+    ToClient,
+    ToWorker,
+    Turn,
+    WorkerGone,
+)
+from coordinator.core.limits import Limits
+from coordinator.core.machine import Machine
+from coordinator.server import PROGRESS_US, Ending
+from coordinator.turn import RETRY_US, Sent, TurnLimits, TurnLoop
+from protocol import codec
+from protocol.layout import Geometry
+from protocol.messages import (
+    CLIENT_REPLIES,
+    WORKER_REPLIES,
+    Done,
+    GetStats,
+    Goodbye,
+    Hello,
+    Message,
+    Refused,
+    SequenceTokens,
+    Stop,
+    Stream,
+    Welcome,
+    WorkerHello,
+    WorkerWelcome,
+)
+from protocol.tables import TablesWriter
+from tests.coordinator.net import Net, fill, short_lived_net, until
+
+Frames = Sequence[bytes | memoryview]
+BACKLOG = 4
+
+
+class Scripted(Machine):
+    """A core that notes what it is told, and answers with what the test has prepared."""
+
+    def __init__(self) -> None:
+        super().__init__(Limits(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8), "b" * 32, bytes(32))
+        self.events: list[Event] = []
+        self.answers: dict[type, list[Effect]] = {}
+        self.wake: int | None = None
+
+    def apply(self, event: Event, now_us: int) -> list[Effect]:
+        if not isinstance(event, Turn):
+            self.events.append(event)
+        if isinstance(event, Turn | ClientFull | ClientGone | WorkerGone):
+            return self.answers.pop(type(event), [])
+        if isinstance(event, FromClient):
+            return [ToClient(event.client, Done(rid=getattr(event.message, "rid", 0)))]
+        return super().apply(event, now_us)
+
+    def next_wake_us(self, now_us: int) -> int | None:
+        return self.wake
+
+
+class Wire:
+    """A transport in memory. Connections are their numbers; `full` and `gone` are set by the test."""
+
+    def __init__(self, replies: Any) -> None:
+        self.sent: dict[int, list[Message]] = {}
+        self.inbox: deque[tuple[bytes, int, list[bytes]]] = deque()
+        self.full: set[int] = set()
+        self.gone: set[int] = set()
+        self.known: set[int] = set()
+        self._ended: list[int] = []
+        self._decoder = codec.Decoder(replies)
+
+    def __len__(self) -> int:
+        return len(self.known)
+
+    def arrive(self, number: int, message: Message) -> None:
+        self.inbox.append((b"%d" % number, 100 + number, [bytes(frame) for frame in codec.encode(message)]))
+
+    def receive(self) -> tuple[bytes, int, list[bytes]] | None:
+        return self.inbox.popleft() if self.inbox else None
+
+    def number(self, identity: bytes) -> int | None:
+        return int(identity) if int(identity) in self.known else None
+
+    def admit(self, identity: bytes, _descriptor: int) -> int | None:
+        self.known.add(int(identity))
+        return int(identity)
+
+    def note_ends(self) -> None:
+        pass
+
+    def end(self, number: int) -> None:
+        """Its connection ends by itself."""
+        self.forget(number)
+        self._ended.append(number)
+
+    def take_gone(self) -> list[int]:
+        ended, self._ended = self._ended, []
+        return ended
+
+    def forget(self, number: int) -> None:
+        self.known.discard(number)
+
+    def send(self, number: int, frames: Frames) -> Sent:
+        if number in self.known and number in self.gone:
+            self.end(number)
+        return self.send_to(b"%d" % number, frames) if number in self.known else Sent.GONE
+
+    def send_to(self, identity: bytes, frames: Frames) -> Sent:
+        if int(identity) in self.full:
+            return Sent.FULL
+        message = self._decoder.decode([bytes(frame) for frame in frames])
+        self.sent.setdefault(int(identity), []).append(message)
+        return Sent.DONE
+
+    def take(self, number: int) -> list[Message]:
+        """What was sent to a connection since the last call."""
+        return self.sent.pop(number, [])
+
+
+class Noted:
+    """Processes that only note what is asked."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+        self.wake: int | None = None
+
+    def watch(self, worker: int, pid: int, descriptor: int) -> None:
+        self.calls.append(("watch", worker, pid, descriptor))
+
+    def leave(self, worker: int) -> None:
+        self.calls.append(("leave", worker))
+
+    def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
+        self.calls.append(("replace", worker, pid, reason, now_us))
+
+    def act(self, now_us: int) -> None:
+        self.calls.append(("act", now_us))
+
+    def next_wake_us(self) -> int | None:
+        return self.wake
+
+
+class Bench:
+    """A turn loop over two wires. Clients 1 and 2 and worker 3 are connected."""
+
+    def __init__(self, folder: Path) -> None:
+        self.machine, self.processes = Scripted(), Noted()
+        self.clients, self.workers = Wire(CLIENT_REPLIES), Wire(WORKER_REPLIES)
+        geometry = Geometry(slots=4, blocks=64, blocks_per_sequence=8, block_size=16)
+        self.tables = TablesWriter(folder / "tables", geometry, self.machine.boot)
+        limits = TurnLimits(client_backlog_max=BACKLOG)
+        self.loop = TurnLoop(self.machine, self.tables, self.clients, self.workers, lambda: 7, limits, self.processes)
+        self.now_us = 0
+        self.clients.known |= {1, 2}
+        self.workers.known.add(3)
+
+    def turn(self, *effects: Effect) -> None:
+        """A turn in which the core wants these effects."""
+        self.now_us += 1_000
+        self.machine.answers[Turn] = list(effects)
+        self.loop.turn(self.now_us)
+
+
+@pytest.fixture
+def bench(tmp_path: Path) -> Iterator[Bench]:
+    made = Bench(tmp_path)
+    yield made
+    made.tables.close()
+
+
+@pytest.fixture
+def net() -> Iterator[Net]:
+    with short_lived_net() as made:
+        yield made
+
+
+def done(*rids: int, client: int = 1) -> list[Effect]:
+    return [ToClient(client, Done(rid=rid)) for rid in rids]
+
+
+def rows(*request_ids: int) -> Stream:
+    count = len(request_ids)
+    return Stream(
+        request_ids=np.array(request_ids, np.int64),
+        offsets=np.zeros(count, np.int32),
+        tokens=np.zeros(count, np.int32),
+        logprobs=np.zeros(count, np.float32),
+    )
+
+
+def rids(messages: list[Message]) -> list[int]:
+    return [getattr(message, "rid", -1) for message in messages]
+
+
+# ------------------------------------------------------------------------------------------------------- slow readers
+
+
+def test_replies_to_a_full_client_wait_in_order_and_nobody_else_does(bench: Bench) -> None:
+    bench.clients.full.add(1)
+    bench.turn(*done(1, 2), *done(9, client=2))
+    assert rids(bench.clients.take(2)) == [9]
+    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us + RETRY_US
+    bench.clients.full.clear()
+    bench.turn(*done(3))
+    assert rids(bench.clients.take(1)) == [1, 2, 3]
+    assert bench.loop.next_wake_us(bench.now_us) is None
+    assert bench.machine.events == []
+
+
+def test_a_reply_waits_behind_what_waits_even_if_it_could_be_sent(bench: Bench) -> None:
+    """Between the retry at the start of a turn and its end the client may begin to read."""
+    bench.clients.full.add(1)
+    bench.turn(*done(1))
+    real = bench.clients.receive
+    bench.clients.receive = lambda: (bench.clients.full.clear(), real())[1]  # type: ignore[func-returns-value, method-assign]
+    bench.turn(*done(2), ToClient(1, rows(5)))
+    assert bench.clients.take(1) == []
+    assert [type(event) for event in bench.machine.events] == [ClientFull]
+    bench.turn()
+    assert rids(bench.clients.take(1)) == [1, 2]
+
+
+def test_a_client_that_goes_on_reading_in_the_middle_of_its_backlog_keeps_the_order(bench: Bench) -> None:
+    bench.clients.full.add(1)
+    bench.turn(*done(1, 2, 3))
+    send = bench.clients.send
+
+    def one(number: int, frames: Frames) -> Sent:
+        outcome = send(number, frames)
+        bench.clients.full.add(1)
+        return outcome
+
+    bench.clients.full.clear()
+    bench.clients.send = one  # type: ignore[method-assign]
+    bench.turn(*done(4))
+    assert rids(bench.clients.take(1)) == [1]
+    bench.clients.send = send  # type: ignore[method-assign]
+    bench.clients.full.clear()
+    bench.turn()
+    assert rids(bench.clients.take(1)) == [2, 3, 4]
+
+
+def test_a_stream_that_is_not_taken_is_the_cores_and_what_it_says_then_is_done(bench: Bench) -> None:
+    bench.clients.full.add(1)
+    lost = rows(4, 5)
+    bench.machine.answers[ClientFull] = [ToWorker(3, Stop(reason="as a sign"))]
+    bench.turn(ToClient(1, lost), ToClient(2, rows(6)))
+    assert bench.machine.events == [ClientFull(1, lost)]
+    assert [message.request_ids.tolist() for message in bench.clients.take(2) if isinstance(message, Stream)] == [[6]]
+    assert [type(message) for message in bench.workers.take(3)] == [Stop]
+    assert bench.loop.next_wake_us(bench.now_us) is None  # when to try again is the core's to say
+    bench.clients.full.clear()
+    bench.turn(ToClient(1, rows(7)))
+    assert [message.request_ids.tolist() for message in bench.clients.take(1) if isinstance(message, Stream)] == [[7]]
+
+
+def test_what_waits_is_a_copy(bench: Bench) -> None:
+    bench.clients.full.add(1)
+    tokens = np.arange(4, dtype=np.int32)
+    bench.turn(ToClient(1, SequenceTokens(rid=1, tokens=tokens)))
+    tokens[:] = -1
+    bench.clients.full.clear()
+    bench.turn()
+    [message] = bench.clients.take(1)
+    assert isinstance(message, SequenceTokens)
+    assert message.tokens.tolist() == [0, 1, 2, 3]
+
+
+def test_a_client_for_which_too_much_waits_is_dropped(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.clients.full.add(1)
+    bench.turn(*done(*range(BACKLOG)))
+    assert bench.machine.events == []
+    bench.machine.answers[ClientGone] = done(8, client=2)
+    with caplog.at_level(logging.WARNING):
+        bench.turn(*done(98, 99))
+    assert bench.machine.events == [ClientGone(1, goodbye=False)]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"client connection 1 dropped: it does not read, and {BACKLOG} replies wait for it"
+    ]
+    assert bench.clients.known == {2}
+    assert rids(bench.clients.take(2)) == [8]
+    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us  # what it held may let others go on
+    bench.clients.full.clear()
+    bench.turn()
+    assert bench.clients.take(1) == []
+    assert bench.loop.next_wake_us(bench.now_us) is None
+
+
+def test_a_refusal_and_a_welcome_wait_like_any_reply(bench: Bench) -> None:
+    bench.clients.full.add(1)
+    bench.turn(*done(1))
+    bench.clients.arrive(1, Stop(reason="no client says that"))
+    bench.clients.arrive(1, Hello(rid=2))
+    bench.turn(*done(3))
+    bench.clients.full.clear()
+    bench.turn()
+    assert [type(message) for message in bench.clients.take(1)] == [Done, Refused, Welcome, Done]
+
+
+def test_over_real_sockets_one_that_does_not_read_stalls_nobody(net: Net, bench: Bench) -> None:
+    slow, slow_number = net.connect()
+    reader, reader_number = net.connect()
+    loop = TurnLoop(bench.machine, bench.tables, net.peers, bench.workers, lambda: 7, TurnLimits())
+
+    def full(number: int, *request_ids: int) -> bool:
+        """Whether a stream to this client was not taken, in a turn that has one for it."""
+        bench.machine.events.clear()
+        bench.machine.answers[Turn] = [ToClient(number, rows(*request_ids))]
+        loop.turn(0)
+        return bool(bench.machine.events)
+
+    count = fill(lambda i: not full(slow_number, *[i] * 1000))
+    bench.machine.answers[Turn] = done(77, client=slow_number)
+    loop.turn(0)
+    for i in range(100):
+        until(lambda i=i: not full(reader_number, i))  # type: ignore[misc]
+        assert decoded(reader) == i
+        assert full(slow_number, count)
+    assert [decoded(slow) for _ in range(count)] == list(range(count))
+    until(lambda: not full(slow_number, count))
+    message = codec.Decoder(CLIENT_REPLIES).decode(slow.recv_multipart())
+    assert isinstance(message, Done)  # it waited, and came before what was streamed later
+    assert (message.rid, decoded(slow)) == (77, count)
+
+
+def decoded(dealer: zmq.Socket[bytes]) -> int:
+    """The request of the rows that a client reads next."""
+    message = codec.Decoder(CLIENT_REPLIES).decode(dealer.recv_multipart())
+    assert isinstance(message, Stream)
+    return int(message.request_ids[0])
+
+
+# --------------------------------------------------------------------------------------------------------------- ends
+
+
+def test_a_goodbye_is_told_from_an_end(bench: Bench) -> None:
+    bench.clients.full |= {1, 2}
+    bench.turn(*done(1), *done(2, client=2))
+    bench.clients.arrive(1, Goodbye())
+    bench.clients.end(2)
+    bench.turn()
+    assert bench.machine.events == [ClientGone(1, goodbye=True), ClientGone(2, goodbye=False)]
+    assert bench.loop.next_wake_us(bench.now_us) is None  # nothing is kept for them
+
+
+def test_a_client_that_is_gone_when_it_is_sent_to_is_reported_in_the_next_turn(bench: Bench) -> None:
+    bench.clients.gone.add(1)
+    bench.turn(*done(1))
+    bench.turn()
+    assert bench.machine.events == [ClientGone(1, goodbye=False)]
+
+
+def test_a_client_that_goes_while_replies_wait_is_forgotten(bench: Bench) -> None:
+    bench.clients.full.add(1)
+    bench.turn(*done(1))
+    bench.clients.gone.add(1)
+    bench.turn()
+    assert bench.machine.events == [ClientGone(1, goodbye=False)]
+    assert bench.loop.next_wake_us(bench.now_us) is None
+
+
+def test_a_client_that_was_never_admitted_is_refused_and_not_kept(bench: Bench) -> None:
+    bench.clients.arrive(5, GetStats(rid=4))
+    bench.clients.arrive(6, GetStats(rid=4))
+    bench.clients.full.add(6)
+    bench.turn()
+    [refused] = bench.clients.take(5)
+    assert isinstance(refused, Refused)
+    assert (refused.rid, refused.error.code) == (4, "protocol_error")
+    assert bench.loop.next_wake_us(bench.now_us) is None
+
+
+# ------------------------------------------------------------------------------------------------------------ workers
+
+
+def test_a_worker_that_takes_no_step_is_gone(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    bench.workers.full.add(3)
+    bench.turn(ToWorker(3, Stop(reason="first")), ToWorker(3, Stop(reason="second")))
+    assert bench.machine.events == [WorkerGone(3, goodbye=False)]
+    assert bench.workers.known == set()
+    assert [record.getMessage() for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "worker connection 3 dropped: it does not read its messages"
+    ]
+    assert ("leave", 3) in bench.processes.calls
+    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us  # its requests are for others now
+
+
+def test_a_worker_is_watched_from_its_hello_to_its_end(bench: Bench) -> None:
+    bench.workers.arrive(4, WorkerHello(rid=1, name="w4", pid=4321))
+    bench.workers.arrive(5, WorkerHello(rid=1, name="w4", pid=4322))  # refused: the name is taken
+    bench.turn()
+    assert [type(message) for message in bench.workers.take(4)] == [WorkerWelcome]
+    assert [type(message) for message in bench.workers.take(5)] == [Refused]
+    assert [call for call in bench.processes.calls if call[0] == "watch"] == [("watch", 4, 4321, 104)]
+    bench.processes.calls.clear()
+    bench.workers.end(3)
+    bench.workers.arrive(4, Goodbye())
+    bench.turn()
+    assert [event for event in bench.machine.events if isinstance(event, WorkerGone)] == [
+        WorkerGone(4, goodbye=True),
+        WorkerGone(3, goodbye=False),
+    ]
+    assert bench.processes.calls == [("leave", 4), ("leave", 3), ("act", bench.now_us)]
+
+
+def test_a_hung_worker_is_forgotten_and_its_process_replaced(bench: Bench) -> None:
+    bench.turn(DropWorker(3, "no step"), ReplaceWorker(3, 4321, "no step"), Log("info", "as a sign"))
+    now_us = bench.now_us
+    assert bench.workers.known == set()
+    assert bench.processes.calls == [("leave", 3), ("replace", 3, 4321, "no step", now_us), ("act", now_us)]
+
+
+def test_it_wakes_at_the_earliest_of_what_waits(bench: Bench) -> None:
+    bench.turn()
+    bench.machine.wake = bench.now_us + 900_000
+    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us + 900_000
+    bench.processes.wake = bench.now_us + 100_000
+    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us + 100_000
+    bench.clients.full.add(1)
+    bench.turn(*done(1))
+    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us + RETRY_US
+
+
+# ------------------------------------------------------------------------------------------------------------- ending
+
+
+def test_an_end_waits_for_what_runs_and_for_the_turn_that_hands_the_rest_back() -> None:
+    ending = Ending(now_us=5_000_000, drain_us=10_000_000)
+    assert ending.deadline_us == 15_000_000
+    assert not ending.over(turned_us=5_000_000, live=2)
+    assert not ending.over(turned_us=14_999_999, live=2)
+    assert ending.over(turned_us=15_000_000, live=2)
+    assert ending.over(turned_us=5_000_000, live=0)
+    at_once = Ending(now_us=5_000_000, drain_us=0)
+    assert not at_once.over(turned_us=4_999_999, live=1)  # the turn before the signal
+    assert at_once.over(turned_us=5_000_000, live=1)
+
+
+def test_an_end_says_now_and_then_how_far_it_is() -> None:
+    ending = Ending(now_us=0, drain_us=12_000_000)
+    assert ending.progress(0, 3) == "draining: 3 requests left, 12.0 s until the rest is handed back"
+    assert ending.next_wake_us() == PROGRESS_US
+    assert ending.progress(PROGRESS_US - 1, 3) is None
+    assert ending.progress(PROGRESS_US, 1) == "draining: 1 request left, 9.0 s until the rest is handed back"
+    assert ending.progress(20_000_000, 0) is None
+    assert ending.progress(20_000_000, 1) == "draining: 1 request left, 0.0 s until the rest is handed back"
+    assert ending.next_wake_us() == ending.deadline_us
