@@ -21,7 +21,6 @@ from protocol.messages import (
     BlockInfo,
     Cancel,
     Done,
-    Drain,
     Explanation,
     GetHealth,
     GetRequest,
@@ -47,7 +46,7 @@ from .calls import (
     Handle,
     Prompt,
 )
-from .client import MAX_TOKENS
+from .options import MAX_TOKENS, RequestOptions
 from .results import Completion, Finished, Token
 from .sequences import CachedSequence, SequenceRef
 from .session import Watched
@@ -57,18 +56,22 @@ ROOM_POLL_S = 0.02
 
 
 class AsyncRequest(Handle):
-    """One submitted request, as `Request`."""
+    """One request, as `Request`."""
 
     async def __aiter__(self) -> AsyncIterator[Token]:
         """Tokens as they come, from the first one."""
-        offset = 0
+        offset = self.start
         while (token := await self._calls.token(self._track, offset)) is not None:
             yield token
             offset += 1
 
     async def result(self, timeout_s: float | None = None) -> Finished:
         """Waits for the end and returns the outcome, as `Request.result`."""
-        return await self._calls.result(self._track, timeout_s)
+        return await self._calls.result(self._track, timeout_s, self.start)
+
+    def text(self, stop: str | Sequence[str] = ()) -> AsyncTextRequest:
+        """As `Request.text`."""
+        return AsyncTextRequest(self._calls, self, self._text_stops(stop))
 
 
 class AsyncTextRequest:
@@ -147,20 +150,75 @@ class AsyncClient:
         sampling: Sampling | None = None,
         tenant: str = "default",
         salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        first_token_s: float | None = None,
+        detached: bool = False,
+        key: str = "",
+        retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> AsyncRequest:
-        """As `Client.submit`. A task that is cancelled here leaves no request running."""
-        track = await self._calls.submit(prompt, max_tokens, sampling, tenant, timeout_s, sequence, salt)
+        """As `Client.submit`. A task that is cancelled here leaves no request running, unless it has a key."""
+        options = RequestOptions(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=tenant,
+            salt=salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            first_token_s=first_token_s,
+            detached=detached,
+            key=key,
+            retry_s=retry_s,
+        )
+        track = await self._calls.submit(prompt, options, timeout_s, sequence)
         return AsyncRequest(self._calls, track)
+
+    async def samples(
+        self,
+        prompt: Sequence[int] | np.ndarray[Any, Any],
+        count: int,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Sampling | None = None,
+        tenant: str = "default",
+        salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        first_token_s: float | None = None,
+        detached: bool = False,
+        key: str = "",
+        retry_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[AsyncRequest, ...]:
+        """As `Client.samples`."""
+        options = RequestOptions(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=tenant,
+            salt=salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            first_token_s=first_token_s,
+            detached=detached,
+            key=key,
+            retry_s=retry_s,
+        )
+        tracks = await self._calls.samples(prompt, count, options, timeout_s)
+        return tuple(AsyncRequest(self._calls, track) for track in tracks)
+
+    async def attach(self, request_id: int, offset: int = 0, timeout_s: float | None = None) -> AsyncRequest:
+        """As `Client.attach`."""
+        track = await self._calls.attach(request_id, offset, timeout_s)
+        return AsyncRequest(self._calls, track, offset)
 
     async def merge(self, *requests: AsyncRequest) -> AsyncIterator[tuple[AsyncRequest, Token]]:
         """As `Client.merge`, for `async for`."""
-        by_id = {request.id: request for request in requests}
-        feed = Feed([request._track for request in requests])
+        feed = Feed(requests)
         while feed.tracks:
             await self._calls.more(feed)
-            for request_id, token in feed.take():
-                yield by_id[request_id], token
+            for request, token in feed.take():
+                yield request, token
 
     async def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """As `Client.cancel`."""
@@ -260,9 +318,13 @@ class AsyncClient:
         """As `Client.purge_finished`."""
         return await self._calls.run(sequences.purge_finished(older_than_s), timeout_s)
 
-    async def drain(self, *, timeout_s: float | None = None) -> None:
+    async def drain(self, deadline_s: float | None = None, *, timeout_s: float | None = None) -> None:
         """As `Client.drain`."""
-        await self._calls.call(lambda rid: Drain(rid=rid), Done, timeout_s)
+        await self._calls.drain(deadline_s, timeout_s)
+
+    async def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """As `Client.encode`."""
+        return await self._calls.encode(prompt, raw)
 
     async def generate_stream(
         self,
@@ -273,13 +335,30 @@ class AsyncClient:
         tenant: str = "default",
         raw: bool = False,
         stop: str | Sequence[str] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
+        first_token_s: float | None = None,
+        detached: bool = False,
+        key: str = "",
+        retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> AsyncTextRequest:
         """As `Client.generate_stream`: `async for piece in await kv.generate_stream(...)`."""
         stops = stop_strings(stop)
+        options = RequestOptions(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=tenant,
+            priority=priority,
+            deadline_s=deadline_s,
+            first_token_s=first_token_s,
+            detached=detached,
+            key=key,
+            retry_s=retry_s,
+        )
         ids = await self._calls.encode(prompt, raw)
-        request = await self.submit(ids, max_tokens=max_tokens, sampling=sampling, tenant=tenant, timeout_s=timeout_s)
-        return AsyncTextRequest(self._calls, request, stops)
+        track = await self._calls.submit(ids, options, timeout_s)
+        return AsyncTextRequest(self._calls, AsyncRequest(self._calls, track), stops)
 
     async def generate(
         self,
@@ -290,11 +369,28 @@ class AsyncClient:
         tenant: str = "default",
         raw: bool = False,
         stop: str | Sequence[str] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
+        first_token_s: float | None = None,
+        detached: bool = False,
+        key: str = "",
+        retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
         """As `Client.generate`."""
         text = await self.generate_stream(
-            prompt, max_tokens=max_tokens, sampling=sampling, tenant=tenant, raw=raw, stop=stop
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=tenant,
+            raw=raw,
+            stop=stop,
+            priority=priority,
+            deadline_s=deadline_s,
+            first_token_s=first_token_s,
+            detached=detached,
+            key=key,
+            retry_s=retry_s,
         )
         return await text.result(timeout_s)
 

@@ -17,6 +17,11 @@ SEED_MAX = (1 << 64) - 1
 TEMPERATURE_MAX = 100.0
 STOP_STRINGS_MAX = 16
 STOP_LENGTH_MAX = 1024
+PRIORITY_MAX = 100
+KEY_LENGTH_MAX = 128
+SAMPLES_MAX = 256
+LIMIT_S_MAX = 30 * 24 * 3600
+INT64_MAX = (1 << 63) - 1
 PROMPT_TOKENS_MAX = FRAME_BYTES_MAX // 4
 
 
@@ -129,6 +134,43 @@ def stop_strings(stop: object) -> tuple[str, ...]:
         problem = f"holds more than {STOP_STRINGS_MAX} texts, or one that has not 1 to {STOP_LENGTH_MAX} characters"
         raise InvalidRequest("stop", problem)
     return tuple(stops)
+
+
+def check_request(priority: object, detached: object, key: object) -> None:
+    """Raises InvalidRequest naming `priority`, `detached` or `key`."""
+    if not _is_int(priority) or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:  # type: ignore[operator]
+        raise InvalidRequest(
+            "priority", f"is {priority!r}; it must be an integer from -{PRIORITY_MAX} to {PRIORITY_MAX}"
+        )
+    if not isinstance(detached, bool):
+        raise InvalidRequest("detached", f"is {detached!r}; it must be True or False")
+    if not isinstance(key, str) or len(key) > KEY_LENGTH_MAX or not key.isprintable():
+        raise InvalidRequest("key", f"must be a text of at most {KEY_LENGTH_MAX} printable characters")
+
+
+def check_count(count: object) -> None:
+    """How many answers to one prompt. Raises InvalidRequest naming `count`."""
+    if not _is_int(count) or not 1 <= count <= SAMPLES_MAX:  # type: ignore[operator]
+        raise InvalidRequest("count", f"is {count!r}; it must be an integer from 1 to {SAMPLES_MAX}")
+
+
+def check_attach(request_id: object, offset: object) -> None:
+    """Raises InvalidRequest naming `request_id` or `offset`."""
+    if not _is_int(request_id) or not 1 <= request_id <= INT64_MAX:  # type: ignore[operator]
+        raise InvalidRequest("request_id", f"is {request_id!r}; it must be the id of a request")
+    if not _is_int(offset) or not 0 <= offset <= INT32_MAX:  # type: ignore[operator]
+        raise InvalidRequest("offset", f"is {offset!r}; it must be an integer from 0 to {INT32_MAX}")
+
+
+def milliseconds(field: str, value: object) -> int:
+    """A limit in seconds as whole milliseconds, rounded up; 0 for None. Raises InvalidRequest naming `field`."""
+    if value is None:
+        return 0
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    if not number or not 0 < value <= LIMIT_S_MAX:  # type: ignore[operator]
+        raise InvalidRequest(field, f"is {value!r}; it must be a number of seconds above 0, at most {LIMIT_S_MAX}")
+    # A microsecond is not worth a millisecond: 1.1 s are 1100 ms, though the product is a little more.
+    return max(1, math.ceil(round(value * 1000, 3)))  # type: ignore[operator]
 
 
 def _is_int(value: object) -> bool:

@@ -13,7 +13,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
 from time import monotonic
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
@@ -26,11 +26,25 @@ from protocol.errors import (
     InvalidRequest,
     KvforgeError,
     ProtocolError,
+    QueueFull,
 )
-from protocol.messages import Accepted, GetHealth, Health, Hello, Message, Sampling, Submit, Welcome
+from protocol.messages import (
+    Accepted,
+    Attach,
+    Attached,
+    Done,
+    Drain,
+    GetHealth,
+    Health,
+    Hello,
+    Message,
+    Submit,
+    Welcome,
+)
 
-from .arguments import check_submit, prompt_array
+from .arguments import check_attach, check_count, milliseconds, prompt_array, stop_strings
 from .link import Link
+from .options import RequestOptions
 from .results import Completion, Finished, Token, finished, token_at
 from .sequences import Command, SequenceRef, sequence_id
 from .session import Pending, Session, Track, Watched
@@ -41,6 +55,7 @@ if TYPE_CHECKING:
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
+H = TypeVar("H", bound="Handle")
 Prompt = str | Sequence[dict[str, str]]
 
 TIMEOUT_S = 10.0
@@ -108,33 +123,57 @@ class Calls(ABC):
     async def submit(
         self,
         prompt: Sequence[int] | np.ndarray[Any, Any],
-        max_tokens: int,
-        sampling: Sampling | None,
-        tenant: str,
-        timeout_s: float | None,
+        options: RequestOptions,
+        timeout_s: float | None = None,
         sequence: SequenceRef | None = None,
-        salt: str = "",
     ) -> Track:
-        sampling = sampling if sampling is not None else Sampling()
         ids = prompt_array(prompt, empty=sequence is not None)
-        check_submit(max_tokens, sampling, tenant)
         continued = sequence_id(sequence) if sequence is not None else 0
+        (track,) = await self._admit(lambda rid: options.command(rid, ids, continued, 1), timeout_s, options.retry_s)
+        return track
 
-        def build(rid: int) -> Message:
-            return Submit(
-                rid=rid,
-                max_tokens=max_tokens,
-                sampling=sampling,
-                tenant=tenant,
-                sequence_id=continued,
-                salt=salt,
-                prompt=ids,
-            )
+    async def samples(
+        self,
+        prompt: Sequence[int] | np.ndarray[Any, Any],
+        count: int,
+        options: RequestOptions,
+        timeout_s: float | None = None,
+    ) -> tuple[Track, ...]:
+        ids = prompt_array(prompt)
+        check_count(count)
+        return await self._admit(lambda rid: options.command(rid, ids, 0, count), timeout_s, options.retry_s)
 
-        pending = await self._ask(build, Accepted, timeout_s)
-        pending.take(Accepted)
-        assert pending.track is not None, "the session makes a track for every accepted request"
-        return pending.track
+    async def _admit(
+        self, build: Callable[[int], Submit], timeout_s: float | None, retry_s: float | None
+    ) -> tuple[Track, ...]:
+        """Submits, and while the queue is full again and again for `retry_s` seconds."""
+        deadline = monotonic() + (retry_s or 0.0)
+        while True:
+            try:
+                pending = await self._ask(build, Accepted, timeout_s)
+                pending.take(Accepted)
+            except QueueFull as full:
+                if monotonic() >= deadline:
+                    raise
+                await self._pause(max(full.retry_after_ms / 1000, RETRY_PAUSE_S), deadline)
+            else:
+                return pending.tracks
+
+    async def attach(self, request_id: int, offset: int, timeout_s: float | None) -> Track:
+        check_attach(request_id, offset)
+        self._check_usable()
+        track = self.session.tracked(request_id, offset)
+        if track is not None:
+            return track
+        pending = await self._ask(
+            lambda rid: Attach(rid=rid, request_id=request_id, offset=offset), Attached, timeout_s
+        )
+        pending.take(Attached)
+        return pending.tracks[0]
+
+    async def drain(self, deadline_s: float | None, timeout_s: float | None) -> None:
+        deadline_ms = milliseconds("deadline_s", deadline_s)
+        await self.call(lambda rid: Drain(rid=rid, deadline_ms=deadline_ms), Done, timeout_s)
 
     async def wait_ready(self, timeout_s: float, progress: Callable[[Health], None] | None) -> Health:
         deadline = monotonic() + _seconds(timeout_s)
@@ -156,24 +195,24 @@ class Calls(ABC):
             if not await self._pause(READY_POLL_S, deadline):
                 raise error
 
-    async def result(self, track: Track, timeout_s: float | None) -> Finished:
+    async def result(self, track: Track, timeout_s: float | None, start: int = 0) -> Finished:
         if not track.done:
             wait_s = self.stream_timeout_s if timeout_s is None else _seconds(timeout_s)
             self._check_usable()
             if not await self._until(lambda: track.done, (track,), monotonic() + wait_s):
                 problem = f"request {track.request_id} has not ended within {wait_s:g} s"
                 raise DeadlineExceeded(f"{problem}; it goes on: wait again, or cancel it")
-        return finished(track)
+        return finished(track, start)
 
     async def token(self, track: Track, offset: int, deadline: float | None = None) -> Token | None:
         """The token at `offset`, None if the request ended before it. Raises the error the request ended with.
 
         deadline: on time.monotonic; None: the client's limit for each token.
         """
-        if offset >= len(track.tokens) and not track.done:
+        if offset >= track.reach and not track.done:
             what = f"request {track.request_id}"
-            await self._move(lambda: len(track.tokens) > offset or track.done, (track,), what, deadline)
-        if offset < len(track.tokens):
+            await self._move(lambda: track.reach > offset or track.done, (track,), what, deadline)
+        if offset < track.reach:
             return token_at(track, offset)
         if (error := track.failure()) is not None:
             raise error
@@ -198,7 +237,7 @@ class Calls(ABC):
         done = await self.result(track, max(deadline - monotonic(), MOMENT_S))
         return Completion("".join(pieces), cursor.outcome(done))
 
-    async def more(self, feed: Feed) -> None:
+    async def more(self, feed: Feed[H]) -> None:
         """Waits until a feed has something."""
         await self._move(lambda: feed.ready, feed.tracks, "any of the requests")
 
@@ -310,7 +349,7 @@ class Calls(ABC):
         rid = session.new_rid()
         message = build(rid)
         what = type(message).__name__
-        pending = session.expect(rid, expects, what)
+        pending = session.expect(rid, expects, what, message.count if isinstance(message, Submit) else 1)
         try:
             sent = False
 
@@ -322,10 +361,12 @@ class Calls(ABC):
                     break
             if not sent and not pending.done:
                 raise DeadlineExceeded(f"the coordinator at {self.endpoint} is too busy to take {what} ({wait_s:g} s)")
+            pending.keyed = isinstance(message, Submit) and bool(message.key)
             if not await self._until(lambda: pending.done, (pending,), deadline):
                 raise DeadlineExceeded(f"the coordinator at {self.endpoint} did not answer {what} within {wait_s:g} s")
         except BaseException:
-            # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task): a request must not run for nobody.
+            # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task): a request must not run for nobody. That
+            # it is detached changes nothing: nobody has its id. A key does: who sends it again gets the request.
             for reply in session.forget(pending):
                 link.send(reply)
             raise
@@ -346,48 +387,15 @@ class Calls(ABC):
         return monotonic() < deadline
 
 
-class Feed:
-    """The tokens of several requests in the order they arrived in, without waiting."""
-
-    def __init__(self, tracks: Sequence[Track]) -> None:
-        self._seen = {id(track): 0 for track in tracks}
-        self._open = list(tracks)
-
-    @property
-    def tracks(self) -> Sequence[Track]:
-        """The requests that have not ended, or still hold tokens not taken."""
-        return self._open
-
-    @property
-    def ready(self) -> bool:
-        """True if `take` would do something."""
-        return any(track.done or len(track.tokens) > self._seen[id(track)] for track in self._open)
-
-    def take(self) -> list[tuple[int, Token]]:
-        """What came since the last call, as (request_id, token). Raises the error that a request ended with."""
-        rows: list[tuple[int, Token]] = []
-        for track in tuple(self._open):
-            seen = self._seen[id(track)]
-            self._seen[id(track)] = len(track.tokens)
-            rows += [(track.request_id, token_at(track, offset)) for offset in range(seen, len(track.tokens))]
-            if not track.done:
-                continue
-            if not rows and (error := track.failure()) is not None:
-                raise error
-            if track.failure() is None:
-                self._open.remove(track)
-        rows.sort(key=lambda row: row[1].offset)
-        return rows
-
-
 class Handle:
-    """One submitted request. id: the coordinator's. seed: repeats its draws. prompt_tokens: how many were sent."""
+    """One request. id: the coordinator's. seed: repeats its draws. start: the offset of the first token it gives."""
 
-    def __init__(self, calls: Calls, track: Track) -> None:
+    def __init__(self, calls: Calls, track: Track, start: int = 0) -> None:
         self._calls = calls
         self._track = track
         self.id = track.request_id
         self.seed = track.seed
+        self.start = max(start, track.start)
 
     @property
     def done(self) -> bool:
@@ -396,12 +404,52 @@ class Handle:
 
     @property
     def tokens(self) -> tuple[int, ...]:
-        """The token ids received so far; they stay after an error."""
-        return tuple(self._track.tokens)
+        """The token ids received so far, from offset `start` on; they stay after an error."""
+        return tuple(self._track.tokens[self.start - self._track.start :])
+
+    def _text_stops(self, stop: str | Sequence[str]) -> tuple[str, ...]:
+        """The stop strings for reading this as text. Raises InvalidRequest naming `stop` or `offset`."""
+        if self.start:
+            raise InvalidRequest("offset", f"is {self.start}; text is read from the first token on")
+        return stop_strings(stop)
 
     def __repr__(self) -> str:
         state = "ended" if self.done else "running"
-        return f"<{type(self).__name__} {self.id}: {state}, {len(self._track.tokens)} tokens>"
+        return f"<{type(self).__name__} {self.id}: {state}, {len(self.tokens)} tokens>"
+
+
+class Feed(Generic[H]):
+    """The tokens of several requests in the order they arrived in, without waiting."""
+
+    def __init__(self, requests: Sequence[H]) -> None:
+        self._seen = {id(request): request.start for request in requests}
+        self._open = list(requests)
+
+    @property
+    def tracks(self) -> Sequence[Track]:
+        """The streams of the requests that have not ended, or still hold tokens not taken."""
+        return [request._track for request in self._open]
+
+    @property
+    def ready(self) -> bool:
+        """True if `take` would do something."""
+        return any(request.done or request._track.reach > self._seen[id(request)] for request in self._open)
+
+    def take(self) -> list[tuple[H, Token]]:
+        """What came since the last call, each with its request. Raises the error that a request ended with."""
+        rows: list[tuple[H, Token]] = []
+        for request in tuple(self._open):
+            track, seen = request._track, self._seen[id(request)]
+            self._seen[id(request)] = max(seen, track.reach)
+            rows += [(request, token_at(track, offset)) for offset in range(seen, track.reach)]
+            if not track.done:
+                continue
+            if not rows and (error := track.failure()) is not None:
+                raise error
+            if track.failure() is None:
+                self._open.remove(request)
+        rows.sort(key=lambda row: row[1].offset)
+        return rows
 
 
 def _seconds(value: float, field: str = "timeout_s") -> float:

@@ -13,10 +13,24 @@ from typing import NoReturn
 
 from protocol.errors import KvforgeError
 
-from .commands import cancel, common, demo, drain, generate, pull, requests, stats, status, up, version
+from .commands import (
+    attach,
+    cancel,
+    common,
+    demo,
+    drain,
+    generate,
+    health,
+    pull,
+    requests,
+    stats,
+    status,
+    up,
+    version,
+)
 from .exits import FAILED, INTERRUPTED, OK, Interrupted, Stopped, status_of, table
 
-COMMANDS = (pull, up, generate, status, stats, requests, cancel, drain, demo, version)
+COMMANDS = (pull, up, generate, attach, status, health, stats, requests, cancel, drain, demo, version)
 DEBUG = "KVFORGE_DEBUG"
 
 

@@ -18,7 +18,6 @@ from protocol.messages import (
     BlockInfo,
     Cancel,
     Done,
-    Drain,
     Explanation,
     GetHealth,
     GetRequest,
@@ -44,22 +43,25 @@ from .calls import (
     Handle,
     Prompt,
 )
+from .options import MAX_TOKENS, RequestOptions
 from .results import Completion, Finished, Token
 from .sequences import CachedSequence, SequenceRef
 from .session import Watched
 from .stop_text import TextCursor
 
 T = TypeVar("T")
-MAX_TOKENS = 256
 POLL_S_MAX = 3600.0
 
 
 class Request(Handle):
-    """One submitted request. Iterating gives its tokens from the first one, however often it is done."""
+    """One request. Iterating gives its tokens from the first one, however often it is done.
+
+    One that was attached to at an offset begins there: its `tokens`, and those of its result, are those from there on.
+    """
 
     def __iter__(self) -> Iterator[Token]:
         """Tokens as they come. Raises the error the request ended with, or DeadlineExceeded when none comes."""
-        offset = 0
+        offset = self.start
         while (token := drive(self._calls.token(self._track, offset))) is not None:
             yield token
             offset += 1
@@ -70,7 +72,14 @@ class Request(Handle):
         Raises the error the request ended with; a cancelled one is returned, with reason `cancelled`. Raises
         DeadlineExceeded when the end does not come in time: the request goes on and can be waited for again.
         """
-        return drive(self._calls.result(self._track, timeout_s))
+        return drive(self._calls.result(self._track, timeout_s, self.start))
+
+    def text(self, stop: str | Sequence[str] = ()) -> TextRequest:
+        """The same request, to be read as text; stop: as in `generate_stream`.
+
+        Raises InvalidRequest naming `stop`, or `offset` where this handle does not begin at the first token.
+        """
+        return TextRequest(self._calls, self, self._text_stops(stop))
 
 
 class TextRequest:
@@ -96,14 +105,15 @@ class TextRequest:
 
 
 class Client:
-    """A connection to a coordinator. Closing it cancels the requests that still run.
+    """A connection to a coordinator. Closing it cancels the requests that still run, except detached ones.
 
     endpoint: `ipc://PATH` or `tcp://HOST:PORT`; by default KVFORGE_ENDPOINT, else the one of the runtime folder.
     timeout_s: how long a command may take; connect_timeout_s: how long to look for a coordinator within that.
     stream_timeout_s: how long to wait for the next token, and for `result()` without a timeout of its own.
     tokenizer: for `generate`; a path or model name. By default KVFORGE_TOKENIZER, else where the worker has its model.
 
-    The connection is made by the first command and made again after it was lost. Every method that talks to the
+    The connection is made by the first command and made again after it was lost; the requests that ran on the lost one
+    are kept for a while, to be read on with `attach(request.id, len(request.tokens))`. Every method that talks to the
     coordinator raises CoordinatorUnavailable (nobody answers, or it went away during the call), DeadlineExceeded
     (it did not answer in time), ProtocolError (it does not speak our protocol) and Conflict (this client is closed,
     or was carried through a fork). A client is for one thread.
@@ -140,7 +150,10 @@ class Client:
         return self._calls.endpoint
 
     def close(self) -> None:
-        """Says goodbye, if it can be said at once, and frees the sockets. May be called again."""
+        """Says goodbye, if it can be said at once, and frees the sockets. May be called again.
+
+        The coordinator then cancels the requests that still run, except detached ones.
+        """
         self._calls.close()
 
     def wait_ready(
@@ -161,28 +174,98 @@ class Client:
         sampling: Sampling | None = None,
         tenant: str = "default",
         salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        first_token_s: float | None = None,
+        detached: bool = False,
+        key: str = "",
+        retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Request:
         """Submits token ids [prompt_tokens] and returns once the request is accepted.
 
         sequence: continue this one instead, from the KV that it has; `prompt`, if any, is appended to it first and
         what is generated becomes part of it. salt: as in `create_sequence`.
-        Raises InvalidRequest naming the wrong argument, QueueFull, CapacityExceeded, Draining.
+        priority: -100 to 100, among the tenant's own requests: each step up is worth a fixed time of waiting.
+        deadline_s, first_token_s: seconds after which it expires where it has not ended, or has no token yet; reading
+        it then raises DeadlineExceeded. None: the coordinator's own limit, and none.
+        detached: it goes on when this client is closed or its connection is lost; `attach` reads it later.
+        key: at most 128 printable characters that name this call within the tenant. The same call with the same key is
+        the same request, from its first token on: so it can be made again where its answer was lost. A call that gives
+        up (a timeout, Ctrl-C) cancels what it started, unless it has a key.
+        retry_s: seconds to try again while the queue is full, as often as the coordinator advises. timeout_s: each try.
+        Raises InvalidRequest naming the wrong argument, QueueFull, CapacityExceeded, Draining, KeyReused.
         """
-        track = drive(self._calls.submit(prompt, max_tokens, sampling, tenant, timeout_s, sequence, salt))
+        options = RequestOptions(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=tenant,
+            salt=salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            first_token_s=first_token_s,
+            detached=detached,
+            key=key,
+            retry_s=retry_s,
+        )
+        track = drive(self._calls.submit(prompt, options, timeout_s, sequence))
         return Request(self._calls, track)
+
+    def samples(
+        self,
+        prompt: Sequence[int] | np.ndarray[Any, Any],
+        count: int,
+        *,
+        max_tokens: int = MAX_TOKENS,
+        sampling: Sampling | None = None,
+        tenant: str = "default",
+        salt: str = "",
+        priority: int = 0,
+        deadline_s: float | None = None,
+        first_token_s: float | None = None,
+        detached: bool = False,
+        key: str = "",
+        retry_s: float | None = None,
+        timeout_s: float | None = None,
+    ) -> tuple[Request, ...]:
+        """Submits one prompt for `count` answers (1 to 256), each a request of its own; they share the prompt's blocks.
+
+        Their ids follow each other, and so do their seeds (modulo 2^64). Arguments and errors are those of `submit`.
+        """
+        options = RequestOptions(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=tenant,
+            salt=salt,
+            priority=priority,
+            deadline_s=deadline_s,
+            first_token_s=first_token_s,
+            detached=detached,
+            key=key,
+            retry_s=retry_s,
+        )
+        tracks = drive(self._calls.samples(prompt, count, options, timeout_s))
+        return tuple(Request(self._calls, track) for track in tracks)
+
+    def attach(self, request_id: int, offset: int = 0, timeout_s: float | None = None) -> Request:
+        """Reads a request, whoever submitted it, running or ended not long ago, from the token at `offset` on.
+
+        One connection at a time reads a request: the one that did gets Conflict. Unless it is detached, the request
+        lasts from now on as long as this connection. Raises InvalidRequest naming `request_id` or `offset` (it has not
+        generated so many), RequestNotFound.
+        """
+        track = drive(self._calls.attach(request_id, offset, timeout_s))
+        return Request(self._calls, track, offset)
 
     def merge(self, *requests: Request) -> Iterator[tuple[Request, Token]]:
         """The tokens of several requests as they come, each with its request, until all have ended.
 
         Raises the error that one of them ended with.
         """
-        by_id = {request.id: request for request in requests}
-        feed = Feed([request._track for request in requests])
+        feed = Feed(requests)
         while feed.tracks:
             drive(self._calls.more(feed))
-            for request_id, token in feed.take():
-                yield by_id[request_id], token
+            yield from feed.take()
 
     def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """Ends a request of any client. Raises RequestNotFound, AlreadyFinished."""
@@ -303,9 +386,17 @@ class Client:
         """Makes the coordinator forget requests that ended at least so long ago. Returns how many."""
         return drive(self._calls.run(sequences.purge_finished(older_than_s), timeout_s))
 
-    def drain(self, *, timeout_s: float | None = None) -> None:
-        """Stops admission in the coordinator; what runs goes on."""
-        drive(self._calls.call(lambda rid: Drain(rid=rid), Done, timeout_s))
+    def drain(self, deadline_s: float | None = None, *, timeout_s: float | None = None) -> None:
+        """Stops admission in the coordinator; what runs goes on.
+
+        deadline_s: what has not ended after so many seconds fails with Draining, to be submitted elsewhere; None: it
+        may take as long as it takes. Raises InvalidRequest naming `deadline_s`.
+        """
+        drive(self._calls.drain(deadline_s, timeout_s))
+
+    def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
+        """The token ids that `generate` submits for a text or a chat. Raises what `generate_stream` raises."""
+        return drive(self._calls.encode(prompt, raw))
 
     def generate_stream(
         self,
@@ -316,18 +407,36 @@ class Client:
         tenant: str = "default",
         raw: bool = False,
         stop: str | Sequence[str] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
+        first_token_s: float | None = None,
+        detached: bool = False,
+        key: str = "",
+        retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> TextRequest:
         """Submits a text, or a chat as a list of {"role", "content"}; iterate over the answer to read it as it comes.
 
         A text is put to the model as a user's message, by its chat template, unless `raw`. stop: strings that end the
-        answer: the text is cut before the first that appears, and the request ends there with reason `stop`.
+        answer: the text is cut before the first that appears, and the request ends there with reason `stop`. The other
+        arguments are those of `submit`.
         Raises what `submit` raises, and Unavailable where the `text` extra is not installed.
         """
         stops = stop_strings(stop)
+        options = RequestOptions(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=tenant,
+            priority=priority,
+            deadline_s=deadline_s,
+            first_token_s=first_token_s,
+            detached=detached,
+            key=key,
+            retry_s=retry_s,
+        )
         ids = drive(self._calls.encode(prompt, raw))
-        request = self.submit(ids, max_tokens=max_tokens, sampling=sampling, tenant=tenant, timeout_s=timeout_s)
-        return TextRequest(self._calls, request, stops)
+        track = drive(self._calls.submit(ids, options, timeout_s))
+        return TextRequest(self._calls, Request(self._calls, track), stops)
 
     def generate(
         self,
@@ -338,10 +447,29 @@ class Client:
         tenant: str = "default",
         raw: bool = False,
         stop: str | Sequence[str] = (),
+        priority: int = 0,
+        deadline_s: float | None = None,
+        first_token_s: float | None = None,
+        detached: bool = False,
+        key: str = "",
+        retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
         """As `generate_stream`, but returns the whole answer. timeout_s: for all of it."""
-        text = self.generate_stream(prompt, max_tokens=max_tokens, sampling=sampling, tenant=tenant, raw=raw, stop=stop)
+        text = self.generate_stream(
+            prompt,
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=tenant,
+            raw=raw,
+            stop=stop,
+            priority=priority,
+            deadline_s=deadline_s,
+            first_token_s=first_token_s,
+            detached=detached,
+            key=key,
+            retry_s=retry_s,
+        )
         return text.result(timeout_s)
 
 

@@ -19,8 +19,8 @@ OK, FAILED, USAGE, UNAVAILABLE, TIMED_OUT = 0, 1, 2, 3, 4
 INTERRUPTED = 128 + signal.SIGINT
 
 MEANINGS: dict[int, str] = {
-    OK: "done; for `status`: ready to serve; for `up`: stopped as asked",
-    FAILED: "failed, refused, or (`status`) not ready",
+    OK: "done; for `status` and `health`: ready to serve; for `up`: stopped as asked",
+    FAILED: "failed, refused, or (`status`, `health`) not ready",
     USAGE: "wrong usage or input: an argument, a setting, a model or request that does not exist",
     UNAVAILABLE: "the coordinator or a worker is not available, or the runtime folder is in use",
     TIMED_OUT: "no answer in time",

@@ -24,7 +24,7 @@ class Token:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """A request that ended.
+    """A request that ended. Of one that was attached to at an offset: `tokens`, `logprobs` and `top` begin there.
 
     reason: `length` (max_tokens reached), `stop` (a stop or end-of-sequence token, which is the last token, or a stop
     string, which the last token completed) or `cancelled`. cached_tokens: how many of the prompt's tokens came from
@@ -52,22 +52,27 @@ class Completion:
 
 def token_at(track: Track, offset: int) -> Token:
     """The token of a stream at an offset that has been received."""
-    return Token(offset, track.tokens[offset], track.logprobs[offset], track.tops[offset])
+    at = offset - track.start
+    return Token(offset, track.tokens[at], track.logprobs[at], track.tops[at])
 
 
-def finished(track: Track) -> Finished:
-    """The outcome of a request whose end has come. Raises the error it ended with."""
+def finished(track: Track, start: int = 0) -> Finished:
+    """The outcome of a request whose end has come, with its tokens from offset `start` on, or as many as are known.
+
+    Raises the error it ended with.
+    """
     if (error := track.failure()) is not None:
         raise error
     ended = track.ended
     assert ended is not None, "asked for the outcome of a request that runs"
+    at = max(0, start - track.start)
     return Finished(
         request_id=track.request_id,
-        tokens=tuple(track.tokens),
+        tokens=tuple(track.tokens[at:]),
         reason=ended.reason,
         prompt_tokens=ended.prompt_tokens,
         cached_tokens=ended.cached_tokens,
         timings=ended.timings,
-        logprobs=tuple(track.logprobs),
-        top=tuple(track.tops),
+        logprobs=tuple(track.logprobs[at:]),
+        top=tuple(track.tops[at:]),
     )

@@ -20,15 +20,19 @@ def add(subparsers: Any) -> None:
     drain.add_argument(
         "--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for the last request to end"
     )
+    drain.add_argument(
+        "--deadline", type=float, metavar="SECONDS", help="what has not ended by then is handed back to its client"
+    )
 
 
 def run(options: argparse.Namespace) -> int:
     """Drains. Raises DeadlineExceeded where something still runs after the wait."""
     with common.open_client(options) as kv:
-        kv.drain()
+        kv.drain(options.deadline)
         left = wait(kv, options.wait)
     if left and options.wait:
-        raise DeadlineExceeded(f"{left} requests still run after {options.wait:g} s; they go on")
+        until = "" if options.deadline is None else f", at most until {options.deadline:g} s after the command"
+        raise DeadlineExceeded(f"{left} requests still run after {options.wait:g} s; they go on{until}")
     return 0
 
 

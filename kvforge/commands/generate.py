@@ -9,10 +9,11 @@ from typing import Any
 from protocol.errors import InvalidRequest
 from protocol.messages import Sampling
 
-from ..client import MAX_TOKENS, Request, TextRequest
-from ..results import Finished
-from ..screen import printable
+from ..arguments import stop_strings
+from ..client import Client, Request
+from ..options import MAX_TOKENS
 from . import common
+from .answers import Answer, add_reading
 
 
 def add(subparsers: Any) -> None:
@@ -47,20 +48,34 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--logprobs", type=int, default=0, metavar="N", help="report the N likeliest of each place (with --json)"
     )
-    parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence token")
     parser.add_argument("--tenant", default="default", metavar="NAME")
-    parser.add_argument("--tokenizer", metavar="PATH", help="where to load the tokenizer from [KVFORGE_TOKENIZER]")
-    parser.add_argument("--generate-timeout", type=common.seconds, metavar="S", help="seconds for the answer [600]")
+    _add_scheduling(parser)
+    add_reading(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--stream", action="store_true", help="print the answer as it comes")
     output.add_argument("--json", action="store_true", help="print one JSON document")
 
 
+def _add_scheduling(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--priority", type=int, default=0, metavar="N", help="-100 to 100, among the requests of the tenant [0]"
+    )
+    parser.add_argument("--deadline", type=float, metavar="SECONDS", help="it expires if it has not ended by then")
+    parser.add_argument("--first-token", type=float, metavar="SECONDS", help="it expires if it has no token by then")
+    parser.add_argument("--retry", type=float, metavar="SECONDS", help="try again so long while the queue is full")
+    parser.add_argument("--samples", type=int, metavar="N", help="so many answers, each with its own seed")
+    parser.add_argument(
+        "--key", default="", metavar="KEY", help="the same command with the same key is the same request"
+    )
+    parser.add_argument(
+        "--detach", action="store_true", help="print the request's id and leave; `kvforge attach ID` reads the answer"
+    )
+
+
 def run(options: argparse.Namespace) -> int:
     """Prints the answer: text for text, token ids for token ids."""
-    if (options.prompt is None) == (options.prompt_tokens is None):
-        raise InvalidRequest("prompt", "give either a text or --prompt-tokens")
+    _check(options)
     sampling = Sampling(
         temperature=options.temperature,
         seed=options.seed,
@@ -75,15 +90,52 @@ def run(options: argparse.Namespace) -> int:
         logit_bias=tuple(_bias(pair) for pair in options.logit_bias),
         logprobs=options.logprobs,
     )
+    with common.open_client(options, options.tokenizer) as kv:
+        requests = _submit(kv, _prompt(kv, options), sampling, options)
+        if options.detach:
+            return _leave(requests, options)
+        as_text = options.prompt_tokens is None
+        answers = [
+            Answer(request, request.text(options.stop) if as_text else None, options.generate_timeout)
+            for request in requests
+        ]
+        return _show(answers, options)
+
+
+def _check(options: argparse.Namespace) -> None:
+    if (options.prompt is None) == (options.prompt_tokens is None):
+        raise InvalidRequest("prompt", "give either a text or --prompt-tokens")
+    stop_strings(options.stop)
     if options.stop and options.prompt_tokens is not None:
         raise InvalidRequest("stop", "is looked for in text; with --prompt-tokens there is none (use --stop-tokens)")
-    arguments = {"max_tokens": options.max_tokens, "sampling": sampling, "tenant": options.tenant}
-    with common.open_client(options, options.tokenizer) as kv:
-        if options.prompt_tokens is not None:
-            return _tokens(kv.submit(common.token_ids(options.prompt_tokens, "prompt"), **arguments), options)
-        kv.health()  # whether somebody is there is known sooner than a tokenizer is loaded
-        prompt = sys.stdin.read() if options.prompt == "-" else options.prompt
-        return _text(kv.generate_stream(prompt, raw=options.raw, stop=options.stop, **arguments), options)
+    if options.stop and options.detach:
+        raise InvalidRequest("stop", "is looked for by whoever reads the answer: give it to `kvforge attach`")
+    if options.stream and options.detach:
+        raise InvalidRequest("stream", "with --detach nothing is read: use `kvforge attach`")
+
+
+def _prompt(kv: Client, options: argparse.Namespace) -> list[int]:
+    if options.prompt_tokens is not None:
+        return common.token_ids(options.prompt_tokens, "prompt")
+    kv.health()  # whether somebody is there is known sooner than a tokenizer is loaded
+    return kv.encode(sys.stdin.read() if options.prompt == "-" else options.prompt, raw=options.raw)
+
+
+def _submit(kv: Client, ids: list[int], sampling: Sampling, options: argparse.Namespace) -> tuple[Request, ...]:
+    arguments: dict[str, Any] = {
+        "max_tokens": options.max_tokens,
+        "sampling": sampling,
+        "tenant": options.tenant,
+        "priority": options.priority,
+        "deadline_s": options.deadline,
+        "first_token_s": options.first_token,
+        "detached": options.detach,
+        "key": options.key,
+        "retry_s": options.retry,
+    }
+    if options.samples is None:
+        return (kv.submit(ids, **arguments),)
+    return kv.samples(ids, options.samples, **arguments)
 
 
 def _bias(pair: str) -> tuple[int, float]:
@@ -94,43 +146,24 @@ def _bias(pair: str) -> tuple[int, float]:
         raise InvalidRequest("logit_bias", f"{pair!r} is not a token id and a value like 42:-5") from None
 
 
-def _tokens(request: Request, options: argparse.Namespace) -> int:
-    if options.stream:
-        for token in request:
-            print(token.token_id, end=" ", flush=True)
-        print()
-    done = request.result(options.generate_timeout)
+def _leave(requests: tuple[Request, ...], options: argparse.Namespace) -> int:
     if options.json:
-        common.print_json(_document(done, request.seed))
-    elif not options.stream:
-        print(" ".join(map(str, done.tokens)))
-    return 0
-
-
-def _text(text: TextRequest, options: argparse.Namespace) -> int:
-    if options.stream:
-        for piece in text:
-            print(printable(piece) if sys.stdout.isatty() else piece, end="", flush=True)
-        print()
-        text.result(options.generate_timeout)
+        documents = [{"request_id": request.id, "seed": request.seed} for request in requests]
+        common.print_json(documents[0] if options.samples is None else documents)
         return 0
-    completion = text.result(options.generate_timeout)
-    if options.json:
-        common.print_json({"text": completion.text, **_document(completion.finished, text.request.seed)})
-    else:
-        print(completion.text)
+    for request in requests:
+        print(request.id)
     return 0
 
 
-def _document(done: Finished, seed: int) -> dict[str, Any]:
-    return {
-        "request_id": done.request_id,
-        "reason": done.reason,
-        "tokens": done.tokens,
-        "logprobs": done.logprobs,
-        **({"top_logprobs": done.top} if any(done.top) else {}),
-        "prompt_tokens": done.prompt_tokens,
-        "cached_tokens": done.cached_tokens,
-        "seed": seed,
-        "timings": done.timings,
-    }
+def _show(answers: list[Answer], options: argparse.Namespace) -> int:
+    """One answer as it is; several each with a heading, or as a list of documents."""
+    if options.json:
+        common.print_json(answers[0].document() if options.samples is None else [one.document() for one in answers])
+        return 0
+    for number, answer in enumerate(answers, 1):
+        if options.samples is not None:
+            gap = "\n" if number > 1 else ""
+            print(f"{gap}[{number}] request {answer.request.id}, seed {answer.request.seed}", flush=True)
+        answer.show(stream=options.stream)
+    return 0

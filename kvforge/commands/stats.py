@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from protocol.messages import Stats
+from protocol.messages import RequestStats, Stats
 
 from . import common
 
@@ -68,11 +68,25 @@ def show(stats: Stats) -> None:
             )
         ],
     )
+    print(f"\n{preempted(requests)}")
     if stats.tenants:
         print()
-        tenants = [(tenant.tenant, tenant.blocks, hit_rate([tenant])) for tenant in stats.tenants]
-        common.print_table(("tenant", "blocks", "prefix hits"), tenants)
+        tenants = [
+            (tenant.tenant, tenant.weight, tenant.pending, tenant.blocks, hit_rate([tenant]))
+            for tenant in stats.tenants
+        ]
+        common.print_table(("tenant", "weight", "pending", "blocks", "prefix hits"), tenants)
     print(f"\nup {stats.uptime_us / 1e6:.0f} s, {stats.clients} clients, {stats.sequences} sequences")
+
+
+def preempted(requests: RequestStats) -> str:
+    """How often requests gave way to others, and what computing their tokens again cost."""
+    share = 100 * requests.recomputed_tokens_total / max(1, requests.computed_tokens_total)
+    paused = requests.streams_paused_total
+    return (
+        f"{requests.preemptions_total} preemptions; recomputed {share:.1f} % of computed tokens; "
+        f"{paused} streams paused for slow readers"
+    )
 
 
 def hit_rate(tenants: Any) -> str:

@@ -26,6 +26,7 @@ from protocol import messages as m
 from protocol.codec import Decoder, encode
 
 DEADLINE_S = 20.0
+ASKED = ("count", "priority", "deadline_ms", "first_token_ms", "detached", "key")
 
 
 @dataclass
@@ -37,10 +38,15 @@ class Job:
     prompt: list[int]
     max_tokens: int
     tenant: str
+    seed: int = 7
+    priority: int = 0
+    detached: bool = False
     logprobs: int = 0
     sent: int = 0
     limit: int = 0
     reason: str = ""
+    paused: bool = False
+    ended: m.Ended | None = None
     end: Callable[[], None] | None = None
 
     def token(self, offset: int) -> int:
@@ -55,6 +61,8 @@ class Fake:
     boot: str = field(default_factory=lambda: os.urandom(4).hex())
     jobs: dict[int, Job] = field(default_factory=dict)
     last_id: int = 0
+    keys: dict[tuple[str, str], m.Accepted] = field(default_factory=dict)
+    busy: int = 2
     draining: bool = False
     health_asked: int = 0
     greeted: set[bytes] = field(default_factory=set)
@@ -75,7 +83,7 @@ class Fake:
             self.turn()
 
     def running(self) -> list[Job]:
-        return [job for job in self.jobs.values() if not job.reason]
+        return [job for job in self.jobs.values() if not job.reason and not job.paused]
 
     def send(self, peer: bytes, message: m.Message) -> None:
         try:
@@ -102,6 +110,8 @@ class Fake:
                 )
             case m.Submit():
                 self.submit(peer, message)
+            case m.Attach():
+                self.attach(peer, message)
             case m.Cancel(request_id=request_id):
                 self.cancel(peer, message.rid, request_id)
             case m.FinishAt():
@@ -119,36 +129,100 @@ class Fake:
                 self.health(peer, message.rid)
             case m.Drain():
                 self.draining = True
+                print(f"deadline_ms={message.deadline_ms}", flush=True)
                 self.send(peer, m.Done(rid=message.rid))
             case m.Goodbye():
                 self.greeted.discard(peer)
+                for job in self.jobs.values():
+                    if job.peer == peer and not job.reason and not job.detached:
+                        job.reason = "cancelled"
 
     def submit(self, peer: bytes, message: m.Submit) -> None:
         if message.tenant == "silent":
             return None
         if message.tenant == "refused":
             return self.refuse(peer, message.rid, errors.QueueFull(4, 250))
+        if message.tenant == "busy" and self.busy > 0:
+            self.busy -= 1
+            return self.refuse(peer, message.rid, errors.QueueFull(4, 1))
         if message.tenant == "odd":
             return self.send(peer, m.Done(rid=message.rid))
-        self.last_id += 1
-        job = Job(peer, self.last_id, message.prompt.tolist(), message.max_tokens, message.tenant)
-        job.limit, job.logprobs = message.max_tokens, message.sampling.logprobs
-        self.jobs[job.request_id] = job
-        if message.tenant in ("hang", "dies", "garbage", "gap"):
-            job.limit = min(2, message.max_tokens)
-            job.end = {
-                "hang": lambda: None,
-                "dies": lambda: os._exit(0),
-                "garbage": lambda: self.garbage(job),
-                "gap": lambda: self.rows(job, (job.sent + 1,)),
-            }[message.tenant]
+        print("asked", *(f"{name}={getattr(message, name)}" for name in ASKED), flush=True)
+        if message.key and (message.tenant, message.key) in self.keys:
+            return self.repeat(peer, message)
+        accepted = self.accept(peer, message)
+        if message.key:
+            self.keys[message.tenant, message.key] = accepted
         if message.tenant != "late":
-            self.send(peer, m.Accepted(rid=message.rid, request_id=job.request_id, seed=message.sampling.seed or 7))
-            return None
+            return self.send(peer, accepted)
         # Answered only when the client has given up on it: after its next command.
-        job.reason = "late"
-        self.late = m.Accepted(rid=message.rid, request_id=job.request_id, seed=7)
+        for request_id in range(accepted.request_id, accepted.request_id + accepted.count):
+            self.jobs[request_id].reason = "late"
+        self.late = accepted
         return None
+
+    def accept(self, peer: bytes, message: m.Submit) -> m.Accepted:
+        first, seed = self.last_id + 1, message.sampling.seed or 7
+        count = 1 if message.tenant == "old" else message.count  # a coordinator that knows of no count
+        for number in range(count):
+            self.last_id += 1
+            job = Job(peer, self.last_id, message.prompt.tolist(), message.max_tokens, message.tenant)
+            job.limit, job.logprobs, job.seed = message.max_tokens, message.sampling.logprobs, seed + number
+            job.priority, job.detached = message.priority, message.detached
+            self.jobs[job.request_id] = job
+            self.script(job)
+        return m.Accepted(rid=message.rid, request_id=first, seed=seed, count=count)
+
+    def script(self, job: Job) -> None:
+        """What the tenant asks for, after two tokens."""
+        ends: dict[str, Callable[[], None]] = {
+            "hang": lambda: None,
+            "dies": lambda: os._exit(0),
+            "garbage": lambda: self.garbage(job),
+            "gap": lambda: self.rows(job, (job.sent + 1,)),
+            "slow": lambda: self.pause(job),
+        }
+        job.end = ends.get(job.tenant)
+        if job.end is not None:
+            job.limit = min(2, job.max_tokens)
+
+    def repeat(self, peer: bytes, message: m.Submit) -> None:
+        made = self.keys[message.tenant, message.key]
+        jobs = [self.jobs[made.request_id + number] for number in range(made.count)]
+        if jobs[0].prompt != message.prompt.tolist():
+            return self.refuse(peer, message.rid, errors.KeyReused(message.key, made.request_id))
+        self.send(
+            peer,
+            m.Accepted(rid=message.rid, request_id=made.request_id, seed=made.seed, count=made.count, repeated=True),
+        )
+        for job in jobs:
+            self.stream_to(job, peer, 0)
+        return None
+
+    def pause(self, job: Job) -> None:
+        """The client reads too slowly, it seems: nothing more until it attaches; meanwhile the rest is generated."""
+        self.send(job.peer, m.Stream(paused=(job.request_id,)))
+        job.paused, job.end, job.limit = True, None, job.max_tokens
+        job.sent = job.max_tokens - 1
+
+    def attach(self, peer: bytes, message: m.Attach) -> None:
+        job = self.jobs.get(message.request_id)
+        if job is None:
+            return self.refuse(peer, message.rid, errors.RequestNotFound(message.request_id))
+        print(f"offset={message.offset}", flush=True)
+        attached = m.Attached(rid=message.rid, request_id=job.request_id, seed=job.seed, offset=message.offset)
+        self.send(peer, attached)
+        self.stream_to(job, peer, message.offset)
+        return None
+
+    def stream_to(self, job: Job, peer: bytes, offset: int) -> None:
+        """Whoever read it reads it no more; what there is from `offset` on goes to `peer` at once."""
+        if job.peer != peer:
+            self.send(job.peer, m.Stream(taken=(job.request_id,)))
+        job.peer, job.paused = peer, False
+        self.rows(job, tuple(range(offset, job.sent)))
+        if job.ended is not None:
+            self.send(peer, m.Stream(ended=(job.ended,)))
 
     def garbage(self, job: Job) -> None:
         self.socket.send_multipart([job.peer, b"\xc1 this is not a message"])
@@ -175,8 +249,9 @@ class Fake:
                 self.rows(job, (job.sent - 1, job.sent, job.sent) if twice else (job.sent,))
                 job.sent += 1
             elif job.end is not None:
-                job.end()
-                job.reason = "hanging"
+                end, job.end = job.end, None
+                end()
+                job.reason = "" if job.paused else "hanging"
             else:
                 self.finish(job, "failed" if job.tenant == "fails" else "length")
 
@@ -193,6 +268,7 @@ class Fake:
             error=m.ErrorInfo.of(error) if error else None,
             cut_tokens=cut_tokens,
         )
+        job.ended = ended
         self.send(job.peer, m.Stream(ended=(ended,)))
 
     def cancel(self, peer: bytes, rid: int, request_id: int) -> None:
@@ -241,6 +317,8 @@ class Fake:
                 max_tokens=job.max_tokens,
                 generated_tokens=job.sent,
                 reason=job.reason,
+                priority=job.priority,
+                detached=job.detached,
                 tokens=np.array(tokens, np.int32),
             ),
         )
@@ -251,7 +329,15 @@ class Fake:
         if hasattr(self, "late"):
             self.send(peer, self.late)
         ready = self.health_asked >= 3 and os.environ.get("KVFORGE_FAKE_READY") != "never"
-        worker = m.WorkerHealth(name="w0", pid=1, state="ready" if ready else "loading", phase="weights", progress=0.5)
+        worker = m.WorkerHealth(
+            name="w0",
+            pid=1,
+            state="ready" if ready else "loading",
+            phase="weights",
+            progress=0.5,
+            steps=17,
+            since_step_us=2_500_000,
+        )
         reason = "" if ready else "no worker is ready: w0 is loading"
         self.send(peer, m.Health(rid=rid, live=True, ready=ready, reason=reason, workers=(worker,)))
 
@@ -277,6 +363,8 @@ def sample_stats(rid: int, running: int, total: int) -> m.Stats:
             cached_tokens_total=16,
             generated_tokens_total=12,
             computed_tokens_total=26,
+            recomputed_tokens_total=1,
+            preemptions_total=2,
         ),
         pools=(
             m.PoolStats(
@@ -299,7 +387,14 @@ def sample_stats(rid: int, running: int, total: int) -> m.Stats:
             ),
         ),
         tenants=(
-            m.TenantStats(tenant="default", blocks=3, prefix_queried_tokens_total=32, prefix_hit_tokens_total=16),
+            m.TenantStats(
+                tenant="default",
+                blocks=3,
+                prefix_queried_tokens_total=32,
+                prefix_hit_tokens_total=16,
+                weight=2.5,
+                pending=4,
+            ),
         ),
     )
 
@@ -333,6 +428,13 @@ class Running:
             self._text += chunk
         at = (b"\n" + self._text).find(b"\n" + line)
         self._text = self._text[at + len(line) :]
+
+    def seen(self) -> str:
+        """What it has printed and nobody has expected, up to where it stands now."""
+        assert self.process.stdout is not None
+        while select.select([self.process.stdout], [], [], 0)[0]:
+            self._text += self.process.stdout.read(4096)
+        return self._text.decode()
 
     def kill(self) -> None:
         self.process.kill()

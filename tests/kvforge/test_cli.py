@@ -130,6 +130,8 @@ def test_stats_for_people(run: Any, shared: Running) -> None:
     assert lines[0].split()[:6] == ["pool", "state", "blocks", "free", "cached", "used"]
     assert lines[1].split()[:6] == ["w0", "ready", "64", "60", "1", "3"]
     assert "16 of 32 tokens (50 %)" in out
+    assert "2 preemptions; recomputed 3.8 % of computed tokens" in out
+    assert out.split("tenant ")[1].splitlines()[1].split()[:4] == ["default", "2.5", "4", "3"]
     assert all(line == line.rstrip() for line in lines)
 
 
@@ -143,6 +145,90 @@ def test_generate_with_token_ids(run: Any, shared: Running) -> None:
     assert document["logprobs"] == [-0.5] * 3
     assert run(*base) == (0, "6 7 8\n", "")
     assert run(*base, "--stream") == (0, "6 7 8 \n", "")
+
+
+def test_samples_are_headed_or_a_list(run: Any, shared: Running) -> None:
+    base = ("--endpoint", shared.endpoint, "generate", "--prompt-tokens", "1,2", "--max-tokens", "2", "--seed", "5")
+    status, out, err = run(*base, "--samples", "2", "--json")
+    assert (status, err) == (0, "")
+    assert [(one["tokens"], one["seed"]) for one in json.loads(out)] == [([3, 4], 5), ([3, 4], 6)]
+    for stream in ([], ["--stream"]):
+        _, out, _ = run(*base, "--samples", "2", *stream)
+        heads = [line.rpartition("request ")[2].split(", ") for line in out.splitlines() if line.startswith("[")]
+        assert [seed for _, seed in heads] == ["seed 5", "seed 6"]
+        assert int(heads[1][0]) == int(heads[0][0]) + 1
+        assert [line.strip() for line in out.splitlines() if line[:1] == "3"] == ["3 4", "3 4"]
+    _, out, _ = run(*base, "--samples", "1", "--json")
+    assert isinstance(json.loads(out), list)
+
+
+def test_generate_sends_what_it_was_told_about_time(run: Any, folder: Path) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint, "generate", "--prompt-tokens", "1", "--max-tokens", "1")
+        assert run(*base, "--priority", "-2", "--deadline", "1.5", "--first-token", "0.2", "--key", "k") == (
+            0,
+            "1\n",
+            "",
+        )
+        fake.expect("asked count=1 priority=-2 deadline_ms=1500 first_token_ms=200 detached=False key=k")
+        assert run(*base, "--tenant", "busy", "--retry", "20") == (0, "1\n", "")
+
+
+def test_a_detached_request_is_read_later(run: Any, folder: Path) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint)
+        prompt = ("generate", "--prompt-tokens", "5", "--max-tokens", "3", "--detach")
+        status, out, err = run(*base, *prompt)
+        assert (status, err) == (0, "")
+        request_id = out.strip()
+        fake.expect("Goodbye")
+        assert run(*base, "attach", request_id, "--ids") == (0, "5 6 7 \n", "")
+        assert run(*base, "attach", request_id, "--ids", "--offset", "2") == (0, "7 \n", "")
+        fake.expect("offset=2")
+        _, out, _ = run(*base, "attach", request_id, "--ids", "--offset", "1", "--json")
+        assert (json.loads(out)["tokens"], json.loads(out)["request_id"]) == ([6, 7], int(request_id))
+        _, out, _ = run(*base, *prompt, "--samples", "2")
+        assert out.split() == [str(int(request_id) + 1), str(int(request_id) + 2)]
+        _, out, _ = run(*base, *prompt, "--json")
+        assert json.loads(out) == {"request_id": int(request_id) + 3, "seed": 7}
+
+
+def test_without_a_tokenizer_a_request_stays_with_whoever_reads_it(run: Any, folder: Path) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint)
+        _, out, _ = run(*base, "generate", "--prompt-tokens", "5", "--detach")
+        status, out, err = run(*base, "attach", out.strip())
+        assert (status, out) == (exits.USAGE, "")
+        one_sentence(err)
+        assert "tokenizer: no worker has said which model it serves" in err
+        fake.expect("GetHealth")
+        assert "Attach" not in fake.seen()
+
+
+def test_health_for_probes(folder: Path, run: Any) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint, "health")
+        reason = "kvforge: not ready: no worker is ready: w0 is loading\n"
+        assert run(*base, "--live") == (0, "live\n", "")
+        assert run(*base, "--ready") == (exits.FAILED, "", reason)
+        status, out, err = run(*base)  # the third question: from now on it is ready
+        assert (status, err) == (0, "")
+        assert out == "live: yes\nready: yes\n  w0  pid 1  ready  17 steps, 2.5 s on the one it works on\n"
+        assert run(*base, "--ready") == (0, "ready\n", "")
+        status, out, _ = run(*base, "--ready", "--json")
+        assert (status, json.loads(out)["workers"][0]["steps"]) == (0, 17)
+
+
+def test_health_of_a_service_that_is_not_ready(folder: Path, run: Any) -> None:
+    with Running(folder, ready=False) as fake:
+        base = ("--endpoint", fake.endpoint, "health")
+        status, out, err = run(*base)
+        assert status == exits.FAILED
+        assert out == "live: yes\nready: no\n  w0  pid 1  loading  weights 50 %\n"
+        one_sentence(err)
+        status, out, err = run(*base, "--ready", "--json")
+        assert (status, json.loads(out)["ready"]) == (exits.FAILED, False)
+        one_sentence(err)
 
 
 def test_requests_and_cancel(run: Any, shared: Running) -> None:
@@ -190,6 +276,9 @@ def test_drain(folder: Path, run: Any) -> None:
         assert (status, out) == (0, "")
         assert err == "draining: no new requests; 0 running, 0 waiting\n"
         fake.expect("Drain")
+        fake.expect("deadline_ms=0")
+        assert run("--endpoint", fake.endpoint, "drain", "--deadline", "2.5")[0] == 0
+        fake.expect("deadline_ms=2500")
 
 
 @pytest.mark.parametrize(
@@ -202,6 +291,18 @@ def test_drain(folder: Path, run: Any) -> None:
         (2, ["generate", "hello", "--prompt-tokens", "1"], "give either a text or --prompt-tokens"),
         (2, ["generate", "--prompt-tokens", "1", "--temperature", "-1"], "sampling.temperature"),
         (2, ["generate", "--prompt-tokens", "1", "--max-tokens", "0"], "max_tokens: is 0"),
+        (2, ["generate", "--prompt-tokens", "1", "--priority", "101"], "priority: is 101"),
+        (2, ["generate", "--prompt-tokens", "1", "--deadline", "0"], "deadline_s: is 0.0"),
+        (2, ["generate", "--prompt-tokens", "1", "--first-token", "nan"], "first_token_s: is nan"),
+        (2, ["generate", "--prompt-tokens", "1", "--samples", "0"], "count: is 0"),
+        (2, ["generate", "--prompt-tokens", "1", "--key", "a\tb"], "key: must be a text"),
+        (2, ["generate", "--prompt-tokens", "1", "--detach", "--stream"], "stream: with --detach nothing is read"),
+        (2, ["generate", "text", "--detach", "--stop", "x"], "stop: is looked for by whoever reads"),
+        (2, ["drain", "--deadline", "-1"], "deadline_s: is -1.0"),
+        (2, ["attach", "4242", "--ids"], "there is no request 4242"),
+        (2, ["attach", "0", "--ids"], "request_id: is 0"),
+        (2, ["attach", "1", "--offset", "1"], "offset: text is read from the first token on"),
+        (2, ["attach", "1", "--ids", "--stop", "x"], "stop: is looked for in text"),
         (2, ["cancel", "4242"], "there is no request 4242"),
         (2, ["pull", "no-such-model"], "no-such-model"),
         (2, ["up", "--model", "no-such-model"], "no-such-model"),
@@ -232,7 +333,18 @@ def test_wrong_usage(run: Any, arguments: list[str]) -> None:
     assert "usage: kvforge" in err
 
 
-@pytest.mark.parametrize("command", [["stats"], ["status"], ["requests"], ["drain"], ["generate", "hello"]])
+@pytest.mark.parametrize(
+    "command",
+    [
+        ["stats"],
+        ["status"],
+        ["health", "--live"],
+        ["requests"],
+        ["drain"],
+        ["generate", "hello"],
+        ["attach", "1"],
+    ],
+)
 def test_nobody_is_there(run: Any, folder: Path, command: list[str]) -> None:
     status, out, err = run("--runtime-dir", str(folder), "--timeout", "0.2", *command)
     assert (status, out) == (exits.UNAVAILABLE, "")

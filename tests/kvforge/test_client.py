@@ -11,6 +11,7 @@ import tempfile
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import zmq
@@ -25,6 +26,7 @@ from kvforge import (
     DeadlineExceeded,
     InvalidConfiguration,
     InvalidRequest,
+    KeyReused,
     ProtocolError,
     QueueFull,
     RequestNotFound,
@@ -139,6 +141,202 @@ def test_a_result_that_does_not_come_can_be_waited_for_again(kv: Client) -> None
     assert not request.done
     kv.cancel(request.id)
     assert request.result(timeout_s=5).reason == "cancelled"
+
+
+def test_options_are_sent_in_milliseconds_rounded_up(fake: Running, kv: Client) -> None:
+    options: dict[str, Any] = {
+        "priority": -5,
+        "deadline_s": 1.1,
+        "first_token_s": 0.0001,
+        "key": "a b",
+        "detached": True,
+    }
+    request = kv.submit([1], max_tokens=1, **options)
+    fake.expect("asked count=1 priority=-5 deadline_ms=1100 first_token_ms=1 detached=True key=a b")
+    info = kv.status(request.id)
+    assert (info.priority, info.detached) == (-5, True)
+    kv.submit([1], max_tokens=1)
+    fake.expect("asked count=1 priority=0 deadline_ms=0 first_token_ms=0 detached=False key=")
+    kv.drain(0.25)
+    fake.expect("deadline_ms=250")
+
+
+WRONG_OPTIONS: list[tuple[str, dict[str, Any]]] = [
+    ("priority", {"priority": 101}),
+    ("priority", {"priority": -101}),
+    ("priority", {"priority": 1.0}),
+    ("priority", {"priority": True}),
+    ("deadline_s", {"deadline_s": 0}),
+    ("deadline_s", {"deadline_s": float("nan")}),
+    ("deadline_s", {"deadline_s": 31 * 24 * 3600}),
+    ("first_token_s", {"first_token_s": -1.0}),
+    ("first_token_s", {"first_token_s": "1"}),
+    ("first_token_s", {"first_token_s": float("inf")}),
+    ("retry_s", {"retry_s": False}),
+    ("detached", {"detached": 1}),
+    ("key", {"key": None}),
+    ("key", {"key": "k" * 129}),
+    ("key", {"key": "a\nb"}),
+]
+
+
+@pytest.mark.parametrize(("field", "options"), WRONG_OPTIONS)
+def test_wrong_options_are_named_and_never_sent(folder: Path, field: str, options: dict[str, Any]) -> None:
+    with Client(f"ipc://{folder}/nobody.sock") as kv:
+        calls: list[Callable[[], object]] = [
+            lambda: kv.submit([1], **options),
+            lambda: kv.samples([1], 2, **options),
+            lambda: kv.generate("text", **options),
+        ]
+        for call in calls:
+            with pytest.raises(InvalidRequest) as raised:
+                call()
+            assert raised.value.field == field
+
+
+@pytest.mark.parametrize(
+    ("field", "call"),
+    [
+        ("count", lambda kv: kv.samples([1], 0)),
+        ("count", lambda kv: kv.samples([1], 257)),
+        ("count", lambda kv: kv.samples([1], 2.0)),
+        ("prompt", lambda kv: kv.samples([], 2)),
+        ("request_id", lambda kv: kv.attach(0)),
+        ("request_id", lambda kv: kv.attach("7")),
+        ("offset", lambda kv: kv.attach(7, -1)),
+        ("offset", lambda kv: kv.attach(7, True)),
+        ("deadline_s", lambda kv: kv.drain(0.0)),
+    ],
+)
+def test_wrong_arguments_of_the_other_calls_are_named(folder: Path, field: str, call: Callable[[Any], Any]) -> None:
+    with Client(f"ipc://{folder}/nobody.sock") as kv, pytest.raises(InvalidRequest) as raised:
+        call(kv)
+    assert raised.value.field == field
+
+    async def main() -> None:
+        async with AsyncClient(f"ipc://{folder}/nobody.sock") as nobody:
+            with pytest.raises(InvalidRequest) as again:
+                await call(nobody)
+            assert again.value.field == field
+
+    asyncio.run(main())
+
+
+def test_samples_are_several_answers_to_one_prompt(fake: Running, kv: Client) -> None:
+    requests = kv.samples([1, 2], 3, max_tokens=2, sampling=Sampling(seed=40), priority=3)
+    fake.expect("asked count=3 priority=3 deadline_ms=0 first_token_ms=0 detached=False key=")
+    first = requests[0].id
+    assert [(request.id, request.seed) for request in requests] == [(first + i, 40 + i) for i in range(3)]
+    assert [request.result().tokens for request in requests] == [(3, 4)] * 3
+
+
+def test_samples_whose_caller_gave_up_are_all_cancelled(fake: Running, kv: Client) -> None:
+    with pytest.raises(DeadlineExceeded):
+        kv.samples([1], 2, tenant="late", timeout_s=0.1)
+    kv.health()
+    fake.expect("Cancel")
+    fake.expect("Cancel")
+    assert [row.reason for row in kv.requests().requests] == ["cancelled"] * 2
+
+
+def test_a_coordinator_that_knows_no_samples(fake: Running, kv: Client) -> None:
+    with pytest.raises(ProtocolError, match="started 1 requests for a Submit of 2"):
+        kv.samples([1], 2, tenant="old")
+    fake.expect("Cancel")
+    assert kv.submit([3], max_tokens=1).result().tokens == (3,)
+
+
+def test_a_full_queue_is_tried_again_only_where_that_is_asked_for(fake: Running, kv: Client) -> None:
+    with pytest.raises(QueueFull):
+        kv.submit([1], tenant="busy")  # refuses twice
+    assert kv.submit([1], max_tokens=1, tenant="busy", retry_s=20).result().tokens == (1,)
+    with pytest.raises(QueueFull) as full:
+        kv.samples([1], 2, tenant="refused", retry_s=0.6)
+    assert full.value.retry_after_ms == 250
+    for _ in range(5):  # one; one and its repetition; the first and a later try
+        fake.expect("Submit")
+    with pytest.raises(ProtocolError):
+        kv.submit([1], tenant="odd", retry_s=20)  # only a full queue is worth another try
+
+
+def test_another_client_reads_a_detached_request_on(fake: Running, kv: Client) -> None:
+    with Client(fake.endpoint, timeout_s=5) as other:
+        request = other.submit([10], max_tokens=9, tenant="hang", detached=True, sampling=Sampling(seed=3))
+        left = other.submit([10], max_tokens=9, tenant="hang")
+        for one in (request, left):
+            assert len([token for _, token in zip(range(2), one, strict=False)]) == 2
+    assert kv.status(left.id).reason == "cancelled"
+    again = kv.attach(request.id)
+    assert (again.id, again.seed, again.start) == (request.id, 3, 0)
+    assert next(iter(again)).token_id == 10
+    rest = kv.attach(request.id, 1)  # the stream is here already
+    token = next(iter(rest))
+    assert (token.offset, token.token_id) == (1, 11)
+    fake.expect("offset=0")
+    kv.cancel(request.id)
+    assert (again.result().tokens, rest.result().tokens, rest.tokens) == ((10, 11), (11,), (11,))
+
+
+def test_a_request_that_ended_is_attached_to(fake: Running, kv: Client) -> None:
+    request = kv.submit([10], max_tokens=4)
+    request.result()
+    late = kv.attach(request.id, 2)
+    assert [(token.offset, token.token_id) for token in late] == [(2, 12), (3, 13)]
+    done = late.result()
+    assert (done.tokens, done.logprobs, done.reason) == ((12, 13), (-0.5, -0.5), "length")
+    fake.expect("offset=2")
+    with pytest.raises(InvalidRequest) as raised:
+        late.text()
+    assert raised.value.field == "offset"
+    with pytest.raises(RequestNotFound):
+        kv.attach(4242)
+
+
+def test_a_request_that_another_connection_took_can_be_taken_back(fake: Running, kv: Client) -> None:
+    request = kv.submit([10], max_tokens=9, tenant="hang")
+    assert [token.token_id for _, token in zip(range(2), request, strict=False)] == [10, 11]
+    with Client(fake.endpoint, timeout_s=5) as other:
+        other.attach(request.id)
+        with pytest.raises(Conflict, match="attach again to take it back"):
+            request.result(timeout_s=5)
+        assert request.tokens == (10, 11)
+        back = kv.attach(request.id, len(request.tokens))
+        kv.cancel(request.id)
+        assert back.result().reason == "cancelled"
+
+
+def test_a_stream_that_paused_goes_on_by_itself(fake: Running, kv: Client) -> None:
+    request = kv.submit([10], max_tokens=7, tenant="slow")
+    assert [token.token_id for token in request] == list(range(10, 17))
+    fake.expect("offset=2")
+    assert request.result().reason == "length"
+
+
+def test_the_same_key_is_the_same_request(fake: Running, kv: Client) -> None:
+    first = kv.submit([10], max_tokens=9, tenant="hang", key="k")
+    again = kv.submit([10], max_tokens=9, tenant="hang", key="k")
+    assert again.id == first.id
+    with Client(fake.endpoint, timeout_s=5) as other:
+        taken = other.submit([10], max_tokens=9, tenant="hang", key="k")
+        assert (taken.id, next(iter(taken)).token_id) == (first.id, 10)
+        with pytest.raises(KeyReused) as reused:
+            other.submit([11], max_tokens=9, tenant="hang", key="k")
+        assert (reused.value.key, reused.value.request_id) == ("k", first.id)
+        with pytest.raises(Conflict):
+            again.result(timeout_s=5)
+
+
+def test_a_command_with_a_key_outlives_its_caller_and_one_without_does_not(fake: Running, kv: Client) -> None:
+    with pytest.raises(DeadlineExceeded):
+        kv.submit([1], tenant="late", key="k", timeout_s=0.1)
+    kv.health()  # the answer comes now
+    again = kv.submit([1], tenant="late", key="k")
+    assert kv.status(again.id).reason == "late"  # as the fake calls it: it was not cancelled
+    with pytest.raises(DeadlineExceeded):
+        kv.submit([1], tenant="late", detached=True, timeout_s=0.1)
+    kv.health()
+    fake.expect("Cancel")
+    assert kv.requests().requests[0].reason == "cancelled"
 
 
 def test_no_token_within_the_streams_time(fake: Running) -> None:
@@ -338,6 +536,50 @@ def test_asyncio_tasks_share_one_client(fake: Running) -> None:
         fake.expect("Goodbye")
 
     asyncio.run(main(), debug=True)
+
+
+def test_asyncio_samples_attach_keys_and_retries(fake: Running) -> None:
+    async def main() -> None:
+        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10) as kv:
+            requests = await kv.samples([1, 2], 3, max_tokens=2, deadline_s=5)
+            fake.expect("asked count=3 priority=0 deadline_ms=5000 first_token_ms=0 detached=False key=")
+            assert [(await request.result()).tokens for request in requests] == [(3, 4)] * 3
+            late = await kv.attach(requests[1].id, 1)
+            assert [token.offset async for token in late] == [1]
+            assert (await late.result()).tokens == (4,)
+            # At once, at two places: one stream serves both.
+            hanging = await kv.submit([10], max_tokens=9, tenant="hang", detached=True)
+            async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10) as other:
+                readers = await asyncio.gather(other.attach(hanging.id, 1), other.attach(hanging.id, 0))
+                with pytest.raises(Conflict):
+                    await hanging.result()
+                assert [await anext(aiter(reader)) for reader in readers] == [
+                    kvforge.Token(offset, 10 + offset, -0.5) for offset in (1, 0)
+                ]
+                await other.cancel(hanging.id)
+                assert [(await reader.result()).reason for reader in readers] == ["cancelled"] * 2
+            slow = await kv.submit([10], max_tokens=7, tenant="slow")
+            assert [token.token_id async for token in slow] == list(range(10, 17))
+            with pytest.raises(QueueFull):
+                await kv.submit([1], tenant="busy")
+            assert (await (await kv.submit([1], max_tokens=1, tenant="busy", retry_s=20)).result()).tokens == (1,)
+            keyed = [await kv.submit([1], max_tokens=2, key="k") for _ in range(2)]
+            assert keyed[0].id == keyed[1].id
+            assert [(await request.result()).tokens for request in keyed] == [(1, 2)] * 2
+
+    asyncio.run(main(), debug=True)
+
+
+@pytest.mark.parametrize(("field", "options"), WRONG_OPTIONS)
+def test_asyncio_names_wrong_options_too(folder: Path, field: str, options: dict[str, Any]) -> None:
+    async def main() -> None:
+        async with AsyncClient(f"ipc://{folder}/nobody.sock") as kv:
+            for call in (kv.submit([1], **options), kv.samples([1], 2, **options), kv.generate("text", **options)):
+                with pytest.raises(InvalidRequest) as raised:
+                    await call
+                assert raised.value.field == field
+
+    asyncio.run(main())
 
 
 def test_asyncio_hears_that_the_coordinator_died(fake: Running) -> None:

@@ -26,8 +26,8 @@ class Played:
     def __exit__(self, *_: object) -> None:
         self.said.append("close")
 
-    def drain(self) -> None:
-        self.said.append("drain")
+    def drain(self, deadline_s: float | None = None) -> None:
+        self.said.append("drain" if deadline_s is None else f"drain {deadline_s}")
 
     def stats(self) -> Any:
         left = self.running.pop(0) if len(self.running) > 1 else self.running[0]
@@ -58,6 +58,17 @@ def test_what_does_not_end_in_time_is_counted(
     monkeypatch.setattr(drain, "POLL_S", 0.0)
     assert main(["drain", "--wait", "0.01"]) == TIMED_OUT
     assert "2 requests still run after 0.01 s" in capsys.readouterr().err
+
+
+def test_a_deadline_goes_to_the_coordinator(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    played = Played(2)
+    monkeypatch.setattr(common, "open_client", lambda options: played)
+    monkeypatch.setattr(drain, "POLL_S", 0.0)
+    assert main(["drain", "--deadline", "30", "--wait", "0.01"]) == TIMED_OUT
+    assert played.said[0] == "drain 30.0"
+    assert "they go on, at most until 30 s after the command" in capsys.readouterr().err
 
 
 def test_without_a_wait_it_tells_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -246,6 +246,25 @@ def test_without_the_string_the_whole_text_comes(kv: Client) -> None:
         kv.generate("A", raw=True, max_tokens=4, tenant="hang", stop="never", timeout_s=0.3)
 
 
+def test_an_attached_request_is_read_as_text_and_stopped(fake: Running, kv: Client) -> None:
+    request = kv.submit([A], max_tokens=2, tenant="hang", detached=True)
+    with pytest.raises(InvalidRequest) as wrong:
+        request.text(stop="")
+    assert wrong.value.field == "stop"
+    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=10, tokenizer=kv._calls._tokenizer_source) as other:
+        text = other.attach(request.id).text(stop="B")
+        assert list(text) == ["A"]
+        fake.expect("FinishAt")
+        assert (text.result().text, text.result().finished.reason) == ("A", "stop")
+        over = other.attach(request.id).text(stop=["x"])
+        assert "".join(over) == over.result().text == "AB"
+
+
+def test_samples_are_read_as_text(kv: Client) -> None:
+    requests = kv.samples(kv.encode("A", raw=True), 2, max_tokens=3)
+    assert [request.text().result().text for request in requests] == ["ABC", "ABC"]
+
+
 def test_the_asyncio_client_stops_too(fake: Running, vocabulary: Path) -> None:
     async def run() -> None:
         async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10, tokenizer=vocabulary) as kv:
@@ -254,6 +273,10 @@ def test_the_asyncio_client_stops_too(fake: Running, vocabulary: Path) -> None:
             text = await kv.generate_stream("A", raw=True, max_tokens=9, tenant="hang", stop=("AB",))
             assert [piece async for piece in text] == []
             assert (await text.result()).finished.reason == "stop"
+            samples = await kv.samples(await kv.encode("A", raw=True), 2, max_tokens=3)
+            assert [(await one.text(stop="C").result()).text for one in samples] == ["AB", "AB"]
+            again = await kv.attach(samples[0].id)
+            assert "".join([piece async for piece in again.text()]) == "ABC"
 
     asyncio.run(run())
 
@@ -295,6 +318,23 @@ def test_generate_takes_every_option(
     document = json.loads(capsys.readouterr().out)
     assert (document["text"], document["tokens"], document["reason"]) == ("AB", [A, A + 1, A + 2], "stop")
     assert document["top_logprobs"][0] == [[A, -0.5], [A + 1, -1.5]]
+
+
+def test_samples_and_attached_requests_are_shown_as_text(
+    fake: Running, vocabulary: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    where = ["--endpoint", fake.endpoint, "--tokenizer", str(vocabulary)]
+    generate = ["generate", "A", "--raw", "--max-tokens", "4", *where]
+    assert cli.main([*generate, "--samples", "2", "--seed", "5", "--stop", "C"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [lines[0][:4], *lines[1:3], lines[3][:4], *lines[4:]] == ["[1] ", "AB", "", "[2] ", "AB"]
+    assert cli.main([*generate, "--detach"]) == 0
+    request_id = capsys.readouterr().out.strip()
+    assert cli.main(["attach", request_id, *where]) == 0
+    assert capsys.readouterr().out == "ABCD\n"
+    assert cli.main(["attach", request_id, "--stop", "D", "--json", *where]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["text"], document["reason"], document["request_id"]) == ("ABC", "stop", int(request_id))
 
 
 @pytest.mark.parametrize(

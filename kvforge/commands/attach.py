@@ -1,0 +1,48 @@
+"""kvforge attach ID: reads the answer of a request that runs, or ended not long ago."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from protocol.errors import InvalidRequest
+
+from ..arguments import stop_strings
+from . import common
+from .answers import Answer, add_reading
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = common.add(
+        subparsers,
+        "attach",
+        run,
+        "Read the answer of a request as it comes; leaving cancels it, unless it was detached.",
+    )
+    parser.add_argument("request_id", type=int, metavar="ID", help="as `kvforge requests` shows it")
+    parser.add_argument("--offset", type=int, default=0, metavar="N", help="leave out the first N tokens (with --ids)")
+    parser.add_argument("--ids", action="store_true", help="print token ids; no tokenizer is needed")
+    add_reading(parser)
+    parser.add_argument("--json", action="store_true", help="print one JSON document at the end")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the answer as it comes."""
+    stop_strings(options.stop)
+    if options.ids and options.stop:
+        raise InvalidRequest("stop", "is looked for in text; with --ids there is none")
+    if options.offset and not options.ids:
+        raise InvalidRequest("offset", "text is read from the first token on; with --ids it may begin anywhere")
+    with common.open_client(options, options.tokenizer) as kv:
+        if not options.ids:
+            kv.health()  # whether somebody is there is known sooner than a tokenizer is loaded
+            # Loads the tokenizer: where there is none, nobody who reads the request now must lose it.
+            kv.encode("-", raw=True)
+        request = kv.attach(options.request_id, options.offset)
+        answer = Answer(request, None if options.ids else request.text(options.stop), options.generate_timeout)
+        if options.json:
+            common.print_json(answer.document())
+        else:
+            answer.show(stream=True)
+    return 0

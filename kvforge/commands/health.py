@@ -1,0 +1,65 @@
+"""kvforge health: probes for whoever supervises the service."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from protocol.messages import Health, WorkerHealth
+
+from ..exits import FAILED, OK
+from . import common
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = common.add(
+        subparsers, "health", run, "Probe the service: exit status 0, or 1 where it is not ready (or not live)."
+    )
+    what = parser.add_mutually_exclusive_group()
+    what.add_argument("--live", action="store_true", help="ask only whether the coordinator's loop answers")
+    what.add_argument("--ready", action="store_true", help="ask only whether a request submitted now would be served")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints what was asked for; what is wrong goes to standard error. Raises CoordinatorUnavailable."""
+    with common.open_client(options) as kv:
+        health = kv.health()
+    if options.json:
+        common.print_json(health)
+    elif not options.live and not options.ready:
+        _show(health)
+    if options.live:
+        return _verdict(health.live, "live", "the coordinator says that its loop is not live", options)
+    return _verdict(health.ready, "ready" if options.ready else "", f"not ready: {health.reason}", options)
+
+
+def _verdict(good: bool, word: str, problem: str, options: argparse.Namespace) -> int:
+    if not good:
+        common.say(f"kvforge: {problem}")
+        return FAILED
+    if word and not options.json:
+        print(word)
+    return OK
+
+
+def _show(health: Health) -> None:
+    print(f"live: {_yes(health.live)}")
+    model = f" ({health.model.name})" if health.ready and health.model is not None else ""
+    print(f"ready: {_yes(health.ready)}{model}")
+    if health.draining:
+        print("draining: yes")
+    for worker in health.workers:
+        print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
+
+
+def _doing(worker: WorkerHealth) -> str:
+    if worker.state == "loading":
+        return f"{worker.phase} {100 * worker.progress:.0f} %"
+    busy = f", {worker.since_step_us / 1e6:.1f} s on the one it works on" if worker.since_step_us else ""
+    return f"{worker.steps} steps{busy}"
+
+
+def _yes(value: bool) -> str:
+    return "yes" if value else "no"

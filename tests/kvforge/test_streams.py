@@ -1,0 +1,452 @@
+"""Who reads which stream from where: samples, attaching, repeated commands, streams that pause or are taken."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from kvforge import Client, Request
+from kvforge.calls import Feed
+from kvforge.results import finished, token_at
+from kvforge.session import Pending, Session, Track
+from protocol import messages as m
+from protocol.errors import (
+    Conflict,
+    CoordinatorUnavailable,
+    DeadlineExceeded,
+    InvalidRequest,
+    ProtocolError,
+    RequestNotFound,
+)
+from tests.kvforge.test_session import accepted, end, rows, take
+
+
+@pytest.fixture
+def session() -> Session:
+    return Session("ipc:///nowhere")
+
+
+def submit(session: Session, count: int = 1, key: bool = False) -> Pending:
+    pending = session.expect(session.new_rid(), m.Accepted, "Submit", count)
+    pending.keyed = key
+    return pending
+
+
+def attach(session: Session, request_id: int, offset: int) -> Track:
+    """What a caller gets for an Attach that is answered at once."""
+    pending = session.expect(session.new_rid(), m.Attached, "Attach")
+    assert take(session, m.Attached(rid=pending.rid, request_id=request_id, seed=5, offset=offset)) == []
+    (track,) = pending.tracks
+    return track
+
+
+def attaches(replies: list[m.Message]) -> list[tuple[int, int]]:
+    """(request_id, offset) of what the session sent of its own."""
+    assert all(isinstance(reply, m.Attach) for reply in replies)
+    return [(reply.request_id, reply.offset) for reply in replies if isinstance(reply, m.Attach)]
+
+
+def cancelled(replies: list[m.Message]) -> list[int]:
+    assert all(isinstance(reply, m.Cancel) for reply in replies)
+    return [reply.request_id for reply in replies if isinstance(reply, m.Cancel)]
+
+
+# ------------------------------------------------------------------------------------------------------------- samples
+
+
+def test_samples_are_requests_of_their_own(session: Session) -> None:
+    pending = submit(session, 3)
+    assert take(session, m.Accepted(rid=pending.rid, request_id=10, seed=(1 << 64) - 2, count=3)) == []
+    assert [(track.request_id, track.seed) for track in pending.tracks] == [
+        (10, (1 << 64) - 2),
+        (11, (1 << 64) - 1),
+        (12, 0),
+    ]
+    take(session, rows((10, 0, 1), (12, 0, 3), (11, 0, 2), ended=(end(11, 1),)))
+    assert [track.tokens for track in pending.tracks] == [[1], [2], [3]]
+    assert [track.done for track in pending.tracks] == [False, True, False]
+
+
+def test_giving_up_cancels_every_sample_that_still_runs(session: Session) -> None:
+    pending = submit(session, 3)
+    take(session, m.Accepted(rid=pending.rid, request_id=10, seed=1, count=3))
+    take(session, rows((11, 0, 2), ended=(end(11, 1),)))
+    assert cancelled(session.forget(pending)) == [10, 12]
+
+
+def test_samples_accepted_after_their_caller_left_are_all_cancelled(session: Session) -> None:
+    pending = submit(session, 3)
+    assert session.forget(pending) == []
+    late = take(session, m.Accepted(rid=pending.rid, request_id=10, seed=1, count=3))
+    assert cancelled(late) == [10, 11, 12]
+    assert session.running == ()
+
+
+def test_another_number_of_requests_than_asked_for_is_an_error(session: Session) -> None:
+    pending = submit(session, 3)
+    assert cancelled(take(session, m.Accepted(rid=pending.rid, request_id=10, seed=1))) == [10]
+    with pytest.raises(ProtocolError, match="started 1 requests for a Submit of 3"):
+        pending.take(m.Accepted)
+    assert session.running == ()
+
+
+# ------------------------------------------------------------------------------------------------------------ attaching
+
+
+def test_an_attached_stream_begins_at_its_offset(session: Session) -> None:
+    track = attach(session, 7, 2)
+    assert (track.start, track.reach, track.seed) == (2, 2, 5)
+    assert take(session, rows((7, 1, 11), (7, 2, 12), (7, 3, 13))) == []
+    assert token_at(track, 3).token_id == 13
+    take(session, rows(ended=(end(7, 4),)))
+    assert finished(track).tokens == (12, 13)
+    assert finished(track, 3).tokens == (13,)
+    assert finished(track, 9).tokens == ()
+
+
+def test_a_gap_in_an_attached_stream_is_noticed(session: Session) -> None:
+    skipped, short, empty = attach(session, 7, 2), attach(session, 8, 2), attach(session, 9, 2)
+    assert cancelled(take(session, rows((7, 2, 12), (7, 4, 14)))) == [7]
+    with pytest.raises(ProtocolError, match="token 3 was due and token 4 came"):
+        finished(skipped)
+    take(session, rows((8, 2, 12), ended=(end(8, 4),)))
+    with pytest.raises(ProtocolError, match="ended after 4 tokens and 3 came"):
+        finished(short)
+    take(session, rows((9, 3, 13), ended=(end(9, 4),)))
+    with pytest.raises(ProtocolError, match="ended after 4 tokens and 2 came"):
+        finished(empty)
+
+
+def test_attaching_behind_the_end_gives_no_tokens(session: Session) -> None:
+    track = attach(session, 7, 100)
+    take(session, rows((7, 3, 13), ended=(end(7, 50),)))
+    assert finished(track, 100).tokens == ()
+    assert finished(track).reason == "length"
+
+
+def test_tokens_that_a_stop_took_back_are_taken_from_what_was_attached(session: Session) -> None:
+    track, behind = attach(session, 7, 2), attach(session, 8, 4)
+    for request_id in (7, 8):
+        ended = end(request_id, 3, "stop")
+        fields = {name: getattr(ended, name) for name in m.Ended.__struct_fields__}
+        items = [(request_id, offset, 10 + offset) for offset in range(2, 6)]
+        take(session, rows(*items, ended=(m.Ended(**{**fields, "cut_tokens": 3}),)))
+    assert finished(track).tokens == (12,)
+    assert finished(behind).tokens == ()
+
+
+def test_what_this_connection_reads_already_needs_no_command(session: Session) -> None:
+    track = accepted(session, 7)
+    assert session.tracked(7, 0) is track
+    assert session.tracked(7, 50) is track
+    late = attach(session, 8, 5)
+    assert session.tracked(8, 5) is late
+    assert session.tracked(8, 4) is None
+    take(session, rows(ended=(end(7, 0),)))
+    assert session.tracked(7, 0) is None  # ended: the coordinator still has it
+
+
+def test_an_earlier_offset_is_a_stream_of_its_own(session: Session) -> None:
+    late = attach(session, 7, 3)
+    take(session, rows((7, 3, 13), (7, 4, 14)))
+    early = attach(session, 7, 0)
+    assert early is not late
+    assert take(session, rows(*((7, offset, 10 + offset) for offset in range(6)), ended=(end(7, 6),))) == []
+    assert late.tokens == [13, 14, 15]
+    assert early.tokens == [10, 11, 12, 13, 14, 15]
+    assert finished(late).reason == finished(early).reason == "length"
+
+
+def test_a_later_offset_that_was_under_way_does_not_tear_the_stream(session: Session) -> None:
+    first = session.expect(session.new_rid(), m.Attached, "Attach")
+    second = session.expect(session.new_rid(), m.Attached, "Attach")
+    take(session, m.Attached(rid=first.rid, request_id=7, seed=5, offset=0))
+    take(session, rows((7, 0, 10)))
+    moved = take(session, m.Attached(rid=second.rid, request_id=7, seed=5, offset=4))
+    assert attaches(moved) == [(7, 1)]
+    assert first.tracks == second.tracks
+    assert take(session, rows((7, 4, 14), ended=(end(7, 5),))) == []  # sent before the stream was moved back
+    (track,) = first.tracks
+    assert (track.tokens, track.done) == ([10], False)
+    take(session, m.Attached(rid=getattr(moved[0], "rid", 0), request_id=7, seed=5, offset=1))
+    take(session, rows(*((7, offset, 10 + offset) for offset in range(1, 5)), ended=(end(7, 5),)))
+    assert finished(track).tokens == (10, 11, 12, 13, 14)
+
+
+def test_giving_up_an_attach_cancels_nothing(session: Session) -> None:
+    before = session.expect(session.new_rid(), m.Attached, "Attach")
+    assert session.forget(before) == []
+    assert take(session, m.Attached(rid=before.rid, request_id=7, seed=5, offset=0)) == []
+    assert take(session, rows((7, 0, 10), ended=(end(7, 1),))) == []
+    after = session.expect(session.new_rid(), m.Attached, "Attach")
+    take(session, m.Attached(rid=after.rid, request_id=8, seed=5, offset=0))
+    assert session.forget(after) == []
+
+
+def test_a_feed_of_handles_on_one_stream_gives_each_its_own_part(session: Session) -> None:
+    calls = Client("ipc:///nowhere")._calls
+    track = accepted(session, 7)
+    whole, rest = Request(calls, track), Request(calls, track, 2)
+    feed = Feed([whole, rest])
+    take(session, rows((7, 0, 10), (7, 1, 11)))
+    assert [(request is whole, token.offset) for request, token in feed.take()] == [(True, 0), (True, 1)]
+    assert not feed.ready
+    take(session, rows((7, 2, 12), ended=(end(7, 3),)))
+    assert [(request is whole, token.token_id) for request, token in feed.take()] == [(True, 12), (False, 12)]
+    assert (whole.tokens, rest.tokens) == ((10, 11, 12), (12,))
+    assert not feed.tracks
+
+
+# ------------------------------------------------------------------------------------------------- paused and taken
+
+
+def test_a_paused_stream_is_taken_up_where_it_stopped(session: Session) -> None:
+    track, other = accepted(session, 7), attach(session, 8, 5)
+    take(session, rows((7, 0, 10), (8, 5, 15)))
+    over = accepted(session, 9)
+    take(session, rows(ended=(end(9, 0),)))
+    replies = take(session, m.Stream(paused=(7, 8, 9, 99)))
+    assert attaches(replies) == [(7, 1), (8, 6)]
+    for reply in replies:
+        assert isinstance(reply, m.Attach)
+        attached = m.Attached(rid=reply.rid, request_id=reply.request_id, seed=5, offset=reply.offset)
+        assert take(session, attached) == []
+    assert take(session, rows((7, 0, 10), (7, 1, 11), (8, 6, 16), ended=(end(7, 2), end(8, 7)))) == []
+    assert finished(track).tokens == (10, 11)
+    assert finished(other).tokens == (15, 16)
+    assert finished(over).tokens == ()
+
+
+def test_a_paused_stream_that_is_refused_ends_with_that_error(session: Session) -> None:
+    track = accepted(session, 7)
+    take(session, rows((7, 0, 10)))
+    (reply,) = take(session, m.Stream(paused=(7,)))
+    woken: list[int] = []
+    track.wakers.add(lambda: woken.append(1))
+    take(session, m.Refused(rid=getattr(reply, "rid", 0), error=m.ErrorInfo.of(RequestNotFound(7))))
+    with pytest.raises(RequestNotFound):
+        finished(track)
+    assert (track.tokens, woken, session.running) == ([10], [1], ())
+
+
+def test_a_connection_that_ends_while_a_stream_is_paused(session: Session) -> None:
+    track = accepted(session, 7)
+    take(session, m.Stream(paused=(7,)))
+    session.lost(CoordinatorUnavailable("gone"))
+    with pytest.raises(CoordinatorUnavailable):
+        finished(track)
+    again = accepted(session, 7)  # nothing is left of the Attach, for a coordinator that was started anew
+    take(session, rows((7, 0, 10), ended=(end(7, 1),)))
+    assert finished(again).tokens == (10,)
+
+
+def test_a_stream_that_another_connection_took(session: Session) -> None:
+    track, other = accepted(session, 7), accepted(session, 8)
+    message = rows((7, 0, 10))
+    fields: dict[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
+    assert take(session, m.Stream(**{**fields, "taken": (7, 99)})) == []
+    with pytest.raises(Conflict, match="request 7 is read by another connection now; attach again to take it back"):
+        finished(track)
+    assert track.tokens == [10]
+    assert not other.done
+    back = attach(session, 7, track.reach)
+    take(session, rows((7, 1, 11), ended=(end(7, 2),)))
+    assert finished(back).tokens == (11,)
+
+
+def test_a_stream_that_was_taken_before_our_attach_arrives_comes_back_with_it(session: Session) -> None:
+    track = accepted(session, 7)
+    (reply,) = take(session, m.Stream(paused=(7,)))
+    take(session, m.Stream(taken=(7,)))
+    assert not track.done
+    take(session, m.Attached(rid=getattr(reply, "rid", 0), request_id=7, seed=5, offset=0))
+    take(session, rows((7, 0, 10), ended=(end(7, 1),)))
+    assert finished(track).tokens == (10,)
+
+
+# -------------------------------------------------------------------------------------------------------------- repeats
+
+
+def test_a_repeated_command_reads_the_stream_that_is_there(session: Session) -> None:
+    first = submit(session, 2, key=True)
+    take(session, m.Accepted(rid=first.rid, request_id=7, seed=5, count=2))
+    take(session, rows((7, 0, 10), ended=(end(8, 0),)))
+    again = submit(session, 2, key=True)
+    take(session, m.Accepted(rid=again.rid, request_id=7, seed=5, count=2, repeated=True))
+    assert again.tracks[0] is first.tracks[0]
+    assert again.tracks[1] is not first.tracks[1]  # that one had ended: it comes anew
+    take(session, rows((7, 0, 10), (7, 1, 11), ended=(end(7, 2), end(8, 0))))
+    assert [finished(track).tokens for track in again.tracks] == [(10, 11), ()]
+
+
+def test_giving_up_a_repeated_command_leaves_what_was_there(session: Session) -> None:
+    before = submit(session)
+    take(session, m.Accepted(rid=before.rid, request_id=7, seed=5, repeated=True))
+    assert session.forget(before) == []
+    late = submit(session)
+    session.forget(late)
+    assert take(session, m.Accepted(rid=late.rid, request_id=7, seed=5, repeated=True)) == []
+
+
+def test_giving_up_a_command_with_a_key_leaves_it_for_its_repetition(session: Session) -> None:
+    lost = submit(session, key=True)
+    assert session.forget(lost) == []
+    assert take(session, m.Accepted(rid=lost.rid, request_id=7, seed=5)) == []
+    take(session, rows((7, 0, 10)))
+    again = submit(session, key=True)
+    take(session, m.Accepted(rid=again.rid, request_id=7, seed=5, repeated=True))
+    take(session, rows((7, 0, 10), (7, 1, 11), ended=(end(7, 2),)))
+    assert finished(again.tracks[0]).tokens == (10, 11)
+
+
+def test_a_request_that_expired_raises_what_the_coordinator_said(session: Session) -> None:
+    track = accepted(session, 7)
+    error = m.ErrorInfo.of(DeadlineExceeded("request 7 had no token after 50 ms"))
+    take(session, rows(ended=(end(7, 0, "expired", error),)))
+    with pytest.raises(DeadlineExceeded, match="no token after 50 ms"):
+        finished(track)
+
+
+# ---------------------------------------------------------------------------------------------- any order of all of it
+
+
+class Coordinator:
+    """One request and its stream to one connection. What is sent waits in `out` until it is delivered.
+
+    As in the real one, answers leave at once and everything else at the end of a turn, in one message: rows that were
+    collected before an Attach come after its answer. A message may be lost to a full connection; that is noticed
+    before the next one is sent.
+    """
+
+    def __init__(self, made: int) -> None:
+        self.made, self.over = made, False
+        self.streams, self.lost, self.paused = True, False, False
+        self.rows: list[int] = []
+        self.ends = 0
+        self.out: list[m.Message] = []
+        self.commands: list[m.Message] = []
+
+    @property
+    def busy(self) -> bool:
+        return any((self.out, self.commands, self.rows, self.ends, self.lost, self.paused))
+
+    def make(self) -> None:
+        self.rows += [self.made] * self.streams
+        self.made += 1
+
+    def end(self) -> None:
+        self.over = True
+        self.ends += self.streams
+
+    def notice(self) -> None:
+        if self.lost:
+            self.lost, self.streams, self.paused = False, False, True
+
+    def turn(self, arrives: bool) -> None:
+        self.notice()
+        if not self.rows and not self.ends and not self.paused:
+            return
+        stream = rows(*((7, offset, 100 + offset) for offset in self.rows), ended=(end(7, self.made),) * self.ends)
+        fields: dict[str, Any] = {name: getattr(stream, name) for name in stream.__struct_fields__}
+        if arrives:
+            self.out.append(m.Stream(**{**fields, "paused": (7,) * self.paused}))
+        self.lost, self.rows, self.ends, self.paused = not arrives, [], 0, False
+
+    def answer(self) -> None:
+        command = self.commands.pop(0)
+        assert isinstance(command, m.Attach | m.Submit), "nothing was given up and nothing is missing"
+        offset = command.offset if isinstance(command, m.Attach) else 0
+        if offset > self.made:
+            problem = InvalidRequest("offset", "behind what there is")
+            self.out.append(m.Refused(rid=command.rid, error=m.ErrorInfo.of(problem)))
+            return
+        if isinstance(command, m.Attach):
+            self.out.append(m.Attached(rid=command.rid, request_id=7, seed=5, offset=offset))
+        else:
+            self.out.append(m.Accepted(rid=command.rid, request_id=7, seed=5, repeated=True))
+        self.streams, self.paused = True, False
+        self.rows += range(offset, self.made)
+        self.ends += self.over
+
+
+ACTIONS = st.one_of(
+    st.sampled_from(["make", "make", "turn", "lose", "notice", "answer", "deliver", "repeat", "end"]),
+    st.tuples(st.sampled_from(["attach", "abandon"]), st.integers(0, 6)),
+)
+
+
+@given(st.integers(0, 4), st.lists(ACTIONS, max_size=60))
+def test_whoever_reads_gets_every_token_from_its_offset_on(start: int, actions: list[Any]) -> None:
+    session, coordinator = Session("ipc:///nowhere"), Coordinator(start)
+    readers = [(attach(session, 7, start) if start else accepted(session, 7), start)]
+    waiting: list[tuple[Pending, int]] = []
+
+    def deliver() -> None:
+        for reply in take(session, coordinator.out.pop(0)):
+            coordinator.commands.append(reply)
+
+    for action in actions:
+        match action:
+            case "make" if not coordinator.over:
+                coordinator.make()
+            case "end" if not coordinator.over:
+                coordinator.end()
+            case "turn" | "lose":
+                coordinator.turn(arrives=action == "turn")
+            case "notice":
+                coordinator.notice()
+            case "answer" if coordinator.commands:
+                coordinator.answer()
+            case "deliver" if coordinator.out:
+                deliver()
+            case "repeat":
+                pending = submit(session, key=True)
+                waiting.append((pending, 0))
+                coordinator.commands.append(m.Submit(rid=pending.rid, max_tokens=99))
+            case (kind, offset):
+                track = session.tracked(7, offset)
+                if track is not None:
+                    readers.append((track, offset))
+                    continue
+                pending = session.expect(session.new_rid(), m.Attached, "Attach")
+                coordinator.commands.append(m.Attach(rid=pending.rid, request_id=7, offset=offset))
+                if kind == "abandon":
+                    assert session.forget(pending) == []
+                else:
+                    waiting.append((pending, offset))
+    if not coordinator.over:
+        coordinator.end()
+    while coordinator.busy:
+        if coordinator.commands:
+            coordinator.answer()
+        coordinator.turn(arrives=True)
+        if coordinator.out:
+            deliver()
+    for pending, offset in waiting:
+        assert pending.done
+        readers += [(track, offset) for track in pending.tracks]
+        assert len(pending.tracks) == (offset <= coordinator.made or pending.error is None)
+    for track, offset in readers:
+        assert finished(track, offset).tokens == tuple(range(100 + offset, 100 + coordinator.made))
+    assert session.running == ()
+
+
+def test_rows_from_before_an_attach_may_come_after_its_answer(session: Session) -> None:
+    late = attach(session, 7, 2)
+    take(session, rows((7, 2, 12)))
+    early = attach(session, 7, 0)
+    assert take(session, rows((7, 3, 13), (7, 0, 10), (7, 1, 11), (7, 2, 12), (7, 3, 13), ended=(end(7, 4),))) == []
+    assert finished(early).tokens == (10, 11, 12, 13)
+    assert finished(late).tokens == (12, 13)
+
+
+def test_rows_that_come_with_the_pause_may_lack_those_before_them(session: Session) -> None:
+    track = accepted(session, 7)
+    take(session, rows((7, 0, 10)))
+    message = rows((7, 2, 12))
+    fields: dict[str, Any] = {name: getattr(message, name) for name in message.__struct_fields__}
+    assert attaches(take(session, m.Stream(**{**fields, "paused": (7,)}))) == [(7, 1)]
+    assert (track.tokens, track.done) == ([10], False)
