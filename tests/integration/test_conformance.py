@@ -50,3 +50,27 @@ def test_all_prompts_at_once_and_one_alone(workers: int, smollm2_path: Path) -> 
             case, kv.submit(case["prompt_tokens"], max_tokens=STEPS, sampling=GREEDY, salt="alone").result(120).tokens
         )
         assert {row.worker for row in kv.requests().requests} == set(names)
+
+
+def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) -> None:
+    """Every prompt twice as samples of one request and once as a fork of a sequence, in pools that cannot hold all."""
+    with Cluster(model=smollm2_path, blocks=40) as cluster:
+        kv = cluster.start("w0", "w1")
+        forks = []
+        for case in CASES:
+            prompt = case["prompt_tokens"]
+            source = kv.create_sequence(prompt[: len(prompt) // 2], idle_ttl_s=300)
+            forks += kv.fork(source)
+        started = []
+        for case, fork in zip(CASES, forks, strict=True):
+            prompt = case["prompt_tokens"]
+            pair = kv.samples(prompt, 2, max_tokens=STEPS, sampling=GREEDY)
+            rest = kv.submit(prompt[len(prompt) // 2 :], sequence=fork, max_tokens=STEPS, sampling=GREEDY)
+            started += [(case, request) for request in (*pair, rest)]
+        for case, request in started:
+            check(case, request.result(300).tokens)
+        stats = kv.stats().requests
+        assert stats.preemptions_total > 0
+        assert stats.cached_tokens_total > 0
+        assert stats.finished_total == 3 * len(CASES)
+        assert {row.worker for row in kv.requests().requests} == {"w0", "w1"}

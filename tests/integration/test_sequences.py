@@ -209,8 +209,11 @@ def test_explain_says_why_a_request_waits() -> None:
         kv = cluster.start("w0")
         s = kv.create_sequence(list(range(40)))
         request = kv.submit(list(range(30)), max_tokens=8, sampling=GREEDY)
-        behind = kv.submit([1], max_tokens=2, sampling=GREEDY)
+        behind = kv.submit(list(range(30, 60)), max_tokens=2, sampling=GREEDY)
+        small = kv.submit([1], max_tokens=2, sampling=GREEDY)
+        assert len(small.result(30).tokens) == 2  # it finds room and does not wait behind those that do not
         told = kv.explain(request=request.id)
+        assert told.facts["passed"] == 1
         assert (told.facts["limit"], told.facts["blocks_short"], told.facts["place"]) == ("blocks", 2, 0)
         assert any(f"sequence {s.id} is idle and holds 10 blocks" in sentence for sentence in told.sentences)
         told = kv.explain(request=behind.id)

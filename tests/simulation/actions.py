@@ -11,17 +11,23 @@ from collections.abc import Iterator
 from random import Random
 from typing import Any
 
-from tests.simulation.model import poison
-from tests.simulation.settings import TENANTS, Settings
+from tests.simulation.model import DEADLY, poison
+from tests.simulation.settings import SAMPLES_MAX, TENANTS, Settings
 
 Action = tuple[Any, ...]
 
 # How often a whole tree search begins: a sequence, forks of it, and requests on all of them at once.
 TREE_SHARE = 0.02
+# How often several clients ask for one request at once.
+TUG_SHARE = 0.004
+# How often one prompt gets several answers, the first is cancelled, and the command comes again later.
+SAMPLES_SHARE = 0.006
 # verb: weight
 MIX = {
     "submit": 22,
     "submit_on": 6,
+    "again": 2,
+    "attach": 2,
     "cancel": 5,
     "get": 4,
     "list": 2,
@@ -42,9 +48,13 @@ MIX = {
     "disconnect": 1,
     "goodbye": 1,
     "connect": 4,
+    "stall": 0.7,
     "kill": 1,
+    "hang": 0.3,
     "garble": 1,
 }
+# What looks like the death of a worker.
+DEATHS = ("kill", "hang", "garble")
 HOSTILE = (
     "zero_tokens",
     "no_prompt",
@@ -53,6 +63,11 @@ HOSTILE = (
     "temperature",
     "tenant",
     "stops",
+    "attach_unknown",
+    "deadline",
+    "priority",
+    "key",
+    "many",
     "unknown_request",
     "unknown_sequence",
     "twice",
@@ -75,17 +90,29 @@ class Drawer:
         shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
         self._stems = shared
         self._owner: dict[str, str] = {}
+        self._keyed: list[str] = []
 
     def actions(self) -> Iterator[Action]:
         """Without end; times never decrease."""
         at_us = 0
         for i in range(self._settings.clients):
-            yield (0, "connect", f"c{i}")
-        verbs, weights = list(MIX), list(MIX.values())
+            yield (0, "connect", f"c{i}", False)
+        mix = {verb: weight for verb, weight in MIX.items() if not (self._settings.deadly and verb in DEATHS)}
+        verbs, weights = list(mix), list(mix.values())
         while True:
             at_us += int(self._random.expovariate(1.0) * self._settings.gap_us)
             if self._random.random() < TREE_SHARE:
                 for action in self._tree(at_us):
+                    at_us = action[0]
+                    yield action
+                continue
+            if self._random.random() < TUG_SHARE:
+                label = self._request()
+                for _ in range(3):
+                    yield (at_us, "attach", self._client(), label, -1)
+                continue
+            if self._random.random() < SAMPLES_SHARE:
+                for action in self._samples(at_us):
                     at_us = action[0]
                     yield action
                 continue
@@ -144,32 +171,85 @@ class Drawer:
         yield (at_us, "create", client, root, self._text(self._size(0.5)), self._tenant(), 100, "")
         at_us += later_us
         self._requests += 1
-        yield (at_us, "submit_on", client, f"r{self._requests}", root, (), 1, True)
+        yield (at_us, "submit_on", client, f"r{self._requests}", root, (), 1, ())
         at_us += later_us + 4 * settings.step_us
         leaves = tuple(self._new_sequence(client) for _ in range(self._random.choice((1, 2))))
         yield (at_us, "fork", client, root, leaves)
         at_us += later_us
         for label in (root, *leaves):
             self._requests += 1
-            yield (at_us, "submit_on", client, f"r{self._requests}", label, (self._token(),), 4, True)
+            yield (at_us, "submit_on", client, f"r{self._requests}", label, (self._token(),), 4, ())
+
+    def _samples(self, at_us: int) -> Iterator[Action]:
+        """Several answers to one prompt, the first of which is cancelled; the same command again, twice."""
+        client, settings = self._client(), self._settings
+        labels = tuple(f"r{self._requests + 1 + i}" for i in range(SAMPLES_MAX - 1))
+        self._requests += len(labels)
+        more = (("count", len(labels)), ("key", f"key of {labels[0]}"))
+        yield (at_us, "submit", client, labels, self._text(self._size(0.8)), 2, None, (), self._tenant(), more)
+        at_us += 2 * settings.short_us + 2 * settings.turn_us
+        yield (at_us, "cancel", client, labels[0])
+        for _ in range(2):
+            at_us += 8 * settings.step_us
+            yield (at_us, "again", client, labels[0], True)
 
     # ---------------------------------------------------------------------------------------------------------- verbs
 
     def _submit(self) -> Action:
-        self._requests += 1
         size = self._size()
         most = self._settings.context - size
         seed = self._random.randrange(1 << 64) if self._random.random() < 0.5 else None
         stops = tuple(self._token() for _ in range(self._random.choice((0, 0, 1, 3))))
-        stream = self._random.random() < 0.7
         answer = self._random.randint(1, max(1, most))
-        return (self._client(), f"r{self._requests}", self._text(size), answer, seed, stops, stream, self._tenant())
+        count = self._random.randint(2, SAMPLES_MAX) if self._random.random() < 0.08 else 1
+        labels = tuple(f"r{self._requests + 1 + i}" for i in range(count))
+        self._requests += count
+        more = self._more(labels[0], ("count", count) if count > 1 else None)
+        return (self._client(), labels, self._prompt(size), answer, seed, stops, self._tenant(), more)
+
+    def _prompt(self, size: int) -> tuple[int, ...]:
+        """A text; now and then one that kills workers, in a world where that is so."""
+        if self._settings.deadly and self._random.random() < 0.06:
+            return (poison(self._settings.vocabulary),) * DEADLY
+        return self._text(size)
 
     def _submit_on(self) -> Action:
         self._requests += 1
-        sequence = self._sequence()
+        label, sequence = f"r{self._requests}", self._sequence()
         text = self._text(self._random.randint(0, 3))
-        return (self._of(sequence), f"r{self._requests}", sequence, text, self._size(0.4), self._random.random() < 0.7)
+        return (self._of(sequence), label, sequence, text, self._size(0.4), self._more(label, None))
+
+    def _more(self, label: str, count: tuple[str, int] | None) -> tuple[tuple[str, Any], ...]:
+        """The rarer wishes: few requests have any, some have several."""
+        random = self._random.random
+        more: list[tuple[str, Any]] = [count] if count else []
+        if random() < 0.3:
+            more.append(("stream", False))
+        if random() < 0.2:
+            more.append(("priority", self._random.choice((-2, 1, 5))))
+        if random() < 0.06:
+            more.append(("deadline_ms", self._random.choice((1, 5, 30, 100))))
+        if random() < 0.04:
+            more.append(("first_token_ms", self._random.choice((1, 5, 30))))
+        if random() < 0.08:
+            more.append(("detached", True))
+        if random() < 0.15:
+            more.append(("key", f"key of {label}"))
+            self._keyed.append(label)
+        return tuple(more)
+
+    def _again(self) -> Action:
+        label = self._random.choice(self._keyed[-4:]) if self._keyed else "r0"
+        return (self._client(), label, self._random.random() < 0.8)
+
+    def _attach(self) -> Action:
+        return (self._client(), self._request(), self._random.choice((-1, -1, 0, 1, 3)))
+
+    def _stall(self) -> Action:
+        return (self._client(), self._random.choice((0, 1, 3)), self._random.randint(500, 80_000))
+
+    def _hang(self) -> Action:
+        return (self._worker(),)
 
     def _cancel(self) -> Action:
         return (self._client(), self._request())
@@ -239,7 +319,10 @@ class Drawer:
     def _disconnect(self) -> Action:
         return (self._client(),)
 
-    _goodbye = _connect = _disconnect
+    _goodbye = _disconnect
+
+    def _connect(self) -> Action:
+        return (self._client(), self._random.random() < 0.7)
 
     def _kill(self) -> Action:
         return (self._worker(), self._random.randint(1, 30_000))

@@ -9,6 +9,8 @@ from typing import Any
 from protocol import codec
 from protocol.messages import (
     Accepted,
+    Attach,
+    Attached,
     Cancel,
     CreateSequence,
     Forked,
@@ -21,14 +23,21 @@ from protocol.messages import (
     Hello,
     ListRequests,
     Message,
+    Refused,
     SequenceInfo,
     Stream,
+    Submit,
 )
 from tests.simulation.network import Connection, SimulatedPeers
+from tests.simulation.readings import Readings
 from tests.simulation.workers import Violation
 
 # Saying these twice must do no harm.
 REPEATABLE = (Hello, Cancel, GetRequest, ListRequests, GetStats, GetHealth, GetSequence, GetTokens)
+
+
+PROBE = "a probe"  # labels an Attach whose offset may be wrong
+NOT_GREETED = "a client's first message is hello"
 
 
 class SimulatedClient:
@@ -41,19 +50,48 @@ class SimulatedClient:
         self.duplicate_share = 0.0
         self.ids: dict[str, int] = {}
         self.unanswered: set[int] = set()
+        self.readings = Readings()
+        self._owed: dict[int, tuple[tuple[str, ...], dict[str, Any]]] = {}
         self._rids = 0
 
-    def connect(self) -> None:
-        """A fresh connection, greeted."""
+    def connect(self, resume: bool) -> None:
+        """A fresh connection, greeted. resume: the same process takes up what it was reading; else it is a new one."""
         if self.connection is None:
             self.connections += 1
             self._random = Random(f"{self._seed}/{self.name}/{self.connections}")
             self.connection = self._peers.connect(self._random, self._receive)
             self.unanswered = set()
             self.send(Hello, name=self.name)
+            if resume:
+                self._resume()
+            else:
+                self.readings = Readings()
+                self._owed.clear()
+
+    def _resume(self) -> None:
+        """Asks for the rest of each stream, and again for whatever has a key and no answer."""
+        for request_id in self.readings.unfinished():
+            self.attach(request_id)
+        owed, self._owed = self._owed, {}
+        for labels, fields in owed.values():
+            self.send(Submit, labels, **fields)
+
+    def attach(self, request_id: int, resume: bool = False) -> None:
+        """Asks for what it lacks of a request. resume: unless another one has taken it meanwhile."""
+        self.send(Attach, request_id=request_id, offset=self.readings.at(request_id), resume=resume)
+
+    def stall(self, room: int) -> None:
+        """It stops reading; `room` more messages fit on the way to it."""
+        if self.connection is not None:
+            self.connection.stall(room)
+
+    def read_on(self) -> None:
+        """It reads again."""
+        if self.connection is not None:
+            self.connection.read_on()
 
     def disconnect(self) -> None:
-        """The process dies."""
+        """The process dies, or loses its connection."""
         if self.connection is not None:
             self.connection.cut()
             self.connection = None
@@ -63,6 +101,7 @@ class SimulatedClient:
         if self.connection is not None:
             self.connection.send(codec.encode(Goodbye()))
             self.disconnect()
+            self.readings = Readings()
 
     def send(self, cls: type[Message], labels: tuple[str, ...] = (), **fields: Any) -> None:
         """Sends a command; `labels` name what it creates."""
@@ -72,9 +111,12 @@ class SimulatedClient:
         message = cls(rid=self._rids, **fields)
         self.connection.commands[self._rids] = (message, labels)
         self.unanswered.add(self._rids)
+        keyed = isinstance(message, Submit) and bool(message.key)
+        if keyed:
+            self._owed[self._rids] = (labels, fields)
         frames = codec.encode(message)
         self.connection.send(frames)
-        if isinstance(message, REPEATABLE) and self._random.random() < self.duplicate_share:
+        if (keyed or isinstance(message, REPEATABLE)) and self._random.random() < self.duplicate_share:
             self.connection.send(frames)
 
     def send_raw(self, frames: list[bytes]) -> None:
@@ -84,18 +126,39 @@ class SimulatedClient:
 
     def _receive(self, message: Any) -> None:
         self._delivered()
-        if isinstance(message, Stream) or self.connection is None:
+        if self.connection is None:
+            return
+        if isinstance(message, Stream):
+            for request_id in self.readings.stream(message):
+                self.attach(request_id, resume=True)
             return
         found = self.connection.commands.get(message.rid)
         if found is None and message.rid:
             raise Violation(f"{self.name} got an answer to a question it never asked: {message}")
         self.unanswered.discard(message.rid)
-        if found is None:
-            return
-        command, labels = found
+        self._owed.pop(message.rid, None)
+        if found is not None:
+            self._answered(*found, message)
+
+    def _answered(self, command: Any, labels: tuple[str, ...], message: Any) -> None:
         if isinstance(message, Accepted):
-            self.ids[labels[0]] = message.request_id
+            for i in range(message.count):
+                self.ids[labels[i]] = message.request_id + i
+                self.readings.begin(message.request_id + i, 0)
+        elif isinstance(message, Attached):
+            self.readings.begin(message.request_id, message.offset)
+        elif isinstance(message, Refused):
+            self._refused(command, labels, message)
         elif isinstance(message, SequenceInfo) and isinstance(command, CreateSequence):
             self.ids[labels[0]] = message.sequence_id
         elif isinstance(message, Forked):
             self.ids.update(zip(labels, message.sequence_ids.tolist(), strict=True))
+
+    def _refused(self, command: Any, labels: tuple[str, ...], message: Refused) -> None:
+        if NOT_GREETED in message.error.message:  # we were dropped, for not reading
+            self.disconnect()
+            self.connect(resume=True)
+        elif isinstance(command, Attach) and PROBE not in labels:
+            if message.error.code not in ("request_not_found", "conflict" if command.resume else ""):
+                raise Violation(f"{self.name} asked for what it lacks: {command} -> {message.error}")
+            self.readings.drop(command.request_id)

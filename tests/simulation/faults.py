@@ -14,6 +14,8 @@ import numpy as np
 
 from coordinator import publish as publishing
 from coordinator import turn as turns
+from coordinator.core import timers, victims
+from coordinator.core.admission import Admission
 from coordinator.core.block_commands import BlockCommands
 from coordinator.core.cache import Cache
 from coordinator.core.groups import Group
@@ -22,10 +24,14 @@ from coordinator.core.machine import Machine
 from coordinator.core.outcomes import Outcomes
 from coordinator.core.pool import Pool, Supply
 from coordinator.core.prefix import PrefixIndex
+from coordinator.core.queue import WaitingQueue
 from coordinator.core.refs import Refs
+from coordinator.core.request_commands import RequestCommands
+from coordinator.core.requests import RequestTable
 from coordinator.core.scheduler import Scheduler
 from coordinator.core.sequences import Sequences
 from coordinator.core.streams import Streams
+from coordinator.core.timers import Timers
 from coordinator.core.worker_reports import WorkerReports
 
 Patch = tuple[Any, str, Callable[..., Any]]
@@ -82,7 +88,7 @@ def prefix_registered_early() -> list[Patch]:
         s = self._cache.sequences
         before = s.computed[slots].copy()
         s.computed[slots] = np.minimum(s.scheduled[slots], s.length[slots])
-        self._cache.index_filled(slots, now_us)
+        self._cache.index_filled(group, slots, now_us)
         s.computed[slots] = before
         return step
 
@@ -181,10 +187,10 @@ def appended_token_lost() -> list[Patch]:
 @fault
 def stream_repeated_after_preemption() -> list[Patch]:
     """What was streamed before a preemption is streamed again after it."""
-    real = Scheduler._start
+    real = Admission._start
     streams_of: dict[int, Streams] = {}
 
-    def start(self: Scheduler, request: Any, residence: Any, now_us: int) -> None:
+    def start(self: Admission, request: Any, residence: Any, now_us: int) -> None:
         again = request.tokens.size > 0 and request.stream
         real(self, request, residence, now_us)
         if again:
@@ -192,11 +198,11 @@ def stream_repeated_after_preemption() -> list[Patch]:
 
     real_init = Outcomes.__init__
 
-    def init(self: Outcomes, cache: Any, requests: Any, scheduler: Any, streams: Streams) -> None:
-        real_init(self, cache, requests, scheduler, streams)
-        streams_of[id(scheduler)] = streams
+    def init(self: Outcomes, cache: Any, requests: Any, admission: Any, streams: Streams) -> None:
+        real_init(self, cache, requests, admission, streams)
+        streams_of[id(admission)] = streams
 
-    return [(Scheduler, "_start", start), (Outcomes, "__init__", init)]
+    return [(Admission, "_start", start), (Outcomes, "__init__", init)]
 
 
 @fault
@@ -263,13 +269,13 @@ def holder_dropped_without_decrement() -> list[Patch]:
 @fault
 def refusal_after_the_change() -> list[Patch]:
     """A refused submit has already interned its tenant and taken a request id."""
-    real = Machine._submit
+    real = RequestCommands.submit
 
-    def submit(self: Machine, event: Any, message: Any, now_us: int) -> Any:
+    def submit(self: RequestCommands, event: Any, message: Any, now_us: int) -> Any:
         self._request_ids += 1
         return real(self, event, message, now_us)
 
-    return [(Machine, "_submit", submit)]
+    return [(RequestCommands, "submit", submit)]
 
 
 @fault
@@ -302,7 +308,7 @@ def row_of_an_earlier_run_accepted() -> list[Patch]:
 
     def settle(self: Outcomes, group: Group, result: Any, now_us: int) -> None:
         sent = group.sent[0]
-        sent.serials[:] = self._scheduler.runs.serial[sent.slots]
+        sent.serials[:] = self._admission.runs.serial[sent.slots]
         real(self, group, result, now_us)
 
     return [(Outcomes, "settle", settle)]
@@ -317,31 +323,245 @@ def sequence_settles_while_its_row_is_read() -> list[Patch]:
 @fault
 def preempted_sequence_not_busy() -> list[Patch]:
     """A client's sequence can be changed while a preempted request waits to go on with it."""
-    real = Scheduler.requeue
+    real = Admission.requeue
 
-    def requeue(self: Scheduler, request: Any, now_us: int) -> None:
+    def requeue(self: Admission, request: Any, now_us: int) -> None:
         slot = request.slot
         real(self, request, now_us)
         if request.sequence_id:
             self._cache.sequences.request[slot] = 0
 
-    return [(Scheduler, "requeue", requeue)]
+    return [(Admission, "requeue", requeue)]
 
 
 @fault
 def preempted_request_forgotten() -> list[Patch]:
     """A preempted request is forgotten instead of waiting again."""
-    real = Scheduler.requeue
+    real = Admission.requeue
 
-    def requeue(self: Scheduler, request: Any, now_us: int) -> None:
+    def requeue(self: Admission, request: Any, now_us: int) -> None:
         real(self, request, now_us)
         if len(self.waiting) > 1:
             self.waiting.remove(request)
 
-    return [(Scheduler, "requeue", requeue)]
+    return [(Admission, "requeue", requeue)]
 
 
 @fault
 def salt_ignored() -> list[Patch]:
     """One tenant's cached blocks are hits for another."""
     return [(Cache, "salt", lambda self, text: 7)]
+
+
+# ----------------------------------------------------------------------------------------------- time, and who is there
+
+
+def _without_timer(lost: int) -> list[Patch]:
+    real = Timers.set
+
+    def set_timer(self: Timers, due_us: int, request_id: int, kind: int) -> None:
+        if kind != lost:
+            real(self, due_us, request_id, kind)
+
+    return [(Timers, "set", set_timer)]
+
+
+@fault
+def deadline_timer_lost() -> list[Patch]:
+    """Nobody looks when a request's time is over."""
+    return _without_timer(timers.DEADLINE)
+
+
+@fault
+def first_token_timer_lost() -> list[Patch]:
+    """Nobody looks whether a request has its first token in time."""
+    return _without_timer(timers.FIRST_TOKEN)
+
+
+@fault
+def lease_never_ends() -> list[Patch]:
+    """A request whose client is gone goes on for ever."""
+    return _without_timer(timers.LEASE)
+
+
+@fault
+def lease_survives_an_attach() -> list[Patch]:
+    """A request is cancelled when the lease is over, though its client has come back."""
+    real = RequestCommands._give
+
+    def give(self: RequestCommands, request: Any, client: int, offset: int, now_us: int) -> None:
+        orphan_us = request.orphan_us
+        real(self, request, client, offset, now_us)
+        request.orphan_us = orphan_us
+
+    return [(RequestCommands, "_give", give)]
+
+
+@fault
+def time_slept_through() -> list[Patch]:
+    """The loop does not wake up for what is due."""
+    return [(Machine, "next_wake_us", lambda self, now_us: None)]
+
+
+@fault
+def drain_without_end() -> list[Patch]:
+    """What is left at the end of a drain is not handed back."""
+    return [(RequestCommands, "hand_back", lambda self, now_us: None)]
+
+
+@fault
+def key_forgotten_early() -> list[Patch]:
+    """A key is forgotten when its request ends, not when the request is."""
+    real = RequestTable.retire
+
+    def retire(self: RequestTable, request: Any, now_us: int) -> None:
+        real(self, request, now_us)
+        if request.key is not None:
+            self.keys.release(request.key)
+            request.key = None
+
+    return [(RequestTable, "retire", retire)]
+
+
+@fault
+def forgotten_answer_not_told() -> list[Patch]:
+    """A repeated key names a request that nobody knows any more, and whoever asks waits for it for ever."""
+
+    def add_end(self: Streams, client: int, end: Any) -> None:
+        if client and not (end.error is not None and end.error.code == "request_not_found"):
+            self._ended.setdefault(client, []).append(end)
+
+    return [(Streams, "add_end", add_end)]
+
+
+# ----------------------------------------------------------------------------------------------------- whoever reads it
+
+
+@fault
+def attach_replays_from_the_next() -> list[Patch]:
+    """The token at the offset itself is left out."""
+    real = Outcomes.replay
+
+    def replay(self: Outcomes, request: Any, offset: int) -> None:
+        real(self, request, offset + 1 if offset else 0)
+
+    return [(Outcomes, "replay", replay)]
+
+
+@fault
+def paused_stream_goes_on() -> list[Patch]:
+    """What a client could not take is lost, and the rest of it is streamed as if nothing was."""
+
+    def client_full(self: RequestCommands, client: int, lost: Any) -> None:
+        self._streams.lost(client, lost)
+
+    return [(RequestCommands, "client_full", client_full)]
+
+
+@fault
+def end_told_while_paused() -> list[Patch]:
+    """A paused stream ends before what its client lacks has come."""
+    real = Outcomes.end
+
+    def end(self: Outcomes, request: Any, *arguments: Any, **named: Any) -> None:
+        paused, request.paused = request.paused, False
+        real(self, request, *arguments, **named)
+        request.paused = paused
+
+    return [(Outcomes, "end", end)]
+
+
+@fault
+def pause_not_told() -> list[Patch]:
+    """A client is not told that it missed something."""
+    real = Streams.lost
+
+    def lost(self: Streams, client: int, stream: Any) -> list[int]:
+        ids = real(self, client, stream)
+        self._paused.pop(client)
+        return ids
+
+    return [(Streams, "lost", lost)]
+
+
+@fault
+def taken_not_told() -> list[Patch]:
+    """Whoever had a stream is not told that another one has it."""
+    return [(Streams, "take", lambda self, client, request_id: self._resumed(client, request_id))]
+
+
+@fault
+def taken_told_to_who_has_it_back() -> list[Patch]:
+    """A client that took its stream back in the same turn is told that it lost it."""
+    return [(Streams, "restart", lambda self, client, request_id: self._resumed(client, request_id))]
+
+
+# ----------------------------------------------------------------------------------------------------- whose turn it is
+
+
+@fault
+def oldest_may_be_the_victim() -> list[Patch]:
+    """Whoever is cheapest is preempted, the oldest too, and what was redone before does not count."""
+
+    def choose(cache: Any, requests: Any, order: Any, candidates: Any, short: int) -> int | None:
+        if candidates.size < 2:
+            return None
+        gain, cost = victims._gain_and_cost(cache, candidates)
+        enough = np.flatnonzero(gain >= min(short, int(gain.max())))
+        return int(candidates[enough[np.argmin(cost[enough])]])
+
+    return [(victims, "choose", choose)]
+
+
+@fault
+def passed_never_counted() -> list[Patch]:
+    """A request that finds no room is passed by smaller ones for ever."""
+    real = Admission._start
+
+    def start(self: Admission, request: Any, residence: Any, now_us: int) -> None:
+        real(self, request, residence, now_us)
+        for earlier in self._blocked.values():
+            earlier.passed = 0
+
+    return [(Admission, "_start", start)]
+
+
+@fault
+def sibling_never_released() -> list[Patch]:
+    """Where the first of several answers is cancelled, the others wait for its prompt for ever."""
+    real = RequestTable.retire
+
+    def retire(self: RequestTable, request: Any, now_us: int) -> None:
+        siblings = request.siblings
+        real(self, request, now_us)
+        if siblings:
+            siblings.insert(0, request)
+
+    return [(RequestTable, "retire", retire)]
+
+
+@fault
+def tenant_charge_lost() -> list[Patch]:
+    """Generated tokens are not charged to their tenants."""
+    return [(WaitingQueue, "charge_each", lambda self, tenants: None)]
+
+
+# ---------------------------------------------------------------------------------------------------- workers that fail
+
+
+@fault
+def crash_never_counted() -> list[Patch]:
+    """A request that kills every worker is given to the next one, for ever."""
+    return [(WorkerReports, "_count_crash", lambda self, request, worker, now_us: None)]
+
+
+@fault
+def suspect_runs_among_others() -> list[Patch]:
+    """Whoever is on board when a request kills worker after worker fails with it."""
+    return [(Admission, "must_be_alone", lambda self, request: False)]
+
+
+@fault
+def hung_worker_kept() -> list[Patch]:
+    """A worker that never answers is waited for."""
+    return [(WorkerReports, "replace_hung", lambda self, now_us: [])]

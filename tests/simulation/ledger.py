@@ -1,17 +1,23 @@
 """The books of the simulation: what was promised, and therefore what every message must say.
 
-It sees every message the coordinator sends, decoded from its bytes, in the order of sending. Requests are held to their
-oracle; client sequences to a plain list of tokens. The one thing it takes from the core is a length: where a request
-continues a sequence on which another one was cut short (`prompt_sizes`).
+It sees every answer when the core gives it, every Stream when it is sent, both decoded from their bytes, and every end
+of a request when it happens. Requests are held to their oracle; client sequences to a plain list of tokens. The one
+thing it takes from the core is a length: where a request continues a sequence on which another one was cut short
+(`prompt_sizes`). Who reads what is in `telling`, what is due when in `dues`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
+from coordinator.core.events import ClientGone, FromClient
+from coordinator.core.requests import Request
 from protocol.messages import (
     Accepted,
     Appended,
+    Attached,
+    Cancel,
     CreateSequence,
     Fork,
     Forked,
@@ -26,39 +32,47 @@ from protocol.messages import (
     Stream,
     Submit,
 )
+from tests.simulation.dues import Dues
 from tests.simulation.model import Oracle
 from tests.simulation.settings import Settings
+from tests.simulation.telling import BookedRequest, Telling
 from tests.simulation.workers import Violation
 
 SEVERAL = -1  # more than one request had the prefix
 
 
-class BookedRequest:
-    """One accepted request, as its client saw it so far. early: it came before any model was known, and may fail."""
-
-    def __init__(self, client: int, oracle: Oracle, stream: bool, sequence_id: int, salt: str) -> None:
-        self.client, self.oracle, self.stream, self.sequence_id = client, oracle, stream, sequence_id
-        self.salt = salt
-        self.streamed = 0
-        self.reason = ""
-        self.early = False
-
-
 class BookedSequence:
     """One client sequence. `request_id`: the last request that ran on it and is not yet accounted for."""
 
-    def __init__(self, client: int, tokens: list[int], ttl: bool, salt: str) -> None:
-        self.client, self.tokens, self.ttl, self.salt = client, tokens, ttl, salt
+    def __init__(self, client: int, tokens: list[int], ttl: bool, tenant: str, salt: str) -> None:
+        self.client, self.tokens, self.ttl, self.tenant, self.salt = client, tokens, ttl, tenant, salt
         self.request_id = 0
         self.removed = self.forked = False
 
 
-class Ledger:
-    """Everything that was promised so far."""
+class BookedKey:
+    """What a key stands for: everything that the command asked for, and the ids that it got."""
 
-    def __init__(self, settings: Settings) -> None:
-        self._settings = settings
+    def __init__(self, command: Submit, first: int) -> None:
+        self.asked, self.ids = asked(command), range(first, first + command.count)
+
+
+def asked(command: Submit) -> tuple[Any, ...]:
+    """All of a command but its number."""
+    fields = [name for name in command.__struct_fields__ if name not in ("rid", "prompt")]
+    return (*(getattr(command, name) for name in fields), command.prompt.tobytes())
+
+
+class Ledger:
+    """Everything that was promised so far. known: whether the core still knows a request of this id."""
+
+    def __init__(self, settings: Settings, known: Callable[[int], Request | None]) -> None:
+        self._settings, self._known = settings, known
         self.requests: dict[int, BookedRequest] = {}
+        self.live: dict[int, BookedRequest] = {}
+        self.telling = Telling(self.requests)
+        self.dues = Dues(settings, self.live, known)
+        self._keys: dict[tuple[str, str], BookedKey] = {}
         self.sequences: dict[int, BookedSequence] = {}
         self.accepted = self.ended = self.refused = 0
         self.gone_clients: set[int] = set()
@@ -68,42 +82,92 @@ class Ledger:
 
     # --------------------------------------------------------------------------------------------------------- replies
 
-    def replied(self, client: int, command: Message | None, reply: Message) -> None:
+    def replied(self, client: int, command: Message, reply: Message, now_us: int) -> None:
         """The coordinator answered `command` of `client`."""
+        if isinstance(reply, Accepted):
+            self._accepted(client, command, reply, now_us)
+            return
         book = getattr(self, f"_{type(reply).__name__.lower()}", None)
         if book is not None:
             book(client, command, reply)
 
-    def _accepted(self, client: int, command: Any, reply: Accepted) -> None:
-        if not isinstance(command, Submit):
-            raise Violation("accepted, but nothing was submitted")
-        if reply.request_id in self.requests:
-            raise Violation(f"request id {reply.request_id} was given twice")
-        prompt = command.prompt.tolist()
+    def _accepted(self, client: int, command: Any, reply: Accepted, now_us: int) -> None:
+        if not isinstance(command, Submit) or reply.count != command.count:
+            raise Violation(f"accepted {reply.count} requests for {command!r}")
+        ids = range(reply.request_id, reply.request_id + reply.count)
         sequence = self.sequences.get(command.sequence_id)
+        tenant = command.tenant if sequence is None else sequence.tenant
+        self._check_key(tenant, command, reply, ids)
+        if reply.repeated:
+            for request_id in ids:
+                if self._known(request_id) is None:
+                    self.telling.forgotten(request_id, client)
+                else:
+                    self.telling.give(request_id, client, 0)
+            return
+        if self.dues.draining:
+            raise Violation("a request was accepted while draining")
+        prompt = self._prompt(command, sequence, reply)
+        salt = sequence.salt if sequence is not None else f"by name {command.salt}" if command.salt else tenant
+        for i, request_id in enumerate(ids):
+            self._book(request_id, client, command, (reply.seed + i) % (1 << 64), prompt, salt, now_us)
+
+    def _check_key(self, tenant: str, command: Submit, reply: Accepted, ids: range) -> None:
+        """A known key gives the ids that it gave before, to nobody but the command that it came with."""
+        entry = self._keys.get((tenant, command.key)) if command.key else None
+        if entry is not None and any(self._known(request_id) for request_id in entry.ids):
+            if not reply.repeated or ids != entry.ids or asked(command) != entry.asked:
+                raise Violation(f"key {command.key!r} stands for {entry.ids}; {command!r} -> {reply!r}")
+        elif reply.repeated:
+            raise Violation(f"{command!r} came for the first time, as far as anybody knows: {reply!r}")
+        elif command.key:
+            self._keys[tenant, command.key] = BookedKey(command, reply.request_id)
+
+    def _prompt(self, command: Submit, sequence: BookedSequence | None, reply: Accepted) -> list[int]:
+        """What the request starts from, its sequence included."""
+        prompt: list[int] = command.prompt.tolist()
         if sequence is not None:
             self._account(sequence, self.prompt_sizes[reply.request_id] - len(prompt))
             sequence.tokens = prompt = sequence.tokens + prompt
             sequence.request_id, sequence.forked = reply.request_id, False
+        return prompt
+
+    def _book(
+        self, request_id: int, client: int, command: Submit, seed: int, prompt: list[int], salt: str, now_us: int
+    ) -> None:
+        if request_id in self.requests:
+            raise Violation(f"request id {request_id} was given twice")
         stops = command.sampling.stop_tokens + (() if command.sampling.ignore_eos else self._settings.eos)
-        oracle = Oracle(prompt, reply.seed, command.max_tokens, stops, self._settings.vocabulary)
-        salt = sequence.salt if sequence is not None else command.tenant
-        booked = BookedRequest(client, oracle, command.stream, command.sequence_id, salt)
+        oracle = Oracle(prompt, seed, command.max_tokens, stops, self._settings.vocabulary)
+        booked = BookedRequest(client, oracle, command.sequence_id, command.detached, salt)
         booked.early = not self.model_known
-        self.requests[reply.request_id] = booked
+        self.requests[request_id] = self.live[request_id] = booked
+        self.dues.accepted(request_id, booked, command, now_us)
         prefixes = self._prefixes.setdefault(salt, {})
         for fingerprint in oracle.fingerprints:
-            prefixes[fingerprint] = reply.request_id if fingerprint not in prefixes else SEVERAL
+            prefixes[fingerprint] = request_id if fingerprint not in prefixes else SEVERAL
         self.accepted += 1
+
+    def _attached(self, client: int, _command: Any, reply: Attached) -> None:
+        self.telling.give(reply.request_id, client, reply.offset)
 
     def _refused(self, _client: int, command: Any, reply: Refused) -> None:
         self.refused += 1
         if reply.error.code in ("error", "internal_error"):
             raise Violation(f"{command!r} was refused with {reply.error!r}")
+        if reply.error.code == "key_reused":
+            self._reused(command)
         if reply.error.code == "sequence_not_found":
             sequence = self.sequences.get(int(reply.error.fields.get("sequence_id", 0) or 0))
             if sequence is not None and not (sequence.removed or sequence.ttl) and not self._gone(sequence):
                 raise Violation(f"{command!r}: a sequence that nobody removed is not found")
+
+    def _reused(self, command: Submit) -> None:
+        sequence = self.sequences.get(command.sequence_id)
+        entry = self._keys.get((command.tenant if sequence is None else sequence.tenant, command.key))
+        known = entry is not None and any(self._known(request_id) for request_id in entry.ids)
+        if entry is None or not known or entry.asked == asked(command):
+            raise Violation(f"{command!r} was refused: its key was used for something else")
 
     def _gone(self, sequence: BookedSequence) -> bool:
         return sequence.client in self.gone_clients
@@ -114,7 +178,7 @@ class Ledger:
         if reply.prompt_tokens != len(oracle.prompt):
             raise Violation(f"request {reply.request_id} has another prompt than was submitted")
         self._compare(reply.request_id, oracle, 0, reply.tokens.tolist())
-        if reply.generated_tokens < booked.streamed:
+        if reply.generated_tokens < booked.seen:
             raise Violation(f"request {reply.request_id} has fewer tokens than were streamed")
 
     def _stats(self, _client: int, _command: Any, reply: Stats) -> None:
@@ -135,7 +199,7 @@ class Ledger:
             if reply.sequence_id in self.sequences:
                 raise Violation(f"sequence id {reply.sequence_id} was given twice")
             salt = f"by name {command.salt}" if command.salt else command.tenant
-            booked = BookedSequence(client, command.tokens.tolist(), command.idle_ttl_ms > 0, salt)
+            booked = BookedSequence(client, command.tokens.tolist(), command.idle_ttl_ms > 0, command.tenant, salt)
             self.sequences[reply.sequence_id] = booked
         sequence = self.sequences[reply.sequence_id]
         if not reply.request_id:
@@ -163,7 +227,7 @@ class Ledger:
         for sequence_id in reply.sequence_ids.tolist():
             if sequence_id in self.sequences:
                 raise Violation(f"sequence id {sequence_id} was given twice")
-            child = BookedSequence(client, list(parent.tokens), parent.ttl, parent.salt)
+            child = BookedSequence(client, list(parent.tokens), parent.ttl, parent.tenant, parent.salt)
             child.request_id, child.forked = parent.request_id, True
             self.sequences[sequence_id] = child
 
@@ -197,47 +261,83 @@ class Ledger:
         sequence.tokens = whole[:length]
         sequence.request_id = 0
 
-    # -------------------------------------------------------------------------------------------------------- streams
+    # ------------------------------------------------------------------------------------------------ streams and ends
 
-    def streamed(self, client: int, stream: Stream) -> None:
-        """Tokens and ends reached a client: consecutive offsets, the oracle's tokens, each end once."""
+    def streamed(self, client: int, stream: Stream, lost: bool) -> None:
+        """A Stream for a client: the oracle's tokens, to whom they are due, each end once. lost: it was not taken."""
         rows = zip(stream.request_ids.tolist(), stream.offsets.tolist(), stream.tokens.tolist(), strict=True)
         for request_id, offset, token in rows:
-            booked = self.requests[request_id]
-            if booked.client != client or booked.reason:
-                raise Violation(f"request {request_id} streams to another client, or after its end")
-            if offset != booked.streamed:
-                raise Violation(f"request {request_id}: offset {offset} was streamed after {booked.streamed - 1}")
-            self._compare(request_id, booked.oracle, offset, [token])
-            booked.streamed += 1
-        for ended in stream.ended:
-            self._end(client, ended)
+            self._compare(request_id, self.requests[request_id].oracle, offset, [token])
+            self.telling.row(client, request_id, offset)
+        self.telling.news(client, stream, lost)
 
-    def _end(self, client: int, ended: Any) -> None:
-        booked = self.requests[ended.request_id]
-        if booked.client != client or booked.reason:
-            raise Violation(f"request {ended.request_id} ended twice, or for another client")
-        booked.reason = ended.reason
-        self.ended += 1
-        if ended.generated_tokens != booked.streamed:
-            raise Violation(f"request {ended.request_id}: {ended.generated_tokens} tokens, {booked.streamed} streamed")
-        oracle = booked.oracle
-        if ended.cached_tokens and not booked.sequence_id:
-            shared = self._prefixes[booked.salt][oracle.fingerprint(ended.cached_tokens)]
-            if shared == ended.request_id:
-                raise Violation(
-                    f"request {shared} hit {ended.cached_tokens} tokens that nobody else had under its salt"
-                )
-        if ended.reason in ("length", "stop"):
-            if (ended.reason, booked.streamed) != (oracle.reason, oracle.answer_size):
-                raise Violation(f"request {ended.request_id} ended by {ended.reason} after {booked.streamed} tokens")
+    def over(self, request: Request, now_us: int, cause: Any) -> None:
+        """A request ended in the core, because of the event `cause`: as it should, and with tokens of its oracle."""
+        booked = self.live.pop(request.id)
+        tokens, oracle = request.tokens.tolist(), booked.oracle
+        self._compare(request.id, oracle, 0, tokens)
+        if request.reason in ("length", "stop"):
+            if (request.reason, len(tokens)) != (oracle.reason, oracle.answer_size):
+                raise Violation(f"request {request.id} ended by {request.reason} after {len(tokens)} tokens")
             if oracle.poisoned:
-                raise Violation(f"request {ended.request_id} was poisoned and finished")
-        elif ended.reason == "failed":
-            if ended.error.code != "worker_error" and not booked.early:
-                raise Violation(f"request {ended.request_id} was accepted and then failed: {ended.error}")
-        elif ended.reason != "cancelled":
-            raise Violation(f"request {ended.request_id} ended by {ended.reason!r}")
+                raise Violation(f"request {request.id} was poisoned and finished")
+        elif request.reason == "failed":
+            self._failed(request, booked, now_us)
+        elif request.reason == "expired":
+            self.dues.expired(request, booked, now_us)
+        elif not self._cancelled(request, booked, now_us, cause):
+            raise Violation(f"request {request.id} ended by {request.reason!r}, and nobody asked for it: {cause!r}")
+        booked.reason, booked.over_us, booked.generated = request.reason, now_us, len(tokens)
+        self.ended += 1
+        self.telling.over(request.id)
+        self._check_prefix(request, booked)
+
+    def _check_prefix(self, request: Request, booked: BookedRequest) -> None:
+        if request.cached_tokens and not booked.sequence_id:
+            shared = self._prefixes[booked.salt][booked.oracle.fingerprint(request.cached_tokens)]
+            if shared == request.id:
+                raise Violation(
+                    f"request {shared} hit {request.cached_tokens} tokens that nobody else had under its salt"
+                )
+
+    def _failed(self, request: Request, booked: BookedRequest, now_us: int) -> None:
+        """Only what a worker says, too many deaths of workers, or the end of a drain makes an accepted request fail."""
+        error: Any = request.error
+        if error.code == "draining":
+            allowed = self.dues.drained(now_us)
+        elif error.code == "worker_error":  # in a deadly world, workers fail and die for those who deserve it alone
+            crashes = "crashes" in error.fields
+            allowed = booked.oracle.deadly if crashes else booked.oracle.poisoned or not self._settings.deadly
+        else:
+            allowed = booked.early
+        if not allowed:
+            raise Violation(f"request {request.id} was accepted and then failed: {error!r}")
+
+    def _cancelled(self, request: Request, booked: BookedRequest, now_us: int, cause: Any) -> bool:
+        """Whether anybody wanted the end: somebody's Cancel, the end of its sequence or client, or of its lease."""
+        if request.reason != "cancelled":
+            return False
+        if isinstance(cause, FromClient):
+            message = cause.message
+            if isinstance(message, RemoveSequences):
+                return booked.sequence_id in message.sequence_ids.tolist()
+            return isinstance(message, Cancel) and message.request_id == request.id
+        if isinstance(cause, ClientGone):
+            sequence = self.sequences.get(booked.sequence_id)
+            with_sequence = sequence is not None and sequence.client == cause.client and not sequence.ttl
+            at_once = not booked.detached and (cause.goodbye or not self._settings.lease_us)
+            return with_sequence or (booked.reader == cause.client and at_once)
+        return self.dues.lease_over(booked, now_us)
+
+    def client_gone(self, client: int, goodbye: bool, now_us: int) -> None:
+        """A connection ended: nobody reads its requests, and those that nobody else keeps end with it."""
+        self.gone_clients.add(client)
+        self.telling.gone(client)
+        for request_id, booked in self.live.items():
+            if booked.reader == client:
+                if not booked.detached and (goodbye or not self._settings.lease_us):
+                    raise Violation(f"request {request_id} outlives its client")
+                self.dues.orphaned(request_id, booked, now_us)
 
     def _compare(self, request_id: int, oracle: Oracle, offset: int, tokens: list[int]) -> None:
         expected = oracle.tokens[offset : offset + len(tokens)]

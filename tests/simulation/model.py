@@ -28,8 +28,11 @@ def choose(fingerprint: int, seed: int, generated: int, vocabulary: int) -> int:
 
 
 def poison(vocabulary: int) -> int:
-    """The token that makes a worker fail the row whose context contains it."""
+    """The token that makes a worker fail the row whose context contains it; two of them kill it in a deadly world."""
     return vocabulary - 1
+
+
+DEADLY = 2
 
 
 class Oracle:
@@ -41,6 +44,7 @@ class Oracle:
     def __init__(self, prompt: list[int], seed: int, max_tokens: int, stops: tuple[int, ...], vocabulary: int) -> None:
         self.prompt, self.seed, self.max_tokens = prompt, seed, max_tokens
         self.poisoned = poison(vocabulary) in prompt
+        self.deadly = prompt.count(poison(vocabulary)) >= DEADLY
         self.tokens: list[int] = []
         self.fingerprints = [0]
         total = 0

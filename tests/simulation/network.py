@@ -13,6 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
+from coordinator.turn import Sent
 from protocol.codec import Decoder
 from protocol.messages import Message
 
@@ -65,6 +66,7 @@ class Connection:
     """One peer's connection. `receive` is called with what the coordinator sends, in order.
 
     commands: what the peer sent on it, by rid, with labels for what it creates.
+    room: how much more a peer that does not read takes, None while it reads.
     """
 
     def __init__(self, peers: SimulatedPeers, identity: bytes, random: Random, receive: Receive) -> None:
@@ -73,6 +75,8 @@ class Connection:
         self.commands: dict[int, tuple[Message, tuple[str, ...]]] = {}
         self._peers, self._receive = peers, receive
         self._last_in = self._last_out = 0
+        self.room: int | None = None
+        self._unread: list[Message] = []
 
     def send(self, frames: Frames) -> None:
         """To the coordinator."""
@@ -83,12 +87,32 @@ class Connection:
 
     def to_peer(self, message: Message) -> None:
         """From the coordinator; lost if the connection is cut meanwhile."""
+        if self.room is not None:
+            self.room -= 1
         self._last_out = max(self._last_out, self._peers.arrival(self.random))
         self._peers.clock.at(self._last_out, lambda: self._deliver(message))
 
     def _deliver(self, message: Message) -> None:
-        if self.open:
+        if self.open and self.room is not None:
+            self._unread.append(message)
+        elif self.open:
             self._receive(message)
+
+    @property
+    def full(self) -> bool:
+        """Whether nothing more can be sent to the peer for now."""
+        return self.room is not None and self.room <= 0
+
+    def stall(self, room: int) -> None:
+        """The peer stops reading; `room` more messages fit on the way to it."""
+        self.room = room
+
+    def read_on(self) -> None:
+        """The peer reads again, first what has come meanwhile."""
+        self.room = None
+        unread, self._unread = self._unread, []
+        for message in unread:
+            self._deliver(message)
 
     def cut(self) -> None:
         """The connection ends; the coordinator notices later."""
@@ -97,13 +121,14 @@ class Connection:
             self._peers.clock.at(self._peers.arrival(self.random), lambda: self._peers.ended(self))
 
 
-Tap = Callable[[Connection, int, Message], None]
+Tap = Callable[[int, Message, Sent], None]
 
 
 class SimulatedPeers:
     """The transport of one side (clients or workers): coordinator.turn.Transport.
 
-    tap: told of every message sent to an admitted connection, decoded from its bytes, in the order of sending.
+    tap: told of every message for an admitted connection, decoded from its bytes, and of what became of it, in the
+    order of sending.
     """
 
     def __init__(
@@ -111,7 +136,6 @@ class SimulatedPeers:
     ) -> None:
         self.clock, self._delays, self._numbers, self._wake = clock, delays, numbers, wake
         self._decoder, self._tap = decoder, tap
-        self._by_number: dict[int, Connection] = {}
         self._inbox: deque[tuple[bytes, int, list[bytes]]] = deque()
         self._connections: dict[bytes, Connection] = {}
         self._number_of: dict[bytes, int] = {}
@@ -165,7 +189,6 @@ class SimulatedPeers:
             return None
         number = self._numbers()
         self._number_of[identity], self._identity_of[number] = number, identity
-        self._by_number[number] = self._connections[identity]
         return number
 
     def note_ends(self) -> None:
@@ -185,23 +208,31 @@ class SimulatedPeers:
         if identity is not None:
             del self._number_of[identity]
 
-    def send(self, number: int, frames: Frames) -> bool:
+    def send(self, number: int, frames: Frames) -> Sent:
         message = self._decoder.decode([bytes(frame) for frame in frames])
-        self._tap(self._by_number[number], number, message)
+        sent = self._send(number, message)
+        self._tap(number, message, sent)
+        return sent
+
+    def _send(self, number: int, message: Message) -> Sent:
         identity = self._identity_of.get(number)
         if identity is None:
-            return False
+            return Sent.GONE
         connection = self._connections.get(identity)
         if connection is None:
             self.forget(number)
             self._gone.append(number)
-            return False
+            return Sent.GONE
+        if connection.full:
+            return Sent.FULL
         connection.to_peer(message)
-        return True
+        return Sent.DONE
 
-    def send_to(self, identity: bytes, frames: Frames) -> bool:
+    def send_to(self, identity: bytes, frames: Frames) -> Sent:
         connection = self._connections.get(identity)
         if connection is None:
-            return False
+            return Sent.GONE
+        if connection.full:
+            return Sent.FULL
         connection.to_peer(self._decoder.decode([bytes(frame) for frame in frames]))
-        return True
+        return Sent.DONE

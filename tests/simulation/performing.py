@@ -8,6 +8,7 @@ import numpy as np
 
 from protocol.messages import (
     Append,
+    Attach,
     Cancel,
     CreateSequence,
     Explain,
@@ -27,6 +28,7 @@ from protocol.messages import (
     UnrefBlock,
 )
 from tests.simulation.actions import Action
+from tests.simulation.clients import PROBE
 
 if TYPE_CHECKING:
     from tests.simulation.clients import SimulatedClient
@@ -45,6 +47,7 @@ class Performer:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
 
     def perform(self, action: Action) -> None:
         """Does it, or nothing where it makes no sense any more."""
@@ -62,6 +65,8 @@ class Performer:
     def _worker(worker: Any, verb: str, parameters: list[Any]) -> None:
         if verb == "kill":
             worker.kill(parameters[0])
+        elif verb == "hang":
+            worker.hangs = True
         else:
             worker.garble = parameters[0]
 
@@ -70,8 +75,14 @@ class Performer:
 
     # ----------------------------------------------------------------------------------------------------- connection
 
-    def _connect(self, client: SimulatedClient) -> None:
-        client.connect()
+    def _connect(self, client: SimulatedClient, resume: bool) -> None:
+        client.connect(resume)
+
+    def _stall(self, client: SimulatedClient, room: int, for_us: int) -> None:
+        client.stall(room)
+        connection = client.connection
+        if connection is not None:
+            self._world.clock.after(for_us, connection.read_on)
 
     def _disconnect(self, client: SimulatedClient) -> None:
         client.disconnect()
@@ -84,18 +95,22 @@ class Performer:
     def _submit(
         self,
         client: SimulatedClient,
-        label: str,
+        labels: tuple[str, ...],
         prompt: tuple[int, ...],
         answer: int,
         seed: int | None,
         stops: tuple[int, ...],
-        stream: bool,
         tenant: str,
+        more: tuple[tuple[str, Any], ...],
     ) -> None:
         sampling = Sampling(temperature=0.7, seed=seed, stop_tokens=stops)
-        client.send(
-            Submit, (label,), max_tokens=answer, sampling=sampling, tenant=tenant, stream=stream, prompt=int32(prompt)
-        )
+        fields = {"max_tokens": answer, "sampling": sampling, "tenant": tenant, "prompt": int32(prompt), **dict(more)}
+        self._send_submit(client, labels, fields)
+
+    def _send_submit(self, client: SimulatedClient, labels: tuple[str, ...], fields: dict[str, Any]) -> None:
+        if "key" in fields:
+            self._keyed[labels[0]] = (labels, fields)
+        client.send(Submit, labels, **fields)
 
     def _submit_on(
         self,
@@ -104,11 +119,27 @@ class Performer:
         sequence: str,
         prompt: tuple[int, ...],
         answer: int,
-        stream: bool,
+        more: tuple[tuple[str, Any], ...],
     ) -> None:
         found = self._id(sequence)
         if found is not None:
-            client.send(Submit, (label,), max_tokens=answer, stream=stream, sequence_id=found, prompt=int32(prompt))
+            fields = {"max_tokens": answer, "sequence_id": found, "prompt": int32(prompt), **dict(more)}
+            self._send_submit(client, (label,), fields)
+
+    def _again(self, client: SimulatedClient, label: str, same: bool) -> None:
+        """The key of an earlier command, with the same command or with another one."""
+        found = self._keyed.get(label)
+        if found is not None:
+            labels, fields = found
+            client.send(Submit, labels, **(fields if same else {**fields, "max_tokens": fields["max_tokens"] + 1}))
+
+    def _attach(self, client: SimulatedClient, label: str, offset: int) -> None:
+        """From where the client is, or from another offset (one that may be wrong)."""
+        found = self._id(label)
+        if found is not None and offset < 0:
+            client.send(Attach, (PROBE,), request_id=found, offset=client.readings.at(found))
+        elif found is not None:
+            client.send(Attach, (PROBE,), request_id=found, offset=offset)
 
     def _cancel(self, client: SimulatedClient, label: str) -> None:
         found = self._id(label)
@@ -203,6 +234,11 @@ class Performer:
             "temperature": (Submit, {"max_tokens": 1, "prompt": one, "sampling": Sampling(temperature=-1.0)}),
             "tenant": (Submit, {"max_tokens": 1, "prompt": one, "tenant": ""}),
             "stops": (Submit, {"max_tokens": 1, "prompt": one, "sampling": Sampling(stop_tokens=(-5,))}),
+            "attach_unknown": (Attach, {"request_id": UNKNOWN}),
+            "deadline": (Submit, {"max_tokens": 1, "prompt": one, "deadline_ms": -1}),
+            "priority": (Submit, {"max_tokens": 1, "prompt": one, "priority": 1000}),
+            "key": (Submit, {"max_tokens": 1, "prompt": one, "key": "\n"}),
+            "many": (Submit, {"max_tokens": 1, "prompt": one, "count": 1000}),
             "unknown_request": (Cancel, {"request_id": UNKNOWN}),
             "unknown_sequence": (GetTokens, {"sequence_id": UNKNOWN}),
             "twice": (Append, {"sequence_ids": two, "counts": int32([1, 1]), "tokens": int32([1, 1])}),
@@ -220,4 +256,4 @@ class Performer:
             client.send_raw(raw[how])
         else:
             cls, fields = commands[how]
-            client.send(cls, ("never",), **fields)
+            client.send(cls, (PROBE,) if cls is Attach else ("never",), **fields)

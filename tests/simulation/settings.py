@@ -10,10 +10,17 @@ from coordinator.core.limits import Limits, Quota
 from protocol.layout import Geometry
 
 TENANTS = ("ant", "bee", "cat")
+DAY_US = 86_400_000_000
+SAMPLES_MAX = 4
 
 
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
-    """Drawn from a seed, or given in full. Times in microseconds, shares 0 to 1."""
+    """Drawn from a seed, or given in full. Times in microseconds, shares 0 to 1.
+
+    deadly: some prompts kill every worker that runs them; nothing else kills one in such a world, so that whoever else
+    was on board must finish. drain_ms: -1, the run does not end with a Drain; 0, with one that has no deadline.
+    backlog_max: replies kept for a client that does not read.
+    """
 
     block_size: int = 4
     context_blocks: int = 8
@@ -25,6 +32,16 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     step_rows_max: int = 4
     steps_in_flight_max: int = 2
     partial_tokens_min: int = 2
+    ageing_us: int = 10_000_000
+    passes_max: int = 16
+    deadline_max_us: int = DAY_US
+    lease_us: int = 0
+    step_timeout_us: int = 60_000_000
+    decode_gap_us: int = 200_000
+    crashes_max: int = 1000
+    deadly: bool = False
+    drain_ms: int = -1
+    backlog_max: int = 1024
     policy: str = "lru"
     quotas: dict[str, Quota] = {}
     workers: tuple[int, ...] = (16,)
@@ -70,6 +87,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             list_max=8,
             partial_tokens_min=self.partial_tokens_min,
             policy=self.policy,
+            samples_max=SAMPLES_MAX,
+            ageing_us=self.ageing_us,
+            passes_max=self.passes_max,
+            deadline_max_us=self.deadline_max_us,
+            lease_us=self.lease_us,
+            step_timeout_us=self.step_timeout_us,
+            decode_gap_us=self.decode_gap_us,
+            crashes_max=self.crashes_max,
             quotas=self.quotas,
         )
 
@@ -90,6 +115,7 @@ def draw_settings(random: Random) -> Settings:
     workers = tuple(random.randint(context_blocks + 1, 4 * context_blocks) for _ in range(random.choice((1, 1, 2, 3))))
     rows = random.randint(1, 6)
     vocabulary = random.choice((12, 24, 60))
+    deadly = random.random() < 0.2
     return Settings(
         block_size=block_size,
         context_blocks=context_blocks,
@@ -114,6 +140,18 @@ def draw_settings(random: Random) -> Settings:
         duplicate_share=random.choice((0.0, 0.05, 0.2)),
         gap_us=random.choice((100, 250, 1000)),
         turn_us=random.choice((20, 200, 800)),
+        ageing_us=random.choice((1_000, 100_000, 10_000_000)),
+        passes_max=random.choice((1, 1, 2, 4, 16)),
+        deadline_max_us=random.choice((DAY_US, DAY_US, DAY_US, 200_000)),
+        lease_us=random.choice((0, 2_000, 20_000, 10_000_000)),
+        # Longer than any step without faults; under faults a long delay may look like a hung worker. A deadly world
+        # has nothing that looks like a death, so there it is out of reach.
+        step_timeout_us=60_000_000 if deadly else random.choice((20_000, 60_000)),
+        decode_gap_us=random.choice((50, 500, 200_000)),
+        crashes_max=random.choice((3, 4, 6)) if deadly else 1000,
+        deadly=deadly,
+        drain_ms=random.choice((-1, -1, -1, 0, 1, 20)),
+        backlog_max=random.choice((1, 4, 1024)),
     )
 
 
@@ -126,5 +164,5 @@ def _draw_quotas(random: Random, pool: int, context_blocks: int) -> dict[str, Qu
     for tenant in TENANTS[:2]:
         floor = random.randint(0, spare // 2)
         ceiling = random.choice((0, random.randint(max(floor, 2), max(floor, 2) + context_blocks // 2)))
-        quotas[tenant] = Quota(floor=floor, ceiling=ceiling)
+        quotas[tenant] = Quota(floor=floor, ceiling=ceiling, weight=random.choice((0.25, 1.0, 4.0)))
     return quotas

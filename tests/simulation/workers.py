@@ -32,11 +32,17 @@ from protocol.messages import (
     WorkerWelcome,
 )
 from protocol.tables import TablesReader
-from tests.simulation.model import WEIGHTS, Oracle, choose, poison
+from tests.simulation.model import DEADLY, WEIGHTS, Oracle, choose, poison
 from tests.simulation.network import Clock, Connection, SimulatedPeers
 from tests.simulation.settings import Settings
 
 RETRY_US = 3_000
+REBORN_US = 5_000
+PIDS = 100_000
+
+
+class Died(Exception):
+    """A worker process died of what it was given to compute."""
 
 
 class Violation(AssertionError):
@@ -142,6 +148,7 @@ class SimulatedWorker:
         self.name, self.blocks = name, blocks
         self.lives = 0
         self.garble = ""
+        self.hangs = False
         self.connection: Connection | None = None
         self._host, self._peers, self._seed = host, peers, seed
 
@@ -149,6 +156,11 @@ class SimulatedWorker:
     def alive(self) -> bool:
         """Whether the process runs."""
         return self.connection is not None
+
+    @property
+    def pid(self) -> int:
+        """Another one in each life."""
+        return PIDS * (1 + int(self.name[1:])) + self.lives
 
     def start(self) -> None:
         """A new life."""
@@ -158,10 +170,10 @@ class SimulatedWorker:
         self._random = Random(f"{self._seed}/{self.name}/{self.lives}")
         self._rows: dict[int, Row] = {}
         self._steps: deque[Step] = deque()
-        self._working = False
+        self._working = self.hangs = False
         self._reader: TablesReader | None = None
         self.connection = self._peers.connect(self._random, self._receive)
-        self._send(WorkerHello(rid=1, name=self.name, pid=1000 + self.lives))
+        self._send(WorkerHello(rid=1, name=self.name, pid=self.pid))
 
     def kill(self, back_after_us: int) -> None:
         """The process dies and comes back later."""
@@ -215,12 +227,16 @@ class SimulatedWorker:
         self._host.clock.after(took_us, lambda: self._finish(life, took_us))
 
     def _finish(self, life: int, took_us: int) -> None:
-        if self.connection is None or life != self.lives:
+        if self.connection is None or life != self.lives or self.hangs:
             return
         self._working = False
         if self._peers.number(self.connection.identity) is None:
             return  # it was dropped and is about to learn it: nothing that it does counts any more
-        result = self.carry_out(self._steps.popleft(), took_us)
+        try:
+            result = self.carry_out(self._steps.popleft(), took_us)
+        except Died:
+            self.kill(1 + int(self._random.random() * REBORN_US))
+            return
         self._send(self._garbled(result))
         if not self._host.calm and self._random.random() < self._host.settings.duplicate_share:
             self._send(result)
@@ -263,8 +279,10 @@ class SimulatedWorker:
         found = memory.read(cells, wanted, np.array(counting))
         weighed = (found.astype(np.uint64) + np.uint64(1)) * WEIGHTS[: cells.shape[1]]
         fingerprints = np.where(wanted, weighed, np.uint64(0)).sum(axis=1, dtype=np.uint64).tolist()
-        poisoned = ((found == poison(self._host.settings.vocabulary)) & wanted).any(axis=1).tolist()
-        return self._sampled(step, ends.tolist(), counting, fingerprints, poisoned, took_us)
+        poisons = ((found == poison(self._host.settings.vocabulary)) & wanted).sum(axis=1)
+        if self._host.settings.deadly and (poisons[counting] >= DEADLY).any():
+            raise Died
+        return self._sampled(step, ends.tolist(), counting, fingerprints, (poisons > 0).tolist(), took_us)
 
     def _resolved(self, step: Step, rows: npt.NDArray[np.int64]) -> list[int]:
         tokens: list[int] = step.tokens.tolist()

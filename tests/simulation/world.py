@@ -16,15 +16,30 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.events import ClientGone, Effect, Event, FromClient, ToClient
+from coordinator.core.events import (
+    ClientFull,
+    ClientGone,
+    Effect,
+    Event,
+    FromClient,
+    ToClient,
+    Turn,
+    WorkerGone,
+)
 from coordinator.core.groups import Group
 from coordinator.core.machine import Machine
-from coordinator.turn import TurnLimits, TurnLoop
+from coordinator.core.requests import Request
+from coordinator.core.residence import Residence
+from coordinator.turn import Sent, TurnLimits, TurnLoop
 from protocol import codec
+from protocol.errors import KvforgeError
 from protocol.messages import (
     CLIENT_REPLIES,
     WORKER_REPLIES,
     Accepted,
+    Done,
+    Drain,
+    GetHealth,
     Message,
     PoolRegistered,
     Refused,
@@ -43,16 +58,19 @@ from tests.simulation.clients import SimulatedClient
 from tests.simulation.digest import digest, snapshot
 from tests.simulation.ledger import Ledger
 from tests.simulation.model import Oracle
-from tests.simulation.network import Clock, Connection, Delays, SimulatedPeers
+from tests.simulation.network import Clock, Delays, SimulatedPeers
 from tests.simulation.performing import Performer
+from tests.simulation.progress import Progress
 from tests.simulation.settings import Settings
 from tests.simulation.workers import SimulatedWorker, Violation
 
 IDLE_TURN_US = 1_000_000
+REPLACED_US = 5_000
 # The light checks run after every event; the core's own, which cost as much as ten events, now and then.
 FULL_CHECK_EVERY = 64
 COMPARE_EVERY = 32
-CALM_TURNS_MAX = 4_000
+# Two dozen small requests, each of which gets on in every step: a few hundred turns at most.
+CALM_TURNS_MAX = 1_000
 
 
 class WatchedMachine(Machine):
@@ -63,6 +81,7 @@ class WatchedMachine(Machine):
     def apply(self, event: Event, now_us: int) -> list[Effect]:
         """Applies, then checks. A refusal must leave the state as it was."""
         before = snapshot(self) if self.world.watches(event) else b""
+        self.world.cause = event
         effects = super().apply(event, now_us)
         self.world.applied(event, effects, before)
         return effects
@@ -77,17 +96,20 @@ class World:
         self.events = self.turns = 0
         self.trace: list[str] | None = None
         self.clock = Clock()
-        self.ledger = Ledger(settings)
+        self.cause: Event | None = None
         self._full_check_every = full_check_every
         self._compare_every = min(COMPARE_EVERY, full_check_every)
         self._turn_planned = False
         self._mark = (0, 0, 0)
+        self._flushed = self._unpublished = False
         self._numbers = 0
         self._delays = Delays(settings.short_us, settings.long_us, settings.long_share)
         self._entropy = Random(f"{seed}/entropy")
         key = hashlib.blake2b(seed.encode()).digest()[:32]
         self.machine = WatchedMachine(settings.limits(), "b" * 32, key)
         self.machine.world = self
+        self.ledger = Ledger(settings, self.machine.requests.known)
+        self._replies = codec.Decoder(CLIENT_REPLIES)
         self.tables = TablesWriter(folder / "tables", settings.geometry(), self.machine.boot)
         clock, delays = self.clock, self._delays
         client_replies, worker_replies = codec.Decoder(CLIENT_REPLIES), codec.Decoder(WORKER_REPLIES)
@@ -99,7 +121,8 @@ class World:
             self._client_side,
             self._worker_side,
             lambda: self._entropy.getrandbits(64),
-            TurnLimits(messages_per_turn_max=8, clients_max=16),
+            TurnLimits(messages_per_turn_max=8, clients_max=16, client_backlog_max=settings.backlog_max),
+            self,
         )
         self._checker, self._generations = Checker(self.machine, self.tables), Generations(self.machine)
         self.clients = {
@@ -113,8 +136,20 @@ class World:
         for client in self.clients.values():
             client.duplicate_share = settings.duplicate_share
         self._performer = Performer(self)
-        self._plan = self.machine.scheduler.plan
-        self.machine.scheduler.plan = self._planned  # type: ignore[method-assign]
+        self._watch()
+
+    def _watch(self) -> None:
+        """Puts itself between the parts of the core, to see what no message tells."""
+        machine = self.machine
+        self._progress = Progress(machine, self.settings)
+        self._plan, self._end = machine.scheduler.plan, machine.outcomes.end
+        self._start, self._add = machine.admission._start, machine.admission.waiting.add
+        machine.scheduler.plan = self._planned  # type: ignore[method-assign]
+        machine.outcomes.end = self._ended  # type: ignore[method-assign]
+        machine.admission._start = self._started  # type: ignore[method-assign]
+        machine.admission.waiting.add = self._added  # type: ignore[method-assign]
+        self._requeue = machine.admission.requeue
+        machine.admission.requeue = self._requeued  # type: ignore[method-assign]
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Snapshots of the core end here: it holds references to the world that watches it."""
@@ -149,15 +184,36 @@ class World:
     def applied(self, event: Event, effects: list[Effect], before: bytes) -> None:
         """Checks after each event."""
         self.events += 1
+        now_us = self.clock.now_us
         if isinstance(event, FromClient):
-            reply = effects[-1].message if effects and isinstance(effects[-1], ToClient) else None
-            if isinstance(reply, Refused) and before and before != snapshot(self.machine):
-                raise Violation(f"a refused command changed the state: {event.message!r} -> {reply.error}")
-            if isinstance(reply, Accepted) and isinstance(event.message, Submit):
-                size = self.machine.requests.live[reply.request_id].prompt.size
-                self.ledger.prompt_sizes[reply.request_id] = size
+            self._replied(event, effects, before)
         elif isinstance(event, ClientGone):
-            self.ledger.gone_clients.add(event.client)
+            self.ledger.client_gone(event.client, event.goodbye, now_us)
+            self._unpublished |= self._flushed
+        elif isinstance(event, ClientFull):
+            self.ledger.streamed(event.client, event.lost, lost=True)
+        elif isinstance(event, WorkerGone):
+            self._progress.disturbed()
+        elif isinstance(event, Turn):
+            self._flushed = True
+            self.ledger.dues.turn(now_us)
+        self._check()
+
+    def _replied(self, event: FromClient, effects: list[Effect], before: bytes) -> None:
+        """Books the answer to a command, as it can be read from its bytes."""
+        answer = effects[-1]
+        assert isinstance(answer, ToClient)
+        reply = self._replies.decode([bytes(frame) for frame in codec.encode(answer.message)])
+        if isinstance(reply, Refused) and before and before != snapshot(self.machine):
+            raise Violation(f"a refused command changed the state: {event.message!r} -> {reply.error}")
+        if isinstance(reply, Accepted) and not reply.repeated:
+            size = self.machine.requests.live[reply.request_id].prompt.size
+            self.ledger.prompt_sizes[reply.request_id] = size
+        if isinstance(event.message, Drain) and isinstance(reply, Done):
+            self.ledger.dues.drain(event.message.deadline_ms, self.clock.now_us)
+        self.ledger.replied(event.client, event.message, reply, self.clock.now_us)
+
+    def _check(self) -> None:
         cache = self.machine.cache
         mark = (len(cache.sequences.changed_rows), len(cache.sequences.changed_cells), len(cache.blocks.changed))
         if mark != self._mark:  # whatever touches a row or a block says so, or it would not be published
@@ -166,17 +222,17 @@ class World:
             self._generations.check()
         if self.events % self._full_check_every == 0:
             self._checker.full()
+            self._progress.check_shares()
 
-    def _to_client(self, connection: Connection, number: int, message: Message) -> None:
-        self._note(f"c{number}", message)
-        if isinstance(message, Stream):
-            self.ledger.streamed(number, message)
-        else:
-            rid: Any = getattr(message, "rid", 0)
-            found = connection.commands.get(rid)
-            self.ledger.replied(number, found[0] if found else None, message)
+    def _to_client(self, number: int, message: Message, sent: Sent) -> None:
+        if sent is Sent.GONE:
+            self.ledger.telling.gone(number)
+        elif sent is Sent.DONE:
+            self._note(f"c{number}", message)
+            if isinstance(message, Stream):
+                self.ledger.streamed(number, message, lost=False)
 
-    def _to_worker(self, _connection: Connection, number: int, message: Message) -> None:
+    def _to_worker(self, number: int, message: Message, _sent: Sent) -> None:
         self._note(f"w{number}", message)
         if isinstance(message, Step):
             self._within_limits(message)
@@ -188,7 +244,45 @@ class World:
         step = self._plan(group, now_us)
         if step is not None:
             self._checker.planned(group, step)
+            self._progress.planned(group, step)
         return step
+
+    def _ended(
+        self,
+        request: Request,
+        event: str,
+        reason: str,
+        error: KvforgeError | None,
+        now_us: int,
+        keep: int | None = None,
+    ) -> None:
+        """Ends a request, and asks why."""
+        self._end(request, event, reason, error, now_us, keep)
+        self.ledger.over(request, now_us, self.cause)
+        self._progress.over(request)
+        self._progress.disturbed()
+
+    def _started(self, request: Request, residence: Residence, now_us: int) -> None:
+        """Starts a request, and looks at whom it passes."""
+        self._progress.starts(request, residence.group)
+        self._start(request, residence, now_us)
+        self._progress.started(request)
+
+    def _requeued(self, request: Request, now_us: int) -> None:
+        """A running request waits again: because its worker is gone, or because the scheduler wants its blocks."""
+        if isinstance(self.cause, Turn) and request.worker in self._names():
+            self._progress.preempted(request)
+        self._requeue(request, now_us)
+
+    def _names(self) -> set[str]:
+        return {worker.name for worker in self.machine.workers.values()}
+
+    def _added(self, request: Request) -> None:
+        """A request joins the queue."""
+        queue = self.machine.admission.waiting
+        before = float(queue.service[request.tenant])
+        self._add(request)
+        self._progress.added(queue, request.tenant, before)
 
     def _within_limits(self, step: Step) -> None:
         settings = self.settings
@@ -204,6 +298,27 @@ class World:
             body = hashlib.blake2b(b"|".join(bytes(frame) for frame in codec.encode(message)), digest_size=8)
             self.trace.append(f"{self.clock.now_us:>9} -> {whom:<4} {type(message).__name__:<14} {body.hexdigest()}")
 
+    # ------------------------------------------------------------------------------------------------------ processes
+
+    def watch(self, worker: int, pid: int, descriptor: int) -> None:
+        """A worker connected: coordinator.turn.Processes."""
+
+    def leave(self, worker: int) -> None:
+        """Its connection ended."""
+
+    def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
+        """Whoever keeps workers running ends the process, and starts another one."""
+        for one in self.workers.values():
+            if one.pid == pid:
+                one.kill(1 + self._entropy.randrange(REPLACED_US))
+
+    def act(self, now_us: int) -> None:
+        """Nothing is left to do."""
+
+    def next_wake_us(self) -> int | None:
+        """Never."""
+        return None
+
     # ---------------------------------------------------------------------------------------------------------- turns
 
     def wake(self) -> None:
@@ -215,14 +330,21 @@ class World:
     def _turn(self) -> None:
         self._turn_planned = False
         self._mark = (0, 0, 0)
+        self._flushed = self._unpublished = False
         self.turns += 1
+        self.ledger.dues.late(self.clock.now_us)
         self.loop.turn(self.clock.now_us)
-        if self._mark != (0, 0, 0):  # a change that nobody told of shows in the next turn that tells of one
+        self.ledger.telling.turn_ends(self.machine.clients)
+        # A change that nobody told of shows in the next turn that tells of one.
+        if self._mark != (0, 0, 0) and not self._unpublished:
             self._checker.published()
         if self.trace is not None:
             self.trace.append(f"{self.clock.now_us:>9} turn {self.turns}: {digest(self.machine)}")
         turns = self.turns
-        self.clock.after(IDLE_TURN_US, lambda: self.wake() if self.turns == turns else None)
+        idle_us = self.clock.now_us + IDLE_TURN_US
+        due_us = self.loop.next_wake_us(self.clock.now_us)
+        wake_us = idle_us if due_us is None else min(idle_us, due_us)
+        self.clock.at(wake_us, lambda: self.wake() if self.turns == turns else None)
         if self._client_side.waiting or self._worker_side.waiting:
             self.wake()
 
@@ -266,7 +388,12 @@ class World:
             worker.garble = ""
         for client in self.clients.values():
             client.duplicate_share = 0.0
-            client.connect()
+            client.read_on()
+            client.connect(resume=True)
+            client.send(GetHealth)  # one that was dropped learns it now
+        self._drain()
+        arrived_us = self.clock.now_us + self._delays.long_us + self._delays.short_us
+        self._until("what was on its way has arrived", lambda: self.clock.now_us > arrived_us)
         self._until("all workers are ready", lambda: len(self.machine.cache.groups) == len(self.workers))
         self._until("clients are answered", self._answered)
         first = self.turns
@@ -276,6 +403,7 @@ class World:
             self._until("it goes on", partial(self._paused, pause_until))
             if self.turns - first > CALM_TURNS_MAX:
                 self._too_long("everything accepted ends")
+        self._until("every stream has ended", self._all_read)
         self._give_back(idle_only=False)
         for client in self.clients.values():
             client.goodbye()
@@ -283,6 +411,16 @@ class World:
         self._until("nothing is under way", self._settled)
         self._checker.full()
         self._empty()
+
+    def _drain(self) -> None:
+        """Some runs end with a Drain; a request that comes after it is refused."""
+        if self.settings.drain_ms >= 0:
+            client = next(iter(self.clients.values()))
+            client.send(Drain, deadline_ms=self.settings.drain_ms)
+            client.send(Submit, ("never",), max_tokens=1, prompt=np.array([1], np.int32))
+
+    def _all_read(self) -> bool:
+        return not any(client.readings.unfinished() for client in self.clients.values())
 
     def _paused(self, turn: int) -> bool:
         return not self.machine.requests.live or self.turns >= turn
@@ -318,12 +456,11 @@ class World:
 
     def _empty(self) -> None:
         machine = self.machine
-        if len(machine.cache.sequences) or machine.scheduler.waiting or machine.requests.live:
+        if len(machine.cache.sequences) or machine.admission.waiting or machine.requests.live:
             raise Violation("sequences or requests are left over at the end")
         for group in machine.cache.groups.values():
             pool = group.pool
             if pool.free + pool.cached != pool.count or machine.cache.blocks.refcount.any():
                 raise Violation(f"blocks of {group.name} are left over at the end")
-        for request_id, booked in self.ledger.requests.items():
-            if not booked.reason and booked.client not in self.ledger.gone_clients:
-                raise Violation(f"request {request_id} never ended for its client")
+        if self.ledger.live:
+            raise Violation(f"requests {list(self.ledger.live)} never ended")

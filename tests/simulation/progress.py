@@ -1,0 +1,142 @@
+"""That the system gets on: no set of requests preempts each other for ever, nobody is passed for ever, and tenants are
+charged for what is computed for them."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from coordinator.core.groups import Group
+from coordinator.core.machine import Machine
+from coordinator.core.queue import WaitingQueue
+from coordinator.core.requests import NO_SLOT, Request
+from coordinator.core.sequences import NO_POOL
+from protocol.messages import Step
+from tests.simulation.settings import Settings
+from tests.simulation.workers import Violation
+
+WAITS = 8
+
+
+class Progress:
+    """Watches the starts, the preemptions and the steps of one machine."""
+
+    def __init__(self, machine: Machine, settings: Settings) -> None:
+        self._machine, self._settings = machine, settings
+        self._reached: dict[int, int] = {}
+        self._fruitless: Counter[int] = Counter()
+        self.fruitless_most = 0
+        self._passed: Counter[int] = Counter()
+        self._charged = np.zeros_like(machine.admission.waiting.service)
+        self._lifted = np.zeros_like(self._charged)
+        self._generated = np.zeros_like(self._charged)
+        # The oldest request of a pool is not preempted, and has a share of every step. So a step in which nobody comes
+        # further than ever before is one in which the oldest computes again what a death or an earlier preemption took,
+        # at most a context of tokens, or waits for a block that a step under way still uses.
+        self._fruitless_max = settings.context + WAITS * settings.steps_in_flight_max
+
+    # ------------------------------------------------------------------------------------------------------- livelock
+
+    def planned(self, group: Group, step: Step) -> None:
+        """A step was planned: it brings someone further, or it counts."""
+        s, further = self._machine.cache.sequences, False
+        for slot, end in zip(step.slots.tolist(), (step.starts + step.counts).tolist(), strict=True):
+            request_id = int(s.request[slot])
+            if end > self._reached.get(request_id, 0):
+                self._reached[request_id] = end
+                further = True
+        if further:
+            self._fruitless[group.epoch] = 0
+            return
+        self._fruitless[group.epoch] += 1
+        self.fruitless_most = max(self.fruitless_most, self._fruitless[group.epoch])
+        if self._fruitless[group.epoch] > self._fruitless_max:
+            raise Violation(
+                f"livelock: {self._fruitless_max} steps of {group.name} only computed again what had been computed"
+            )
+
+    def preempted(self, request: Request) -> None:
+        """The scheduler is about to preempt a running request: never the oldest of a pool, unless it is alone there.
+
+        At a tenant's ceiling it is alone where no other request of the tenant runs in the pool.
+        """
+        s, order = self._machine.cache.sequences, self._machine.admission.runs.order
+        sharing = s.running & (s.pool == s.pool[request.slot])
+        rivals = sharing & (s.tenant == request.tenant) if self._settings.quotas else sharing
+        if np.count_nonzero(rivals) > 1 and order[sharing].min() == order[request.slot]:
+            raise Violation(f"livelock: request {request.id}, the oldest of those that share its pool, is preempted")
+
+    def disturbed(self) -> None:
+        """A worker died or a request ended from outside: who is the oldest of a pool may be another one now."""
+        self._fruitless.clear()
+
+    # ------------------------------------------------------------------------------------------------------- fairness
+
+    def starts(self, request: Request, group: Group) -> None:
+        """A waiting request is about to start in the group: those before it that wait for the same group are passed.
+
+        A request that only one group can hold, and that is not held up by its tenant's ceiling or its siblings, is
+        passed in that group at most `passes_max` times.
+        """
+        admission = self._machine.admission
+        at_ceiling: set[int] = set()
+        for earlier in admission.waiting:
+            if earlier is request:
+                break
+            if earlier.tenant in at_ceiling or admission.waits_for_sibling(earlier):
+                continue
+            if earlier.at_ceiling:
+                at_ceiling.add(earlier.tenant)
+            elif self._only_group(earlier) == group.number:
+                self._pass(earlier, request)
+        self._passed.pop(request.id, None)
+
+    def _pass(self, earlier: Request, request: Request) -> None:
+        if self._passed[earlier.id] >= self._settings.passes_max:
+            raise Violation(
+                f"starvation: request {request.id} starts before {earlier.id}, which {self._settings.passes_max} passed"
+            )
+        self._passed[earlier.id] += 1
+
+    def _only_group(self, request: Request) -> int:
+        """The number of the one group that can take the request; NO_POOL where there are several, or none."""
+        cache = self._machine.cache
+        slot = cache.sequences.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
+        if slot != NO_SLOT and cache.sequences.pool[slot] != NO_POOL:
+            return int(cache.sequences.pool[slot])
+        able = [g.number for g in cache.groups.values() if self._machine.admission.could_hold(g, request)]
+        return able[0] if len(able) == 1 else NO_POOL
+
+    # --------------------------------------------------------------------------------------------------------- shares
+
+    def started(self, request: Request) -> None:
+        """It did: its tenant pays for what must be computed first."""
+        s = self._machine.cache.sequences
+        self._charged[request.tenant] += int(s.length[request.slot] - s.computed[request.slot])
+
+    def added(self, queue: WaitingQueue, tenant: int, before: float) -> None:
+        """A request joined the queue: a tenant that had nothing to do gets no credit for it."""
+        if queue.service[tenant] < before:
+            raise Violation("a tenant was given credit")
+        self._lifted[tenant] += queue.service[tenant] - before
+
+    def over(self, request: Request) -> None:
+        """It ended; what it generated was paid for token by token."""
+        self._generated[request.tenant] += request.tokens.size
+        self._reached.pop(request.id, None)
+        self._passed.pop(request.id, None)
+
+    def check_shares(self) -> None:
+        """Each tenant's counter is what was computed for it, by its weight, and what it was lifted by."""
+        machine: Any = self._machine
+        generated = self._generated.copy()
+        s, runs = machine.cache.sequences, machine.admission.runs
+        for request in machine.requests.live.values():
+            slot = request.slot
+            size = request.tokens.size if slot == NO_SLOT else int(s.length[slot] - runs.base[slot])
+            generated[request.tenant] += size
+        expected = (self._charged + generated) / machine.cache.tenants.weight + self._lifted
+        if not np.allclose(machine.admission.waiting.service, expected):
+            raise Violation(f"tenants were charged {machine.admission.waiting.service}, not {expected}")
