@@ -1,123 +1,39 @@
 """What a very long prompt does to those who are already being served: time between tokens, with and without it.
 
-    python -m benchmarks.fairness [--prompt 100000] [--decoders 4] [--step-tokens 64 256 1024] [--json FILE]
+    python -m benchmarks.fairness [--prompt 100000] [--decoders 4] [--bounds 512 512:200 512:50] [--json FILE]
 
-A coordinator and one CPU worker with a tiny random model, as processes in a folder of their own, for each bound of a
-step's tokens. Steady requests decode alone; then the long prompt arrives and is prefilled in chunks beside them until
-its first token. Time between tokens is taken where a client takes it: when the token has arrived. A stand-in model
-makes the absolute numbers small; what carries over is that a decode waits for one chunk at most, never for a prompt.
+A coordinator and one CPU worker with a tiny random model, as processes in a folder of their own, for each bound: a
+step's tokens, and after a colon the time in ms that a step beside decodes may take (`decode_gap_ms`). Steady requests
+decode alone; then the long prompt arrives and is prefilled in chunks beside them until its first token. Time between
+tokens is taken where a client takes it: when the token has arrived. A stand-in model makes the absolute numbers small;
+what carries over is that a decode waits for one chunk at most, never for a prompt.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
-import json
-import shutil
 import signal
 import sys
-import tempfile
-from pathlib import Path
 from time import monotonic
-from types import TracebackType
-from typing import Any, Self
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
-from kvforge import AsyncClient, AsyncRequest, CoordinatorUnavailable, DeadlineExceeded, Sampling
+from kvforge import AsyncClient, AsyncRequest, Sampling
 from kvforge.exits import INTERRUPTED
-from kvforge.processes import Child
-from kvforge.settings import toml
-from protocol.errors import Unavailable
-from protocol.transport import client_endpoint
 
+from .installation import BLOCK_SIZE, VOCABULARY, Installation
 from .report import report
 
-BLOCK_SIZE = 16
-VOCABULARY = 256
+NO_GAP_MS = 1e9
 STEADY_PROMPT_TOKENS = 64
 STEADY_TOKENS_MAX = 16_384
 WARM_TOKENS = 50
 ALONE_TOKENS = 400
-READY_S, RUN_S, STOP_S = 120.0, 540.0, 5.0
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 2,
-    "num_key_value_heads": 1,
-    "vocab_size": VOCABULARY,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-}
+RUN_S = 540.0
 Times = npt.NDArray[np.float64]
-
-
-class Installation:
-    """A coordinator and a worker with a model of random weights. Nothing of it is left when the `with` block ends."""
-
-    def __init__(self, *, context_tokens: int, blocks: int, step_tokens: int) -> None:
-        self.folder = Path(tempfile.mkdtemp(prefix="kvf-fair-"))
-        self.runtime = self.folder / "r"
-        self.endpoint = client_endpoint(self.runtime)
-        width = -(-context_tokens // BLOCK_SIZE)
-        model, temporary = self.folder / "model", self.folder / "tmp"
-        model.mkdir()
-        temporary.mkdir()
-        (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": width * BLOCK_SIZE}))
-        limits = {"blocks_per_sequence_max": width, "sequences_max": 16, "blocks_max": blocks}
-        tables = {"limits": limits, "cache": {"block_size": BLOCK_SIZE}, "schedule": {"step_tokens_max": step_tokens}}
-        runtime = str(self.runtime)
-        coordinator = toml({"runtime_dir": runtime, "state_dir": str(self.folder / "s"), "drain_s": 0.0}, tables)
-        worker = {"name": "w0", "runtime_dir": runtime, "model": str(model), "load_format": "dummy", "device": "cpu"}
-        worker_file = toml({**worker, "dtype": "float32", "threads": 1, "blocks": blocks}, {})
-        self.children = [
-            self._child("coordinator", coordinator, temporary),
-            self._child("worker", worker_file, temporary),
-        ]
-
-    def _child(self, name: str, config: str, temporary: Path) -> Child:
-        file = self.folder / f"{name}.toml"
-        file.write_text(config, encoding="utf-8")
-        # On a leash: it ends with this process, even where that is killed.
-        return Child(name, ["-m", name, "--config", str(file)], temporary, print, self.folder / f"{name}.log")
-
-    def __enter__(self) -> Self:
-        try:
-            for child in self.children:
-                child.start()
-        except BaseException:
-            self._end()
-            raise
-        return self
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
-        self._end()
-
-    def _end(self) -> None:
-        for number in (signal.SIGTERM, signal.SIGKILL):
-            for child in reversed(self.children):
-                child.send(number)
-            for child in reversed(self.children):
-                child.wait(monotonic() + STOP_S)
-        shutil.rmtree(self.folder, ignore_errors=True)
-
-    async def wait_ready(self, kv: AsyncClient) -> None:
-        """Waits until it serves. Raises Unavailable, with its last words, where a process has ended."""
-        deadline = monotonic() + READY_S
-        while True:
-            try:
-                await kv.wait_ready(1.0)
-                return
-            except (CoordinatorUnavailable, DeadlineExceeded):
-                for child in self.children:
-                    if child.ended() is not None:
-                        raise Unavailable(f"the {child.name} ended: {child.last_words()}") from None
-                if monotonic() > deadline:
-                    raise
 
 
 class Steady:
@@ -188,15 +104,25 @@ async def measure(endpoint_of: Installation, prompt_tokens: int, decoders: int) 
 
 
 def rows_of(results: list[dict[str, Any]]) -> list[list[object]]:
-    """One line for each bound of a step's tokens."""
+    """One line for each bound."""
     rows: list[list[object]] = []
     for found in results:
-        row: list[object] = [f"{found['step_tokens_max']}"]
+        row: list[object] = [f"{found['step_tokens_max']}", _shown(found["decode_gap_ms"])]
         for when in ("alone", "beside"):
             row += [f"{found[when][name]:.1f}" for name in ("p50_ms", "p99_ms", "max_ms")]
         row += [f"{found['beside'][name] / found['alone'][name]:.1f}" for name in ("p50_ms", "p99_ms")]
         rows.append([*row, found["beside"]["tokens"], f"{found['long_first_token_s']:.1f}"])
     return rows
+
+
+def _shown(gap_ms: float) -> str:
+    return "none" if gap_ms == NO_GAP_MS else f"{gap_ms:g}"
+
+
+def bound(text: str) -> tuple[int, float]:
+    """TOKENS or TOKENS:MS."""
+    tokens, _, gap_ms = text.partition(":")
+    return int(tokens), float(gap_ms) if gap_ms else NO_GAP_MS
 
 
 def main() -> int:
@@ -205,7 +131,14 @@ def main() -> int:
     parser.add_argument("--json", help="write the results here too")
     parser.add_argument("--prompt", type=int, default=100_000, help="tokens of the long prompt [100000]")
     parser.add_argument("--decoders", type=int, default=4, help="steady requests [4]")
-    parser.add_argument("--step-tokens", type=int, nargs="+", default=[64, 256, 1024], help="bounds to try")
+    parser.add_argument(
+        "--bounds",
+        type=bound,
+        nargs="+",
+        default=[(512, NO_GAP_MS), (512, 200.0), (512, 50.0)],
+        metavar="TOKENS[:MS]",
+        help="step_tokens_max, and decode_gap_ms where there shall be one [512 512:200 512:50]",
+    )
     options = parser.parse_args()
     context = max(options.prompt, STEADY_PROMPT_TOKENS + STEADY_TOKENS_MAX) + BLOCK_SIZE
     steady_tokens = options.decoders * (STEADY_PROMPT_TOKENS + STEADY_TOKENS_MAX + BLOCK_SIZE)
@@ -213,11 +146,12 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # cleans up as Ctrl-C does
     try:
-        for step_tokens in options.step_tokens:
-            print(f"step_tokens_max = {step_tokens} ...", file=sys.stderr, flush=True)
-            with Installation(context_tokens=context, blocks=blocks, step_tokens=step_tokens) as installation:
+        for step_tokens, gap_ms in options.bounds:
+            schedule = {"step_tokens_max": step_tokens, "decode_gap_ms": gap_ms}
+            print(f"{schedule} ...", file=sys.stderr, flush=True)
+            with Installation(context_tokens=context, blocks=blocks, schedule=schedule) as installation:
                 found = asyncio.run(measure(installation, options.prompt, options.decoders))
-            results.append({"step_tokens_max": step_tokens, **found})
+            results.append({**schedule, **found})
     except KeyboardInterrupt:
         return INTERRUPTED
     title = (
@@ -225,7 +159,7 @@ def main() -> int:
     )
     columns = ("p50", "p99", "max", "beside p50", "p99", "max", "p50 x", "p99 x", "tokens", "its first token, s")
     settings = {"prompt_tokens": options.prompt, "decoders": options.decoders, "runs": results}
-    report(title, ["step_tokens_max", *columns], rows_of(results), settings, options.json)
+    report(title, ["tokens a step", "gap, ms", *columns], rows_of(results), settings, options.json)
     return 0
 
 

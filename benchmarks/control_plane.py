@@ -1,0 +1,248 @@
+"""What a decode step costs the coordinator: the core alone, and the whole turn with messages and published tables.
+
+    python -m benchmarks.control_plane [--sequences 16 256 1024 4096] [--steps 400] [--json FILE]
+
+Core: apply(step result) and apply(turn) of a machine with N decoding requests, steps of all N rows, one under way while
+the other is settled. Turn: the same through real ZeroMQ sockets in one process: the result is received and decoded, the
+step planned, tables published, the next step and every client's stream encoded and sent. Medians and p99.9 of many
+steps; nothing else runs in the process, the garbage collector is frozen as in the coordinator.
+"""
+
+from __future__ import annotations
+
+import argparse
+import gc
+import sys
+import tempfile
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+import zmq
+
+from coordinator.core.events import FromClient, FromWorker, ToWorker, Turn
+from coordinator.core.limits import Limits
+from coordinator.core.machine import Machine
+from coordinator.peers import Peers
+from coordinator.turn import TurnLimits, TurnLoop
+from protocol import codec
+from protocol.layout import Geometry
+from protocol.messages import (
+    WORKER_REPLIES,
+    Hello,
+    ModelInfo,
+    Sampling,
+    Step,
+    StepResult,
+    Submit,
+    WorkerHello,
+    WorkerReady,
+)
+from protocol.tables import TablesWriter
+from protocol.transport import dealer
+
+from .report import report
+
+VOCABULARY = 128_000
+PROMPT_TOKENS = 48
+BLOCK_SIZE = 16
+WARM_STEPS = 40
+MODEL = ModelInfo(
+    name="m", source="", architecture="any", fingerprint="1", vocab_size=VOCABULARY, context_tokens_max=1 << 20
+)
+SAMPLING = Sampling(temperature=0.0, seed=1, ignore_eos=True)
+
+
+def limits(sequences: int, steps: int) -> Limits:
+    """Bounds for N sequences that decode for so many steps."""
+    width = (PROMPT_TOKENS + 4 * steps) // BLOCK_SIZE + 5
+    return Limits(
+        sequences_max=sequences,
+        blocks_max=sequences * width,
+        blocks_per_sequence_max=width,
+        queue_max=sequences,
+        step_rows_max=sequences,
+        step_tokens_max=max(8192, 2 * sequences),
+    )
+
+
+def ready(bounds: Limits) -> WorkerReady:
+    """What the worker of the benchmark announces."""
+    return WorkerReady(
+        rid=2, model=MODEL, blocks=bounds.blocks_max, bytes_per_block=1, kv_dtype="float32", device="none"
+    )
+
+
+def submissions(sequences: int, steps: int) -> list[Submit]:
+    """N requests that decode to the end of the run; their lengths differ, so that each step fills N / 16 blocks."""
+    draw = np.random.default_rng(0)
+    return [
+        Submit(
+            rid=i,
+            max_tokens=4 * steps,
+            sampling=SAMPLING,
+            prompt=draw.integers(0, VOCABULARY, PROMPT_TOKENS + i % BLOCK_SIZE).astype(np.int32),
+        )
+        for i in range(sequences)
+    ]
+
+
+class Answerer:
+    """A worker that answers at once, with tokens it drew before: what it costs is not measured."""
+
+    def __init__(self) -> None:
+        draw = np.random.default_rng(1)
+        self._tokens = draw.integers(0, VOCABULARY, 1 << 16).astype(np.int32)
+        self._at = 0
+
+    def answer(self, step: Step, epoch: int) -> StepResult:
+        """The result of a step."""
+        slots = step.slots[step.samples != 0]
+        self._at = (self._at + slots.size) % (self._tokens.size - slots.size)
+        tokens = self._tokens[self._at : self._at + slots.size]
+        return StepResult(
+            step_id=step.step_id, epoch=epoch, slots=slots, tokens=tokens, logprobs=np.zeros(slots.size, np.float32)
+        )
+
+
+def core(sequences: int, steps: int) -> list[float]:
+    """Microseconds of each step of the core alone."""
+    bounds = limits(sequences, steps)
+    machine, answerer = Machine(bounds, "benchmark", b"key"), Answerer()
+    machine.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
+    machine.apply(FromWorker(1, ready(bounds)), 0)
+    for message in submissions(sequences, steps):
+        machine.apply(FromClient(2, message, 1), 0)
+    pending = [effect.message for effect in machine.apply(Turn(), 1) if isinstance(effect, ToWorker)]
+    taken: list[float] = []
+    warming = WARM_STEPS
+    gc.collect()
+    gc.freeze()
+    now_us = 1
+    while len(taken) < steps:
+        step = pending.pop(0)
+        assert isinstance(step, Step)
+        event = FromWorker(1, answerer.answer(step, 1))
+        now_us += 1000
+        started = perf_counter_ns()
+        machine.apply(event, now_us)
+        effects = machine.apply(Turn(), now_us)
+        ended = perf_counter_ns()
+        pending += [effect.message for effect in effects if isinstance(effect, ToWorker)]
+        s = machine.cache.sequences
+        for changed in (s.changed_rows, s.changed_cells, machine.cache.blocks.changed):
+            changed.clear()  # what the shell publishes
+        if step.slots.size == sequences and step.counts.max() == 1:
+            warming -= 1
+            if warming < 0:
+                taken.append((ended - started) / 1e3)
+    gc.unfreeze()
+    return taken
+
+
+class Shell:
+    """A coordinator's turn loop over real sockets, with one client and one worker in this process."""
+
+    def __init__(self, folder: Path, bounds: Limits) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._numbers = iter(range(1, 100))
+        geometry = Geometry(
+            slots=bounds.sequences_max,
+            blocks=bounds.blocks_max,
+            blocks_per_sequence=bounds.blocks_per_sequence_max,
+            block_size=bounds.block_size,
+        )
+        self.machine = Machine(bounds, "benchmark", b"key")
+        self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
+        self.clients = Peers(self.context, f"ipc://{folder}/c", self._number)
+        self.workers = Peers(self.context, f"ipc://{folder}/w", self._number)
+        turn_limits = TurnLimits(messages_per_turn_max=1 << 16)
+        self.loop = TurnLoop(self.machine, self.tables, self.clients, self.workers, lambda: 1, turn_limits)
+        self.client, self.worker = dealer(self.context), dealer(self.context)
+        self.client.connect(f"ipc://{folder}/c")
+        self.worker.connect(f"ipc://{folder}/w")
+        self.now_us = 0
+
+    def _number(self) -> int:
+        return next(self._numbers)
+
+    def turn(self) -> float:
+        """One turn, when something has arrived. Returns its microseconds."""
+        assert self.workers.socket.poll(10_000) or self.clients.socket.poll(10_000)
+        self.now_us += 1000
+        started = perf_counter_ns()
+        self.loop.turn(self.now_us)
+        return (perf_counter_ns() - started) / 1e3
+
+    def close(self) -> None:
+        """Everything."""
+        for socket in (self.client, self.worker):
+            socket.close(0)
+        self.clients.close()
+        self.workers.close()
+        self.context.term()
+        self.tables.close()
+
+
+def whole(sequences: int, steps: int) -> list[float]:
+    """Microseconds of each turn that settles and plans a step of all sequences."""
+    bounds, answerer = limits(sequences, steps), Answerer()
+    decoder = codec.Decoder(WORKER_REPLIES)
+    with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
+        shell = Shell(Path(folder), bounds)
+        try:
+            shell.worker.send_multipart(codec.encode(WorkerHello(rid=1, name="w", pid=1)))
+            shell.worker.send_multipart(codec.encode(ready(bounds)))
+            shell.client.send_multipart(codec.encode(Hello(rid=1)))
+            for message in submissions(sequences, steps):
+                shell.client.send_multipart(codec.encode(message))
+            while shell.machine.admission.running_total < sequences:
+                if shell.workers.socket.poll(0) or shell.clients.socket.poll(10):
+                    shell.turn()
+            taken: list[float] = []
+            warming = WARM_STEPS
+            gc.collect()
+            gc.freeze()
+            while len(taken) < steps:
+                step = decoder.decode(shell.worker.recv_multipart())
+                if not isinstance(step, Step):
+                    continue
+                while shell.client.poll(0):
+                    shell.client.recv_multipart()
+                shell.worker.send_multipart(codec.encode(answerer.answer(step, 1)))
+                assert shell.workers.socket.poll(10_000)
+                spent = shell.turn()
+                if step.slots.size == sequences and step.counts.max() == 1:
+                    warming -= 1
+                    if warming < 0:
+                        taken.append(spent)
+            gc.unfreeze()
+            return taken
+        finally:
+            shell.close()
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.control_plane", description=__doc__)
+    parser.add_argument("--json", help="write the results here too")
+    parser.add_argument("--sequences", type=int, nargs="+", default=[16, 256, 1024, 4096])
+    parser.add_argument("--steps", type=int, default=400)
+    options = parser.parse_args()
+    rows: list[list[object]] = []
+    results: list[dict[str, Any]] = []
+    for sequences in options.sequences:
+        found: dict[str, Any] = {"sequences": sequences}
+        for name, measure in (("core", core), ("turn", whole)):
+            taken = np.array(measure(sequences, options.steps))
+            found[name] = {"p50_us": float(np.median(taken)), "p999_us": float(np.percentile(taken, 99.9))}
+        results.append(found)
+        rows.append([sequences, *(f"{found[n][p]:.0f}" for n in ("core", "turn") for p in ("p50_us", "p999_us"))])
+    header = ["sequences", "core p50, us", "p99.9", "turn p50, us", "p99.9"]
+    report("control plane: a decode step of N sequences", header, rows, results, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

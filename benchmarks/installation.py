@@ -1,0 +1,99 @@
+"""A coordinator and a CPU worker with a tiny random model, as processes in a folder of their own."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import signal
+import tempfile
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Self
+
+from kvforge import AsyncClient, CoordinatorUnavailable, DeadlineExceeded
+from kvforge.processes import Child
+from kvforge.settings import toml
+from protocol.errors import Unavailable
+from protocol.transport import client_endpoint
+
+BLOCK_SIZE = 16
+VOCABULARY = 256
+READY_S, STOP_S = 120.0, 5.0
+CONFIG = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": VOCABULARY,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+
+
+class Installation:
+    """A coordinator and a worker with a model of random weights. Nothing of it is left when the `with` block ends."""
+
+    def __init__(self, *, context_tokens: int, blocks: int, schedule: dict[str, float], sequences: int = 16) -> None:
+        """context_tokens: the longest sequence; blocks: of the pool; schedule: settings of that section."""
+        self.folder = Path(tempfile.mkdtemp(prefix="kvf-bench-"))
+        self.runtime = self.folder / "r"
+        self.endpoint = client_endpoint(self.runtime)
+        width = -(-context_tokens // BLOCK_SIZE)
+        model, temporary = self.folder / "model", self.folder / "tmp"
+        model.mkdir()
+        temporary.mkdir()
+        (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": width * BLOCK_SIZE}))
+        limits = {"blocks_per_sequence_max": width, "sequences_max": sequences, "blocks_max": blocks}
+        tables = {"limits": limits, "cache": {"block_size": BLOCK_SIZE}, "schedule": schedule}
+        runtime = str(self.runtime)
+        coordinator = toml({"runtime_dir": runtime, "state_dir": str(self.folder / "s"), "drain_s": 0.0}, tables)
+        worker = {"name": "w0", "runtime_dir": runtime, "model": str(model), "load_format": "dummy", "device": "cpu"}
+        worker_file = toml({**worker, "dtype": "float32", "threads": 1, "blocks": blocks}, {})
+        self.children = [
+            self._child("coordinator", coordinator, temporary),
+            self._child("worker", worker_file, temporary),
+        ]
+
+    def _child(self, name: str, config: str, temporary: Path) -> Child:
+        file = self.folder / f"{name}.toml"
+        file.write_text(config, encoding="utf-8")
+        # On a leash: it ends with this process, even where that is killed.
+        return Child(name, ["-m", name, "--config", str(file)], temporary, print, self.folder / f"{name}.log")
+
+    def __enter__(self) -> Self:
+        try:
+            for child in self.children:
+                child.start()
+        except BaseException:
+            self._end()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._end()
+
+    def _end(self) -> None:
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for child in reversed(self.children):
+                child.send(number)
+            for child in reversed(self.children):
+                child.wait(monotonic() + STOP_S)
+        shutil.rmtree(self.folder, ignore_errors=True)
+
+    async def wait_ready(self, kv: AsyncClient) -> None:
+        """Waits until it serves. Raises Unavailable, with its last words, where a process has ended."""
+        deadline = monotonic() + READY_S
+        while True:
+            try:
+                await kv.wait_ready(1.0)
+                return
+            except (CoordinatorUnavailable, DeadlineExceeded):
+                for child in self.children:
+                    if child.ended() is not None:
+                        raise Unavailable(f"the {child.name} ended: {child.last_words()}") from None
+                if monotonic() > deadline:
+                    raise
