@@ -16,7 +16,7 @@ from zmq.utils.monitor import parse_monitor_message
 
 from protocol.transport import SEND_MESSAGES_MAX, router
 
-from .turn import Frames, Sent
+from .outbox import Frames, Sent
 
 LAST_WORDS_MS = 500
 # What a ROUTER that must not drop says when a peer's queue is full, and when it knows no such peer.

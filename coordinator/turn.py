@@ -11,8 +11,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Sequence
-from enum import Enum
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -51,49 +50,11 @@ from .core.events import (
     WorkerGone,
 )
 from .core.machine import Machine
+from .outbox import Outbox, Sent, Transport
 from .publish import publish
 
 RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
-Frames = Sequence[bytes | memoryview]
 log = logging.getLogger("coordinator")
-
-
-class Sent(Enum):
-    """What became of a message."""
-
-    DONE = "done"  # it is on its way
-    FULL = "full"  # the peer takes nothing more for now
-    GONE = "gone"  # there is no such peer any more
-
-
-class Transport(Protocol):
-    """The connections of one side, clients or workers: what `coordinator.peers.Peers` is over ZeroMQ."""
-
-    def __len__(self) -> int: ...
-
-    def receive(self) -> tuple[bytes, int, list[bytes]] | None:
-        """The next message: (identity, descriptor, frames); None where none is waiting."""
-
-    def number(self, identity: bytes) -> int | None:
-        """The number of an admitted connection."""
-
-    def admit(self, identity: bytes, descriptor: int) -> int | None:
-        """Gives a connection its number; None where it has ended already."""
-
-    def note_ends(self) -> None:
-        """Looks for connections that ended."""
-
-    def take_gone(self) -> list[int]:
-        """Numbers of the connections that ended since the last call."""
-
-    def forget(self, number: int) -> None:
-        """The connection is no longer ours to talk to. Idempotent."""
-
-    def send(self, number: int, frames: Frames) -> Sent:
-        """Sends without waiting. A peer that is found to be gone is forgotten and reported by `take_gone`."""
-
-    def send_to(self, identity: bytes, frames: Frames) -> Sent:
-        """Sends to a connection that has no number (yet), without waiting."""
 
 
 class Processes(Protocol):
@@ -121,50 +82,6 @@ class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
     messages_per_turn_max: int = 1024
     clients_max: int = 256
     client_backlog_max: int = 1024
-
-
-class Outbox:
-    """What goes to clients. Replies to one that takes nothing more for now are kept, in order; streams are not."""
-
-    def __init__(self, clients: Transport, backlog_max: int) -> None:
-        self._clients, self._backlog_max = clients, backlog_max
-        self._backlogs: dict[int, deque[list[bytes]]] = {}
-
-    @property
-    def waiting(self) -> bool:
-        """Whether replies are kept for anyone."""
-        return bool(self._backlogs)
-
-    def reply(self, client: int, frames: Frames) -> bool:
-        """Sends a reply, or keeps it behind those that wait. False: no more may be kept for this client."""
-        backlog = self._backlogs.get(client)
-        if backlog is None:
-            if self._clients.send(client, frames) is not Sent.FULL:
-                return True
-            backlog = self._backlogs[client] = deque()
-        if len(backlog) >= self._backlog_max:
-            return False
-        backlog.append([bytes(frame) for frame in frames])  # copied: a frame shows an array that may change
-        return True
-
-    def stream(self, client: int, frames: Frames) -> bool:
-        """Sends a Stream. False: the client takes nothing more for now, or has yet to get replies from before it."""
-        return client not in self._backlogs and self._clients.send(client, frames) is not Sent.FULL
-
-    def retry(self) -> None:
-        """Sends what is kept, as far as it is taken."""
-        for client, backlog in list(self._backlogs.items()):
-            sent = Sent.DONE
-            while backlog and sent is Sent.DONE:
-                sent = self._clients.send(client, backlog[0])
-                if sent is Sent.DONE:
-                    backlog.popleft()
-            if sent is Sent.GONE or not backlog:
-                del self._backlogs[client]
-
-    def forget(self, client: int) -> None:
-        """The client is gone. Idempotent."""
-        self._backlogs.pop(client, None)
 
 
 class TurnLoop:

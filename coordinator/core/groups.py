@@ -17,7 +17,7 @@ from .tenants import Tenants
 
 
 class SentStep(msgspec.Struct, frozen=True, eq=False):
-    """What the core remembers of a step until its result arrives. Arrays are [rows] int64.
+    """What the core remembers of a step until its result arrives. Arrays are [rows], sampled: the slots that sample.
 
     serials: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
     """
@@ -27,6 +27,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     serials: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     samples: npt.NDArray[np.bool_]
+    sampled: npt.NDArray[np.int64]
     sent_us: int
 
 

@@ -39,32 +39,40 @@ class Outcomes:
         s, runs = self._cache.sequences, self._admission.runs
         group.sent.popleft()
         live = runs.serial[sent.slots] == sent.serials
-        failed = np.isin(sent.slots, np.fromiter(errors, np.int64, len(errors)))
-        good = live & ~failed
-        slots = sent.slots[good]
-        s.computed[slots] += sent.counts[good]
-        sampled = (good & sent.samples)[sent.samples]
-        rows = sent.slots[sent.samples][sampled]
-        if tops is not None:
-            tops = tops.pick(np.flatnonzero(sampled))
-        self._append(rows, tokens[sampled], logprobs[sampled], tops, now_us)
+        failed = np.isin(sent.slots, np.fromiter(errors, np.int64, len(errors))) if errors else None
+        good = live if failed is None else live & ~failed
+        slots, rows, counts = sent.slots, sent.sampled, sent.counts
+        if not good.all():  # some of the rows are not ours to go on with
+            sampled = good[sent.samples]
+            slots, rows, counts = slots[good], rows[sampled], counts[good]
+            tokens, logprobs = tokens[sampled], logprobs[sampled]
+            tops = None if tops is None else tops.pick(np.flatnonzero(sampled))
+        s.computed[slots] += counts
+        self._append(rows, tokens, logprobs, tops, now_us)
         self._cache.index_filled(group, slots, now_us)
         self._cache.settle(group, sent.step_id, now_us)
-        stopped = (runs.stops[rows] == tokens[sampled][:, None]).any(axis=1)
-        full = s.length[rows] >= runs.limit[rows]
-        for slot, by_stop in zip(rows[stopped | full].tolist(), stopped[stopped | full].tolist(), strict=True):
-            request = self._requests.live[int(s.request[slot])]
-            self.end(request, "finish", "stop" if by_stop else "length", None, now_us)
-        for slot in sent.slots[live & failed].tolist():
+        self._finish(rows, tokens, now_us)
+        for slot in sent.slots[live & failed].tolist() if failed is not None else ():
             request = self._requests.live[int(s.request[slot])]
             self.end(request, "fail", "failed", errors[slot], now_us)
+
+    def _finish(self, rows: Slots, tokens: npt.NDArray[np.int32], now_us: int) -> None:
+        """Ends the requests whose newest token is a stop token, or the last one they asked for."""
+        s, runs = self._cache.sequences, self._admission.runs
+        done = s.length[rows] >= runs.limit[rows]
+        stopped = runs.stopped(rows, tokens)
+        if stopped is not None:
+            done |= stopped
+        for i in np.flatnonzero(done).tolist():
+            request = self._requests.live[int(s.request[rows[i]])]
+            self.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None, now_us)
 
     def _aligned(
         self, group: Group, sent: SentStep, result: StepResult
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], dict[int, KvforgeError]]:
         """Tokens and log-probabilities of the sampled rows in the step's own order, and the errors by slot."""
         errors = {row.slot: restore(row.error.code, row.error.message, row.error.fields) for row in result.errors}
-        expected = sent.slots[sent.samples]
+        expected = sent.sampled
         if not result.slots.size == result.tokens.size == result.logprobs.size:
             raise ProtocolError("step_result: slots, tokens and logprobs differ in length")
         if np.array_equal(result.slots, expected):
@@ -88,7 +96,7 @@ class Outcomes:
         """The most likely tokens of the sampled rows in the step's own order. Raises ProtocolError."""
         given = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
         tops = Tops.checked(result.slots.size, group.model.vocab_size, given)
-        expected = sent.slots[sent.samples]
+        expected = sent.sampled
         if tops is None and self._admission.runs.tops[expected].any():
             return Tops.none(expected.size)
         if tops is None or np.array_equal(result.slots, expected):
@@ -123,7 +131,7 @@ class Outcomes:
         at = s.length[rows]
         s.tokens[rows, at] = tokens
         s.logprobs[rows, at] = logprobs
-        s.length[rows] += 1
+        s.length[rows] = at + 1
         s.pending[rows] -= 1
         s.accessed_us[rows] = now_us
         s.changed_rows.append(rows)
@@ -135,16 +143,11 @@ class Outcomes:
         if tops is not None:
             tops = self._record_tops(rows, tops)
         streamed = runs.stream[rows]
-        if streamed.any():
-            wanted = rows[streamed]
-            self._streams.add_step(
-                runs.client[wanted],
-                s.request[wanted],
-                offsets[streamed],
-                tokens[streamed],
-                logprobs[streamed],
-                None if tops is None else tops.pick(np.flatnonzero(streamed)),
-            )
+        if not streamed.all():
+            rows, offsets, tokens, logprobs = rows[streamed], offsets[streamed], tokens[streamed], logprobs[streamed]
+            tops = None if tops is None else tops.pick(np.flatnonzero(streamed))
+        if rows.size:
+            self._streams.add_step(runs.client[rows], s.request[rows], offsets, tokens, logprobs, tops)
 
     def finish_at(self, request: Request, count: int, generated: int, now_us: int) -> None:
         """Ends a request as stopped after its first `count` of `generated` tokens. Asking again changes nothing.

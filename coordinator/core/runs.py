@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from .requests import Request
+from .sequences import Slots
 
 EOS_TOKENS_MAX = 16
 
@@ -21,6 +23,7 @@ class Runs:
         self.stream = np.zeros(slots, np.bool_)
         self.tops = np.zeros(slots, np.bool_)
         self.stops = np.full((slots, stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
+        self._stops_most = 0
 
     def start(self, slot: int, request: Request, prompt_length: int, eos: tuple[int, ...], order: int) -> None:
         """The request takes the slot."""
@@ -33,3 +36,11 @@ class Runs:
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
         self.stops[slot] = -1
         self.stops[slot, : len(stops)] = stops
+        self._stops_most = max(self._stops_most, len(stops))
+
+    def stopped(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
+        """Which of [n] tokens is a stop token of its row; None where no row has any."""
+        if not self._stops_most:
+            return None
+        found: npt.NDArray[np.bool_] = (self.stops[rows, : self._stops_most] == tokens[:, None]).any(axis=1)
+        return found

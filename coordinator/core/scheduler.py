@@ -22,6 +22,7 @@ from .requests import RequestTable
 from .sequences import Slots
 
 CHUNK_TOKENS_MIN = 16
+NO_SLOTS = np.zeros(0, np.int64)
 
 
 class Scheduler:
@@ -73,23 +74,31 @@ class Scheduler:
         most = self._limits.step_tokens_max
         if prefilling:  # decodes alone may not fill every step
             most -= 1 if most > 1 else group.next_step % 2
-        slots = slots[np.argsort(self._runs.order[slots], kind="stable")][:most]
+        if slots.size > most:
+            slots = slots[np.argsort(self._runs.order[slots], kind="stable")][:most]
         start = s.scheduled[slots]
-        shared, _ = self._cache.unwritable(slots, start, start + 1)
-        room = s.used[slots] * s.block_size
-        if not shared.size and not np.count_nonzero(s.length[slots] + s.pending[slots] >= room):
-            return np.sort(slots)  # most steps: every row writes into a block that it has
+        short = s.length[slots] + s.pending[slots] >= s.used[slots] * s.block_size
+        short[self._cache.unwritable(slots, start, start + 1)[0]] = True
+        if not short.any():
+            return np.sort(slots)  # most rows of most steps write into a block that they have
+        served = self._with_blocks(group, slots[short], now_us)
+        return np.sort(np.concatenate([slots[~short], served]))
+
+    def _with_blocks(self, group: Group, slots: Slots, now_us: int) -> Slots:
+        """Gives blocks to rows that need one more, or one of their own; oldest first where not all fit."""
+        s = self._cache.sequences
         slots = self._ready(group, slots, np.ones(slots.size, np.int64))
-        planned = []
+        planned = [NO_SLOTS]
         for tenant in sorted(set(s.tenant[slots].tolist())):
             rows = slots[s.tenant[slots] == tenant]
             start, target = s.scheduled[rows], s.length[rows] + s.pending[rows] + 1
             try:
                 self._cache.reserve(rows, start, start + 1, target, now_us)
             except CapacityExceeded:
-                rows = np.array([slot for slot in rows.tolist() if self._make_way(group, slot, 1, now_us)], np.int64)
+                by_age = rows[np.argsort(self._runs.order[rows], kind="stable")].tolist()
+                rows = np.array([slot for slot in by_age if self._make_way(group, slot, 1, now_us)], np.int64)
             planned.append(rows)
-        return np.sort(np.concatenate(planned)) if planned else slots
+        return np.concatenate(planned)
 
     def _prefills(self, group: Group, slots: Slots, decodes: Slots, counts: Slots, now_us: int) -> tuple[Slots, Slots]:
         """Adds chunks of prompts until the token budget of the step is spent."""
@@ -184,7 +193,8 @@ class Scheduler:
         s.scheduled[slots] += counts
         s.pending[slots] += samples
         s.last_step[slots] = step_id
-        group.sent.append(SentStep(step_id, slots, self._runs.serial[slots], counts, samples, now_us))
+        sampled = slots if samples.all() else slots[samples]
+        group.sent.append(SentStep(step_id, slots, self._runs.serial[slots], counts, samples, sampled, now_us))
         self._requests.computed_tokens_total += int(counts.sum())
         return Step(
             step_id=step_id,
@@ -203,6 +213,9 @@ class Scheduler:
         if not slots.size:
             return NO_INT32
         s = self._cache.sequences
+        if int(counts.max()) == 1:  # decodes
+            inside = np.minimum(starts, s.context_tokens_max - 1)
+            return np.where(starts < known, s.tokens[slots, inside], -1).astype(np.int32)
         rows = np.repeat(np.arange(slots.size), counts)
         positions = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts) + starts[rows]
         inside = np.minimum(positions, s.context_tokens_max - 1)
@@ -211,6 +224,8 @@ class Scheduler:
 
     def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
         """The slots that change hands, and what penalties count of their tokens: the worker may never have seen it."""
+        if not group.started_slots:
+            return (), NO_INT32
         begins, history = [], [NO_INT32]
         s = self._cache.sequences
         for slot in group.started_slots:

@@ -36,6 +36,11 @@ class Streams:
         tops: Tops | None = None,
     ) -> None:
         """One token for each of n requests, of any clients: all [n]."""
+        first = int(clients[0])
+        if (clients == first).all():
+            if first:
+                self._add(first, (requests, offsets.astype(np.int32), tokens, logprobs), tops)
+            return
         for client in sorted(set(clients.tolist())):
             if client:
                 mine = clients == client
@@ -131,7 +136,10 @@ class Streams:
         rows = self._rows.get(client)
         if rows is None:
             return Stream(ended=ended, paused=paused, taken=taken)
-        ids, offsets, tokens, logprobs = (np.concatenate(column) for column in zip(*rows, strict=True))
+        if len(rows) == 1:
+            ids, offsets, tokens, logprobs = rows[0]
+        else:
+            ids, offsets, tokens, logprobs = (np.concatenate(column) for column in zip(*rows, strict=True))
         found, top = self._tops.get(client), Tops.none(0)
         if found:
             top = Tops.joined([found.get(i) or Tops.none(part[0].size) for i, part in enumerate(rows)])

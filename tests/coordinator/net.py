@@ -13,8 +13,8 @@ from time import monotonic
 
 import zmq
 
+from coordinator.outbox import Sent
 from coordinator.peers import Peers
-from coordinator.turn import Sent
 from protocol import transport
 
 PAYLOAD = b"x" * 8192  # large enough that the kernel's buffers are soon full

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from coordinator.turn import Sent
+from coordinator.outbox import Sent
 from protocol import transport
 from tests.coordinator.net import QUEUE, Net, short_lived_net, until
 

@@ -28,8 +28,9 @@ from coordinator.core.events import (
 )
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
+from coordinator.outbox import Sent
 from coordinator.server import PROGRESS_US, Ending
-from coordinator.turn import RETRY_US, Sent, TurnLimits, TurnLoop
+from coordinator.turn import RETRY_US, TurnLimits, TurnLoop
 from protocol import codec
 from protocol.layout import Geometry
 from protocol.messages import (

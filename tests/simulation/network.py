@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from coordinator.turn import Sent
+from coordinator.outbox import Sent
 from protocol.codec import Decoder
 from protocol.messages import Message
 

@@ -30,7 +30,8 @@ from coordinator.core.groups import Group
 from coordinator.core.machine import Machine
 from coordinator.core.requests import Request
 from coordinator.core.residence import Residence
-from coordinator.turn import Sent, TurnLimits, TurnLoop
+from coordinator.outbox import Sent
+from coordinator.turn import TurnLimits, TurnLoop
 from protocol import codec
 from protocol.errors import KvforgeError
 from protocol.messages import (
