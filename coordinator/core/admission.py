@@ -260,6 +260,7 @@ class Admission:
         s.running[slot] = True
         self.running_total += 1
         group.running += 1
+        group.version += 1
         if request.crashes >= ALONE_CRASHES:
             group.suspect = request.id
         self._starts += 1
@@ -304,6 +305,7 @@ class Admission:
         s.running[slot] = False
         self.running_total -= 1
         group.running -= 1
+        group.version += 1
         self.runs.serial[slot] = 0
         s.request[slot] = 0
         if slot in group.started_slots:

@@ -274,6 +274,26 @@ class Cache:
                 self._replace_block(group, slot, column, block, now_us)
             self._extend(slots[rows], more[rows], fresh[copies:])
 
+    def grow(self, group: Group, slots: Slots, now_us: int) -> bool:
+        """One more block for each of `slots`, all of the group, where that takes nothing from anybody.
+
+        False where it would: then nothing has changed.
+        """
+        s, pool = self.sequences, group.pool
+        owners = s.tenant[slots].tolist()
+        tenants = set(owners)
+        if len(tenants) > 1 and (self.tenants.has_quotas or pool.free < slots.size):
+            return False
+        if len(tenants) == 1 and pool.available(owners[0]) < slots.size:
+            return False
+        for tenant in sorted(tenants):
+            rows = slots if len(tenants) == 1 else slots[s.tenant[slots] == tenant]
+            columns = s.used[rows]
+            s.table[rows, columns] = pool.allocate(tenant, rows.size, now_us)
+            s.used[rows] = columns + 1
+            s.changed_cells.append((rows, columns))
+        return True
+
     def unwritable(self, slots: Slots, start: Slots, end: Slots) -> tuple[Slots, Slots]:
         """The blocks that positions [start, end) fall into and that may not be written: shared, or indexed.
 

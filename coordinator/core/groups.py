@@ -13,6 +13,7 @@ from protocol.messages import Int32Array, ModelInfo
 from .hashing import BlockHasher
 from .pool import BlockIds, Blocks, Pool
 from .prefix import PrefixIndex, PrefixStore
+from .steady import Steady
 from .tenants import Tenants
 
 
@@ -20,6 +21,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     """What the core remembers of a step until its result arrives. Arrays are [rows], sampled: the slots that sample.
 
     serials: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
+    version: of the group; while it is the same, every row still belongs to its run. prefill_tokens: beside decodes.
     """
 
     step_id: int
@@ -29,12 +31,15 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     samples: npt.NDArray[np.bool_]
     sampled: npt.NDArray[np.int64]
     sent_us: int
+    version: int
+    prefill_tokens: int
 
 
 class Group:
     """One worker and its pool, from its WorkerReady to its death. `epoch` tells its results from an earlier life's.
 
-    running: rows that run. suspect: the request that runs alone because workers died with it, 0 for none.
+    running: rows that run; version: grows when one starts or leaves. steady: they decode, step after step.
+    suspect: the request that runs alone because workers died with it, 0 for none.
     settled_us: when its last result came. chunk_tokens: prefill tokens of a step beside decodes, 0 before the first.
     """
 
@@ -60,6 +65,8 @@ class Group:
         self.started_slots: list[int] = []
         self.steps_total = 0
         self.running = 0
+        self.version = 0
+        self.steady: Steady | None = None
         self.suspect = 0
         self.settled_us = 0
         self.chunk_tokens = 0

@@ -38,11 +38,13 @@ class Outcomes:
         tops = self._tops(group, sent, result)
         s, runs = self._cache.sequences, self._admission.runs
         group.sent.popleft()
-        live = runs.serial[sent.slots] == sent.serials
-        failed = np.isin(sent.slots, np.fromiter(errors, np.int64, len(errors))) if errors else None
-        good = live if failed is None else live & ~failed
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
-        if not good.all():  # some of the rows are not ours to go on with
+        failing: list[int] = []
+        if errors or sent.version != group.version:  # perhaps some of the rows are not ours to go on with
+            live = runs.serial[slots] == sent.serials
+            failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
+            failing = slots[live & failed].tolist()
+            good = live & ~failed
             sampled = good[sent.samples]
             slots, rows, counts = slots[good], rows[sampled], counts[good]
             tokens, logprobs = tokens[sampled], logprobs[sampled]
@@ -52,7 +54,7 @@ class Outcomes:
         self._cache.index_filled(group, slots, now_us)
         self._cache.settle(group, sent.step_id, now_us)
         self._finish(rows, tokens, now_us)
-        for slot in sent.slots[live & failed].tolist() if failed is not None else ():
+        for slot in failing:
             request = self._requests.live[int(s.request[slot])]
             self.end(request, "fail", "failed", errors[slot], now_us)
 
@@ -88,7 +90,7 @@ class Outcomes:
                     errors[slot] = WorkerError("the worker returned no token for this request")
             if not set(where) <= set(expected.tolist()):
                 raise ProtocolError("step_result: a token for a row that did not sample")
-        if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < group.model.vocab_size:
+        if tokens.size and int(tokens.view(np.uint32).max()) >= group.model.vocab_size:  # below 0 is above, unsigned
             raise ProtocolError(f"step_result: a token outside the vocabulary of {group.model.vocab_size}")
         return tokens, logprobs, errors
 
@@ -97,9 +99,9 @@ class Outcomes:
         given = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
         tops = Tops.checked(result.slots.size, group.model.vocab_size, given)
         expected = sent.sampled
-        if tops is None and self._admission.runs.tops[expected].any():
-            return Tops.none(expected.size)
-        if tops is None or np.array_equal(result.slots, expected):
+        if tops is None:
+            return Tops.none(expected.size) if self._admission.runs.tops[expected].any() else None
+        if np.array_equal(result.slots, expected):
             return tops
         where = {slot: i for i, slot in enumerate(result.slots.tolist())}
         return tops.pick(np.array([where.get(slot, -1) for slot in expected.tolist()], np.int64))
@@ -136,7 +138,7 @@ class Outcomes:
         s.accessed_us[rows] = now_us
         s.changed_rows.append(rows)
         offsets = at - runs.base[rows]
-        for slot in rows[offsets == 0].tolist():
+        for slot in rows[offsets == 0].tolist() if not offsets.all() else ():
             self._requests.live[int(s.request[slot])].first_token_us = now_us
         self._requests.generated_tokens_total += rows.size
         self._admission.waiting.charge_each(s.tenant[rows])

@@ -30,7 +30,10 @@ BlockIds = npt.NDArray[np.int64]
 
 
 class Blocks:
-    """Struct-of-arrays over every block of every pool, indexed by global block id."""
+    """Struct-of-arrays over every block of every pool, indexed by global block id.
+
+    holds: grows with every new holder of a block that had one.
+    """
 
     def __init__(self, blocks_max: int, block_size: int) -> None:
         self.block_size = block_size
@@ -43,6 +46,7 @@ class Blocks:
         self.since_us = np.zeros(blocks_max, np.int64)
         self.external: dict[int, dict[str, int]] = {}
         self.changed: list[BlockIds] = []
+        self.holds = 0
 
 
 class Supply:
@@ -207,6 +211,7 @@ class Pool:
         blocks = self.blocks
         states = blocks.state[ids]
         assert not (states == FREE).any(), "a free block cannot be held"
+        blocks.holds += 1
         for block in ids[states == CACHED].tolist():
             del self._lru[int(blocks.owner[block])][block]
             self.cached -= 1

@@ -20,6 +20,7 @@ from .cache import Cache
 from .groups import Group, SentStep
 from .requests import RequestTable
 from .sequences import Slots
+from .steady import Steady
 
 CHUNK_TOKENS_MIN = 16
 NO_SLOTS = np.zeros(0, np.int64)
@@ -39,6 +40,11 @@ class Scheduler:
             return None
         if not group.running and not group.owes_copies:
             return None
+        if group.steady is not None and not group.owes_copies:
+            step = self._same_again(group, group.steady, now_us)
+            if step is not None:
+                return step
+        group.steady = None
         s, runs = self._cache.sequences, self._runs
         mine = np.flatnonzero(s.running & (s.pool == group.number))
         target = s.length[mine] + s.pending[mine]
@@ -57,6 +63,54 @@ class Scheduler:
         if not slots.size and not group.owes_copies:
             return None
         return self._send(group, slots, counts, now_us)
+
+    def _same_again(self, group: Group, steady: Steady, now_us: int) -> Step | None:
+        """The step after a step of the same decodes; None where something has changed."""
+        s = self._cache.sequences
+        if steady.version != group.version or steady.holds != self._cache.blocks.holds or steady.left <= 0:
+            return None
+        full = np.flatnonzero(steady.room <= 0)
+        if full.size:
+            if not self._cache.grow(group, steady.slots[full], now_us):
+                return None
+            steady.room[full] += s.block_size
+        slots = steady.slots
+        # What the step before samples is not known yet where that is under way, and else is for every row.
+        tokens = steady.unknown if group.sent else s.tokens[slots, steady.starts]
+        starts = steady.advance()
+        s.scheduled[slots] = steady.starts
+        s.pending[slots] += 1
+        step_id = self._commit(group, slots, steady.serials, steady.ones, steady.samples, slots, 0, now_us)
+        return Step(
+            step_id=step_id,
+            slots=steady.slots32,
+            starts=starts,
+            counts=steady.ones32,
+            samples=steady.ones32,
+            tokens=tokens,
+        )
+
+    def _commit(
+        self,
+        group: Group,
+        slots: Slots,
+        serials: Slots,
+        counts: Slots,
+        samples: npt.NDArray[np.bool_],
+        sampled: Slots,
+        prefill_tokens: int,
+        now_us: int,
+    ) -> int:
+        """The step is on its way. Returns its id."""
+        group.last_step += 1
+        group.steps_total += 1
+        step_id = group.last_step
+        self._cache.sequences.last_step[slots] = step_id
+        group.sent.append(
+            SentStep(step_id, slots, serials, counts, samples, sampled, now_us, group.version, prefill_tokens)
+        )
+        self._requests.computed_tokens_total += int(counts.sum())
+        return step_id
 
     def _ready(self, group: Group, slots: Slots, counts: Slots) -> Slots:
         """Which rows may be planned: one whose block must be copied first waits until no step reads its table row."""
@@ -146,8 +200,8 @@ class Scheduler:
 
         A token budget alone does not bound a step's time: a chunk also pays for the keys that it looks at.
         """
-        prefill = int(sent.counts[sent.counts > 1].sum())
-        if not prefill or prefill == int(sent.counts.sum()):
+        prefill = sent.prefill_tokens
+        if not prefill:
             return
         if duration_us > self._limits.decode_gap_us:
             group.chunk_tokens = max(CHUNK_TOKENS_MIN, prefill // 2)
@@ -185,17 +239,17 @@ class Scheduler:
         starts = s.scheduled[slots]
         known, target = s.length[slots], s.length[slots] + s.pending[slots]
         samples = starts + counts == target
-        group.last_step += 1
-        group.steps_total += 1
-        step_id = group.last_step
         tokens = self._inputs(slots, starts, counts, known)
         begins, history = self._begins(group)
         s.scheduled[slots] += counts
         s.pending[slots] += samples
-        s.last_step[slots] = step_id
+        decodes = counts == 1
+        prefill_tokens = 0 if decodes.all() or not decodes.any() else int(counts[~decodes].sum())
         sampled = slots if samples.all() else slots[samples]
-        group.sent.append(SentStep(step_id, slots, self._runs.serial[slots], counts, samples, sampled, now_us))
-        self._requests.computed_tokens_total += int(counts.sum())
+        serials = self._runs.serial[slots]
+        step_id = self._commit(group, slots, serials, counts, samples, sampled, prefill_tokens, now_us)
+        if 0 < slots.size == group.running and decodes.all() and samples.all():
+            group.steady = self._steady(group, slots, serials, starts + 1, target + 1)
         return Step(
             step_id=step_id,
             begins=begins,
@@ -207,6 +261,13 @@ class Scheduler:
             copies=group.take_copies(),
             history=history,
         )
+
+    def _steady(self, group: Group, slots: Slots, serials: Slots, starts: Slots, target: Slots) -> Steady:
+        """All rows of the group decode. starts, target: of the step after this one."""
+        s = self._cache.sequences
+        room = s.used[slots] * s.block_size - target
+        left = int((self._runs.limit[slots] - target).min())
+        return Steady(group.version, self._cache.blocks.holds, slots, serials, starts, room, left)
 
     def _inputs(self, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
         """The tokens fed, row after row; -1 for the one that a step under way is still sampling."""
