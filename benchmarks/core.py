@@ -88,7 +88,7 @@ def fill(core: Machine, group: Group, tokens: np.ndarray[tuple[int], np.dtype[np
     assert isinstance(created, SequenceInfo)
     slot = s.find(created.sequence_id)
     s.computed[slot] = s.scheduled[slot] = tokens.size
-    cache.index_filled(group, np.array([slot]), 1)
+    cache.index_filled(group, 1)
     core.apply(FromClient(1, RemoveSequences(rid=2, sequence_ids=np.array([created.sequence_id]))), 2)
     assert group.pool.cached >= tokens.size // core.limits.block_size
 

@@ -186,6 +186,8 @@ class Cache:
         if s.pool[slot] == NO_POOL:
             return 0
         group = self.groups[int(s.pool[slot])]
+        if s.computed[slot] // s.block_size > s.hashed[slot]:  # what it has filled is worth more indexed than free
+            self._index_many(group, slot, now_us)
         dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]), now_us)
         if s.last_step[slot] > group.pool.settled_step:
             s.read_pool[slot], s.read_step[slot] = group.number, s.last_step[slot]
@@ -260,7 +262,7 @@ class Cache:
         needed = more + np.bincount(copy_rows, minlength=slots.size)
         tenant = int(s.tenant[slots[0]])
         assert (s.tenant[slots] == tenant).all()
-        parts = [(self.groups[n], s.pool[slots] == n) for n in np.unique(s.pool[slots]).tolist()]
+        parts = [(self.groups[n], s.pool[slots] == n) for n in sorted(set(s.pool[slots].tolist()))]
         for group, rows in parts:
             self.check_room(group, tenant, int(needed[rows].sum()), NO_BLOCKS, slots)
         for group, rows in parts:
@@ -385,12 +387,13 @@ class Cache:
 
     # ------------------------------------------------------------------------------------------------------- indexing
 
-    def index_filled(self, group: Group, slots: Slots, now_us: int) -> None:
-        """Indexes the blocks of `slots`, all of one group, that acknowledged steps have filled.
+    def index_filled(self, group: Group, now_us: int) -> None:
+        """Indexes the blocks of the group's sequences that acknowledged steps have filled.
 
         A fixed number of numpy operations for those that filled one block, as decodes do, and Python for the others.
         """
         s = self.sequences
+        slots = np.flatnonzero(s.pool == group.number)
         slots = slots[s.computed[slots] // s.block_size > s.hashed[slots]]
         if not slots.size:
             return

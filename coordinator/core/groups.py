@@ -21,7 +21,8 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     """What the core remembers of a step until its result arrives. Arrays are [rows], sampled: the slots that sample.
 
     serials: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
-    version: of the group; while it is the same, every row still belongs to its run. prefill_tokens: beside decodes.
+    version: of the group; while it is the same, every row still belongs to its run.
+    decodes: one token for each row, and no more. prefill_tokens: those beside decodes.
     """
 
     step_id: int
@@ -32,6 +33,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     sampled: npt.NDArray[np.int64]
     sent_us: int
     version: int
+    decodes: bool
     prefill_tokens: int
 
 

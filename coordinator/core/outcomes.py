@@ -24,6 +24,8 @@ from .sequences import Slots
 from .streams import Streams
 from .tops import Tops
 
+INDEX_STEPS = 8
+
 
 class Outcomes:
     """Applies step results and ends requests: the only place where a request reaches a terminal state."""
@@ -51,7 +53,9 @@ class Outcomes:
             tops = None if tops is None else tops.pick(np.flatnonzero(sampled))
         s.computed[slots] += counts
         self._append(rows, tokens, logprobs, tops, now_us)
-        self._cache.index_filled(group, slots, now_us)
+        # Blocks that decodes fill are not looked for at once: several steps' are indexed together, which costs less.
+        if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
+            self._cache.index_filled(group, now_us)
         self._cache.settle(group, sent.step_id, now_us)
         self._finish(rows, tokens, now_us)
         for slot in failing:

@@ -80,7 +80,7 @@ class Scheduler:
         starts = steady.advance()
         s.scheduled[slots] = steady.starts
         s.pending[slots] += 1
-        step_id = self._commit(group, slots, steady.serials, steady.ones, steady.samples, slots, 0, now_us)
+        step_id = self._commit(group, slots, steady.serials, steady.ones, steady.samples, slots, True, 0, now_us)
         return Step(
             step_id=step_id,
             slots=steady.slots32,
@@ -98,6 +98,7 @@ class Scheduler:
         counts: Slots,
         samples: npt.NDArray[np.bool_],
         sampled: Slots,
+        decodes: bool,
         prefill_tokens: int,
         now_us: int,
     ) -> int:
@@ -107,7 +108,7 @@ class Scheduler:
         step_id = group.last_step
         self._cache.sequences.last_step[slots] = step_id
         group.sent.append(
-            SentStep(step_id, slots, serials, counts, samples, sampled, now_us, group.version, prefill_tokens)
+            SentStep(step_id, slots, serials, counts, samples, sampled, now_us, group.version, decodes, prefill_tokens)
         )
         self._requests.computed_tokens_total += int(counts.sum())
         return step_id
@@ -244,11 +245,12 @@ class Scheduler:
         s.scheduled[slots] += counts
         s.pending[slots] += samples
         decodes = counts == 1
-        prefill_tokens = 0 if decodes.all() or not decodes.any() else int(counts[~decodes].sum())
+        only = bool(decodes.all())
+        prefill_tokens = 0 if only or not decodes.any() else int(counts[~decodes].sum())
         sampled = slots if samples.all() else slots[samples]
         serials = self._runs.serial[slots]
-        step_id = self._commit(group, slots, serials, counts, samples, sampled, prefill_tokens, now_us)
-        if 0 < slots.size == group.running and decodes.all() and samples.all():
+        step_id = self._commit(group, slots, serials, counts, samples, sampled, only, prefill_tokens, now_us)
+        if 0 < slots.size == group.running and only and samples.all():
             group.steady = self._steady(group, slots, serials, starts + 1, target + 1)
         return Step(
             step_id=step_id,

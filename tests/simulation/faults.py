@@ -88,7 +88,7 @@ def prefix_registered_early() -> list[Patch]:
         s = self._cache.sequences
         before = s.computed[slots].copy()
         s.computed[slots] = np.minimum(s.scheduled[slots], s.length[slots])
-        self._cache.index_filled(group, slots, now_us)
+        self._cache.index_filled(group, now_us)
         s.computed[slots] = before
         return step
 
