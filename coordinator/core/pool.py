@@ -228,10 +228,12 @@ class Pool:
         is expected: the tail of a sequence is evicted before its head.
         """
         blocks = self.blocks
-        assert (blocks.refcount[ids] > 0).all(), "a block without holders was released"
-        blocks.refcount[ids] -= 1
-        blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
-        dead = ids[blocks.refcount[ids] == 0]
+        counts = blocks.refcount[ids] - 1
+        assert not ids.size or counts.min() >= 0, "a block without holders was released"
+        blocks.refcount[ids] = counts
+        if last_step > self.settled_step:
+            blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
+        dead = ids[counts == 0] if counts.any() else ids
         if dead.size:
             waiting = blocks.touch[dead] > self.settled_step
             if waiting.any():
@@ -287,8 +289,11 @@ class Pool:
         blocks.generation[ids] += 1
         blocks.state[ids] = FREE
         owners = blocks.owner[ids]
-        for tenant in set(owners.tolist()):
-            self._charge(tenant, -int(np.count_nonzero(owners == tenant)), now_us)
+        if (owners == owners[0]).all():
+            self._charge(int(owners[0]), -ids.size, now_us)
+        else:
+            for tenant in sorted(set(owners.tolist())):
+                self._charge(tenant, -int(np.count_nonzero(owners == tenant)), now_us)
         blocks.owner[ids] = 0
         self._stack[self.free : self.free + ids.size] = ids[::-1]
         self.free += ids.size
