@@ -6,7 +6,6 @@ Exit status: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 coul
 from __future__ import annotations
 
 import argparse
-import gc
 import logging
 import sys
 from pathlib import Path
@@ -33,7 +32,6 @@ def main(arguments: list[str] | None = None) -> int:
     except (InvalidConfiguration, CoordinatorInUse) as error:
         print(f"coordinator: {error}", file=sys.stderr)
         return 3 if isinstance(error, CoordinatorInUse) else 2
-    gc.freeze()
     try:
         server.run()
     except KvforgeError as error:

@@ -55,7 +55,10 @@ class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class ScheduleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[schedule]: bounds of one step, and who goes first; core.limits.Limits says more."""
+    """[schedule]: bounds of one step, and who goes first; core.limits.Limits says more.
+
+    spin_us: after something arrived, look for more for so long before sleeping; -1: 200 with 4 cores or more, else 0.
+    """
 
     step_tokens_max: int = 512
     step_rows_max: int = 64
@@ -65,6 +68,7 @@ class ScheduleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     step_timeout_s: float = 60.0
     decode_gap_ms: float = 200.0
     crashes_max: int = 5
+    spin_us: int = -1
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -89,6 +93,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         for section, name, lowest in SECONDS:
             if not lowest <= getattr(getattr(self, section), name) <= 1e9:
                 raise InvalidConfiguration(f"{section}.{name}", f"must be at least {lowest:g}")
+        if not -1 <= self.schedule.spin_us <= 1_000_000:
+            raise InvalidConfiguration("schedule.spin_us", "must be -1 (chosen by the number of cores) to 1000000")
         for name in ("clients_max", "messages_per_turn_max", "client_buffer_messages"):
             if getattr(self.limits, name) < 1:
                 raise InvalidConfiguration(f"limits.{name}", "must be at least 1")

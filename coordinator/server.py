@@ -36,6 +36,7 @@ from protocol.transport import (
 
 from .config import CoordinatorConfig
 from .core.machine import Machine
+from .pauses import Pauses
 from .peers import Peers
 from .replacing import Replacer
 from .turn import TurnLimits, TurnLoop
@@ -43,6 +44,7 @@ from .turn import TurnLimits, TurnLoop
 LOCK_FILE = "coordinator.lock"
 IDLE_WAIT_US = 1_000_000
 PROGRESS_US = 3_000_000
+SPIN_US, SPIN_CORES_MIN = 200, 4
 log = logging.getLogger("coordinator")
 
 
@@ -92,6 +94,8 @@ class Server:
         self._ending: Ending | None = None
         self._turned_us = 0
         self._replacer = Replacer()
+        self.pauses = Pauses(time.monotonic_ns)
+        self._spin_ns, self._arrived_ns = spin_us(config.schedule.spin_us) * 1000, 0
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         try:
             self.tables = TablesWriter(self.runtime / TABLES_FILE, geometry, self.boot)
@@ -130,11 +134,34 @@ class Server:
         poller.register(self._read_wakeup, zmq.POLLIN)
         notify("READY=1", "STATUS=accepting clients and workers")
         log.info("serving at %s (boot %s)", client_endpoint(self.runtime), self.boot[:8])
-        while not self._finished():
-            poller.poll(self._wait_ms())
-            self._take_signals()
-            self.turn()
+        self.pauses.start()
+        try:
+            while not self._finished():
+                arrived = self._wait(poller)
+                self._take_signals()
+                self.turn()
+                self.pauses.turn(idle=not arrived)
+        finally:
+            self.pauses.stop()
         self._stop_workers()
+
+    def _wait(self, poller: zmq.Poller) -> bool:
+        """Until something arrives or is due. Returns whether something arrived.
+
+        Right after something arrived, more is likely: for `spin_us` it is looked for without sleeping, since waking a
+        sleeping core takes longer than a turn. An idle coordinator sleeps.
+        """
+        spin_until_ns = self._arrived_ns + self._spin_ns
+        while (now_ns := time.monotonic_ns()) < spin_until_ns:
+            if poller.poll(0):
+                self._arrived_ns = now_ns
+                return True
+            if self._wait_ms() == 0:
+                return False
+        arrived = bool(poller.poll(self._wait_ms()))
+        if arrived:
+            self._arrived_ns = time.monotonic_ns()
+        return arrived
 
     def turn(self) -> None:
         """One turn of the loop; does not wait."""
@@ -186,6 +213,8 @@ class Server:
         for number in list(self.machine.workers):
             self.workers.send(number, codec.encode(Stop(reason="the coordinator is stopping")))
         log.info("stopped; %d requests were left unfinished", len(self.machine.requests.live))
+        told = (self.pauses.collections, self.pauses.longest_us, self.pauses.total_us)
+        log.debug("%d garbage collections, the longest %.0f us, %.0f us together", *told)
 
     def close(self) -> None:
         """Leaves nothing behind: sockets, tables and lock are removed. Idempotent."""
@@ -200,6 +229,13 @@ class Server:
         self._read_wakeup.close()
         self._write_wakeup.close()
         self._lock.release()
+
+
+def spin_us(configured: int) -> int:
+    """For how long to look for more before sleeping; -1 chooses: not at all where cores are few."""
+    if configured >= 0:
+        return configured
+    return SPIN_US if len(os.sched_getaffinity(0)) >= SPIN_CORES_MIN else 0
 
 
 class RuntimeLock:

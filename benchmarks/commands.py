@@ -1,0 +1,260 @@
+"""What a command costs, beside a bare ZeroMQ echo of the same messages in the same run.
+
+    python -m benchmarks.commands [--seconds 3] [--json FILE]
+
+A coordinator process with one stand-in pool, and an echo process that receives, unpacks with msgpack, packs and sends
+back. Servers are pinned to one core and clients to another, the same for both. Measured: bulk append of one token to 256
+client sequences, one command at a time; single appends, many under way, from one client and from four at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from collections.abc import Callable
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter
+
+import msgpack
+import numpy as np
+import zmq
+
+from coordinator.config import CoordinatorConfig, LimitsSection
+from coordinator.server import Server
+from protocol import codec
+from protocol.messages import (
+    CLIENT_REPLIES,
+    Append,
+    Appended,
+    CreateSequence,
+    Goodbye,
+    Hello,
+    Message,
+    SequenceInfo,
+    WorkerHello,
+    WorkerReady,
+)
+from protocol.transport import client_endpoint, dealer, worker_endpoint
+
+from .control_plane import MODEL
+from .report import report
+
+BULK = 256
+WINDOW = 64
+CLIENTS = 4
+BLOCKS = 1 << 16
+Frames = list[bytes]
+
+
+def pin(core: int) -> None:
+    """This process runs on one core, where there are several."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[core % len(cores)]})
+
+
+def serve(runtime: str) -> None:
+    """The coordinator's process."""
+    pin(0)
+    limits = LimitsSection(sequences_max=2048, blocks_max=BLOCKS, blocks_per_sequence_max=4096, clients_max=16)
+    server = Server(CoordinatorConfig(runtime_dir=runtime, limits=limits, drain_s=0.0))
+    try:
+        server.run()
+    finally:
+        server.close()
+
+
+def echo(endpoint: str) -> None:
+    """The bare server: unpacks the body, packs it again, sends everything back."""
+    pin(0)
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    socket = context.socket(zmq.ROUTER)
+    socket.bind(endpoint)
+    while True:
+        identity, body, *rest = socket.recv_multipart()
+        socket.send_multipart([identity, msgpack.packb(msgpack.unpackb(body)), *rest])
+
+
+class Peer:
+    """One client connection that sends frames and counts answers."""
+
+    def __init__(self, endpoint: str) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = dealer(self._context)
+        self.socket.connect(endpoint)
+        self._decoder = codec.Decoder(CLIENT_REPLIES)
+
+    def ask(self, message: Message) -> Message:
+        """Sends a command and waits for its reply."""
+        self.socket.send_multipart(codec.encode(message))
+        return self._decoder.decode(self.socket.recv_multipart())
+
+    def close(self) -> None:
+        """Says goodbye and closes."""
+        self.socket.send_multipart(codec.encode(Goodbye()))
+        self.socket.close(500)
+        self._context.term()
+
+    def sequence(self, rid: int) -> int:
+        """A new sequence of one token."""
+        reply = self.ask(CreateSequence(rid=rid, tokens=np.ones(1, np.int32)))
+        assert isinstance(reply, SequenceInfo)
+        return reply.sequence_id
+
+    def round_trip_us(self, make: Callable[[int], Message], check: Callable[[Frames], None], seconds: float) -> float:
+        """Median microseconds of one command after the other, made and taken apart on this side too."""
+        taken, deadline, rid = [], perf_counter() + seconds, 0
+        while perf_counter() < deadline:
+            rid += 1
+            started = perf_counter()
+            self.socket.send_multipart(codec.encode(make(rid)))
+            check(self.socket.recv_multipart())
+            taken.append(perf_counter() - started)
+        return float(np.median(taken)) * 1e6
+
+    def pipelined(self, make: Callable[[int], Message], check: Callable[[Frames], None], seconds: float) -> float:
+        """Commands a second with WINDOW of them under way."""
+        sent = done = 0
+        started = perf_counter()
+        deadline = started + seconds
+        while perf_counter() < deadline:
+            while sent - done < WINDOW:
+                sent += 1
+                self.socket.send_multipart(codec.encode(make(sent)))
+            check(self.socket.recv_multipart())
+            done += 1
+        for _ in range(sent - done):
+            check(self.socket.recv_multipart())
+        return sent / (perf_counter() - started)
+
+
+def append(sequences: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Callable[[int], Message]:
+    """One token to each of the sequences."""
+    ones = np.ones(sequences.size, np.int32)
+    return lambda rid: Append(rid=rid, sequence_ids=sequences, counts=ones, tokens=ones)
+
+
+def appended(frames: Frames) -> None:
+    """The reply of the coordinator, decoded."""
+    reply = DECODER.decode(frames)
+    assert isinstance(reply, Appended), reply
+
+
+def echoed(frames: Frames) -> None:
+    """The reply of the echo, unpacked."""
+    msgpack.unpackb(frames[0])
+
+
+DECODER = codec.Decoder(CLIENT_REPLIES)
+
+
+def one_client(endpoint: str, real: bool, seconds: float, results: Connection) -> None:
+    """A client process that appends to a sequence of its own, or has the same bytes echoed."""
+    pin(1)
+    peer = Peer(endpoint)
+    sequence = 7
+    if real:
+        peer.ask(Hello(rid=1))
+        sequence = peer.sequence(2)
+    make, check = append(np.array([sequence], np.int64)), appended if real else echoed
+    peer.pipelined(make, check, 0.3)
+    results.send("ready")
+    results.recv()
+    results.send(peer.pipelined(make, check, seconds))
+    if real:
+        peer.close()
+
+
+def together(endpoint: str, real: bool, clients: int, seconds: float) -> float:
+    """Commands a second of so many clients at once."""
+    pipes = [multiprocessing.Pipe() for _ in range(clients)]
+    processes = [
+        multiprocessing.Process(target=one_client, args=(endpoint, real, seconds, theirs), daemon=True)
+        for _, theirs in pipes
+    ]
+    for process in processes:
+        process.start()
+    for mine, _ in pipes:
+        assert mine.recv() == "ready"
+    for mine, _ in pipes:
+        mine.send("go")
+    rates = [mine.recv() for mine, _ in pipes]
+    for process in processes:
+        process.join(10)
+    return float(sum(rates))
+
+
+def bulk(endpoint: str, real: bool, seconds: float) -> float:
+    """Microseconds of one append to BULK sequences."""
+    peer = Peer(endpoint)
+    sequences = np.arange(1, BULK + 1, dtype=np.int64)
+    if real:
+        peer.ask(Hello(rid=1))
+        sequences = np.array([peer.sequence(2 + i) for i in range(BULK)], np.int64)
+    make, check = append(sequences), appended if real else echoed
+    peer.round_trip_us(make, check, 0.2)
+    spent = peer.round_trip_us(make, check, seconds)
+    if real:
+        peer.close()
+    return spent
+
+
+def register(runtime: Path) -> Peer:
+    """A stand-in worker with a pool, so that appends allocate blocks."""
+    worker = Peer(worker_endpoint(runtime))
+    worker.socket.send_multipart(codec.encode(WorkerHello(rid=1, name="w0", pid=os.getpid())))
+    worker.socket.recv_multipart()
+    ready = WorkerReady(rid=2, model=MODEL, blocks=BLOCKS, bytes_per_block=1, kv_dtype="float32", device="none")
+    worker.socket.send_multipart(codec.encode(ready))
+    worker.socket.recv_multipart()
+    return worker
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.commands", description=__doc__)
+    parser.add_argument("--json", help="write the results here too")
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each measurement")
+    options = parser.parse_args()
+    pin(1)
+    multiprocessing.set_start_method("spawn")
+    found: dict[str, float] = {}
+    with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
+        runtime, address = Path(folder) / "r", f"ipc://{folder}/echo"
+        servers = [
+            multiprocessing.Process(target=serve, args=(str(runtime),), daemon=True),
+            multiprocessing.Process(target=echo, args=(address,), daemon=True),
+        ]
+        for server in servers:
+            server.start()
+        try:
+            worker = register(runtime)
+            endpoint = client_endpoint(runtime)
+            for name, where, real in (("kvforge", endpoint, True), ("echo", address, False)):
+                found[f"{name}_bulk_us"] = bulk(where, real, options.seconds)
+                found[f"{name}_one_per_s"] = together(where, real, 1, options.seconds)
+                found[f"{name}_four_per_s"] = together(where, real, CLIENTS, options.seconds)
+            worker.close()
+        finally:
+            servers[0].terminate()
+            servers[0].join(10)
+            servers[1].kill()
+            servers[1].join(10)
+    bulk_ratio = found["kvforge_bulk_us"] / found["echo_bulk_us"]
+    share = found["kvforge_one_per_s"] / found["echo_one_per_s"]
+    four = found["kvforge_four_per_s"] / found["kvforge_one_per_s"]
+    rows: list[list[object]] = [
+        [f"append a token to {BULK} sequences, us", f"{found['kvforge_bulk_us']:.0f}", f"{found['echo_bulk_us']:.0f}"],
+        ["single appends a second, one client", f"{found['kvforge_one_per_s']:.0f}", f"{found['echo_one_per_s']:.0f}"],
+        [f"the same, {CLIENTS} clients", f"{found['kvforge_four_per_s']:.0f}", f"{found['echo_four_per_s']:.0f}"],
+    ]
+    report("commands beside a bare echo", ["what", "kvforge", "echo"], rows, found, options.json)
+    print(f"bulk: {bulk_ratio:.2f} x the echo; one client: {share:.0%} of the echo's rate; four / one: {four:.2f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
