@@ -3,8 +3,8 @@
     python -m benchmarks.commands [--seconds 3] [--json FILE]
 
 A coordinator process with one stand-in pool, and an echo process that receives, unpacks with msgpack, packs and sends
-back. Servers are pinned to one core and clients to another, the same for both. Measured: bulk append of one token to 256
-client sequences, one command at a time; single appends, many under way, from one client and from four at once.
+back. Servers are pinned to one core and clients to another, the same for both. Measured: bulk append of one token to
+256 client sequences, one command at a time; single appends, many under way, from one client and from four at once.
 """
 
 from __future__ import annotations
@@ -46,7 +46,8 @@ from .report import report
 BULK = 256
 WINDOW = 64
 CLIENTS = 4
-BLOCKS = 1 << 16
+BLOCKS = 1 << 19
+SEQUENCES = 16  # of each client that appends to one at a time
 Frames = list[bytes]
 
 
@@ -137,6 +138,13 @@ def append(sequences: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Callable[[i
     return lambda rid: Append(rid=rid, sequence_ids=sequences, counts=ones, tokens=ones)
 
 
+def append_in_turn(sequences: list[int]) -> Callable[[int], Message]:
+    """One token to one of the sequences."""
+    one = np.ones(1, np.int32)
+    each = [np.array([sequence], np.int64) for sequence in sequences]
+    return lambda rid: Append(rid=rid, sequence_ids=each[rid % len(each)], counts=one, tokens=one)
+
+
 def appended(frames: Frames) -> None:
     """The reply of the coordinator, decoded."""
     reply = DECODER.decode(frames)
@@ -152,14 +160,14 @@ DECODER = codec.Decoder(CLIENT_REPLIES)
 
 
 def one_client(endpoint: str, real: bool, seconds: float, results: Connection) -> None:
-    """A client process that appends to a sequence of its own, or has the same bytes echoed."""
+    """A client process that appends to sequences of its own, or has the same bytes echoed."""
     pin(1)
     peer = Peer(endpoint)
-    sequence = 7
+    sequences = list(range(1, SEQUENCES + 1))
     if real:
         peer.ask(Hello(rid=1))
-        sequence = peer.sequence(2)
-    make, check = append(np.array([sequence], np.int64)), appended if real else echoed
+        sequences = [peer.sequence(2 + i) for i in range(SEQUENCES)]
+    make, check = append_in_turn(sequences), appended if real else echoed
     peer.pipelined(make, check, 0.3)
     results.send("ready")
     results.recv()
