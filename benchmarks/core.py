@@ -64,6 +64,7 @@ def machine() -> Machine:
 def forget_changes(cache: Cache) -> None:
     """What the publisher does after a turn."""
     cache.sequences.changed_rows.clear()
+    cache.sequences.changed_lengths.clear()
     cache.sequences.changed_cells.clear()
     cache.blocks.changed.clear()
 

@@ -7,26 +7,34 @@ import numpy as np
 from protocol.tables import TablesWriter
 
 from .core.machine import Machine
+from .core.sequences import Sequences
 
 
 def publish(machine: Machine, tables: TablesWriter, now_us: int) -> None:
     """Writes the changed rows, cells, blocks and gauges, and forgets that they changed."""
-    s, blocks = machine.cache.sequences, machine.cache.blocks
-    if s.changed_rows or s.changed_cells:
-        cells = s.changed_cells
-        slots = np.concatenate([*s.changed_rows, *(rows for rows, _ in cells)])
-        tables.begin_rows(slots)
-        tables.row_length[slots] = s.length[slots]
-        tables.row_blocks[slots] = s.used[slots]
-        tables.row_sequence[slots] = s.id[slots]
-        for rows, columns in cells:
-            tables.block_table[rows, columns] = s.table[rows, columns]
-        tables.end_rows(slots)
-        s.changed_rows.clear()
-        s.changed_cells.clear()
+    publish_rows(machine.cache.sequences, tables)
+    blocks = machine.cache.blocks
     for ids in blocks.changed:
         tables.block_refcount[ids] = blocks.refcount[ids]
         tables.block_generation[ids] = blocks.generation[ids]
         tables.block_owner[ids] = blocks.owner[ids]
     blocks.changed.clear()
     tables.write_gauges(machine.gauges(now_us))
+
+
+def publish_rows(s: Sequences, tables: TablesWriter) -> None:
+    """Writes the changed rows. Those of which only the length changed, most of a decode step, are never marked."""
+    if s.changed_rows or s.changed_cells:
+        slots = np.concatenate([*s.changed_rows, *(rows for rows, _ in s.changed_cells)])
+        tables.begin_rows(slots)
+        tables.row_length[slots] = s.length[slots]
+        tables.row_blocks[slots] = s.used[slots]
+        tables.row_sequence[slots] = s.id[slots]
+        for rows, columns in s.changed_cells:
+            tables.block_table[rows, columns] = s.table[rows, columns]
+        tables.end_rows(slots)
+        s.changed_rows.clear()
+        s.changed_cells.clear()
+    for slots in s.changed_lengths:  # after the rows: a length never runs ahead of the rest of its row
+        tables.row_length[slots] = s.length[slots]
+    s.changed_lengths.clear()

@@ -4,8 +4,9 @@ One file, little-endian, every array aligned to a cache line:
 
     header            magic, layout version, geometry, boot id                      one page
     gauges            version, then one int64 for each name in GAUGES               one page
-    row_version       [slots] int64   odd while the row is being written
-    row_length        [slots] int32   tokens known
+    rows_written      int64           number of the last write of rows that is over: 0, 2, 4, ...
+    row_version       [slots] int64   number of the row's last write; one less, odd, while it is being written
+    row_length        [slots] int32   tokens known; may change alone, without a new version
     row_blocks        [slots] int32   used columns of block_table
     row_sequence      [slots] int64   id of the sequence in the slot, 0 = none
     block_refcount    [blocks] int32
@@ -24,7 +25,7 @@ import numpy as np
 from .errors import InvalidConfiguration
 
 MAGIC = 0x6B76_666F_7267_6531  # "kvforge1"
-LAYOUT_VERSION = 1
+LAYOUT_VERSION = 2
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
@@ -58,7 +59,8 @@ GAUGES = (
     "generated_tokens_total",
     "steps_total",
 )
-_ARRAYS = (
+_ARRAYS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+    ("rows_written", "<i8", ()),
     ("row_version", "<i8", ("slots",)),
     ("row_length", "<i4", ("slots",)),
     ("row_blocks", "<i4", ("slots",)),

@@ -1,7 +1,10 @@
 """Writer and reader of the shared tables.
 
-Each row carries its own version counter, odd while it is written: a reader that meets a row in the middle of a write
-reads that row again and no other. A reader maps the file read-only: it can neither change nor delay anything.
+Writes of rows are numbered. Each row carries the number of its last write, set before its content changes, and one
+counter says which write is over. A reader looks at the counter first, then at the rows, then at their numbers: a row
+whose number is not above the counter was whole all the while; any other is read again, and only that one. A length may
+change alone, without a number: one aligned 32-bit store is never torn, and every length published while the rest of the
+row stays is one that the row had. A reader maps the file read-only: it can neither change nor delay anything.
 The order of plain stores is what x86-64 guarantees to other cores; numpy adds no fence of its own.
 """
 
@@ -25,6 +28,9 @@ from .messages import Int32Array, Int64Array
 
 READ_WAIT_S = 1.0
 SPINS_MAX = 32
+TOGETHER_MAX = 4
+
+Rows = tuple[Int32Array, Int32Array, Int64Array]
 
 
 class TablesWriter:
@@ -55,6 +61,8 @@ class TablesWriter:
             os.close(handle)
         self._gauges = np.frombuffer(self._map, "<i8", 1 + len(GAUGES), PAGE_BYTES)
         views = _views(self._map, geometry)
+        self._rows_written: Int64Array = views["rows_written"]
+        self._number = 0
         self.row_version: Int64Array = views["row_version"]
         self.row_length: Int32Array = views["row_length"]
         self.row_blocks: Int32Array = views["row_blocks"]
@@ -65,12 +73,19 @@ class TablesWriter:
         self.block_table: Int32Array = views["block_table"]
 
     def begin_rows(self, slots: Int64Array) -> None:
-        """Marks rows as being written. [n] slots; duplicates are harmless."""
-        self.row_version[slots] += 1
+        """Marks rows as being written, until end_rows(). [n] slots; duplicates are harmless.
+
+        Whatever of a row changes, changes in between, but for a length that changes alone.
+        """
+        assert self._number % 2 == 0, "rows are being written already"
+        self._number += 1
+        self.row_version[slots] = self._number
 
     def end_rows(self, slots: Int64Array) -> None:
         """Marks the same rows as whole again."""
-        self.row_version[slots] += 1
+        self._number += 1
+        self.row_version[slots] = self._number
+        self._rows_written[()] = self._number
 
     def write_gauges(self, values: Sequence[int]) -> None:
         """Publishes one consistent set of gauges, in the order of layout.GAUGES."""
@@ -113,61 +128,95 @@ class TablesReader:
             raise ProtocolError(f"{path} has {size} bytes; its header says {header['file_bytes']}")
         self._gauges = np.frombuffer(self._map, "<i8", 1 + len(GAUGES), PAGE_BYTES)
         views = _views(self._map, self.geometry)
+        self._rows_written: Int64Array = views["rows_written"]
         self._row_version: Int64Array = views["row_version"]
         self._row_length: Int32Array = views["row_length"]
         self._row_blocks: Int32Array = views["row_blocks"]
         self._row_sequence: Int64Array = views["row_sequence"]
         self._block_table: Int32Array = views["block_table"]
+        self._widen(1)
         self.block_refcount: Int32Array = views["block_refcount"]
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
         self.retries = 0
 
-    def rows(self, slots: npt.NDArray[np.integer[Any]], width: int) -> tuple[Int32Array, Int32Array, Int64Array]:
+    def rows(self, slots: npt.NDArray[np.integer[Any]], width: int) -> Rows:
         """The first `width` columns, the lengths and the sequence ids of `slots`, each row whole.
 
-        Returns ([n, width] int32, [n] int32, [n] int64). Raises DeadlineExceeded where a row never comes to rest
-        (its writer died in the middle).
+        Returns ([n, width] int32, [n] int32, [n] int64). Raises ValueError where the table is not so wide, IndexError
+        for an unknown slot, DeadlineExceeded where a row never comes to rest (its writer died in the middle).
         """
-        before = self._row_version[slots]
-        table = self._block_table[slots, :width]
-        length, sequence = self._row_length[slots], self._row_sequence[slots]
-        torn = ((before & 1) != 0) | (self._row_version[slots] != before)
-        if not torn.any():
-            return table, length, sequence
-        for index in np.flatnonzero(torn):
-            row = int(slots[index])
-            self.retries += 1
+        at = np.asarray(slots, np.intp)
+        over = self._rows_written.item()
+        found = self._copy(at, width)
+        (torn,) = (self._row_version[at] > over).nonzero()
+        if torn.size:
+            self._read_again(at, width, found, torn)
+        return found
+
+    def _copy(self, at: npt.NDArray[np.intp], width: int) -> Rows:
+        """What the rows hold now, torn or not."""
+        if width != self._width:
+            self._widen(width)
+        # One item a row: numpy copies items about twice as fast as the same bytes cell by cell.
+        cells: Int32Array = np.ndarray((at.size, width), "<i4", self._prefixes[at])
+        return cells, self._row_length[at], self._row_sequence[at]
+
+    def _widen(self, width: int) -> None:
+        """Keeps a view of the first `width` columns, [slots], with one item of as many bytes for each row."""
+        if not 0 < width <= self.geometry.blocks_per_sequence:
+            raise ValueError(f"width must be 1 to {self.geometry.blocks_per_sequence}, not {width}")
+        self._width, self._prefixes = width, self._block_table[:, :width].view(f"V{4 * width}")[:, 0]
+
+    def _read_again(self, at: npt.NDArray[np.intp], width: int, found: Rows, torn: npt.NDArray[np.intp]) -> None:
+        """Replaces the rows at the indices `torn` of `found` until each of them is whole: together, then one by one.
+
+        One row alone is read so fast that it fits in between two writes of a writer that never pauses.
+        """
+        for _ in range(TOGETHER_MAX):
+            torn = self._once_more(at, width, found, torn)
+            if not torn.size:
+                return
+        for one in torn[:, None]:
             for _ in self._attempts():
-                version = self._row_version[row]
-                table[index] = self._block_table[row, :width]
-                length[index], sequence[index] = self._row_length[row], self._row_sequence[row]
-                if version & 1 == 0 and self._row_version[row] == version:
+                if not self._once_more(at, width, found, one).size:
                     break
             else:
-                raise DeadlineExceeded(f"row {row} of the shared tables is being written without end")
-        return table, length, sequence
+                raise _unending(int(at[one[0]]))
+
+    def _once_more(
+        self, at: npt.NDArray[np.intp], width: int, found: Rows, torn: npt.NDArray[np.intp]
+    ) -> npt.NDArray[np.intp]:
+        """Reads the rows at the indices `torn` of `found` again. Returns which of the indices are torn again."""
+        self.retries += torn.size
+        cells, lengths, sequences = found
+        again = at[torn]
+        over = self._rows_written.item()
+        fresh = self._copy(again, width)
+        versions = self._row_version[again]
+        cells[torn], lengths[torn], sequences[torn] = fresh
+        return torn[versions > over]
 
     def _attempts(self) -> Iterator[None]:
         """Tries again at once while the writer is at work, then lets it have the core, until READ_WAIT_S is over."""
         deadline = time.monotonic() + READ_WAIT_S
         for attempt in itertools.count():
-            self.retries += attempt > 0
             yield
             if attempt >= SPINS_MAX:
                 if time.monotonic() >= deadline:
                     return
-                time.sleep(0)
+                os.sched_yield()
 
     def row(self, slot: int) -> tuple[Int32Array, int, int]:
         """One row: its used block ids [blocks] int32, its length in tokens, its sequence id (0 = free slot)."""
-        index = np.array([slot])
         for _ in self._attempts():
-            used = int(self._row_blocks[slot])
-            table, length, sequence = self.rows(index, used)
-            if int(self._row_blocks[slot]) == used:
-                return table[0], int(length[0]), int(sequence[0])
-        raise DeadlineExceeded(f"row {slot} of the shared tables is being written without end")
+            over = self._rows_written.item()
+            table = self._block_table[slot, : self._row_blocks[slot]].copy()
+            length, sequence = int(self._row_length[slot]), int(self._row_sequence[slot])
+            if self._row_version[slot] <= over:
+                return table, length, sequence
+            self.retries += 1
+        raise _unending(slot)
 
     def gauges(self) -> dict[str, int]:
         """One consistent set of the coordinator's gauges."""
@@ -177,6 +226,10 @@ class TablesReader:
             if version & 1 == 0 and int(self._gauges[0]) == version:
                 return dict(zip(GAUGES, values, strict=True))
         raise DeadlineExceeded("the gauges of the shared tables are being written without end")
+
+
+def _unending(slot: int) -> DeadlineExceeded:
+    return DeadlineExceeded(f"row {slot} of the shared tables is being written without end")
 
 
 def _views(memory: mmap.mmap, geometry: Geometry) -> dict[str, npt.NDArray[Any]]:

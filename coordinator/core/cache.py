@@ -245,6 +245,25 @@ class Cache:
         s.touch(slots, now_us)
         s.changed_rows.append(slots)
 
+    def append_one(self, slot: int, token: int, now_us: int) -> bool:
+        """Appends a token where that needs no block and no copy. False where it does: then nothing has changed."""
+        s, blocks = self.sequences, self.blocks
+        length = int(s.length[slot])
+        if s.pool[slot] != NO_POOL:
+            column = length // s.block_size
+            if column >= s.used[slot]:
+                return False
+            block = s.table[slot, column]
+            if blocks.refcount[block] > 1 or blocks.indexed[block]:
+                return False
+        elif length >= s.context_tokens_max:
+            return False
+        s.tokens[slot, length] = token
+        s.length[slot] = length + 1
+        s.touch(slot, now_us)
+        s.changed_rows.append(np.array([slot]))
+        return True
+
     def reserve(self, slots: Slots, start: Slots, end: Slots, lengths: Slots, now_us: int) -> None:
         """Makes the resident ones of `slots` able to write positions [start, end) and to hold `lengths` tokens.
 

@@ -140,7 +140,7 @@ class Outcomes:
         s.length[rows] = at + 1
         s.pending[rows] -= 1
         s.accessed_us[rows] = now_us
-        s.changed_rows.append(rows)
+        s.changed_lengths.append(rows)
         offsets = at - runs.base[rows]
         for slot in rows[offsets == 0].tolist() if not offsets.all() else ():
             self._requests.live[int(s.request[slot])].first_token_us = now_us

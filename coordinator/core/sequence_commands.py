@@ -47,6 +47,8 @@ class SequenceCommands:
         self._cache, self._requests, self._outcomes, self._next_id = cache, requests, outcomes, next_id
         self._gone: OrderedDict[int, str] = OrderedDict()
         self._expiry_at_us = 0
+        self._named: tuple[bytes, int] = (b"", -1)
+        self._slots: Slots = np.zeros(0, np.int64)
         self.vocab_size = 1 << 31
 
     def find(self, sequence_id: int) -> int:
@@ -107,6 +109,10 @@ class SequenceCommands:
 
     def append(self, _event: FromClient, message: Append, now_us: int) -> Message:
         """Appends to all of the sequences or to none."""
+        if message.tokens.size == message.counts.size == message.sequence_ids.size == 1:
+            reply = self._append_one(message, now_us)
+            if reply is not None:
+                return reply
         s = self._cache.sequences
         counts = message.counts.astype(np.int64)
         if not message.sequence_ids.size == counts.size:
@@ -123,7 +129,19 @@ class SequenceCommands:
             raise InvalidRequest("sequence_ids", "one command appends to sequences of one tenant")
         if slots.size:
             self._cache.append(slots, message.tokens, counts, now_us)
+            # Who appends to many does so again and again: the next time they need not be looked up.
+            self._named, self._slots = (message.sequence_ids.tobytes(), s.version), slots
         return Appended(rid=message.rid, lengths=s.length[slots].astype(np.int32))
+
+    def _append_one(self, message: Append, now_us: int) -> Appended | None:
+        """One token to one sequence, as chat-like clients do most: the same in plain numbers. None: the long way."""
+        s, token = self._cache.sequences, int(message.tokens[0])
+        slot = s.slot_of.get(int(message.sequence_ids[0]), NO_POOL)
+        if slot == NO_POOL or not s.owned[slot] or s.request[slot] or message.counts[0] != 1:
+            return None
+        if not 0 <= token < self.vocab_size or not self._cache.append_one(slot, token, now_us):
+            return None
+        return Appended(rid=message.rid, lengths=np.array([s.length[slot]], np.int32))
 
     def fork(self, event: FromClient, message: Fork, now_us: int) -> Message:
         """More sequences over the same blocks."""
@@ -219,6 +237,8 @@ class SequenceCommands:
         """Slots of distinct sequences. Raises InvalidRequest or SequenceNotFound."""
         if ids.size > self._cache.limits.bulk_max:
             raise InvalidRequest("sequence_ids", f"at most {self._cache.limits.bulk_max} in one command")
+        if self._named == (ids.tobytes(), self._cache.sequences.version):
+            return self._slots
         slot_of, owned = self._cache.sequences.slot_of, self._cache.sequences.owned
         found = [slot_of.get(sequence_id, NO_POOL) for sequence_id in ids.tolist()]
         slots = np.array(found, np.int64)

@@ -25,7 +25,7 @@ NO_POOL = -1
 
 
 class Sequences:
-    """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots."""
+    """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots, `version` grows when it changes."""
 
     def __init__(self, limits: Limits) -> None:
         n, context = limits.sequences_max, limits.context_tokens_max
@@ -59,9 +59,11 @@ class Sequences:
         self.tokens = np.zeros((n, context), np.int32)
         self.logprobs = np.zeros((n, context), np.float32)
         self.slot_of: dict[int, int] = {}
+        self.version = 0
         self._free = list(range(n - 1, -1, -1))
         self._quarantine: deque[tuple[int, int, int]] = deque()
         self.changed_rows: list[Slots] = []
+        self.changed_lengths: list[Slots] = []  # of these rows nothing else
         self.changed_cells: list[tuple[Slots, Slots]] = []
 
     def __len__(self) -> int:
@@ -89,6 +91,7 @@ class Sequences:
         slot = self._free.pop()
         assert self.id[slot] == 0 and self.used[slot] == 0
         self.slot_of[sequence_id] = slot
+        self.version += 1
         self.id[slot], self.tenant[slot], self.salt[slot] = sequence_id, tenant, salt
         self.created_us[slot] = self.accessed_us[slot] = now_us
         self.changed_rows.append(np.array([slot]))
@@ -101,6 +104,7 @@ class Sequences:
         """
         assert self.used[slot] == 0 and self.id[slot] != 0 and not self.running[slot]
         del self.slot_of[int(self.id[slot])]
+        self.version += 1
         for array in (self.id, self.tenant, self.length, self.computed, self.scheduled, self.pending, self.last_step):
             array[slot] = 0
         for array in (self.salt, self.hashed, self.parent, self.request, self.client, self.created_us):

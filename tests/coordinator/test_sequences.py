@@ -221,6 +221,7 @@ def test_slots_and_blocks_are_reused_and_nothing_grows() -> None:
             machine = driver.machine
             machine.cache.blocks.changed.clear()
             machine.cache.sequences.changed_rows.clear()
+            machine.cache.sequences.changed_lengths.clear()
             machine.cache.sequences.changed_cells.clear()
             pool = machine.cache.groups[0].pool
             sizes.append((len(machine.cache.sequences), len(pool._quarantine), len(pool.on_evict.__self__)))

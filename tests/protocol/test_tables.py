@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
 import sys
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -58,7 +61,8 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for_and_the_others_are_not(
     write_row(writer, 2, [3, 4], 8, 2)
     writer.begin_rows(np.array([2]))
     monkeypatch.setattr("protocol.tables.READ_WAIT_S", 0.0)
-    monkeypatch.setattr("protocol.tables.SPINS_MAX", 49)
+    monkeypatch.setattr("protocol.tables.TOGETHER_MAX", 10)
+    monkeypatch.setattr("protocol.tables.SPINS_MAX", 39)
     reader = TablesReader(writer.path)
     assert reader.rows(np.array([1]), 2)[0].tolist() == [[1, 2]]
     assert reader.retries == 0
@@ -69,10 +73,66 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for_and_the_others_are_not(
     assert reader.rows(np.array([1, 2]), 2)[0].tolist() == [[1, 2], [3, 4]]
 
 
+def in_the_middle_of_a_read(reader: TablesReader, action: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs `action` once, after the next read has copied its rows and before it has looked whether they are whole."""
+    copy, pending = reader._copy, [action]
+
+    def interrupted(*arguments: Any) -> Any:
+        found = copy(*arguments)
+        if pending:
+            pending.pop()()
+        return found
+
+    monkeypatch.setattr(reader, "_copy", interrupted)
+
+
+def test_a_row_that_changes_during_a_read_is_read_again_and_no_other(
+    writer: TablesWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for slot in range(4):
+        write_row(writer, slot, [slot, slot], 8, 10 + slot)
+    reader = TablesReader(writer.path)
+    in_the_middle_of_a_read(reader, lambda: write_row(writer, 2, [7, 9], 5, 20), monkeypatch)
+    table, length, sequence = reader.rows(np.array([3, 2, 1]), 2)
+    assert table.tolist() == [[3, 3], [7, 9], [1, 1]]
+    assert (length.tolist(), sequence.tolist()) == ([8, 5, 8], [13, 20, 11])
+    assert reader.retries == 1
+
+
+def test_a_length_that_changes_alone_makes_nobody_read_again(
+    writer: TablesWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    write_row(writer, 1, [4, 6], 7, 3)
+    reader = TablesReader(writer.path)
+
+    def grow() -> None:
+        writer.row_length[[1]] = 8
+
+    in_the_middle_of_a_read(reader, grow, monkeypatch)
+    assert reader.rows(np.array([1]), 2)[1].tolist() == [7]
+    assert reader.rows(np.array([1]), 2)[1].tolist() == [8]
+    assert reader.retries == 0
+
+
+def test_widths_and_slots_that_do_not_exist_are_refused(writer: TablesWriter) -> None:
+    reader = TablesReader(writer.path)
+    for width in (0, 17):
+        with pytest.raises(ValueError, match="1 to 16"):
+            reader.rows(np.array([1]), width)
+    with pytest.raises(IndexError):
+        reader.rows(np.array([8]), 1)
+    assert reader.rows(np.zeros(0, np.int32), 16)[0].shape == (0, 16)
+
+
 def test_a_reader_cannot_write(writer: TablesWriter) -> None:
     reader = TablesReader(writer.path)
-    with pytest.raises(ValueError, match="read-only"):
-        reader.block_refcount[0] = 1
+    views = [value for value in vars(reader).values() if isinstance(value, np.ndarray)]
+    assert len(views) == 2 + len(arrays(GEOMETRY))
+    for view in views:
+        with pytest.raises(ValueError, match="read-only"):
+            view[...] = np.ones((), view.dtype)
+        with pytest.raises(ValueError, match="WRITEABLE"):
+            view.setflags(write=True)
     with pytest.raises(TypeError, match="readonly"):
         reader._map[0] = 1
     script = f"""
@@ -153,40 +213,115 @@ def test_tables_beyond_the_bound_are_refused() -> None:
         Geometry(slots=1 << 20, blocks=1, blocks_per_sequence=1 << 20, block_size=16)
 
 
+# Row r of 64 holds r + n tokens after step n. Every cell and the sequence id are a sixteenth of that, rounded down:
+# most steps change a row's length alone, every sixteenth the whole row.
 WRITER = """
 import sys
 import numpy as np
 from pathlib import Path
 from protocol.layout import Geometry
 from protocol.tables import TablesWriter
-geometry = Geometry(slots=8, blocks=64, blocks_per_sequence=16, block_size=4)
-tables = TablesWriter(Path(sys.argv[1]), geometry, "busy")
-print("ready", flush=True)
-slots = np.arange(8)
-for n in range(10**9):
-    tables.begin_rows(slots)
-    tables.block_table[slots] = n
-    tables.row_length[slots] = n
-    tables.row_sequence[slots] = n
-    tables.end_rows(slots)
+tables = TablesWriter(Path(sys.argv[1]), Geometry(slots=64, blocks=64, blocks_per_sequence=32, block_size=4), "busy")
+length = np.arange(64)
+moved = slots = np.arange(64)
+while True:
+    tables.begin_rows(moved)
+    tables.block_table[moved] = length[moved, None] // 16
+    tables.row_length[moved] = length[moved]
+    tables.row_sequence[moved] = length[moved] // 16
+    tables.end_rows(moved)
+    tables.row_length[slots] = length
+    if length[0] == 0:
+        print("ready", flush=True)
+    length += 1
+    moved = slots[length % 16 == 0]
+"""
+
+READER = """
+import json, sys, time
+import numpy as np
+from pathlib import Path
+from protocol.tables import TablesReader
+
+class Trusting(TablesReader):
+    def _read_again(self, *_):
+        "Takes torn rows for whole ones."
+
+path, seconds, kind = Path(sys.argv[1]), float(sys.argv[2]), sys.argv[3]
+reader = TablesReader(path) if kind == "careful" else Trusting(path)
+slots = np.random.default_rng(0).permutation(64)
+torn, versions, last = 0, 0, -1
+end = time.monotonic() + seconds
+while time.monotonic() < end and not torn:
+    table, length, sequence = reader.rows(slots, 32)
+    torn = int(np.count_nonzero((table != sequence[:, None]).any(axis=1) | (length // 16 != sequence)))
+    versions += int(length[0] != last)
+    last = length[0]
+print(json.dumps({"torn": torn, "versions": versions, "retries": reader.retries}))
 """
 
 
-def test_readers_of_a_busy_writer_see_only_whole_rows(tmp_path: Path) -> None:
-    """behaviour 19, with two real processes."""
-    path = tmp_path / "t.shm"
+@contextmanager
+def busy_writer(path: Path) -> Iterator[None]:
+    """A process that writes as fast as it can."""
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdout=subprocess.PIPE) as process:
         try:
             assert process.stdout is not None
             assert process.stdout.readline() == b"ready\n"
-            reader = TablesReader(path)
-            seen = set()
-            for _ in range(3000):
-                table, length, sequence = reader.rows(np.arange(8), 16)
-                assert (table == table[:, :1]).all()
-                assert (table[:, 0] == length).all()
-                assert (sequence == length).all()
-                seen.add(int(length[0]))
-            assert len(seen) > 1  # the writer did write meanwhile
+            yield
+            assert process.poll() is None
         finally:
-            os.kill(process.pid, signal.SIGKILL)
+            process.kill()
+
+
+def readers(path: Path, count: int, seconds: float, kind: str) -> list[dict[str, int]]:
+    """So many reader processes at once, each until it sees a torn row or `seconds` are over: what each has seen."""
+    command = [sys.executable, "-c", READER, str(path), str(seconds), kind]
+    processes = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(count)]
+    return [json.loads(process.communicate(timeout=seconds + 60)[0]) for process in processes]
+
+
+def test_readers_of_a_busy_writer_see_only_whole_rows(tmp_path: Path) -> None:
+    """behaviour 19, with five real processes. A reader that does not look at the numbers of rows is caught at once."""
+    path = tmp_path / "t.shm"
+    with busy_writer(path):
+        [trusting] = readers(path, 1, 30, "trusting")
+        assert trusting["torn"] > 0
+        for seen in readers(path, 4, 10, "careful"):
+            assert seen["torn"] == 0
+            assert seen["retries"] > 0 or seen["versions"] > 1000, seen
+
+
+STOPPED_READER = """
+import os, signal, sys
+import numpy as np
+from pathlib import Path
+from protocol.tables import TablesReader
+
+class Stopping(TablesReader):
+    def _copy(self, at, width):
+        found = super()._copy(at, width)
+        if self.retries == 0:
+            os.kill(os.getpid(), signal.SIGSTOP)
+        return found
+
+reader = Stopping(Path(sys.argv[1]))
+table, length, sequence = reader.rows(np.array([1, 2]), 2)
+print(table.tolist(), length.tolist(), sequence.tolist(), reader.retries)
+"""
+
+
+def test_a_reader_that_stops_in_the_middle_of_a_read_does_not_hold_up_the_writer(writer: TablesWriter) -> None:
+    """It cannot: its map is read-only and the writer looks at nothing that a reader could change, not even a lock."""
+    write_row(writer, 1, [1, 1], 1, 1)
+    with subprocess.Popen([sys.executable, "-c", STOPPED_READER, str(writer.path)], stdout=subprocess.PIPE) as process:
+        try:
+            assert os.WIFSTOPPED(os.waitpid(process.pid, os.WUNTRACED)[1])
+            for n in range(1000):
+                write_row(writer, 2, [n, n], n, n)
+            assert writer.row_length[2] == 999
+            assert os.waitpid(process.pid, os.WNOHANG | os.WUNTRACED) == (0, 0)  # still in the middle of its read
+            process.send_signal(signal.SIGCONT)
+            assert process.communicate(timeout=60)[0] == b"[[1, 1], [999, 999]] [1, 999] [1, 999] 1\n"
+        finally:
+            process.kill()

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 # Lists of what is still to be published: publishing the same twice is harmless. `world` is the simulator's own.
-PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_cells", "world"})
+PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "changed_cells", "world"})
 # A refusal is counted, and its sender is known from then on; nothing else may change.
 REFUSAL_COUNTERS = frozenset({"refused_total", "clients"})
 _ATOMS = (int, float, str, bytes, bool, type(None))

@@ -216,7 +216,9 @@ class World:
 
     def _check(self) -> None:
         cache = self.machine.cache
-        mark = (len(cache.sequences.changed_rows), len(cache.sequences.changed_cells), len(cache.blocks.changed))
+        s = cache.sequences
+        rows = len(s.changed_rows) + len(s.changed_lengths)
+        mark = (rows, len(s.changed_cells), len(cache.blocks.changed))
         if mark != self._mark:  # whatever touches a row or a block says so, or it would not be published
             self._mark = mark
             self._checker.light()

@@ -1,0 +1,161 @@
+"""What a decode step costs vLLM's own scheduler: the yardstick of `benchmarks.control_plane`, where vLLM is installed.
+
+Source: vllm 0.33.0, `Scheduler` of vllm/v1/core/sched/scheduler.py, driven as `EngineCore` of vllm/v1/engine/core.py
+builds and steps it: `schedule()`, then `update_from_output()`. All in it is vLLM's own: the configs, the KV-cache
+manager, the prefix cache with its default hash, the structured-output manager. What is made up is a config.json (one
+Llama layer: the scheduler asks of a model only its kind and its context) and the worker, whose outputs are made before.
+Statistics are off (a server has them on), and so is asynchronous scheduling (a server's is on where it can be). Not in
+it: sockets, encoding and publishing, so it compares with the column "core" there, not with "turn".
+
+vLLM is no dependency: it is imported only inside functions.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import os
+import tempfile
+from pathlib import Path
+from time import perf_counter_ns
+from typing import Any
+
+import numpy as np
+
+VOCABULARY = 128_000
+PROMPT_TOKENS = 48
+BLOCK_SIZE = 16
+WARM_STEPS = 40
+CONTEXT_TOKENS_MAX = 1 << 20
+MODEL = {
+    "architectures": ["LlamaForCausalLM"],
+    "model_type": "llama",
+    "vocab_size": VOCABULARY,
+    "hidden_size": 64,
+    "intermediate_size": 64,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 1,
+    "num_key_value_heads": 1,
+    "max_position_embeddings": CONTEXT_TOKENS_MAX,
+}
+
+
+def reason() -> str:
+    """Why nothing can be measured here; empty where it can."""
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
+    try:
+        import vllm.v1.core.sched.scheduler  # type: ignore[import-not-found]  # noqa: F401
+    except (ImportError, OSError) as error:  # OSError: a shared library it was built for is not here
+        return f"vllm cannot be imported: {error}"
+    return ""
+
+
+def _config(sequences: int, blocks: int) -> Any:
+    """A VllmConfig with vLLM's defaults, but for the bounds that N sequences need."""
+    from vllm.config import (  # type: ignore[import-not-found]
+        CacheConfig,
+        DeviceConfig,
+        ModelConfig,
+        SchedulerConfig,
+        VllmConfig,
+    )
+
+    with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
+        (Path(folder) / "config.json").write_text(json.dumps(MODEL))
+        model = ModelConfig(
+            model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT_TOKENS_MAX, seed=0
+        )
+        cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
+        cache.num_gpu_blocks = blocks
+        scheduler = SchedulerConfig(
+            max_model_len=CONTEXT_TOKENS_MAX,
+            is_encoder_decoder=False,
+            max_num_seqs=sequences,
+            max_num_batched_tokens=max(8192, sequences * (PROMPT_TOKENS + BLOCK_SIZE)),  # all prefill in one step
+            async_scheduling=False,
+        )
+        return VllmConfig(
+            model_config=model, cache_config=cache, scheduler_config=scheduler, device_config=DeviceConfig("cpu")
+        )
+
+
+def _scheduler(sequences: int, steps: int) -> Any:
+    """A scheduler with N waiting requests and blocks enough that none is ever preempted."""
+    import torch
+    from vllm import SamplingParams, envs
+    from vllm.utils.hashing import get_hash_fn_by_name  # type: ignore[import-not-found]
+    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
+        get_request_block_hasher,
+        init_none_hash,
+        resolve_kv_cache_block_sizes,
+    )
+    from vllm.v1.core.sched.scheduler import Scheduler
+    from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found]
+        FullAttentionSpec,
+        KVCacheConfig,
+        KVCacheGroupSpec,
+    )
+    from vllm.v1.request import Request  # type: ignore[import-not-found]
+    from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found]
+
+    blocks = sequences * ((PROMPT_TOKENS + WARM_STEPS + steps) // BLOCK_SIZE + 3) + 1  # one is vLLM's null block
+    config = _config(sequences, blocks)
+    spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
+    kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)])
+    block_size, hash_block_size = resolve_kv_cache_block_sizes(kv, config)
+    scheduler = Scheduler(
+        vllm_config=config,
+        kv_cache_config=kv,
+        structured_output_manager=StructuredOutputManager(config),
+        block_size=block_size,
+        hash_block_size=hash_block_size,
+    )
+    hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
+    init_none_hash(hash_function)
+    hasher = get_request_block_hasher(hash_block_size, hash_function, config.num_hash_lookahead_tokens)
+    draw = np.random.default_rng(0)
+    for i in range(sequences):
+        scheduler.add_request(
+            Request(
+                request_id=str(i),
+                prompt_token_ids=draw.integers(0, VOCABULARY, PROMPT_TOKENS + i % BLOCK_SIZE).tolist(),
+                sampling_params=SamplingParams(temperature=0.0, seed=1, ignore_eos=True, max_tokens=CONTEXT_TOKENS_MAX),
+                pooling_params=None,
+                block_hasher=hasher,
+            )
+        )
+    envs.enable_envs_cache()  # as the engine does
+    return scheduler
+
+
+def decode_step_us(sequences: int, steps: int) -> list[float] | None:
+    """Microseconds that `schedule` and `update_from_output` take together, step by step; None without vLLM."""
+    if reason():
+        return None
+    from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found]
+
+    scheduler = _scheduler(sequences, steps)
+    ids = [str(i) for i in range(sequences)]
+    tokens = np.random.default_rng(1).integers(0, VOCABULARY, (1 + WARM_STEPS + steps, sequences)).tolist()
+    outputs = [
+        ModelRunnerOutput(
+            req_ids=ids, req_id_to_index={name: i for i, name in enumerate(ids)}, sampled_token_ids=[[t] for t in row]
+        )
+        for row in tokens
+    ]
+    taken: list[float] = []
+    gc.collect()
+    gc.freeze()
+    for done, output in enumerate(outputs):
+        started = perf_counter_ns()
+        step = scheduler.schedule()
+        answers = scheduler.update_from_output(step, output)
+        ended = perf_counter_ns()
+        assert len(step.num_scheduled_tokens) == len(answers[0].outputs) == sequences
+        if done > WARM_STEPS:  # the first step of all is the prefill
+            assert step.total_num_scheduled_tokens == sequences
+            taken.append((ended - started) / 1e3)
+        del step, answers  # freeing them is not measured
+    gc.unfreeze()
+    scheduler.shutdown()
+    return taken
