@@ -50,9 +50,14 @@ class Peers:
     def __len__(self) -> int:
         return len(self._number_of)
 
+    @property
+    def waiting(self) -> bool:
+        """Whether a message is there to be received."""
+        return bool(int(self.socket.get(zmq.EVENTS)) & READABLE)
+
     def receive(self) -> tuple[bytes, int, list[bytes]] | None:
         """The next message: (identity, descriptor, frames); None where none is waiting."""
-        if not int(self.socket.get(zmq.EVENTS)) & READABLE:  # cheaper than an exception
+        if not self.waiting:  # cheaper than an exception
             return None
         try:
             first = self.socket.recv(NOBLOCK, copy=False)

@@ -151,6 +151,9 @@ class Server:
         Right after something arrived, more is likely: for `spin_us` it is looked for without sleeping, since waking a
         sleeping core takes longer than a turn. An idle coordinator sleeps.
         """
+        if self.clients.waiting or self.workers.waiting:  # asked first: a poll over all of them costs more
+            self._arrived_ns = time.monotonic_ns()
+            return True
         spin_until_ns = self._arrived_ns + self._spin_ns
         while (now_ns := time.monotonic_ns()) < spin_until_ns:
             if poller.poll(0):

@@ -230,6 +230,8 @@ class Cache:
         Raises CapacityExceeded.
         """
         s = self.sequences
+        if counts.size == tokens.size and self._append_each(slots, tokens, now_us):
+            return
         after = s.length[slots] + counts
         if (after > s.context_tokens_max).any():
             raise CapacityExceeded("context", int(after.max()), s.context_tokens_max, "start a new sequence")
@@ -244,6 +246,22 @@ class Cache:
         s.length[slots] = after
         s.touch(slots, now_us)
         s.changed_rows.append(slots)
+
+    def _append_each(self, slots: Slots, tokens: Tokens, now_us: int) -> bool:
+        """`append` of one token each, where every sequence has a block that it may write. False: nothing changed."""
+        s, blocks = self.sequences, self.blocks
+        length = s.length[slots]
+        column = length // s.block_size
+        if not (column < s.used[slots]).all():
+            return False
+        ids = s.table[slots, column]
+        if (blocks.refcount[ids] > 1).any() or blocks.indexed[ids].any():
+            return False
+        s.tokens[slots, length] = tokens
+        s.length[slots] = length + 1
+        s.touch(slots, now_us)
+        s.changed_lengths.append(slots)
+        return True
 
     def append_one(self, slot: int, token: int, now_us: int) -> bool:
         """Appends a token where that needs no block and no copy. False where it does: then nothing has changed."""
@@ -261,7 +279,7 @@ class Cache:
         s.tokens[slot, length] = token
         s.length[slot] = length + 1
         s.touch(slot, now_us)
-        s.changed_rows.append(np.array([slot]))
+        s.changed_lengths.append(np.array([slot]))
         return True
 
     def reserve(self, slots: Slots, start: Slots, end: Slots, lengths: Slots, now_us: int) -> None:
