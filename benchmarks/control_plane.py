@@ -1,6 +1,6 @@
 """What a decode step costs the coordinator: the core alone, and the whole turn with messages and published tables.
 
-    python -m benchmarks.control_plane [--sequences 16 256 1024 4096] [--steps 400] [--json FILE]
+    python -m benchmarks.control_plane [--sequences 16 256 1024 4096] [--steps 400] [--prompt 48] [--json FILE]
 
 Core: apply(step result) and apply(turn) of a machine with N decoding requests, steps of all N rows, one under way while
 the other is settled. Turn: the same through real ZeroMQ sockets in one process: the result is received and decoded, the
@@ -46,7 +46,7 @@ from . import vllm_scheduler
 from .report import report
 
 VOCABULARY = 128_000
-PROMPT_TOKENS = 48
+PROMPT_TOKENS = 48  # and vLLM's always
 BLOCK_SIZE = 16
 WARM_STEPS = 40
 SHOWN = ("p50_us", "mean_us", "p999_us")
@@ -56,9 +56,14 @@ MODEL = ModelInfo(
 SAMPLING = Sampling(temperature=0.0, seed=1, ignore_eos=True)
 
 
-def limits(sequences: int, steps: int) -> Limits:
+def answer(sequences: int, steps: int, prompt: int) -> int:
+    """Tokens of each request: the first still decodes when the last prompt is computed and all steps were measured."""
+    return 4 * steps + sequences * prompt // 4096
+
+
+def limits(sequences: int, steps: int, prompt: int) -> Limits:
     """Bounds for N sequences that decode for so many steps."""
-    width = (PROMPT_TOKENS + 4 * steps) // BLOCK_SIZE + 5
+    width = (prompt + answer(sequences, steps, prompt)) // BLOCK_SIZE + 5
     return Limits(
         sequences_max=sequences,
         blocks_max=sequences * width,
@@ -76,15 +81,15 @@ def ready(bounds: Limits) -> WorkerReady:
     )
 
 
-def submissions(sequences: int, steps: int) -> list[Submit]:
+def submissions(sequences: int, steps: int, prompt: int) -> list[Submit]:
     """N requests that decode to the end of the run; their lengths differ, so that each step fills N / 16 blocks."""
     draw = np.random.default_rng(0)
     return [
         Submit(
             rid=i,
-            max_tokens=4 * steps,
+            max_tokens=answer(sequences, steps, prompt),
             sampling=SAMPLING,
-            prompt=draw.integers(0, VOCABULARY, PROMPT_TOKENS + i % BLOCK_SIZE).astype(np.int32),
+            prompt=draw.integers(0, VOCABULARY, prompt + i % BLOCK_SIZE).astype(np.int32),
         )
         for i in range(sequences)
     ]
@@ -108,13 +113,13 @@ class Answerer:
         )
 
 
-def core(sequences: int, steps: int) -> list[float]:
+def core(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]:
     """Microseconds of each step of the core alone."""
-    bounds = limits(sequences, steps)
+    bounds = limits(sequences, steps, prompt)
     machine, answerer = Machine(bounds, "benchmark", b"key"), Answerer()
     machine.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
     machine.apply(FromWorker(1, ready(bounds)), 0)
-    for message in submissions(sequences, steps):
+    for message in submissions(sequences, steps, prompt):
         machine.apply(FromClient(2, message, 1), 0)
     pending = [effect.message for effect in machine.apply(Turn(), 1) if isinstance(effect, ToWorker)]
     taken: list[float] = []
@@ -187,9 +192,9 @@ class Shell:
         self.tables.close()
 
 
-def whole(sequences: int, steps: int) -> list[float]:
+def whole(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]:
     """Microseconds of each turn that settles and plans a step of all sequences."""
-    bounds, answerer = limits(sequences, steps), Answerer()
+    bounds, answerer = limits(sequences, steps, prompt), Answerer()
     decoder = codec.Decoder(WORKER_REPLIES)
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
         shell = Shell(Path(folder), bounds)
@@ -197,7 +202,7 @@ def whole(sequences: int, steps: int) -> list[float]:
             shell.worker.send_multipart(codec.encode(WorkerHello(rid=1, name="w", pid=1)))
             shell.worker.send_multipart(codec.encode(ready(bounds)))
             shell.client.send_multipart(codec.encode(Hello(rid=1)))
-            for message in submissions(sequences, steps):
+            for message in submissions(sequences, steps, prompt):
                 shell.client.send_multipart(codec.encode(message))
             while shell.machine.admission.running_total < sequences:
                 if shell.workers.socket.poll(0) or shell.clients.socket.poll(10):
@@ -238,13 +243,14 @@ def main() -> int:
     parser.add_argument("--json", help="write the results here too")
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 256, 1024, 4096])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="tokens of each prompt [48]")
     options = parser.parse_args()
     rows: list[list[object]] = []
     results: list[dict[str, Any]] = []
     for sequences in options.sequences:
         found: dict[str, Any] = {"sequences": sequences}
         for name, measure in (("core", core), ("turn", whole)):
-            found[name] = summary(measure(sequences, options.steps))
+            found[name] = summary(measure(sequences, options.steps, options.prompt))
         results.append(found)
     if missing := vllm_scheduler.reason():  # vLLM comes last: what it imports is not in the process before
         print(f"vLLM's scheduler is not measured: {missing}", file=sys.stderr)
