@@ -10,7 +10,7 @@ from __future__ import annotations
 import gc
 from collections.abc import Callable
 
-TURNS_MAX = 20_000
+TURNS_MAX = 4000
 TURNS_MIN = 200
 
 

@@ -45,6 +45,7 @@ LOCK_FILE = "coordinator.lock"
 IDLE_WAIT_US = 1_000_000
 PROGRESS_US = 3_000_000
 SPIN_US, SPIN_CORES_MIN = 200, 4
+LAST_WORDS_NS = 200_000_000
 log = logging.getLogger("coordinator")
 
 
@@ -141,6 +142,7 @@ class Server:
                 self._take_signals()
                 self.turn()
                 self.pauses.turn(idle=not arrived)
+            self._say_goodbye(poller)
         finally:
             self.pauses.stop()
         self._stop_workers()
@@ -165,6 +167,15 @@ class Server:
         if arrived:
             self._arrived_ns = time.monotonic_ns()
         return arrived
+
+    def _say_goodbye(self, poller: zmq.Poller) -> None:
+        """Clients get a moment to read how their requests ended: what a connection still holds when it is closed can be
+        lost to a client that writes at that instant. It is over when the last of them has left."""
+        end_ns = time.monotonic_ns() + LAST_WORDS_NS
+        while len(self.clients) and (left_ns := end_ns - time.monotonic_ns()) > 0:
+            poller.poll(-(-left_ns // 1_000_000))
+            self._take_signals()
+            self.turn()
 
     def turn(self) -> None:
         """One turn of the loop; does not wait."""

@@ -157,7 +157,7 @@ class Admission:
             return None
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
         best, best_rank = None, (-1, -1)
-        refusals: list[CapacityExceeded] = []
+        refused = quota_refused = 0
         for group in cache.groups.values():
             if group.number in kept or (resident and s.pool[slot] != group.number):
                 continue
@@ -168,13 +168,14 @@ class Admission:
             try:
                 residence = cache.with_room(residence, request.tenant, self.spare(group), asking)
             except CapacityExceeded as error:
-                refusals.append(error)
+                refused += 1  # the error itself is not kept: with its traceback it would keep all of this alive
+                quota_refused += isinstance(error, QuotaExceeded)
                 continue
             cached = residence.cached_tokens(self._limits.block_size)
             rank = (cached, group.pool.available(request.tenant) - group.running)
             if rank > best_rank:
                 best, best_rank = residence, rank
-        request.at_ceiling = bool(refusals) and all(isinstance(error, QuotaExceeded) for error in refusals)
+        request.at_ceiling = 0 < refused == quota_refused
         return best
 
     def plan(self, group: Group, request: Request) -> Residence:

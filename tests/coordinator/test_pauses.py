@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from types import FrameType
 
 import pytest
 
+from coordinator.core.limits import Quota
 from coordinator.pauses import TURNS_MAX, TURNS_MIN, Pauses
 from coordinator.server import SPIN_CORES_MIN, SPIN_US, spin_us
+from tests.coordinator.driver import Driver
 
 
 @pytest.fixture
@@ -66,3 +69,27 @@ def test_the_loop_spins_only_where_cores_are_free(cores: int, chosen: int, monke
     assert spin_us(-1) == chosen
     assert spin_us(70) == 70
     assert spin_us(0) == 0
+
+
+def test_the_core_leaves_nothing_to_the_collector() -> None:
+    """An error that is kept keeps, through its traceback, the frames it went through and all that they name."""
+    driver = Driver(step_rows_max=8, queue_max=1000, quotas={"b": Quota(ceiling=12)})
+    driver.add_worker(24)
+    driver.add_worker(20)
+    gc.collect()
+    gc.disable()
+    try:
+        gc.set_debug(gc.DEBUG_SAVEALL)
+        for i in range(60):
+            driver.submit([i % 7] * (1 + i % 19), max_tokens=1 + i % 11, tenant="ab"[i % 2], count=1 + 2 * (i % 3 == 0))
+            driver.step()
+        driver.run_until_idle(2000)
+        gc.collect()
+        kinds = {type(thing) for thing in gc.garbage}
+        ours = {kind.__name__ for kind in kinds if kind.__module__.startswith(("coordinator", "protocol"))}
+        frames = [thing.f_code.co_name for thing in gc.garbage if isinstance(thing, FrameType)]
+    finally:
+        gc.set_debug(0)
+        gc.garbage.clear()
+        gc.enable()
+    assert (ours, frames) == (set(), [])
