@@ -23,8 +23,9 @@ class Transport(Protocol):
 
     def __len__(self) -> int: ...
 
-    def receive(self) -> tuple[bytes, int, list[bytes]] | None:
-        """The next message: (identity, descriptor, frames); None where none is waiting."""
+    def receive(self) -> tuple[bytes, int, Frames] | None:
+        """The next message: (identity, descriptor, frames); None where none is waiting. The descriptor is that of a
+        connection which is not admitted yet; what it is for others nobody asks."""
 
     def number(self, identity: bytes) -> int | None:
         """The number of an admitted connection."""

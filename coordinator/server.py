@@ -1,7 +1,7 @@
 """The only loop: sockets in, core, tables, sockets out.
 
-A plain ZeroMQ poll; one thread; nothing here waits for a peer. What one turn does is in `turn.py`. The poll ends when
-something arrives, and when the core, or a reply that waits, or a process to be killed is due.
+One epoll over what ZeroMQ signals by; one thread; nothing here waits for a peer. What one turn does is in `turn.py`.
+The wait ends when something arrives, and when the core, or a reply that waits, or a process to be killed is due.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ import fcntl
 import logging
 import os
 import secrets
+import select
 import signal
 import socket as sockets
 import time
@@ -107,6 +108,9 @@ class Server:
         except (OSError, zmq.ZMQError) as error:
             self._lock.release()
             raise InvalidConfiguration("runtime_dir", f"{self.runtime} cannot be used: {error}") from None
+        self._epoll = select.epoll()
+        self._epoll.register(self._read_wakeup, select.EPOLLIN)
+        self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         bounds = TurnLimits(
             messages_per_turn_max=config.limits.messages_per_turn_max, clients_max=config.limits.clients_max
         )
@@ -129,51 +133,58 @@ class Server:
         A second signal ends it at once.
         """
         self._catch_signals()
-        poller = zmq.Poller()
-        for socket in (self.clients.socket, self.clients.monitor, self.workers.socket, self.workers.monitor):
-            poller.register(socket, zmq.POLLIN)
-        poller.register(self._read_wakeup, zmq.POLLIN)
         notify("READY=1", "STATUS=accepting clients and workers")
         log.info("serving at %s (boot %s)", client_endpoint(self.runtime), self.boot[:8])
         self.pauses.start()
         try:
             while not self._finished():
-                arrived = self._wait(poller)
+                arrived = self._wait()
                 self._take_signals()
                 self.turn()
                 self.pauses.turn(idle=not arrived)
-            self._say_goodbye(poller)
+            self._say_goodbye()
         finally:
             self.pauses.stop()
         self._stop_workers()
 
-    def _wait(self, poller: zmq.Poller) -> bool:
+    def _wait(self) -> bool:
         """Until something arrives or is due. Returns whether something arrived.
 
         Right after something arrived, more is likely: for `spin_us` it is looked for without sleeping, since waking a
         sleeping core takes longer than a turn. An idle coordinator sleeps.
         """
-        if self.clients.waiting or self.workers.waiting:  # asked first: a poll over all of them costs more
+        if self.clients.waiting or self.workers.waiting:
             self._arrived_ns = time.monotonic_ns()
             return True
         spin_until_ns = self._arrived_ns + self._spin_ns
         while (now_ns := time.monotonic_ns()) < spin_until_ns:
-            if poller.poll(0):
+            if self._look(0):
                 self._arrived_ns = now_ns
                 return True
             if self._wait_ms() == 0:
                 return False
-        arrived = bool(poller.poll(self._wait_ms()))
-        if arrived:
-            self._arrived_ns = time.monotonic_ns()
-        return arrived
+        while (wait_ms := self._wait_ms()) > 0:
+            if self._look(wait_ms):
+                self._arrived_ns = time.monotonic_ns()
+                return True
+            if self._signals > self._signals_taken:
+                return False
+        return False
 
-    def _say_goodbye(self, poller: zmq.Poller) -> None:
+    def _look(self, wait_ms: int) -> bool:
+        """Waits so long at most. Returns whether something arrived; ZeroMQ's descriptors are readable for less, too."""
+        for descriptor, _ in self._epoll.poll(wait_ms / 1000):
+            stir = self._stirs.get(descriptor)
+            if stir is not None:
+                stir()
+        return self.clients.waiting or self.workers.waiting
+
+    def _say_goodbye(self) -> None:
         """Clients get a moment to read how their requests ended: what a connection still holds when it is closed can be
         lost to a client that writes at that instant. It is over when the last of them has left."""
         end_ns = time.monotonic_ns() + LAST_WORDS_NS
         while len(self.clients) and (left_ns := end_ns - time.monotonic_ns()) > 0:
-            poller.poll(-(-left_ns // 1_000_000))
+            self._look(-(-left_ns // 1_000_000))
             self._take_signals()
             self.turn()
 
@@ -234,6 +245,7 @@ class Server:
         """Leaves nothing behind: sockets, tables and lock are removed. Idempotent."""
         signal.set_wakeup_fd(-1)
         self._replacer.close()
+        self._epoll.close()
         self.clients.close()
         self.workers.close()
         self.context.term()

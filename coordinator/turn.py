@@ -29,6 +29,7 @@ from protocol.messages import (
     Message,
     Refused,
     Stream,
+    Submit,
     Welcome,
     WorkerHello,
     WorkerWelcome,
@@ -112,7 +113,8 @@ class TurnLoop:
     def turn(self, now_us: int) -> None:
         """One turn at `now_us` (microseconds, monotonic); does not wait."""
         self._turned_us, self._again = now_us, False
-        self._outbox.retry()
+        if self._outbox.waiting:
+            self._outbox.retry()
         effects: list[Effect] = []
         for _ in range(self._limits.messages_per_turn_max):
             if not self._take_worker(effects, now_us):
@@ -225,7 +227,8 @@ class TurnLoop:
                 self.clients.forget(number)
                 effects += self._client_gone(number, goodbye=True, now_us=now_us)
             else:
-                effects += self.machine.apply(FromClient(number, message, self._entropy()), now_us)
+                entropy = self._entropy() if isinstance(message, Submit) else 0
+                effects += self.machine.apply(FromClient(number, message, entropy), now_us)
         except KvforgeError as error:
             refused = _refusal(error, message)
             number = self.clients.number(identity)

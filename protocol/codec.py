@@ -49,11 +49,11 @@ def encode(message: Message) -> list[bytes | memoryview]:
     if not cls.FRAMES:
         return [msgpack.packb(body)]
     sizes, parts = [], []
-    for name, dtype in cls.FRAMES:
+    for name, dtype in _ARRAYS[cls]:
         array = getattr(message, name)
         sizes.append(array.size)
         if array.size:
-            parts.append(np.ascontiguousarray(array, dtype=dtype).data.cast("B"))
+            parts.append(array.tobytes() if array.dtype == dtype else array.astype(dtype).tobytes())
     if not parts:
         return [msgpack.packb(body)]
     body["n"] = sizes
@@ -77,6 +77,11 @@ class Decoder:
         if cls is None:
             raise ProtocolError(f"unknown message tag {_shorten(tag)}; known here: {', '.join(sorted(self._classes))}")
         sizes = body.pop("n", ())
+        for value in body.values():
+            if type(value) in _CONTAINERS:  # most messages hold scalars only
+                if not _shallow(body, DEPTH_MAX):
+                    raise ProtocolError(f"a message nests at most {DEPTH_MAX} levels")
+                break
         if len(frames) > 1 or sizes:
             _arrays(cls, body, sizes, frames[1] if len(frames) > 1 else b"")
         try:
@@ -107,31 +112,29 @@ class Decoder:
             raise ProtocolError(f"not a MessagePack body: {type(error).__name__}") from None
         if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
             raise ProtocolError("a message body is a map with text keys")
-        if not _shallow(body, DEPTH_MAX):
-            raise ProtocolError(f"a message nests at most {DEPTH_MAX} levels")
         return body
 
 
 def _arrays(cls: type[Message], body: dict[str, Any], sizes: Any, frame: bytes | memoryview) -> None:
     """Cuts the second frame into the message's arrays and adds them to its fields. Raises ProtocolError."""
-    tag, declared = _TAGS[cls], cls.FRAMES
+    tag, declared, given = _TAGS[cls], _ARRAYS[cls], len(frame)
     if not isinstance(sizes, list) or len(sizes) > len(declared):
         raise ProtocolError(f"{tag}: n lists the sizes of at most {len(declared)} arrays")
-    if any(type(size) is not int or not 0 <= size <= FRAME_BYTES_MAX for size in sizes):
-        raise ProtocolError(f"{tag}: n holds sizes of arrays, 0 to {FRAME_BYTES_MAX}")
-    if len(frame) > FRAME_BYTES_MAX:
-        raise ProtocolError(f"{tag}: arrays are at most {FRAME_BYTES_MAX} bytes together, these are {len(frame)}")
+    if given > FRAME_BYTES_MAX:
+        raise ProtocolError(f"{tag}: arrays are at most {FRAME_BYTES_MAX} bytes together, these are {given}")
     start = 0
     for (name, dtype), size in zip(declared, sizes, strict=False):
-        end = start + size * int(dtype[2:])
-        if end > len(frame):
+        if type(size) is not int or not 0 <= size <= FRAME_BYTES_MAX:
+            raise ProtocolError(f"{tag}: n holds sizes of arrays, 0 to {FRAME_BYTES_MAX}")
+        end = start + size * dtype.itemsize
+        if end > given:
             break
         body[name] = np.frombuffer(frame, dtype, size, start) if size else _EMPTY[dtype]
         start = end
     else:
-        if start == len(frame):
+        if start == given:
             return
-    raise ProtocolError(f"{tag}: the arrays that n lists are not the {len(frame)} bytes that came")
+    raise ProtocolError(f"{tag}: the arrays that n lists are not the {given} bytes that came")
 
 
 def _plain(value: Any) -> Any:
@@ -139,7 +142,7 @@ def _plain(value: Any) -> Any:
 
 
 def _shallow(body: dict[str, Any], depth: int) -> bool:
-    """Whether `body` nests at most `depth` levels. Most messages hold scalars only and cost one pass."""
+    """Whether `body` nests at most `depth` levels."""
     level: list[Any] = [body]
     for _ in range(depth):
         below: list[Any] = []
@@ -191,7 +194,10 @@ _FIELDS: dict[type[Message], tuple[str, ...]] = {
     cls: tuple(name for name in cls.__struct_fields__ if name not in {frame for frame, _ in cls.FRAMES})
     for cls in _TAGS
 }
-_EMPTY = {"<i4": NO_INT32, "<i8": NO_INT64, "<f4": NO_FLOAT32}
+_ARRAYS: dict[type[Message], tuple[tuple[str, np.dtype[Any]], ...]] = {
+    cls: tuple((name, np.dtype(dtype)) for name, dtype in cls.FRAMES) for cls in _TAGS
+}
+_EMPTY = {np.dtype(dtype): none for dtype, none in (("<i4", NO_INT32), ("<i8", NO_INT64), ("<f4", NO_FLOAT32))}
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
 _CONVERT: dict[type[Message], Any] = {cls: _converter(cls) for cls in _TAGS}

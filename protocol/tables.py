@@ -233,4 +233,5 @@ def _unending(slot: int) -> DeadlineExceeded:
 
 
 def _views(memory: mmap.mmap, geometry: Geometry) -> dict[str, npt.NDArray[Any]]:
-    return {name: np.ndarray(spec.shape, spec.dtype, memory, spec.offset) for name, spec in arrays(geometry).items()}
+    specs = arrays(geometry).items()
+    return {name: np.ndarray(spec.shape, spec.dtype, memory, spec.offset, spec.strides) for name, spec in specs}

@@ -230,7 +230,7 @@ class Cache:
         Raises CapacityExceeded.
         """
         s = self.sequences
-        if counts.size == tokens.size and self._append_each(slots, tokens, now_us):
+        if counts.size == tokens.size and self.append_each(slots, tokens, now_us) is not None:
             return
         after = s.length[slots] + counts
         if (after > s.context_tokens_max).any():
@@ -247,21 +247,25 @@ class Cache:
         s.touch(slots, now_us)
         s.changed_rows.append(slots)
 
-    def _append_each(self, slots: Slots, tokens: Tokens, now_us: int) -> bool:
-        """`append` of one token each, where every sequence has a block that it may write. False: nothing changed."""
+    def append_each(self, slots: Slots, tokens: Tokens, now_us: int) -> Slots | None:
+        """`append` of one token each where every sequence has a block that it may write: the lengths after it, [n].
+
+        None where one has not: then nothing has changed.
+        """
         s, blocks = self.sequences, self.blocks
-        length = s.length[slots]
+        length = s.length.take(slots)
         column = length // s.block_size
-        if not (column < s.used[slots]).all():
-            return False
+        if not (column < s.used.take(slots)).all():
+            return None
         ids = s.table[slots, column]
-        if (blocks.refcount[ids] > 1).any() or blocks.indexed[ids].any():
-            return False
+        if np.maximum.reduce(blocks.refcount.take(ids)) > 1 or blocks.indexed.take(ids).any():
+            return None
+        after = length + 1
         s.tokens[slots, length] = tokens
-        s.length[slots] = length + 1
+        s.length[slots] = after
         s.touch(slots, now_us)
         s.changed_lengths.append(slots)
-        return True
+        return after
 
     def append_one(self, slot: int, token: int, now_us: int) -> bool:
         """Appends a token where that needs no block and no copy. False where it does: then nothing has changed."""

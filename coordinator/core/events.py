@@ -10,7 +10,7 @@ from protocol.messages import Message, Stream
 
 
 class FromClient(msgspec.Struct, frozen=True):
-    """A client sent a message. `entropy` (64 bit) is drawn by the shell, for seeds."""
+    """A client sent a message. `entropy` (64 bit) is drawn by the shell for a Submit, which may need a seed."""
 
     client: int
     message: Message

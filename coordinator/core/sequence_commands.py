@@ -47,7 +47,7 @@ class SequenceCommands:
         self._cache, self._requests, self._outcomes, self._next_id = cache, requests, outcomes, next_id
         self._gone: OrderedDict[int, str] = OrderedDict()
         self._expiry_at_us = 0
-        self._named: tuple[bytes, int] = (b"", -1)
+        self._named: tuple[bytes, bytes, int] = (b"", b"", -1)
         self._slots: Slots = np.zeros(0, np.int64)
         self.vocab_size = 1 << 31
 
@@ -109,8 +109,10 @@ class SequenceCommands:
 
     def append(self, _event: FromClient, message: Append, now_us: int) -> Message:
         """Appends to all of the sequences or to none."""
-        if message.tokens.size == message.counts.size == message.sequence_ids.size == 1:
-            reply = self._append_one(message, now_us)
+        if message.tokens.size == message.counts.size == message.sequence_ids.size:
+            reply = (
+                self._append_one(message, now_us) if message.tokens.size == 1 else self._append_again(message, now_us)
+            )
             if reply is not None:
                 return reply
         s = self._cache.sequences
@@ -129,8 +131,9 @@ class SequenceCommands:
             raise InvalidRequest("sequence_ids", "one command appends to sequences of one tenant")
         if slots.size:
             self._cache.append(slots, message.tokens, counts, now_us)
-            # Who appends to many does so again and again: the next time they need not be looked up.
-            self._named, self._slots = (message.sequence_ids.tobytes(), s.version), slots
+            if counts.size == message.tokens.size:
+                # Who appends one to each of many does so again and again: the next time they need not be looked up.
+                self._named, self._slots = self._name(message), slots
         return Appended(rid=message.rid, lengths=s.length[slots].astype(np.int32))
 
     def _append_one(self, message: Append, now_us: int) -> Appended | None:
@@ -142,6 +145,22 @@ class SequenceCommands:
         if not 0 <= token < self.vocab_size or not self._cache.append_one(slot, token, now_us):
             return None
         return Appended(rid=message.rid, lengths=np.array([s.length[slot]], np.int32))
+
+    def _append_again(self, message: Append, now_us: int) -> Appended | None:
+        """One token to each of the sequences to which the last command appended one each: they need not be looked up,
+        and are of one tenant. None: the long way, which also says what is wrong."""
+        s, slots = self._cache.sequences, self._slots
+        if self._named != self._name(message) or s.request.take(slots).any():
+            return None
+        if np.maximum.reduce(message.tokens.view(np.uint32)) >= self.vocab_size:  # those below zero are large ones here
+            return None
+        after = self._cache.append_each(slots, message.tokens, now_us)
+        return None if after is None else Appended(rid=message.rid, lengths=after.astype(np.int32))
+
+    def _name(self, message: Append) -> tuple[bytes, bytes, int]:
+        """What an append must have in common with an earlier one to be to the same living sequences, with the same
+        counts."""
+        return message.sequence_ids.tobytes(), message.counts.tobytes(), self._cache.sequences.version
 
     def fork(self, event: FromClient, message: Fork, now_us: int) -> Message:
         """More sequences over the same blocks."""
@@ -237,8 +256,6 @@ class SequenceCommands:
         """Slots of distinct sequences. Raises InvalidRequest or SequenceNotFound."""
         if ids.size > self._cache.limits.bulk_max:
             raise InvalidRequest("sequence_ids", f"at most {self._cache.limits.bulk_max} in one command")
-        if self._named == (ids.tobytes(), self._cache.sequences.version):
-            return self._slots
         slot_of, owned = self._cache.sequences.slot_of, self._cache.sequences.owned
         found = [slot_of.get(sequence_id, NO_POOL) for sequence_id in ids.tolist()]
         slots = np.array(found, np.int64)

@@ -12,6 +12,7 @@ whose blocks were taken away get others before that. `read_step` of pool `read_p
 from __future__ import annotations
 
 from collections import deque
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -22,6 +23,7 @@ from .limits import Limits
 
 Slots = npt.NDArray[np.int64]
 NO_POOL = -1
+LINE_BYTES = 64
 
 
 class Sequences:
@@ -55,9 +57,9 @@ class Sequences:
         self.accesses = np.zeros(n, np.int64)
         self.idle_ttl_us = np.zeros(n, np.int64)
         self.owned = np.zeros(n, np.bool_)
-        self.table = np.zeros((n, limits.blocks_per_sequence_max), np.int32)
-        self.tokens = np.zeros((n, context), np.int32)
-        self.logprobs = np.zeros((n, context), np.float32)
+        self.table = _rows(n, limits.blocks_per_sequence_max, np.int32)
+        self.tokens = _rows(n, context, np.int32)
+        self.logprobs = _rows(n, context, np.float32)
         self.slot_of: dict[int, int] = {}
         self.version = 0
         self._free = list(range(n - 1, -1, -1))
@@ -165,3 +167,9 @@ class Sequences:
         assert not self.scheduled[~resident].any() and not self.pending[~resident].any(), "KV without a pool"
         assert not self.pending[~self.running].any(), "tokens pending without a running request"
         assert (self.request[self.running] != 0).all(), "a running sequence without a request"
+
+
+def _rows(count: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:
+    """Zeros, [count, width], a cache line apart from rows of a power of two bytes: those of one column would all fall
+    into the same few places of the processor's caches, and a decode step reads and writes one column of every row."""
+    return np.zeros((count, width + LINE_BYTES // np.dtype(dtype).itemsize), dtype)[:, :width]

@@ -147,7 +147,7 @@ def gauges(cache: Cache, requests: RequestTable, running: int, turns: int, uptim
         cached,
         blocks - free - cached - quarantined,
         quarantined,
-        int(cache.sequences.length.sum()),
+        int(np.add.reduce(cache.sequences.length)),  # half the time of its `sum`, once a turn
         requests.generated_tokens_total,
         steps,
     ]

@@ -124,6 +124,8 @@ class Streams:
 
     def flush(self) -> list[tuple[int, Stream]]:
         """One message for each client that has news."""
+        if not (self._rows or self._ended or self._paused or self._taken):
+            return []
         clients = self._rows.keys() | self._ended.keys() | self._paused.keys() | self._taken.keys()
         messages = [(client, self._message(client)) for client in sorted(clients)]
         for news in (self._rows, self._tops, self._ended, self._paused, self._taken):

@@ -192,7 +192,8 @@ def test_arrays_do_not_overlap_and_are_aligned() -> None:
     for spec in arrays(GEOMETRY).values():
         assert spec.offset >= end
         assert spec.offset % 64 == 0
-        end = spec.offset + int(np.prod(spec.shape)) * int(spec.dtype[2:])
+        end = spec.offset + spec.bytes
+        assert spec.bytes >= int(np.prod(spec.shape)) * int(spec.dtype[2:])
     assert end <= file_bytes(GEOMETRY)
     assert file_bytes(GEOMETRY) % PAGE_BYTES == 0
 
