@@ -145,6 +145,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             blocks=self.limits.blocks_max,
             blocks_per_sequence=self.limits.blocks_per_sequence_max,
             block_size=self.cache.block_size,
+            pools=self.limits.pools_max,
         )
 
 

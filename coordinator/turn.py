@@ -18,6 +18,7 @@ import msgspec
 
 from protocol import codec
 from protocol.errors import CapacityExceeded, KvforgeError, ProtocolError, VersionMismatch
+from protocol.handover import StepMail
 from protocol.messages import (
     CLIENT_MESSAGES,
     PROTOCOL_VERSION,
@@ -27,11 +28,14 @@ from protocol.messages import (
     Goodbye,
     Hello,
     Message,
+    PoolRegistered,
     Refused,
+    Step,
     Stream,
     Submit,
     Welcome,
     WorkerHello,
+    WorkerReady,
     WorkerWelcome,
 )
 from protocol.tables import TablesWriter
@@ -51,7 +55,7 @@ from .core.events import (
     WorkerGone,
 )
 from .core.machine import Machine
-from .outbox import Outbox, Sent, Transport
+from .outbox import Frames, Outbox, Sent, Transport
 from .publish import publish
 
 RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
@@ -85,6 +89,19 @@ class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
     client_backlog_max: int = 1024
 
 
+class Mail:
+    """Where one worker's steps are put, from its registration on."""
+
+    def __init__(self, mail: StepMail, pool: int, epoch: int) -> None:
+        self._mail, self._pool, self._epoch = mail, pool, epoch
+        self._number = 0
+
+    def put(self, frames: Frames) -> None:
+        """The next step."""
+        self._number += 1
+        self._mail.put(self._pool, self._epoch, self._number, frames)
+
+
 class TurnLoop:
     """What happens in one turn. Time and entropy (64 bit, for seeds) come from the caller.
 
@@ -105,6 +122,8 @@ class TurnLoop:
         self.clients, self.workers = clients, workers
         self._entropy, self._limits, self._processes = entropy, limits, processes
         self._outbox = Outbox(clients, limits.client_backlog_max)
+        self._watching: set[int] = set()  # workers that look for their steps in shared memory too
+        self._mail: dict[int, Mail] = {}
         self._turned_us = 0
         self._again = False
         self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
@@ -156,8 +175,7 @@ class TurnLoop:
         if isinstance(effect, DropWorker):
             log.warning("worker connection %d dropped: %s", effect.worker, effect.reason)
             self.workers.forget(effect.worker)
-            if self._processes is not None:
-                self._processes.leave(effect.worker)
+            self._left(effect.worker)
         elif isinstance(effect, ReplaceWorker):
             if self._processes is not None:
                 self._processes.replace(effect.worker, effect.pid, effect.reason, now_us)
@@ -180,7 +198,12 @@ class TurnLoop:
         return self._client_gone(client, goodbye=False, now_us=now_us)
 
     def _to_worker(self, worker: int, message: Message, now_us: int) -> list[Effect]:
-        if self.workers.send(worker, codec.encode(message)) is not Sent.FULL:
+        frames = codec.encode(message)
+        if isinstance(message, Step) and (mail := self._mail.get(worker)) is not None:
+            mail.put(frames)
+        elif isinstance(message, PoolRegistered) and worker in self._watching:
+            self._mail[worker] = Mail(self.tables.mail, message.pool, message.epoch)
+        if self.workers.send(worker, frames) is not Sent.FULL:
             return []
         log.warning("worker connection %d dropped: it does not read its messages", worker)
         self.workers.forget(worker)
@@ -202,9 +225,14 @@ class TurnLoop:
         return self.machine.apply(ClientGone(number, goodbye), now_us)
 
     def _worker_gone(self, number: int, *, goodbye: bool, now_us: int) -> list[Effect]:
-        if self._processes is not None:
-            self._processes.leave(number)
+        self._left(number)
         return self.machine.apply(WorkerGone(number, goodbye), now_us)
+
+    def _left(self, worker: int) -> None:
+        self._watching.discard(worker)
+        self._mail.pop(worker, None)
+        if self._processes is not None:
+            self._processes.leave(worker)
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -274,6 +302,8 @@ class TurnLoop:
                 self.workers.forget(number)
                 effects += self._worker_gone(number, goodbye=True, now_us=now_us)
             else:
+                if isinstance(message, WorkerReady) and message.watches:
+                    self._watching.add(number)
                 effects += self.machine.apply(FromWorker(number, message), now_us)
         except KvforgeError as error:
             self.workers.send_to(identity, codec.encode(_refusal(error, message)))

@@ -20,7 +20,7 @@ import msgspec
 import numpy as np
 
 from .errors import InvalidRequest, ProtocolError
-from .messages import NO_FLOAT32, NO_INT32, NO_INT64, Message, tag_of
+from .messages import NO_FLOAT32, NO_INT32, NO_INT64, Message, Step, tag_of
 
 BODY_BYTES_MAX = 1 << 20
 FRAME_BYTES_MAX = 64 << 20
@@ -58,6 +58,11 @@ def encode(message: Message) -> list[bytes | memoryview]:
         return [msgpack.packb(body)]
     body["n"] = sizes
     return [msgpack.packb(body), parts[0] if len(parts) == 1 else b"".join(parts)]
+
+
+def is_step(frames: Sequence[bytes | memoryview]) -> bool:
+    """Whether frames that `encode` made are a Step, without decoding them."""
+    return bool(frames[0][1 : 1 + len(_STEP_MARK)] == _STEP_MARK)
 
 
 class Decoder:
@@ -201,6 +206,7 @@ _EMPTY = {np.dtype(dtype): none for dtype, none in (("<i4", NO_INT32), ("<i8", N
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
 _CONVERT: dict[type[Message], Any] = {cls: _converter(cls) for cls in _TAGS}
+_STEP_MARK: bytes = msgpack.packb("t") + msgpack.packb(tag_of(Step))  # what a body's first entry is, after its size
 assert len(set(_TAGS.values())) == len(_TAGS), "two messages share a tag"
 # Wide items first, so that every array in the frame starts at a multiple of its item's size.
 assert all(list(cls.FRAMES) == sorted(cls.FRAMES, key=lambda frame: -int(frame[1][2:])) for cls in _TAGS), "alignment"

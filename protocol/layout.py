@@ -13,6 +13,8 @@ One file, little-endian, every array aligned to a cache line:
     block_generation  [blocks] int32
     block_owner       [blocks] int32  number of the tenant that the block is charged to, 0 = none
     block_table       [slots, blocks_per_sequence] int32   global block ids; one cache line between the rows
+    mail_head         [pools, 4 MAIL_RING] int64       see protocol/handover.py
+    mail              [pools, MAIL_RING MAIL_BYTES] uint8
 
 Rows of a power of two bytes, one after the other, would have their equal columns in the same few places of the
 processor's caches, and a step reads and writes one column of every row: hence the line in between. Untouched pages of
@@ -31,6 +33,7 @@ LAYOUT_VERSION = 3
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
+MAIL_RING, MAIL_BYTES = 4, 1 << 17
 
 HEADER = np.dtype(
     [
@@ -42,6 +45,7 @@ HEADER = np.dtype(
         ("blocks", "<i8"),
         ("blocks_per_sequence", "<i8"),
         ("block_size", "<i8"),
+        ("pools", "<i8"),
         ("file_bytes", "<i8"),
         ("pid", "<i8"),
     ]
@@ -61,7 +65,7 @@ GAUGES = (
     "generated_tokens_total",
     "steps_total",
 )
-_ARRAYS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
+_ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("rows_written", "<i8", ()),
     ("row_version", "<i8", ("slots",)),
     ("row_length", "<i4", ("slots",)),
@@ -71,9 +75,11 @@ _ARRAYS: tuple[tuple[str, str, tuple[str, ...]], ...] = (
     ("block_generation", "<i4", ("blocks",)),
     ("block_owner", "<i4", ("blocks",)),
     ("block_table", "<i4", ("slots", "blocks_per_sequence")),
+    ("mail_head", "<i8", ("pools", 4 * MAIL_RING)),
+    ("mail", "|u1", ("pools", MAIL_RING * MAIL_BYTES)),
 )
 
-assert HEADER.itemsize == 96 <= PAGE_BYTES
+assert HEADER.itemsize == 104 <= PAGE_BYTES
 assert (1 + len(GAUGES)) * 8 <= PAGE_BYTES
 
 
@@ -84,6 +90,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     blocks: int
     blocks_per_sequence: int
     block_size: int
+    pools: int = 1
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:
@@ -118,7 +125,7 @@ def arrays(geometry: Geometry) -> dict[str, ArraySpec]:
     found: dict[str, ArraySpec] = {}
     offset = 2 * PAGE_BYTES
     for name, dtype, dimensions in _ARRAYS:
-        shape = tuple(int(getattr(geometry, dimension)) for dimension in dimensions)
+        shape = tuple(n if isinstance(n, int) else int(getattr(geometry, n)) for n in dimensions)
         item = int(dtype[2:])
         strides = (item,) * len(shape)
         if len(shape) == 2:

@@ -718,7 +718,10 @@ class WorkerLoading(Message, frozen=True, tag="worker_loading"):
 
 
 class WorkerReady(Message, frozen=True, tag="worker_ready"):
-    """The model is loaded and the KV pool allocated: `blocks` blocks of `bytes_per_block` bytes."""
+    """The model is loaded and the KV pool allocated: `blocks` blocks of `bytes_per_block` bytes.
+
+    watches: it looks for its steps in shared memory too (`protocol.handover`).
+    """
 
     rid: int
     model: ModelInfo
@@ -726,6 +729,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     bytes_per_block: int
     kv_dtype: str
     device: str
+    watches: bool = False
 
 
 class RowError(msgspec.Struct, frozen=True):
@@ -785,11 +789,15 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
 
 
 class PoolRegistered(Message, frozen=True, tag="pool_registered"):
-    """The worker's blocks are [base_block, base_block + blocks) in tables and copies. Results must name `epoch`."""
+    """The worker's blocks are [base_block, base_block + blocks) in tables and copies. Results must name `epoch`.
+
+    pool: the pool's number, by which its steps are found in shared memory.
+    """
 
     rid: int
     epoch: int
     base_block: int
+    pool: int = 0
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -23,6 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from .errors import DeadlineExceeded, ProtocolError
+from .handover import StepMail, StepWatch
 from .layout import GAUGES, HEADER, LAYOUT_VERSION, MAGIC, PAGE_BYTES, Geometry, arrays, file_bytes
 from .messages import Int32Array, Int64Array
 
@@ -51,6 +52,7 @@ class TablesWriter:
             header["boot"] = boot.encode()
             header["slots"], header["blocks"] = geometry.slots, geometry.blocks
             header["blocks_per_sequence"], header["block_size"] = geometry.blocks_per_sequence, geometry.block_size
+            header["pools"] = geometry.pools
             header["file_bytes"], header["pid"] = size, os.getpid()
             header["magic"] = MAGIC  # last: a file with the magic is complete
             Path(temporary).replace(path)
@@ -71,6 +73,7 @@ class TablesWriter:
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
         self.block_table: Int32Array = views["block_table"]
+        self.mail = StepMail(views["mail_head"], views["mail"])
 
     def begin_rows(self, slots: Int64Array) -> None:
         """Marks rows as being written, until end_rows(). [n] slots; duplicates are harmless.
@@ -123,6 +126,7 @@ class TablesReader:
             blocks=int(header["blocks"]),
             blocks_per_sequence=int(header["blocks_per_sequence"]),
             block_size=int(header["block_size"]),
+            pools=int(header["pools"]),
         )
         if header["file_bytes"] != size or size != file_bytes(self.geometry):
             raise ProtocolError(f"{path} has {size} bytes; its header says {header['file_bytes']}")
@@ -138,7 +142,12 @@ class TablesReader:
         self.block_refcount: Int32Array = views["block_refcount"]
         self.block_generation: Int32Array = views["block_generation"]
         self.block_owner: Int32Array = views["block_owner"]
+        self._mail_head, self._mail = views["mail_head"], views["mail"]
         self.retries = 0
+
+    def watch(self, pool: int, epoch: int) -> StepWatch:
+        """The steps that are handed to a pool's worker, from its registration as `epoch` on."""
+        return StepWatch(self._mail_head[pool], self._mail[pool], epoch)
 
     def rows(self, slots: npt.NDArray[np.integer[Any]], width: int) -> Rows:
         """The first `width` columns, the lengths and the sequence ids of `slots`, each row whole.

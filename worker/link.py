@@ -1,20 +1,26 @@
-"""The worker's connection to its coordinator: messages in, messages out, and noticing that it is gone."""
+"""The worker's connection to its coordinator: messages in, messages out, and noticing that it is gone.
+
+Where cores are free, a worker that has just had something to do looks for its next step in shared memory for a while
+before it sleeps on its socket (`protocol.handover`): waking takes longer than a small step.
+"""
 
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
 from protocol import codec
 from protocol.errors import CoordinatorUnavailable
+from protocol.handover import StepWatch
 from protocol.messages import WORKER_REPLIES, Goodbye, Message
 from protocol.transport import dealer, worker_endpoint
 
 SEND_WAIT_MS = 1000
+LOOKS = 64  # at the word in memory for each one at the socket, which takes as long as several of them
 STEP_BYTES_MAX = 16 << 20  # each row that starts may bring LOGIT_BIAS_MAX biases of 15 bytes
 
 
@@ -34,6 +40,9 @@ class Link:
         self._poller.register(self._socket, zmq.POLLIN)
         self._poller.register(self._monitor, zmq.POLLIN)
         self._poller.register(wakeup_fd, zmq.POLLIN)
+        self._watch: StepWatch | None = None
+        self._watch_ns = self._active_ns = 0
+        self._steps = 0  # that came over the socket since `watch`
         self.connected = False
         self.connections = 0
         self._socket.connect(self.endpoint)
@@ -46,19 +55,53 @@ class Link:
             return False
         return True
 
+    def watch(self, steps: StepWatch | None, watch_us: int) -> None:
+        """From now on steps are looked for in shared memory too: for so long after each message. None: no more."""
+        self._watch, self._watch_ns, self._steps = steps, watch_us * 1000, 0
+
     def receive(self, timeout_ms: int) -> Message | None:
         """The next message; None where the time is over, a signal came, or the connection changed.
 
         Raises ProtocolError for bytes that are no message.
         """
-        if not self._socket.poll(0):
+        frames = self._next_frames()
+        if frames is None and self._watch is not None and timeout_ms > 0:
+            frames = self._look_for_steps(self._watch, timeout_ms)
+        if frames is None:
             self._poller.poll(timeout_ms)
             self._note_changes()
-        try:
-            frames: list[Any] = self._socket.recv_multipart(zmq.NOBLOCK)
-        except zmq.Again:
+            frames = self._next_frames()
+        if frames is None:
             return None
+        self._active_ns = time.monotonic_ns()
         return self._decoder.decode(frames)
+
+    def _next_frames(self) -> Sequence[bytes] | None:
+        """What is there now. Of a step that was taken from shared memory the message is thrown away."""
+        if self._watch is None:
+            return self._socket.recv_multipart(zmq.NOBLOCK) if self._socket.poll(0) else None
+        if (frames := self._watch.take()) is not None:
+            return frames
+        while self._socket.poll(0):
+            message = self._socket.recv_multipart(zmq.NOBLOCK)
+            if not codec.is_step(message):
+                return message
+            self._steps += 1
+            if self._steps > self._watch.taken:
+                self._watch.taken = self._steps
+                return message
+        return None
+
+    def _look_for_steps(self, steps: StepWatch, timeout_ms: int) -> Sequence[bytes] | None:
+        """Looks without sleeping, until something is there or it has been quiet for long enough."""
+        until_ns = min(self._active_ns + self._watch_ns, time.monotonic_ns() + timeout_ms * 1_000_000)
+        while time.monotonic_ns() < until_ns:
+            for _ in range(LOOKS):
+                if (frames := steps.take()) is not None:
+                    return frames
+            if self._socket.poll(0):
+                return self._next_frames()
+        return None
 
     def wait_connected(self, timeout_s: float) -> None:
         """Waits for the coordinator. Raises CoordinatorUnavailable; returns early on a signal."""

@@ -162,7 +162,8 @@ class WorkerReports:
         worker.phase, worker.progress = "ready", 1.0
         first, self.model = self.model is None, message.model
         self._sequences.vocab_size = message.model.vocab_size
-        reply = PoolRegistered(rid=message.rid, epoch=worker.group.epoch, base_block=worker.group.pool.base)
+        group = worker.group
+        reply = PoolRegistered(rid=message.rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number)
         self._effects.append(ToWorker(worker.number, reply))
         self._log("info", f"worker {worker.name} is ready: {message.blocks} blocks, {message.model.name}")
         if first:

@@ -105,6 +105,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             blocks=self.blocks_max,
             blocks_per_sequence=self.context_blocks,
             block_size=self.block_size,
+            pools=len(self.workers) + 1,
         )
 
 

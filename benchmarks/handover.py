@@ -1,0 +1,122 @@
+"""How long a step takes from the coordinator's hand to the worker's, by message and through shared memory.
+
+    python -m benchmarks.handover [--steps 3000] [--json FILE]
+
+Two processes with a core each, and a decode step of 64 rows. The coordinator's side encodes it, and sends it as a turn
+does; the worker's side is the worker's own connection, `worker.link`. Measured on the one clock that both share: from
+before the step is encoded to after it is decoded. Between two steps there is a pause, so that a worker which sleeps is
+asleep. Three ways: by message to a worker that sleeps, through shared memory to one that looks, and what the step costs
+the coordinator where it does both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import multiprocessing
+import os
+import sys
+import tempfile
+from multiprocessing.connection import Connection
+from pathlib import Path
+from time import perf_counter_ns
+
+import numpy as np
+import zmq
+
+from protocol import codec
+from protocol.layout import Geometry
+from protocol.messages import Step, WorkerHello
+from protocol.tables import TablesReader, TablesWriter
+from protocol.transport import router, worker_endpoint
+from worker.link import Link
+
+from .report import report
+
+ROWS = 64
+PAUSE_NS = 300_000
+GEOMETRY = Geometry(slots=256, blocks=4096, blocks_per_sequence=64, block_size=16)
+
+
+def take_core(number: int) -> None:
+    """Keeps this process on one of the cores that it may use."""
+    cores = sorted(os.sched_getaffinity(0))
+    os.sched_setaffinity(0, {cores[number % len(cores)]})
+
+
+def work(folder: str, looks: bool, steps: int, pipe: Connection) -> None:
+    """The worker's process: sends when it had each step, in nanoseconds."""
+    take_core(1)
+    read, _write = os.pipe()
+    link = Link(Path(folder), read)
+    link.wait_connected(30)
+    link.send(WorkerHello(rid=1, name="w", pid=os.getpid()))
+    if looks:
+        link.watch(TablesReader(Path(folder) / "t").watch(0, 1), 10 * PAUSE_NS // 1000)
+    times = np.zeros(steps, np.int64)
+    pipe.send("ready")
+    done = 0
+    while done < steps:
+        message = link.receive(1000)
+        if isinstance(message, Step):
+            times[done] = perf_counter_ns()
+            done += 1
+    pipe.send(times)
+    link.close(goodbye=False)
+
+
+def hand_over(looks: bool, steps: int) -> tuple[float, float, float]:
+    """Microseconds until the worker has a step, median and p99, and what the coordinator spends on it, median."""
+    take_core(0)
+    with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
+        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        socket = router(context)
+        socket.bind(worker_endpoint(Path(folder)))
+        tables = TablesWriter(Path(folder) / "t", GEOMETRY, "benchmark")
+        ours, theirs = multiprocessing.Pipe()
+        worker = multiprocessing.Process(target=work, args=(folder, looks, steps, theirs), daemon=True)
+        worker.start()
+        identity = socket.recv_multipart()[0]
+        assert ours.recv() == "ready"
+        rows = np.arange(ROWS, dtype=np.int32)
+        sent, spent = np.zeros(steps, np.int64), np.zeros(steps, np.int64)
+        for number in range(1, steps + 1):
+            until = perf_counter_ns() + PAUSE_NS
+            while perf_counter_ns() < until:
+                pass
+            sent[number - 1] = perf_counter_ns()
+            step = Step(step_id=number, slots=rows, starts=rows, counts=rows, samples=rows, tokens=rows)
+            frames = codec.encode(step)
+            if looks:
+                tables.mail.put(0, 1, number, frames)
+            socket.send_multipart([identity, *frames])
+            spent[number - 1] = perf_counter_ns() - sent[number - 1]
+        taken = (ours.recv() - sent) / 1e3
+        worker.join(10)
+        socket.close(0)
+        context.term()
+        tables.close()
+    return float(np.median(taken)), float(np.percentile(taken, 99)), float(np.median(spent)) / 1e3
+
+
+def main() -> int:
+    """Measures and prints."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.handover", description=__doc__)
+    parser.add_argument("--json", help="write the results here too")
+    parser.add_argument("--steps", type=int, default=3000, help="of each measurement")
+    options = parser.parse_args()
+    multiprocessing.set_start_method("spawn")
+    whole = os.sched_getaffinity(0)
+    rows: list[list[object]] = []
+    found: dict[str, float] = {}
+    for name, key, looks in (("message, asleep", "message", False), ("shared memory, looking", "shared", True)):
+        median, p99, spent = hand_over(looks, options.steps)
+        os.sched_setaffinity(0, whole)
+        found |= {f"{key}_p50_us": median, f"{key}_p99_us": p99, f"{key}_coordinator_us": spent}
+        rows.append([name, f"{median:.1f}", f"{p99:.1f}", f"{spent:.1f}"])
+    headers = ["way", "until the worker has it, us", "p99", "the coordinator spends, us"]
+    report(f"handing over a step of {ROWS} rows", headers, rows, found, options.json)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,131 @@
+"""Steps through shared memory: once, in order, whole, and never instead of the socket."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from time import monotonic
+
+import numpy as np
+import pytest
+
+from protocol import codec
+from protocol.handover import StepWatch
+from protocol.layout import MAIL_BYTES, MAIL_RING, Geometry
+from protocol.messages import WORKER_REPLIES, Step, Stop
+from protocol.tables import TablesReader, TablesWriter
+
+GEOMETRY = Geometry(slots=4, blocks=16, blocks_per_sequence=4, block_size=4, pools=3)
+POOL, EPOCH = 1, 7
+
+
+@pytest.fixture
+def writer(tmp_path: Path) -> Iterator[TablesWriter]:
+    tables = TablesWriter(tmp_path / "t", GEOMETRY, "boot")
+    yield tables
+    tables.close()
+
+
+def watch(writer: TablesWriter, pool: int = POOL, epoch: int = EPOCH) -> StepWatch:
+    return TablesReader(writer.path).watch(pool, epoch)
+
+
+def frames_of(number: int) -> list[bytes]:
+    return [b"body %d" % number, bytes([number % 256]) * (number % 5)][: 2 if number % 5 else 1]
+
+
+def put(writer: TablesWriter, *numbers: int, epoch: int = EPOCH) -> None:
+    for number in numbers:
+        writer.mail.put(POOL, epoch, number, frames_of(number))
+
+
+def test_steps_are_taken_once_and_in_their_order(writer: TablesWriter) -> None:
+    steps = watch(writer)
+    assert steps.take() is None
+    put(writer, 1, 2)
+    assert [steps.take(), steps.take(), steps.take()] == [frames_of(1), frames_of(2), None]
+    for number in range(3, 3 * MAIL_RING):
+        put(writer, number)
+        assert steps.take() == frames_of(number)
+    assert steps.taken == 3 * MAIL_RING - 1
+
+
+def test_another_pool_and_an_earlier_registration_are_not_mine(writer: TablesWriter) -> None:
+    put(writer, 1, epoch=EPOCH - 1)
+    assert watch(writer, pool=POOL - 1).take() is None
+    steps = watch(writer)
+    assert steps.take() is None
+    put(writer, 1)
+    assert steps.take() == frames_of(1)
+    assert steps.take() is None
+
+
+def test_a_step_that_is_too_long_is_left_to_the_socket(writer: TablesWriter) -> None:
+    steps = watch(writer)
+    writer.mail.put(POOL, EPOCH, 1, [b"b", bytes(MAIL_BYTES)])
+    assert steps.take() is None
+    put(writer, 2)
+    assert steps.take() is None, "the second before the first"
+    steps.taken = 1  # the first came over the socket
+    assert steps.take() == frames_of(2)
+    writer.mail.put(POOL, EPOCH, 3, [b"b" * 10, bytes(MAIL_BYTES - 10)])
+    assert steps.take() == [b"b" * 10, bytes(MAIL_BYTES - 10)]
+
+
+def test_one_that_was_overwritten_is_left_to_the_socket(writer: TablesWriter) -> None:
+    steps = watch(writer)
+    put(writer, *range(1, MAIL_RING + 3))
+    assert steps.take() is None
+    steps.taken = 2
+    assert [steps.take() for _ in range(MAIL_RING)] == [frames_of(n) for n in range(3, MAIL_RING + 3)]
+    assert steps.take() is None
+
+
+def test_a_step_is_known_by_its_first_bytes() -> None:
+    step = codec.encode(Step(step_id=3, slots=np.arange(3, dtype=np.int32)))
+    assert codec.is_step(step)
+    assert isinstance(codec.Decoder(WORKER_REPLIES).decode(step), Step)
+    assert not codec.is_step(codec.encode(Stop(reason="t step")))
+    assert not codec.is_step([b""])
+
+
+BUSY = """
+import sys
+from pathlib import Path
+from protocol.layout import Geometry
+from protocol.tables import TablesWriter
+geometry = Geometry(slots=4, blocks=16, blocks_per_sequence=4, block_size=4, pools=3)
+tables = TablesWriter(Path(sys.argv[1]), geometry, "busy")
+number = 0
+print("ready", flush=True)
+while True:
+    number += 1
+    tables.mail.put(1, 7, number, [b"%d" % number, bytes([number % 251]) * (number % 4096)])
+"""
+
+
+def test_a_step_that_is_overwritten_while_it_is_read_is_never_taken_torn(tmp_path: Path) -> None:
+    """A writer that never pauses, in a process of its own, for 3 seconds."""
+    path = tmp_path / "t"
+    with subprocess.Popen([sys.executable, "-c", BUSY, str(path)], stdout=subprocess.PIPE, cwd=Path.cwd()) as process:
+        try:
+            assert process.stdout is not None
+            assert process.stdout.readline() == b"ready\n"
+            reader = TablesReader(path)
+            steps = reader.watch(POOL, EPOCH)
+            taken, last, deadline = 0, 0, monotonic() + 3.0
+            while monotonic() < deadline:
+                frames = steps.take()
+                if frames is None:  # it is behind: catches up with what the ring holds, as with messages
+                    steps.taken = max(steps.taken, int(reader._mail_head[POOL, ::4].max()) - 1)
+                    continue
+                number = int(frames[0])
+                body = frames[1] if len(frames) > 1 else b""
+                assert number > last, "a step came twice, or late"
+                assert body == bytes([number % 251]) * (number % 4096), "a torn step"
+                last, taken = number, taken + 1
+            assert taken > 100
+        finally:
+            process.kill()
