@@ -5,13 +5,15 @@
 Core: apply(step result) and apply(turn) of a machine with N decoding requests, steps of all N rows, one under way while
 the other is settled. Turn: the same through real ZeroMQ sockets in one process: the result is received and decoded, the
 step planned, tables published, the next step and every client's stream encoded and sent. Medians and p99.9 of many
-steps; nothing else runs in the process, the garbage collector is frozen as in the coordinator.
+steps; nothing else runs in the process. The garbage collector is frozen as in the coordinator, which collects when it
+is idle; what such a collection takes after the measured steps is printed too.
 """
 
 from __future__ import annotations
 
 import argparse
 import gc
+import select
 import sys
 import tempfile
 from pathlib import Path
@@ -24,6 +26,7 @@ import zmq
 from coordinator.core.events import FromClient, FromWorker, ToWorker, Turn
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
+from coordinator.pauses import TURNS_MIN, Pauses
 from coordinator.peers import Peers
 from coordinator.turn import TurnLimits, TurnLoop
 from protocol import codec
@@ -164,6 +167,8 @@ class Shell:
         self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
         self.clients = Peers(self.context, f"ipc://{folder}/c", self._number)
         self.workers = Peers(self.context, f"ipc://{folder}/w", self._number)
+        self._epoll = select.epoll()
+        self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         turn_limits = TurnLimits(messages_per_turn_max=1 << 16)
         self.loop = TurnLoop(self.machine, self.tables, self.clients, self.workers, lambda: 1, turn_limits)
         self.client, self.worker = dealer(self.context), dealer(self.context)
@@ -176,14 +181,22 @@ class Shell:
 
     def turn(self) -> float:
         """One turn, when something has arrived. Returns its microseconds."""
-        assert self.workers.socket.poll(10_000) or self.clients.socket.poll(10_000)
+        while not self.waiting(10):
+            pass
         self.now_us += 1000
         started = perf_counter_ns()
         self.loop.turn(self.now_us)
         return (perf_counter_ns() - started) / 1e3
 
+    def waiting(self, timeout_s: float) -> bool:
+        """Whether something arrives within that time, as the server looks for it."""
+        for descriptor, _ in self._epoll.poll(timeout_s):
+            self._stirs[descriptor]()
+        return self.clients.waiting or self.workers.waiting
+
     def close(self) -> None:
         """Everything."""
+        self._epoll.close()
         for socket in (self.client, self.worker):
             socket.close(0)
         self.clients.close()
@@ -192,8 +205,8 @@ class Shell:
         self.tables.close()
 
 
-def whole(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]:
-    """Microseconds of each turn that settles and plans a step of all sequences."""
+def whole(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> tuple[list[float], float]:
+    """Microseconds of each turn that settles and plans a step of all sequences, and of a collection after them."""
     bounds, answerer = limits(sequences, steps, prompt), Answerer()
     decoder = codec.Decoder(WORKER_REPLIES)
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
@@ -205,12 +218,11 @@ def whole(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float
             for message in submissions(sequences, steps, prompt):
                 shell.client.send_multipart(codec.encode(message))
             while shell.machine.admission.running_total < sequences:
-                if shell.workers.socket.poll(0) or shell.clients.socket.poll(10):
-                    shell.turn()
+                shell.turn()
             taken: list[float] = []
             warming = WARM_STEPS
-            gc.collect()
-            gc.freeze()
+            pauses = Pauses(perf_counter_ns)
+            pauses.start()
             while len(taken) < steps:
                 step = decoder.decode(shell.worker.recv_multipart())
                 if not isinstance(step, Step):
@@ -218,14 +230,16 @@ def whole(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float
                 while shell.client.poll(0):
                     shell.client.recv_multipart()
                 shell.worker.send_multipart(codec.encode(answerer.answer(step, 1)))
-                assert shell.workers.socket.poll(10_000)
                 spent = shell.turn()
                 if step.slots.size == sequences and step.counts.max() == 1:
                     warming -= 1
                     if warming < 0:
                         taken.append(spent)
-            gc.unfreeze()
-            return taken
+                pauses.turn(idle=False)
+            for _ in range(TURNS_MIN):
+                pauses.turn(idle=True)
+            pauses.stop()
+            return taken, pauses.longest_us
         finally:
             shell.close()
 
@@ -249,8 +263,9 @@ def main() -> int:
     results: list[dict[str, Any]] = []
     for sequences in options.sequences:
         found: dict[str, Any] = {"sequences": sequences}
-        for name, measure in (("core", core), ("turn", whole)):
-            found[name] = summary(measure(sequences, options.steps, options.prompt))
+        found["core"] = summary(core(sequences, options.steps, options.prompt))
+        turns, found["collection_us"] = whole(sequences, options.steps, options.prompt)
+        found["turn"] = summary(turns)
         results.append(found)
     if missing := vllm_scheduler.reason():  # vLLM comes last: what it imports is not in the process before
         print(f"vLLM's scheduler is not measured: {missing}", file=sys.stderr)
@@ -259,8 +274,8 @@ def main() -> int:
         if spent is not None:
             found["vllm"] = summary(spent)
         shown = [f"{found[n][p]:.0f}" if n in found else "-" for n in ("core", "turn", "vllm") for p in SHOWN]
-        rows.append([found["sequences"], *shown])
-    header = ["sequences"]
+        rows.append([found["sequences"], f"{found['collection_us']:.0f}", *shown])
+    header = ["sequences", "collection, us"]
     for name in ("core", "turn", "vLLM scheduler"):
         header += [f"{name} p50, us", "mean", "p99.9"]
     report("control plane: a decode step of N sequences", header, rows, results, options.json)

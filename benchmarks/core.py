@@ -16,17 +16,20 @@ from time import perf_counter_ns
 import numpy as np
 
 from coordinator.core.cache import Cache
-from coordinator.core.events import FromClient, FromWorker
+from coordinator.core.events import FromClient, FromWorker, Turn
 from coordinator.core.groups import Group
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.core.pool import Blocks, Pool
 from coordinator.core.tenants import Tenants
 from protocol.messages import (
+    Accepted,
+    Cancel,
     CreateSequence,
     ModelInfo,
     RemoveSequences,
     SequenceInfo,
+    Submit,
     WorkerHello,
     WorkerReady,
 )
@@ -36,6 +39,7 @@ from .report import report
 VOCABULARY = 100_000
 PROMPT_TOKENS = 8192
 SEQUENCE_TOKENS = 1000
+ADMITTED_TOKENS = 2048
 
 
 def median_us(action: Callable[[], object], seconds: float) -> float:
@@ -111,6 +115,32 @@ def prefix_lookups(seconds: float) -> tuple[float, float]:
     return median_us(lambda: look(known), seconds), median_us(lambda: look(unknown), seconds)
 
 
+def admissions(seconds: float) -> tuple[float, float]:
+    """A prompt of 2,048 tokens from its Submit to its place in a pool, hashed: none of it cached, and all of it."""
+    core, rng = machine(), np.random.default_rng(3)
+    known = rng.integers(0, VOCABULARY, ADMITTED_TOKENS).astype(np.int32)
+    fill(core, core.cache.groups[0], known)
+    times: dict[bool, list[int]] = {False: [], True: []}
+    end, rid = perf_counter_ns() + int(2 * seconds * 1e9), 0
+    while perf_counter_ns() < end or len(times[True]) < 30:
+        rid += 1
+        cached = rid % 2 == 0
+        tokens = known if cached else rng.integers(0, VOCABULARY, ADMITTED_TOKENS).astype(np.int32)
+        submit = FromClient(1, Submit(rid=rid, prompt=tokens, max_tokens=16), 7)
+        started = perf_counter_ns()
+        accepted = core.apply(submit, rid)[0].message  # type: ignore[union-attr]
+        core.admission.admit(rid)
+        times[cached].append(perf_counter_ns() - started)
+        assert isinstance(accepted, Accepted)
+        request = core.requests.live[accepted.request_id]
+        assert request.state == "running"
+        assert (request.cached_tokens > ADMITTED_TOKENS - 32) == cached
+        core.apply(FromClient(1, Cancel(rid=rid, request_id=request.id)), rid)
+        core.apply(Turn(), rid)  # no step is under way: what waits for one is settled
+        forget_changes(core.cache)
+    return float(np.median(times[False])) / 1000, float(np.median(times[True])) / 1000
+
+
 def allocations(seconds: float) -> float:
     """A million blocks allocated and freed, 256 at a time. Returns nanoseconds per block."""
     limits = Limits(blocks_max=1 << 20)
@@ -142,10 +172,13 @@ def main() -> None:
     created = create_and_remove(options.seconds)
     hit, miss = prefix_lookups(options.seconds)
     each = allocations(options.seconds)
+    admitted, admitted_cached = admissions(options.seconds)
     rows: list[list[object]] = [
         ["create + remove of a 1,000-token sequence", f"{created:.1f} us", "100 us"],
         ["look up 8,192 tokens, all cached", f"{hit:.1f} us", "1000 us"],
         ["look up 8,192 tokens, none cached", f"{miss:.1f} us", "1000 us"],
+        [f"admit a prompt of {ADMITTED_TOKENS:,} tokens, none cached", f"{admitted:.1f} us", "150 us"],
+        [f"admit a prompt of {ADMITTED_TOKENS:,} tokens, all cached", f"{admitted_cached:.1f} us", "150 us"],
         ["allocate + free one block, in bulk of 256", f"{each:.1f} ns", "-"],
     ]
     results: dict[str, object] = {
@@ -153,6 +186,8 @@ def main() -> None:
         "lookup_hit_us": hit,
         "lookup_miss_us": miss,
         "allocate_free_ns": each,
+        "admit_us": admitted,
+        "admit_cached_us": admitted_cached,
     }
     if options.seeds:
         results["simulator"] = simulated(options.seeds)
