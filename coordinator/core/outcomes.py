@@ -94,7 +94,8 @@ class Outcomes:
                     errors[slot] = WorkerError("the worker returned no token for this request")
             if not set(where) <= set(expected.tolist()):
                 raise ProtocolError("step_result: a token for a row that did not sample")
-        if tokens.size and int(np.maximum.reduce(tokens.view(np.uint32))) >= group.model.vocab_size:  # below 0 is above, unsigned
+        # What is below 0 is large where it is taken as unsigned.
+        if tokens.size and int(np.maximum.reduce(tokens.view(np.uint32))) >= group.model.vocab_size:
             raise ProtocolError(f"step_result: a token outside the vocabulary of {group.model.vocab_size}")
         return tokens, logprobs, errors
 
