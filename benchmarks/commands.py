@@ -3,9 +3,10 @@
     python -m benchmarks.commands [--seconds 1] [--rounds 5] [--json FILE]
 
 A coordinator process with one stand-in pool, and an echo process that receives, unpacks with msgpack, packs and sends
-back. Servers are pinned to one core and clients to another, the same for both. Measured: bulk append of one token to
-256 client sequences, one command at a time; single appends, many under way, from one client and from four at once.
-Both servers are measured in turn, several times over; what is printed are medians over the rounds, of ratios too.
+back. Servers are pinned to one core and clients to others, one each as far as there are so many, the same for both.
+Measured: bulk append of one token to 256 client sequences, one command at a time; single appends, many under way, from
+one client and from four at once. Both servers are measured in turn, several times over; what is printed are medians
+over the rounds, of ratios too.
 """
 
 from __future__ import annotations
@@ -50,12 +51,16 @@ CLIENTS = 4
 BLOCKS = 1 << 19
 SEQUENCES = 16  # of each client that appends to one at a time
 Frames = list[bytes]
+# Read before anything is pinned: what a process starts inherits its core.
+ALLOWED = [int(core) for core in os.environ.get("KVFORGE_BENCH_CORES", "").split(",") if core] or sorted(
+    os.sched_getaffinity(0)
+)
 
 
-def pin(core: int) -> None:
-    """This process runs on one core, where there are several."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[core % len(cores)]})
+def pin(place: int) -> None:
+    """This process runs on one core: the servers on the first, clients on the others in turn where there are others."""
+    cores = ALLOWED
+    os.sched_setaffinity(0, {cores[0] if not place or len(cores) == 1 else cores[1 + (place - 1) % (len(cores) - 1)]})
 
 
 def serve(runtime: str) -> None:
@@ -160,9 +165,9 @@ def echoed(frames: Frames) -> None:
 DECODER = codec.Decoder(CLIENT_REPLIES)
 
 
-def one_client(endpoint: str, real: bool, seconds: float, results: Connection) -> None:
+def one_client(endpoint: str, real: bool, seconds: float, results: Connection, place: int) -> None:
     """A client process that appends to sequences of its own, or has the same bytes echoed."""
-    pin(1)
+    pin(place)
     peer = Peer(endpoint)
     sequences = list(range(1, SEQUENCES + 1))
     if real:
@@ -181,8 +186,8 @@ def together(endpoint: str, real: bool, clients: int, seconds: float) -> float:
     """Commands a second of so many clients at once."""
     pipes = [multiprocessing.Pipe() for _ in range(clients)]
     processes = [
-        multiprocessing.Process(target=one_client, args=(endpoint, real, seconds, theirs), daemon=True)
-        for _, theirs in pipes
+        multiprocessing.Process(target=one_client, args=(endpoint, real, seconds, theirs, 1 + i), daemon=True)
+        for i, (_, theirs) in enumerate(pipes)
     ]
     for process in processes:
         process.start()
@@ -234,6 +239,7 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=1.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=5, help="how often each of them is made")
     options = parser.parse_args()
+    os.environ["KVFORGE_BENCH_CORES"] = ",".join(map(str, ALLOWED))  # for the processes that are started from here
     pin(1)
     multiprocessing.set_start_method("spawn")
     rounds: dict[str, list[float]] = {}
@@ -266,6 +272,7 @@ def main() -> int:
             servers[0].join(10)
             servers[1].kill()
             servers[1].join(10)
+    os.sched_setaffinity(0, ALLOWED)
     mid = {key: float(np.median(values)) for key, values in rounds.items()}
     mid["bulk_by_echo"] = ratio(rounds["kvforge_bulk_us"], rounds["echo_bulk_us"])
     mid["one_by_echo"] = ratio(rounds["kvforge_one_per_s"], rounds["echo_one_per_s"])

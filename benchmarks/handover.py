@@ -2,11 +2,10 @@
 
     python -m benchmarks.handover [--steps 3000] [--json FILE]
 
-Two processes with a core each, and a decode step of 64 rows. The coordinator's side encodes it, and sends it as a turn
-does; the worker's side is the worker's own connection, `worker.link`. Measured on the one clock that both share: from
-before the step is encoded to after it is decoded. Between two steps there is a pause, so that a worker which sleeps is
-asleep. Three ways: by message to a worker that sleeps, through shared memory to one that looks, and what the step costs
-the coordinator where it does both.
+Two processes with half of the cores each, and a decode step of 64 rows. The coordinator's side encodes it and sends it
+as a turn does; the worker's side is the worker's own connection, `worker.link`. Measured on the one clock that both
+share: from before the step is encoded to after it is decoded. Between two steps there is a pause, so that a worker which
+sleeps is asleep. Also measured: what the coordinator spends on a step, with and without putting it into shared memory.
 """
 
 from __future__ import annotations
@@ -37,15 +36,9 @@ PAUSE_NS = 300_000
 GEOMETRY = Geometry(slots=256, blocks=4096, blocks_per_sequence=64, block_size=16)
 
 
-def take_core(number: int) -> None:
-    """Keeps this process on one of the cores that it may use."""
-    cores = sorted(os.sched_getaffinity(0))
-    os.sched_setaffinity(0, {cores[number % len(cores)]})
-
-
-def work(folder: str, looks: bool, steps: int, pipe: Connection) -> None:
+def work(folder: str, looks: bool, steps: int, pipe: Connection, cores: set[int]) -> None:
     """The worker's process: sends when it had each step, in nanoseconds."""
-    take_core(1)
+    os.sched_setaffinity(0, cores)
     read, _write = os.pipe()
     link = Link(Path(folder), read)
     link.wait_connected(30)
@@ -64,16 +57,19 @@ def work(folder: str, looks: bool, steps: int, pipe: Connection) -> None:
     link.close(goodbye=False)
 
 
-def hand_over(looks: bool, steps: int) -> tuple[float, float, float]:
-    """Microseconds until the worker has a step, median and p99, and what the coordinator spends on it, median."""
-    take_core(0)
+def hand_over(looks: bool, steps: int, ours_at: set[int], theirs_at: set[int]) -> tuple[float, float, float]:
+    """Microseconds until the worker has a step, median and p99, and what the coordinator spends on it, median.
+
+    ours_at, theirs_at: the cores of this process and of the worker's.
+    """
+    os.sched_setaffinity(0, ours_at)
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         socket = router(context)
         socket.bind(worker_endpoint(Path(folder)))
         tables = TablesWriter(Path(folder) / "t", GEOMETRY, "benchmark")
         ours, theirs = multiprocessing.Pipe()
-        worker = multiprocessing.Process(target=work, args=(folder, looks, steps, theirs), daemon=True)
+        worker = multiprocessing.Process(target=work, args=(folder, looks, steps, theirs, theirs_at), daemon=True)
         worker.start()
         identity = socket.recv_multipart()[0]
         assert ours.recv() == "ready"
@@ -105,11 +101,12 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=3000, help="of each measurement")
     options = parser.parse_args()
     multiprocessing.set_start_method("spawn")
-    whole = os.sched_getaffinity(0)
+    whole = sorted(os.sched_getaffinity(0))
+    half = max(1, len(whole) // 2)
     rows: list[list[object]] = []
     found: dict[str, float] = {}
     for name, key, looks in (("message, asleep", "message", False), ("shared memory, looking", "shared", True)):
-        median, p99, spent = hand_over(looks, options.steps)
+        median, p99, spent = hand_over(looks, options.steps, set(whole[:half]), set(whole[half:] or whole))
         os.sched_setaffinity(0, whole)
         found |= {f"{key}_p50_us": median, f"{key}_p99_us": p99, f"{key}_coordinator_us": spent}
         rows.append([name, f"{median:.1f}", f"{p99:.1f}", f"{spent:.1f}"])
