@@ -4,7 +4,7 @@
 
 Two processes with half of the cores each, and a decode step of 64 rows. The coordinator's side encodes it and sends it
 as a turn does; the worker's side is the worker's own connection, `worker.link`. Measured on the one clock that both
-share: from before the step is encoded to after it is decoded. Between two steps there is a pause, so that a worker which
+share: from before the step is encoded to after it is decoded. Between two steps there is a pause, so that a worker that
 sleeps is asleep. Also measured: what the coordinator spends on a step, with and without putting it into shared memory.
 """
 
