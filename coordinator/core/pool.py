@@ -212,9 +212,10 @@ class Pool:
         states = blocks.state[ids]
         assert not (states == FREE).any(), "a free block cannot be held"
         blocks.holds += 1
-        for block in ids[states == CACHED].tolist():
-            del self._lru[int(blocks.owner[block])][block]
-            self.cached -= 1
+        cached = ids[states == CACHED]
+        for block, owner in zip(cached.tolist(), blocks.owner[cached].tolist(), strict=True):
+            del self._lru[owner][block]
+        self.cached -= cached.size
         self.quarantined -= int(np.count_nonzero(states == QUARANTINED))
         blocks.refcount[ids] += 1
         blocks.state[ids] = REFERENCED
@@ -275,10 +276,10 @@ class Pool:
             kept = ids[indexed]
             self.blocks.state[kept] = CACHED
             self.cached += kept.size
-            owners = self.blocks.owner
-            for block in kept[::-1].tolist():
+            last = kept[::-1]
+            for block, owner in zip(last.tolist(), self.blocks.owner[last].tolist(), strict=True):
                 self._stamp += 1
-                self._lru.setdefault(int(owners[block]), OrderedDict())[block] = self._stamp
+                self._lru.setdefault(owner, OrderedDict())[block] = self._stamp
             ids = ids[~indexed]
         self._to_free(ids, now_us)
 
