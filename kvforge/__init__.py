@@ -63,6 +63,7 @@ from .aio import AsyncClient, AsyncRequest, AsyncTextRequest
 from .client import Client, Request, TextRequest
 from .results import Completion, Finished, Token
 from .sequences import CachedSequence
+from .tables import BlockCounts, SequenceRow, Tables
 
 __version__ = "0.1.0"
 
@@ -73,6 +74,7 @@ __all__ = [
     "AsyncRequest",
     "AsyncTextRequest",
     "BlockCount",
+    "BlockCounts",
     "BlockInfo",
     "BlockNotFound",
     "BlockNotHeld",
@@ -109,9 +111,11 @@ __all__ = [
     "Sampling",
     "SequenceBusy",
     "SequenceNotFound",
+    "SequenceRow",
     "StaleGeneration",
     "SequenceInfo",
     "Stats",
+    "Tables",
     "TextRequest",
     "Timings",
     "Token",

@@ -51,6 +51,7 @@ from .results import Completion, Finished, Token
 from .sequences import CachedSequence, SequenceRef
 from .session import Watched
 from .stop_text import TextCursor
+from .tables import Tables
 
 ROOM_POLL_S = 0.02
 
@@ -245,6 +246,10 @@ class AsyncClient:
     async def health(self, *, timeout_s: float | None = None) -> Health:
         """As `Client.health`."""
         return await self._calls.call(lambda rid: GetHealth(rid=rid), Health, timeout_s)
+
+    async def tables(self, *, timeout_s: float | None = None) -> Tables:
+        """As `Client.tables`; reading the tables themselves waits for nobody and is not awaited."""
+        return await self._calls.tables(timeout_s)
 
     async def create_sequence(
         self,

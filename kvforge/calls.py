@@ -49,6 +49,7 @@ from .results import Completion, Finished, Token, finished, token_at
 from .sequences import Command, SequenceRef, sequence_id
 from .session import Pending, Session, Track, Watched
 from .stop_text import TextCursor
+from .tables import Tables
 
 if TYPE_CHECKING:
     from .text import Tokenizer
@@ -170,6 +171,12 @@ class Calls(ABC):
         )
         pending.take(Attached)
         return pending.tracks[0]
+
+    async def tables(self, timeout_s: float | None) -> Tables:
+        await self._connect(monotonic() + (self.timeout_s if timeout_s is None else _seconds(timeout_s)))
+        if self.session.welcome is None:
+            raise self._nobody("hung up at once")
+        return Tables.of(self.session.welcome, self.endpoint)
 
     async def drain(self, deadline_s: float | None, timeout_s: float | None) -> None:
         deadline_ms = milliseconds("deadline_s", deadline_s)

@@ -25,12 +25,13 @@ from .commands import (
     requests,
     stats,
     status,
+    top,
     up,
     version,
 )
 from .exits import FAILED, INTERRUPTED, OK, Interrupted, Stopped, status_of, table
 
-COMMANDS = (pull, up, generate, attach, status, health, stats, requests, cancel, drain, demo, version)
+COMMANDS = (pull, up, generate, attach, status, health, stats, top, requests, cancel, drain, demo, version)
 DEBUG = "KVFORGE_DEBUG"
 
 

@@ -48,6 +48,7 @@ from .results import Completion, Finished, Token
 from .sequences import CachedSequence, SequenceRef
 from .session import Watched
 from .stop_text import TextCursor
+from .tables import Tables
 
 T = TypeVar("T")
 POLL_S_MAX = 3600.0
@@ -290,6 +291,14 @@ class Client:
     def health(self, *, timeout_s: float | None = None) -> Health:
         """Whether a request would be served now; if not, why."""
         return drive(self._calls.call(lambda rid: GetHealth(rid=rid), Health, timeout_s))
+
+    def tables(self, *, timeout_s: float | None = None) -> Tables:
+        """The shared tables of the coordinator that this client is connected to: to be read without a message.
+
+        They are those of one start of the coordinator, and show for ever what that one last wrote: after a restart ask
+        for new ones. Raises Unavailable where the file is not there, as for a coordinator on another machine.
+        """
+        return drive(self._calls.tables(timeout_s))
 
     def create_sequence(
         self,

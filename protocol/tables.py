@@ -121,6 +121,7 @@ class TablesReader:
         self.boot = bytes(header["boot"]).decode("ascii", "replace")
         if boot is not None and self.boot != boot:
             raise ProtocolError(f"{path} belongs to boot {self.boot}, not to {boot}")
+        self.pid = int(header["pid"])
         self.geometry = Geometry(
             slots=int(header["slots"]),
             blocks=int(header["blocks"]),
@@ -226,6 +227,16 @@ class TablesReader:
                 return table, length, sequence
             self.retries += 1
         raise _unending(slot)
+
+    def slots_taken(self) -> npt.NDArray[np.intp]:
+        """The slots that hold a sequence now, [n]; when their rows are read they may hold others, or none."""
+        # A copy first: numpy counts, then collects, and refuses what changes in between.
+        return np.flatnonzero(self._row_sequence.copy())
+
+    def slot_of(self, sequence_id: int) -> int | None:
+        """The slot that holds a sequence (id above 0) now, None where none does; to be checked when its row is read."""
+        (slots,) = (self._row_sequence == sequence_id).nonzero()
+        return int(slots[0]) if slots.size else None
 
     def gauges(self) -> dict[str, int]:
         """One consistent set of the coordinator's gauges."""

@@ -1,0 +1,128 @@
+"""kvforge top: the service at work, a line now and then. It reads the shared tables and sends no message."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from protocol import transport
+from protocol.errors import CoordinatorUnavailable, InvalidConfiguration
+
+from ..exits import OK
+from ..tables import Tables
+from . import common
+
+EVERY_S, EVERY_S_MIN = 1.0, 0.1
+LINES_PER_HEADER = 20
+IPC = "ipc://"
+COLUMNS = {
+    "running": "requests_running",
+    "pending": "requests_pending",
+    "sequences": "sequences",
+    "free": "blocks_free",
+    "cached": "blocks_cached",
+    "referenced": "blocks_referenced",
+    "quarantined": "blocks_quarantined",
+    "blocks": "blocks_total",
+}
+RATES = {"tokens_per_s": "generated_tokens_total", "steps_per_s": "steps_total"}
+WIDTHS = [*(max(7, len(title)) for title in COLUMNS), 8, 8, 9]
+Rates = Mapping[str, float | None]
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = common.add(
+        subparsers, "top", run, "Watch the cache and the requests, without a message to the coordinator."
+    )
+    parser.add_argument(
+        "--every", type=_every, default=EVERY_S, metavar="SECONDS", help=f"time between lines [{EVERY_S:g}]"
+    )
+    parser.add_argument("--count", type=_count, metavar="N", help="end after N lines")
+    parser.add_argument("--json", action="store_true", help="print one JSON document a line")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints lines until there are enough. Raises CoordinatorUnavailable where there is no coordinator any more."""
+    folder = _folder(options)
+    tables = Tables(folder)
+    before: dict[str, int] | None = None
+    lines, wait_s = 0, 0.0
+    while lines != options.count:
+        if tables.ended(wait_s):
+            raise CoordinatorUnavailable(
+                f"the coordinator in {folder} is gone (process {tables.pid}). See its log; `kvforge up` starts it again"
+            )
+        now = tables.gauges()
+        rates = _rates(before, now)
+        if options.json:
+            common.print_json({"boot": tables.boot, **now, **rates})
+        else:
+            if lines % LINES_PER_HEADER == 0:
+                _print_columns([*COLUMNS, "tokens/s", "steps/s", "up"])
+            _print_columns([*(now[name] for name in COLUMNS.values()), *_shown(rates), _clock(now["uptime_us"])])
+        sys.stdout.flush()  # whoever reads a pipe sees each line as it comes
+        lines, wait_s, before = lines + 1, options.every, now
+    return OK
+
+
+def _folder(options: argparse.Namespace) -> Path:
+    """The runtime folder that the options or the environment name: that of the coordinator a client would ask."""
+    if options.endpoint is None and options.runtime_dir is not None:
+        return common.runtime_dir(options)
+    endpoint: str = options.endpoint or transport.default_client_endpoint()
+    socket = Path(endpoint.removeprefix(IPC))
+    if not endpoint.startswith(IPC) or socket.name != transport.CLIENT_SOCKET:
+        problem = f"is {endpoint!r}; the shared tables lie beside the socket ipc://DIR/{transport.CLIENT_SOCKET}"
+        raise InvalidConfiguration("endpoint", f"{problem}: name their folder with --runtime-dir")
+    return socket.parent.absolute()
+
+
+def _rates(before: Mapping[str, int] | None, now: Mapping[str, int]) -> Rates:
+    """Per second of the coordinator's clock since the line before; None in the first line.
+
+    The clock stands still while nothing is published: then nothing was done. A pool takes its steps with it when its
+    worker dies: that is no rate below zero.
+    """
+    if before is None:
+        return dict.fromkeys(RATES)
+    passed_s = (now["uptime_us"] - before["uptime_us"]) / 1e6
+    done = {rate: max(0, now[name] - before[name]) for rate, name in RATES.items()}
+    return {rate: round(count / passed_s, 3) if passed_s > 0 else 0.0 for rate, count in done.items()}
+
+
+def _shown(rates: Rates) -> list[str]:
+    return ["-" if rate is None else f"{rate:.1f}" for rate in rates.values()]
+
+
+def _clock(uptime_us: int) -> str:
+    minutes, seconds = divmod(uptime_us // 1_000_000, 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{seconds:02}"
+
+
+def _print_columns(cells: list[object]) -> None:
+    print("  ".join(str(cell).rjust(width) for cell, width in zip(cells, WIDTHS, strict=True)))
+
+
+def _every(text: str) -> float:
+    value = common.seconds(text)
+    if value < EVERY_S_MIN:
+        raise ValueError
+    return value
+
+
+_every.__name__ = f"number of seconds ({EVERY_S_MIN:g} to a day)"
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise ValueError
+    return value
+
+
+_count.__name__ = "number of lines (at least 1)"
