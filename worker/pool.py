@@ -16,6 +16,8 @@ import torch
 
 from protocol.errors import InvalidConfiguration
 
+from .attention import KvLayer
+from .attention.quantised import as_bytes
 from .device import Device
 
 BYTES_MAX = 2**63 - 1
@@ -29,17 +31,16 @@ class KvDtype:
     itemsize: int
     scale_bytes: int
     torch_dtype: torch.dtype
-    storable: bool
 
 
 KV_DTYPES: dict[str, KvDtype] = {
     dtype.name: dtype
     for dtype in (
-        KvDtype("float32", 4, 0, torch.float32, True),
-        KvDtype("float16", 2, 0, torch.float16, True),
-        KvDtype("bfloat16", 2, 0, torch.bfloat16, True),
-        KvDtype("int8", 1, 4, torch.int8, False),
-        KvDtype("fp8", 1, 4, torch.float8_e4m3fn, False),
+        KvDtype("float32", 4, 0, torch.float32),
+        KvDtype("float16", 2, 0, torch.float16),
+        KvDtype("bfloat16", 2, 0, torch.bfloat16),
+        KvDtype("int8", 1, 4, torch.int8),
+        KvDtype("fp8", 1, 4, torch.float8_e4m3fn),
     )
 }
 
@@ -126,9 +127,8 @@ def require_positive(field: str, value: int) -> None:
 class KvPool:
     """K and V of `blocks` blocks for every layer.
 
-    keys[layer], values[layer]: [blocks, block_size, kv_heads, head_size] kv_dtype device, contiguous. Uninitialised
-    at first: memory is committed as it is written.
-    Errors: InvalidConfiguration (size, or a dtype that is not stored yet), GpuError or WorkerError (no memory).
+    layers: one KvLayer for each. Uninitialised at first: memory is committed as it is written.
+    Errors: InvalidConfiguration (size), GpuError or WorkerError (no memory).
     """
 
     def __init__(self, geometry: KvGeometry, blocks: int, device: Device) -> None:
@@ -137,22 +137,22 @@ class KvPool:
         self.block_size = geometry.block_size
         self.device = device
         self.bytes = geometry.bytes_for(blocks)
-        if not geometry.dtype.storable:
-            raise InvalidConfiguration("kv_dtype", f"{geometry.kv_dtype} storage arrives with the GPU kernels")
         if self.bytes > device.free_bytes():
             problem = f"{blocks} blocks take {self.bytes} bytes; {device.name} has {device.free_bytes()} free"
             raise InvalidConfiguration("blocks", problem)
         with device.errors(f"allocating a KV pool of {self.bytes} bytes"):
-            self.keys = self._allocate()
-            self.values = self._allocate()
+            self.layers = [self._allocate(shape) for shape in geometry.layers]
 
-    def _allocate(self) -> list[torch.Tensor]:
-        dtype = self.geometry.dtype.torch_dtype
-        shapes = [(self.blocks, self.block_size, s.kv_heads, s.head_size) for s in self.geometry.layers]
-        return [self.device.allocate(shape, dtype) for shape in shapes]
+    def _allocate(self, layer: LayerShape) -> KvLayer:
+        dtype, shape = self.geometry.dtype, (self.blocks, self.block_size, layer.kv_heads)
+        caches = [self.device.allocate((*shape, layer.head_size), dtype.torch_dtype) for _ in range(2)]
+        if not dtype.scale_bytes:
+            return KvLayer(*caches)
+        scales = [self.device.allocate(shape, torch.float32) for _ in range(2)]
+        return KvLayer(*caches, *scales)
 
     def copy_blocks(self, copies: npt.NDArray[np.int32]) -> None:
-        """Copies the first slots of blocks, K and V in every layer.
+        """Copies the first slots of blocks, K and V in every layer, with their scales.
 
         copies: [n, 3] int32 (from block, to block, tokens), pool-local ids that the caller has checked. No copy may
         read what another one writes, so all are done at once.
@@ -164,14 +164,18 @@ class KvPool:
         offsets = np.arange(len(rows)) - np.repeat(np.cumsum(tokens) - tokens, tokens)
         source_slots = self.device.upload(sources[rows] * self.block_size + offsets)
         target_slots = self.device.upload(targets[rows] * self.block_size + offsets)
-        for cache in self._tensors():
-            slots = cache.view(-1, *cache.shape[2:])
+        for cache in self.tensors():
+            slots = as_bytes(cache).view(-1, *cache.shape[2:])
             slots[target_slots] = slots[source_slots]
 
     def close(self) -> None:
         """Returns the memory to the device. The pool holds nothing afterwards; closing twice is harmless."""
-        self.keys, self.values = [], []
+        self.layers = []
         self.device.release_cached()
 
-    def _tensors(self) -> Iterable[torch.Tensor]:
-        return (*self.keys, *self.values)
+    def tensors(self) -> Iterable[torch.Tensor]:
+        """Every tensor of the pool: [blocks, block_size, ...] each."""
+        for layer in self.layers:
+            for tensor in (layer.keys, layer.values, layer.key_scales, layer.value_scales):
+                if tensor is not None:
+                    yield tensor

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -10,6 +12,20 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel's module is imported: it is read there
+    with contextlib.suppress(ImportError):
+        # Triton 3.6's interpreter keeps scalars in arrays of shape [1], and numpy 2.4 no longer makes an int of those.
+        from triton.runtime import interpreter
+
+        patch_tensor = interpreter._patch_lang_tensor
+
+        def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
+            patch_tensor(tensor, scope)
+            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
+
+        interpreter._patch_lang_tensor = patch_tensor_for_numpy
 
 from worker.attention import PagedBatch
 from worker.device import Device, open_device
@@ -96,7 +112,7 @@ def paged_logits() -> Callable[..., list[torch.Tensor]]:
         width = -(-max(map(len, sequences)) // block_size)
         count = len(sequences)
         pool = KvPool(model.geometry, width * count + 3, model.device)
-        for cache in (*pool.keys, *pool.values):
+        for cache in pool.tensors():
             cache.fill_(float("nan"))
         order = np.random.default_rng(1).permutation(pool.blocks)[: width * count]
         tables = order.astype(np.int32).reshape(count, width)

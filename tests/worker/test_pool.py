@@ -41,7 +41,7 @@ def test_pool_refuses_blocks(blocks: int, cpu: Device) -> None:
 def test_all_ones_is_accepted(cpu: Device) -> None:
     pool = KvPool(geometry(), 1, cpu)
     assert pool.bytes == 8
-    assert pool.keys[0].shape == (1, 1, 1, 1)
+    assert pool.layers[0].keys.shape == (1, 1, 1, 1)
 
 
 # behaviour 2
@@ -95,20 +95,17 @@ def test_sizes_follow_the_dtype(kv_dtype: str, per_head: int) -> None:
 
 
 # behaviour 3
-@pytest.mark.parametrize("kv_dtype", ["float32", "float16", "bfloat16"])
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
 def test_allocated_bytes_are_the_counted_bytes(kv_dtype: str, cpu: Device) -> None:
     pool = KvPool(KvGeometry((LayerShape(2, 16), LayerShape(1, 8)), 4, kv_dtype), 5, cpu)
-    tensors = (*pool.keys, *pool.values)
+    tensors = list(pool.tensors())
     assert sum(t.numel() * t.element_size() for t in tensors) == pool.bytes == 5 * pool.geometry.bytes_per_block
-    assert {t.dtype for t in tensors} == {KV_DTYPES[kv_dtype].torch_dtype}
-    assert [tuple(t.shape) for t in pool.keys] == [(5, 4, 2, 16), (5, 4, 1, 8)]
-
-
-@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
-def test_quantised_storage_is_refused_by_name(kv_dtype: str, cpu: Device) -> None:
-    with pytest.raises(InvalidConfiguration, match="arrives with the GPU kernels") as caught:
-        KvPool(geometry(kv_dtype=kv_dtype), 1, cpu)
-    assert caught.value.field == "kv_dtype"
+    assert [tuple(layer.keys.shape) for layer in pool.layers] == [(5, 4, 2, 16), (5, 4, 1, 8)]
+    for layer in pool.layers:
+        assert {layer.keys.dtype, layer.values.dtype} == {KV_DTYPES[kv_dtype].torch_dtype}
+        for scales in (layer.key_scales, layer.value_scales):
+            assert (scales is not None) == (kv_dtype in ("int8", "fp8"))
+            assert scales is None or (scales.shape == layer.keys.shape[:3] and scales.dtype == torch.float32)
 
 
 def test_unknown_dtype_and_too_little_memory() -> None:
@@ -121,17 +118,21 @@ def test_unknown_dtype_and_too_little_memory() -> None:
     assert geometry().blocks_for(8) == 1
 
 
-def test_copies_move_the_named_slots_only(cpu: Device) -> None:
-    pool = KvPool(geometry(layers=2, kv_heads=2, head_size=3, block_size=4), 6, cpu)
-    for index, cache in enumerate((*pool.keys, *pool.values)):
-        cache.copy_(torch.arange(cache.numel()).view(cache.shape) + 1000.0 * index)
-    before = [cache.clone() for cache in (*pool.keys, *pool.values)]
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_copies_move_the_named_slots_only(kv_dtype: str, cpu: Device) -> None:
+    pool = KvPool(geometry(layers=2, kv_heads=2, head_size=3, block_size=4, kv_dtype=kv_dtype), 6, cpu)
+    for index, cache in enumerate(pool.tensors()):
+        values = torch.arange(cache.numel()).view(cache.shape) + 1000 * index
+        cache.copy_(values % 120 if cache.element_size() == 1 else values)
+    before = [cache.clone() for cache in pool.tensors()]
     pool.copy_blocks(np.array([[0, 3, 2], [0, 4, 4], [1, 5, 0]], np.int32))
-    for old, new in zip(before, (*pool.keys, *pool.values), strict=True):
+    for old, new in zip(before, pool.tensors(), strict=True):
+        old, new = old.float(), new.float()
         assert torch.equal(new[3, :2], old[0, :2])
         assert torch.equal(new[3, 2:], old[3, 2:])
         assert torch.equal(new[4], old[0])
         assert torch.equal(new[[0, 1, 2, 5]], old[[0, 1, 2, 5]])
+        assert not torch.equal(new[3, :2], old[3, :2])
 
 
 # behaviour 11
@@ -141,7 +142,7 @@ def test_close_returns_memory(cpu: Device) -> None:
     gc.collect()
     for _ in range(3):
         pool = KvPool(sized, blocks, cpu)
-        for cache in (*pool.keys, *pool.values):
+        for cache in pool.tensors():
             cache.zero_()
         del cache  # the loop's last tensor
         held = cpu.allocated_bytes()

@@ -2,15 +2,42 @@
 
 from __future__ import annotations
 
+import importlib.util
+
+from protocol.errors import InvalidConfiguration
 from worker.device import Device
 
-from .interface import AttentionOptions, PagedAttention, PagedBatch
+from .batch import PagedBatch
+from .interface import AttentionOptions, KvLayer, PagedAttention
 from .reference import ReferenceAttention
 
-__all__ = ["AttentionOptions", "PagedAttention", "PagedBatch", "ReferenceAttention", "choose_attention"]
+__all__ = [
+    "AttentionOptions",
+    "KvLayer",
+    "PagedAttention",
+    "PagedBatch",
+    "ReferenceAttention",
+    "choose_attention",
+]
+KINDS = ("auto", "triton", "reference")
 
 
-def choose_attention(device: Device) -> PagedAttention:
-    """The fastest implementation that `device` can run. The reference runs on every one of them."""
-    del device
-    return ReferenceAttention()
+def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
+    """The implementation for `device`: "triton", "reference", or "auto", the fastest that runs there.
+
+    The reference runs everywhere. Triton's kernels run on GPUs, and on the CPU under Triton's interpreter, which is for
+    tests. Errors: InvalidConfiguration names `attention` where the wanted one cannot run.
+    """
+    if kind not in KINDS:
+        raise InvalidConfiguration("attention", f"{kind!r} is not one of {', '.join(KINDS)}")
+    has_triton = importlib.util.find_spec("triton") is not None
+    if kind == "reference" or (kind == "auto" and not (device.is_gpu and has_triton)):
+        return ReferenceAttention()
+    if not has_triton:
+        raise InvalidConfiguration("attention", "triton is not installed; use attention = 'auto' or 'reference'")
+    from .triton_attention import TritonAttention, is_interpreted  # only here: a CPU worker needs no triton
+
+    if not device.is_gpu and not is_interpreted():
+        problem = f"Triton's kernels need a GPU, or TRITON_INTERPRET=1 for tests; {device.name} is none"
+        raise InvalidConfiguration("attention", problem)
+    return TritonAttention(device)

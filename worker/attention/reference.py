@@ -17,7 +17,9 @@ import numpy as np
 import torch
 from torch.nn.functional import scaled_dot_product_attention
 
-from .interface import AttentionOptions, IntArray, PagedBatch, check_attend, check_write
+from .batch import IntArray, PagedBatch
+from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
+from .quantised import as_bytes, dequantise, quantise
 
 QUERY_TILE = 128
 DECODE_LENGTH_MIN = 256  # decodes shorter than this share one group: padding is cheaper than another pass
@@ -52,23 +54,28 @@ class _Tile:
 class ReferenceAttention:
     """See PagedAttention. Works on every device and for every head size, block size and group size."""
 
-    def write(
-        self, key: torch.Tensor, value: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, batch: PagedBatch
-    ) -> None:
-        check_write(key, value, keys, values, batch)
-        keys.flatten(0, 1).index_copy_(0, batch.slot_mapping, key.to(keys.dtype))
-        values.flatten(0, 1).index_copy_(0, batch.slot_mapping, value.to(values.dtype))
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        check_write(key, value, layer, batch)
+        _write(key, value, layer, batch)
 
-    def attend(
+    def write_rotated(
         self,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: KvLayer,
         batch: PagedBatch,
-        options: AttentionOptions,
     ) -> torch.Tensor:
-        check_attend(query, keys, values, batch)
-        kv_heads = keys.shape[2]
+        check_write(key, value, layer, batch)
+        check_rotary(query, cos, sin, layer, batch)
+        _write(rotate(key, cos, sin), value, layer, batch)
+        return rotate(query, cos, sin)
+
+    def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
+        check_attend(query, layer, batch)
+        kv_heads = layer.keys.shape[2]
         plan_key = ("reference", kv_heads, options.window)
         if plan_key not in batch.plans:
             batch.plans[plan_key] = (
@@ -77,42 +84,81 @@ class ReferenceAttention:
             )
         decodes, tiles = batch.plans[plan_key]
         if len(decodes) == 1 and decodes[0].tokens is None:
-            return _decode(query, keys, values, decodes[0], options)
-        output = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+            return _decode(query, layer, decodes[0], options)
+        output = torch.zeros(query.shape, dtype=query.dtype, device=query.device)  # padding keeps the zeros
         for group in decodes:
-            output[group.tokens] = _decode(query[group.tokens], keys, values, group, options)
+            output[group.tokens] = _decode(query[group.tokens], layer, group, options)
         for tile in tiles:
-            output[tile.first : tile.last] = _prefill(query[tile.first : tile.last], keys, values, tile, options)
+            output[tile.first : tile.last] = _prefill(query[tile.first : tile.last], layer, tile, options)
         return output
 
 
-def _decode(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, group: _Decodes, options: AttentionOptions
-) -> torch.Tensor:
+def _write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+    """Stores the tokens that have a slot; the padding of a static batch has none."""
+    if batch.slots.min(initial=0) < 0:
+        kept = batch.device.upload(np.flatnonzero(batch.slots >= 0))
+        write_kv(key[kept], value[kept], layer, batch.slot_mapping[kept])
+    else:
+        write_kv(key, value, layer, batch.slot_mapping)
+
+
+def write_kv(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, slots: torch.Tensor) -> None:
+    """Stores key, value [tokens, kv_heads, head_size] at slots [tokens] int64 device, none of which is negative."""
+    for new, cache, scales in ((key, layer.keys, layer.key_scales), (value, layer.values, layer.value_scales)):
+        if scales is None:
+            stored = new.to(cache.dtype)
+        else:
+            stored, new_scales = quantise(new, cache.dtype)
+            scales.flatten(0, 1).index_copy_(0, slots, new_scales)
+        as_bytes(cache).flatten(0, 1).index_copy_(0, slots, as_bytes(stored))
+
+
+def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
+    """Rotary position embedding (Su et al., "RoFormer", arXiv 2104.09864) in the layout of transformers' Llama.
+
+    x: [tokens, heads, head_size] float. cos, sin: [tokens, rotated] float: the first `rotated` numbers of each head
+    become x cos + rotate_half(x) sin, where rotate_half puts the negated second half before the first.
+    """
+    rotated, rest = x[..., : cos.shape[1]].float(), x[..., cos.shape[1] :]
+    first, second = rotated.chunk(2, dim=-1)
+    turned = rotated * cos.float()[:, None] + torch.cat((-second, first), dim=-1) * sin.float()[:, None]
+    return torch.cat((turned.to(x.dtype), rest), dim=-1)
+
+
+def _decode(query: torch.Tensor, layer: KvLayer, group: _Decodes, options: AttentionOptions) -> torch.Tensor:
     """query: [n, heads, head_size] -> the same. The queries of one KV head take the place of query positions."""
     count, heads, head_size = query.shape
-    kv_heads = keys.shape[2]
+    kv_heads = layer.keys.shape[2]
     shape = (count, kv_heads, group.keys, head_size)
     q = query.float().reshape(count, kv_heads, heads // kv_heads, head_size)
-    k = keys.view(-1, head_size).index_select(0, group.gather).float().view(shape)
-    v = values.view(-1, head_size).index_select(0, group.gather).float().view(shape)
+    k, v = (numbers.view(shape) for numbers in _read(layer, group.gather))
     mask = None if group.mask is None else group.mask.expand(-1, 1, heads // kv_heads, -1)
     return _dense(q, k, v, mask, options).reshape(count, heads, head_size).to(query.dtype)
 
 
-def _prefill(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, tile: _Tile, options: AttentionOptions
-) -> torch.Tensor:
+def _prefill(query: torch.Tensor, layer: KvLayer, tile: _Tile, options: AttentionOptions) -> torch.Tensor:
     """query: [queries, heads, head_size] of one row -> the same."""
     count, heads, head_size = query.shape
-    kv_heads = keys.shape[2]
+    kv_heads = layer.keys.shape[2]
     group = heads // kv_heads
     q = query.float().view(count, kv_heads, group, head_size).permute(1, 2, 0, 3)
-    k = keys.view(-1, head_size).index_select(0, tile.gather).float().view(kv_heads, 1, tile.keys, head_size)
-    v = values.view(-1, head_size).index_select(0, tile.gather).float().view(kv_heads, 1, tile.keys, head_size)
-    k, v = k.expand(-1, group, -1, -1), v.expand(-1, group, -1, -1)
+    shape = (kv_heads, 1, tile.keys, head_size)
+    k, v = (numbers.view(shape).expand(-1, group, -1, -1) for numbers in _read(layer, tile.gather))
     mask = tile.mask.expand(1, 1, -1, -1)
     return _dense(q, k, v, mask, options).permute(2, 0, 1, 3).reshape(count, heads, head_size).to(query.dtype)
+
+
+def _read(layer: KvLayer, gather: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """K and V of the cache rows `gather` [n]: [n, head_size] float32 each."""
+    caches = ((layer.keys, layer.key_scales), (layer.values, layer.value_scales))
+    k, v = (
+        dequantise(
+            as_bytes(cache).view(-1, cache.shape[3]).index_select(0, gather).view(cache.dtype),
+            None if scales is None else scales.view(-1).index_select(0, gather),
+        )
+        for cache, scales in caches
+    )
+    return k, v
 
 
 def _dense(
@@ -132,7 +178,7 @@ def _dense(
 
 
 def _plan_decodes(batch: PagedBatch, kv_heads: int, window: int) -> list[_Decodes]:
-    rows = np.flatnonzero(batch.counts == 1)
+    rows = np.flatnonzero((batch.counts == 1) & (batch.lengths > 0))
     lengths = batch.lengths[rows]
     size_class = np.ceil(np.log2(np.maximum(lengths, DECODE_LENGTH_MIN))).astype(np.int64)
     groups = [rows[size_class == size] for size in np.unique(size_class)]
@@ -177,6 +223,6 @@ def _plan_tiles(batch: PagedBatch, kv_heads: int, window: int) -> list[_Tile]:
 
 def _gather(batch: PagedBatch, rows: IntArray, positions: IntArray, kv_heads: int) -> torch.Tensor:
     """Cache rows of `positions` [n, keys], ordered [n, kv_heads, keys] and flattened."""
-    slots = batch.slots(rows, positions)
+    slots = batch.slots_of(rows, positions)
     index = slots[:, None, :] * kv_heads + np.arange(kv_heads)[None, :, None]
     return batch.device.upload(index.reshape(-1))

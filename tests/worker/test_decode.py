@@ -1,0 +1,266 @@
+"""The decode kernel against dense attention in float64, and the planner that cuts its work."""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass, replace
+
+import numpy as np
+import numpy.typing as npt
+import pytest
+import torch
+
+from worker.attention import AttentionOptions, KvLayer
+from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
+from worker.attention.decode_plan import FIELDS, DecodePlanner
+from worker.attention.quantised import dequantise, is_quantised, quantise
+from worker.attention.targets import Target, current_target
+from worker.device import Device, open_device
+
+# Against dense attention over what is stored: what quantising itself costs is the business of its own tests.
+TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+TOLERANCE |= {torch.int8: 4e-3, torch.float8_e4m3fn: 4e-3}  # weights, queries and results are float16 here
+KV_DTYPES = list(TOLERANCE)
+HEADS = {"MHA": (4, 4), "GQA": (6, 2), "MQA": (5, 1)}
+LENGTHS = [1, 2, 33, 0, 130, 64, 300]
+
+
+@pytest.fixture(scope="module")
+def device() -> Device:
+    return open_device("auto")
+
+
+@dataclass
+class Case:
+    """Random rows in a pool whose unreachable slots hold NaN.
+
+    k, v: of each row, [tokens, kv_heads, head_size] float64, as they are stored.
+    """
+
+    query: torch.Tensor
+    layer: KvLayer
+    tables: torch.Tensor
+    lengths: npt.NDArray[np.int64]
+    k: list[torch.Tensor]
+    v: list[torch.Tensor]
+    target: Target
+
+    @classmethod
+    def make(
+        cls,
+        device: Device,
+        lengths: list[int],
+        heads: tuple[int, int],
+        head_size: int,
+        block_size: int,
+        dtype: torch.dtype,
+        size: float = 1.0,
+    ) -> Case:
+        generator = torch.Generator().manual_seed(head_size * 1000 + block_size)
+        rng = np.random.default_rng(block_size)
+        needed = [-(-length // block_size) for length in lengths]
+        ids = rng.permutation(sum(needed) + 2).astype(np.int32)
+        tables = np.full((len(lengths), max(needed) + 1), 2**31 - 1, np.int32)  # never read past a row's tokens
+        quantised = is_quantised(dtype)
+        query_dtype = torch.float16 if quantised else dtype
+        shape = (sum(needed) + 2, block_size, heads[1], head_size)
+        stored, scales, dense = [], [], []
+        for row, count in enumerate(needed):
+            tables[row, :count], ids = ids[:count], ids[count:]
+        for _ in "kv":
+            # 0x7f is NaN in e4m3fn; int8 has none, but the scales do.
+            cache = torch.full(shape, 0x7F, dtype=torch.int8).view(dtype) if quantised else torch.full(shape, torch.nan)
+            cache = cache if quantised else cache.to(dtype)
+            scale = torch.full(shape[:3], torch.nan)
+            rows = []
+            for row, length in enumerate(lengths):
+                numbers = torch.randn((length, heads[1], head_size), generator=generator) * size
+                kept, kept_scales = quantise(numbers, dtype) if quantised else (numbers.to(dtype), None)
+                positions = np.arange(length)
+                blocks, places = tables[row, positions // block_size], positions % block_size
+                cache.view(torch.int8 if quantised else dtype)[blocks, places] = kept.view(
+                    torch.int8 if quantised else dtype
+                )
+                if kept_scales is not None:
+                    scale[blocks, places] = kept_scales
+                rows.append(dequantise(kept, kept_scales).to(device.torch_device).double())
+            stored.append(cache.to(device.torch_device))
+            scales.append(scale.to(device.torch_device) if quantised else None)
+            dense.append(rows)
+        query = torch.randn((len(lengths), heads[0], head_size), generator=generator).to(query_dtype)
+        return cls(
+            query.to(device.torch_device),
+            KvLayer(stored[0], stored[1], scales[0], scales[1]),
+            torch.from_numpy(tables).to(device.torch_device),
+            np.array(lengths, np.int64),
+            dense[0],
+            dense[1],
+            current_target(device),
+        )
+
+    def planner(self, window: int = 0, rows_max: int = 0) -> DecodePlanner:
+        rows, heads, head_size = self.query.shape
+        kv_heads, dtype = self.layer.keys.shape[2], self.layer.keys.dtype
+        return decode_planner(max(rows, rows_max), heads, kv_heads, head_size, dtype, window, self.target)
+
+    def paged(self, options: AttentionOptions, planner: DecodePlanner | None = None) -> torch.Tensor:
+        """Runs twice in one workspace: the second time shows that the first one left it as it was."""
+        planner = planner or self.planner(options.window)
+        _, heads, head_size = self.query.shape
+        workspace = DecodeWorkspace.allocate(planner, heads, head_size, self.query.device)
+        workspace.partials.fill_(torch.nan)
+        workspace.sizes.fill_(torch.nan)
+        plan = torch.from_numpy(planner.plan(self.lengths)).to(self.query.device)
+        outputs = [torch.full_like(self.query, 7.0) for _ in range(2)]
+        for output in outputs:
+            paged_decode(self.query, self.layer, self.tables, plan, output, workspace, options, self.target)
+        assert torch.equal(*(output.nan_to_num(9.0) for output in outputs))
+        assert not workspace.counters.any()
+        return outputs[0]
+
+    def dense(self, options: AttentionOptions) -> torch.Tensor:
+        """[rows, heads, head_size] float64; 7 in rows without tokens, as in `paged`."""
+        group = self.query.shape[1] // self.layer.keys.shape[2]
+        outputs = []
+        for query, keys, values in zip(self.query.double(), self.k, self.v, strict=True):
+            if not len(keys):
+                outputs.append(torch.full_like(query, 7.0))
+                continue
+            low = max(len(keys) - options.window, 0) if options.window else 0
+            k, v = (x[low:].repeat_interleave(group, dim=1) for x in (keys, values))
+            scores = torch.einsum("hd,khd->hk", query, k) * options.scaling
+            if options.softcap:
+                scores = options.softcap * torch.tanh(scores / options.softcap)
+            outputs.append(torch.einsum("hk,khd->hd", scores.softmax(-1), v))
+        return torch.stack(outputs)
+
+
+def compare(case: Case, options: AttentionOptions, planner: DecodePlanner | None = None, size: float = 1.0) -> None:
+    got, want = case.paged(options, planner), case.dense(options)
+    assert torch.isfinite(got).all()
+    assert float((got.double() - want).abs().max()) <= TOLERANCE[case.layer.keys.dtype] * size
+
+
+# behaviour 37, every axis of it at least once
+@pytest.mark.parametrize(
+    ("heads", "head_size", "block_size", "dtype"),
+    [
+        ("MHA", 64, 8, torch.float32),
+        ("GQA", 128, 16, torch.bfloat16),
+        ("MQA", 96, 32, torch.float16),
+        ("GQA", 80, 64, torch.int8),
+        ("MQA", 256, 128, torch.float8_e4m3fn),
+        ("GQA", 72, 16, torch.float16),
+        ("MHA", 64, 16, torch.int8),
+    ],
+)
+def test_paged_equals_dense(heads: str, head_size: int, block_size: int, dtype: torch.dtype, device: Device) -> None:
+    case = Case.make(device, LENGTHS, HEADS[heads], head_size, block_size, dtype)
+    compare(case, AttentionOptions(head_size**-0.5))
+
+
+# behaviour 37
+@pytest.mark.parametrize(("window", "softcap"), [(1, 0.0), (40, 5.0), (1000, 0.0), (0, 20.0)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.int8])
+def test_window_and_softcap(window: int, softcap: float, dtype: torch.dtype, device: Device) -> None:
+    case = Case.make(device, LENGTHS, HEADS["GQA"], 64, 16, dtype)
+    for row, length in enumerate(LENGTHS):  # blocks that the window has left may be gone
+        if window:
+            case.tables[row, : max(length - window, 0) // 16] = 2**31 - 1
+    compare(case, AttentionOptions(0.2, window, softcap))
+
+
+# behaviour 37
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", KV_DTYPES, ids=str)
+@pytest.mark.parametrize("head_size", [64, 80, 96, 128, 256])
+def test_full_grid(head_size: int, dtype: torch.dtype, device: Device) -> None:
+    lengths = [*LENGTHS, 1000, 4097]
+    grid = itertools.product([(8, 8), (32, 8), (8, 1), (71, 1)], [8, 16, 32, 64, 128])
+    for number, (heads, block_size) in enumerate(grid):
+        case = Case.make(device, lengths, heads, head_size, block_size, dtype)
+        if number % 2:  # the tiles and plans of many rows
+            case.target = replace(case.target, multiprocessors=7)
+        for window, softcap in [(0, 0.0), (100, 0.0), *([(0, 30.0), (64, 5.0)] if block_size == 16 else [])]:
+            compare(case, AttentionOptions(head_size**-0.5, window, softcap))
+
+
+@pytest.mark.parametrize("dtype", [torch.int8, torch.float8_e4m3fn], ids=str)
+@pytest.mark.parametrize("size", [1e-6, 3e4])
+def test_scales_of_any_size(dtype: torch.dtype, size: float, device: Device) -> None:
+    """Values far outside float16's range keep their precision: their scales never meet it."""
+    case = Case.make(device, [70, 200], (4, 2), 64, 16, dtype, size)
+    case.query = case.query.to(torch.float32) / size
+    got, want = case.paged(AttentionOptions(0.125)).double(), case.dense(AttentionOptions(0.125))
+    assert float((got - want).abs().max()) <= 2e-3 * size
+
+
+def test_rows_of_zeros_and_broken_rows(device: Device) -> None:
+    case = Case.make(device, [40, 50], (2, 1), 64, 16, torch.int8)
+    assert case.layer.value_scales is not None
+    slots = case.tables[0].long()
+    case.layer.values[slots[0], :8], case.layer.value_scales[slots[0], :8] = 0, 0.0
+    case.v[0][:8] = 0.0
+    compare(case, AttentionOptions(0.125))
+    case.layer.value_scales[slots[1], 3] = torch.nan
+    got = case.paged(AttentionOptions(0.125))
+    assert torch.isnan(got[0]).all()
+    assert torch.isfinite(got[1]).all()
+
+
+def test_many_groups_and_parts(device: Device) -> None:
+    """More query heads of one KV head than a program takes, and as many parts as there can be."""
+    case = Case.make(device, [700, 3, 90], (70, 1), 256, 16, torch.bfloat16)
+    planner = replace(case.planner(), programs=11)
+    assert planner.plan(case.lengths).reshape(-1, FIELDS)[:, 5].max() > 4
+    compare(case, AttentionOptions(0.0625), planner)
+
+
+def test_result_does_not_depend_on_padding_rows(device: Device) -> None:
+    case = Case.make(device, [5, 200], (4, 2), 64, 16, torch.float32)
+    small, large = case.planner(), case.planner(rows_max=9)
+    options = AttentionOptions(0.125)
+    assert large.items_max > small.items_max
+    assert torch.allclose(case.paged(options, small), case.paged(options, large), atol=1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 1, 100])
+@pytest.mark.parametrize("programs", [1, 3, 66])
+@pytest.mark.parametrize("rows", [1, 2, 40, 256])
+def test_plan_covers_every_key_once(rows: int, programs: int, window: int) -> None:
+    rng = np.random.default_rng(rows)
+    for longest in (1, 100, 20_000):
+        lengths = rng.integers(0, longest + 1, rows)
+        planner = DecodePlanner(rows, programs, key_tile=64, window=window)
+        array = planner.plan(lengths)
+        assert array.dtype == np.int32
+        assert array.size == planner.size
+        items = array.reshape(-1, FIELDS)
+        count = np.count_nonzero(items[:, 5])
+        assert not items[count:].any()
+        items = items[:count]
+        assert (items[:, 1] < items[:, 2]).all()
+        slots = items[:, 3] + items[:, 4]
+        assert len(set(slots)) == count
+        assert slots.max(initial=0) < planner.items_max
+        for row, length in enumerate(lengths):
+            of_row = items[items[:, 0] == row]
+            of_row = of_row[np.argsort(of_row[:, 4])]
+            low = max(length - window, 0) if window else 0
+            assert of_row[:, 4].tolist() == list(range(len(of_row)))
+            assert (of_row[:, 5] == len(of_row)).all()
+            edges = [*of_row[:, 1], length] if len(of_row) else [length]
+            assert edges == ([low, *of_row[:, 2]] if length else [0])
+
+
+def test_plan_is_balanced() -> None:
+    """The last to finish ends soon after the average one, whatever the lengths: items go to whoever is free."""
+    rng = np.random.default_rng(0)
+    for lengths in ([4096] * 16, [1024] * 64, [4096] * 256, np.exp(rng.uniform(4.2, 9.7, 128)).astype(np.int64)):
+        planner = DecodePlanner(len(lengths), 66, key_tile=64)
+        array = planner.plan(np.asarray(lengths)).reshape(-1, FIELDS)
+        free = np.zeros(66)
+        for item in array:
+            free[free.argmin()] += item[2] - item[1]
+        assert free.max() <= 1.15 * np.sum(lengths) / 66

@@ -1,0 +1,345 @@
+"""Behaviour 37 for paged prefill: the kernels against dense attention in float64, with NaN wherever nothing may look.
+
+Without a GPU the portable kernel runs in Triton's interpreter, on a part of the grid; with one, the whole grid runs.
+"""
+
+from __future__ import annotations
+
+import itertools
+import os
+import subprocess
+import sys
+from dataclasses import dataclass, replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from worker.attention.interface import AttentionOptions, KvLayer
+from worker.attention.prefill import FIELDS, copy_pays, packed_heads, paged_prefill, plan_prefill, prefill_shape
+from worker.attention.prefill_copy import PAGE, copy_rows, plan_copies, workspace_for
+from worker.attention.quantised import dequantise, is_quantised, quantise
+from worker.attention.targets import TARGETS, Target, current_target
+from worker.device import open_device
+
+F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
+# Largest error of a number, and of all of them by the Euclidean norm, relative. Numbers of the output are below 5.
+# Quantised K and V are compared with attention to what they read back as: the same bounds hold.
+TOLERANCES = {F32: (1e-5, 2e-6), F16: (4e-3, 6e-4), BF16: (4e-2, 5e-3)}
+gpu = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA or HIP device")]
+HEADS = {"mha": (4, 4), "gqa": (8, 2), "gqa3": (6, 2), "mqa": (8, 1)}
+# (start, count) of each row.
+ROWS = {
+    "one": [(0, 1)],
+    "short": [(0, 5), (3, 2), (0, 1), (21, 1)],
+    "ragged": [(0, 37), (50, 20), (16, 16), (7, 1), (0, 64)],
+    "long": [(0, 700), (500, 130), (129, 1), (1, 127), (0, 128), (900, 300), (33, 2)],
+}
+
+
+@dataclass(frozen=True)
+class Case:
+    rows: str
+    heads: str = "gqa"
+    head_size: int = 64
+    block_size: int = 16
+    query: torch.dtype = F32
+    stored: torch.dtype = F32
+    window: int = 0
+    softcap: float = 0.0
+
+    @property
+    def options(self) -> AttentionOptions:
+        return AttentionOptions(self.head_size**-0.5, window=self.window, softcap=self.softcap)
+
+    def __str__(self) -> str:
+        names = (str(d).removeprefix("torch.") for d in (self.query, self.stored))
+        extra = f"-window{self.window}" * (self.window > 0) + "-cap" * (self.softcap > 0)
+        return f"{self.rows}-{self.heads}-{self.head_size}-block{self.block_size}-{'-'.join(names)}{extra}"
+
+
+class Made:
+    """Random inputs. What a row cannot reach is NaN: other blocks, slots past its end or before its window."""
+
+    def __init__(self, case: Case, device: torch.device) -> None:
+        generator, random = torch.Generator().manual_seed(1), np.random.default_rng(1)
+        self.case, self.device = case, device
+        self.starts = np.array([start for start, _ in ROWS[case.rows]], np.int64)
+        self.counts = np.array([count for _, count in ROWS[case.rows]], np.int64)
+        self.lengths = self.starts + self.counts
+        self.query_starts = np.concatenate([[0], np.cumsum(self.counts)])
+        heads, self.kv_heads = HEADS[case.heads]
+        blocks = -(-self.lengths // case.block_size)
+        order = random.permutation(int(blocks.sum()) + 3)
+        self.tables = np.full((len(blocks), int(blocks.max()) + 1), order[-1], np.int32)
+        shape = (len(order), case.block_size, self.kv_heads, case.head_size)
+        k, v = torch.full(shape, torch.nan), torch.full(shape, torch.nan)
+        for row, (length, first) in enumerate(zip(self.lengths, np.cumsum(blocks) - blocks, strict=True)):
+            self.tables[row, : blocks[row]] = order[first : first + blocks[row]]
+            low = max(0, self.starts[row] - case.window + 1) if case.window else 0
+            slots = self.slots(row)[low:length]
+            self.tables[row, : low // case.block_size] = 2**31 - 1  # blocks that the window has left may be gone
+            for cache in (k, v):
+                numbers = torch.randn(length - low, *shape[2:], generator=generator)
+                cache.view(-1, *shape[2:])[slots] = numbers
+        self.query = torch.randn(int(self.query_starts[-1]), heads, case.head_size, generator=generator).to(case.query)
+        if is_quantised(case.stored):
+            (k8, k_scales), (v8, v_scales) = quantise(k, case.stored), quantise(v, case.stored)
+            self.layer = KvLayer(*(tensor.to(device) for tensor in (k8, v8, k_scales, v_scales)))
+            self.k, self.v = dequantise(k8, k_scales).double(), dequantise(v8, v_scales).double()
+        else:
+            self.layer = KvLayer(k.to(device, case.stored), v.to(device, case.stored))
+            self.k, self.v = k.to(case.stored).double(), v.to(case.stored).double()
+
+    def slots(self, row: int) -> torch.Tensor:
+        positions = np.arange(self.tables.shape[1] * self.case.block_size)
+        blocks = self.tables[row, positions // self.case.block_size].astype(np.int64)
+        return torch.from_numpy(blocks * self.case.block_size + positions % self.case.block_size)
+
+    def dense(self) -> torch.Tensor:
+        outputs = []
+        for row, (start, count, length) in enumerate(zip(self.starts, self.counts, self.lengths, strict=True)):
+            low = max(0, start - self.case.window + 1) if self.case.window else 0
+            slots = self.slots(row)[low:length]
+            k, v = (cache.view(-1, *cache.shape[2:])[slots] for cache in (self.k, self.v))
+            query = self.query[self.query_starts[row] : self.query_starts[row + 1]].double()
+            q = query.view(count, self.kv_heads, -1, self.case.head_size)
+            scores = torch.einsum("qhgd,nhd->hgqn", q, k) * self.case.options.scaling
+            if self.case.softcap:
+                scores = self.case.softcap * torch.tanh(scores / self.case.softcap)
+            queries, keys = torch.arange(start, length)[:, None], torch.arange(low, length)[None]
+            hidden = keys > queries
+            if self.case.window:
+                hidden |= keys <= queries - self.case.window
+            weights = scores.masked_fill(hidden, -torch.inf).softmax(-1)
+            outputs.append(torch.einsum("hgqn,nhd->qhgd", weights, v).reshape(query.shape))
+        return torch.cat(outputs)
+
+    def paged(self, target: Target, copied: bool = False) -> torch.Tensor:
+        layer, options = self.layer, self.case.options
+        tokens = prefill_shape(self.query.shape[1], self.query.dtype, layer, options, target, copied).tokens
+        items = plan_prefill(self.starts, self.counts, self.query_starts, tokens)
+        output = torch.full(self.query.shape, torch.nan, dtype=self.query.dtype, device=self.device)
+        tables = torch.from_numpy(self.tables).to(self.device)
+        extra = {}
+        if copied:
+            copies = plan_copies(items)
+            workspace = workspace_for(len(copies) + 1, layer, self.query.dtype).fill_(torch.nan)
+            extra = {"copies": torch.from_numpy(copies).to(self.device), "workspace": workspace}
+        on_device = torch.from_numpy(items).to(self.device)
+        paged_prefill(self.query.to(self.device), layer, tables, on_device, output, options, target, **extra)
+        return output.cpu()
+
+
+def check(case: Case, target: Target, device: torch.device, copied: bool = False) -> None:
+    made = Made(case, device)
+    want, got = made.dense(), made.paged(target, copied)
+    assert got.dtype == case.query
+    assert torch.isfinite(got).all()
+    largest, relative = TOLERANCES[case.query]
+    difference = got.double() - want
+    assert float(difference.abs().max()) <= largest
+    assert float(difference.norm() / want.norm()) <= relative
+
+
+def pairwise() -> list[Case]:
+    """Every two values of different factors meet in some case."""
+    dtypes = [(F32, F32), (F16, F16), (BF16, BF16), (F16, I8), (BF16, FP8), (F32, I8), (F16, FP8), (BF16, I8)]
+    factors = [list(ROWS)[:3], list(HEADS), [64, 80, 96, 128, 256], [8, 16, 32, 64, 128], dtypes]
+    extras = [(0, 0.0), (1, 0.0), (9, 20.0), (24, 0.0), (0, 20.0)]
+    product = [(*values, extra) for *values, extra in itertools.product(*factors, extras)]
+    np.random.default_rng(1).shuffle(product)  # type: ignore[arg-type]
+    missing = {pair for values in product for pair in _pairs(values)}
+    chosen = []
+    while missing:
+        best = max(product[:2000], key=lambda values: len(missing & _pairs(values)))
+        found = missing & _pairs(best)
+        if not found:
+            product = product[2000:]
+            continue
+        missing -= found
+        rows, heads, head_size, block_size, (query, stored), (window, softcap) = best
+        chosen.append(Case(rows, heads, head_size, block_size, query, stored, window, softcap))
+    return chosen
+
+
+def _pairs(values: tuple[object, ...]) -> set[tuple[tuple[int, str], ...]]:
+    return set(itertools.combinations([(place, str(value)) for place, value in enumerate(values)], 2))
+
+
+# behaviour 37
+@pytest.mark.parametrize("case", pairwise(), ids=str)
+def test_equals_dense_in_the_interpreter(case: Case) -> None:
+    if torch.cuda.is_available():
+        pytest.skip("with a GPU the whole grid runs on it")
+    check(case, TARGETS["cpu"], torch.device("cpu"))
+
+
+def whole_grid() -> list[Case]:
+    """Head counts x head sizes x block sizes in each dtype of 16 bits; the other factors in pairs with them."""
+    cases = [
+        Case("long", heads, head_size, block_size, dtype, dtype)
+        for heads, head_size, block_size in itertools.product(HEADS, [64, 80, 96, 128, 256], [8, 16, 32, 64, 128])
+        for dtype in ([BF16, F16] if heads == "gqa" else [BF16])
+    ]
+    for window, softcap in [(1, 0.0), (40, 0.0), (200, 0.0), (200, 20.0), (0, 20.0)]:
+        for head_size, block_size in [(64, 8), (80, 16), (128, 16), (128, 128), (256, 32), (256, 128)]:
+            cases.append(Case("long", "gqa", head_size, block_size, BF16, BF16, window, softcap))
+    others = [(F32, F32), (F16, I8), (BF16, I8), (F32, I8), (F16, FP8), (BF16, FP8), (F32, FP8), (F32, F16)]
+    for query, stored in others:
+        for number, head_size in enumerate([64, 80, 96, 128, 256]):
+            for heads, window in [("gqa", 0), ("mqa", 200)]:
+                block_size = [8, 16, 32, 64, 128][(number + (window > 0)) % 5]
+                cases.append(Case("long", heads, head_size, block_size, query, stored, window, 20.0 * (number == 3)))
+    return cases
+
+
+# behaviour 37
+@pytest.mark.parametrize("case", [pytest.param(case, marks=gpu) for case in whole_grid()], ids=str)
+def test_equals_dense_on_a_gpu(case: Case) -> None:
+    device = open_device("auto")
+    check(case, current_target(device), device.torch_device)
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=gpu) for case in whole_grid()[::7]], ids=str)
+def test_portable_kernel_on_a_gpu(case: Case) -> None:
+    device = open_device("auto")
+    check(case, replace(current_target(device), name="any"), device.torch_device)
+
+
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=gpu) for case in whole_grid() if is_quantised(case.stored)], ids=str
+)
+def test_copied_rows_on_a_gpu(case: Case) -> None:
+    device = open_device("auto")
+    target, made = current_target(device), Made(case, device.torch_device)
+    shape = prefill_shape(made.query.shape[1], case.query, made.layer, case.options, target, copied=True)
+    if not shape.hopper:
+        pytest.skip("no workspace is of use here")
+    check(case, target, device.torch_device, copied=True)
+
+
+@pytest.mark.parametrize("stored", [I8, FP8])
+def test_copies_are_what_is_stored(stored: torch.dtype) -> None:
+    case = Case("ragged", "gqa", 80, 16, F16, stored)
+    device = open_device("auto").torch_device
+    made = Made(case, device)
+    items = plan_prefill(made.starts, made.counts, made.query_starts, 16)
+    copies = plan_copies(items)
+    workspace = workspace_for(len(copies) + 2, made.layer, F16).fill_(7.0)
+    tables = torch.from_numpy(made.tables).to(device)
+    layer = copy_rows(made.layer, tables, torch.from_numpy(copies).to(device), workspace, 0)
+    first = {int(item[0]): int(item[6]) for item in items}
+    for row, length in enumerate(made.lengths):
+        for got, want in ((layer.keys, made.k), (layer.values, made.v)):
+            mine = got.cpu().view(-1, *got.shape[2:])[first[row] * PAGE :]
+            stored_numbers = want.view(-1, *want.shape[2:])[made.slots(row)[:length]]
+            assert torch.equal(mine[:length], stored_numbers.to(F16))
+            pages = -(-length // PAGE) * PAGE
+            assert (mine[length:pages] == 7.0).all()  # what is no token's stays as it was
+
+
+@pytest.mark.parametrize("tokens", [1, 16, 32, 128])
+@pytest.mark.parametrize("rows", ROWS)
+def test_plan_covers_each_token_once(rows: str, tokens: int) -> None:
+    starts, counts = (np.array(column) for column in zip(*ROWS[rows], strict=True))
+    query_starts = np.concatenate([[0], np.cumsum(counts)])
+    items = plan_prefill(starts, counts, query_starts, tokens)
+    assert items.dtype == np.int32
+    assert items.shape[1] == FIELDS
+    seen = np.zeros(int(counts.sum()), np.int64)
+    for row, token, position, count, start, length, _, _ in items:
+        assert 1 <= count <= tokens
+        assert (start, length) == (starts[row], starts[row] + counts[row])
+        assert token - query_starts[row] == position - start
+        seen[token : token + count] += 1
+    assert (seen == 1).all()
+    work = items[:, 2] + items[:, 3]
+    assert (np.diff(work) <= 0).all()
+
+
+def test_rows_that_are_not_planned_stay() -> None:
+    made = Made(Case("ragged"), torch.device("cpu") if not torch.cuda.is_available() else torch.device("cuda"))
+    target = TARGETS["cpu"] if made.device.type == "cpu" else current_target(open_device("auto"))
+    tokens = prefill_shape(made.query.shape[1], F32, made.layer, made.case.options, target).tokens
+    items = plan_prefill(made.starts, made.counts, made.query_starts, tokens, np.array([1, 3]))
+    output = torch.full(made.query.shape, 7.0, device=made.device)
+    tables = torch.from_numpy(made.tables).to(made.device)
+    arguments = (torch.from_numpy(items).to(made.device), output, made.case.options, target)
+    paged_prefill(made.query.to(made.device), made.layer, tables, *arguments)
+    want, got = made.dense(), output.cpu().double()
+    for row, planned in enumerate([False, True, False, True, False]):
+        mine = slice(int(made.query_starts[row]), int(made.query_starts[row + 1]))
+        expected = want[mine] if planned else torch.full_like(want[mine], 7.0)
+        assert float((got[mine] - expected).abs().max()) <= TOLERANCES[F32][0]
+
+
+def test_packs_divide_the_group() -> None:
+    assert [packed_heads(group) for group in (1, 2, 3, 4, 6, 7, 8, 12, 32, 128)] == [1, 2, 1, 4, 2, 1, 8, 4, 16, 16]
+
+
+def test_copies_pay_for_many_new_tokens() -> None:
+    starts, counts = np.array([0, 4096, 4096]), np.array([2048, 4, 512])
+    assert copy_pays(starts, counts, 4, np.array([0]))
+    assert not copy_pays(starts, counts, 4, np.array([1]))
+    assert copy_pays(starts, counts, 4, np.array([2]))
+
+
+COMPILE_FOR_HOPPER = """
+import re, subprocess, sys
+from pathlib import Path
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.experimental.gluon._runtime import GluonASTSource
+from worker.attention.interface import AttentionOptions
+from worker.attention.prefill_hopper import prefill_hopper
+from worker.attention.prefill_hopper_work import box_layout, constants
+
+head_size, block_size, window, softcap = eval(sys.argv[1])
+pack = 4
+numbers = constants(32, (1, block_size, 8, head_size), pack, AttentionOptions(1.0, window, softcap))
+boxes = {"q_desc": [64 // pack, 1, pack, 64]} | dict.fromkeys(("k_desc", "v_desc"), [1, numbers["CHUNK"], 1, 64])
+signature = {}
+for name in prefill_hopper.arg_names:
+    if name in numbers:
+        signature[name] = "constexpr"
+    elif name in boxes:
+        signature[name] = f"tensordesc<bf16{boxes[name]},{box_layout()!r}>"
+    else:
+        kinds = {"output": "*bf16", "tables": "*i32", "items": "*i32", "scale": "fp32", "cap": "fp32"}
+        signature[name] = kinds.get(name, "i32")
+places = {name: (prefill_hopper.arg_names.index(name),) for name in signature}
+aligned = [n for n in signature if "stride" in n and "output" in n or signature[n].startswith("*")]
+source = GluonASTSource(
+    prefill_hopper, signature, {places[n]: v for n, v in numbers.items()},
+    {places[n]: [["tt.divisibility", 16]] for n in aligned},
+)
+kernel = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": 4})
+binary = Path(sys.argv[2])
+binary.write_bytes(kernel.asm["cubin"])
+tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+usage = subprocess.run([tool, "--dump-resource-usage", binary], capture_output=True, text=True, check=True).stdout
+ptx = kernel.asm["ptx"]
+print(int(re.findall(r"STACK:(\\d+)", usage)[-1]), ptx.count("wgmma.mma_async"), ptx.count("cp.async.bulk.tensor"),
+      kernel.metadata.shared)
+"""
+
+
+@pytest.mark.parametrize(
+    "variant",
+    [(128, 16, 0, 0.0), (80, 8, 100, 30.0), (256, 64, 0, 0.0)],
+    ids=str,
+)
+def test_hopper_kernel_compiles_without_spills(variant: tuple[object, ...], tmp_path: os.PathLike[str]) -> None:
+    """Ahead of time, which needs no GPU. A process of its own: here kernels belong to the interpreter."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    arguments = [sys.executable, "-c", COMPILE_FOR_HOPPER, repr(variant), f"{tmp_path}/kernel.cubin"]
+    done = subprocess.run(arguments, capture_output=True, text=True, timeout=300, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    stack, products, copies, shared = map(int, done.stdout.split())
+    assert stack <= 32  # bytes of a thread: a few numbers of the copying warp, which has few registers
+    assert products >= 32
+    assert copies >= 2
+    assert shared <= 227 * 1024

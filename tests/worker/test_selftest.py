@@ -1,0 +1,117 @@
+"""The self-test at a worker's start: right kernels pass and are remembered, a wrong one is refused by name."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from protocol.errors import WorkerError
+from worker.attention import AttentionOptions, ReferenceAttention, selftest, triton_attention
+from worker.attention.decode_plan import FIELDS
+from worker.attention.selftest import AttentionShape, self_test
+from worker.attention.triton_attention import TritonAttention, is_interpreted
+from worker.device import open_device
+
+DEVICE = open_device("auto")
+pytestmark = [
+    pytest.mark.skipif(not DEVICE.is_gpu and not is_interpreted(), reason="needs a GPU or the interpreter"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*"),
+]
+SHAPE = AttentionShape(4, 2, 64, AttentionOptions(0.125, window=20, softcap=9.0))
+F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not DEVICE.is_gpu:
+        monkeypatch.setattr(selftest, "_PREFILLS", ((0, 0, 3), (1, -1, 2), (1, 3, 9)))
+        monkeypatch.setattr(selftest, "_DECODES", ((0, 0), (0, 1), (1, -1), (1, 0), (6, 2)))
+
+
+def run(folder: Path, attention: Any = None, dtype: torch.dtype = F32, kv_dtype: torch.dtype = F32) -> None:
+    attention = attention or TritonAttention(DEVICE)
+    self_test(attention, DEVICE, [SHAPE, SHAPE], dtype=dtype, kv_dtype=kv_dtype, block_size=8, remembered_in=folder)
+
+
+@pytest.mark.parametrize(("dtype", "kv_dtype"), [(F32, F32), (BF16, BF16), (F16, I8), (BF16, FP8), (F32, BF16)])
+def test_right_kernels_pass_and_are_remembered(
+    dtype: torch.dtype, kv_dtype: torch.dtype, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run(tmp_path / "new", None, dtype, kv_dtype)
+    (kept,) = (tmp_path / "new").iterdir()
+    assert "4 query heads, 2 KV heads of 64, window 20, soft cap 9" in kept.read_text()
+    monkeypatch.setattr(selftest, "_checks", lambda *_: pytest.fail("what has passed is run again"))
+    run(tmp_path / "new", None, dtype, kv_dtype)
+
+
+def test_the_reference_has_nothing_to_prove(tmp_path: Path) -> None:
+    run(tmp_path, ReferenceAttention())
+    assert not list(tmp_path.iterdir())
+
+
+class Scaled(TritonAttention):
+    """Attends with a scaling that is a little off."""
+
+    def attend(self, query: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        return super().attend(query * 1.01, *arguments)
+
+
+class Leaking(TritonAttention):
+    """Attends one token too many, in decodes."""
+
+    def _decode_plan(self, batch: Any, shape: Any) -> Any:
+        plan = super()._decode_plan(batch, shape)
+        if plan.size:
+            plan.reshape(-1, FIELDS)[:, 2] += plan.reshape(-1, FIELDS)[:, 2] > 0
+        return plan
+
+
+class Careless(TritonAttention):
+    """Gives padding the slot 0."""
+
+    def write(self, key: Any, value: Any, layer: Any, batch: Any) -> None:
+        if batch.is_static:
+            batch.slots_on_device.clamp_(min=0)
+        super().write(key, value, layer, batch)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "kernel"),
+    [(Scaled, "decode"), (Leaking, "decode"), (Careless, "padded decode")],
+)
+def test_a_wrong_kernel_is_refused_by_name(wrong: type[TritonAttention], kernel: str, tmp_path: Path) -> None:
+    with pytest.raises(WorkerError) as caught:
+        run(tmp_path, wrong(DEVICE))
+    assert f"the {kernel} kernel is wrong for 4 query heads, 2 KV heads of 64" in str(caught.value)
+    assert "use attention = 'reference'" in str(caught.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_wrong_rotation_and_a_wrong_rounding_are_refused_by_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right = triton_attention.write_kv
+
+    def swapped(query: Any, key: Any, value: Any, cos: Any, sin: Any, *others: Any) -> None:
+        right(query, key, value, sin, cos, *others)
+
+    monkeypatch.setattr(triton_attention, "write_kv", swapped)
+    with pytest.raises(WorkerError, match=r"the rotary write kernel is wrong .* rotated query differs"):
+        run(tmp_path)
+
+    def shrunk(query: Any, key: Any, value: Any, *others: Any) -> None:
+        right(query, key, value * 0.9, *others)
+
+    monkeypatch.setattr(triton_attention, "write_kv", shrunk)
+    with pytest.raises(WorkerError, match=r"the write kernel is wrong .* stored V differs"):
+        run(tmp_path, None, F16, I8)
+
+
+def test_a_folder_that_cannot_be_written_does_no_harm(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("in the way")
+    run(tmp_path / "file")

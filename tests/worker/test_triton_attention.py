@@ -1,0 +1,133 @@
+"""The dispatch of steps to Triton's kernels, against dense attention in float64.
+
+On the CPU the kernels run in Triton's interpreter, on a selection of the grid; with a GPU on all of it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.worker.cases import HEADS, STEPS, Case, broken_layer, compare
+from worker.attention import AttentionOptions, PagedBatch, choose_attention
+from worker.attention.triton_attention import TritonAttention, is_interpreted
+from worker.device import open_device
+
+DEVICE = open_device("auto")
+pytestmark = [
+    pytest.mark.skipif(not DEVICE.is_gpu and not is_interpreted(), reason="needs a GPU or the interpreter"),
+    pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*"),  # numpy, of rows that are padding
+]
+F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
+DTYPES = [(BF16, BF16), (F16, F16), (F32, F32), (BF16, I8), (F16, FP8), (F32, I8), (BF16, FP8), (F16, I8), (BF16, F32)]
+OPTIONS = [
+    AttentionOptions(0.1),
+    AttentionOptions(0.2, 16),
+    AttentionOptions(0.15, 0, 5.0),
+    AttentionOptions(0.1, 5, 9.0),
+]
+HEAD_SIZES, BLOCK_SIZES = [64, 80, 96, 128, 256], [8, 16, 32, 64, 128]
+# Short, for the interpreter: decodes that lie together, decodes that do not, and longer rows over cached ones.
+SMALL = [[(17, 1), (0, 1), (40, 1)], [(17, 1), (0, 9), (20, 3), (3, 1), (15, 2)], [(0, 5), (33, 1), (7, 1)]]
+
+
+def options(number: int, head_size: int) -> AttentionOptions:
+    chosen = OPTIONS[number % len(OPTIONS)]
+    return replace(chosen, scaling=chosen.scaling * head_size**-0.5)
+
+
+# behaviour 37
+@pytest.mark.skipif(DEVICE.is_gpu, reason="the whole grid is run instead")
+@pytest.mark.parametrize("number", range(25))
+def test_selection_of_the_grid(number: int) -> None:
+    head_size, block_size = HEAD_SIZES[number % 5], BLOCK_SIZES[(number + number // 5) % 5]
+    heads = list(HEADS.values())[number % 3]
+    dtype, kv_dtype = DTYPES[number % 9]
+    case = Case(SMALL[number // 3 % 3], heads, head_size, block_size, DEVICE, dtype, kv_dtype)
+    compare(case, options(number, head_size), TritonAttention(DEVICE))
+
+
+# behaviour 37
+@pytest.mark.gpu
+@pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU")
+@pytest.mark.parametrize("block_size", BLOCK_SIZES)
+@pytest.mark.parametrize("head_size", HEAD_SIZES)
+@pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
+def test_whole_grid(heads: tuple[int, int], head_size: int, block_size: int) -> None:
+    """Every shape with every step; dtypes and options take turns, so that each meets every shape of some kind."""
+    shape = HEAD_SIZES.index(head_size) * 5 + BLOCK_SIZES.index(block_size) + sum(heads)
+    for number, rows in enumerate([*STEPS.values(), *SMALL]):
+        dtype, kv_dtype = DTYPES[(shape + 2 * number) % 9]
+        case = Case(rows, heads, head_size, block_size, DEVICE, dtype, kv_dtype)
+        compare(case, options(shape + number, head_size), TritonAttention(DEVICE))
+
+
+def test_plans_of_the_last_step_are_made_ahead_and_no_others() -> None:
+    attention = TritonAttention(DEVICE)
+    steps = [Case(SMALL[1], (4, 2), 64, 8, DEVICE) for _ in range(4)]
+    before, after = [], []
+    for step, number in zip(steps, (1, 1, 0, 0), strict=True):
+        attention.write(step.new_k, step.new_v, step.layer, step.batch)
+        before.append(set(step.batch._residents))
+        compare(step, options(number, 64), attention)
+        after.append(set(step.batch._residents))
+    assert before[0] == {"tables", "slots"}
+    assert before[1] == after[1] == after[0]
+    assert before[2] == after[0]  # these layers have another window: one plan is made that was not foreseen
+    forgotten = before[2] - before[3]
+    assert len(forgotten) == len(after[2] - before[2]) == 1
+    assert before[3] == after[3] == after[2] - forgotten
+
+
+def test_head_sizes_without_a_kernel_take_the_reference() -> None:
+    for head_size in (12, 272):
+        compare(Case(SMALL[1], (4, 2), head_size, 8, DEVICE), options(0, head_size), TritonAttention(DEVICE))
+
+
+@pytest.mark.parametrize("kv_dtype", [F32, I8], ids=str)
+def test_static_batch_is_filled_again_and_again(kv_dtype: torch.dtype) -> None:
+    """Steps of falling and rising size through one place, two layers of different windows each."""
+    attention = TritonAttention(DEVICE)
+    large = PagedBatch.static(6, 7, 16, DEVICE)
+    small = PagedBatch.static(3, 7, 16, DEVICE, shared=large)
+    addresses = None
+    for rows in ([(8, 1), (40, 1), (99, 1)], [(0, 1)], [(20, 1), (5, 1), (63, 1), (64, 1), (90, 1), (2, 1)]):
+        for batch in (large, small):
+            if len(rows) > len(batch.counts):
+                continue
+            for window in (0, 16):
+                case = Case(rows, (4, 2), 64, 16, DEVICE, F32, kv_dtype)
+                nothing = torch.full((len(batch.counts) - len(rows), 4, 64), float("nan"), device=case.query.device)
+                query = torch.cat((case.query, nothing))
+                key, value = (torch.cat((new, nothing[:, :2])) for new in (case.new_k, case.new_v))
+                batch.fill(case.tables[:, : 1 + int(case.lengths.max()) // 16], case.lengths)
+                attention.write(key, value, case.layer, batch)
+                wanted = AttentionOptions(0.125, window)
+                got = attention.attend(query, case.layer, batch, wanted)[: len(rows)].double()
+                assert float((got - case.dense(wanted)).abs().max()) <= (1e-5 if kv_dtype == F32 else 5e-2)
+        held = {key: tensor.data_ptr() for key, tensor in large._residents.items()}
+        assert addresses is None or held == addresses
+        addresses = held
+
+
+def test_padding_of_a_static_batch_writes_nothing() -> None:
+    batch = PagedBatch.static(4, 2, 8, DEVICE)
+    layer = broken_layer((3, 8, 2, 64), F32, DEVICE)
+    query, key = (torch.ones((4, n, 64), device=DEVICE.torch_device) for n in (4, 2))
+    attention = TritonAttention(DEVICE)
+    nothing = np.zeros((0, 1), np.int32), np.zeros(0, np.int32)
+    for tables, lengths in (nothing, (np.array([[2]], np.int32), np.array([3], np.int32)), nothing):
+        batch.fill(tables, lengths)
+        attention.write(key, key, layer, batch)
+        attention.attend(query, layer, batch, options(0, 64))
+    assert (~layer.keys.isnan()).any(-1).any(-1).nonzero().tolist() == [[2, 2]]
+
+
+def test_choice_by_name() -> None:
+    assert isinstance(choose_attention(DEVICE, "triton"), TritonAttention)
+    assert isinstance(choose_attention(DEVICE), TritonAttention) == DEVICE.is_gpu

@@ -1,0 +1,167 @@
+"""Paged decode attention: launches of `decode_kernel`, the choice of its tiles, and the memory it works in.
+
+A step's plan is made on the host by `decode_planner(...).plan(lengths)`; every layer's launch reads it.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import triton
+
+from .decode_kernel import decode_kernel
+from .decode_plan import FIELDS, DecodePlanner
+from .interface import AttentionOptions, KvLayer
+from .targets import DecodeTiles, Target, TileKey, head_class
+
+ROWS_MIN, ROWS_MAX = 16, 64  # query heads of a program: what a matrix instruction takes, and what was fastest
+# Numbers of a program's tiles of outputs and of scores; more would not fit its registers. Half as many outputs where
+# numbers of K and V are converted or split first.
+OUTPUTS_MAX = 64 * 128
+SCORES_MAX = 32 * 128
+MERGE_PARTS = 16  # parts that the merge has in flight at once
+KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # 0: every other dtype
+
+
+@dataclass(frozen=True)
+class DecodeWorkspace:
+    """Memory that a launch needs beyond its arguments; launches that run one after another share it.
+
+    partials: [items, heads, head_size] float32, sizes: [items, heads] float32, counters: int32, all zeros.
+    """
+
+    partials: torch.Tensor
+    sizes: torch.Tensor
+    counters: torch.Tensor
+
+    @classmethod
+    def allocate(cls, planner: DecodePlanner, heads: int, head_size: int, device: torch.device) -> DecodeWorkspace:
+        partials = torch.empty((planner.items_max, heads, head_size), dtype=torch.float32, device=device)
+        sizes = torch.empty((planner.items_max, heads), dtype=torch.float32, device=device)
+        counters = torch.zeros(planner.rows_max * heads, dtype=torch.int32, device=device)
+        return cls(partials, sizes, counters)
+
+
+def decode_planner(
+    rows_max: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, window: int, target: Target
+) -> DecodePlanner:
+    """The planner whose plans `paged_decode` takes for these shapes. dtype: of K and V."""
+    units = _units(heads, kv_heads, head_size, dtype)
+    tiles = decode_tiles(head_size, dtype, target, is_few(rows_max, heads, kv_heads, head_size, dtype, target))
+    programs = max(1, target.multiprocessors * tiles.waves_per_block // units)
+    return DecodePlanner(rows_max, programs, tiles.keys, window)
+
+
+def is_few(rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> bool:
+    """Whether each program of so many whole rows can have a multiprocessor to itself. dtype: of K and V."""
+    return rows * _units(heads, kv_heads, head_size, dtype) <= target.multiprocessors
+
+
+def decode_tiles(head_size: int, dtype: torch.dtype, target: Target, few: bool = False) -> DecodeTiles:
+    """few: see `is_few`. dtype: of K and V."""
+    return (target.decode_few if few else target.decode)[TileKey(head_class(head_size), dtype.itemsize)]
+
+
+def _units(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+    """Programs of one part of one row."""
+    group = heads // kv_heads
+    return kv_heads * -(-group // _rows(group, head_size, dtype))
+
+
+def _is_cuda(target: Target, version: int) -> bool:
+    """Whether it is an NVIDIA GPU of this compute capability (x 10) or a later one."""
+    return target.backend == "cuda" and int(target.name.removeprefix("sm_")) >= version
+
+
+def _rows(group: int, head_size: int, dtype: torch.dtype) -> int:
+    """Query heads of one program, padding included."""
+    fitting = OUTPUTS_MAX // head_class(head_size) // (1 if dtype.itemsize == 2 else 2)
+    return int(max(ROWS_MIN, min(triton.next_power_of_2(group), fitting, ROWS_MAX)))
+
+
+def decode_constants(
+    heads: int,
+    kv_heads: int,
+    head_size: int,
+    block_size: int,
+    dtype: torch.dtype,
+    softcap: bool,
+    target: Target,
+    few: bool = False,
+) -> dict[str, Any]:
+    """The kernel's compile-time arguments. dtype: of K and V. few: see `is_few`."""
+    tiles = decode_tiles(head_size, dtype, target, few)
+    group = heads // kv_heads
+    head_tile = head_class(head_size)
+    rows = _rows(group, head_size, dtype)
+    merge_rows = min(triton.next_power_of_2(group), max(1, 128 * tiles.warps // head_tile))
+    return {
+        "HEADS": heads,
+        "KV_HEADS": kv_heads,
+        "HEAD_SIZE": head_size,
+        "BLOCK_SIZE": block_size,
+        "HEAD_TILE": head_tile,
+        "ROWS": rows,
+        "KEYS": min(tiles.keys, SCORES_MAX // rows),
+        "STAGES": tiles.stages,
+        "KIND": KINDS.get(dtype, 0),
+        "SOFTCAP": softcap,
+        "ASSEMBLY": _is_cuda(target, 89),
+        "MERGE_ROWS": merge_rows,
+        "MERGE_PARTS": MERGE_PARTS,
+        "CHAINED": _is_cuda(target, 90),
+        "PRECISION": "tf32x3" if _is_cuda(target, 80) and dtype == torch.float32 else "ieee",
+        "FLUSHED": target.backend == "hip" and str(target.arch).startswith("gfx9"),
+        "WIDEN": target.backend == "cpu",  # Triton 3.6's interpreter multiplies bfloat16 as if it were integers
+    }
+
+
+def paged_decode(
+    query: torch.Tensor,
+    layer: KvLayer,
+    tables: torch.Tensor,
+    plan: torch.Tensor,
+    output: torch.Tensor,
+    workspace: DecodeWorkspace,
+    options: AttentionOptions,
+    target: Target,
+) -> None:
+    """Attention of one new token of each row to its row; rows that the plan leaves out keep what output holds.
+
+    query: [rows, heads, head_size] float device, each row's heads contiguous; output: the same, contiguous. tables:
+    [rows, width] int32 device, rows contiguous. plan: [size] int32 device, of `decode_planner` with the same shapes,
+    window and target. workspace: of that planner, or of a larger one.
+    """
+    rows, heads, head_size = query.shape
+    _, block_size, kv_heads, _ = layer.keys.shape
+    dtype = layer.keys.dtype
+    keys, values = layer.keys, layer.values
+    if dtype in KINDS:
+        keys, values = keys.view(torch.int16), values.view(torch.int16)
+    few = is_few(rows, heads, kv_heads, head_size, dtype, target)
+    tiles = decode_tiles(head_size, dtype, target, few)
+    constants = decode_constants(heads, kv_heads, head_size, block_size, dtype, options.softcap > 0, target, few)
+    programs = plan.shape[0] // FIELDS * _units(heads, kv_heads, head_size, dtype)
+    decode_kernel[(programs,)](
+        query,
+        keys,
+        values,
+        layer.key_scales,
+        layer.value_scales,
+        tables,
+        plan,
+        output,
+        workspace.partials,
+        workspace.sizes,
+        workspace.counters,
+        options.scaling,
+        options.softcap,
+        query.stride(0),
+        tables.stride(0),
+        **constants,
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **({"launch_pdl": True} if constants["CHAINED"] else {}),
+    )

@@ -1,0 +1,313 @@
+"""The kernel of paged decode attention: one new token for each row, split over the row's keys and merged exactly.
+
+A program does one part of one row (see `decode_plan`) for the query heads of one KV head, with the online softmax of
+Milakov and Gimelshein (arXiv 1805.02867) over tiles of keys. The query heads of a KV head are padded to 16 rows, the
+least that matrix instructions take: the memory sets the pace, so the padding is free. The parts of a row are merged by
+the last of its programs to finish, in part order, so that the result does not depend on who was last
+(Flash-Decoding: Dao, Haziza, Massa, Sizov, 2023).
+
+Keys past either end of a part are read from its nearest key instead and get the weight 0: what lies in slots that the
+row does not reach, NaN included, is never read. Scores are kept in units of log2, so that exp2 needs no factor.
+
+int8 and fp8 (e4m3fn) are read as pairs in an int16, because matrix instructions want pairs of *keys* side by side in
+V, and shared memory can transpose 16-bit numbers, not bytes. So the even and the odd dimensions of a head are two
+tiles. Only the conversion to float16, which is exact, is done for each number: the scale of a key goes to its score,
+and that of a value to its weight, its exponent before the maximum is taken: no *scaled* weight is above 2 then,
+whatever the scales are, and float16 holds it.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _unpack(pairs, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
+    """pairs: int16, two int8 or two e4m3fn each -> the low and the high ones as float16.
+
+    Those of e4m3fn are 2 ** -8 of their value unless ASSEMBLY.
+    """
+    if ASSEMBLY and KIND == 1:
+        # A float16 with the bits 0x6400 + n is 1024 + n; flipping the sign bit of an int8 adds 128 to it.
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 shifted, bias;
+            mov.b32 bias, 0x64806480;
+            shr.u32 shifted, $2, 8;
+            lop3.b32 $0, $2, 0x00ff00ff, 0x64806480, 0x6a;
+            lop3.b32 $1, shifted, 0x00ff00ff, 0x64806480, 0x6a;
+            sub.f16x2 $0, $0, bias;
+            sub.f16x2 $1, $1, bias;
+            }""",
+            "=&r,=&r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif ASSEMBLY:
+        return tl.inline_asm_elementwise(
+            """{
+            .reg .b32 sorted;
+            .reg .b16 low, high;
+            prmt.b32 sorted, $2, $2, 0x3120;
+            mov.b32 {low, high}, sorted;
+            cvt.rn.f16x2.e4m3x2 $0, low;
+            cvt.rn.f16x2.e4m3x2 $1, high;
+            }""",
+            "=&r,=&r,r",
+            [pairs],
+            dtype=(tl.float16, tl.float16),
+            is_pure=True,
+            pack=2,
+        )
+    elif KIND == 1:
+        low = ((pairs & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        high = (((pairs >> 8) & 0xFF) ^ 0x6480).to(tl.float16, bitcast=True) - 1152.0
+        return low.to(tl.float16), high.to(tl.float16)
+    else:
+        # Exponent and mantissa in place; float16's exponent counts from 8 less.
+        low = ((pairs & 0x7F) << 7) | ((pairs << 8) & -32768)
+        high = ((pairs >> 1) & 0x3F80) | (pairs & -32768)
+        return low.to(tl.float16, bitcast=True), high.to(tl.float16, bitcast=True)
+
+
+@triton.jit
+def _merge(
+    partials,
+    sizes,
+    output,
+    first_slot,
+    parts,
+    first_head,
+    heads_left,
+    HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    PARTS: tl.constexpr,
+):
+    """Merges the parts of query heads first_head... of one row into output, [heads, HEAD_SIZE] of that row.
+
+    The tile is [places of four numbers, parts, 4], in this order because Triton spreads the threads over the first
+    dimension then: a thread loads four numbers of every part at once, and the sums over parts stay within it.
+    """
+    FOURS: tl.constexpr = HEAD_TILE // 4
+    lane = tl.arange(0, ROWS * FOURS)
+    four = tl.arange(0, 4)
+    i = tl.arange(0, PARTS)
+    d = lane % FOURS * 4
+    head = tl.minimum(first_head + lane // FOURS, HEADS - 1)
+    greatest = tl.full([ROWS * FOURS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS * FOURS], tl.float32)
+    merged = tl.zeros([ROWS * FOURS, 4], tl.float32)
+    for low in range(0, parts, PARTS):
+        here = (low + i < parts)[None, :]
+        place = (first_slot + low + i)[None, :] * HEADS + head[:, None]
+        numbers = (place.to(tl.int64) * HEAD_SIZE + d[:, None])[:, :, None] + four[None, None, :]
+        # Other multiprocessors wrote them: past the first-level cache, which does not see that.
+        size = tl.load(sizes + place, mask=here, other=float("-inf"), cache_modifier=".cg")
+        mask = (here & (d < HEAD_SIZE)[:, None])[:, :, None]
+        part = tl.load(partials + numbers, mask=mask, other=0.0, cache_modifier=".cg")
+        new_greatest = tl.maximum(greatest, tl.max(size, 1))
+        shrink = tl.exp2(greatest - new_greatest)
+        weight = tl.exp2(size - new_greatest[:, None])
+        greatest = new_greatest
+        total = total * shrink + tl.sum(weight, 1)
+        merged = merged * shrink[:, None] + tl.sum(weight[:, :, None] * part, 1)
+    result = (merged / total[:, None]).to(output.dtype.element_ty)
+    mask = ((lane // FOURS < heads_left) & (d < HEAD_SIZE))[:, None]
+    tl.store(output + (head * HEAD_SIZE + d)[:, None] + four[None, :], result, mask=mask)
+
+
+@triton.jit(do_not_specialize=["table_stride"])  # it changes from batch to batch
+def decode_kernel(
+    query,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    tables,
+    plan,
+    output,
+    partials,
+    sizes,
+    counters,
+    scaling,
+    softcap,
+    query_stride,
+    table_stride,
+    HEADS: tl.constexpr,
+    KV_HEADS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr,
+    HEAD_TILE: tl.constexpr,
+    ROWS: tl.constexpr,
+    KEYS: tl.constexpr,
+    STAGES: tl.constexpr,
+    KIND: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    ASSEMBLY: tl.constexpr,
+    MERGE_ROWS: tl.constexpr,
+    MERGE_PARTS: tl.constexpr,
+    WIDEN: tl.constexpr,
+    CHAINED: tl.constexpr,
+    PRECISION: tl.constexpr,
+    FLUSHED: tl.constexpr,
+):
+    """One part of one row for one KV head, or for a slice of ROWS of its query heads.
+
+    query, output: [rows, HEADS, HEAD_SIZE]. tables: [rows, table_stride] int32. plan: see DecodePlanner.plan.
+    keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE], or int16 [..., HEAD_SIZE / 2] where KIND names a quantised
+    dtype. partials: [items, HEADS, HEAD_SIZE] float32, each part's own result; sizes: [items, HEADS] float32, log2 of
+    the sum of its exponentials; counters: [rows x KV_HEADS x slices] int32, parts done, 0 before and after.
+
+    ASSEMBLY: the conversions of NVIDIA GPUs. WIDEN: multiply float32 (for the interpreter). CHAINED: launched before
+    the kernel before it is done (programmatic dependent launch). FLUSHED: see where it is used.
+    """
+    GROUP: tl.constexpr = HEADS // KV_HEADS
+    SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
+    UNITS: tl.constexpr = KV_HEADS * SLICES
+    PACK: tl.constexpr = 2 if KIND else 1
+    WIDTH: tl.constexpr = HEAD_SIZE // PACK  # numbers of K or V as they are loaded
+    TILE: tl.constexpr = HEAD_TILE // PACK
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    unit = tl.program_id(0)
+    kv_head = unit % UNITS // SLICES
+    first_in_group = unit % SLICES * ROWS
+    item = plan + 8 * (unit // UNITS)
+    row = tl.load(item).to(tl.int64)
+    begin = tl.load(item + 1)
+    end = tl.load(item + 2)
+    first_slot = tl.load(item + 3)
+    part = tl.load(item + 4)
+    parts = tl.load(item + 5)
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()  # until the kernel before this one is done: it does not write the plan
+    if parts == 0:
+        return
+
+    g = first_in_group + tl.arange(0, ROWS)
+    d = tl.arange(0, TILE)
+    n = tl.arange(0, KEYS)
+    in_group = (g < GROUP)[:, None]
+    head = kv_head * GROUP + g
+    query_row = query + row * query_stride
+    if KIND:
+        places = head[:, None] * HEAD_SIZE + 2 * d[None, :]
+        low = tl.load(query_row + places, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)
+        high = tl.load(query_row + places + 1, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)
+        # float16 has fewer exponents than the query's dtype: a head's greatest number becomes 1.
+        size = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+        size = tl.where(size > 0.0, size, 1.0)
+        q = (low / size[:, None]).to(tl.float16)
+        q_high = (high / size[:, None]).to(tl.float16)
+        factor = size * scaling
+        if KIND == 2 and not ASSEMBLY:
+            factor *= 256.0
+    else:
+        places = head[:, None] * HEAD_SIZE + d[None, :]
+        q = tl.load(query_row + places, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(keys.dtype.element_ty)
+        if WIDEN:
+            q = q.to(tl.float32)
+        q_high = q
+        factor = tl.full([ROWS], 1.0, tl.float32) * scaling
+    if SOFTCAP:
+        factor = factor / softcap
+    else:
+        factor = factor * LOG2_E
+
+    table = tables + row * table_stride
+    key_columns = (keys + kv_head * WIDTH + d)[None, :]
+    value_columns = (values + kv_head * WIDTH + d)[None, :]
+    if KIND:
+        key_scales += kv_head
+        value_scales += kv_head
+    greatest = tl.full([ROWS], float("-inf"), tl.float32)
+    total = tl.zeros([ROWS, KEYS], tl.float32)  # summed over keys at the end: a sum across warps for each tile is dear
+    sums = tl.zeros([ROWS, TILE], tl.float32)
+    sums_high = tl.zeros([ROWS, TILE], tl.float32)
+    for first in tl.range(begin // KEYS * KEYS, end, KEYS, num_stages=STAGES):
+        wanted = first + n
+        seen = ((wanted >= begin) & (wanted < end))[None, :]
+        position = tl.minimum(tl.maximum(wanted, begin), end - 1)
+        position = position.to(tl.uint32)  # dividing an unsigned number by a power of two is one shift
+        block = tl.load(table + position // BLOCK_SIZE).to(tl.uint32)
+        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+        offset = (slot.to(tl.int64) * (KV_HEADS * WIDTH))[:, None]
+        if WIDTH == TILE:
+            k = tl.load(key_columns + offset)
+            v = tl.load(value_columns + offset)
+        else:
+            k = tl.load(key_columns + offset, mask=(d < WIDTH)[None, :], other=0)
+            v = tl.load(value_columns + offset, mask=(d < WIDTH)[None, :], other=0)
+        if KIND:
+            key_scale = tl.load(key_scales + slot.to(tl.int64) * KV_HEADS)
+            value_scale = tl.load(value_scales + slot.to(tl.int64) * KV_HEADS)
+            k, k_high = _unpack(k, KIND, ASSEMBLY)
+            scores = tl.dot(q, tl.trans(k))
+            scores = tl.dot(q_high, tl.trans(k_high), scores) * factor[:, None] * key_scale[None, :]
+        else:
+            if WIDEN:
+                k = k.to(tl.float32)
+                v = v.to(tl.float32)
+            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
+        if SOFTCAP:
+            # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities too
+            scores = (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0)) * (softcap * LOG2_E)
+        scores = tl.where(seen, scores, float("-inf"))
+        if KIND:
+            # The scale is 2 ** exponent x mantissa; the exponent goes into the maximum, the mantissa (1 to 2) does not.
+            # A scale of 0 keeps its weight in the total, and one that is NaN (broken numbers) makes the result NaN.
+            exponent = tl.maximum(value_scale, 1e-18).to(tl.int32, bitcast=True) & 0x7F800000
+            scores += ((exponent >> 23) - 127).to(tl.float32)[None, :]
+            unscale = ((254 << 23) - exponent).to(tl.float32, bitcast=True)  # 2 ** -exponent
+            mantissa = value_scale * unscale
+        new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+        shrink = tl.exp2(greatest - new_greatest)[:, None]
+        weights = tl.exp2(scores - new_greatest[:, None])
+        greatest = new_greatest
+        if KIND:
+            total = total * shrink + weights * unscale[None, :]
+            weights *= mantissa[None, :]
+            v, v_high = _unpack(v, KIND, ASSEMBLY)
+            sums = tl.dot(weights.to(tl.float16), v, sums * shrink)
+            sums_high = tl.dot(weights.to(tl.float16), v_high, sums_high * shrink)
+        else:
+            total = total * shrink + weights
+            sums = tl.dot(weights.to(v.dtype), v, sums * shrink, input_precision=PRECISION)
+    if KIND:
+        sums = tl.reshape(tl.join(sums, sums_high), [ROWS, HEAD_TILE])
+        if KIND == 2 and not ASSEMBLY:
+            sums *= 256.0
+
+    if CHAINED:
+        tl.extra.cuda.gdc_launch_dependents()
+    weight = tl.sum(total, 1)
+    result = sums / weight[:, None]
+    e = tl.arange(0, HEAD_TILE)
+    mask = in_group & (e < HEAD_SIZE)[None, :]
+    output_row = output + row * (HEADS * HEAD_SIZE)
+    if parts == 1:
+        here = output_row + head[:, None] * HEAD_SIZE + e[None, :]
+        tl.store(here, result.to(output.dtype.element_ty), mask=mask)
+    else:
+        place = (first_slot + part) * HEADS + head
+        tl.store(partials + place.to(tl.int64)[:, None] * HEAD_SIZE + e[None, :], result, mask=mask)
+        tl.store(sizes + place, greatest + tl.log2(weight), mask=g < GROUP)
+        if FLUSHED:
+            # The barrier of these GPUs waits for shared memory alone.
+            tl.inline_asm_elementwise(
+                "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [g], dtype=tl.int32, is_pure=False, pack=1
+            )
+        tl.debug_barrier()  # every thread's stores come before the counter
+        counter = counters + row * UNITS + unit % UNITS
+        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+            tl.store(counter, 0)  # for the next launch
+            left = tl.minimum(GROUP - first_in_group, ROWS)
+            for done in range(0, left, MERGE_ROWS):
+                _merge(
+                    partials, sizes, output_row, first_slot, parts, kv_head * GROUP + first_in_group + done,
+                    left - done, HEADS, HEAD_SIZE, HEAD_TILE, MERGE_ROWS, MERGE_PARTS,
+                )  # fmt: skip

@@ -1,0 +1,118 @@
+"""How the decodes of a step are cut into parts of work: planned on the host once a step, shared by all its layers.
+
+A row is cut into *parts*, spans of its keys. A part times a KV head is what one program of the kernel does; where a row
+has several parts, the last program to finish merges them. Two ways to cut:
+
+- equal parts, all of them at work at once (one wave): where rows are few and such parts come out nearly equal;
+- else rows go longest first, and each part may be as long as a share of the work that is still left (guided
+  self-scheduling: Polychronopoulos and Kuck, IEEE Transactions on Computers C-36, 1987), but no longer than an equal
+  share of all work. Most rows stay whole, and the last ones to start are cut finely enough that all multiprocessors
+  finish together.
+
+So where a row is cut depends on the rows beside it, and with it the order in which its sums are rounded.
+
+The array has a size that depends on rows_max only, so that a captured graph finds a new plan where the old one was.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+Int32Array = npt.NDArray[np.int32]
+
+FIELDS = 8  # int32 of one item: row, begin, end, first slot, part, parts, 0, 0; padding is all zeros
+EQUAL_MIN = 128  # keys of equal parts at least: a part costs about as much as reading that many
+GUIDED_MIN = 512  # keys of the smallest parts of the guided way, which are about as many as fit beside each other
+GUIDED_SHARE = 2.0  # a part's greatest share of the work left, in equal shares of it
+UNEVEN_MAX = 1.15  # equal parts are taken if the longest is no more than this times the average program's work
+WAVES_MORE = 3  # parts beyond one for each row, in multiples of the programs that run at once
+
+
+@dataclass(frozen=True)
+class DecodePlanner:
+    """Plans for one shape of attention on one device.
+
+    rows_max: rows of the batch, padding included. programs: that run at once for one part index, the device's resident
+    programs divided by what a part needs (KV heads x slices of query heads). key_tile: keys of one step of the
+    kernel's loop; parts are cut at multiples of it. window: see AttentionOptions.
+    """
+
+    rows_max: int
+    programs: int
+    key_tile: int
+    window: int = 0
+
+    def __post_init__(self) -> None:
+        for name in ("rows_max", "programs", "key_tile"):
+            assert getattr(self, name) >= 1, name
+
+    @property
+    def items_max(self) -> int:
+        """Parts of one plan at most."""
+        return self.rows_max + self.programs * (WAVES_MORE if self.rows_max > 1 else 1)
+
+    @property
+    def size(self) -> int:
+        """Length of the plan's array."""
+        return FIELDS * self.items_max
+
+    def plan(self, lengths: npt.NDArray[np.integer]) -> Int32Array:
+        """lengths: [rows <= rows_max] tokens of each row, the new one included; 0: padding, nothing is done for it.
+
+        Returns [size] int32: the items, those with the most keys first, then padding.
+        """
+        assert len(lengths) <= self.rows_max
+        ends = lengths.astype(np.int64)
+        begins = np.maximum(ends - self.window, 0) if self.window else np.zeros_like(ends)
+        firsts = begins // self.key_tile
+        tiles = -(-ends // self.key_tile) - firsts
+        rows = np.argsort(-tiles, kind="stable")[: np.count_nonzero(tiles)]
+        parts = self._parts(tiles[rows])
+        item_rows = np.repeat(rows, parts)
+        slots = np.cumsum(parts) - parts
+        first_slots = np.repeat(slots, parts)
+        part = np.arange(len(item_rows)) - first_slots
+        of_row = np.repeat(parts, parts)
+        low = firsts[item_rows] + part * tiles[item_rows] // of_row
+        high = firsts[item_rows] + (part + 1) * tiles[item_rows] // of_row
+        array = np.zeros((self.items_max, FIELDS), np.int32)
+        items = array[: len(item_rows)]
+        items[:, 0] = item_rows
+        items[:, 1] = np.maximum(low * self.key_tile, begins[item_rows])
+        items[:, 2] = np.minimum(high * self.key_tile, ends[item_rows])
+        items[:, 3] = first_slots
+        items[:, 4] = part
+        items[:, 5] = of_row
+        items[:] = items[np.argsort(low - high, kind="stable")]
+        return array.reshape(-1)
+
+    def _parts(self, tiles: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
+        """tiles: [rows] of each row, descending, none 0 -> parts of each row; their sum is items_max at most."""
+        total = int(tiles.sum())
+        if len(tiles) <= self.programs:
+            minimum = -(-EQUAL_MIN // self.key_tile)
+            cap = self._least_cap(tiles, minimum)
+            if len(tiles) <= 1 or cap == minimum or cap * self.programs <= UNEVEN_MAX * total:
+                return -(-tiles // cap)
+        left = np.cumsum(tiles[::-1])[::-1]
+        caps = np.minimum(GUIDED_SHARE * left, total) / self.programs
+        minimum = -(-GUIDED_MIN // self.key_tile)
+        while True:
+            parts = np.ceil(tiles / np.maximum(np.ceil(caps), minimum)).astype(np.int64)
+            if parts.sum() <= self.items_max:
+                return parts
+            minimum *= 2
+
+    def _least_cap(self, tiles: npt.NDArray[np.int64], minimum: int) -> int:
+        """Of a part's tiles, so that there are no more parts than programs; `minimum` at least."""
+        low, high = minimum, max(minimum, int(tiles.max(initial=0)))
+        while low < high:
+            middle = (low + high) // 2
+            if int((-(-tiles // middle)).sum()) <= self.programs:
+                high = middle
+            else:
+                low = middle + 1
+        return low

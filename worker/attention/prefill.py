@@ -1,0 +1,225 @@
+"""Paged prefill attention: rows with several new tokens each, over what their tables already hold.
+
+A step is cut into *tiles*: up to `tokens` new tokens of one row, times the query heads that share a KV head (a *pack*;
+they read the same K and V, so they go together). The tiles are planned on the host once a step and shared by all its
+layers; the ones with most keys come first, so that the multiprocessors end together.
+
+Two kernels compute a tile. `prefill_portable` runs everywhere. `prefill_hopper` is for NVIDIA's Hopper and for K and V
+of 16 bits: copies, matrix products and softmax of different tiles run at the same time in different warps. It also
+serves quantised K and V, where the caller gives a workspace into which `prefill_copy` dequantises the rows first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from .interface import AttentionOptions, KvLayer
+from .prefill_copy import PAGE, copy_rows
+from .prefill_portable import prefill_portable
+from .quantised import is_quantised
+from .targets import PrefillTiles, Target, TileKey, head_class
+
+FIELDS = 8  # int32 of one tile, see `plan_prefill`
+PACK_MAX = 16
+HOPPER_QUERIES = 128
+GLUON = triton.__version__.startswith("3.6.")  # Gluon is experimental: what `prefill_hopper` is written in may change
+COPY_OPERATIONS_MIN = 192  # new tokens x query heads of a KV head, for each token of the row: less pays no copy
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class PrefillShape:
+    """How one layer's prefill is computed. tokens: of one tile. pack: query heads of one tile.
+
+    hopper: whether by `prefill_hopper`. tiles: sizes for the kernel.
+    """
+
+    hopper: bool
+    tokens: int
+    pack: int
+    tiles: PrefillTiles
+
+
+def prefill_shape(
+    heads: int,
+    query_dtype: torch.dtype,
+    layer: KvLayer,
+    options: AttentionOptions,
+    target: Target,
+    copied: bool = False,
+) -> PrefillShape:
+    """The choice for one layer; only `tokens` of it matters to the plan.
+
+    copied: as if the rows' K and V were first brought into a workspace. What comes back then is `hopper` only where
+    that helps: nowhere else is a workspace of any use.
+    """
+    _, block_size, kv_heads, head_size = layer.keys.shape
+    pack = packed_heads(heads // kv_heads)
+    itemsize = 4 if query_dtype == torch.float32 else layer.keys.element_size()  # of the larger operand
+    tiles = target.prefill[TileKey(head_class(head_size), itemsize)]
+    stored = query_dtype if copied and is_quantised(layer.keys.dtype) else layer.keys.dtype
+    block_size = PAGE if copied else block_size
+    hopper = (
+        target.name == "sm_90"
+        and GLUON
+        and stored == query_dtype
+        and query_dtype in (torch.float16, torch.bfloat16)
+        and head_size % 8 == 0
+        and head_size <= 256
+        and block_size in (8, 16, 32, 64, 128)
+        # The row's first and last chunk must differ, and the first be a whole block (see `prefill_hopper`).
+        and (options.window == 0 or (block_size < options.window and block_size <= hopper_keys(head_size)))
+    )
+    if hopper:
+        return PrefillShape(True, HOPPER_QUERIES // pack, pack, tiles)
+    queries = max(tiles.queries, pack)
+    return PrefillShape(False, queries // pack, pack, PrefillTiles(queries, tiles.keys, tiles.warps, tiles.stages))
+
+
+def packed_heads(group: int) -> int:
+    """Query heads that go together, of a group that shares a KV head: a power of two that divides the group."""
+    return min(group & -group, PACK_MAX)
+
+
+def hopper_keys(head_size: int) -> int:
+    """Keys of one step of `prefill_hopper`: K and V of two steps and the queries fill the shared memory."""
+    return 128 if head_size <= 128 else 64
+
+
+def plan_prefill(
+    starts: npt.NDArray[np.integer],
+    counts: npt.NDArray[np.integer],
+    query_starts: npt.NDArray[np.integer],
+    tokens: int,
+    rows: npt.NDArray[np.integer] | None = None,
+) -> npt.NDArray[np.int32]:
+    """The tiles of a step, those with most keys first: [tiles, FIELDS] int32.
+
+    Fields: row, first token in the flat batch, its position, tokens, position of the row's first new token, the row's
+    length, its first page in a workspace, 0.
+    starts, counts: [rows]; query_starts: [rows + 1] int host, as in PagedBatch. tokens: of one tile. rows: [n] rows to
+    do (None: all).
+    """
+    rows = np.arange(len(counts)) if rows is None else rows
+    counts = np.asarray(counts, np.int64)[rows]
+    starts = np.asarray(starts, np.int64)[rows]
+    tiles = -(-counts // tokens)
+    of = np.repeat(np.arange(len(rows)), tiles)
+    first = (np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
+    items = np.zeros((len(of), FIELDS), np.int32)
+    items[:, 0] = np.asarray(rows)[of]
+    items[:, 1] = np.asarray(query_starts)[rows][of] + first
+    items[:, 2] = starts[of] + first
+    items[:, 3] = np.minimum(counts[of] - first, tokens)
+    items[:, 4] = starts[of]
+    items[:, 5] = (starts + counts)[of]
+    pages = -(-(starts + counts) // PAGE)
+    items[:, 6] = (np.cumsum(pages) - pages)[of]
+    return items[np.argsort(-(items[:, 2] + items[:, 3]), kind="stable")]
+
+
+def copy_pays(
+    starts: npt.NDArray[np.integer], counts: npt.NDArray[np.integer], group: int, rows: npt.NDArray[np.integer]
+) -> bool:
+    """Whether quantised rows are read often enough to be dequantised first. group: query heads of one KV head."""
+    lengths = (starts + counts)[rows]
+    return int((counts[rows] * lengths).sum()) * group >= COPY_OPERATIONS_MIN * int(lengths.sum())
+
+
+def paged_prefill(
+    query: torch.Tensor,
+    layer: KvLayer,
+    tables: torch.Tensor,
+    items: torch.Tensor,
+    output: torch.Tensor,
+    options: AttentionOptions,
+    target: Target,
+    copies: torch.Tensor | None = None,
+    workspace: torch.Tensor | None = None,
+) -> None:
+    """Causal attention of the planned rows' new tokens to their rows' tokens so far. Other rows of `output` stay.
+
+    query, output: [tokens, heads, head_size] float device, contiguous along head_size. tables: [rows, width] int32
+    device, contiguous along width. items: [tiles, FIELDS] int32 device, from `plan_prefill` with the `tokens` of
+    `prefill_shape` for the same arguments. The query's dtype is that of the matrix products; sums are float32.
+    copies, workspace: for quantised K and V where `prefill_shape(..., copied=True)` says `hopper`: [copies, 8] int32
+    device from `prefill_copy.plan_copies`, and [2, pages >= copies, ...] from `prefill_copy.workspace_for`.
+    """
+    if not len(items):
+        return
+    copied = copies is not None and workspace is not None
+    shape = prefill_shape(query.shape[1], query.dtype, layer, options, target, copied)
+    if shape.hopper:
+        from .prefill_hopper import launch
+
+        if copies is not None and workspace is not None:
+            assert len(copies) <= workspace.shape[1], (len(copies), workspace.shape)
+            layer = copy_rows(layer, tables, copies, workspace, options.window)
+        numbers = (shape.pack, exponents(options), target.multiprocessors)
+        launch(query, layer, tables, items, output, options, *numbers, paged=not copied)
+        return
+    assert not copied, "no workspace is of use here"
+    constants = portable_constants(query.shape[1], query.dtype, layer, options, shape, target)
+    scale, cap = exponents(options)
+    prefill_portable[(items.shape[0] * constants["PACKS"],)](
+        query,
+        query.stride(0),
+        query.stride(1),
+        layer.keys,
+        layer.values,
+        layer.keys if layer.key_scales is None else layer.key_scales,
+        layer.values if layer.value_scales is None else layer.value_scales,
+        output,
+        output.stride(0),
+        output.stride(1),
+        tables,
+        tables.stride(0),
+        items,
+        scale,
+        cap,
+        options.window,
+        **constants,
+        num_warps=shape.tiles.warps,
+        num_stages=shape.tiles.stages,
+    )
+
+
+def portable_constants(
+    heads: int,
+    query_dtype: torch.dtype,
+    layer: KvLayer,
+    options: AttentionOptions,
+    shape: PrefillShape,
+    target: Target,
+) -> dict[str, Any]:
+    """Compile-time constants of `prefill_portable`."""
+    _, block_size, kv_heads, head_size = layer.keys.shape
+    return {
+        "KV_HEADS": kv_heads,
+        "PACKS": heads // shape.pack,
+        "PACK": shape.pack,
+        "BLOCK": block_size,
+        "HEAD": head_size,
+        "HEAD_PAD": max(16, triton.next_power_of_2(head_size)),
+        "QUERIES": shape.tiles.queries,
+        "KEYS": shape.tiles.keys,
+        "WINDOW": options.window > 0,
+        "SOFTCAP": options.softcap > 0,
+        "QUANTISED": is_quantised(layer.keys.dtype),
+        "BITWISE": target.backend == "hip" and is_quantised(layer.keys.dtype),
+        "UPCAST": target.backend == "cpu" and query_dtype == torch.bfloat16,
+    }
+
+
+def exponents(options: AttentionOptions) -> tuple[float, float]:
+    """Factors on the scores inside exp2, and on q.k inside the soft cap's exp2."""
+    assert options.scaling > 0, options
+    if not options.softcap:
+        return options.scaling * LOG2_E, 0.0
+    return options.softcap * LOG2_E, 2 * LOG2_E * options.scaling / options.softcap

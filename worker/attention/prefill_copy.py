@@ -1,0 +1,120 @@
+"""Brings quantised K and V of a step's rows into a workspace, as numbers of 16 bits and side by side.
+
+`prefill_hopper` multiplies what the copy engine lays into shared memory, so it cannot dequantise on the way. To do
+that once for a row beforehand is cheap wherever many new tokens read it: a byte is read and two are written for each
+number, against 4 x (new tokens x query heads of a KV head) operations.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+import triton.language as tl
+
+from .interface import KvLayer
+
+PAGE = 128  # tokens of a block of the workspace
+FIELDS = (
+    8  # int32 of one copy: row, the page's first token, the row's length, the page, position of its first new token
+)
+TOKENS = 32  # of one program
+
+
+@triton.jit
+def _dequantised(cache, scales, rows, inside, columns, HEAD: tl.constexpr):
+    mask = inside[:, None] & (columns < HEAD)[None, :]
+    stored = tl.load(cache + rows[:, None] * HEAD + columns[None, :], mask=mask, other=0.0)
+    return stored.to(tl.float32) * tl.load(scales + rows, mask=inside, other=0.0)[:, None]
+
+
+@triton.jit
+def copy_kernel(
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    tables,
+    table_stride,
+    copies,
+    workspace,
+    pages,
+    window,
+    KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PAGE: tl.constexpr,
+):
+    """Grid: [copies, PAGE / TOKENS, kv_heads]. workspace: [2, pages, PAGE, kv_heads, head_size]: K, then V."""
+    copy = copies + tl.program_id(0) * 8
+    kv_head = tl.program_id(2)
+    row = tl.load(copy).to(tl.int64)
+    place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    token = tl.load(copy + 1) + place
+    inside = token < tl.load(copy + 2)
+    if window > 0:
+        inside = inside & (token > tl.load(copy + 4) - window)  # blocks that the window has left may be gone
+    page = tl.load(copy + 3).to(tl.int64)
+    columns = tl.arange(0, HEAD_PAD)
+    block = tl.load(tables + row * table_stride + token // BLOCK, mask=inside, other=0).to(tl.int64)
+    source = (block * BLOCK + token % BLOCK) * KV_HEADS + kv_head
+    target = (page * PAGE + place) * KV_HEADS + kv_head
+    at = workspace + target[:, None] * HEAD + columns[None, :]
+    mask = inside[:, None] & (columns < HEAD)[None, :]
+    dtype = workspace.dtype.element_ty
+    tl.store(at, _dequantised(keys, key_scales, source, inside, columns, HEAD).to(dtype), mask=mask)
+    at += pages.to(tl.int64) * PAGE * KV_HEADS * HEAD
+    tl.store(at, _dequantised(values, value_scales, source, inside, columns, HEAD).to(dtype), mask=mask)
+
+
+def plan_copies(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
+    """The pages of the rows that are planned in `items` (see `prefill.plan_prefill`): [copies, FIELDS] int32."""
+    _, first = np.unique(items[:, 0], return_index=True)
+    rows, lengths, bases = items[first, 0], items[first, 5], items[first, 6]
+    pages = -(-lengths // PAGE)
+    of = np.repeat(np.arange(len(rows)), pages)
+    number = np.arange(len(of)) - np.repeat(np.cumsum(pages) - pages, pages)
+    copies = np.zeros((len(of), FIELDS), np.int32)
+    copies[:, 0], copies[:, 1], copies[:, 2] = rows[of], number * PAGE, lengths[of]
+    copies[:, 3], copies[:, 4] = bases[of] + number, items[first, 4][of]
+    return copies
+
+
+def workspace_for(pages: int, layer: KvLayer, dtype: torch.dtype) -> torch.Tensor:
+    """Room for so many pages: [2, pages, PAGE, kv_heads, head_size] dtype device. All layers of one shape share it."""
+    _, _, kv_heads, head_size = layer.keys.shape
+    return torch.empty((2, pages, PAGE, kv_heads, head_size), dtype=dtype, device=layer.keys.device)
+
+
+def copy_rows(
+    layer: KvLayer, tables: torch.Tensor, copies: torch.Tensor, workspace: torch.Tensor, window: int
+) -> KvLayer:
+    """Fills the workspace. Returns it as a layer of blocks of PAGE tokens.
+
+    copies: [copies, FIELDS] int32 device, from `plan_copies`; workspace: from `workspace_for`, of enough pages.
+    window: see AttentionOptions.
+    """
+    _, block_size, kv_heads, head_size = layer.keys.shape
+    copy_kernel[(len(copies), PAGE // TOKENS, kv_heads)](
+        layer.keys,
+        layer.values,
+        layer.key_scales,
+        layer.value_scales,
+        tables,
+        tables.stride(0),
+        copies,
+        workspace,
+        workspace.shape[1],
+        window,
+        KV_HEADS=kv_heads,
+        BLOCK=block_size,
+        HEAD=head_size,
+        HEAD_PAD=triton.next_power_of_2(head_size),
+        TOKENS=TOKENS,
+        PAGE=PAGE,
+        num_warps=4,
+    )
+    return KvLayer(workspace[0], workspace[1])

@@ -1,0 +1,316 @@
+"""Prefill attention for NVIDIA's Hopper, in Gluon (Triton's lower level), for K and V of 16 bits.
+
+Three groups of warps of a program work at the same time, on the ideas of FlashAttention-3 (Shah et al.,
+arXiv 2407.08608, sections 3.1 and 3.2):
+
+- one warp copies: Q of a tile, then K and V, 128 keys at a time, through the block table by the tensor copy engine
+  (TMA) into two stages of shared memory; it runs ahead, into the program's next tile too;
+- two groups of four warps compute, 64 rows of the tile each. While the softmax of one runs on the ordinary units, the
+  matrix units do the other's products: they take turns. Within a group the product P V of one step is in flight
+  during the softmax of the next.
+
+One program runs on each multiprocessor and takes tiles from the plan (see `prefill.plan_prefill`), sorted by their
+work, forwards and backwards in turn, so that long and short ones add up to much the same everywhere.
+"""
+
+from __future__ import annotations
+
+import torch
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import (
+    fence_async_shared,
+    mbarrier,
+    warpgroup_mma,
+    warpgroup_mma_wait,
+)
+from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
+
+from .interface import AttentionOptions, KvLayer
+from .prefill_hopper_work import COLUMNS, Buffers, Sizes, Work, box_layout, constants, copy_tiles
+
+ROWS = 128  # of a tile: tokens times query heads of one pack; half of them for each computing group of warps
+NOWHERE = gl.constexpr(2147483647)  # position of a place that holds no token: after every query
+
+
+@gluon.jit
+def _mask(scores, step, queries, first_key, length, window, sizes):
+    """-inf where a query does not see a key. queries: [64] positions."""
+    key = step * sizes.KEYS + gl.arange(0, sizes.KEYS, gl.SliceLayout(0, sizes.SCORES))
+    last = (length - 1) // sizes.CHUNK * sizes.CHUNK  # the last chunk: its tokens lie at its end
+    shift = last + sizes.CHUNK - length
+    if (shift > 0) & (last < (step + 1) * sizes.KEYS):
+        key = gl.where(key < last, key, gl.where(key - shift >= last, key - shift, NOWHERE))
+    if sizes.WINDOW:
+        front = first_key // sizes.CHUNK * sizes.CHUNK  # the first one: at its beginning
+        moved = key + (first_key - front)
+        in_front = (first_key > 0) & (key >= front) & (key < front + sizes.CHUNK)
+        key = gl.where(in_front, gl.where(moved < front + sizes.CHUNK, moved, NOWHERE), key)
+    seen = key[None, :] <= queries[:, None]
+    if sizes.WINDOW:
+        seen = seen & (key[None, :] > queries[:, None] - window)
+    return gl.where(seen, scores, float("-inf"))
+
+
+@gluon.jit
+def _softmax(scores, largest, total, scale, cap, step, queries, first_key, length, window, sizes, MASKED: gl.constexpr):
+    """Weights of this step's keys [64, KEYS] float32, the new largest score and total [64], and what fades the old."""
+    if sizes.SOFTCAP:
+        scores = 1.0 - 2.0 / (gl.exp2(scores * cap) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
+    if MASKED:
+        scores = _mask(scores, step, queries, first_key, length, window, sizes)
+    new_largest = gl.maximum(largest, gl.max(scores, axis=1))
+    base = new_largest * scale
+    if MASKED:
+        base = gl.where(new_largest == float("-inf"), 0.0, base)  # a query that has seen no key yet
+    weights = gl.exp2(scores * scale - base[:, None])
+    fade = gl.exp2(largest * scale - base)
+    return weights, new_largest, total * fade + gl.sum(weights, axis=1), fade
+
+
+@gluon.jit
+def _await_turn(buffers, turn, WHICH: gl.constexpr):
+    mbarrier.wait(buffers.turns.index(WHICH), turn & 1)
+
+
+@gluon.jit
+def _arrive(barrier):
+    """Every warp of the group has come this far. Without the first line, a late one could miss a phase for good."""
+    gl.thread_barrier()
+    mbarrier.arrive(barrier, count=1)
+
+
+@gluon.jit
+def _advance(
+    step, state, at, turn, scale, cap, queries, first_key, length, window, buffers, sizes,
+    WHICH: gl.constexpr, MASKED: gl.constexpr,
+):  # fmt: skip
+    """Scores and weights of `step`, while the weights of the step before it meet their V. at: steps done so far."""
+    sums, weights, largest, total = state
+    slot = at % sizes.STAGES
+    before = (at - 1) % sizes.STAGES
+    mbarrier.wait(buffers.k_ready.index(slot), (at // sizes.STAGES) & 1)
+    _await_turn(buffers, turn, WHICH)
+    scores = gl.zeros([64, sizes.KEYS], gl.float32, sizes.SCORES)
+    k = buffers.k.index(slot).permute((1, 0))
+    scores = warpgroup_mma(buffers.q.index(WHICH), k, scores, use_acc=False, is_async=True)
+    mbarrier.wait(buffers.v_ready.index(before), ((at - 1) // sizes.STAGES) & 1)
+    operand = gl.convert_layout(weights.to(buffers.q.dtype), sizes.WEIGHTS)
+    sums = warpgroup_mma(operand, buffers.v.index(before), sums, is_async=True)
+    _arrive(buffers.turns.index(1 - WHICH))
+    scores = warpgroup_mma_wait(1, deps=(scores,))
+    _arrive(buffers.k_empty.index(slot))
+    weights, largest, total, fade = _softmax(
+        scores, largest, total, scale, cap, step, queries, first_key, length, window, sizes, MASKED
+    )
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    _arrive(buffers.v_empty.index(before))
+    sums = sums * gl.convert_layout(fade, gl.SliceLayout(1, sizes.SUMS))[:, None]
+    return sums, weights, largest, total
+
+
+@gluon.jit
+def _begin(at, step, turn, scale, cap, queries, first_key, length, window, buffers, sizes, WHICH: gl.constexpr):
+    """The first step of a tile: its last keys."""
+    slot = at % sizes.STAGES
+    mbarrier.wait(buffers.k_ready.index(slot), (at // sizes.STAGES) & 1)
+    _await_turn(buffers, turn, WHICH)
+    scores = gl.zeros([64, sizes.KEYS], gl.float32, sizes.SCORES)
+    k = buffers.k.index(slot).permute((1, 0))
+    scores = warpgroup_mma(buffers.q.index(WHICH), k, scores, use_acc=False, is_async=True)
+    _arrive(buffers.turns.index(1 - WHICH))
+    scores = warpgroup_mma_wait(0, deps=(scores,))
+    _arrive(buffers.k_empty.index(slot))
+    largest = gl.full([64], float("-inf"), gl.float32, gl.SliceLayout(1, sizes.SCORES))
+    total = gl.zeros([64], gl.float32, gl.SliceLayout(1, sizes.SCORES))
+    weights, largest, total, _ = _softmax(
+        scores, largest, total, scale, cap, step, queries, first_key, length, window, sizes, True
+    )
+    return gl.zeros([64, sizes.HEAD_PAD], gl.float32, sizes.SUMS), weights, largest, total
+
+
+@gluon.jit
+def _end(at, state, buffers, sizes):
+    """The last product with V, divided by the weights' total: [64, HEAD_PAD] float32."""
+    sums, weights, _, total = state
+    before = (at - 1) % sizes.STAGES
+    mbarrier.wait(buffers.v_ready.index(before), ((at - 1) // sizes.STAGES) & 1)
+    operand = gl.convert_layout(weights.to(buffers.q.dtype), sizes.WEIGHTS)
+    sums = warpgroup_mma(operand, buffers.v.index(before), sums, is_async=True)
+    inverse = 1.0 / total
+    sums = warpgroup_mma_wait(0, deps=(sums,))
+    _arrive(buffers.v_empty.index(before))
+    return sums * gl.convert_layout(inverse, gl.SliceLayout(1, sizes.SUMS))[:, None]
+
+
+@gluon.jit
+def _compute(WHICH: gl.constexpr, output, token_stride, head_stride, scale, cap, work, buffers, sizes):
+    """One computing group of warps: rows WHICH x 64 ... of every tile. All loops run over the same steps in both."""
+    STORE: gl.constexpr = gl.BlockedLayout([1, 8], [2, 16] if sizes.HEAD_PAD >= 128 else [4, 8], [4, 1], [1, 0])
+    rows = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, sizes.SCORES))
+    at = 0
+    turn = 0
+    if WHICH == 1:
+        _arrive(buffers.turns.index(0))
+    for index in range(work.count):
+        pack, _, token, position, count, start, length, _ = work.tile(index, sizes)
+        low, inside, causal, last = work.steps(position, length, sizes)
+        first_key = start - work.window + 1
+        queries = position + rows // sizes.PACK
+        mbarrier.wait(buffers.q_ready.index(WHICH), index & 1)
+        state = _begin(at, last - 1, turn, scale, cap, queries, first_key, length, work.window, buffers, sizes, WHICH)
+        at += 1
+        turn += 1
+        for i in range(last - 1 - causal):
+            state = _advance(
+                last - 2 - i, state, at, turn, scale, cap, queries, first_key, length, work.window, buffers, sizes,
+                WHICH, True,
+            )  # fmt: skip
+            at += 1
+            turn += 1
+        for i in range(causal - inside):
+            state = _advance(
+                causal - 1 - i, state, at, turn, scale, cap, queries, first_key, length, work.window, buffers, sizes,
+                WHICH, False,
+            )  # fmt: skip
+            at += 1
+            turn += 1
+        if sizes.WINDOW:
+            for i in range(inside - low):
+                state = _advance(
+                    inside - 1 - i, state, at, turn, scale, cap, queries, first_key, length, work.window, buffers,
+                    sizes, WHICH, True,
+                )  # fmt: skip
+                at += 1
+                turn += 1
+        _arrive(buffers.q_empty.index(WHICH))
+        sums = gl.convert_layout(_end(at, state, buffers, sizes).to(output.dtype.element_ty), STORE)
+        row = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
+        column = gl.arange(0, sizes.HEAD_PAD, gl.SliceLayout(0, STORE))
+        head = pack * sizes.PACK + row % sizes.PACK
+        place = output + (token + row // sizes.PACK).to(gl.int64) * token_stride + head * head_stride
+        mine = (row // sizes.PACK < count)[:, None] & (column < sizes.HEAD)[None, :]
+        gl.store(place[:, None] + column[None, :], sums, mask=mine)
+
+
+@gluon.jit(do_not_specialize=["table_stride", "n_items", "window", "blocks"])
+def prefill_hopper(
+    q_desc,
+    k_desc,
+    v_desc,
+    output,
+    output_token_stride,
+    output_head_stride,
+    tables,
+    table_stride,
+    items,
+    n_items,
+    scale,
+    cap,
+    window,
+    blocks,
+    PACKS: gl.constexpr,
+    PACK: gl.constexpr,
+    SHARE: gl.constexpr,
+    BLOCK: gl.constexpr,
+    CHUNK: gl.constexpr,
+    KEYS: gl.constexpr,
+    HEAD: gl.constexpr,
+    HEAD_PAD: gl.constexpr,
+    STAGES: gl.constexpr,
+    WINDOW: gl.constexpr,
+    SOFTCAP: gl.constexpr,
+    PAGED: gl.constexpr,
+    REGISTERS: gl.constexpr,
+    COPY_REGISTERS: gl.constexpr,
+):
+    """Grid: [multiprocessors, or fewer where there is less to do]. n_items: tiles x PACKS. num_warps: 4.
+
+    q_desc: [tokens, PACKS, PACK, head_size]; k_desc, v_desc: [blocks, block_size, kv_heads, head_size]. scale, cap:
+    see `prefill.exponents`. CHUNK: slots of one copy, a block or a part of it.
+    """
+    dtype: gl.constexpr = q_desc.dtype
+    layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
+    barrier: gl.constexpr = mbarrier.MBarrierLayout()
+    sizes = Sizes(PACKS, PACK, SHARE, BLOCK, CHUNK, KEYS, HEAD, HEAD_PAD, STAGES, WINDOW, SOFTCAP, PAGED)
+    buffers = Buffers(
+        gl.allocate_shared_memory(dtype, [2, 64, HEAD_PAD], layout),
+        gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_PAD], layout),
+        gl.allocate_shared_memory(dtype, [STAGES, KEYS, HEAD_PAD], layout),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [STAGES, 1], barrier),
+        gl.allocate_shared_memory(gl.int64, [2, 1], barrier),
+    )
+    for i in gl.static_range(2):
+        mbarrier.init(buffers.q_ready.index(i), count=1)
+        mbarrier.init(buffers.q_empty.index(i), count=1)
+        mbarrier.init(buffers.turns.index(i), count=1)
+    for i in gl.static_range(STAGES):
+        mbarrier.init(buffers.k_ready.index(i), count=1)
+        mbarrier.init(buffers.v_ready.index(i), count=1)
+        mbarrier.init(buffers.k_empty.index(i), count=2)
+        mbarrier.init(buffers.v_empty.index(i), count=2)
+    fence_async_shared()
+    program = gl.program_id(0)
+    programs = gl.num_programs(0)
+    whole = n_items // programs
+    place = gl.where(whole % 2 == 0, program, programs - 1 - program)
+    count = whole + gl.where(place < n_items - whole * programs, 1, 0)
+    work = Work(items, count, programs, window)
+    gl.warp_specialize(
+        [
+            (_compute, (0, output, output_token_stride, output_head_stride, scale, cap, work, buffers, sizes)),
+            (_compute, (1, output, output_token_stride, output_head_stride, scale, cap, work, buffers, sizes)),
+            (copy_tiles, (q_desc, k_desc, v_desc, tables, table_stride, blocks, work, buffers, sizes)),
+        ],
+        [4, 1],
+        [REGISTERS, COPY_REGISTERS],
+    )
+
+
+def launch(
+    query: torch.Tensor,
+    layer: KvLayer,
+    tables: torch.Tensor,
+    items: torch.Tensor,
+    output: torch.Tensor,
+    options: AttentionOptions,
+    pack: int,
+    exponents: tuple[float, float],
+    multiprocessors: int,
+    paged: bool = True,
+) -> None:
+    """As `prefill.paged_prefill`, for shapes that `prefill.prefill_shape` sends here.
+
+    paged: as opposed to `layer` being a workspace, filled by `prefill_copy.copy_rows`.
+    """
+    tokens, heads, head_size = query.shape
+    numbers = constants(heads, layer.keys.shape, pack, options, paged)
+    queries = query.view(tokens, heads // pack, pack, head_size)
+    layout = box_layout()
+
+    def descriptor(tensor: torch.Tensor, box: list[int]) -> TensorDescriptor:
+        return TensorDescriptor(tensor, list(tensor.shape), list(tensor.stride()), box, layout)
+
+    work = items.shape[0] * (heads // pack)
+    prefill_hopper[(min(work, multiprocessors),)](
+        descriptor(queries, [ROWS // 2 // pack, 1, pack, COLUMNS]),
+        descriptor(layer.keys, [1, numbers["CHUNK"], 1, COLUMNS]),
+        descriptor(layer.values, [1, numbers["CHUNK"], 1, COLUMNS]),
+        output,
+        output.stride(0),
+        output.stride(1),
+        tables,
+        tables.stride(0),
+        items,
+        work,
+        *exponents,
+        options.window,
+        layer.keys.shape[0],
+        **numbers,
+        num_warps=4,
+    )

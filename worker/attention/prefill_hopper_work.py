@@ -1,0 +1,233 @@
+"""What a program of `prefill_hopper` is made of: its numbers, its shared memory, its share of the tiles, its copies.
+
+Slots that a row cannot reach are never looked at, because 0 x NaN is NaN. Such slots can only lie before the first
+token of the row that any query sees, or after its last one: in the row's first or last *chunk* of CHUNK slots (a block,
+or as much of it as one step takes). The box that is copied is moved by as many slots, out of the block, and the copy
+engine fills what lies outside of it with zeros: the chunk's tokens then lie further back or forth than they should
+(`prefill_hopper._mask` knows), and its other places hold zeros. (Where chunks are parts of a block, a last chunk that
+is not the first of its block holds tokens of the chunk before it there, and there is no window; they are masked.) A
+chunk that the row does not reach at all is read from beyond the last block: all zeros.
+"""
+
+# No `from __future__ import annotations`: the annotations of an aggregate are looked at.
+import torch
+import triton
+from triton.experimental import gluon
+from triton.experimental.gluon import language as gl
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.language.core import _aggregate as aggregate
+
+from .interface import AttentionOptions
+from .prefill import hopper_keys
+
+STAGES = 2
+COLUMNS = 64  # of one copy: 128 bytes, the widest that is stored swizzled
+REGISTERS, COPY_REGISTERS = 240, 24  # of a thread of the computing and of the copying warps
+
+
+def constants(
+    heads: int, keys_shape: tuple[int, ...] | torch.Size, pack: int, options: AttentionOptions, paged: bool = True
+) -> dict[str, int | bool]:
+    """Compile-time constants of `prefill_hopper`. keys_shape: [blocks, block_size, kv_heads, head_size]."""
+    _, block_size, kv_heads, head_size = keys_shape
+    keys = hopper_keys(head_size)
+    return {
+        "PACKS": heads // pack,
+        "PACK": pack,
+        "SHARE": heads // pack // kv_heads,
+        "BLOCK": block_size,
+        "CHUNK": min(block_size, keys),
+        "KEYS": keys,
+        "HEAD": head_size,
+        "HEAD_PAD": max(COLUMNS, triton.next_power_of_2(head_size)),
+        "STAGES": STAGES,
+        "WINDOW": options.window > 0,
+        "SOFTCAP": options.softcap > 0,
+        "PAGED": paged,
+        "REGISTERS": REGISTERS,
+        "COPY_REGISTERS": COPY_REGISTERS,
+    }
+
+
+def box_layout() -> gl.NVMMASharedLayout:
+    """How a copied box lies in shared memory: as the matrix instructions want it, swizzled over 128 bytes."""
+    return gl.NVMMASharedLayout(swizzle_byte_width=128, element_bitwidth=16, rank=4)
+
+
+@aggregate
+class Sizes:
+    """Compile-time numbers. PAGED: tokens are found by the block table, not side by side from the row's first page.
+
+    PACK: query heads of a tile; PACKS: packs of the query; SHARE: packs of one KV head.
+    """
+
+    PACKS: gl.constexpr
+    PACK: gl.constexpr
+    SHARE: gl.constexpr
+    BLOCK: gl.constexpr
+    CHUNK: gl.constexpr
+    KEYS: gl.constexpr
+    HEAD: gl.constexpr
+    HEAD_PAD: gl.constexpr
+    STAGES: gl.constexpr
+    WINDOW: gl.constexpr
+    SOFTCAP: gl.constexpr
+    PAGED: gl.constexpr
+    TOKENS: gl.constexpr
+    SCORES: gl.constexpr
+    SUMS: gl.constexpr
+    WEIGHTS: gl.constexpr
+
+    @gluon.constexpr_function
+    def __init__(self, PACKS, PACK, SHARE, BLOCK, CHUNK, KEYS, HEAD, HEAD_PAD, STAGES, WINDOW, SOFTCAP, PAGED):
+        self.PACKS, self.PACK, self.SHARE = gl.constexpr(PACKS), gl.constexpr(PACK), gl.constexpr(SHARE)
+        self.BLOCK, self.CHUNK, self.KEYS = gl.constexpr(BLOCK), gl.constexpr(CHUNK), gl.constexpr(KEYS)
+        self.HEAD, self.HEAD_PAD = gl.constexpr(HEAD), gl.constexpr(HEAD_PAD)
+        self.STAGES = gl.constexpr(STAGES)
+        self.WINDOW, self.SOFTCAP = gl.constexpr(WINDOW), gl.constexpr(SOFTCAP)
+        self.PAGED = gl.constexpr(PAGED)
+        self.TOKENS = gl.constexpr(128 // PACK)
+        sums = gl.NVMMADistributedLayout([3, 0], [4, 1], [16, HEAD_PAD, 16])
+        self.SCORES = gl.constexpr(gl.NVMMADistributedLayout([3, 0], [4, 1], [16, KEYS, 16]))
+        self.SUMS = gl.constexpr(sums)
+        self.WEIGHTS = gl.constexpr(gl.DotOperandLayout(0, sums, 2))
+
+
+@aggregate
+class Buffers:
+    """Shared memory, and a barrier for each part of it that says "filled" (ready) and one that says "read" (empty)."""
+
+    q: gl.shared_memory_descriptor
+    k: gl.shared_memory_descriptor
+    v: gl.shared_memory_descriptor
+    q_ready: gl.shared_memory_descriptor
+    q_empty: gl.shared_memory_descriptor
+    k_ready: gl.shared_memory_descriptor
+    k_empty: gl.shared_memory_descriptor
+    v_ready: gl.shared_memory_descriptor
+    v_empty: gl.shared_memory_descriptor
+    turns: gl.shared_memory_descriptor
+
+    @gluon.constexpr_function
+    def __init__(self, q, k, v, q_ready, q_empty, k_ready, k_empty, v_ready, v_empty, turns):
+        self.q, self.k, self.v = q, k, v
+        self.q_ready, self.q_empty = q_ready, q_empty
+        self.k_ready, self.k_empty = k_ready, k_empty
+        self.v_ready, self.v_empty = v_ready, v_empty
+        self.turns = turns
+
+
+@aggregate
+class Work:
+    """A program's share: `count` of the items, each a tile times a pack of heads."""
+
+    items: gl.tensor
+    count: gl.tensor
+    programs: gl.tensor
+    window: gl.tensor
+
+    @gluon.constexpr_function
+    def __init__(self, items, count, programs, window):
+        self.items, self.count, self.programs, self.window = items, count, programs, window
+
+    @gluon.jit
+    def tile(self, index, sizes):
+        """pack, row, first token, its position, tokens, row's first new position, its length, its first page."""
+        program = gl.program_id(0)
+        turn = gl.where(index % 2 == 0, program, self.programs - 1 - program)
+        item = index * self.programs + turn
+        at = self.items + (item // sizes.PACKS) * 8
+        return (
+            item % sizes.PACKS,
+            gl.load(at),
+            gl.load(at + 1),
+            gl.load(at + 2),
+            gl.load(at + 3),
+            gl.load(at + 4),
+            gl.load(at + 5),
+            gl.load(at + 6),
+        )
+
+    @gluon.jit
+    def steps(self, position, length, sizes):
+        """In steps of KEYS: where the keys begin, those inside every query's window, those after some query; the end.
+
+        Steps from the second to the third need no mask.
+        """
+        end = gl.minimum(position + sizes.TOKENS, length)
+        last = (end + sizes.KEYS - 1) // sizes.KEYS
+        causal = gl.minimum((position + 1) // sizes.KEYS, last - 1)
+        low = causal * 0
+        inside = low
+        if sizes.WINDOW:
+            low = gl.maximum(position - self.window + 1, 0) // sizes.KEYS
+            inside = (gl.maximum(end - self.window, 0) + sizes.KEYS - 1) // sizes.KEYS
+            inside = gl.maximum(gl.minimum(inside, causal), low)
+        return low, inside, causal, last
+
+
+@gluon.jit
+def _copy_step(desc, target, ready, step, row, sizes):
+    """Keys step x KEYS ... of one KV head into `target` [KEYS, HEAD_PAD], chunk by chunk, 64 columns at a time.
+
+    row: its block table; its first page where it is not PAGED; the KV head; the first key that any query of the row
+    sees; the row's length; the number of blocks, which is no block.
+    """
+    table, page, kv_head, first_key, length, beyond = row
+    CHUNKS: gl.constexpr = sizes.KEYS // sizes.CHUNK
+    PARTS: gl.constexpr = sizes.HEAD_PAD // 64
+    view = target._reinterpret(target.dtype, [PARTS * CHUNKS, 1, sizes.CHUNK, 1, 64], desc.layout)
+    mbarrier.expect(ready, sizes.KEYS * sizes.HEAD_PAD * 2)
+    for chunk in gl.static_range(CHUNKS):
+        key = step * sizes.KEYS + chunk * sizes.CHUNK
+        wanted = key < length
+        if sizes.WINDOW:
+            wanted = wanted & (key + sizes.CHUNK > first_key)
+        if sizes.PAGED:
+            block = gl.load(table + key // sizes.BLOCK, mask=wanted, other=beyond)
+        else:
+            block = gl.where(wanted, page + key // sizes.BLOCK, beyond)
+        offset = key % sizes.BLOCK - gl.maximum(gl.minimum(key + sizes.CHUNK - length, sizes.CHUNK - 1), 0)
+        if sizes.WINDOW:
+            offset += gl.maximum(gl.minimum(first_key - key, sizes.CHUNK - 1), 0)
+        for part in gl.static_range(PARTS):
+            tma.async_copy_global_to_shared(
+                desc, [block, offset, kv_head, part * 64], ready, view.index(part * CHUNKS + chunk)
+            )
+
+
+@gluon.jit
+def copy_tiles(q_desc, k_desc, v_desc, tables, table_stride, beyond, work, buffers, sizes):
+    """The copying warp. Keys come last first, K of a step before V of the one after it: as they are needed.
+
+    (Reading the block table ahead, or copying K and V in two warps, was measured and is no faster.)
+    """
+    HALF: gl.constexpr = 64 // sizes.PACK  # tokens of one group of warps
+    PARTS: gl.constexpr = sizes.HEAD_PAD // 64
+    done = 0
+    for index in range(work.count):
+        pack, number, token, position, _, start, length, page = work.tile(index, sizes)
+        low, _, _, last = work.steps(position, length, sizes)
+        table = tables + number.to(gl.int64) * table_stride
+        row = (table, page, pack // sizes.SHARE, start - work.window + 1, length, beyond)
+        for half in gl.static_range(2):
+            mbarrier.wait(buffers.q_empty.index(half), (index & 1) ^ 1)
+            ready = buffers.q_ready.index(half)
+            mbarrier.expect(ready, 64 * sizes.HEAD_PAD * 2)
+            view = buffers.q.index(half)._reinterpret(buffers.q.dtype, [PARTS, HALF, 1, sizes.PACK, 64], q_desc.layout)
+            for part in gl.static_range(PARTS):
+                tma.async_copy_global_to_shared(
+                    q_desc, [token + half * HALF, pack, 0, part * 64], ready, view.index(part)
+                )
+        for i in range(last - low + 1):
+            if i < last - low:
+                at = done + i
+                slot = at % sizes.STAGES
+                mbarrier.wait(buffers.k_empty.index(slot), ((at // sizes.STAGES) & 1) ^ 1)
+                _copy_step(k_desc, buffers.k.index(slot), buffers.k_ready.index(slot), last - 1 - i, row, sizes)
+            if i > 0:
+                at = done + i - 1
+                slot = at % sizes.STAGES
+                mbarrier.wait(buffers.v_empty.index(slot), ((at // sizes.STAGES) & 1) ^ 1)
+                _copy_step(v_desc, buffers.v.index(slot), buffers.v_ready.index(slot), last - i, row, sizes)
+        done += last - low

@@ -1,0 +1,239 @@
+"""Prefill attention for every target: K and V are read through the block table, straight from the pool.
+
+One program does one tile of queries of the plan (see `prefill`) for the query heads of its tile, all of which share a
+KV head. The online softmax (Dao, "FlashAttention-2", arXiv 2307.08691, section 3.1) keeps scores in float32; the two
+matrix products take operands of the query's dtype. Tiles of keys that every query sees whole are not masked at all.
+
+No slot that the row cannot reach is ever loaded: such places hold zeros, in V too, because 0 x NaN is NaN.
+"""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _load_tile(
+    cache,
+    rows,
+    columns,
+    inside,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """[KEYS, HEAD_PAD] as stored. rows: [KEYS] int64, heads of the pool seen as [slots x kv_heads, head_size]."""
+    at = cache + rows[:, None] * HEAD + columns[None, :]
+    if MASKED:
+        return tl.load(at, mask=inside[:, None] & (columns < HEAD)[None, :], other=0.0)
+    elif HEAD < HEAD_PAD:
+        return tl.load(at, mask=(columns < HEAD)[None, :], other=0.0)
+    else:
+        return tl.load(at)
+
+
+@triton.jit
+def _convert(stored, dtype: tl.constexpr, BITWISE: tl.constexpr):
+    """Stored numbers as `dtype`. int8 and fp8 fit into bfloat16 and float16 exactly: no rounding is needed.
+
+    BITWISE: without the conversions that AMD's GPUs lack, which the compiler spells out at great length.
+    """
+    if not BITWISE:
+        return stored.to(dtype)
+    numbers = stored
+    if stored.dtype == tl.float8e4nv:
+        # The bits of s.eeee.mmm are those of a float16 2 ** 8 times smaller, also below the normal numbers.
+        bits = stored.to(tl.int8, bitcast=True).to(tl.int16)
+        numbers = ((bits & -32768) | ((bits << 7) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0
+    if dtype == tl.bfloat16 and numbers.dtype != tl.bfloat16:
+        bits = numbers.to(tl.float32).to(tl.int32, bitcast=True)
+        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+    return numbers.to(dtype)
+
+
+@triton.jit
+def _step(
+    accumulator,
+    largest,
+    total,
+    q,
+    positions,
+    first,
+    low,
+    high,
+    window,
+    table,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    kv_head,
+    scale,
+    cap,
+    KV_HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BITWISE: tl.constexpr,
+    MASKED: tl.constexpr,
+):
+    """Keys first ... first + KEYS - 1. low, high: the row's tokens that any of its queries reaches."""
+    key = first + tl.arange(0, KEYS)
+    columns = tl.arange(0, HEAD_PAD)
+    inside = (key >= low) & (key < high)
+    if MASKED:
+        block = tl.load(table + key // BLOCK, mask=inside, other=0)
+    else:
+        block = tl.load(table + key // BLOCK)
+    rows = (block.to(tl.int64) * BLOCK + key % BLOCK) * KV_HEADS + kv_head
+    k = _load_tile(keys, rows, columns, inside, HEAD, HEAD_PAD, MASKED)
+    k = _convert(k, q.dtype, BITWISE)
+    scores = tl.dot(q, tl.trans(k), input_precision="ieee")
+    if QUANTISED:
+        if MASKED:
+            key_scale = tl.load(key_scales + rows, mask=inside, other=0.0)
+        else:
+            key_scale = tl.load(key_scales + rows)
+        scores *= key_scale[None, :]
+    if SOFTCAP:
+        scores = 1.0 - 2.0 / (tl.exp2(scores * cap) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
+    if MASKED:
+        seen = (key[None, :] <= positions[:, None]) & inside[None, :]
+        if WINDOW:
+            seen = seen & (key[None, :] > positions[:, None] - window)
+        scores = tl.where(seen, scores, float("-inf"))
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
+    base = new_largest * scale
+    if MASKED:
+        base = tl.where(new_largest == float("-inf"), 0.0, base)  # a query that has seen no key yet
+    weights = tl.exp2(scores * scale - base[:, None])
+    fade = tl.exp2(largest * scale - base)
+    total = total * fade + tl.sum(weights, axis=1)
+    v = _load_tile(values, rows, columns, inside, HEAD, HEAD_PAD, MASKED)
+    if QUANTISED:
+        if MASKED:
+            value_scale = tl.load(value_scales + rows, mask=inside, other=0.0)
+        else:
+            value_scale = tl.load(value_scales + rows)
+        if q.dtype == tl.float16:  # too narrow for a weight times a scale
+            v = v.to(tl.float32) * value_scale[:, None]
+        else:
+            weights *= value_scale[None, :]
+    if v.dtype == tl.float32:
+        v = v.to(q.dtype)
+    else:
+        v = _convert(v, q.dtype, BITWISE)
+    accumulator = accumulator * fade[:, None]
+    accumulator = tl.dot(weights.to(q.dtype), v, accumulator, input_precision="ieee")
+    return accumulator, new_largest, total
+
+
+@triton.jit
+def prefill_portable(
+    query,
+    query_token_stride,
+    query_head_stride,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    output,
+    output_token_stride,
+    output_head_stride,
+    tables,
+    table_stride,
+    items,
+    scale,
+    cap,
+    window,
+    KV_HEADS: tl.constexpr,
+    PACKS: tl.constexpr,
+    PACK: tl.constexpr,
+    BLOCK: tl.constexpr,
+    HEAD: tl.constexpr,
+    HEAD_PAD: tl.constexpr,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    WINDOW: tl.constexpr,
+    SOFTCAP: tl.constexpr,
+    QUANTISED: tl.constexpr,
+    BITWISE: tl.constexpr,
+    UPCAST: tl.constexpr,
+):
+    """Grid: [tiles x PACKS]. items: [tiles, 8] int32, see `prefill.plan_prefill`.
+
+    PACK: query heads of one tile; PACKS: how many times that the query has. QUERIES: rows of a tile, tokens x PACK.
+    scale: factor on scores inside exp2. cap: factor on q.k inside the soft cap's exp2. UPCAST: matrix products in
+    float32, for Triton's interpreter, which multiplies bfloat16 as if it were integers.
+    """
+    TOKENS: tl.constexpr = QUERIES // PACK
+    program = tl.program_id(0)
+    pack = program % PACKS
+    item = items + (program // PACKS) * 8
+    row = tl.load(item)
+    token = tl.load(item + 1)
+    position = tl.load(item + 2)
+    count = tl.load(item + 3)
+    start = tl.load(item + 4)
+    length = tl.load(item + 5)
+    kv_head = pack // (PACKS // KV_HEADS)
+    table = tables + row.to(tl.int64) * table_stride
+
+    tile_row = tl.arange(0, QUERIES)
+    columns = tl.arange(0, HEAD_PAD)
+    of_token = tile_row // PACK
+    of_head = pack * PACK + tile_row % PACK
+    tokens = (token + of_token).to(tl.int64)
+    positions = tl.minimum(position + of_token, length - 1)  # rows beyond the tile's tokens: as its last
+    mine = (of_token < count)[:, None] & (columns < HEAD)[None, :]
+    q = tl.load(
+        query + tokens[:, None] * query_token_stride + of_head[:, None] * query_head_stride + columns[None, :],
+        mask=mine,
+        other=0.0,
+    )
+    if UPCAST:
+        q = q.to(tl.float32)
+
+    accumulator = tl.zeros([QUERIES, HEAD_PAD], tl.float32)
+    largest = tl.full([QUERIES], float("-inf"), tl.float32)
+    total = tl.zeros([QUERIES], tl.float32)
+    end = tl.minimum(position + TOKENS, length)
+    causal = (position + 1) // KEYS * KEYS  # keys before it are not after any query
+    low = 0
+    first = 0
+    whole = 0
+    if WINDOW:
+        low = tl.maximum(start - window + 1, 0)
+        first = tl.maximum(position - window + 1, 0) // KEYS * KEYS
+        whole = (tl.maximum(end - window, 0) + KEYS - 1) // KEYS * KEYS  # keys from it on are in every query's window
+        whole = tl.maximum(tl.minimum(whole, causal), first)
+        causal = tl.maximum(causal, whole)
+        for at in tl.range(first, whole, KEYS):
+            accumulator, largest, total = _step(
+                accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
+                value_scales, kv_head, scale, cap, KV_HEADS, BLOCK, HEAD, HEAD_PAD, KEYS, WINDOW, SOFTCAP, QUANTISED,
+                BITWISE, True,
+            )  # fmt: skip
+    for at in tl.range(whole, causal, KEYS):
+        accumulator, largest, total = _step(
+            accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
+            value_scales, kv_head, scale, cap, KV_HEADS, BLOCK, HEAD, HEAD_PAD, KEYS, WINDOW, SOFTCAP, QUANTISED,
+            BITWISE, False,
+        )  # fmt: skip
+    for at in tl.range(causal, end, KEYS):
+        accumulator, largest, total = _step(
+            accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
+            value_scales, kv_head, scale, cap, KV_HEADS, BLOCK, HEAD, HEAD_PAD, KEYS, WINDOW, SOFTCAP, QUANTISED,
+            BITWISE, True,
+        )  # fmt: skip
+    accumulator = accumulator / total[:, None]
+    tl.store(
+        output + tokens[:, None] * output_token_stride + of_head[:, None] * output_head_stride + columns[None, :],
+        accumulator.to(output.dtype.element_ty),
+        mask=mine,
+    )

@@ -1,0 +1,276 @@
+"""The kernels against the reference on this very device, before anything is served.
+
+A compiler or a driver can be wrong for one architecture and right for all others, and no test that ran elsewhere tells.
+So whatever kernels a model will use are run on a few small rows first: with NaN wherever a row must not read or write,
+and in every place of a padded batch. A pass is remembered in the user's cache folder for these kernels, this
+architecture, these versions and these shapes; the next start skips what has passed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kvforge.models import default_cache_dir
+from protocol.errors import WorkerError
+from worker.device import Device
+
+from .batch import Int32Array, PagedBatch
+from .interface import AttentionOptions, KvLayer, PagedAttention
+from .quantised import dequantise, is_quantised
+from .reference import ReferenceAttention
+
+# Largest difference from the reference, as a part of its largest number.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+# Rows: blocks and tokens before the new ones, and how many are new (decodes: 1).
+_DECODES = ((0, 0), (0, 1), (1, -1), (1, 0), (3, 2), (40, 5))
+_PREFILLS = ((0, 0, 3), (1, -1, 2), (2, 3, 70), (0, 0, 130))
+log = logging.getLogger("worker")
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """One kind of layer. options: as its layers are called with."""
+
+    heads: int
+    kv_heads: int
+    head_size: int
+    options: AttentionOptions
+
+    def __str__(self) -> str:
+        window = f", window {self.options.window}" if self.options.window else ""
+        softcap = f", soft cap {self.options.softcap:g}" if self.options.softcap else ""
+        return f"{self.heads} query heads, {self.kv_heads} KV heads of {self.head_size}{window}{softcap}"
+
+
+def self_test(
+    attention: PagedAttention,
+    device: Device,
+    shapes: Iterable[AttentionShape],
+    *,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+    remembered_in: Path | None = None,
+) -> None:
+    """Runs every kernel that layers of these shapes use. dtype: of the model; kv_dtype: of the pool.
+
+    remembered_in: the folder for what has passed; None: `selftest` in the user's cache folder. The reference itself
+    has nothing to prove. Errors: WorkerError names the kernel and the shape that are wrong; what torch raises.
+    """
+    if isinstance(attention, ReferenceAttention):
+        return
+    folder = default_cache_dir() / "selftest" if remembered_in is None else remembered_in
+    for shape in dict.fromkeys(shapes):
+        passed = folder / _key(device, shape, dtype, kv_dtype, block_size)
+        if passed.exists():
+            continue
+        began = time.perf_counter()
+        for kernel, check in _checks(attention, device, shape, dtype, kv_dtype, block_size):
+            problem = check()
+            if problem:
+                raise WorkerError(
+                    f"self-test on {device.name}: the {kernel} kernel is wrong for {shape}, blocks of {block_size}, "
+                    f"{_name(dtype)} over {_name(kv_dtype)}: {problem}; use attention = 'reference'"
+                )
+        log.info("self-test passed for %s in %.1f s", shape, time.perf_counter() - began)
+        _remember(passed, f"{device.name}: {shape}, {_name(dtype)} over {_name(kv_dtype)}\n")
+
+
+def _checks(
+    attention: PagedAttention,
+    device: Device,
+    shape: AttentionShape,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    block_size: int,
+) -> Iterator[tuple[str, Callable[[], str]]]:
+    """The kernels by name, each with a check that returns what is wrong, "" where nothing is."""
+    decodes = [(max(blocks * block_size + more, 0), 1) for blocks, more in _DECODES]
+    prefills = [(max(blocks * block_size + more, 0), count) for blocks, more, count in _PREFILLS]
+    mixed = [prefills[0], decodes[1], prefills[1], *decodes[2:4]]
+    bench = _Bench(attention, device, shape, dtype, kv_dtype, block_size)
+    yield "write", lambda: bench.write(mixed, rotated=0)
+    yield "rotary write", lambda: bench.write(mixed, rotated=shape.head_size - shape.head_size % 2)
+    yield "decode", lambda: bench.attend(decodes)
+    yield "padded decode", lambda: bench.attend_padded(decodes)
+    yield "prefill", lambda: bench.attend(prefills)
+    yield "mixed-batch", lambda: bench.attend(mixed)
+
+
+@dataclass(frozen=True)
+class _Bench:
+    attention: PagedAttention
+    device: Device
+    shape: AttentionShape
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    block_size: int
+
+    def write(self, rows: list[tuple[int, int]], rotated: int) -> str:
+        """Stores the rows' new tokens. rotated: numbers of a head that are rotated, 0: none."""
+        batch, tokens, layers = self._batch(rows), sum(count for _, count in rows), []
+        query, key, value = self._inputs(tokens)
+        angles = self._random(tokens, max(rotated, 2)) * 3
+        queries = []
+        for attention in (self.attention, ReferenceAttention()):
+            layers.append(self._layer(rows))
+            if rotated:
+                arguments = query.clone(), key, value, angles.cos(), angles.sin()
+                queries.append(attention.write_rotated(*arguments, layers[-1], batch))
+            else:
+                attention.write(key, value, layers[-1], batch)
+        problem = _difference("the rotated query", queries[0], queries[1], TOLERANCE[self.dtype]) if rotated else ""
+        # One step of a quantised format may fall either way where a number was rotated before.
+        tolerance = 0.08 if is_quantised(self.kv_dtype) else TOLERANCE[self.dtype]
+        stored = [(_read(layer.keys, layer.key_scales), _read(layer.values, layer.value_scales)) for layer in layers]
+        for name, got, want in zip(("K", "V"), *stored, strict=True):
+            problem = problem or _difference(f"the stored {name}", got, want, tolerance)
+        return problem
+
+    def attend(self, rows: list[tuple[int, int]]) -> str:
+        query, layer = self._written(rows)
+        results = [
+            attention.attend(query, layer, self._batch(rows), self.shape.options)
+            for attention in (self.attention, ReferenceAttention())
+        ]
+        return _difference("attention", results[0], results[1], self._tolerance)
+
+    def attend_padded(self, rows: list[tuple[int, int]]) -> str:
+        """As a captured graph runs it: a static batch with places left over, which hold NaN."""
+        query, layer = self._written(rows)
+        tables, starts, _ = self._tables(rows)
+        batch = PagedBatch.static(len(rows) + 3, tables.shape[1], self.block_size, self.device)
+        batch.fill(tables, starts + 1)
+        padding = torch.full((3, *query.shape[1:]), torch.nan, dtype=self.dtype, device=query.device)
+        sevens = torch.full_like(padding[:, : self.shape.kv_heads], 7.0)  # unlike NaN they would show in the pool
+        padded_query = torch.cat((query, padding))
+        before = [cache.clone() for cache in (layer.keys, layer.values)]
+        _, key, value = self._inputs(len(rows))
+        self.attention.write(torch.cat((key, sevens)), torch.cat((value, sevens)), layer, batch)
+        others = torch.ones(before[0].shape[0] * self.block_size, dtype=torch.bool, device=query.device)
+        others[batch.slots_on_device[: len(rows)].long()] = False
+        for name, old, new in zip(("K", "V"), before, (layer.keys, layer.values), strict=True):
+            old_bytes, new_bytes = (cache.view(torch.uint8).flatten(0, 1)[others] for cache in (old, new))
+            if not torch.equal(old_bytes, new_bytes):
+                return f"padding changes {name}"
+        got = self.attention.attend(padded_query, layer, batch, self.shape.options)[: len(rows)]
+        want = ReferenceAttention().attend(query, layer, self._batch(rows), self.shape.options)
+        return _difference("attention", got, want, self._tolerance)
+
+    @property
+    def _tolerance(self) -> float:
+        """Attention is computed in the coarser one of the model's dtype and the pool's; in float16 over a quantised."""
+        stored = torch.float16 if is_quantised(self.kv_dtype) else self.kv_dtype
+        return max(TOLERANCE[self.dtype], TOLERANCE[stored])
+
+    def _written(self, rows: list[tuple[int, int]]) -> tuple[torch.Tensor, KvLayer]:
+        """Queries of the new tokens, and a layer that holds the rows' tokens and NaN everywhere else."""
+        layer = self._layer(rows)
+        tables, starts, _ = self._tables(rows)
+        cached = starts > 0
+        if cached.any():
+            before = self._built(tables[cached], np.zeros(int(cached.sum()), np.int32), starts[cached])
+            _, key, value = self._inputs(before.tokens, seed=1)
+            ReferenceAttention().write(key, value, layer, before)
+        batch = self._batch(rows)
+        query, key, value = self._inputs(batch.tokens)
+        ReferenceAttention().write(key, value, layer, batch)
+        return query, layer
+
+    def _batch(self, rows: list[tuple[int, int]]) -> PagedBatch:
+        return self._built(*self._tables(rows))
+
+    def _built(self, tables: Int32Array, starts: Int32Array, counts: Int32Array) -> PagedBatch:
+        return PagedBatch.build(tables, starts, counts, self.block_size, self.device)
+
+    def _tables(self, rows: list[tuple[int, int]]) -> tuple[Int32Array, Int32Array, Int32Array]:
+        """Tables, starts and counts. Blocks are handed out in falling order; past a row's end is block 0, all NaN."""
+        starts, counts = (np.array(column, np.int32) for column in zip(*rows, strict=True))
+        needed = -(-(starts + counts) // self.block_size)
+        tables = np.zeros((len(rows), int(needed.max()) + 1), np.int32)
+        block = self._blocks(rows)
+        for row, count in enumerate(needed):
+            tables[row, :count] = np.arange(block - 1, block - 1 - count, -1)
+            block -= int(count)
+        return tables, starts, counts
+
+    def _blocks(self, rows: list[tuple[int, int]]) -> int:
+        return 1 + sum(-(-(start + count) // self.block_size) for start, count in rows)
+
+    def _layer(self, rows: list[tuple[int, int]]) -> KvLayer:
+        """Every number, or its scale, is NaN."""
+        place = (self._blocks(rows), self.block_size, self.shape.kv_heads)
+        nan = [torch.full((*place, self.shape.head_size), torch.nan, device=self._on) for _ in range(2)]
+        if not is_quantised(self.kv_dtype):
+            return KvLayer(*(cache.to(self.kv_dtype) for cache in nan))
+        filled = [cache.nan_to_num(77.0).to(self.kv_dtype) for cache in nan]
+        return KvLayer(*filled, *(torch.full(place, torch.nan, device=self._on) for _ in range(2)))
+
+    def _inputs(self, tokens: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Query, key and value of so many tokens; always the same."""
+        heads, kv_heads, size = self.shape.heads, self.shape.kv_heads, self.shape.head_size
+        packed = self._random(tokens, heads + 2 * kv_heads, size, seed=seed)
+        query, key, value = packed.to(self.dtype).split((heads, kv_heads, kv_heads), dim=1)
+        return query, key, value
+
+    def _random(self, *shape: int, seed: int = 0) -> torch.Tensor:
+        return torch.randn(shape, generator=torch.Generator().manual_seed(seed)).to(self._on)
+
+    @property
+    def _on(self) -> torch.device:
+        return self.device.torch_device
+
+
+def _read(cache: torch.Tensor, scales: torch.Tensor | None) -> torch.Tensor:
+    return dequantise(cache, scales)
+
+
+def _difference(what: str, got: torch.Tensor, want: torch.Tensor, tolerance: float) -> str:
+    """What is wrong with `got`, "" where nothing is. NaN is right where `want` has it, and nowhere else."""
+    got, want = got.double(), want.double()
+    if not torch.equal(got.isnan(), want.isnan()):
+        count = int((got.isnan() != want.isnan()).sum())
+        return f"{what} is NaN, or is not, in {count} of {got.numel()} places where it should not be"
+    largest = float(want.nan_to_num().abs().max())
+    difference = float((got - want).nan_to_num(nan=0.0, posinf=torch.inf, neginf=-torch.inf).abs().max())
+    if difference <= tolerance * largest:
+        return ""
+    return (
+        f"{what} differs by {difference:.1e}, where numbers go up to {largest:.1e} and {tolerance:.0e} of it is allowed"
+    )
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _key(device: Device, shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
+    """Names everything that a result depends on."""
+    import triton
+
+    from .targets import current_target
+
+    digest = hashlib.sha256()
+    for path in sorted(Path(__file__).parent.glob("*.py")):
+        digest.update(path.read_bytes())
+    driver = torch.version.hip or torch.version.cuda
+    what = (current_target(device), torch.__version__, triton.__version__, driver, shape, dtype, kv_dtype, block_size)
+    digest.update(repr(what).encode())
+    return digest.hexdigest()[:32]
+
+
+def _remember(path: Path, text: str) -> None:
+    """A folder that cannot be written costs the next start a few seconds, and nothing else."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(text, encoding="utf-8")
+    except OSError as error:
+        log.info("the self-test's result is not remembered: %s", error)

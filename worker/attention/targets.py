@@ -1,0 +1,274 @@
+"""What each GPU architecture is like, and the tile sizes chosen for it: the one table that all kernels read.
+
+A kernel never asks which GPU it runs on. It is given a `Target` and takes its tiles from it, by the bytes of a stored
+number and by head size, rounded up to a few classes. So every choice can be compiled and inspected for every target in
+the tests (see `aot`).
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import lru_cache
+
+import torch
+
+from worker.device import Device
+
+HEAD_CLASSES = (64, 128, 256)  # head sizes are padded to the next one: powers of two, as Triton's tiles must be
+
+
+@dataclass(frozen=True)
+class TileKey:
+    """What a choice of tiles depends on. head: one of HEAD_CLASSES. itemsize: bytes of a stored number of K or V."""
+
+    head: int
+    itemsize: int
+
+
+@dataclass(frozen=True)
+class DecodeTiles:
+    """keys: of one tile of the loop over a row's tokens. warps, stages: Triton's num_warps and num_stages.
+
+    waves_per_block: work items in flight for each multiprocessor that the planner balances for.
+    """
+
+    keys: int
+    warps: int
+    stages: int
+    waves_per_block: int = 1
+
+
+@dataclass(frozen=True)
+class PrefillTiles:
+    """queries: rows of a tile, counted as tokens x query heads of one KV head. keys: of one step of the inner loop."""
+
+    queries: int
+    keys: int
+    warps: int
+    stages: int
+
+
+@dataclass(frozen=True)
+class WriteTiles:
+    """warps: Triton's num_warps."""
+
+    warps: int
+
+
+@dataclass(frozen=True)
+class Target:
+    """One architecture.
+
+    name: for people, and the key of `TARGETS`. backend: cuda, hip or cpu (Triton's interpreter). arch: what Triton's
+    GPUTarget takes. warp_size: threads of a warp or wave. shared_bytes: shared memory (LDS) that one block may use.
+    matrix: pattern of the names of its matrix instructions in assembly, "" where there are none.
+    multiprocessors: SMs or compute units; of the device at hand where there is one.
+    decode, prefill: by TileKey. decode_few: where rows are so few that every program has a multiprocessor to itself.
+    write: the one choice.
+    """
+
+    name: str
+    backend: str
+    arch: int | str
+    warp_size: int
+    shared_bytes: int
+    matrix: str
+    multiprocessors: int
+    decode: dict[TileKey, DecodeTiles]
+    decode_few: dict[TileKey, DecodeTiles]
+    prefill: dict[TileKey, PrefillTiles]
+    write: WriteTiles
+
+
+def head_class(head_size: int) -> int:
+    """`head_size` rounded up to one of HEAD_CLASSES, or to the next power of two beyond them."""
+    for size in HEAD_CLASSES:
+        if head_size <= size:
+            return size
+    return 1 << (head_size - 1).bit_length()
+
+
+def _keys() -> list[TileKey]:
+    return [TileKey(head, itemsize) for head in HEAD_CLASSES for itemsize in (1, 2, 4)]
+
+
+def _decode(bytes_per_tile: int, warps: int, stages: int, keys_max: int = 128) -> dict[TileKey, DecodeTiles]:
+    """Tiles of K that hold `bytes_per_tile`, between 16 and `keys_max` keys."""
+    return {
+        key: DecodeTiles(max(16, min(keys_max, bytes_per_tile // (key.head * key.itemsize))), warps, stages)
+        for key in _keys()
+    }
+
+
+def _prefill(*rows: tuple[int, ...], stored: tuple[int, ...] = (1, 2, 4)) -> dict[TileKey, PrefillTiles]:
+    """rows: (queries, keys, warps, stages) for each of HEAD_CLASSES, for numbers of `stored` bytes.
+
+    Chosen by what the compiler says of registers (no spills, or the fewest; see `aot`), and on sm_90 by time as well.
+    """
+    return {
+        TileKey(head, itemsize): PrefillTiles(*row)
+        for itemsize in stored
+        for head, row in zip(HEAD_CLASSES, rows, strict=True)
+    }
+
+
+def _decode_hopper(tiles_in_flight: int, waves: int) -> dict[TileKey, DecodeTiles]:
+    """Tiles of 32 KiB where 128 keys have as much; twice as many in flight where they do not.
+
+    Each tile in flight takes two stages: its entries of the block table come one stage before its K and V.
+    """
+    made = {}
+    for key in _keys():
+        keys = max(16, min(128, 32 * KIB // (key.head * key.itemsize)))
+        full = keys * key.head * key.itemsize == 32 * KIB
+        made[key] = DecodeTiles(keys, 4, 1 + 2 * tiles_in_flight * (1 if full else 2), waves)
+    return made
+
+
+def _decode_rdna() -> dict[TileKey, DecodeTiles]:
+    """Small tiles over many warps, and more of those where there are no matrix instructions or heads are large.
+
+    A thread has 256 registers and no accumulators beside them; what is left spills the least (see `aot`).
+    """
+    return {
+        key: DecodeTiles(
+            keys=32 if key == TileKey(64, 2) else 16, warps=16 if key.itemsize == 4 or key.head == 256 else 8, stages=1
+        )
+        for key in _keys()
+    }
+
+
+KIB = 1024
+TARGETS: dict[str, Target] = {
+    target.name: target
+    for target in (
+        Target(
+            name="sm_90",
+            backend="cuda",
+            arch=90,
+            warp_size=32,
+            shared_bytes=227 * KIB,
+            matrix=r"wgmma\.mma_async|mma\.sync",
+            multiprocessors=132,
+            decode=_decode_hopper(tiles_in_flight=1, waves=3),
+            decode_few=_decode_hopper(tiles_in_flight=2, waves=1),
+            prefill=_prefill((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), stored=(1,))
+            | _prefill((128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3), stored=(2,))
+            | _prefill((64, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 2), stored=(4,)),
+            write=WriteTiles(warps=4),
+        ),
+        Target(
+            name="gfx90a",
+            backend="hip",
+            arch="gfx90a",
+            warp_size=64,
+            shared_bytes=64 * KIB,
+            matrix="v_mfma",
+            multiprocessors=104,
+            decode=_decode(8 * KIB, 4, 2, 64),
+            decode_few=_decode(8 * KIB, 4, 2, 64),
+            prefill=_prefill((128, 64, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), stored=(1, 2))
+            | _prefill((128, 32, 4, 1), (128, 16, 4, 1), (64, 16, 4, 1), stored=(4,)),
+            write=WriteTiles(warps=4),
+        ),
+        Target(
+            name="gfx942",
+            backend="hip",
+            arch="gfx942",
+            warp_size=64,
+            shared_bytes=64 * KIB,
+            matrix="v_mfma",
+            multiprocessors=304,
+            decode=_decode(8 * KIB, 4, 2, 64),
+            decode_few=_decode(8 * KIB, 4, 2, 64),
+            prefill=_prefill((128, 64, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), stored=(1, 2))
+            | _prefill((128, 32, 4, 1), (128, 16, 4, 1), (64, 16, 4, 1), stored=(4,)),
+            write=WriteTiles(warps=4),
+        ),
+        Target(
+            name="gfx950",
+            backend="hip",
+            arch="gfx950",
+            warp_size=64,
+            shared_bytes=160 * KIB,
+            matrix="v_mfma",
+            multiprocessors=256,
+            decode=_decode(16 * KIB, 4, 2, 64),
+            decode_few=_decode(16 * KIB, 4, 2, 64),
+            prefill=_prefill((128, 64, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), stored=(1,))
+            | _prefill((128, 64, 4, 2), (128, 64, 4, 2), (64, 32, 4, 2), stored=(2,))
+            | _prefill((128, 64, 4, 2), (128, 32, 4, 2), (64, 16, 4, 2), stored=(4,)),
+            write=WriteTiles(warps=4),
+        ),
+        Target(
+            name="gfx1100",
+            backend="hip",
+            arch="gfx1100",
+            warp_size=32,
+            shared_bytes=64 * KIB,
+            matrix="v_wmma",
+            multiprocessors=48,
+            decode=_decode_rdna(),
+            decode_few=_decode_rdna(),
+            prefill=_prefill((64, 16, 8, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(1,))
+            | _prefill((64, 32, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(2,))
+            | _prefill((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), stored=(4,)),
+            write=WriteTiles(warps=4),
+        ),
+        Target(
+            name="gfx1201",
+            backend="hip",
+            arch="gfx1201",
+            warp_size=32,
+            shared_bytes=64 * KIB,
+            matrix="v_wmma",
+            multiprocessors=32,
+            decode=_decode_rdna(),
+            decode_few=_decode_rdna(),
+            prefill=_prefill((64, 16, 8, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(1,))
+            | _prefill((64, 32, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(2,))
+            | _prefill((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), stored=(4,)),
+            write=WriteTiles(warps=4),
+        ),
+        # Triton's interpreter: one multiprocessor would never split a row, three split unevenly.
+        Target(
+            name="cpu",
+            backend="cpu",
+            arch=0,
+            warp_size=1,
+            shared_bytes=1 << 30,
+            matrix="",
+            multiprocessors=3,
+            decode=_decode(8 * KIB, 1, 1, 32),
+            decode_few=_decode(8 * KIB, 1, 1, 32),
+            prefill=_prefill((32, 32, 1, 1), (32, 32, 1, 1), (32, 16, 1, 1)),
+            write=WriteTiles(warps=1),
+        ),
+    )
+}
+# Architectures that run another one's tiles: newer or smaller ones of the same family.
+_LIKE = {"sm_80": "sm_90", "sm_86": "sm_90", "sm_89": "sm_90", "sm_100": "sm_90", "sm_120": "sm_90"}
+_LIKE |= {"gfx940": "gfx942", "gfx941": "gfx942", "gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
+
+
+def current_target(device: Device) -> Target:
+    """The row of the table for `device`, with its own count of multiprocessors.
+
+    An architecture that is not in the table runs the tiles of the nearest one that is: its self-test decides whether
+    they are right there.
+    """
+    return _target_of(device.kind, device.torch_device)
+
+
+@lru_cache(maxsize=64)
+def _target_of(kind: str, torch_device: torch.device) -> Target:
+    if kind == "cpu":
+        return TARGETS["cpu"]
+    properties = torch.cuda.get_device_properties(torch_device)
+    if kind == "hip":
+        name = str(properties.gcnArchName).split(":")[0]
+        fallback = "gfx942" if name.startswith("gfx9") else "gfx1201" if name.startswith("gfx12") else "gfx1100"
+    else:
+        name, fallback = f"sm_{properties.major}{properties.minor}", "sm_90"
+    like = TARGETS[name if name in TARGETS else _LIKE.get(name, fallback)]
+    return replace(like, name=name, multiprocessors=int(properties.multi_processor_count))

@@ -1,0 +1,207 @@
+"""Paged attention by Triton's kernels: which kernel does what of a step, and what each is given.
+
+Rows of one new token go to `decode`, longer ones to `prefill`. Kernels write and read numbers of the model's dtype or
+of a quantised one: where a pool holds floats of another dtype than the model's, attention is computed in the pool's.
+Shapes that the kernels are not made for (see `supports`) go to the plain-torch reference.
+
+Plans depend on the heads of a layer and on its window. Those that one step needed are made for the next one before its
+first layer runs, so that a step's whole structure goes to the device in one copy.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+from triton import knobs
+
+from worker.device import Device
+
+from .batch import Int32Array, IntArray, PagedBatch
+from .decode import DecodeWorkspace, decode_planner, paged_decode
+from .decode_plan import DecodePlanner
+from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
+from .prefill import paged_prefill, plan_prefill, prefill_shape
+from .quantised import is_quantised
+from .reference import ReferenceAttention, rotate
+from .targets import HEAD_CLASSES, Target, current_target
+from .write import write_kv
+
+_NOTHING = np.zeros(0, np.int32)
+
+
+@dataclass(frozen=True)
+class _Rows:
+    """Which rows of a batch are decodes, that is of one new token. decodes, others: [n] int64 host.
+
+    tokens, rows: of the decodes, where they lie side by side. token_index, row_index: [n] int64 device, where not.
+    """
+
+    decodes: IntArray
+    others: IntArray
+    tokens: slice | None = None
+    rows: slice | None = None
+    token_index: torch.Tensor | None = None
+    row_index: torch.Tensor | None = None
+
+
+def is_interpreted() -> bool:
+    """Whether Triton runs kernels in its interpreter, on the CPU."""
+    return bool(knobs.runtime.interpret)
+
+
+def supports(head_size: int) -> bool:
+    """Whether the kernels are made for heads of this size."""
+    return head_size % 8 == 0 and head_size <= HEAD_CLASSES[-1]
+
+
+class TritonAttention:
+    """See PagedAttention. One instance serves all layers of a model, on one stream."""
+
+    def __init__(self, device: Device) -> None:
+        self._target: Target = current_target(device)
+        self._reference = ReferenceAttention()
+        self._known: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans that the step before this needed
+        self._needed: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans that this one has needed so far
+        self._current: weakref.ref[PagedBatch] | None = None
+        self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        check_write(key, value, layer, batch)
+        self._preload(batch)
+        dtype = _stored_from(key.dtype, layer)
+        write_kv(None, key.to(dtype), value.to(dtype), None, None, layer, batch.slots_on_device, self._target)
+
+    def write_rotated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: KvLayer,
+        batch: PagedBatch,
+    ) -> torch.Tensor:
+        check_write(key, value, layer, batch)
+        check_rotary(query, cos, sin, layer, batch)
+        self._preload(batch)
+        if _stored_from(key.dtype, layer) != key.dtype:
+            self.write(rotate(key, cos, sin), value, layer, batch)
+            return rotate(query, cos, sin)
+        write_kv(query, key, value, cos, sin, layer, batch.slots_on_device, self._target)
+        return query
+
+    def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
+        check_attend(query, layer, batch)
+        if not supports(query.shape[2]):
+            return self._reference.attend(query, layer, batch, options)
+        self._preload(batch)
+        dtype = _computed_in(query.dtype, layer)
+        output = torch.empty(query.shape, dtype=dtype, device=query.device)
+        self._attend(query.to(dtype), layer, batch, options, output)
+        return output.to(query.dtype)
+
+    def _attend(
+        self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions, output: torch.Tensor
+    ) -> None:
+        rows = _rows_of(batch)
+        tables = batch.tables_on_device
+        if len(rows.others):
+            tokens = prefill_shape(query.shape[1], query.dtype, layer, options, self._target).tokens
+            items = self._resident(batch, ("prefill", tokens), lambda other: _prefill_plan(other, tokens))
+            paged_prefill(query, layer, tables, items.view(-1, 8), output, options, self._target)
+        if not len(rows.decodes):
+            return
+        if rows.tokens is not None and rows.rows is not None:
+            part = output[rows.tokens]
+            self._decode(query[rows.tokens], layer, tables[rows.rows], batch, options, part)
+        else:
+            assert rows.token_index is not None and rows.row_index is not None
+            part = torch.empty((len(rows.decodes), *output.shape[1:]), dtype=output.dtype, device=output.device)
+            self._decode(query[rows.token_index], layer, tables[rows.row_index], batch, options, part)
+            output[rows.token_index] = part
+
+    def _decode(
+        self,
+        query: torch.Tensor,
+        layer: KvLayer,
+        tables: torch.Tensor,
+        batch: PagedBatch,
+        options: AttentionOptions,
+        output: torch.Tensor,
+    ) -> None:
+        count, heads, head_size = query.shape
+        shape = (heads, layer.keys.shape[2], head_size, layer.keys.dtype, options.window)
+        planner = decode_planner(count, *shape, self._target)
+        plan = self._resident(batch, ("decode", *shape), lambda other: self._decode_plan(other, shape))
+        query = query if query.stride(1) == head_size else query.contiguous()
+        workspace = self._workspace(planner, heads, head_size, query.device)
+        paged_decode(query, layer, tables, plan, output, workspace, options, self._target)
+
+    def _decode_plan(self, batch: PagedBatch, shape: tuple[int, int, int, torch.dtype, int]) -> Int32Array:
+        lengths = batch.lengths[_rows_of(batch).decodes]
+        return decode_planner(len(lengths), *shape, self._target).plan(lengths) if len(lengths) else _NOTHING
+
+    def _preload(self, batch: PagedBatch) -> None:
+        """Called before anything else of a batch is used: sends what the step before it needed, all at once."""
+        if batch.is_static or (self._current is not None and self._current() is batch):
+            return
+        self._known, self._needed, self._current = self._needed, {}, weakref.ref(batch)
+        batch.preload(self._known)
+
+    def _resident(self, batch: PagedBatch, key: Hashable, make: Callable[[PagedBatch], Int32Array]) -> torch.Tensor:
+        if not batch.is_static:
+            self._needed[key] = make
+        return batch.resident(key, make)
+
+    def _workspace(self, planner: DecodePlanner, heads: int, head_size: int, device: torch.device) -> DecodeWorkspace:
+        """Memory for one launch, shared by all of them: they run one after another.
+
+        What was once given stays allocated: a captured graph may read it.
+        """
+        made = self._workspaces.setdefault((heads, head_size), [])
+        counters = planner.rows_max * heads
+        if not made or len(made[-1].partials) < planner.items_max or len(made[-1].counters) < counters:
+            rows_max = 1 << (planner.rows_max - 1).bit_length()  # doubling bounds what is left unused
+            made.append(DecodeWorkspace.allocate(replace(planner, rows_max=rows_max), heads, head_size, device))
+        return replace(made[-1], partials=made[-1].partials[: planner.items_max])
+
+
+def _stored_from(dtype: torch.dtype, layer: KvLayer) -> torch.dtype:
+    """The dtype that `write_kernel` is given: the model's, or the pool's where that is another kind of float."""
+    return dtype if is_quantised(layer.keys.dtype) else layer.keys.dtype
+
+
+def _computed_in(dtype: torch.dtype, layer: KvLayer) -> torch.dtype:
+    """The dtype of queries and of what attention gives."""
+    if not is_quantised(layer.keys.dtype):
+        return layer.keys.dtype
+    return torch.float16 if dtype == torch.float32 else dtype
+
+
+def _prefill_plan(batch: PagedBatch, tokens: int) -> Int32Array:
+    rows = _rows_of(batch)
+    return plan_prefill(batch.starts, batch.counts, batch.query_starts, tokens, rows.others)
+
+
+def _rows_of(batch: PagedBatch) -> _Rows:
+    if "rows" not in batch.plans:
+        batch.plans["rows"] = _split(batch)
+    rows: _Rows = batch.plans["rows"]
+    return rows
+
+
+def _split(batch: PagedBatch) -> _Rows:
+    is_decode = batch.counts == 1
+    decodes, others = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
+    if not len(decodes):
+        return _Rows(decodes, others)
+    first, last = int(decodes[0]), int(decodes[-1])
+    if last - first + 1 == len(decodes):
+        token = int(batch.query_starts[first])
+        return _Rows(decodes, others, slice(token, token + len(decodes)), slice(first, last + 1))
+    upload = batch.device.upload
+    return _Rows(decodes, others, None, None, upload(batch.query_starts[decodes]), upload(decodes))

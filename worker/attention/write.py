@@ -1,0 +1,321 @@
+"""The kernel that stores K and V of new tokens, rotates them first where the model's layout allows, and quantises.
+
+One program does a few heads of one token: of the query (rotated and nothing else), of the key, or of the value. A head
+is worked on as two halves held by the same thread, number i of the first beside number i of the second, because that
+is what the rotation mixes: so a query can be rotated in place. `reference.write_kv` computes the same in plain torch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+from .interface import KvLayer
+from .quantised import SCALE_MIN, TOP, as_bytes, is_quantised
+from .targets import Target, head_class
+
+HEADS = 8  # of one program
+_SCALE_MIN = tl.constexpr(SCALE_MIN)
+_ROUNDER = tl.constexpr(1.5 * 2.0**23)  # x + this - this is x rounded to the nearest integer, ties to even
+
+
+@triton.jit
+def _load_heads(source, heads, columns, inside_heads, inside):
+    """[HEADS, columns] float32; zeros outside."""
+    mask = inside_heads[:, None] & inside[None, :]
+    return tl.load(source + heads[:, None] + columns[None, :], mask=mask, other=0.0).to(tl.float32)
+
+
+@triton.jit
+def _rotate(first, second, cosines, sines, token, width, columns, inside):
+    """x cos + rotate_half(x) sin for both halves of each head. cosines, sines: [tokens, width = rotated numbers]."""
+    half = width // 2
+    row = token * width + columns
+    cosine_first = tl.load(cosines + row, mask=inside, other=0.0).to(tl.float32)
+    cosine_second = tl.load(cosines + row + half, mask=inside, other=0.0).to(tl.float32)
+    sine_first = tl.load(sines + row, mask=inside, other=0.0).to(tl.float32)
+    sine_second = tl.load(sines + row + half, mask=inside, other=0.0).to(tl.float32)
+    return (
+        first * cosine_first[None, :] - second * sine_first[None, :],
+        second * cosine_second[None, :] + first * sine_second[None, :],
+    )
+
+
+@triton.jit
+def _largest(numbers):
+    """max |x| over each row [HEADS]; infinite where a number is not finite."""
+    sizes = tl.abs(numbers)
+    return tl.max(tl.where(sizes < float("inf"), sizes, float("inf")), axis=1)
+
+
+@triton.jit
+def _to_e4m3(numbers):
+    """[...] float32, at most 448 in size, rounded to the bits of float8_e4m3fn, ties to even: [...] int8.
+
+    In integers, because only some GPUs have an instruction for it, and the result must be the same on all.
+    """
+    bits = numbers.to(tl.int32, bitcast=True)
+    size = bits & 0x7FFFFFFF
+    normal = ((size + 0x7FFFF + ((size >> 20) & 1)) >> 20) - (120 << 3)  # 20 of 23 mantissa bits go; bias 127 to 7
+    # Below 2^-6 the last bit is worth 2^-9, as it is in float32 from 2^14 on: adding 2^14 rounds there.
+    sum_bits = (size.to(tl.float32, bitcast=True) + 16384.0).to(tl.int32, bitcast=True)
+    small = size < (121 << 23)
+    return (tl.where(small, sum_bits - (141 << 23), normal) | ((bits >> 24) & 0x80)).to(tl.int8)
+
+
+@triton.jit
+def _encode(numbers, divisors, top, QUANTISED: tl.constexpr, dtype: tl.constexpr):
+    """numbers [HEADS, columns] float32 as `dtype`. divisors: [HEADS]; infinite for rows that are stored as zeros."""
+    if QUANTISED:
+        finite = tl.where(tl.abs(numbers) < float("inf"), numbers, 0.0)
+        quotients = tl.math.div_rn(finite, tl.broadcast_to(divisors[:, None], finite.shape))
+        if top > 127.0:
+            encoded = _to_e4m3(quotients)
+        else:
+            encoded = ((quotients + _ROUNDER) - _ROUNDER).to(tl.int8)
+    else:
+        encoded = numbers.to(dtype)
+    return encoded
+
+
+@triton.jit
+def _store_heads(target, heads, columns, inside_heads, inside, numbers):
+    mask = inside_heads[:, None] & inside[None, :]
+    tl.store(target + heads[:, None] + columns[None, :], numbers, mask=mask)
+
+
+@triton.jit
+def _store_cache(
+    cache,
+    scales,
+    row,
+    heads,
+    inside_heads,
+    head_size,
+    first,
+    second,
+    rest,
+    half,
+    columns,
+    inside_first,
+    inside_second,
+    rest_columns,
+    inside_rest,
+    top,
+    QUANTISED: tl.constexpr,
+    REST: tl.constexpr,
+):
+    """The heads of one token, whose first head is row `row` of the cache seen as [slots x kv_heads, head_size]."""
+    dtype: tl.constexpr = cache.dtype.element_ty
+    divisors = tl.zeros([heads.shape[0]], tl.float32)
+    if QUANTISED:
+        largest = tl.maximum(_largest(first), _largest(second))
+        if REST > 0:
+            largest = tl.maximum(largest, _largest(rest))
+        scale = tl.math.div_rn(largest, tl.zeros(largest.shape, tl.float32) + top)
+        broken = largest == float("inf")
+        zero = scale < _SCALE_MIN
+        divisors = tl.where(zero, float("inf"), scale)
+        scale = tl.where(broken, float("nan"), tl.where(zero, 0.0, scale))
+        tl.store(scales + row + heads, scale, mask=inside_heads)
+    places = (row + heads) * head_size
+    _store_heads(cache, places, columns, inside_heads, inside_first, _encode(first, divisors, top, QUANTISED, dtype))
+    _store_heads(
+        cache, places, half + columns, inside_heads, inside_second, _encode(second, divisors, top, QUANTISED, dtype)
+    )
+    if REST > 0:
+        _store_heads(
+            cache, places, rest_columns, inside_heads, inside_rest, _encode(rest, divisors, top, QUANTISED, dtype)
+        )
+
+
+# Numbers that may be 1 would otherwise be compiled in where they are.
+@triton.jit(do_not_specialize=["heads", "kv_heads", "rotated_size", "query_units", "kv_units"])
+def write_kernel(
+    query,
+    key,
+    value,
+    rotated,
+    cosines,
+    sines,
+    keys,
+    values,
+    key_scales,
+    value_scales,
+    slots,
+    query_stride,
+    query_head_stride,
+    key_stride,
+    key_head_stride,
+    value_stride,
+    value_head_stride,
+    rotated_stride,
+    rotated_head_stride,
+    heads,
+    kv_heads,
+    head_size,
+    rotated_size,
+    query_units,
+    kv_units,
+    top,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
+    REST: tl.constexpr,
+    QUANTISED: tl.constexpr,
+):
+    """Grid: [tokens, query_units + 2 kv_units].
+
+    query, key, value, rotated: [tokens, heads, head_size], contiguous along head_size. rotated_size: numbers of a head
+    that are rotated, 0: none. HALF: columns of a half, padded to a power of two; REST: of what is beyond the rotated
+    part, 0 where there is nothing. top: largest number of a quantised format, whose bits `keys` and `values` hold.
+    """
+    token = tl.program_id(0).to(tl.int64)
+    unit = tl.program_id(1)
+    rotates = rotated_size > 0
+    width = rotated_size
+    if not rotates:
+        width = head_size + head_size % 2
+    half = width // 2
+    columns = tl.arange(0, HALF)
+    inside_first = columns < half
+    inside_second = inside_first & (half + columns < head_size)
+    rest_columns = columns
+    inside_rest = inside_first
+    if REST > 0:
+        rest_columns = width + tl.arange(0, REST)
+        inside_rest = rest_columns < head_size
+
+    if unit < query_units:
+        head = unit * HEADS + tl.arange(0, HEADS)
+        inside_heads = head < heads
+        source = query + token * query_stride
+        first = _load_heads(source, head * query_head_stride, columns, inside_heads, inside_first)
+        second = _load_heads(source, head * query_head_stride, half + columns, inside_heads, inside_second)
+        if rotates:
+            first, second = _rotate(first, second, cosines, sines, token, width, columns, inside_first)
+        target = rotated + token * rotated_stride
+        dtype: tl.constexpr = rotated.dtype.element_ty
+        places = head * rotated_head_stride
+        if REST > 0:
+            rest = _load_heads(source, head * query_head_stride, rest_columns, inside_heads, inside_rest)
+            _store_heads(target, places, rest_columns, inside_heads, inside_rest, rest.to(dtype))
+        _store_heads(target, places, columns, inside_heads, inside_first, first.to(dtype))
+        _store_heads(target, places, half + columns, inside_heads, inside_second, second.to(dtype))
+    else:
+        slot = tl.load(slots + token).to(tl.int64)
+        if slot >= 0:
+            is_key = unit < query_units + kv_units
+            kv_unit = unit - query_units
+            if is_key:
+                source = key + token * key_stride
+                stride = key_head_stride
+                cache = keys
+                scales = key_scales
+            else:
+                kv_unit -= kv_units
+                source = value + token * value_stride
+                stride = value_head_stride
+                cache = values
+                scales = value_scales
+            head = kv_unit * HEADS + tl.arange(0, HEADS)
+            inside_heads = head < kv_heads
+            first = _load_heads(source, head * stride, columns, inside_heads, inside_first)
+            second = _load_heads(source, head * stride, half + columns, inside_heads, inside_second)
+            rest = first
+            if REST > 0:
+                rest = _load_heads(source, head * stride, rest_columns, inside_heads, inside_rest)
+            if rotates & is_key:
+                first, second = _rotate(first, second, cosines, sines, token, width, columns, inside_first)
+            _store_cache(
+                cache,
+                scales,
+                slot * kv_heads,
+                head,
+                inside_heads,
+                head_size,
+                first,
+                second,
+                rest,
+                half,
+                columns,
+                inside_first,
+                inside_second,
+                rest_columns,
+                inside_rest,
+                top,
+                QUANTISED,
+                REST,
+            )
+
+
+def write_constants(head_size: int, rotated_size: int, kv_dtype: torch.dtype) -> dict[str, Any]:
+    """The kernel's compile-time constants. rotated_size: numbers of a head that are rotated, 0: none."""
+    size = head_class(head_size)
+    return {
+        "HEADS": HEADS,
+        "HALF": size // 2,
+        "REST": size if 0 < rotated_size < head_size else 0,
+        "QUANTISED": is_quantised(kv_dtype),
+    }
+
+
+def write_kv(
+    query: torch.Tensor | None,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cos: torch.Tensor | None,
+    sin: torch.Tensor | None,
+    layer: KvLayer,
+    slots: torch.Tensor,
+    target: Target,
+    output: torch.Tensor | None = None,
+) -> None:
+    """Stores K and V of new tokens; with `cos` and `sin`, the key (and the query, where given) rotated.
+
+    query: [tokens, heads, head_size] float device; None where it is not to be rotated. key, value:
+    [tokens, kv_heads, head_size] float device. All contiguous along head_size. cos, sin: [tokens, rotated] float
+    device, contiguous, as transformers' rotary modules give them: the first `rotated` numbers x of each head become
+    x cos + rotate_half(x) sin, the rest stay. slots: [tokens] int32 or int64 device, -1: nothing is stored.
+    output: where the rotated query goes, as `query`; None: in place.
+    """
+    tokens, kv_heads, head_size = key.shape
+    rotated_size = 0 if cos is None else cos.shape[1]
+    rotates_query = query is not None and cos is not None
+    q = query if rotates_query and query is not None else key
+    rotated = q if output is None else output
+    heads = q.shape[1] if rotates_query else 0
+    kv_units, query_units = triton.cdiv(kv_heads, HEADS), triton.cdiv(heads, HEADS)
+    no_scales = layer.key_scales is None
+    write_kernel[(tokens, query_units + 2 * kv_units)](
+        q,
+        key,
+        value,
+        rotated,
+        key if cos is None else cos,
+        key if sin is None else sin,
+        as_bytes(layer.keys),
+        as_bytes(layer.values),
+        slots if no_scales else layer.key_scales,
+        slots if no_scales else layer.value_scales,
+        slots,
+        q.stride(0),
+        q.stride(1),
+        key.stride(0),
+        key.stride(1),
+        value.stride(0),
+        value.stride(1),
+        rotated.stride(0),
+        rotated.stride(1),
+        heads,
+        kv_heads,
+        head_size,
+        rotated_size,
+        query_units,
+        kv_units,
+        TOP.get(layer.keys.dtype, 0.0),
+        **write_constants(head_size, rotated_size, layer.keys.dtype),
+        num_warps=target.write.warps,
+    )
