@@ -9,7 +9,8 @@ causality comes from the batch alone. What a model must be like for that to be r
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+import logging
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -20,9 +21,15 @@ from protocol.errors import InvalidConfiguration, UnsupportedModel
 from protocol.messages import ModelInfo
 
 from .attention import AttentionOptions, PagedAttention, PagedBatch, choose_attention
+from .attention.selftest import self_test as attention_test
 from .device import Device
+from .fusion import FusedDecoder, fuse
+from .kernels import choose_operations
+from .kernels.selftest import self_test as layer_test
 from .pool import KvGeometry, KvPool
 from .weights import MODEL_DTYPES, Progress, build, find_source, read_config
+
+log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "kvforge_paged"
 BINDING = "kvforge_binding"
@@ -42,9 +49,10 @@ class ForwardContext:
 
 @dataclass(frozen=True)
 class LayerBinding:
-    """Hangs on an attention module: which layer of the pool it is, and how it attends."""
+    """Hangs on an attention module: which layer of the pool it is, with how many query heads, and how it attends."""
 
     index: int
+    heads: int
     options: AttentionOptions
     context: ForwardContext
 
@@ -65,9 +73,9 @@ def _attention_forward(
     context = binding.context
     assert context.batch is not None and context.pool is not None, "attention outside LoadedModel.forward"
     assert attention_mask is None, "transformers made a mask for an attention that takes none"
-    keys, values = context.pool.keys[binding.index], context.pool.values[binding.index]
-    context.attention.write(key[0].transpose(0, 1), value[0].transpose(0, 1), keys, values, context.batch)
-    output = context.attention.attend(query[0].transpose(0, 1), keys, values, context.batch, binding.options)
+    layer = context.pool.layers[binding.index]
+    context.attention.write(key[0].transpose(0, 1), value[0].transpose(0, 1), layer, context.batch)
+    output = context.attention.attend(query[0].transpose(0, 1), layer, context.batch, binding.options)
     return output.unsqueeze(0), None
 
 
@@ -80,7 +88,8 @@ class LoadedModel:
     """A model ready to run.
 
     info: what the worker announces. geometry: what its KV blocks hold. vocab_size: token ids are below it (the size of
-    the input embedding). module: the transformers model; nothing but this class calls it.
+    the input embedding). module: the transformers model; nothing but this class calls it. fused: what runs in its
+    place, with the same weights, where its layers are known (see `fusion`).
     """
 
     info: ModelInfo
@@ -91,6 +100,7 @@ class LoadedModel:
     module: Any
     context: ForwardContext
     takes_logits_to_keep: bool
+    fused: FusedDecoder | None = None
 
     @torch.inference_mode()
     def forward(
@@ -104,11 +114,43 @@ class LoadedModel:
         """One pass: writes K and V of the batch's tokens to `pool`, and computes the logits that are asked for.
 
         token_ids, positions: [tokens] int64 device. logit_tokens: [sampled] int64 device, places in the flat batch.
-        Returns raw logits [sampled, vocab] float32 device. Errors: whatever torch raises.
+        Returns raw logits [sampled, vocab] float32 device, in memory of its own. Errors: whatever torch raises.
         """
         wanted = len(logit_tokens)
         if not self.device.is_gpu and CPU_LOGIT_ROWS // 4 < wanted < CPU_LOGIT_ROWS:
             logit_tokens = torch.cat((logit_tokens, logit_tokens[-1:].expand(CPU_LOGIT_ROWS - wanted)))
+        if self.fused is not None:
+            return self.fused.forward(token_ids, positions, logit_tokens, batch, pool)[:wanted]
+        return self._through_transformers(token_ids, positions, logit_tokens, batch, pool)[:wanted]
+
+    @torch.inference_mode()
+    def decode(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As `forward`, for the logits of every token, in order; `logits` [tokens, vocab] float32: where they go.
+
+        Where `fused` is there, every shape follows from the arguments' shapes and nothing waits for the device, so that
+        it can be captured in a graph.
+        """
+        if self.fused is not None:
+            return self.fused.forward(token_ids, positions, None, batch, pool, logits)
+        every = torch.arange(len(token_ids), device=token_ids.device)
+        found = self._through_transformers(token_ids, positions, every, batch, pool)
+        return found if logits is None else logits.copy_(found)
+
+    def _through_transformers(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_tokens: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> torch.Tensor:
         self.context.batch, self.context.pool = batch, pool
         keywords: dict[str, Any] = {"logits_to_keep": logit_tokens} if self.takes_logits_to_keep else {}
         try:
@@ -118,7 +160,7 @@ class LoadedModel:
         finally:
             self.context.batch = self.context.pool = None
         logits: torch.Tensor = output.logits[0]
-        return (logits if self.takes_logits_to_keep else logits[logit_tokens])[:wanted].float()
+        return (logits if self.takes_logits_to_keep else logits[logit_tokens]).float()
 
 
 def load_model(
@@ -129,19 +171,22 @@ def load_model(
     device: Device,
     block_size: int,
     kv_dtype: str = "auto",
+    attention: str = "auto",
     progress: Progress = lambda _phase, _fraction: None,
     seed: int = 0,
 ) -> LoadedModel:
-    """Loads a model and proves that paged attention computes what transformers' own attention does.
+    """Loads a model and proves that what will run computes what transformers' own layers and attention do.
 
     source: a GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
     dtype: float32, float16, bfloat16, or auto (what the model's configuration says, else float32).
-    kv_dtype: a name in `pool.KV_DTYPES`, or auto (that of the weights). seed: of dummy weights.
+    kv_dtype: a name in `pool.KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
+    dummy weights.
     progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
     Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
-    kv_dtype, block_size); WorkerError or GpuError where memory runs out.
+    kv_dtype, attention, block_size); WorkerError where a kernel is wrong on this device; WorkerError or GpuError where
+    memory runs out.
     """
-    from .probe import bind_layers, context_limit, verify  # probe needs this module's classes
+    from .probe import bind_layers, bound_options, bound_shapes, context_limit, verify  # probe needs our classes
 
     progress("reading the configuration", 0.0)
     found = find_source(source, load_format)
@@ -150,14 +195,23 @@ def load_model(
     dtype_name = str(torch_dtype).removeprefix("torch.")
     kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
     KvGeometry.uniform(layers=1, kv_heads=1, head_size=1, block_size=block_size, kv_dtype=kv_dtype)  # before the wait
+    chosen = choose_attention(device, attention)
 
     progress("loading weights", 0.05)
     module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed)
 
     progress("checking attention", 0.9)
     context_tokens = context_limit(config)
-    context = ForwardContext(choose_attention(device))
+    context = ForwardContext(chosen)
     shapes = bind_layers(module, context, context_tokens, device)
+    geometry = KvGeometry(shapes, block_size, kv_dtype)
+    stored = geometry.dtype.torch_dtype
+    kinds = bound_shapes(module, shapes)
+    attention_test(chosen, device, kinds, dtype=torch_dtype, kv_dtype=stored, block_size=block_size)
+    fused = fuse(module, bound_options(module), choose_operations(device), context.attention)
+    if fused is not None:
+        layer_test(fused, device)
+    device.release_cached()
     architecture = type(module).__name__
     info = ModelInfo(
         name=found.name,
@@ -170,15 +224,23 @@ def load_model(
     )
     model = LoadedModel(
         info=info,
-        geometry=KvGeometry(shapes, block_size, kv_dtype),
+        geometry=geometry,
         device=device,
         dtype=torch_dtype,
         vocab_size=info.vocab_size,
         module=module,
         context=context,
         takes_logits_to_keep="logits_to_keep" in inspect.signature(module.forward).parameters,
+        fused=fused,
     )
-    verify(model)
+    try:
+        verify(model)
+    except UnsupportedModel as error:
+        if fused is None:
+            raise
+        log.warning("%s; its layers are run one operation at a time", error)
+        model = replace(model, fused=None)
+        verify(model)
     progress("model loaded", 1.0)
     return model
 

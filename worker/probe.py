@@ -4,15 +4,15 @@
    once, with keywords we honour, and with a mask that is causal, or causal within a window. A model asks for its mask
    through transformers' mask interface, which hands over the mask as a function of two positions: evaluating it far
    out tells the window of layers whose window is longer than any probe could be, and unmasks chunked attention.
-2. Verification: a ragged batch in two chunks through the real paged path, against transformers' own eager attention
-   on each sequence alone. This catches what no rule foresees: state carried outside attention, positions computed
-   from the batch's layout, a bias added elsewhere.
+2. Verification: a ragged batch in two chunks through what will serve (fused layers where there are any, paged
+   attention), against transformers' own layers and eager attention on each sequence alone. This catches what no rule
+   foresees: state carried outside attention, positions computed from the batch's layout, a bias added elsewhere.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -22,6 +22,7 @@ import transformers
 from protocol.errors import KvforgeError, UnsupportedModel
 
 from .attention import AttentionOptions, PagedBatch
+from .attention.selftest import AttentionShape
 from .device import Device
 from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, LoadedModel, use_attention
 from .pool import KvPool, LayerShape
@@ -133,10 +134,26 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
     shapes = []
     for index, call in enumerate(calls):
         options, shape = _read_call(call, name)
-        call.module.__dict__[BINDING] = LayerBinding(index, options, context)
+        call.module.__dict__[BINDING] = LayerBinding(index, call.query[1], options, context)
         shapes.append(shape)
     use_attention(module, ATTENTION_NAME)
     return tuple(shapes)
+
+
+def bound_shapes(module: Any, shapes: tuple[LayerShape, ...]) -> tuple[AttentionShape, ...]:
+    """What each layer asks of attention, in order, after `bind_layers` has returned `shapes`."""
+    found = zip(_bindings(module), shapes, strict=True)
+    return tuple(AttentionShape(b.heads, shape.kv_heads, shape.head_size, b.options) for b, shape in found)
+
+
+def bound_options(module: Any) -> tuple[AttentionOptions, ...]:
+    """How each layer attends, in order, after `bind_layers`."""
+    return tuple(binding.options for binding in _bindings(module))
+
+
+def _bindings(module: Any) -> list[LayerBinding]:
+    bindings = [each.__dict__[BINDING] for each in module.modules() if BINDING in each.__dict__]
+    return sorted(bindings, key=lambda binding: binding.index)
 
 
 def _recording_pass(module: Any, name: str, tokens: int, device: Device) -> list[_Call]:
@@ -202,10 +219,10 @@ def verify(model: LoadedModel) -> None:
     tables = np.arange(2 * blocks, dtype=np.int32)[::-1].reshape(2, blocks).copy()
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, model.vocab_size, n) for n in lengths]
-    storable = model.geometry if model.geometry.dtype.storable else None
-    if storable is None:
-        return  # KvPool refuses such a pool with its own words
-    pool = KvPool(storable, 2 * blocks, model.device)
+    geometry = model.geometry
+    if geometry.dtype.scale_bytes:  # what is in question here is the model: quantisation has tests of its own
+        geometry = replace(geometry, kv_dtype=str(model.dtype).removeprefix("torch."))
+    pool = KvPool(geometry, 2 * blocks, model.device)
     try:
         starts = np.zeros(2, np.int32)
         got: list[list[torch.Tensor]] = [[], []]

@@ -27,6 +27,8 @@ Progress = Callable[[str, float], None]
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+# Configurations of known shapes, for dummy weights: MODEL_CONFIGS / "NAME.json".
+MODEL_CONFIGS = Path(__file__).parent / "model_configs"
 DIGEST_PIECES = 64
 DIGEST_PIECE_BYTES = 1 << 16
 
@@ -42,7 +44,8 @@ class Source:
 
     @property
     def name(self) -> str:
-        return self.path.stem if self.path.is_file() and self.path.suffix == ".gguf" else self.folder.name
+        named_by_file = self.path.suffix == ".gguf" or self.folder == MODEL_CONFIGS
+        return self.path.stem if named_by_file and self.path.is_file() else self.folder.name
 
     @property
     def keywords(self) -> dict[str, Any]:
@@ -69,12 +72,17 @@ class Source:
 
 
 def find_source(source: str | Path, load_format: str) -> Source:
-    """Says what `source` is. Errors: ModelNotFound, InvalidConfiguration (`load_format`)."""
+    """Says what `source` is; with dummy weights it may be the name of a file in MODEL_CONFIGS ("llama-3.1-8b").
+
+    Errors: ModelNotFound, InvalidConfiguration (`load_format`).
+    """
     path = Path(source).expanduser()
     if load_format not in LOAD_FORMATS:
         raise InvalidConfiguration("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    if load_format == "dummy" and str(source) in known_configs():
+        path = MODEL_CONFIGS / f"{source}.json"
     if not path.exists():
-        raise ModelNotFound(str(source), "there is no such file or folder")
+        raise ModelNotFound(str(source), _not_there(load_format))
     path = path.absolute()
     if load_format == "dummy":
         config = path / "config.json" if path.is_dir() else path
@@ -88,6 +96,16 @@ def find_source(source: str | Path, load_format: str) -> Source:
             raise ModelNotFound(str(source), "a model is a GGUF file, or a folder with config.json and *.safetensors")
         return Source("gguf", path, path.parent, (path,))
     return _find_in_folder(source, path, load_format)
+
+
+def known_configs() -> tuple[str, ...]:
+    """The names that `find_source` takes for dummy weights, in order."""
+    return tuple(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
+
+
+def _not_there(load_format: str) -> str:
+    names = f", and no known shape of that name ({', '.join(known_configs())})" if load_format == "dummy" else ""
+    return "there is no such file or folder" + names
 
 
 def _find_in_folder(source: str | Path, path: Path, load_format: str) -> Source:
@@ -136,7 +154,9 @@ def build(source: Source, config: Any, dtype: torch.dtype, device: Device, progr
     try:
         with _bars_to(progress), device.errors(f"loading {source.name}"):
             if source.format == "dummy":
-                with torch.random.fork_rng(devices=[]):
+                # Made where they stay: a host would take minutes for what a GPU does in a second.
+                gpus = [device.torch_device] if device.is_gpu else []
+                with torch.random.fork_rng(devices=gpus), device.torch_device:
                     torch.manual_seed(seed)
                     model = transformers.AutoModelForCausalLM.from_config(
                         config, dtype=dtype, attn_implementation="eager", trust_remote_code=False

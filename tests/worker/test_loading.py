@@ -5,13 +5,16 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
 import pytest
 import torch
 
-from protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel
+import worker.model as model_module
+from protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel, WorkerError
+from worker.attention import ReferenceAttention
 from worker.device import Device
 from worker.model import LoadedModel, load_model
 
@@ -189,3 +192,37 @@ def test_settings_are_refused_by_name(
     with pytest.raises(InvalidConfiguration) as caught:
         load(write_config("llama"), cpu, **({"load_format": "dummy"} | keywords))
     assert caught.value.field == field
+
+
+class WrongAttention:
+    """The reference, but for what it stores: every key is a little too large."""
+
+    def __init__(self) -> None:
+        self._right = ReferenceAttention()
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self._right, name)
+
+    def write(self, key: torch.Tensor, *arguments: Any) -> None:
+        self._right.write(key * 1.01, *arguments)
+
+
+def test_kernels_are_tried_before_anything_is_served(
+    write_config: Callable[..., Path], cpu: Device, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """The worker does not start with a kernel that is wrong here, and says which one, and what to do."""
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(model_module, "choose_attention", lambda *_: WrongAttention())
+    with pytest.raises(WorkerError, match=r"the write kernel is wrong for 4 query heads.*attention = 'reference'"):
+        load(write_config("llama"), cpu, load_format="dummy")
+    assert not (tmp_path / "selftest").exists(), "what has failed is remembered"
+
+
+def test_the_attention_that_is_asked_for_is_used_or_refused_by_name(
+    write_config: Callable[..., Path], cpu: Device
+) -> None:
+    folder = write_config("llama")
+    model = load(folder, cpu, load_format="dummy", attention="reference")
+    assert isinstance(model.context.attention, ReferenceAttention)
+    with pytest.raises(InvalidConfiguration, match=r"^attention: 'fast' is not one of auto, triton, reference"):
+        load(folder, cpu, load_format="dummy", attention="fast")

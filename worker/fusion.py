@@ -1,0 +1,211 @@
+"""Decoder layers with fewer and larger operations, for the architectures whose layers are known to the letter.
+
+Q, K and V are one matrix product, and so are gate and up; a norm takes in the sum before it; rotary embedding is part
+of the KV write. What is fused is decided by an explicit table of transformers' classes whose layers compute exactly
+
+    x += output(attention(rotate(q_norm(q)), rotate(k_norm(k)), v));  x += down(silu(gate(norm x)) * up(norm x))
+
+with q, k, v of the norm of x, with or without biases, q and k norms, and rotation. Any other class keeps the path
+through transformers, and `probe.verify` compares either with transformers' own attention before a model is served.
+
+No weight is held twice: the parts of a fused matrix become views of it, layer by layer, so that the transformers
+module stays whole: it computes what it did, and its state has the names it had.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .attention import AttentionOptions, PagedAttention, PagedBatch
+from .kernels import LayerOperations
+from .pool import KvPool
+
+FUSIBLE = frozenset(
+    {
+        "transformers.models.llama.modeling_llama.LlamaForCausalLM",
+        "transformers.models.mistral.modeling_mistral.MistralForCausalLM",
+        "transformers.models.qwen2.modeling_qwen2.Qwen2ForCausalLM",
+        "transformers.models.qwen3.modeling_qwen3.Qwen3ForCausalLM",
+        "transformers.models.smollm3.modeling_smollm3.SmolLM3ForCausalLM",
+    }
+)
+# Rotary embeddings whose frequencies depend on nothing but the configuration.
+STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
+
+
+@dataclass(frozen=True)
+class Projection:
+    """weight: [n, k]. bias: [n], or None."""
+
+    weight: torch.Tensor
+    bias: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class FusedLayer:
+    """The weights of one decoder layer. head_norms: [head_size] of Q and of K. rotates: has rotary embedding."""
+
+    options: AttentionOptions
+    rotates: bool
+    heads: int
+    kv_heads: int
+    head_size: int
+    input_norm: torch.Tensor
+    projected: Projection
+    head_norms: tuple[torch.Tensor, torch.Tensor] | None
+    output: Projection
+    inner_norm: torch.Tensor
+    gate_up: Projection
+    down: Projection
+
+
+@dataclass(frozen=True)
+class FusedDecoder:
+    """A whole decoder: embedding, layers, final norm and vocabulary head.
+
+    table: [vocab, hidden]. head: [vocab, hidden]. frequencies: [head_size / 2] float32. epsilon: of every norm.
+    """
+
+    operations: LayerOperations
+    attention: PagedAttention
+    table: torch.Tensor
+    layers: tuple[FusedLayer, ...]
+    final_norm: torch.Tensor
+    head: Projection
+    frequencies: torch.Tensor
+    rotary_scaling: float
+    epsilon: float
+
+    def forward(
+        self,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        logit_tokens: torch.Tensor | None,
+        batch: PagedBatch,
+        pool: KvPool,
+        logits: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """As LoadedModel.forward; logit_tokens None: the logits of every token, in order.
+
+        logits: where they go, [sampled, vocab] float32, contiguous; None: new memory.
+        Every shape follows from the arguments' shapes, and nothing waits for the device: it can be captured in a graph.
+        """
+        ops = self.operations
+        residual, normed = ops.embed(token_ids, self.table, self.layers[0].input_norm, self.epsilon)
+        cos, sin = ops.rotary(positions, self.frequencies, self.rotary_scaling, self.table.dtype)
+        following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
+        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
+            projected = ops.linear(normed, layer.projected.weight, layer.projected.bias)
+            attended = self._attend(layer, index, projected, (cos, sin), batch, pool)
+            addend = ops.linear_parts(attended, layer.output.weight, layer.output.bias)
+            normed = ops.add_norm(addend, residual, layer.inner_norm, self.epsilon)
+            inner = ops.gated(normed, layer.gate_up.weight, layer.gate_up.bias)
+            addend = ops.linear_parts(inner, layer.down.weight, layer.down.bias)
+            normed = ops.add_norm(addend, residual, next_norm, self.epsilon)
+        if logit_tokens is not None:
+            normed = normed.index_select(0, logit_tokens)
+        if logits is None:
+            logits = torch.empty((len(normed), len(self.head.weight)), dtype=torch.float32, device=normed.device)
+        if len(normed) == 0:  # prefill of chunks that end nobody's prompt
+            return logits
+        return ops.linear(normed, self.head.weight, self.head.bias, logits)
+
+    def _attend(
+        self,
+        layer: FusedLayer,
+        index: int,
+        projected: torch.Tensor,
+        rotary: tuple[torch.Tensor, torch.Tensor],
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> torch.Tensor:
+        """projected: [tokens, (heads + 2 x kv_heads) x head_size] -> [tokens, heads x head_size]."""
+        if layer.head_norms is not None:
+            self.operations.head_norm(projected, *layer.head_norms, layer.heads, layer.kv_heads, self.epsilon)
+        by_head = projected.view(len(projected), -1, layer.head_size)
+        query, key, value = by_head.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
+        cache = pool.layers[index]
+        if layer.rotates:
+            query = self.attention.write_rotated(query, key, value, *rotary, cache, batch)
+        else:
+            self.attention.write(key, value, cache, batch)
+        return self.attention.attend(query, cache, batch, layer.options).flatten(1)
+
+
+def fuse(
+    module: Any, options: Sequence[AttentionOptions], operations: LayerOperations, attention: PagedAttention
+) -> FusedDecoder | None:
+    """The fused form of a transformers model, which then shares its weights; None where the table does not know it.
+
+    options: of each layer, in order.
+    """
+    if not _is_known(module):
+        return None
+    decoder, config = module.model, module.config
+    layers = tuple(_fuse_layer(layer, each) for layer, each in zip(decoder.layers, options, strict=True))
+    return FusedDecoder(
+        operations=operations,
+        attention=attention,
+        table=decoder.embed_tokens.weight,
+        layers=layers,
+        final_norm=decoder.norm.weight,
+        head=Projection(module.lm_head.weight, module.lm_head.bias),
+        frequencies=decoder.rotary_emb.inv_freq.float(),
+        rotary_scaling=float(decoder.rotary_emb.attention_scaling),
+        epsilon=float(config.rms_norm_eps),
+    )
+
+
+def _is_known(module: Any) -> bool:
+    kind, config = type(module), module.config
+    if f"{kind.__module__}.{kind.__qualname__}" not in FUSIBLE or config.hidden_act not in ("silu", "swish"):
+        return False
+    if module.model.rotary_emb.rope_type not in STATIC_ROPE:
+        return False
+    norms = [part for part in module.modules() if type(part).__name__.endswith("RMSNorm")]
+    linears = [part for part in module.modules() if hasattr(part, "in_features")]
+    return (
+        all(type(part) is torch.nn.Linear for part in linears)  # not replaced, by a quantised one for example
+        and all(part.variance_epsilon == config.rms_norm_eps for part in norms)
+        and len({weight.dtype for weight in module.parameters()}) == 1
+    )
+
+
+def _fuse_layer(layer: Any, options: AttentionOptions) -> FusedLayer:
+    attention, mlp = layer.self_attn, layer.mlp
+    head_size = attention.head_dim
+    has_norms = hasattr(attention, "q_norm")
+    return FusedLayer(
+        options=options,
+        rotates=bool(getattr(attention, "use_rope", True)),
+        heads=attention.q_proj.out_features // head_size,
+        kv_heads=attention.k_proj.out_features // head_size,
+        head_size=head_size,
+        input_norm=layer.input_layernorm.weight,
+        projected=_join(attention.q_proj, attention.k_proj, attention.v_proj),
+        head_norms=(attention.q_norm.weight, attention.k_norm.weight) if has_norms else None,
+        output=_join(attention.o_proj),
+        inner_norm=layer.post_attention_layernorm.weight,
+        gate_up=_join(mlp.gate_proj, mlp.up_proj),
+        down=_join(mlp.down_proj),
+    )
+
+
+@torch.no_grad()
+def _join(*parts: torch.nn.Linear) -> Projection:
+    """The projections as one, whose rows the parts become."""
+    if len(parts) == 1:
+        return Projection(parts[0].weight, parts[0].bias)
+    weight = torch.cat([part.weight for part in parts])
+    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
+    sizes = [part.out_features for part in parts]
+    for part, rows in zip(parts, weight.split(sizes), strict=True):
+        part.weight = torch.nn.Parameter(rows, requires_grad=False)
+    if bias is not None:
+        for part, rows in zip(parts, bias.split(sizes), strict=True):
+            part.bias = torch.nn.Parameter(rows, requires_grad=False)
+    return Projection(weight, bias)

@@ -1,0 +1,86 @@
+"""What a decoder layer does between its matrix products, and the small products themselves.
+
+`LayerOperations` says what; `plain` does it in torch, `fused` with one Triton kernel for each operation.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+from typing import Protocol
+
+import torch
+
+from worker.device import Device
+
+from .plain import PlainOperations
+
+__all__ = ["LayerOperations", "PlainOperations", "choose_operations"]
+
+
+class LayerOperations(Protocol):
+    """An implementation. A sum may arrive in parts [parts, tokens, n], added up in their order: see `linear_parts`."""
+
+    def embed(
+        self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Rows of `table`, and their norm.
+
+        tokens: [tokens] int device. table: [vocab, hidden]. weight: [hidden]. Returns two new [tokens, hidden] tensors.
+        """
+
+    def add_norm(
+        self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        """residual += addend, in place; returns the norm of that [tokens, hidden], new.
+
+        addend: [parts, tokens, hidden]. residual: [tokens, hidden], contiguous.
+        """
+
+    def head_norm(
+        self,
+        projected: torch.Tensor,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        epsilon: float,
+    ) -> None:
+        """Norms each head of Q and of K on its own, in place (Qwen3).
+
+        projected: [tokens, (heads + 2 x kv_heads) x head_size], contiguous. query_weight, key_weight: [head_size].
+        """
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """silu(gate) x up, both of x [tokens, k]. weight: [2n, k], bias: [2n], the gate first. Returns [tokens, n]."""
+
+    def rotary(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin of a rotary embedding, each [tokens, 2 x n] dtype; both halves are equal.
+
+        positions: [tokens] int device. frequencies: [n] float32. scaling: factor on both.
+        """
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """x weight^T + bias [tokens, n]. x: [tokens, k]. weight: [n, k]. bias: [n].
+
+        output: [tokens, n] float, contiguous: where it goes, in its dtype; None: new, in the dtype of x.
+        """
+
+    def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """As `linear`, left as a sum [parts, tokens, n] for the next operation to add up: float32 where parts > 1."""
+
+
+def choose_operations(device: Device) -> LayerOperations:
+    """The fastest implementation that `device` can run."""
+    if not device.is_gpu or importlib.util.find_spec("triton") is None:
+        return PlainOperations()
+    from .fused import FusedOperations  # imports triton
+
+    return FusedOperations(device)

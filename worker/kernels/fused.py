@@ -1,0 +1,89 @@
+"""The operations of a decoder layer as Triton kernels, and the small matrix products where ours are faster."""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import linear
+
+from worker.attention.targets import current_target
+from worker.device import Device
+
+from . import activation, norm, rotary
+from .linear import LinearTiles, choose_tiles, linear_parts
+from .overlap import can_overlap
+from .plain import PlainOperations
+
+NARROW = (torch.float16, torch.bfloat16)
+
+
+class FusedOperations:
+    """See LayerOperations. overlap: kernels may start before the one before them has ended (see `overlap`)."""
+
+    def __init__(self, device: Device, overlap: bool | None = None) -> None:
+        self._target = current_target(device)
+        self._plain = PlainOperations()
+        # Products of narrow numbers that are never rounded to them: torch has them from 2.8 on, on CUDA.
+        self._can_widen = device.kind == "cuda" and "dtype_out" in torch.ops.aten.mm.overloads()
+        self.overlap = can_overlap(device) if overlap is None else overlap
+
+    def embed(
+        self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return norm.embed_norm(tokens, table, weight, epsilon)
+
+    def add_norm(
+        self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        return norm.add_norm(addend, residual, weight, epsilon, self.overlap)
+
+    def head_norm(
+        self,
+        projected: torch.Tensor,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        epsilon: float,
+    ) -> None:
+        norm.head_norm(projected, query_weight, key_weight, heads, kv_heads, epsilon, self.overlap)
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        tiles = self._tiles(x, weight, gated=True)
+        if tiles is None:
+            return activation.silu_mul(linear(x, weight, bias))
+        return linear_parts(x, weight, bias, tiles, x.dtype, gated=True, overlap=self.overlap)[0]
+
+    def rotary(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        return rotary.rotary(positions, frequencies, scaling, dtype)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        tiles = self._tiles(x, weight)
+        if tiles is None:
+            if output is not None and output.dtype != x.dtype and bias is None and self._can_widen:
+                return torch.mm(x, weight.t(), out_dtype=output.dtype, out=output)
+            return self._plain.linear(x, weight, bias, output)
+        into = None if output is None else output[None]
+        return linear_parts(x, weight, bias, tiles, x.dtype, output=into, overlap=self.overlap)[0]
+
+    def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        tiles = self._tiles(x, weight, divisible=True)
+        if tiles is None:
+            return linear(x, weight, bias)[None]
+        return linear_parts(x, weight, bias, tiles, torch.float32, overlap=self.overlap)
+
+    def _tiles(
+        self, x: torch.Tensor, weight: torch.Tensor, *, divisible: bool = False, gated: bool = False
+    ) -> LinearTiles | None:
+        if x.dtype not in NARROW:
+            return None
+        tokens, k = x.shape
+        n = len(weight) // 2 if gated else len(weight)
+        return choose_tiles(tokens, n, k, self._target, divisible=divisible, gated=gated)

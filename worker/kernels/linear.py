@@ -1,0 +1,227 @@
+"""Matrix products of few tokens with a large weight: what matters is that the weight is read at the memory's speed.
+
+The weight's rows are the rows of the tile that the matrix instructions see, and the tokens its columns, because those
+instructions want 64 rows or more and are content with 16 columns. The inner dimension may be cut into parts, one
+program each, where the weight alone gives too few programs to keep the memory busy: parts are added up by whatever
+reads the result next, in their order, so results do not depend on which program finished first.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from worker.attention.targets import Target
+
+from .overlap import launch_options, let_next_start, wait_for_inputs
+
+MEASURED = "sm_90"  # an H200, with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
+MEASURED_TOKENS_MAX = 64  # beyond, torch's library is as fast or faster there
+OTHER_TOKENS_MAX = 16  # where nothing was measured
+STEPS_MIN = 8  # of a part: its start and end should not outweigh it
+
+
+@dataclass(frozen=True)
+class LinearTiles:
+    """rows: of the weight in one tile. depth: of the inner dimension in one step. tokens: in one tile.
+
+    parts: of the inner dimension. warps, stages: Triton's num_warps and num_stages.
+    prefetch: steps of the weight that are asked into the L2 cache before the inputs are there.
+    """
+
+    rows: int
+    depth: int
+    tokens: int
+    parts: int
+    warps: int
+    stages: int
+    prefetch: int = 0
+
+
+@triton.jit
+def _prefetch(addresses):
+    tl.inline_asm_elementwise(
+        "prefetch.global.L2 [$1]; // $0", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
+    )
+
+
+@triton.jit
+def _load_weight(rows_at, places, inside_rows, k, EVEN: tl.constexpr):
+    if EVEN:
+        return tl.load(rows_at + places[None, :], eviction_policy="evict_first")
+    else:
+        inside = inside_rows[:, None] & (places < k)[None, :]
+        return tl.load(rows_at + places[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit(do_not_specialize=["tokens"])  # one compilation for 1, for multiples of 16, and for all others
+def linear_kernel(
+    x,
+    weight,
+    bias,
+    output,
+    tokens,
+    n,
+    k,
+    x_stride,
+    STEPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    GATED: tl.constexpr,
+    EVEN: tl.constexpr,
+    ROWS: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: [blocks of n, parts, blocks of tokens].
+
+    x: [tokens, k], x_stride elements from token to token. weight: [n, k], contiguous. bias: [n], added to part 0.
+    output: [parts, tokens, n], contiguous. STEPS: of DEPTH in one part; a constant, so that the loop's length is known.
+    GATED: weight is [2n, k] and bias [2n], the gate first, and the output silu(gate) x up; there is one part then.
+    EVEN: ROWS divides n, and the parts' steps divide k.
+    """
+    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    columns = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    inside_rows = rows < n
+    inside_columns = columns < tokens
+    begin = tl.program_id(1) * (STEPS * DEPTH)
+    weight_rows = weight + rows[:, None].to(tl.int64) * k
+    up_rows = weight_rows + n.to(tl.int64) * k
+    x_rows = x + columns[:, None].to(tl.int64) * x_stride
+    if PREFETCH > 0:
+        lines = begin + tl.arange(0, DEPTH // 64) * 64  # a line of the cache holds 64 numbers of 16 bits
+        for step in tl.static_range(PREFETCH):
+            _prefetch(weight_rows + (lines + step * DEPTH)[None, :])
+            if GATED:
+                _prefetch(up_rows + (lines + step * DEPTH)[None, :])
+    wait_for_inputs(OVERLAP)
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    up_total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        places = begin + step * DEPTH + tl.arange(0, DEPTH)
+        inside_x = inside_columns[:, None]
+        if not EVEN:
+            inside_x = inside_x & (places < k)[None, :]
+        w = _load_weight(weight_rows, places, inside_rows, k, EVEN)
+        xs = tl.trans(tl.load(x_rows + places[None, :], mask=inside_x, other=0.0))
+        total = tl.dot(w, xs, total, input_precision="ieee")
+        if GATED:
+            up = _load_weight(up_rows, places, inside_rows, k, EVEN)
+            up_total = tl.dot(up, xs, up_total, input_precision="ieee")
+    let_next_start(OVERLAP)
+    if HAS_BIAS:
+        inside_bias = inside_rows & (tl.program_id(1) == 0)
+        total += tl.load(bias + rows, mask=inside_bias, other=0.0).to(tl.float32)[:, None]
+        if GATED:
+            up_total += tl.load(bias + n + rows, mask=inside_bias, other=0.0).to(tl.float32)[:, None]
+    narrow = output.dtype.element_ty
+    if GATED:
+        gate = total.to(narrow).to(tl.float32)
+        silu = (gate / (1.0 + tl.exp(-gate))).to(narrow).to(tl.float32)
+        total = silu * up_total.to(narrow).to(tl.float32)
+    place = (tl.program_id(1) * tokens + columns).to(tl.int64)[None, :] * n + rows[:, None]
+    tl.store(output + place, total.to(narrow), mask=inside_rows[:, None] & inside_columns[None, :])
+
+
+def linear_parts(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    tiles: LinearTiles,
+    dtype: torch.dtype,
+    *,
+    output: torch.Tensor | None = None,
+    gated: bool = False,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """The parts of x weight^T + bias [parts, tokens, n] dtype, as `tiles` cuts them.
+
+    x: [tokens, k], tokens may be apart. weight: [n, k], contiguous. bias: [n] or None.
+    gated: weight and bias are of the gate and of up, [2n]; the result is silu(gate) x up [1, tokens, n].
+    output: where the parts go, in its own dtype; contiguous.
+    """
+    tokens, k = x.shape
+    n = len(weight) // 2 if gated else len(weight)
+    assert tiles.parts == 1 or not gated, "parts of a gate cannot be added up later"
+    parts = split_depth(k, tiles)[0]
+    if output is None:
+        output = torch.empty((parts, tokens, n), dtype=dtype, device=x.device)
+    assert output.shape == (parts, tokens, n) and output.is_contiguous()
+    linear_kernel[(triton.cdiv(n, tiles.rows), parts, triton.cdiv(tokens, tiles.tokens))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        output,
+        tokens,
+        n,
+        k,
+        x.stride(0),
+        **linear_constants(n, k, tiles, biased=bias is not None, gated=gated, overlap=overlap),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **launch_options(overlap),
+    )
+    return output
+
+
+def linear_constants(
+    n: int, k: int, tiles: LinearTiles, *, biased: bool, gated: bool, overlap: bool
+) -> dict[str, int | bool]:
+    """The compile-time constants of `linear_kernel`, but for OVERLAP."""
+    parts, steps = split_depth(k, tiles)
+    even = n % tiles.rows == 0 and k == parts * steps * tiles.depth
+    return {
+        "STEPS": steps,
+        "HAS_BIAS": biased,
+        "GATED": gated,
+        "EVEN": even,
+        "ROWS": tiles.rows,
+        "DEPTH": tiles.depth,
+        "TOKENS": tiles.tokens,
+        "PREFETCH": min(tiles.prefetch, steps) if overlap and even else 0,
+        "STAGES": tiles.stages,
+    }
+
+
+def split_depth(k: int, tiles: LinearTiles) -> tuple[int, int]:
+    """How many parts there really are, and the steps of each: no part is empty."""
+    steps = triton.cdiv(k, tiles.depth)
+    steps_per_part = triton.cdiv(steps, min(tiles.parts, steps))
+    return triton.cdiv(steps, steps_per_part), steps_per_part
+
+
+def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool, gated: bool) -> LinearTiles | None:
+    """The tiles for x [tokens, k] and a weight [n, k], or [2n, k] where `gated`; None: torch's library is better.
+
+    divisible: the result may be left in parts.
+    """
+    measured = target.name == MEASURED
+    if tokens > (MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX):
+        return None
+    if gated and (n % 64 or k % 128):
+        return None  # two masked weights in one loop are too much for the registers of some
+    columns = max(16, triton.next_power_of_2(tokens))
+    if not measured:  # every GPU has room for these in its shared memory
+        return LinearTiles(64, 64, columns, _parts(triton.cdiv(n, 64), k // 64, target) if divisible else 1, 4, 2)
+    if gated:
+        return LinearTiles(64, 128, columns, 1, 4, 4 if columns == 64 else 3, prefetch=2)
+    rows = 128 if columns > 16 and n >= 256 * target.multiprocessors else 64
+    blocks = triton.cdiv(n, rows)
+    parts = _parts(blocks, k // 128, target) if divisible else 1
+    # A program that has a multiprocessor to itself needs more in flight.
+    alone = columns == 16 and blocks * parts <= target.multiprocessors and k // parts >= 4096
+    warps = 8 if columns == 64 and rows == 128 else 4
+    return LinearTiles(rows, 128, columns, parts, warps, 6 if alone else 4, prefetch=2)
+
+
+def _parts(programs: int, steps: int, target: Target) -> int:
+    """Doubled while every program still has a multiprocessor to itself, or nearly, and parts are not short."""
+    parts = 1
+    while programs * 2 * parts <= 1.1 * target.multiprocessors and steps // (2 * parts) >= STEPS_MIN:
+        parts *= 2
+    return parts

@@ -1,0 +1,155 @@
+"""Root mean square norms, each with what comes before it: the embedding, or the sum of a layer's output and its input.
+
+One program does one token (or one head of one token). Numbers are rounded where `plain` rounds them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .overlap import launch_options, let_next_start, wait_for_inputs
+
+
+@triton.jit
+def _normed(x, weight, hidden, epsilon):
+    """x: [BLOCK] float32, zeros past `hidden`, already rounded to the dtype of `weight`."""
+    scale = tl.rsqrt(tl.sum(x * x, axis=0) / hidden + epsilon)
+    return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
+
+
+@triton.jit
+def embed_norm_kernel(tokens, table, weight, residual, output, hidden, epsilon, BLOCK: tl.constexpr):
+    """Grid: [tokens]. See LayerOperations.embed."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    token = tl.load(tokens + row).to(tl.int64)
+    x = tl.load(table + token * hidden + columns, mask=inside, other=0.0)
+    w = tl.load(weight + columns, mask=inside, other=0.0)
+    tl.store(residual + row * hidden + columns, x, mask=inside)
+    normed = _normed(x.to(tl.float32), w, hidden, epsilon)
+    tl.store(output + row * hidden + columns, normed.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def add_norm_kernel(
+    addend,
+    residual,
+    weight,
+    output,
+    hidden,
+    part_stride,
+    epsilon,
+    PARTS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: [tokens]. See LayerOperations.add_norm; part_stride: elements from one part of `addend` to the next."""
+    let_next_start(OVERLAP)
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    w = tl.load(weight + columns, mask=inside, other=0.0)
+    wait_for_inputs(OVERLAP)
+    place = row * hidden + columns
+    before = tl.load(residual + place, mask=inside, other=0.0)
+    total = tl.zeros([BLOCK], tl.float32)
+    for part in tl.static_range(PARTS):
+        total += tl.load(addend + part * part_stride + place, mask=inside, other=0.0).to(tl.float32)
+    total = total.to(before.dtype).to(tl.float32) + before.to(tl.float32)
+    after = total.to(before.dtype)
+    tl.store(residual + place, after, mask=inside)
+    normed = _normed(after.to(tl.float32), w, hidden, epsilon)
+    tl.store(output + place, normed.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit
+def head_norm_kernel(
+    projected,
+    query_weight,
+    key_weight,
+    token_stride,
+    head_size,
+    epsilon,
+    HEADS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: [tokens, heads + kv_heads]. See LayerOperations.head_norm."""
+    let_next_start(OVERLAP)
+    head = tl.program_id(1)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < head_size
+    weight = query_weight if head < HEADS else key_weight
+    w = tl.load(weight + columns, mask=inside, other=0.0)
+    wait_for_inputs(OVERLAP)
+    place = tl.program_id(0).to(tl.int64) * token_stride + head * head_size + columns
+    x = tl.load(projected + place, mask=inside, other=0.0)
+    normed = _normed(x.to(tl.float32), w, head_size, epsilon)
+    tl.store(projected + place, normed.to(projected.dtype.element_ty), mask=inside)
+
+
+def embed_norm(
+    tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    hidden = table.shape[1]
+    residual = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
+    output = torch.empty_like(residual)
+    block = triton.next_power_of_2(hidden)
+    embed_norm_kernel[(len(tokens),)](
+        tokens, table, weight, residual, output, hidden, epsilon, BLOCK=block, num_warps=warps_of(block)
+    )
+    return residual, output
+
+
+def add_norm(
+    addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool
+) -> torch.Tensor:
+    parts, count, hidden = addend.shape
+    output = torch.empty_like(residual)
+    block = triton.next_power_of_2(hidden)
+    add_norm_kernel[(count,)](
+        addend,
+        residual,
+        weight,
+        output,
+        hidden,
+        addend.stride(0),
+        epsilon,
+        PARTS=parts,
+        BLOCK=block,
+        num_warps=warps_of(block),
+        **launch_options(overlap),
+    )
+    return output
+
+
+def head_norm(
+    projected: torch.Tensor,
+    query_weight: torch.Tensor,
+    key_weight: torch.Tensor,
+    heads: int,
+    kv_heads: int,
+    epsilon: float,
+    overlap: bool,
+) -> None:
+    head_size = len(query_weight)
+    head_norm_kernel[(len(projected), heads + kv_heads)](
+        projected,
+        query_weight,
+        key_weight,
+        projected.stride(0),
+        head_size,
+        epsilon,
+        HEADS=heads,
+        BLOCK=triton.next_power_of_2(head_size),
+        num_warps=warps_of(triton.next_power_of_2(head_size)),
+        **launch_options(overlap),
+    )
+
+
+def warps_of(block: int) -> int:
+    """Eight numbers a thread: two loads of 16 bytes in float32, one in the 16-bit dtypes."""
+    return max(1, min(16, block // 256))

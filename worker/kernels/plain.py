@@ -1,0 +1,84 @@
+"""The operations of a decoder layer in plain torch: right everywhere, and the yardstick for every kernel.
+
+They round where transformers' own layers round (Llama, Mistral, Qwen2, Qwen3): a norm ends in the weights' dtype
+before its weight is applied, a sum is rounded before the next norm reads it, and so is SiLU before it multiplies.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import embedding, linear, silu
+
+
+class PlainOperations:
+    """See LayerOperations."""
+
+    def embed(
+        self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        residual = embedding(tokens, table)
+        return residual, rms_norm(residual, weight, epsilon)
+
+    def add_norm(
+        self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        residual += sum_parts(addend, residual.dtype)
+        return rms_norm(residual, weight, epsilon)
+
+    def head_norm(
+        self,
+        projected: torch.Tensor,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        epsilon: float,
+    ) -> None:
+        by_head = projected.view(len(projected), -1, len(query_weight))
+        query, key = by_head[:, :heads], by_head[:, heads : heads + kv_heads]
+        query.copy_(rms_norm(query, query_weight, epsilon))
+        key.copy_(rms_norm(key, key_weight, epsilon))
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        gate, up = linear(x, weight, bias).chunk(2, dim=-1)
+        return silu(gate) * up
+
+    def rotary(
+        self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        angles = positions[:, None].float() * frequencies
+        angles = torch.cat((angles, angles), dim=-1)
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+
+    def linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        output: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        if output is None:
+            return linear(x, weight, bias)
+        if bias is None and output.dtype == x.dtype:
+            return torch.mm(x, weight.t(), out=output)
+        return output.copy_(linear(x, weight, bias))
+
+    def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return linear(x, weight, bias)[None]
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
+    """Root mean square norm over the last dimension (Zhang and Sennrich, arXiv 1910.07467). Same shape and dtype."""
+    wide = x.float()
+    wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + epsilon)
+    return weight * wide.to(x.dtype)
+
+
+def sum_parts(parts: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """[parts, tokens, n] -> [tokens, n] dtype, summed in float32 in the order of the parts."""
+    if len(parts) == 1:
+        return parts[0].to(dtype)
+    total = parts[0].float()
+    for part in parts[1:]:
+        total = total + part
+    return total.to(dtype)

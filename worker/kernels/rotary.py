@@ -1,0 +1,35 @@
+"""cos and sin of rotary position embeddings (Su et al., "RoFormer", arXiv 2104.09864), once a step for all layers."""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: tl.constexpr):
+    """Grid: [tokens]. See LayerOperations.rotary; size: number of frequencies."""
+    row = tl.program_id(0).to(tl.int64)
+    columns = tl.arange(0, BLOCK)
+    inside = columns < size
+    angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + columns, mask=inside, other=0.0)
+    cosine = (tl.cos(angles) * scaling).to(cosines.dtype.element_ty)
+    sine = (tl.sin(angles) * scaling).to(sines.dtype.element_ty)
+    place = row * 2 * size + columns
+    tl.store(cosines + place, cosine, mask=inside)
+    tl.store(cosines + place + size, cosine, mask=inside)
+    tl.store(sines + place, sine, mask=inside)
+    tl.store(sines + place + size, sine, mask=inside)
+
+
+def rotary(
+    positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
+    size = len(frequencies)
+    cosines = torch.empty((len(positions), 2 * size), dtype=dtype, device=positions.device)
+    sines = torch.empty_like(cosines)
+    rotary_kernel[(len(positions),)](
+        positions, frequencies, cosines, sines, scaling, size, BLOCK=triton.next_power_of_2(size), num_warps=1
+    )
+    return cosines, sines

@@ -1,0 +1,95 @@
+"""The kernels of a model's layers against plain torch, on the device and with the weights that will serve.
+
+As for attention (see `worker.attention.selftest`): a compiler can be wrong for one architecture and right for all
+others. Here nothing is remembered, because it takes milliseconds once the kernels are compiled, which serving needs
+anyway. NaN lies behind every input.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from protocol.errors import WorkerError
+from worker.device import Device
+
+from . import LayerOperations, PlainOperations
+
+if TYPE_CHECKING:
+    from worker.fusion import FusedDecoder
+
+# Largest difference, as a part of the largest number: both sides round, and sum in another order.
+TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
+TOKENS = (1, 20, 50, 100)  # one of each kind of tile, and one that is torch's
+
+_Run = Callable[[LayerOperations], Any]
+
+
+def self_test(fused: FusedDecoder, device: Device) -> None:
+    """Runs every operation of the first layer, and the head. Errors: WorkerError names the kernel and the shape."""
+    if isinstance(fused.operations, PlainOperations):
+        return
+    dtype = fused.table.dtype
+    for tokens in TOKENS:
+        for kernel, run in _runs(fused, tokens):
+            problem = _compare(run, fused.operations, TOLERANCE[dtype])
+            if problem:
+                shape = f"{tokens} tokens, hidden size {fused.table.shape[1]}, {str(dtype).removeprefix('torch.')}"
+                raise WorkerError(f"self-test on {device.name}: the {kernel} kernel is wrong for {shape}: {problem}")
+
+
+def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
+    """The operations by name; each is run by both sides on the same inputs."""
+    layer, table = fused.layers[0], fused.table
+    hidden, inner, attended = table.shape[1], layer.down.weight.shape[1], layer.output.weight.shape[1]
+    generator = torch.Generator(table.device).manual_seed(0)
+
+    def random(width: int, dtype: torch.dtype = table.dtype) -> torch.Tensor:
+        numbers = torch.full((tokens + 3, width), float("nan"), dtype=dtype, device=table.device)
+        numbers[:tokens].normal_(generator=generator)
+        return numbers[:tokens]
+
+    ids = torch.randint(len(table), (tokens,), generator=generator, device=table.device)
+    positions = torch.randint(1 << 17, (tokens,), generator=generator, device=table.device)
+    x, wide, residual = random(hidden), random(inner), random(hidden)
+    heads_out, projected = random(attended), random(len(layer.projected.weight))
+    epsilon = fused.epsilon
+
+    def summed(ops: LayerOperations) -> Any:
+        total = residual.clone()
+        addend = ops.linear_parts(wide, layer.down.weight, layer.down.bias)
+        return ops.add_norm(addend, total, layer.inner_norm, epsilon), total
+
+    def normed_heads(ops: LayerOperations) -> torch.Tensor:
+        assert layer.head_norms is not None
+        numbers = projected.clone()
+        ops.head_norm(numbers, *layer.head_norms, layer.heads, layer.kv_heads, epsilon)
+        return numbers
+
+    def logits(ops: LayerOperations) -> torch.Tensor:
+        found = torch.full((tokens, len(fused.head.weight)), float("nan"), device=table.device)
+        return ops.linear(x, fused.head.weight, fused.head.bias, found)
+
+    yield "embedding norm", lambda ops: ops.embed(ids, table, layer.input_norm, epsilon)
+    yield "rotary", lambda ops: ops.rotary(positions, fused.frequencies, fused.rotary_scaling, table.dtype)
+    yield "projection", lambda ops: ops.linear(x, layer.projected.weight, layer.projected.bias)
+    if layer.head_norms is not None:
+        yield "head norm", normed_heads
+    yield "output", lambda ops: ops.linear_parts(heads_out, layer.output.weight, layer.output.bias).float().sum(0)
+    yield "gate", lambda ops: ops.gated(x, layer.gate_up.weight, layer.gate_up.bias)
+    yield "sum and norm", summed
+    yield "vocabulary head", logits
+
+
+@torch.inference_mode()
+def _compare(run: _Run, operations: LayerOperations, tolerance: float) -> str:
+    """What is wrong, "" where nothing is."""
+    got, want = run(operations), run(PlainOperations())
+    pairs = [(got, want)] if isinstance(got, torch.Tensor) else list(zip(got, want, strict=True))
+    for ours, plain in pairs:
+        difference = float((ours.float() - plain.float()).abs().max() / plain.float().abs().max().clamp_min(1e-6))
+        if not difference <= tolerance:
+            return f"it differs from the reference by {difference:.1e} of the largest number"
+    return ""
