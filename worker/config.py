@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -11,9 +12,13 @@ from protocol.settings import expand, load
 from protocol.transport import default_runtime_dir
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
-# Where nothing is said: half a gibibyte on a CPU, whose memory others use too; nearly all of a GPU's, which is ours.
+ATTENTIONS = ("auto", "triton", "reference")
+GRAPHS = ("auto", "on", "off")
+# Where nothing is said: half a gibibyte on a CPU, whose memory others use too; of a GPU, which is ours, so much of what
+# is free, less what steps and graphs were seen to take. The rest is for what no trial shows.
 CPU_KV_BYTES = 512 << 20
-GPU_FREE_SHARE = 0.90
+GPU_FREE_SHARE = 0.96
+WATCH_US, WATCH_CORES_MIN = 200, 4
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -22,6 +27,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: unique among the coordinator's workers. runtime_dir: where the coordinator's sockets are.
     model: a path or a known name. blocks or kv_bytes: the size of the KV pool (at most one of them; 0 = not said).
     threads: CPU threads of torch, 0 = torch's own choice. coordinator_wait_s: how long to wait for a coordinator.
+    watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
+    -1: 200 where there are 4 cores or more).
+    attention: the kernels, the plain-torch reference, or (auto) the fastest that the device can run. graphs: whether
+    decode steps are captured; auto: on a GPU. graph_rows_max: for batches of up to so many rows.
     """
 
     name: str
@@ -34,9 +43,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_dtype: str = "auto"
     kv_bytes: int = 0
     blocks: int = 0
+    attention: str = "auto"
+    graphs: str = "auto"
+    graph_rows_max: int = 512
     threads: int = 0
     seed: int = 0
     coordinator_wait_s: float = 60.0
+    watch_us: int = -1
     log_level: str = "info"
 
     def __post_init__(self) -> None:
@@ -46,13 +59,27 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfiguration("model", "is required: a path, or a name that `kvforge pull` knows")
         if self.log_level not in LOG_LEVELS:
             raise InvalidConfiguration("log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+        for field, choices in (("attention", ATTENTIONS), ("graphs", GRAPHS)):
+            if getattr(self, field) not in choices:
+                raise InvalidConfiguration(field, f"must be one of {', '.join(choices)}")
+        if self.graph_rows_max < 1:
+            raise InvalidConfiguration("graph_rows_max", f"must be 1 or more, not {self.graph_rows_max}")
         for field in ("kv_bytes", "blocks", "threads", "device_index", "seed"):
             if getattr(self, field) < 0:
                 raise InvalidConfiguration(field, f"must be 0 or more, not {getattr(self, field)}")
+        if self.watch_us < -1:
+            raise InvalidConfiguration("watch_us", f"must be -1 (choose) or more, not {self.watch_us}")
         if self.kv_bytes and self.blocks:
             raise InvalidConfiguration("kv_bytes", "give either kv_bytes or blocks, not both")
         if not 0 < self.coordinator_wait_s <= 86_400:
             raise InvalidConfiguration("coordinator_wait_s", "must be more than 0 and at most 86400 seconds")
+
+    @property
+    def watched_us(self) -> int:
+        """`watch_us`, chosen."""
+        if self.watch_us >= 0:
+            return self.watch_us
+        return WATCH_US if len(os.sched_getaffinity(0)) >= WATCH_CORES_MIN else 0
 
     @property
     def runtime_path(self) -> Path:

@@ -1,6 +1,10 @@
 """One face for CPU, CUDA and HIP. Nothing outside this file asks which of them it runs on.
 
 torch names both CUDA and HIP devices "cuda"; `Device.kind` tells them apart where a person reads it.
+
+A GPU is a queue: what is called here is queued, in order, and done later. `Mark` is a point in that queue, `Staging`
+the way in and `Fetched` the way out, neither of which waits. On a CPU everything is done when the call returns, and
+the same calls copy, or do nothing.
 """
 
 from __future__ import annotations
@@ -9,7 +13,8 @@ import contextlib
 import math
 import mmap
 import os
-from collections.abc import Iterator
+import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -20,6 +25,118 @@ import torch
 from protocol.errors import GpuError, InvalidConfiguration, WorkerError
 
 KINDS = ("cpu", "cuda", "hip", "auto")
+# Two steps are under way at most, and a third is being packed.
+STAGING_RING = 3
+
+
+class Mark:
+    """A point in the device's queue. On a CPU it has always been passed."""
+
+    def __init__(self, device: Device, timed: bool = False) -> None:
+        """Puts the mark at the end of the queue. timed: `ms_since` will be asked."""
+        self._event: torch.cuda.Event | None = None
+        self._at_ns = 0 if device.is_gpu else time.perf_counter_ns()
+        if device.is_gpu:
+            self._event = torch.cuda.Event(enable_timing=timed)
+            self._event.record()
+
+    def passed(self) -> bool:
+        """True once everything queued before the mark is done. Errors: what the device raises for that work."""
+        return self._event is None or bool(self._event.query())
+
+    def wait(self) -> None:
+        """Waits until it is passed. Errors: what the device raises for the work before it."""
+        if self._event is not None:
+            self._event.synchronize()
+
+    def ms_since(self, earlier: Mark) -> float:
+        """Milliseconds of device time between two timed marks that are passed."""
+        if self._event is None or earlier._event is None:
+            return (self._at_ns - earlier._at_ns) / 1e6
+        return float(earlier._event.elapsed_time(self._event))
+
+
+class Staging:
+    """A fixed place on the device that is filled once a step, in one copy that nobody waits for.
+
+    on_device: [size] int32 device; its address never changes, so captured graphs may read it. What is queued before a
+    `send` reads the old contents, what is queued after it the new ones.
+    """
+
+    def __init__(self, device: Device, size: int) -> None:
+        self.on_device = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
+        self._device = device
+        self._ring = [device.host_buffer(size, torch.int32) for _ in range(STAGING_RING)]
+        self._sent: list[Mark | None] = [None] * STAGING_RING
+        self._next = 0
+
+    def host(self) -> npt.NDArray[np.int32]:
+        """The host's side of the next `send`: [size] int32 with old contents. Waits for the last copy out of it."""
+        sent = self._sent[self._next]
+        if sent is not None:
+            sent.wait()
+        array: npt.NDArray[np.int32] = self._ring[self._next].numpy()
+        return array
+
+    def send(self, count: int) -> None:
+        """Queues the copy of the first `count` numbers of what `host` gave."""
+        self._device.refuse_capture("filling a staging buffer")
+        self.on_device[:count].copy_(self._ring[self._next][:count], non_blocking=True)
+        self._sent[self._next] = Mark(self._device)
+        self._next = (self._next + 1) % STAGING_RING
+
+
+class Fetched:
+    """A device tensor on its way to the host."""
+
+    def __init__(self, device: Device, tensor: torch.Tensor) -> None:
+        """Queues the copy; what is queued later may overwrite the tensor."""
+        self._host = device.host_buffer(tensor.numel(), tensor.dtype).view(tensor.shape)
+        self._host.copy_(tensor, non_blocking=True)
+
+    def array(self) -> npt.NDArray[Any]:
+        """The contents, same shape and dtype. A mark that was made after this object must have been passed."""
+        array: npt.NDArray[Any] = self._host.numpy()
+        return array
+
+
+@dataclass(frozen=True)
+class GraphMemory:
+    """What graphs share: the memory of their intermediate results, and the stream on which they are captured (torch's
+    libraries keep a workspace for each stream)."""
+
+    pool: Any
+    stream: torch.cuda.Stream
+
+
+class _Place:
+    """Memory on a GPU, as the protocol that torch and others share describes it (`__cuda_array_interface__`)."""
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
+        self.__cuda_array_interface__ = {
+            "shape": tuple(tensor.shape),
+            "typestr": "<f4",
+            "data": (tensor.data_ptr(), False),
+            "version": 2,
+        }
+
+
+class Captured:
+    """Work that was queued once and can be queued again in one call, reading and writing the same places.
+
+    A captured graph on a GPU; on a CPU the function itself.
+    """
+
+    def __init__(self, run: Callable[[], None], graph: torch.cuda.CUDAGraph | None) -> None:
+        self._run, self._graph = run, graph
+
+    def replay(self) -> None:
+        """Queues the work."""
+        if self._graph is None:
+            self._run()
+        else:
+            self._graph.replay()
 
 
 @dataclass(frozen=True)
@@ -42,6 +159,7 @@ class Device:
         host = torch.from_numpy(np.ascontiguousarray(array))
         if not self.is_gpu:
             return host.clone()
+        self.refuse_capture("an upload")
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
@@ -57,6 +175,66 @@ class Device:
         except OSError as error:
             raise MemoryError(str(error)) from error
         return torch.frombuffer(memory, dtype=dtype).view(shape)
+
+    def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
+        """[size] in host memory that the device copies from and to without waiting; unspecified contents."""
+        return torch.empty(size, dtype=dtype, pin_memory=self.is_gpu)
+
+    def alias(self, tensor: torch.Tensor) -> torch.Tensor:
+        """The same memory, but this does not keep it: for what lies in the memory of graphs, which outlives its owner.
+
+        On a CPU: the tensor itself.
+        """
+        return torch.as_tensor(_Place(tensor), device=self.torch_device) if self.is_gpu else tensor
+
+    def graph_memory(self) -> GraphMemory | None:
+        """What several `capture` calls pass to share memory; None on a CPU.
+
+        Work captured with the same one must not be replayed at the same time, and keeps nothing between replays.
+        """
+        if not self.is_gpu:
+            return None
+        return GraphMemory(torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device))
+
+    def capture(self, run: Callable[[], None], memory: GraphMemory | None) -> Captured:
+        """Calls `run` twice, the second time only noting what it queues. It must not wait for the device.
+
+        Errors: what torch raises; nothing stays behind then.
+        """
+        if memory is None:
+            run()
+            return Captured(run, None)
+        current, side = torch.cuda.current_stream(self.torch_device), memory.stream
+        side.wait_stream(current)
+        graph = torch.cuda.CUDAGraph()
+        try:
+            with torch.cuda.stream(side):
+                run()  # compiles, tunes and allocates what stays
+                self.synchronize()
+                graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
+                try:
+                    run()
+                except BaseException:
+                    with contextlib.suppress(RuntimeError):  # a capture that was broken says so again when it ends
+                        graph.capture_end()
+                    raise
+                graph.capture_end()
+        finally:
+            current.wait_stream(side)
+        return Captured(run, graph)
+
+    def refuse_capture(self, what: str) -> None:
+        """A graph must not hold a copy from the host: it would copy the same again at every replay. RuntimeError."""
+        if self.is_gpu and torch.cuda.is_current_stream_capturing():
+            raise RuntimeError(f"{what} cannot be part of a graph")
+
+    def survives(self) -> bool:
+        """False where the device answers every call with an error from now on: only a new process helps."""
+        try:
+            self.synchronize()
+        except RuntimeError:
+            return False
+        return True
 
     def synchronize(self) -> None:
         """Waits until everything queued on the device is done."""
@@ -78,6 +256,12 @@ class Device:
             fields = dict(line.split(":", 1) for line in meminfo)
         return int(fields["MemAvailable"].split()[0]) * 1024
 
+    def total_bytes(self) -> int:
+        """Bytes of the whole device (CPU: all memory of the machine)."""
+        if self.is_gpu:
+            return int(torch.cuda.mem_get_info(self.torch_device)[1])
+        return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+
     def release_cached(self) -> None:
         """Returns memory that torch's caching allocator keeps but nobody uses."""
         if self.is_gpu:
@@ -97,7 +281,7 @@ def as_worker_error(error: BaseException, doing: str, device: Device) -> WorkerE
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     message = f"{doing} failed on {device.name}: {type(error).__name__}: {first_line}"
     accelerator_error: type[BaseException] = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
-    device_failed = device.is_gpu and isinstance(error, (torch.OutOfMemoryError, accelerator_error))
+    device_failed = isinstance(error, (torch.OutOfMemoryError, accelerator_error))  # a CPU raises neither
     return GpuError(message) if device_failed else WorkerError(message)
 
 

@@ -2,6 +2,9 @@
 
 One thread. While a model loads, ZeroMQ's own thread answers heartbeats. When the coordinator goes away the model
 stays loaded and the worker registers again with the next one.
+
+Two steps may be under way: the second is queued on the device before the first has ended, and results leave in the
+order in which steps came. While a step runs, the loop looks for its end and for messages in turn (`Patience`).
 """
 
 from __future__ import annotations
@@ -11,13 +14,13 @@ import os
 import signal
 import socket as sockets
 import time
+from collections import deque
 from pathlib import Path
 from types import FrameType
 
 import numpy as np
-import torch
 
-from protocol.errors import InternalError, KvforgeError, ModelNotFound, ProtocolError, restore
+from protocol.errors import GpuError, InternalError, KvforgeError, restore
 from protocol.messages import (
     ErrorInfo,
     Int32Array,
@@ -36,16 +39,17 @@ from protocol.messages import (
 from protocol.notify import notify
 from protocol.tables import TablesReader
 
-from .config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
-from .device import Device, open_device
+from .config import WorkerConfig
+from .engine import Engine
 from .link import Link
-from .model import LoadedModel, load_model
-from .pool import KvPool
-from .runner import Runner
+from .patience import Patience
+from .runner import STEPS_UNDER_WAY_MAX, PendingStep, Runner
 
 REPLY_WAIT_S = 10.0
 IDLE_WAIT_MS = 1000
 PROGRESS_EVERY_S = 0.2
+REPORT_IDLE_NS = 900_000_000
+REPORT_STEPS_MIN = 100  # shorter bursts are not worth a line in the log
 log = logging.getLogger("worker")
 
 
@@ -60,9 +64,9 @@ class Worker:
         self._catch_signals()
         self._link = Link(config.runtime_path, self._read_wakeup.fileno())
         self._rid = 0
-        self._model: LoadedModel | None = None
-        self._pool: KvPool | None = None
-        self._runner: Runner | None = None
+        self._engine: Engine | None = None
+        self._under_way: deque[tuple[int, PendingStep]] = deque()
+        self._patience = Patience()
         self._tables: TablesReader | None = None
         self._pool_at = PoolRegistered(rid=0, epoch=0, base_block=0)
         self._connection = 0
@@ -85,8 +89,8 @@ class Worker:
         finally:
             notify("STOPPING=1")
             self._link.close(goodbye=self._stopping)  # one that ends by a fault has died, and says nothing
-            if self._pool is not None:
-                self._pool.close()
+            if self._engine is not None:
+                self._engine.close()
             signal.set_wakeup_fd(-1)
             self._read_wakeup.close()
             self._write_wakeup.close()
@@ -128,58 +132,12 @@ class Worker:
 
     def _prepare(self, welcome: WorkerWelcome) -> None:
         """Loads the model once, makes the pool once, maps this coordinator's tables."""
-        if self._model is None:
-            self._load(welcome.block_size)
-        assert self._model is not None and self._pool is not None
-        if self._model.geometry.block_size != welcome.block_size:
-            raise ProtocolError(
-                f"the coordinator's block size is now {welcome.block_size}, this worker's pool was made for "
-                f"{self._model.geometry.block_size}: restart the worker"
-            )
-        self._runner = Runner(
-            self._model,
-            self._pool,
-            slots_max=welcome.slots_max,
-            step_tokens_max=welcome.step_tokens_max,
-            step_rows_max=welcome.step_rows_max,
-        )
+        if self._engine is None:
+            notify(f"STATUS=loading {self.config.model}")
+            self._engine = Engine(self.config, welcome, self._report_progress)
+        else:
+            self._engine.adopt(welcome)
         self._tables = TablesReader(Path(welcome.tables_path), welcome.boot)
-
-    def _load(self, block_size: int) -> None:
-        config = self.config
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        device = open_device(config.device, config.device_index)
-        notify(f"STATUS=loading {config.model} on {device.name}")
-        self._model = load_model(
-            self._find_model(),
-            load_format=config.load_format,
-            dtype=config.dtype,
-            device=device,
-            block_size=block_size,
-            kv_dtype=config.kv_dtype,
-            progress=self._report_progress,
-            seed=config.seed,
-        )
-        blocks = self._blocks(device, self._model)
-        self._pool = KvPool(self._model.geometry, blocks, device)
-        log.info("%s on %s: %d blocks, %d bytes of KV", self._model.info.name, device.name, blocks, self._pool.bytes)
-
-    def _find_model(self) -> str:
-        """A path, or a name that `kvforge pull` has fetched before. Raises ModelNotFound."""
-        if Path(self.config.model).exists():
-            return self.config.model
-        try:
-            from kvforge.models import find
-        except ImportError:
-            raise ModelNotFound(self.config.model, "there is no such file or folder") from None
-        return str(find(self.config.model))
-
-    def _blocks(self, device: Device, model: LoadedModel) -> int:
-        if self.config.blocks:
-            return self.config.blocks
-        default = int(device.free_bytes() * GPU_FREE_SHARE) if device.is_gpu else CPU_KV_BYTES
-        return model.geometry.blocks_for(self.config.kv_bytes or default)
 
     def _report_progress(self, phase: str, fraction: float) -> None:
         now = time.monotonic()
@@ -192,46 +150,93 @@ class Worker:
 
     def _register(self) -> bool:
         """Announces the pool. False where the coordinator went away meanwhile."""
-        assert self._model is not None and self._pool is not None
+        assert self._engine is not None
+        model, pool = self._engine.model, self._engine.pool
         ready = WorkerReady(
             rid=self._next_rid(),
-            model=self._model.info,
-            blocks=self._pool.blocks,
-            bytes_per_block=self._model.geometry.bytes_per_block,
-            kv_dtype=self._model.geometry.kv_dtype,
-            device=self._model.device.name,
+            model=model.info,
+            blocks=pool.blocks,
+            bytes_per_block=model.geometry.bytes_per_block,
+            kv_dtype=model.geometry.kv_dtype,
+            device=model.device.name,
+            watches=self.config.watched_us > 0,
         )
+        self._link.watch(None, 0)
         reply = self._ask(ready)
         if not isinstance(reply, PoolRegistered):
             return False
+        if ready.watches:
+            assert self._tables is not None
+            self._link.watch(self._tables.watch(reply.pool, reply.epoch), self.config.watched_us)
         self._pool_at = reply
-        notify("READY=1", f"STATUS=serving {self._model.info.name}, {self._pool.blocks} blocks")
-        log.info("registered: blocks %d to %d", reply.base_block, reply.base_block + self._pool.blocks - 1)
+        notify("READY=1", f"STATUS=serving {model.info.name}, {pool.blocks} blocks")
+        log.info("registered: blocks %d to %d", reply.base_block, reply.base_block + pool.blocks - 1)
         return True
 
     # -------------------------------------------------------------------------------------------------------- serving
 
     def _serve(self) -> None:
         """Runs steps in the order in which they come, until told to stop or the coordinator is gone."""
-        while self._same_connection():
-            message = self._link.receive(IDLE_WAIT_MS)
-            if isinstance(message, Step):
-                self._link.send(self._step(message))
-            elif isinstance(message, Stop):
-                log.info("told to stop: %s", message.reason)
-                self._stopping = True
-            elif isinstance(message, Refused):
-                raise restore(message.error.code, message.error.message, message.error.fields)
+        try:
+            while self._same_connection():
+                message = self._link.receive(self._wait_ms())
+                if isinstance(message, Step):
+                    if len(self._under_way) == STEPS_UNDER_WAY_MAX:
+                        self._answer()
+                    self._launch(message)
+                elif isinstance(message, Stop):
+                    log.info("told to stop: %s", message.reason)
+                    self._stopping = True
+                elif isinstance(message, Refused):
+                    raise restore(message.error.code, message.error.message, message.error.fields)
+                while self._under_way and self._under_way[0][1].done():
+                    self._answer()
+            while self._stopping and self._link.connected and self._under_way:
+                self._answer()  # it finishes what it was sent
+        finally:
+            self._under_way.clear()
         if not self._stopping:
             log.warning("the coordinator is gone; waiting for the next one")
 
-    def _step(self, step: Step) -> StepResult:
-        assert self._runner is not None
-        base = self._pool_at.base_block
-        local = step.copies.reshape(-1, 3) - np.array([base, base, 0], np.int32) if step.copies.size else step.copies
-        outcome = self._runner.run(_with_copies(step, local.reshape(-1)), self._tables_of(step) - base)
-        return StepResult(
-            step_id=step.step_id,
+    @property
+    def _runner(self) -> Runner:
+        assert self._engine is not None, "no step before the model is loaded"
+        return self._engine.runner
+
+    def _wait_ms(self) -> int:
+        """How long to wait for a message now."""
+        if self._under_way:
+            return self._patience.wait_ms()
+        meter = self._runner.meter
+        if meter.steps and time.monotonic_ns() - meter.last_ns > REPORT_IDLE_NS:
+            if meter.steps >= REPORT_STEPS_MIN:
+                log.info("%s", meter.line())
+            meter.reset()
+        return IDLE_WAIT_MS
+
+    def _launch(self, step: Step) -> None:
+        """Queues a step on the device."""
+        runner, base = self._runner, self._pool_at.base_block
+        if step.copies.size:
+            local = step.copies.reshape(-1, 3) - np.array([base, base, 0], np.int32)
+            step = _with_copies(step, local.reshape(-1))
+        started_ns = time.monotonic_ns()
+        tables = self._tables_of(step)
+        if base:
+            tables = tables - base
+        runner.meter.read_ns += time.monotonic_ns() - started_ns
+        self._under_way.append((step.step_id, runner.launch(step, tables)))
+        self._patience.begin(len(self._under_way))
+        log.debug("step %d: %d rows, %d tokens", step.step_id, step.slots.size, step.tokens.size)
+
+    def _answer(self) -> None:
+        """Waits for the oldest step under way and sends its result. Raises GpuError where the device is lost."""
+        step_id, pending = self._under_way.popleft()
+        outcome = pending.finish()
+        self._patience.end(len(self._under_way))
+        started_ns = time.monotonic_ns()
+        result = StepResult(
+            step_id=step_id,
             epoch=self._pool_at.epoch,
             errors=outcome.errors,
             duration_us=outcome.duration_us,
@@ -242,15 +247,23 @@ class Worker:
             top_tokens=outcome.top_tokens,
             top_logprobs=outcome.top_logprobs,
         )
+        self._link.send(result)
+        self._runner.meter.send_ns += time.monotonic_ns() - started_ns
+        lost = [error for error in outcome.errors if error.error.code == GpuError.code]
+        device = self._runner.model.device
+        if lost and not device.survives():
+            error = GpuError(f"{device.name} is lost: {lost[0].error.message}")
+            self._link.send(WorkerFailed(error=ErrorInfo.of(error)))
+            raise error
 
     def _tables_of(self, step: Step) -> Int32Array:
         """The block tables of the step's rows, global ids: from the message, else from shared memory."""
-        assert self._tables is not None and self._model is not None
+        assert self._tables is not None
         if step.table_width:
             return step.tables.reshape(-1, step.table_width)
         if not step.slots.size:
             return np.zeros((0, 1), np.int32)
-        block_size = self._model.geometry.block_size
+        block_size = self._runner.pool.block_size
         width = int(-(-int((step.starts + step.counts).max()) // block_size))
         return self._tables.rows(step.slots, width)[0]
 

@@ -1,154 +1,178 @@
 """One step: from the coordinator's arrays to tokens.
 
 Order: slots change hands (`begins`), blocks are copied, then K and V of the new tokens are written and attention runs
-(in one forward pass), then the rows with sample = 1 choose a token.
+(in one forward pass), then the rows with sample = 1 choose a token. `launch` queues all of that on the device and does
+not wait for it; the next step may be launched before `finish` has told this one's tokens, because the token that a
+slot samples stays on the device for the row that is fed with -1.
 
 A poison row never takes the others with it. What can be checked beforehand is, and such a row is left out of the
 batch; when the pass itself fails, rows are run again one by one (writing K and V twice gives the same bytes) and
-those that fail alone are the ones reported. Nothing a slot remembers changes before its token is chosen.
+those that fail alone are the ones reported. Nothing a slot remembers changes before its token is chosen. A row whose
+token turns out to be missing (logits that are not finite) fails, and so does its row in the step behind, which was
+queued with a token that never was.
 """
 
 from __future__ import annotations
 
 import time
-from dataclasses import dataclass
-from typing import Any
+from collections import deque
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from protocol.errors import InvalidRequest, KvforgeError, WorkerError
-from protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError, RowStart, Step
+from protocol.messages import Int32Array, RowStart, Step
 
 from .attention import PagedBatch
-from .device import as_worker_error
+from .checks import Rows, StepLimits, bad_copies, check_rows, malformed
+from .device import Fetched, Mark, Staging, as_worker_error
+from .graphs import DecodeGraphs
+from .meter import Meter
 from .model import LoadedModel
+from .pending import Part, PendingStep, StepOutcome, joined
 from .pool import KvPool, require_positive
 from .sampler import NO_TOKEN, HostRows, SamplingState
 from .starts import Histories, problem_of, split_history
 
+STEPS_UNDER_WAY_MAX = 2
 
-@dataclass(frozen=True)
-class StepOutcome:
-    """slots, tokens: [sampled] int32; logprobs: [sampled] float32, nats; all host, in the step's row order.
-
-    top_counts [sampled] (empty where no row wants any), top_tokens, top_logprobs: as in StepResult, in the same order.
-    errors: one for each row that failed. duration_us: the whole of `run`, on the monotonic clock.
-    """
-
-    slots: Int32Array
-    tokens: Int32Array
-    logprobs: Float32Array
-    errors: tuple[RowError, ...]
-    duration_us: int
-    top_counts: Int32Array
-    top_tokens: Int32Array
-    top_logprobs: Float32Array
-
-
-@dataclass(frozen=True)
-class _Rows:
-    """Rows that passed the checks. tokens: [sum(counts)] int32, row after row; tables: [rows, width] int32."""
-
-    slots: Int32Array
-    starts: Int32Array
-    counts: Int32Array
-    samples: Int32Array
-    tokens: Int32Array
-    tables: Int32Array
-
-    def pick(self, keep: npt.NDArray[np.bool_]) -> _Rows:
-        tokens = self.tokens[np.repeat(keep, self.counts)]
-        return _Rows(
-            self.slots[keep], self.starts[keep], self.counts[keep], self.samples[keep], tokens, self.tables[keep]
-        )
+__all__ = ["STEPS_UNDER_WAY_MAX", "PendingStep", "Runner", "StepOutcome"]
 
 
 class Runner:
     """Runs steps of one model over one pool. Not thread-safe: a worker has one thread.
 
-    slots_max: slots are [0, slots_max). step_tokens_max, step_rows_max: limits of one step.
+    slots_max: slots are [0, slots_max). step_tokens_max, step_rows_max: limits of one step. table_width: most blocks of
+    a row. graph_rows_max: decode steps of up to so many rows run from captured graphs (0: none do).
     Errors: InvalidConfiguration names the limit.
     """
 
     def __init__(
-        self, model: LoadedModel, pool: KvPool, *, slots_max: int, step_tokens_max: int, step_rows_max: int
+        self,
+        model: LoadedModel,
+        pool: KvPool,
+        *,
+        slots_max: int,
+        step_tokens_max: int,
+        step_rows_max: int,
+        table_width: int = 0,
+        graph_rows_max: int = 0,
     ) -> None:
         limits = {"slots_max": slots_max, "step_tokens_max": step_tokens_max, "step_rows_max": step_rows_max}
         for field, value in limits.items():
             require_positive(field, value)
         assert pool.geometry == model.geometry, "the pool was made for another model"
-        self.model = model
-        self.pool = pool
-        self.slots_max, self.step_tokens_max, self.step_rows_max = slots_max, step_tokens_max, step_rows_max
+        self.model, self.pool, self.meter = model, pool, Meter()
+        self.limits = StepLimits(
+            slots_max=slots_max,
+            step_tokens_max=step_tokens_max,
+            step_rows_max=step_rows_max,
+            context_tokens_max=model.info.context_tokens_max,
+            vocab_size=model.vocab_size,
+            blocks=pool.blocks,
+            block_size=pool.block_size,
+        )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
+        # Tokens, their positions, the slots they belong to; then the places of the tokens that are sampled after.
+        self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # What the host must know of a slot without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
+        self._sampled_in = np.zeros(slots_max, np.int64)  # the number of the step that did last
         self._refused: dict[int, KvforgeError] = {}  # slots whose start was wrong, until a right one comes
+        self._under_way: deque[PendingStep] = deque()
+        self._launched = 0
+        self._settled_ns = 0
+        self.graphs: DecodeGraphs | None = None
+        if graph_rows_max:
+            rows = min(graph_rows_max, step_rows_max)
+            context_width = -(-model.info.context_tokens_max // pool.block_size)
+            width = min(table_width or context_width, context_width)
+            self.graphs = DecodeGraphs(model, pool, self._state, rows, width)
+
+    def run(self, step: Step, tables: npt.NDArray[np.int32]) -> StepOutcome:
+        """`launch` and `finish` in one."""
+        return self.launch(step, tables).finish()
 
     @torch.inference_mode()
-    def run(self, step: Step, tables: npt.NDArray[np.int32]) -> StepOutcome:
-        """Carries out one step.
+    def launch(self, step: Step, tables: npt.NDArray[np.int32]) -> PendingStep:
+        """Queues one step on the device.
 
         step: as its docstring says, except that `copies` name pool-local blocks. tables: [rows, width] int32, row r the
         block table of step row r, pool-local ids; entries past a row's tokens are not read.
         Never raises for what a step holds: every fault becomes the RowError of the rows it concerns.
+        At most STEPS_UNDER_WAY_MAX steps may be launched and not finished.
         """
+        assert len(self._under_way) < STEPS_UNDER_WAY_MAX, "finish a step before launching another"
         started_ns = time.monotonic_ns()
-        errors: dict[int, KvforgeError] = {}
-        outcome: list[_Sampled] = []
-        malformed = self._malformed(step, tables)
-        if malformed is not None:
-            errors = {int(slot): malformed for slot in np.ravel(step.slots)}
-        else:
-            rows = _Rows(step.slots, step.starts, step.counts, step.samples, step.tokens, tables)
-            self._begin(step.begins, split_history(step), errors)
-            keep, copies = self._check(rows, step.copies.reshape(-1, 3), errors)
-            self.pool.copy_blocks(copies)
-            if keep.any():
-                self._run_rows(rows.pick(keep), outcome, errors)
-        order = {int(slot): place for place, slot in enumerate(np.ravel(step.slots))}
-        return _joined(
-            outcome,
-            order,
-            tuple(RowError(slot, ErrorInfo.of(error)) for slot, error in errors.items()),
-            (time.monotonic_ns() - started_ns) // 1000,
+        self._launched += 1
+        pending = PendingStep(
+            number=self._launched,
+            slots=np.ravel(step.slots),
+            fed=frozenset(),
+            begun=frozenset(start.slot for start in step.begins),
+            errors={},
+            parts=[],
+            started_ns=started_ns,
+            settle=self._settle,
+            queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
+        fault = malformed(step, tables, self.limits)
+        if fault is not None:
+            pending.errors.update((slot, fault) for slot in pending.slots.tolist())
+        else:
+            try:
+                self._carry_out(step, tables, pending)
+            except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
+                self._lost(pending, error)
+        for part in pending.parts:
+            self._has_sampled[part.slots] = True
+            self._sampled_in[part.slots] = pending.number
+        self._end(pending)
+        self._under_way.append(pending)
+        self.meter.launched(len(pending.slots), time.monotonic_ns() - started_ns)
+        return pending
 
-    # ------------------------------------------------------------------------------------------------------- checking
+    def _carry_out(self, step: Step, tables: npt.NDArray[np.int32], pending: PendingStep) -> None:
+        rows = Rows(step.slots, step.starts, step.counts, step.samples, step.tokens, tables)
+        self._begin(step.begins, split_history(step), pending.errors)
+        rows = self._checked(rows, step.copies.reshape(-1, 3), pending.errors)
+        if not len(rows):
+            return
+        absent = rows.tokens == NO_TOKEN
+        if absent.any():
+            pending.fed = frozenset(np.repeat(rows.slots, rows.counts)[absent].tolist())
+        self._queue(rows, pending)
 
-    def _malformed(self, step: Step, tables: npt.NDArray[Any]) -> InvalidRequest | None:
-        """Faults that leave no row readable."""
-        rows = step.slots.size
-        for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history"):
-            array = getattr(step, name)
-            if array.ndim != 1 or array.dtype != np.int32:
-                return InvalidRequest(name, f"must be int32 of 1 dimension, not {array.dtype} of {array.ndim}")
-        for name in ("starts", "counts", "samples"):
-            if len(getattr(step, name)) != rows:
-                return InvalidRequest(name, f"has {len(getattr(step, name))} rows, slots {rows}")
-        if tables.ndim != 2 or tables.dtype != np.int32 or len(tables) != rows:
-            return InvalidRequest("tables", f"must be [{rows}, width] int32, not {tables.shape} {tables.dtype}")
-        if rows > self.step_rows_max:
-            return InvalidRequest("slots", f"{rows} rows are more than step_rows_max = {self.step_rows_max}")
-        if len(step.tokens) > self.step_tokens_max:
-            problem = f"{len(step.tokens)} tokens are more than step_tokens_max = {self.step_tokens_max}"
-            return InvalidRequest("tokens", problem)
-        if rows and (step.counts.min() < 1 or int(step.counts.sum(dtype=np.int64)) != len(step.tokens)):
-            return InvalidRequest("counts", f"must be at least 1 each and {len(step.tokens)} together")
-        if len(step.copies) % 3:
-            return InvalidRequest("copies", f"holds {len(step.copies)} numbers, not triples")
-        if split_history(step) is None:
-            return InvalidRequest("history", f"its {len(step.history)} tokens are not what `begins` says")
-        return None
+    def _end(self, pending: PendingStep) -> None:
+        """Marks the end of the step's work."""
+        try:
+            pending.end = Mark(self.model.device)
+        except RuntimeError as error:
+            self._lost(pending, error)
+
+    def reset(self) -> None:
+        """Forgets every slot: another coordinator is in charge. Steps under way are waited for and dropped."""
+        while self._under_way:
+            self._under_way[0].finish()
+        self._has_sampled[:] = False
+        self._refused.clear()
+
+    def close(self) -> None:
+        """Gives up what was captured. The pool stays its owner's."""
+        self.reset()
+        if self.graphs is not None:
+            self.graphs.close()
+
+    # ------------------------------------------------------------------------------------------------------ beginning
 
     def _begin(
         self, begins: tuple[RowStart, ...], histories: Histories | None, errors: dict[int, KvforgeError]
     ) -> None:
         assert histories is not None, "a malformed step begins nothing"
         for start, history in zip(begins, histories, strict=True):
-            problem: KvforgeError | None = problem_of(start, history, self.slots_max, self.model.vocab_size)
+            limits = self.limits
+            problem: KvforgeError | None = problem_of(start, history, limits.slots_max, limits.vocab_size)
             if problem is None:
                 try:
                     self._state.begin(start, *history)
@@ -159,124 +183,160 @@ class Runner:
             else:
                 self._refused.pop(start.slot, None)
                 self._has_sampled[start.slot] = False
-        self._state.upload_starts()
+        try:
+            self._state.upload_starts()
+        except Exception as error:
+            self._refused |= {
+                start.slot: as_worker_error(error, "starting a row", self.model.device) for start in begins
+            }
+            raise
 
-    def _check(
-        self, rows: _Rows, copies: npt.NDArray[np.int32], errors: dict[int, KvforgeError]
-    ) -> tuple[npt.NDArray[np.bool_], npt.NDArray[np.int32]]:
-        """Rows that may run and copies that may be made; the others get their error."""
-        bad_copy = self._bad_copies(copies)
-        bad_targets = set(copies[bad_copy, 1].tolist())
-        keep = np.ones(len(rows.slots), np.bool_)
-        names, times = np.unique(rows.slots, return_counts=True)
-        repeated = set(names[times > 1].tolist())
-        ends = np.cumsum(rows.counts)
-        for row, slot in enumerate(rows.slots.tolist()):
-            problem: KvforgeError | None = errors.get(slot) or self._refused.get(slot)
-            if problem is None and slot in repeated:
-                problem = InvalidRequest("slots", f"slot {slot} is named twice in one step")
-            if problem is None:
-                tokens = rows.tokens[ends[row] - rows.counts[row] : ends[row]]
-                problem = self._row_problem(rows, row, slot, tokens, bad_targets)
-            if problem is not None:
-                errors[slot] = problem
-                keep[row] = False
-        return keep, copies[~bad_copy]
+    def _checked(self, rows: Rows, copies: npt.NDArray[np.int32], errors: dict[int, KvforgeError]) -> Rows:
+        """The rows that may run, after the copies that may be made; the others get their error."""
+        bad_targets: frozenset[int] = frozenset()
+        if len(copies):
+            bad = bad_copies(copies, self.limits)
+            bad_targets = frozenset(copies[bad, 1].tolist())
+            self.pool.copy_blocks(copies[~bad])
+        if self._refused:
+            for slot in rows.slots.tolist():
+                if slot in self._refused:
+                    errors.setdefault(slot, self._refused[slot])
+        return rows.pick(check_rows(rows, self._has_sampled, bad_targets, self.limits, errors))
 
-    def _row_problem(
-        self, rows: _Rows, row: int, slot: int, tokens: Int32Array, bad_targets: set[int]
-    ) -> KvforgeError | None:
-        start, end = int(rows.starts[row]), int(rows.starts[row]) + int(rows.counts[row])
-        width, block_size = rows.tables.shape[1], self.pool.block_size
-        if not 0 <= slot < self.slots_max:
-            return InvalidRequest("slots", f"slot {slot} is not below slots_max = {self.slots_max}")
-        if start < 0:
-            return InvalidRequest("starts", f"{start} is not a position")
-        if end > width * block_size:
-            return InvalidRequest("tables", f"{width} blocks of {block_size} are fewer than the row's {end} tokens")
-        if end > self.model.info.context_tokens_max:
-            return InvalidRequest("starts", f"{end} tokens exceed the context of {self.model.info.context_tokens_max}")
-        if rows.samples[row] not in (0, 1):
-            return InvalidRequest("samples", f"{rows.samples[row]} is neither 0 nor 1")
-        if tokens.min() < NO_TOKEN or tokens.max() >= self.model.vocab_size:
-            worst = int(tokens.min() if tokens.min() < NO_TOKEN else tokens.max())
-            return InvalidRequest("tokens", f"token id {worst} is not below the vocabulary of {self.model.vocab_size}")
-        if tokens.min() == NO_TOKEN and not self._has_sampled[slot]:
-            return InvalidRequest("tokens", f"-1 stands for the token sampled last, and slot {slot} has sampled none")
-        blocks = rows.tables[row, : -(-end // block_size)]
-        if blocks.min() < 0 or blocks.max() >= self.pool.blocks:
-            worst = int(blocks.min() if blocks.min() < 0 else blocks.max())
-            return InvalidRequest("tables", f"block {worst} is not one of the pool's {self.pool.blocks}")
-        if bad_targets and not bad_targets.isdisjoint(blocks.tolist()):
-            return InvalidRequest("copies", "a block of this row was to be copied from or to an impossible place")
-        return None
+    # --------------------------------------------------------------------------------------------------------- queueing
 
-    def _bad_copies(self, copies: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_]:
-        blocks, tokens = copies[:, :2], copies[:, 2]
-        bad = ((blocks < 0) | (blocks >= self.pool.blocks)).any(axis=1)
-        return np.asarray(bad | (tokens < 0) | (tokens > self.pool.block_size))
+    def _queue(self, rows: Rows, pending: PendingStep) -> None:
+        """Queues the rows, from a graph where they are decodes that one takes."""
+        if self.graphs is None or not self.graphs.takes(rows):
+            self._queue_pass(rows, pending)
+            return
+        try:
+            launched = self.graphs.launch(rows)
+        except Exception as error:  # noqa: BLE001 - what was queued cannot be taken back
+            failure = as_worker_error(error, "a decode graph", self.model.device)
+            pending.errors.update((slot, failure) for slot in rows.slots.tolist())
+            return
+        pending.busy = launched.busy
+        if launched.part is not None:
+            pending.parts.append(launched.part)
+        if len(launched.others):
+            self._sample(self.graphs.logits_of(launched.others), rows.slots[launched.others], pending)
 
-    # -------------------------------------------------------------------------------------------------------- running
-
-    def _run_rows(
-        self,
-        rows: _Rows,
-        outcome: list[_Sampled],
-        errors: dict[int, KvforgeError],
-    ) -> None:
-        """Runs the rows together; if that fails, one by one, so that only the faulty ones fail."""
+    def _queue_pass(self, rows: Rows, pending: PendingStep) -> None:
+        """Queues the rows together; if that fails, one by one, so that only the faulty ones fail."""
         try:
             logits, sampled = self._forward(rows)
         except Exception as error:  # noqa: BLE001 - any failure of foreign model code must spare the other rows
-            if len(rows.slots) == 1:
-                errors[int(rows.slots[0])] = _row_failure(error, self.model)
+            device = self.model.device
+            if len(rows) == 1 or not device.survives():
+                failure = (
+                    error if isinstance(error, KvforgeError) else as_worker_error(error, "the forward pass", device)
+                )
+                pending.errors.update((slot, failure) for slot in rows.slots.tolist())
                 return
-            for row in range(len(rows.slots)):
-                self._run_rows(rows.pick(np.arange(len(rows.slots)) == row), outcome, errors)
+            device.release_cached()
+            for row in range(len(rows)):
+                self._queue_pass(rows.pick(np.arange(len(rows)) == row), pending)
             return
         if len(sampled):
-            outcome.append(self._sample(logits, sampled, errors))
+            self._sample(logits, sampled, pending)
 
-    def _forward(self, rows: _Rows) -> tuple[torch.Tensor, Int32Array]:
+    def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array]:
         """Logits [sampled, vocab] float32 device, and the slots [sampled] int32 host they belong to."""
         device = self.model.device
         batch = PagedBatch.build(rows.tables, rows.starts, rows.counts, self.pool.block_size, device)
-        tokens = device.upload(rows.tokens.astype(np.int64))
-        if (rows.tokens == NO_TOKEN).any():
-            owners = device.upload(np.repeat(rows.slots, rows.counts).astype(np.int64))
-            tokens = torch.where(tokens == NO_TOKEN, self._state.last_token[owners], tokens)
-        positions = np.arange(batch.tokens) - np.repeat(batch.query_starts[:-1] - batch.starts, batch.counts)
         samples = rows.samples == 1
-        last = device.upload(batch.query_starts[1:][samples] - 1)
-        logits = self.model.forward(tokens, device.upload(positions), last, batch, self.pool)
-        return logits, rows.slots[samples]
+        count, wanted = len(rows.tokens), int(samples.sum())
+        ends = np.cumsum(rows.counts)
+        packed = self._inputs.host()
+        tokens, positions, owners = packed[: 3 * count].reshape(3, count)
+        tokens[:] = rows.tokens
+        positions[:] = np.arange(count) - np.repeat(ends - rows.counts - rows.starts, rows.counts)
+        owners[:] = np.repeat(rows.slots, rows.counts)
+        packed[3 * count : 3 * count + wanted] = ends[samples] - 1
+        self._inputs.send(3 * count + wanted)
+        inputs = self._inputs.on_device[: 3 * count + wanted].long()
+        token_ids, places, slots = inputs[: 3 * count].view(3, count).unbind()
+        if (rows.tokens == NO_TOKEN).any():
+            # What a step that fails left behind may be NO_TOKEN itself: that row fails when the failure is known.
+            token_ids = torch.where(token_ids == NO_TOKEN, self._state.last_token[slots].clamp_(min=0), token_ids)
+        return self.model.forward(token_ids, places, inputs[3 * count :], batch, self.pool), rows.slots[samples]
 
-    def _sample(self, logits: torch.Tensor, slots: Int32Array, errors: dict[int, KvforgeError]) -> _Sampled:
-        chosen = self._state.sample(logits, slots).to_host()
-        for slot in slots[chosen.banned].tolist():
-            errors[slot] = InvalidRequest("sampling.logit_bias", "bans every token of the vocabulary")
-        for slot in slots[~chosen.finite].tolist():
-            errors[slot] = WorkerError("the model gave logits that are not finite")
-        self._has_sampled[slots[chosen.finite & ~chosen.banned]] = True
-        return slots, chosen
+    def _sample(self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep) -> None:
+        """Queues the choice of tokens for all rows; if that fails, one by one. logits: [n, vocab]; slots: [n] host."""
+        device, state = self.model.device, self._state
+        plain = state.plain(slots) & state.fused
+        if plain.any() and not plain.all():
+            for part in (np.flatnonzero(plain), np.flatnonzero(~plain)):
+                self._sample(logits[device.upload(part)], slots[part], pending)
+            return
+        try:
+            pending.parts.append(self._choose_plain(logits, slots) if plain.all() else self._choose(logits, slots))
+        except Exception as error:  # noqa: BLE001 - no memory for a few rows' filters: the others go on
+            if len(slots) == 1 or not device.survives():
+                failure = as_worker_error(error, "sampling", device)
+                pending.errors.update((slot, failure) for slot in slots.tolist())
+                return
+            device.release_cached()
+            for row in range(len(slots)):
+                self._sample(logits[row : row + 1], slots[row : row + 1], pending)
 
+    def _choose(self, logits: torch.Tensor, slots: Int32Array) -> Part:
+        chosen = self._state.sample(logits, slots)
+        return Part(slots, Fetched(self.model.device, chosen.packed()), chosen.top_counts)
 
-_Sampled = tuple[Int32Array, HostRows]
+    def _choose_plain(self, logits: torch.Tensor, slots: Int32Array) -> Part:
+        device = self.model.device
+        on_device = device.upload(slots.astype(np.int64))
+        packed = torch.empty(3 * len(slots), dtype=torch.int32, device=device.torch_device)
+        self._state.sample_plain(logits, on_device, torch.ones_like(on_device), packed)
+        return Part(slots, Fetched(device, packed), np.zeros(len(slots), np.int32))
 
+    # -------------------------------------------------------------------------------------------------------- finishing
 
-def _row_failure(error: Exception, model: LoadedModel) -> KvforgeError:
-    return error if isinstance(error, KvforgeError) else as_worker_error(error, "the forward pass", model.device)
+    def _settle(self, pending: PendingStep) -> StepOutcome:
+        assert self._under_way[0] is pending, "steps are finished in the order of their launch"
+        waiting_ns = time.monotonic_ns()
+        try:
+            if pending.end is not None:
+                pending.end.wait()
+        except RuntimeError as error:
+            self._lost(pending, error)
+        parts: list[tuple[Int32Array, HostRows]] = []
+        for part in pending.parts:
+            rows = part.rows()
+            parts.append((part.slots, rows))
+            if rows.banned.any():
+                problem = InvalidRequest("sampling.logit_bias", "bans every token of the vocabulary")
+                pending.errors.update((slot, problem) for slot in part.slots[rows.banned].tolist())
+            if not rows.finite.all():
+                broken = WorkerError("the model gave logits that are not finite")
+                pending.errors.update((slot, broken) for slot in part.slots[~rows.finite].tolist())
+        for slot, spoiled in pending.spoiled.items():
+            pending.errors.setdefault(slot, spoiled)
+        arrived_ns = time.monotonic_ns()
+        self._under_way.popleft()
+        if pending.errors:
+            self._spoil(pending)
+        before_ns, self._settled_ns = self._settled_ns, arrived_ns
+        outcome = joined(parts, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
+        self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
+        return outcome
 
+    def _lost(self, pending: PendingStep, error: Exception) -> None:
+        """Something failed that is no row's own: no row of the step can be told from another."""
+        failure = as_worker_error(error, "a step", self.model.device)
+        for slot in pending.slots.tolist():
+            pending.errors.setdefault(slot, failure)
+        pending.parts = []
 
-def _joined(
-    outcome: list[_Sampled], order: dict[int, int], errors: tuple[RowError, ...], duration_us: int
-) -> StepOutcome:
-    """The parts as one, in row order, without the rows that failed."""
-    if not outcome:
-        return StepOutcome(NO_INT32, NO_INT32, NO_FLOAT32, errors, duration_us, NO_INT32, NO_INT32, NO_FLOAT32)
-    slots = np.concatenate([part for part, _ in outcome])
-    rows = HostRows.joined([rows for _, rows in outcome])
-    by_row = np.argsort([order[int(slot)] for slot in slots], kind="stable")
-    by_row = by_row[(rows.finite & ~rows.banned)[by_row]]
-    tops = rows.tops_of(by_row)
-    return StepOutcome(slots[by_row], rows.tokens[by_row], rows.logprobs[by_row], errors, duration_us, *tops)
+    def _spoil(self, pending: PendingStep) -> None:
+        """Rows of this step have failed: what was launched behind it and fed with their tokens fails too."""
+        for slot in pending.errors:
+            if 0 <= slot < len(self._has_sampled) and self._sampled_in[slot] == pending.number:
+                self._has_sampled[slot] = False
+        for later in self._under_way:
+            for slot, error in pending.errors.items():
+                if slot in later.fed and slot not in later.begun and slot not in later.errors:
+                    later.spoiled[slot] = error

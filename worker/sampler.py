@@ -14,6 +14,7 @@ rows with top_k or top_p look for their most likely tokens.
 
 from __future__ import annotations
 
+import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -30,6 +31,8 @@ from .penalties import LogitBias, PenaltyCounts
 
 NO_TOKEN = -1
 COLUMNS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+# A sampled row travels to the host as three int32: the token, the bits of the log-probability, and these flags.
+FINITE, BANNED = 1, 2
 
 
 @dataclass(frozen=True)
@@ -48,25 +51,24 @@ class SampledRows:
     banned: torch.Tensor | None
     tops: tuple[npt.NDArray[np.int64], torch.Tensor, torch.Tensor] | None
 
-    def to_host(self) -> HostRows:
-        """The same in host memory."""
-        rows = len(self.tokens)
-        counts, tokens, logprobs = (
-            np.zeros(rows, np.int64),
-            np.zeros((rows, 0), np.int32),
-            np.zeros((rows, 0), np.float32),
-        )
+    @property
+    def top_counts(self) -> Int32Array:
+        """How many of its most likely tokens each row wants: [n] int32 host."""
+        return np.zeros(len(self.tokens), np.int32) if self.tops is None else self.tops[0].astype(np.int32)
+
+    def packed(self) -> torch.Tensor:
+        """All of it in one copy for the host: [any] int32 device, as `HostRows.unpacked` reads it."""
+        flags = self.finite.int() * FINITE
+        if self.banned is not None:
+            flags += self.banned.int() * BANNED
+        parts = [self.tokens.int(), self.logprobs.view(torch.int32), flags]
         if self.tops is not None:
-            counts, tokens, logprobs = self.tops[0], self.tops[1].cpu().numpy(), self.tops[2].cpu().numpy()
-        return HostRows(
-            self.tokens.cpu().numpy().astype(np.int32),
-            self.logprobs.cpu().numpy(),
-            self.finite.cpu().numpy(),
-            np.zeros(rows, np.bool_) if self.banned is None else self.banned.cpu().numpy(),
-            counts.astype(np.int32),
-            tokens.astype(np.int32),
-            logprobs,
-        )
+            parts += [self.tops[1].int().flatten(), self.tops[2].view(torch.int32).flatten()]
+        return torch.cat(parts)
+
+    def to_host(self) -> HostRows:
+        """The same in host memory. Waits for the device."""
+        return HostRows.unpacked(self.packed().cpu().numpy(), self.top_counts)
 
 
 @dataclass(frozen=True)
@@ -80,6 +82,23 @@ class HostRows:
     top_counts: Int32Array
     top_tokens: Int32Array
     top_logprobs: Float32Array
+
+    @staticmethod
+    def unpacked(packed: Int32Array, top_counts: Int32Array) -> HostRows:
+        """What `SampledRows.packed` packed."""
+        rows = len(top_counts)
+        widest = (len(packed) // rows - 3) // 2 if rows else 0
+        tokens, logprobs, flags = packed[: 3 * rows].reshape(3, rows)
+        tops = packed[3 * rows :].reshape(2, rows, widest)
+        return HostRows(
+            tokens,
+            logprobs.view(np.float32),
+            (flags & FINITE) != 0,
+            (flags & BANNED) != 0,
+            top_counts,
+            tops[0],
+            tops[1].view(np.float32),
+        )
 
     @staticmethod
     def joined(parts: list[HostRows]) -> HostRows:
@@ -115,17 +134,20 @@ class SamplingState:
 
     On the device: values [slots_max, 7] float64, the numbers of COLUMNS; seed [slots_max] int64, the bits of an
     unsigned 64-bit number; generated [slots_max] int64, tokens the request has generated; last_token [slots_max]
-    int64, the one sampled last here, NO_TOKEN before the first. On the host, so that the device need not be asked:
-    which slots are random, filtered and so on.
+    int64, the one sampled last here, NO_TOKEN before the first. Each has one place more, slot `slots_max`: captured
+    graphs let the rows that only fill them up write there. On the host, so that the device need not be asked: which
+    slots are random, filtered and so on.
     """
 
     def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
         self._device, self.vocab_size = device, vocab_size
+        self.fused = device.is_gpu and importlib.util.find_spec("triton") is not None
         where = device.torch_device
-        self.values = torch.zeros((slots_max, len(COLUMNS)), dtype=torch.float64, device=where)
-        self.seed = torch.zeros(slots_max, dtype=torch.int64, device=where)
-        self.generated = torch.zeros(slots_max, dtype=torch.int64, device=where)
-        self.last_token = torch.full((slots_max,), NO_TOKEN, dtype=torch.int64, device=where)
+        self.slots_max = slots_max
+        self.values = torch.zeros((slots_max + 1, len(COLUMNS)), dtype=torch.float64, device=where)
+        self.seed = torch.zeros(slots_max + 1, dtype=torch.int64, device=where)
+        self.generated = torch.zeros(slots_max + 1, dtype=torch.int64, device=where)
+        self.last_token = torch.full((slots_max + 1,), NO_TOKEN, dtype=torch.int64, device=where)
         self.counts = PenaltyCounts(slots_max, vocab_size, device)
         self._bias = LogitBias(slots_max, device)
         self._random = np.zeros(slots_max, np.bool_)
@@ -168,10 +190,21 @@ class SamplingState:
         self._top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
         self._tops[slot] = sampling.logprobs
 
+    def plain(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Which of the slots `sample_plain` can do: those that are greedy, and with kernels also those that draw from
+        the whole vocabulary, where no logit is shifted and no other token told. [n] bool."""
+        special = self.counts.holds(slots) | self._bias.holds(slots) | (self._tops[slots] > 0)
+        if self.fused:
+            special |= self._min_p[slots] | self._nucleus[slots] | (self._top_k[slots] > 0)
+        else:
+            special |= self._random[slots]
+        return np.asarray(~special)
+
     def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.integer]) -> SampledRows:
         """Chooses a token for each row and moves its slot on by one, unless the row is not finite or all banned.
 
-        logits: [n, vocab] float32 device, raw. slots: [n] host, without repetition.
+        logits: [n, vocab] float32 device, raw. slots: [n] host, without repetition. Errors: what torch raises; then no
+        slot has moved.
         """
         on_device = self._device.upload(slots.astype(np.int64))
         good = finite = torch.isfinite(logits.sum(dim=-1))  # one NaN or infinity makes the sum one
@@ -187,10 +220,50 @@ class SamplingState:
             tokens[rows] = self._draw(scores[rows], slots[drawn], on_device[rows])
         normaliser = log_normaliser(logits)
         logprobs = (logits.gather(1, tokens[:, None]).squeeze(1).double() - normaliser).float()
-        self.last_token[on_device] = torch.where(good, tokens, self.last_token[on_device])
-        self.generated[on_device] += good.long()
+        tops = self._most_likely(logits, normaliser, slots)
         self.counts.add(slots, tokens, good)
-        return SampledRows(tokens, logprobs, finite, banned, self._most_likely(logits, normaliser, slots))
+        self.move(on_device, tokens, good)
+        return SampledRows(tokens, logprobs, finite, banned, tops)
+
+    def feed(self, packed: torch.Tensor) -> torch.Tensor:
+        """[4, n] int32 device (token, slot, any, any) as int64, where tokens below 0 have become the slot's last one.
+
+        Where it has none, which a step that fails may leave behind: token 0. That row will fail with the step.
+        """
+        if self.fused:
+            from .choice import feed_tokens  # imports triton
+
+            return feed_tokens(packed, self.last_token)
+        fed = packed.long()
+        tokens, slots = fed[0], fed[1]
+        fed[0] = torch.where(tokens < 0, self.last_token[slots].clamp_(min=0), tokens)
+        return fed
+
+    def sample_plain(
+        self, logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, packed: torch.Tensor
+    ) -> None:
+        """As `sample` for plain slots, all on the device, so that it can be captured in a graph.
+
+        logits: [n, vocab] float32 device. slots: [n] int64 device; only slot `slots_max` may be named twice. wanted:
+        [n] int64 device, 0: the slot does not move. packed: gets the result, [3 * n] int32 device, as
+        `SampledRows.packed`.
+        """
+        if self.fused:
+            from .choice import choose_tokens
+
+            state = (self.values, self.seed, self.generated, self.last_token)
+            choose_tokens(logits, slots, wanted, *state, packed)
+            return
+        finite = torch.isfinite(logits.sum(dim=-1))
+        tokens = torch.argmax(logits, dim=-1)
+        logprobs = (logits.gather(1, tokens[:, None]).squeeze(1).double() - log_normaliser(logits)).float()
+        self.move(slots, tokens, finite & (wanted != 0))
+        packed.copy_(SampledRows(tokens, logprobs, finite, None, None).packed())
+
+    def move(self, slots: torch.Tensor, tokens: torch.Tensor, good: torch.Tensor) -> None:
+        """The slots have sampled these tokens, where `good`. [n] int64, int64, bool device."""
+        self.last_token[slots] = torch.where(good, tokens, self.last_token[slots])
+        self.generated[slots] += good.long()
 
     def _adjusted(
         self, logits: torch.Tensor, slots: npt.NDArray[np.integer], on_device: torch.Tensor

@@ -169,9 +169,10 @@ def test_a_request_waits_for_a_worker_and_readiness_says_why() -> None:
         assert len(request.result(60).tokens) == 4
 
 
-def test_a_killed_worker_gives_its_requests_back_and_they_end_with_the_same_tokens() -> None:
-    """behaviour 35."""
-    with Cluster() as cluster:
+@pytest.mark.parametrize("watch_us", [0, 300], ids=["messages", "shared memory"])
+def test_a_killed_worker_gives_its_requests_back_and_they_end_with_the_same_tokens(watch_us: int) -> None:
+    """behaviour 35; steps handed over by message alone, and through shared memory too."""
+    with Cluster(worker=f"watch_us = {watch_us}") as cluster:
         kv = cluster.start("w0")
         expected = [kv.submit([i, 2, 3], max_tokens=200, sampling=GREEDY).result(60).tokens for i in range(4)]
         requests = [kv.submit([i, 2, 3], max_tokens=200, sampling=GREEDY) for i in range(4)]

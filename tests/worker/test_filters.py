@@ -211,7 +211,7 @@ def test_a_vocabulary_that_is_all_banned_is_told(temperature: float, cpu: Device
     chosen = sample_once(state, torch.zeros((2, 4)))
     assert chosen.banned is not None
     assert (chosen.banned.tolist(), int(chosen.tokens[1])) == ([True, False], 3)
-    assert state.generated.tolist() == [0, 1]
+    assert state.generated[:2].tolist() == [0, 1]
 
 
 def test_logprobs_and_tops_are_of_the_raw_distribution(cpu: Device) -> None:

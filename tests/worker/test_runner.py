@@ -14,7 +14,7 @@ from protocol.errors import InvalidConfiguration
 from protocol.messages import RowStart, Sampling, Step
 from worker.model import LoadedModel
 from worker.pool import KvPool
-from worker.runner import Runner, StepOutcome
+from worker.runner import PendingStep, Runner, StepOutcome
 
 BLOCK_SIZE = 4
 
@@ -34,7 +34,7 @@ class Bench:
 
     def __init__(self, model: LoadedModel, slots_max: int = 8) -> None:
         self.pool = KvPool(model.geometry, 8 * slots_max, model.device)
-        for cache in (*self.pool.keys, *self.pool.values):
+        for cache in self.pool.tensors():
             cache.fill_(float("nan"))
         self.runner = Runner(model, self.pool, slots_max=slots_max, step_tokens_max=64, step_rows_max=8)
         self.tables = {slot: list(range(8 * slot, 8 * slot + 8)) for slot in range(slots_max)}
@@ -123,7 +123,7 @@ def test_chunked_prefill_equals_one_shot(chunk: int, bench: Bench) -> None:
         assert len(outcome.slots) == sample
     assert outcome.tokens.tolist() == whole.tokens.tolist()
     assert outcome.logprobs.tolist() == pytest.approx(whole.logprobs.tolist(), abs=1e-5)
-    for cache in (*bench.pool.keys, *bench.pool.values):
+    for cache in bench.pool.tensors():
         left, right = (cache[8 * slot : 8 * slot + 8].flatten(0, 1)[: len(prompt)] for slot in (0, 1))
         assert torch.allclose(left, right, atol=1e-5)
 
@@ -150,10 +150,10 @@ def test_copy_on_write_leaves_the_other_side_untouched(bench: Bench) -> None:
     bench.run([(0, 0, prompt, 0)], begins=(begin(0),))
     shared = bench.tables[0]
     bench.tables[1] = [shared[0], 50, 51, 52, 53, 54, 55, 56]  # the fork shares block 0 and gets its own block 1
-    parent = [cache[shared[:2]].clone() for cache in (*bench.pool.keys, *bench.pool.values)]
+    parent = [cache[shared[:2]].clone() for cache in bench.pool.tensors()]
     outcome = bench.run([(1, 6, [42], 1)], begins=(begin(1),), copies=i4(shared[1], 50, 2))
     assert outcome.errors == ()
-    for before, cache in zip(parent, (*bench.pool.keys, *bench.pool.values), strict=True):
+    for before, cache in zip(parent, bench.pool.tensors(), strict=True):
         assert torch.equal(before.nan_to_num(9.0), cache[shared[:2]].nan_to_num(9.0))
         assert torch.equal(cache[50, :2], cache[shared[1], :2])
         assert torch.isfinite(cache[50, 2]).all()
@@ -336,3 +336,151 @@ def test_half_precision_pool_under_a_float32_model(tiny: Callable[..., LoadedMod
     want, got = full.run(rows, begins=begins), small.run(rows, begins=begins)
     assert got.errors == ()
     assert got.logprobs.tolist() == pytest.approx(want.logprobs.tolist(), abs=0.3)
+
+
+# ----------------------------------------------------------------------------------------------- two steps under way
+
+
+def launch(bench: Bench, rows: list[tuple[int, int, list[int], int]], **fields: Any) -> PendingStep:
+    tables = np.array([bench.tables[row[0]] for row in rows], np.int32)
+    return bench.runner.launch(bench.step(rows, **fields), tables)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.3])
+def test_a_step_launched_before_the_last_one_is_finished_gets_its_tokens(
+    temperature: float, bench: Bench, model: LoadedModel
+) -> None:
+    starts = tuple(begin(slot, temperature, seed=7 + slot) for slot in range(len(PROMPTS)))
+    alone = Bench(model)
+    expected = [alone.generate(slot, prompt, 6, starts[slot]) for slot, prompt in enumerate(PROMPTS)]
+    under_way = [launch(bench, [(slot, 0, prompt, 1) for slot, prompt in enumerate(PROMPTS)], begins=starts)]
+    got: list[list[int]] = []
+    for index in range(5):
+        rows = [(slot, len(prompt) + index, [-1], 1) for slot, prompt in enumerate(PROMPTS)]
+        under_way.append(launch(bench, rows))
+        got.append(under_way.pop(0).finish().tokens.tolist())
+    got.append(under_way.pop(0).finish().tokens.tolist())
+    assert np.transpose(got).tolist() == expected
+
+
+def test_steps_are_finished_in_order_and_two_at_most_are_under_way(bench: Bench) -> None:
+    first = launch(bench, [(0, 0, [1, 2], 1)], begins=(begin(0),))
+    second = launch(bench, [(0, 2, [-1], 1)])
+    with pytest.raises(AssertionError, match="finish a step"):
+        launch(bench, [(0, 3, [-1], 1)])
+    with pytest.raises(AssertionError, match="order"):
+        second.finish()
+    assert first.done() and second.done()
+    assert (first.finish().errors, second.finish().errors) == ((), ())
+    third = launch(bench, [(0, 3, [-1], 1)])
+    assert len(third.finish().tokens) == 1
+
+
+def test_a_row_without_a_token_fails_in_the_step_behind_too(bench: Bench, model: LoadedModel) -> None:
+    with torch.no_grad():
+        model.module.get_input_embeddings().weight[61] = float("nan")
+    prompts = {0: PROMPTS[0], 2: PROMPTS[2], 3: PROMPTS[3]}
+    first = launch(bench, [(s, 0, prompt, 1) for s, prompt in prompts.items()], begins=tuple(map(begin, prompts)))
+    second = launch(bench, [(s, len(prompt), [-1], 1) for s, prompt in prompts.items()])
+    for outcome in (first.finish(), second.finish()):
+        assert [(error.slot, error.error.code) for error in outcome.errors] == [(2, "worker_error")]
+        assert "not finite" in outcome.errors[0].error.message
+        assert outcome.slots.tolist() == [0, 3]
+    again = bench.run([(2, 5, [-1], 1), (3, 7, [-1], 1)])
+    assert [(error.slot, error.error.fields["field"]) for error in again.errors] == [(2, "tokens")]
+    assert again.slots.tolist() == [3]
+
+
+def test_a_slot_that_changed_hands_is_not_blamed_for_its_last_owner(bench: Bench, model: LoadedModel) -> None:
+    expected = Bench(model).generate(2, PROMPTS[3], 2)
+    with torch.no_grad():
+        model.module.get_input_embeddings().weight[61] = float("nan")
+    first = launch(bench, [(2, 0, PROMPTS[2], 1)], begins=(begin(2),))
+    second = launch(bench, [(2, 0, PROMPTS[3], 1)], begins=(begin(2),))
+    assert len(first.finish().errors) == 1
+    third = launch(bench, [(2, len(PROMPTS[3]), [-1], 1)])
+    outcomes = [second.finish(), third.finish()]
+    assert [outcome.errors for outcome in outcomes] == [(), ()]
+    assert [int(outcome.tokens[0]) for outcome in outcomes] == expected
+
+
+def test_what_the_device_fails_at_later_fails_the_rows_of_its_step(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    first = launch(bench, [(0, 0, [1, 2], 1), (1, 0, [3], 0)], begins=(begin(0), begin(1)))
+    second = launch(bench, [(0, 2, [-1], 1), (2, 0, [4], 1)], begins=(begin(2),))
+
+    def fault() -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    assert first.end is not None
+    monkeypatch.setattr(first.end, "wait", fault)
+    outcome = first.finish()
+    assert {error.slot: error.error.code for error in outcome.errors} == {0: "gpu_error", 1: "gpu_error"}
+    assert outcome.slots.tolist() == []
+    outcome = second.finish()
+    assert [error.slot for error in outcome.errors] == [0]
+    assert outcome.slots.tolist() == [2]
+
+
+def test_a_step_that_finds_no_memory_runs_row_by_row(
+    bench: Bench, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(slot, 0, prompt, 1) for slot, prompt in enumerate(PROMPTS)]
+    begins = tuple(begin(slot) for slot in range(4))
+    whole = Bench(model).run(rows, begins=begins)
+    stand_in = replace(model)
+
+    def forward(token_ids: torch.Tensor, *arguments: Any) -> torch.Tensor:
+        if len(token_ids) > 6:  # all together, and prompt 0 alone
+            raise torch.OutOfMemoryError("planted")
+        return model.forward(token_ids, *arguments)
+
+    monkeypatch.setitem(stand_in.__dict__, "forward", forward)
+    bench.runner.model = stand_in
+    outcome = bench.run(rows, begins=begins)
+    assert [(error.slot, error.error.code) for error in outcome.errors] == [(0, "gpu_error")]
+    assert outcome.tokens.tolist() == whole.tokens[1:].tolist()
+
+
+def test_sampling_that_finds_no_memory_goes_row_by_row(
+    bench: Bench, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    rows = [(slot, 0, prompt, 1) for slot, prompt in enumerate(PROMPTS)]
+    begins = tuple(begin(slot, 1.0, seed=slot) for slot in range(4))
+    whole = Bench(model).run(rows, begins=begins)
+    state = bench.runner._state
+    sample = state.sample
+
+    def scarce(logits: torch.Tensor, slots: Any) -> Any:
+        if len(slots) > 1 or slots[0] == 1:
+            raise torch.OutOfMemoryError("planted")
+        return sample(logits, slots)
+
+    monkeypatch.setattr(state, "sample", scarce)
+    outcome = bench.run(rows, begins=begins)
+    assert [(error.slot, error.error.code) for error in outcome.errors] == [(1, "gpu_error")]
+    assert outcome.tokens.tolist() == whole.tokens[[0, 2, 3]].tolist()
+    assert bench.run([(1, 1, [-1], 1)]).errors[0].error.fields["field"] == "tokens"
+
+
+def test_a_step_that_finds_no_memory_for_its_own_arrays_fails_all_rows(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fault() -> None:
+        raise torch.OutOfMemoryError("planted")
+
+    with monkeypatch.context() as planted:
+        planted.setattr(bench.runner._state, "upload_starts", fault)
+        outcome = bench.run([(0, 0, [1, 2], 1), (1, 0, [3], 0)], begins=(begin(0), begin(1)))
+    assert {error.slot: error.error.code for error in outcome.errors} == {0: "gpu_error", 1: "gpu_error"}
+    outcome = bench.run([(0, 0, [1, 2], 1), (2, 0, [5], 1)], begins=(begin(2),))  # its start was never carried out
+    assert [(error.slot, error.error.code) for error in outcome.errors] == [(0, "gpu_error")]
+    assert bench.run([(0, 0, [1, 2], 1)], begins=(begin(0),)).errors == ()
+
+
+def test_another_coordinator_finds_no_slot_in_use(bench: Bench) -> None:
+    pending = launch(bench, [(0, 0, [1, 2], 1)], begins=(begin(0),))
+    bench.runner.reset()
+    assert pending.done()
+    assert bench.run([(0, 2, [-1], 1)]).errors[0].error.fields["field"] == "tokens"

@@ -135,16 +135,16 @@ def test_a_row_that_is_not_finite_changes_nothing(poison: float, cpu: Device) ->
     logits[0, 3] = poison
     chosen = state.sample(logits, np.arange(2))
     assert chosen.finite.tolist() == [False, True]
-    assert state.generated.tolist() == [0, 1]
-    assert state.last_token.tolist() == [NO_TOKEN, int(chosen.tokens[1])]
+    assert state.generated[:2].tolist() == [0, 1]
+    assert state.last_token[:2].tolist() == [NO_TOKEN, int(chosen.tokens[1])]
 
 
 def test_begin_replaces_what_the_slot_held(cpu: Device) -> None:
     state = SamplingState(2, VOCAB, cpu)
     begin(state, start(0, 0.0, seed=1), start(0, 0.7, seed=2**64 - 1, generated=4))
     state.sample(torch.zeros((1, 4)), np.array([0]))
-    assert state.values[:, 0].tolist() == pytest.approx([0.7, 0.0])
-    assert state.seed.tolist() == [-1, 0]
-    assert state.generated.tolist() == [5, 0]
+    assert state.values[:2, 0].tolist() == pytest.approx([0.7, 0.0])
+    assert state.seed[:2].tolist() == [-1, 0]
+    assert state.generated[:2].tolist() == [5, 0]
     begin(state, start(0, 0.0))
     assert (int(state.generated[0]), int(state.last_token[0])) == (0, NO_TOKEN)

@@ -1,0 +1,164 @@
+"""The kernels that choose tokens against plain torch; compiled for every GPU that is not here."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.messages import RowStart, Sampling
+from worker.device import Device, open_device
+from worker.sampler import HostRows, SamplingState
+
+pytest.importorskip("triton")
+
+from worker import choice
+from worker.attention import aot
+from worker.attention.targets import TARGETS
+
+ROWS = 7
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Iterator[Device]:
+    device = open_device("cpu" if request.param == "cpu" else "auto")
+    if request.param == "gpu" and not device.is_gpu:
+        pytest.skip("no GPU here")
+    if request.param == "cpu" and torch.cuda.is_available():
+        pytest.skip("kernels are not interpreted beside a GPU")
+    yield device
+
+
+def states(device: Device, vocab: int, temperatures: list[float]) -> tuple[SamplingState, SamplingState]:
+    both = SamplingState(ROWS, vocab, device), SamplingState(ROWS, vocab, device)
+    for state in both:
+        for slot, temperature in enumerate(temperatures):
+            seed = 2**64 - 1 - slot * 0x9E3779B97F4A7C15 % 2**64
+            start = RowStart(
+                slot=slot, request_id=1, sampling=Sampling(temperature=temperature), seed=seed % 2**64, generated=3
+            )
+            state.begin(start)
+        state.upload_starts()
+    return both
+
+
+def fused(state: SamplingState, logits: torch.Tensor, slots: list[int], wanted: list[int]) -> HostRows:
+    where = logits.device
+    packed = torch.full((3 * len(slots),), -1, dtype=torch.int32, device=where)
+    choice.choose_tokens(
+        logits,
+        torch.tensor(slots, device=where),
+        torch.tensor(wanted, device=where),
+        state.values,
+        state.seed,
+        state.generated,
+        state.last_token,
+        packed,
+    )
+    return HostRows.unpacked(packed.cpu().numpy(), np.zeros(len(slots), np.int32))
+
+
+@pytest.mark.parametrize("vocab", [5, 97, 1024, 8192, 8193, 20_000])
+def test_the_kernels_choose_what_torch_chooses(vocab: int, device: Device) -> None:
+    temperatures = [0.0, 1.0, 0.7, 0.0, 2.5, 1e-3, 1.0]
+    kernel, torch_state = states(device, vocab, temperatures)
+    rng = np.random.default_rng(vocab)
+    for _ in range(3):
+        logits = torch.from_numpy(rng.normal(0, 3, (ROWS, vocab)).astype(np.float32)).to(device.torch_device)
+        order = rng.permutation(ROWS).tolist()
+        want = torch_state.sample(logits, np.array(order)).to_host()
+        got = fused(kernel, logits, order, [1] * ROWS)
+        assert got.tokens.tolist() == want.tokens.tolist()
+        assert got.finite.all() and not got.banned.any()
+        assert got.logprobs == pytest.approx(want.logprobs, abs=2e-6)
+    assert kernel.last_token.tolist() == torch_state.last_token.tolist()
+    assert kernel.generated.tolist() == torch_state.generated.tolist() == [6] * ROWS + [0]
+
+
+def test_the_lowest_id_wins_a_tie(device: Device) -> None:
+    kernel, _ = states(device, 9000, [0.0] * ROWS)
+    logits = torch.zeros((ROWS, 9000), device=device.torch_device)
+    for row, places in enumerate([(0,), (8999,), (1023, 1024), (8191, 8192), (5, 8500), (2048, 3000), ()]):
+        logits[row, list(places)] = 1.0
+    got = fused(kernel, logits, list(range(ROWS)), [1] * ROWS)
+    assert got.tokens.tolist() == [0, 8999, 1023, 8191, 5, 2048, 0]
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
+def test_rows_that_are_not_finite_or_not_wanted_move_nothing(poison: float, device: Device) -> None:
+    kernel, _ = states(device, 9000, [0.0, 1.0] * 3 + [0.0])
+    logits = torch.ones((ROWS, 9000), device=device.torch_device)
+    logits[0, 8500] = logits[1, 3] = logits[2, :] = poison
+    got = fused(kernel, logits, list(range(ROWS)), [1, 1, 1, 1, 0, 0, 1])
+    assert got.finite.tolist() == [False] * 3 + [True] * 4
+    assert kernel.generated.tolist() == [3, 3, 3, 4, 3, 3, 4, 0]
+    assert (kernel.last_token >= 0).tolist() == [False, False, False, True, False, False, True, False]
+    assert ((got.tokens >= 0) & (got.tokens < 9000)).all()
+
+
+def test_padding_shares_the_place_behind_the_slots(device: Device) -> None:
+    kernel, _ = states(device, 97, [0.0] * ROWS)
+    logits = torch.randn((4, 97), device=device.torch_device)
+    fused(kernel, logits, [2, ROWS, ROWS, ROWS], [1, 0, 0, 0])
+    assert kernel.generated.tolist() == [3, 3, 4, 3, 3, 3, 3, 0]
+
+
+@pytest.mark.parametrize("rows", [1, 3, 127, 129])
+def test_feeding(rows: int, device: Device) -> None:
+    rng = np.random.default_rng(rows)
+    last = torch.from_numpy(rng.integers(-1, 50, 300)).to(device.torch_device)
+    packed = rng.integers(-1, 300, (4, rows)).astype(np.int32)
+    packed[1] = rng.integers(0, 300, rows)
+    packed[0, ::2] = -1
+    fed = choice.feed_tokens(torch.from_numpy(packed).to(device.torch_device), last).cpu().numpy()
+    expected = packed.astype(np.int64)
+    expected[0] = np.where(packed[0] < 0, np.maximum(last.cpu().numpy()[packed[1]], 0), packed[0])
+    assert fed.dtype == np.int64
+    assert fed.tolist() == expected.tolist()
+
+
+def compiled() -> Iterator[aot.Compiled]:
+    """The kernels for every target, in a process where Triton compiles."""
+    scan = {"logits": "fp32", "slots": "i64", "values": "fp64", "seeds": "i64", "generated": "i64", "keys": "fp64"}
+    scan |= {"tokens": "i32", "sums": "fp32"}
+    settle = {"logits": "fp32", "slots": "i64", "wanted": "i64", "keys": "fp64", "tokens": "i32", "sums": "fp32"}
+    settle |= {"last_token": "i64", "generated": "i64", "packed": "i32"}
+    feed = {"packed": "i32", "last_token": "i64", "fed": "i64"}
+    largest = choice.settle_constants(262_144)
+    for target in TARGETS.values():
+        if target.backend == "cpu":
+            continue
+        for configuration in (
+            aot.Configuration(
+                "choice: greedy scan", choice.scan_kernel, scan, choice.scan_constants(False), choice.WARPS, 1, False
+            ),
+            aot.Configuration(
+                "choice: drawing scan", choice.scan_kernel, scan, choice.scan_constants(True), choice.WARPS, 1, False
+            ),
+            aot.Configuration("choice: settle", choice.settle_kernel, settle, largest, 1, 1, False),
+            aot.Configuration("choice: feed", choice.feed_kernel, feed, {"ROWS": choice.FEED_ROWS}, 1, 1, False),
+        ):
+            yield aot.compile_one(configuration, target)
+
+
+def test_the_kernels_compile_for_every_target() -> None:
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), environment.get("PYTHONPATH")]))
+    found = subprocess.run(
+        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert len(lines) == 4 * (len(TARGETS) - 1)
+    assert all(line.endswith("spills 0 local 0") for line in lines), found.stdout
+
+
+if __name__ == "__main__":
+    for made in compiled():
+        print(f"{made.target} {made.label}: {made.registers} registers, spills {made.spills} local {made.local_bytes}")

@@ -1,0 +1,354 @@
+"""Decode steps from captured graphs give what steps without them give. On a CPU a graph is the function itself."""
+
+from __future__ import annotations
+
+import gc
+import json
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from protocol.messages import Sampling, Step
+from tests.worker.conftest import TINY
+from tests.worker.test_runner import BLOCK_SIZE, begin, i4, replace_start
+from worker.attention import ReferenceAttention
+from worker.device import Device, open_device
+from worker.graphs import bucket_sizes
+from worker.model import LoadedModel, load_model
+from worker.pool import KvPool
+from worker.runner import PendingStep, Runner, StepOutcome
+
+SLOTS, WIDTH = 40, 8
+RNG = np.random.default_rng(5)
+PROMPTS = [RNG.integers(3, 97, 1 + n % 9).tolist() for n in range(SLOTS)]
+
+
+class Decoding:
+    """A runner with or without graphs over a pool full of NaN; each slot owns WIDTH blocks."""
+
+    def __init__(self, model: LoadedModel, graph_rows_max: int, rows_max: int = 32) -> None:
+        self.pool = KvPool(model.geometry, WIDTH * SLOTS, model.device)
+        for cache in self.pool.tensors():
+            cache.fill_(float("nan"))
+        limits = {"slots_max": SLOTS, "step_tokens_max": 512, "step_rows_max": rows_max}
+        self.runner = Runner(model, self.pool, **limits, table_width=WIDTH, graph_rows_max=graph_rows_max)
+        self.lengths = np.zeros(SLOTS, np.int32)
+
+    def launch(self, rows: list[tuple[int, list[int], int]], **fields: Any) -> PendingStep:
+        """rows: (slot, tokens, sample)."""
+        slots, tokens, samples = zip(*rows, strict=True)
+        counts = i4(*map(len, tokens))
+        starts = self.lengths[list(slots)].copy()
+        self.lengths[list(slots)] += counts
+        flat = i4(*[token for part in tokens for token in part])
+        step = Step(0, slots=i4(*slots), starts=starts, counts=counts, samples=i4(*samples), tokens=flat, **fields)
+        tables = np.array([range(WIDTH * slot, WIDTH * (slot + 1)) for slot in slots], np.int32)
+        tables[:, -(-int(self.lengths[list(slots)].max()) // self.pool.block_size) :] = -7  # never to be read
+        return self.runner.launch(step, tables)
+
+    def start(self, slots: list[int], sampling: Sampling | None = None) -> StepOutcome:
+        starts = tuple(replace_start(begin(s, seed=s), sampling=sampling or Sampling(temperature=0.0)) for s in slots)
+        return self.launch([(slot, PROMPTS[slot], 1) for slot in slots], begins=starts).finish()
+
+    def decode(self, slots: list[int]) -> StepOutcome:
+        return self.launch([(slot, [-1], 1) for slot in slots]).finish()
+
+
+def gpu() -> Device:
+    device = open_device("auto")
+    if not device.is_gpu:
+        pytest.skip("no GPU here")
+    return device
+
+
+@pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest) -> Device:
+    return open_device("cpu") if request.param == "cpu" else gpu()
+
+
+@pytest.fixture
+def model(device: Device, write_config: Callable[..., Path]) -> LoadedModel:
+    folder = write_config("llama")
+    return load_model(folder, load_format="dummy", dtype="float32", device=device, block_size=BLOCK_SIZE)
+
+
+@pytest.fixture
+def pair(model: LoadedModel) -> Iterator[tuple[Decoding, Decoding]]:
+    """With graphs, and without."""
+    both = Decoding(model, graph_rows_max=32), Decoding(model, graph_rows_max=0)
+    yield both
+    for each in both:
+        each.runner.close()
+        each.pool.close()
+
+
+def graphs_of(decoding: Decoding) -> Any:
+    assert decoding.runner.graphs is not None
+    return decoding.runner.graphs
+
+
+def same(got: StepOutcome, want: StepOutcome) -> None:
+    assert got.errors == want.errors == ()
+    assert got.slots.tolist() == want.slots.tolist()
+    assert got.tokens.tolist() == want.tokens.tolist()
+    assert got.logprobs.tolist() == pytest.approx(want.logprobs.tolist(), abs=1e-4)
+    assert got.top_tokens.tolist() == want.top_tokens.tolist()
+
+
+@pytest.mark.parametrize(
+    ("rows_max", "sizes"),
+    [
+        (1, (1,)),
+        (3, (1, 2, 3)),
+        (8, (1, 2, 4, 8)),
+        (20, (1, 2, 4, 8, 16, 20)),
+        (64, (1, 2, 4, 8, 16, 24, 32, 40, 48, 56, 64)),
+    ],
+)
+def test_buckets(rows_max: int, sizes: tuple[int, ...]) -> None:
+    assert bucket_sizes(rows_max) == sizes
+    assert bucket_sizes(4096)[-3:] == (448, 480, 512)
+
+
+@pytest.mark.parametrize("count", [1, 2, 3, 4, 5, 8, 9, 16, 17, 31, 32])
+def test_a_graph_gives_what_the_step_gives_without_it(count: int, pair: tuple[Decoding, Decoding]) -> None:
+    graphed, eager = pair
+    slots = list(range(count))[::-1]
+    same(graphed.start(slots), eager.start(slots))
+    for _ in range(3):
+        same(graphed.decode(slots), eager.decode(slots))
+    assert graphs_of(graphed).captured == 1
+
+
+def test_batches_that_grow_and_shrink_across_buckets(pair: tuple[Decoding, Decoding]) -> None:
+    graphed, eager = pair
+    slots = list(range(30))
+    for each in pair:
+        each.start(slots)
+    for count in (30, 3, 30, 1, 17, 8, 9, 2, 30):
+        chosen = sorted(RNG.permutation(30)[:count].tolist())
+        same(graphed.decode(chosen), eager.decode(chosen))
+    assert graphs_of(graphed).captured == 7
+
+
+def test_padding_writes_nowhere(pair: tuple[Decoding, Decoding]) -> None:
+    graphed, eager = pair
+    slots = [3, 4, 5, 6, 7]  # in a bucket of 8
+    for each in pair:
+        each.start(slots)
+        for _ in range(4):
+            each.decode(slots)
+    for got, want in zip(graphed.pool.tensors(), eager.pool.tensors(), strict=True):
+        assert torch.equal(got.isnan(), want.isnan())
+        assert torch.allclose(got.nan_to_num(), want.nan_to_num(), atol=1e-4)
+
+
+def test_what_a_larger_step_left_is_not_read_by_a_smaller_one(pair: tuple[Decoding, Decoding]) -> None:
+    """The same bucket, first full, then with padding where rows were."""
+    graphed, eager = pair
+    slots = list(range(8))
+    for each in pair:
+        each.start(slots)
+        each.decode(slots)
+    before = [cache.clone() for cache in graphed.pool.tensors()]
+    same(graphed.decode(slots[:5]), eager.decode(slots[:5]))
+    for cache, old in zip(graphed.pool.tensors(), before, strict=True):
+        gone = slice(5 * WIDTH, None)
+        assert torch.equal(cache[gone].nan_to_num(7.0), old[gone].nan_to_num(7.0))
+    same(graphed.decode(slots), eager.decode(slots))
+
+
+SAMPLINGS = [
+    Sampling(temperature=0.0),
+    Sampling(temperature=1.2),
+    Sampling(temperature=0.0, logprobs=3),
+    Sampling(temperature=1.1, top_k=20, top_p=0.9),
+    Sampling(temperature=0.0, frequency_penalty=1.5),
+    Sampling(temperature=0.0, logit_bias=((5, 2.0),)),
+    Sampling(temperature=0.0),
+]
+
+
+@pytest.mark.parametrize("kernels", [False, True])
+def test_rows_that_are_not_plain_are_sampled_behind_the_graph(kernels: bool, pair: tuple[Decoding, Decoding]) -> None:
+    graphed, eager = pair
+    if kernels and not graphed.pool.device.is_gpu:
+        pytest.importorskip("triton")  # its interpreter
+        graphed.runner._state.fused = True
+    for slot, sampling in enumerate(SAMPLINGS):
+        same(graphed.start([slot], sampling), eager.start([slot], sampling))
+    mixed = [(slot, [-1] if slot else [7, 8], 1) for slot in range(len(SAMPLINGS))]  # not a decode step
+    same(graphed.launch(mixed).finish(), eager.launch(mixed).finish())
+    for slots in ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [1, 3], [0, 6], [2]):
+        for _ in range(2):
+            same(graphed.decode(slots), eager.decode(slots))
+
+
+def test_rows_that_are_not_sampled_and_chunks(pair: tuple[Decoding, Decoding]) -> None:
+    graphed, eager = pair
+    for each in pair:
+        each.start([0, 1, 2])
+    rows = [(0, [-1], 1), (5, [9], 0), (1, [-1], 1)]  # one token of a prompt that is not yet whole
+    begins = (begin(5),)
+    same(graphed.launch(rows, begins=begins).finish(), eager.launch(rows, begins=begins).finish())
+    rows = [(5, [8, 7, 6], 1), (0, [-1], 1)]  # a chunk: not a decode step
+    same(graphed.launch(rows).finish(), eager.launch(rows).finish())
+    same(graphed.decode([5, 0, 1]), eager.decode([5, 0, 1]))
+
+
+def test_two_steps_under_way(pair: tuple[Decoding, Decoding]) -> None:
+    graphed, eager = pair
+    slots = list(range(12))
+    same(graphed.start(slots), eager.start(slots))
+    under_way = [graphed.launch([(slot, [-1], 1) for slot in slots])]
+    for index in range(12, 4, -1):
+        slots = slots[:index]
+        under_way.append(graphed.launch([(slot, [-1], 1) for slot in slots]))
+        same(under_way.pop(0).finish(), eager.decode(list(range(min(12, index + 1)))))
+    same(under_way.pop().finish(), eager.decode(slots))
+
+
+def test_a_row_that_is_not_finite_is_found_in_a_graph(pair: tuple[Decoding, Decoding], model: LoadedModel) -> None:
+    graphed, _ = pair
+    graphed.start([0, 1, 2])
+    for cache in graphed.pool.tensors():
+        cache[WIDTH] = float("nan")  # the first block of slot 1
+    first = graphed.launch([(slot, [-1], 1) for slot in (0, 1, 2)])
+    second = graphed.launch([(slot, [-1], 1) for slot in (0, 1, 2)])
+    for outcome in (first.finish(), second.finish()):
+        assert [error.slot for error in outcome.errors] == [1]
+        assert "not finite" in outcome.errors[0].error.message
+        assert outcome.slots.tolist() == [0, 2]
+
+
+def test_capturing_without_memory_leaves_fewer_graphs(
+    pair: tuple[Decoding, Decoding], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphed, eager = pair
+    graphs, capture = graphs_of(graphed), Device.capture
+    monkeypatch.setattr(Device, "capture", lambda *_: (_ for _ in ()).throw(torch.OutOfMemoryError("planted")))
+    assert not graphs.capture_one(32)
+    assert graphs.sizes[-1] == 24
+    monkeypatch.setattr(Device, "capture", capture)
+    graphs.capture()
+    assert graphs.captured == len(graphs.sizes) == 6
+    assert "no memory for the graph of 32 decodes" in caplog.text
+    slots = list(range(30))  # more than any graph takes
+    same(graphed.start(slots), eager.start(slots))
+    same(graphed.decode(slots), eager.decode(slots))
+    same(graphed.decode(slots[:20]), eager.decode(slots[:20]))
+
+
+def test_a_model_that_cannot_be_captured_runs_without(
+    pair: tuple[Decoding, Decoding], monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    graphed, eager = pair
+    monkeypatch.setattr(Device, "capture", lambda *_: (_ for _ in ()).throw(RuntimeError("it waits for the device")))
+    graphs_of(graphed).capture()
+    assert graphs_of(graphed).sizes == ()
+    assert "it waits for the device" in caplog.text
+    same(graphed.start([1, 2]), eager.start([1, 2]))
+    same(graphed.decode([1, 2]), eager.decode([1, 2]))
+
+
+def test_nothing_is_captured_when_time_is_up(pair: tuple[Decoding, Decoding]) -> None:
+    graphed, eager = pair
+    graphs_of(graphed).capture(seconds=-1.0)
+    assert graphs_of(graphed).captured == 0
+    same(graphed.start([1, 2, 3]), eager.start([1, 2, 3]))
+    same(graphed.decode([1, 2, 3]), eager.decode([1, 2, 3]))
+    assert graphs_of(graphed).captured == 1
+
+
+# ------------------------------------------------------------------------------------------------------- on a GPU only
+
+
+@pytest.fixture
+def wide(write_config: Callable[..., Path]) -> LoadedModel:
+    """Two layers of a real model's width in bfloat16, on the GPU."""
+    shape = {"hidden_size": 1024, "intermediate_size": 2048, "num_attention_heads": 8, "head_dim": 128}
+    fields = TINY | shape | {"vocab_size": 32_000, "max_position_embeddings": 4096, "initializer_range": 0.02}
+    device = gpu()
+    folder = write_config("llama")
+    (folder / "config.json").write_text(json.dumps(fields | {"model_type": "llama"}))
+    return load_model(folder, load_format="dummy", dtype="bfloat16", device=device, block_size=16)
+
+
+@pytest.mark.gpu
+def test_what_copies_from_the_host_is_never_captured(wide: LoadedModel, caplog: pytest.LogCaptureFixture) -> None:
+    """The reference makes its plans on the host: captured, it would attend to the first step's tokens for ever."""
+    assert wide.fused is not None
+    reference = replace(wide, fused=replace(wide.fused, attention=ReferenceAttention()))
+    graphed, eager = Decoding(reference, graph_rows_max=32), Decoding(reference, graph_rows_max=0)
+    for each in (graphed, eager):
+        each.start([1, 2, 3])
+    for _ in range(4):
+        same(graphed.decode([1, 2, 3]), eager.decode([1, 2, 3]))
+    assert graphs_of(graphed).sizes == ()
+    assert "cannot be part of a graph" in caplog.text
+
+
+@pytest.mark.gpu
+def test_the_pool_gives_its_memory_back(wide: LoadedModel) -> None:
+    device = wide.device
+    device.release_cached()
+    allocated, free = device.allocated_bytes(), device.free_bytes()
+    pool = KvPool(wide.geometry, (4 << 30) // wide.geometry.bytes_per_block, device)
+    assert device.allocated_bytes() - allocated == pytest.approx(pool.bytes, rel=1e-3)
+    assert free - device.free_bytes() == pytest.approx(pool.bytes, rel=1e-2)
+    pool.close()
+    assert device.allocated_bytes() == allocated
+    assert device.free_bytes() == pytest.approx(free, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_graphs_give_their_memory_back(wide: LoadedModel) -> None:
+    device = wide.device
+    pool = KvPool(wide.geometry, 64, device)
+    limits = {"slots_max": SLOTS, "step_tokens_max": 512, "step_rows_max": 32}
+    for _ in range(2):  # what the first round leaves is compiled code, and the attention's workspace
+        gc.collect()
+        device.release_cached()
+        allocated, free = device.allocated_bytes(), device.free_bytes()
+        runner = Runner(wide, pool, **limits, table_width=WIDTH, graph_rows_max=32)
+        assert runner.graphs is not None
+        runner.graphs.capture()
+        assert runner.graphs.captured == len(runner.graphs.sizes) == 7
+        runner.close()
+        del runner
+    gc.collect()
+    device.release_cached()
+    assert device.allocated_bytes() == pytest.approx(allocated, abs=1 << 20)
+    assert device.free_bytes() == pytest.approx(free, abs=64 << 20)
+
+
+@pytest.mark.gpu
+def test_real_lack_of_memory_fails_rows_not_the_process(wide: LoadedModel) -> None:
+    device = wide.device
+    decoding = Decoding(wide, graph_rows_max=32)
+    want = decoding.start([0])
+    hoard = []
+    device.release_cached()
+    size = 1 << 30
+    while size >= 1 << 16:
+        try:
+            hoard.append(torch.empty(size, dtype=torch.uint8, device=device.torch_device))
+        except torch.OutOfMemoryError:
+            size //= 2
+    slots = list(range(1, 33))
+    outcome = decoding.start(slots)
+    codes = {error.error.code for error in outcome.errors}
+    assert codes <= {"gpu_error"}
+    hoard.clear()
+    device.release_cached()
+    assert device.survives()
+    decoding.lengths[:] = 0
+    same(decoding.start([0]), want)
+    assert decoding.decode([0]).errors == ()
+    decoding.runner.close()
+    decoding.pool.close()

@@ -1,0 +1,119 @@
+"""How large the pool becomes, and what the device's memory is said to be for."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from protocol.errors import InvalidConfiguration
+from protocol.messages import WorkerWelcome
+from tests.worker.conftest import TINY
+from worker import memory
+from worker.config import CPU_KV_BYTES, WorkerConfig
+from worker.device import Device
+from worker.engine import Engine
+from worker.model import LoadedModel
+
+
+def welcome(**fields: int) -> WorkerWelcome:
+    limits = {"slots_max": 16, "blocks_per_sequence_max": 8, "step_tokens_max": 64, "step_rows_max": 8, "block_size": 4}
+    return WorkerWelcome(rid=0, version=1, boot="b", tables_path="", **(limits | fields))
+
+
+def config(**fields: object) -> WorkerConfig:
+    return WorkerConfig(**({"name": "w", "model": "m"} | fields))  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def model(tiny: Callable[..., LoadedModel]) -> LoadedModel:
+    return tiny("llama")
+
+
+def test_blocks_are_what_is_configured(model: LoadedModel) -> None:
+    each = model.geometry.bytes_per_block
+    assert memory.pool_blocks(config(blocks=7), model, welcome(), 0) == 7
+    assert memory.pool_blocks(config(kv_bytes=10 * each + 1), model, welcome(), 0) == 10
+    assert memory.pool_blocks(config(), model, welcome(), 0) == CPU_KV_BYTES // each
+    with pytest.raises(InvalidConfiguration):
+        memory.pool_blocks(config(kv_bytes=each - 1), model, welcome(), 0)
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {},
+        {"step_rows_max": 1},
+        {"step_tokens_max": 8},
+        {"step_tokens_max": 4, "step_rows_max": 8},
+        {"step_tokens_max": 500, "blocks_per_sequence_max": 2},
+        {"slots_max": 2},
+    ],
+)
+def test_the_largest_step_is_tried_within_all_limits(
+    fields: dict[str, int], model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On a CPU: that it runs. A device that counts down shows that all of it is counted."""
+    counts = iter(range(10**9, 0, -(1 << 20)))
+    monkeypatch.setattr(Device, "free_bytes", lambda _: next(counts) if model is not None else 0)
+    limits = welcome(**fields)
+    sizes = len(memory.bucket_sizes(min(8, limits.step_rows_max)))
+    taken = memory._trial_bytes(model, limits, graph_rows_max=8)
+    assert taken > 0
+    assert taken >= sizes << 20
+
+
+def test_a_report_is_one_line() -> None:
+    report = memory.DeviceBytes(
+        weights=3 << 20, pool=5 << 20, graphs=1 << 20, other=2 << 20, free=7 << 20, total=1 << 30
+    )
+    assert report.line() == (
+        "device memory: weights 3 MiB, graphs 1 MiB, KV pool 5 MiB, other 2 MiB; 7 of 1024 MiB free"
+    )
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "llama"}))
+    return tmp_path
+
+
+def test_an_engine_for_two_coordinators(folder: Path) -> None:
+    told: list[str] = []
+    engine = Engine(
+        config(model=str(folder), load_format="dummy", device="cpu", dtype="float32", blocks=40, graphs="on"),
+        welcome(),
+        lambda phase, _: told.append(phase),
+    )
+    runner = engine.runner
+    assert runner.graphs is not None
+    assert runner.graphs.captured == 4
+    assert "capturing decode graphs" in told
+    engine.adopt(welcome())
+    assert engine.runner is runner
+    engine.adopt(welcome(step_rows_max=2))
+    assert engine.runner is not runner
+    assert engine.runner.graphs is not None and engine.runner.graphs.sizes == (1, 2)
+    engine.close()
+
+
+@pytest.mark.gpu
+def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
+    fields = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "max_position_embeddings": 4096}
+    (folder / "config.json").write_text(json.dumps(TINY | fields))
+    limits = welcome(block_size=16, blocks_per_sequence_max=256, step_tokens_max=2048, step_rows_max=64, slots_max=80)
+    engine = Engine(config(model=str(folder), load_format="dummy", dtype="bfloat16"), limits, lambda *_: None)
+    if not engine.device.is_gpu:
+        pytest.skip("no GPU here")
+    found = engine.device_bytes()
+    parts = found.weights + found.pool + found.graphs + found.other
+    assert found.pool > 0.8 * found.total
+    assert found.free > 0.02 * found.total
+    assert parts + found.free == pytest.approx(found.total, rel=0.02)
+    assert engine.runner.graphs is not None
+    assert engine.runner.graphs.captured == len(engine.runner.graphs.sizes)
+    free_before = engine.device.free_bytes()
+    engine.close()
+    assert engine.device.free_bytes() - free_before == pytest.approx(found.pool, rel=0.05)

@@ -1,0 +1,184 @@
+"""Checks of a step before anything of it is carried out.
+
+A step of good rows passes in a fixed number of array operations, whatever the number of its rows; Python looks at the
+rows only where one of them is bad.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from protocol.errors import InvalidRequest, KvforgeError
+from protocol.messages import Int32Array, Step
+
+from .sampler import NO_TOKEN
+from .starts import split_history
+
+BoolArray = npt.NDArray[np.bool_]
+
+
+@dataclass(frozen=True)
+class StepLimits:
+    """Bounds of a step. slots are [0, slots_max). blocks: of the pool. Counts, except block_size in tokens."""
+
+    slots_max: int
+    step_tokens_max: int
+    step_rows_max: int
+    context_tokens_max: int
+    vocab_size: int
+    blocks: int
+    block_size: int
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Rows of a step. slots, starts, counts, samples: [rows] int32; tokens: [sum(counts)] int32, row after row;
+    tables: [rows, width] int32, pool-local."""
+
+    slots: Int32Array
+    starts: Int32Array
+    counts: Int32Array
+    samples: Int32Array
+    tokens: Int32Array
+    tables: Int32Array
+
+    def __len__(self) -> int:
+        return len(self.slots)
+
+    def pick(self, keep: BoolArray) -> Rows:
+        """Those that `keep` [rows] names."""
+        if keep.all():
+            return self
+        tokens = self.tokens[np.repeat(keep, self.counts)]
+        return Rows(
+            self.slots[keep], self.starts[keep], self.counts[keep], self.samples[keep], tokens, self.tables[keep]
+        )
+
+
+def malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> InvalidRequest | None:
+    """Faults that leave no row readable."""
+    rows = step.slots.size
+    for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history"):
+        array = getattr(step, name)
+        if array.ndim != 1 or array.dtype != np.int32:
+            return InvalidRequest(name, f"must be int32 of 1 dimension, not {array.dtype} of {array.ndim}")
+    for name in ("starts", "counts", "samples"):
+        if len(getattr(step, name)) != rows:
+            return InvalidRequest(name, f"has {len(getattr(step, name))} rows, slots {rows}")
+    if tables.ndim != 2 or tables.dtype != np.int32 or len(tables) != rows:
+        return InvalidRequest("tables", f"must be [{rows}, width] int32, not {tables.shape} {tables.dtype}")
+    if rows > limits.step_rows_max:
+        return InvalidRequest("slots", f"{rows} rows are more than step_rows_max = {limits.step_rows_max}")
+    if len(step.tokens) > limits.step_tokens_max:
+        problem = f"{len(step.tokens)} tokens are more than step_tokens_max = {limits.step_tokens_max}"
+        return InvalidRequest("tokens", problem)
+    if rows and (step.counts.min() < 1 or int(step.counts.sum(dtype=np.int64)) != len(step.tokens)):
+        return InvalidRequest("counts", f"must be at least 1 each and {len(step.tokens)} together")
+    if len(step.copies) % 3:
+        return InvalidRequest("copies", f"holds {len(step.copies)} numbers, not triples")
+    if split_history(step) is None:
+        return InvalidRequest("history", f"its {len(step.history)} tokens are not what `begins` says")
+    return None
+
+
+def bad_copies(copies: npt.NDArray[np.int32], limits: StepLimits) -> BoolArray:
+    """Which of `copies` [n, 3] cannot be made: [n] bool."""
+    blocks, tokens = copies[:, :2], copies[:, 2]
+    bad = ((blocks < 0) | (blocks >= limits.blocks)).any(axis=1)
+    return np.asarray(bad | (tokens < 0) | (tokens > limits.block_size))
+
+
+def check_rows(
+    rows: Rows, has_sampled: BoolArray, bad_targets: frozenset[int], limits: StepLimits, errors: dict[int, KvforgeError]
+) -> BoolArray:
+    """Which rows may run: [rows] bool. Each of the others gets its error, unless it has one in `errors` already.
+
+    has_sampled: [slots_max] bool, slots for which -1 stands for a token. bad_targets: blocks that hold nothing good.
+    """
+    if not len(rows):
+        return np.ones(0, np.bool_)
+    suspect = _suspects(rows, has_sampled, limits)
+    if errors:
+        suspect |= np.isin(rows.slots, np.fromiter(errors, np.int64, len(errors)))
+    ordered = np.sort(rows.slots)
+    repeats = ordered[1:][ordered[1:] == ordered[:-1]]
+    if repeats.size:
+        suspect |= np.isin(rows.slots, repeats)
+    if bad_targets:
+        suspect[:] = True
+    if not suspect.any():
+        return ~suspect
+    repeated = set(repeats.tolist())
+    ends = np.cumsum(rows.counts)
+    keep = np.ones(len(rows), np.bool_)
+    for row in np.flatnonzero(suspect).tolist():
+        slot = int(rows.slots[row])
+        problem: KvforgeError | None = errors.get(slot)
+        if problem is None and slot in repeated:
+            problem = InvalidRequest("slots", f"slot {slot} is named twice in one step")
+        if problem is None:
+            tokens = rows.tokens[ends[row] - rows.counts[row] : ends[row]]
+            problem = _row_problem(rows, row, tokens, has_sampled, bad_targets, limits)
+        if problem is not None:
+            errors[slot] = problem
+            keep[row] = False
+    return keep
+
+
+def _suspects(rows: Rows, has_sampled: BoolArray, limits: StepLimits) -> BoolArray:
+    """Rows for which `_row_problem` would find a problem that shows in the row alone: [rows] bool."""
+    slots, starts, width = rows.slots, rows.starts, rows.tables.shape[1]
+    ends = starts.astype(np.int64) + rows.counts
+    outside = (slots < 0) | (slots >= limits.slots_max)
+    suspect = outside | (starts < 0) | (ends > min(width * limits.block_size, limits.context_tokens_max))
+    suspect |= (rows.samples < 0) | (rows.samples > 1)
+    lowest = highest = rows.tokens
+    if len(rows.tokens) != len(rows):
+        first = np.cumsum(rows.counts) - rows.counts
+        lowest, highest = np.minimum.reduceat(rows.tokens, first), np.maximum.reduceat(rows.tokens, first)
+    suspect |= (lowest < NO_TOKEN) | (highest >= limits.vocab_size)
+    suspect |= (lowest == NO_TOKEN) & ~has_sampled[np.where(outside, 0, slots)]
+    # As unsigned numbers the negative ones are large; what lies past a row's last block is not read.
+    impossible = rows.tables.view(np.uint32) >= limits.blocks
+    impossible &= np.arange(width) < -(-ends // limits.block_size)[:, None]
+    suspect |= impossible.any(axis=1)
+    return np.asarray(suspect)
+
+
+def _row_problem(
+    rows: Rows,
+    row: int,
+    tokens: Int32Array,
+    has_sampled: BoolArray,
+    bad_targets: frozenset[int],
+    limits: StepLimits,
+) -> KvforgeError | None:
+    slot = int(rows.slots[row])
+    start, end = int(rows.starts[row]), int(rows.starts[row]) + int(rows.counts[row])
+    width, block_size = rows.tables.shape[1], limits.block_size
+    if not 0 <= slot < limits.slots_max:
+        return InvalidRequest("slots", f"slot {slot} is not below slots_max = {limits.slots_max}")
+    if start < 0:
+        return InvalidRequest("starts", f"{start} is not a position")
+    if end > width * block_size:
+        return InvalidRequest("tables", f"{width} blocks of {block_size} are fewer than the row's {end} tokens")
+    if end > limits.context_tokens_max:
+        return InvalidRequest("starts", f"{end} tokens exceed the context of {limits.context_tokens_max}")
+    if rows.samples[row] not in (0, 1):
+        return InvalidRequest("samples", f"{rows.samples[row]} is neither 0 nor 1")
+    if tokens.min() < NO_TOKEN or tokens.max() >= limits.vocab_size:
+        worst = int(tokens.min() if tokens.min() < NO_TOKEN else tokens.max())
+        return InvalidRequest("tokens", f"token id {worst} is not below the vocabulary of {limits.vocab_size}")
+    if tokens.min() == NO_TOKEN and not has_sampled[slot]:
+        return InvalidRequest("tokens", f"-1 stands for the token sampled last, and slot {slot} has sampled none")
+    blocks = rows.tables[row, : -(-end // block_size)]
+    if blocks.min() < 0 or blocks.max() >= limits.blocks:
+        worst = int(blocks.min() if blocks.min() < 0 else blocks.max())
+        return InvalidRequest("tables", f"block {worst} is not one of the pool's {limits.blocks}")
+    if bad_targets and not bad_targets.isdisjoint(blocks.tolist()):
+        return InvalidRequest("copies", "a block of this row was to be copied from or to an impossible place")
+    return None

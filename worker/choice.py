@@ -1,0 +1,268 @@
+"""Choosing tokens in two kernels: the most likely one, or one draw for rows whose whole vocabulary stays in play; and
+feeding back what was chosen.
+
+The logits are read once. `scan_kernel` takes a piece of a row's vocabulary: the best token of it, and the sum for the
+normaliser (rescaled as the maximum grows: Milakov and Gimelshein, "Online normalizer calculation for softmax",
+arXiv 1805.02867). `settle_kernel` merges the pieces of a row and moves its slot on. What is drawn is what
+`sampler.SamplingState` draws in plain torch, from the same bits (see `draws`); pieces are cut by the vocabulary alone,
+so no result depends on the batch.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import triton
+import triton.language as tl
+
+PIECE = 8192  # numbers of a row that one program takes
+TILES = {False: 4096, True: 2048}  # and has in flight at a time: drawing needs more registers
+WARPS = 8
+FEED_ROWS = 128
+
+PHILOX_ROUNDS: tl.constexpr = tl.constexpr(10)
+PHILOX_0: tl.constexpr = tl.constexpr(0xD2511F53)
+PHILOX_1: tl.constexpr = tl.constexpr(0xCD9E8D57)
+WEYL_0: tl.constexpr = tl.constexpr(0x9E3779B9)
+WEYL_1: tl.constexpr = tl.constexpr(0xBB67AE85)
+GAMMA: tl.constexpr = tl.constexpr(0x9E3779B97F4A7C15)
+SPLITMIX_0: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
+SPLITMIX_1: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
+
+
+@triton.jit
+def feed_kernel(packed, last_token, fed, rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
+    """Grid: [cdiv(rows, ROWS)]. packed: [4, rows] int32, fed: [4, rows] int64; see `feed_tokens`."""
+    row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = row < rows
+    token = tl.load(packed + row, mask=inside, other=0).to(tl.int64)
+    slot = tl.load(packed + rows + row, mask=inside, other=0)
+    last = tl.load(last_token + slot, mask=inside, other=0)
+    tl.store(fed + row, tl.where(token < 0, tl.maximum(last, 0), token), mask=inside)
+    tl.store(fed + rows + row, slot.to(tl.int64), mask=inside)
+    for part in tl.static_range(2, 4):
+        number = tl.load(packed + part * rows + row, mask=inside, other=0)
+        tl.store(fed + part * rows + row, number.to(tl.int64), mask=inside)
+
+
+@triton.jit
+def _philox_state(seed, position):  # type: ignore[no-untyped-def]
+    """The first 64 bits of Philox4x32-10 for key `seed` and counter `position`, both uint64."""
+    mask = tl.full([], 0xFFFFFFFF, tl.uint64)
+    zero = tl.full([], 0, tl.uint64)
+    c0, c1, c2, c3 = position & mask, position >> 32, zero, zero
+    k0, k1 = seed & mask, seed >> 32
+    for _ in range(PHILOX_ROUNDS):
+        product_0 = c0 * tl.full([], PHILOX_0, tl.uint64)
+        product_1 = c2 * tl.full([], PHILOX_1, tl.uint64)
+        c0 = (product_1 >> 32) ^ c1 ^ k0
+        c1 = product_1 & mask
+        c2 = (product_0 >> 32) ^ c3 ^ k1
+        c3 = product_0 & mask
+        k0 = (k0 + tl.full([], WEYL_0, tl.uint64)) & mask
+        k1 = (k1 + tl.full([], WEYL_1, tl.uint64)) & mask
+    return c0 | (c1 << 32)
+
+
+@triton.jit
+def _uniforms(state, index):  # type: ignore[no-untyped-def]
+    """Numbers in (0, 1) for places `index` of the sequence that SplitMix64 begins at `state`: float64."""
+    gamma = tl.full([], GAMMA, tl.uint64)
+    z = state + (index.to(tl.uint64) + 1) * gamma
+    z = (z ^ (z >> 30)) * tl.full([], SPLITMIX_0, tl.uint64)
+    z = (z ^ (z >> 27)) * tl.full([], SPLITMIX_1, tl.uint64)
+    z = z ^ (z >> 31)
+    return ((z >> 11).to(tl.int64).to(tl.float64) + 0.5) * 1.1102230246251565e-16
+
+
+@triton.jit
+def scan_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    slots,
+    values,
+    seeds,
+    generated,
+    keys,
+    tokens,
+    sums,
+    vocab,
+    logits_stride,
+    values_stride,
+    PIECE: tl.constexpr,  # noqa: N803
+    TILE: tl.constexpr,  # noqa: N803
+    DRAWS: tl.constexpr,  # noqa: N803
+):
+    """Grid: [rows, pieces]. For the rows that draw or, without DRAWS, for the others; the rest is left alone.
+
+    logits: [rows, vocab] float32. slots: [rows] int64. values, seeds, generated: by slot. keys: [rows, pieces] float64,
+    of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32: the greatest logit, and the sum of
+    exp(logit - greatest), NaN where a logit is not finite.
+    """
+    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    slot = tl.load(slots + row)
+    temperature = tl.load(values + slot * values_stride)
+    if (temperature > 0.0) != DRAWS:
+        return
+    if DRAWS:
+        state = _philox_state(tl.load(seeds + slot).to(tl.uint64), tl.load(generated + slot).to(tl.uint64))
+    greatest = tl.full([], float("-inf"), tl.float32)
+    total = tl.full([], 0.0, tl.float32)
+    best = tl.full([], float("-inf"), tl.float64)
+    token = tl.full([], 0, tl.int32)
+    broken = tl.zeros([TILE], tl.int32)
+    for tile in range(PIECE // TILE):
+        at = piece * PIECE + tile * TILE + tl.arange(0, TILE)
+        inside = at < vocab
+        x = tl.load(logits + row * logits_stride + at, mask=inside, other=float("-inf"))
+        finite = tl.abs(x) < float("inf")
+        broken |= (inside & ~finite).to(tl.int32)
+        x = tl.where(finite, x, float("-inf"))
+        tile_greatest = tl.max(x, axis=0)
+        higher = tl.maximum(greatest, tile_greatest)
+        shift = tl.where(higher > float("-inf"), higher, 0.0)  # nothing is subtracted from -inf but a number
+        total = total * tl.exp(greatest - shift) + tl.sum(tl.exp(x - shift), axis=0)
+        greatest = higher
+        if DRAWS:
+            key = x.to(tl.float64) / temperature - tl.log(-tl.log(_uniforms(state, at)))
+            tile_best = tl.max(key, axis=0)
+            first = tl.min(tl.where(key == tile_best, at, vocab), axis=0)
+        else:
+            tile_best = tile_greatest.to(tl.float64)
+            first = tl.min(tl.where(x == tile_greatest, at, vocab), axis=0)
+        if tile_best > best:
+            best = tile_best
+            token = first
+    place = row * pieces + piece
+    tl.store(keys + place, best)
+    tl.store(tokens + place, token)
+    tl.store(sums + 2 * place, greatest)
+    tl.store(sums + 2 * place + 1, tl.where(tl.max(broken, axis=0) > 0, float("nan"), total))
+
+
+@triton.jit
+def settle_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    slots,
+    wanted,
+    keys,
+    tokens,
+    sums,
+    last_token,
+    generated,
+    packed,
+    vocab,
+    logits_stride,
+    pieces,
+    PIECES: tl.constexpr,  # noqa: N803
+):
+    """Grid: [rows]. wanted: [rows] int64. packed: [3, rows] int32, see `sampler.SampledRows.packed`; the rest as above.
+
+    PIECES: `pieces`, rounded up to a power of two.
+    """
+    row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    piece = tl.arange(0, PIECES)
+    inside = piece < pieces
+    key = tl.load(keys + row * pieces + piece, mask=inside, other=float("-inf"))
+    token = tl.load(tokens + row * pieces + piece, mask=inside, other=0)
+    greatest = tl.load(sums + 2 * (row * pieces + piece), mask=inside, other=float("-inf"))
+    total = tl.load(sums + 2 * (row * pieces + piece) + 1, mask=inside, other=0.0)
+    highest = tl.max(greatest, axis=0)
+    highest = tl.where(highest > float("-inf"), highest, 0.0)
+    parts = total.to(tl.float64) * tl.exp(greatest - highest).to(tl.float64)
+    finite = tl.sum(total, axis=0) > 0.0  # not where it is NaN, or nothing was finite
+    normaliser = tl.log(tl.where(finite, tl.sum(parts, axis=0), 1.0)) + highest.to(tl.float64)
+    first = tl.min(tl.where(key == tl.max(key, axis=0), piece, PIECES), axis=0)
+    chosen = tl.sum(tl.where(piece == first, token, 0), axis=0)
+    chosen = tl.minimum(chosen, vocab - 1)  # a row of NaN has no best token
+    logit = tl.load(logits + row * logits_stride + chosen)
+    tl.store(packed + row, chosen)
+    tl.store(packed + rows + row, (logit.to(tl.float64) - normaliser).to(tl.float32).to(tl.int32, bitcast=True))
+    tl.store(packed + 2 * rows + row, finite.to(tl.int32))
+    if finite & (tl.load(wanted + row) != 0):
+        slot = tl.load(slots + row)
+        tl.store(last_token + slot, chosen.to(tl.int64))
+        tl.store(generated + slot, tl.load(generated + slot) + 1)
+
+
+def feed_tokens(packed: torch.Tensor, last_token: torch.Tensor) -> torch.Tensor:
+    """What a decode step reads, as its operations want it: [4, rows] int64 device.
+
+    packed: [4, rows] int32 device: token, slot, and two rows that stay as they are. Tokens below 0 become the slot's
+    last one, or 0 where it has none. last_token: [slots] int64 device.
+    """
+    rows = packed.shape[1]
+    fed = torch.empty((4, rows), dtype=torch.int64, device=packed.device)
+    feed_kernel[(triton.cdiv(rows, FEED_ROWS),)](packed, last_token, fed, rows, ROWS=FEED_ROWS, num_warps=1)
+    return fed
+
+
+def pieces_of(vocab: int) -> int:
+    """Into how many pieces a row is cut."""
+    return -(-vocab // PIECE)
+
+
+def scan_constants(draws: bool) -> dict[str, Any]:
+    """Of `scan_kernel`, for rows that draw or for those that do not."""
+    return {"PIECE": PIECE, "TILE": TILES[draws], "DRAWS": draws}
+
+
+def settle_constants(vocab: int) -> dict[str, Any]:
+    """Of `settle_kernel`."""
+    return {"PIECES": triton.next_power_of_2(pieces_of(vocab))}
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    wanted: torch.Tensor,
+    values: torch.Tensor,
+    seeds: torch.Tensor,
+    generated: torch.Tensor,
+    last_token: torch.Tensor,
+    packed: torch.Tensor,
+) -> None:
+    """Chooses a token for each row, and moves the slots on for which that is `wanted`.
+
+    logits: [rows, vocab] float32 device. slots, wanted: [rows] int64 device. values: [slots, any] float64, of which the
+    first column is the temperature. seeds, generated, last_token: [slots] int64; the last two are written. packed: gets
+    the result, [3 * rows] int32 device, as `sampler.SampledRows.packed`.
+    """
+    rows, vocab = logits.shape
+    pieces = pieces_of(vocab)
+    where = logits.device
+    keys = torch.empty((rows, pieces), dtype=torch.float64, device=where)
+    tokens = torch.empty((rows, pieces), dtype=torch.int32, device=where)
+    sums = torch.empty((rows, pieces, 2), dtype=torch.float32, device=where)
+    for draws in (False, True):
+        scan_kernel[(rows, pieces)](
+            logits,
+            slots,
+            values,
+            seeds,
+            generated,
+            keys,
+            tokens,
+            sums,
+            vocab,
+            logits.stride(0),
+            values.stride(0),
+            **scan_constants(draws),
+            num_warps=WARPS,
+        )
+    settle_kernel[(rows,)](
+        logits,
+        slots,
+        wanted,
+        keys,
+        tokens,
+        sums,
+        last_token,
+        generated,
+        packed,
+        vocab,
+        logits.stride(0),
+        pieces,
+        **settle_constants(vocab),
+        num_warps=1,
+    )

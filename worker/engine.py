@@ -1,0 +1,117 @@
+"""What a worker holds on its device: the model, the KV pool, and the runner with its graphs.
+
+The model is loaded and the pool made once, for the first coordinator; a runner is made for each set of limits.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from pathlib import Path
+
+import torch
+
+from protocol.errors import ModelNotFound, ProtocolError
+from protocol.messages import WorkerWelcome
+
+from .config import WorkerConfig
+from .device import Device, open_device
+from .memory import Accounts, DeviceBytes, make_runner, pool_blocks
+from .model import LoadedModel, load_model
+from .pool import KvPool
+from .runner import Runner
+from .weights import Progress
+
+log = logging.getLogger("worker")
+
+
+class Engine:
+    """Made once in a worker's life, when the first coordinator has said its limits."""
+
+    def __init__(self, config: WorkerConfig, welcome: WorkerWelcome, progress: Progress) -> None:
+        """Loads the model and makes the pool; `progress` is told. Errors: those of load_model, KvPool and Runner."""
+        if config.threads:
+            torch.set_num_threads(config.threads)
+        self.config = config
+        self.device: Device = open_device(config.device, config.device_index)
+        self._accounts = Accounts(self.device)
+        self._progress = progress
+        self.model: LoadedModel = load_model(
+            _find_model(config),
+            load_format=config.load_format,
+            dtype=config.dtype,
+            device=self.device,
+            block_size=welcome.block_size,
+            kv_dtype=config.kv_dtype,
+            attention=config.attention,
+            progress=progress,
+            seed=config.seed,
+        )
+        self.device.release_cached()
+        self._accounts.weights = self.device.allocated_bytes()
+        progress("making the KV pool", 1.0)
+        blocks = pool_blocks(config, self.model, welcome, self._graph_rows)
+        self.pool = KvPool(self.model.geometry, blocks, self.device)
+        log.info("%s on %s: %d blocks, %d bytes of KV", self.model.info.name, self.device.name, blocks, self.pool.bytes)
+        self.runner: Runner = self._make_runner(welcome)
+        self._limits = _limits(welcome)
+
+    def adopt(self, welcome: WorkerWelcome) -> None:
+        """Another coordinator is in charge: no slot means anything any more. Errors: ProtocolError, those of Runner."""
+        if self.model.geometry.block_size != welcome.block_size:
+            raise ProtocolError(
+                f"the coordinator's block size is now {welcome.block_size}, this worker's pool was made for "
+                f"{self.model.geometry.block_size}: restart the worker"
+            )
+        if _limits(welcome) == self._limits:
+            self.runner.reset()
+        else:
+            self.runner.close()
+            self.runner = self._make_runner(welcome)
+            self._limits = _limits(welcome)
+
+    def device_bytes(self) -> DeviceBytes:
+        """What the device's memory is for, now."""
+        return self._accounts.report(self.pool)
+
+    def close(self) -> None:
+        """Gives all memory but the weights' back. A device that is lost gives nothing."""
+        with contextlib.suppress(RuntimeError):
+            self.runner.close()
+            self.pool.close()
+
+    @property
+    def _graph_rows(self) -> int:
+        wanted = self.config.graphs == "on" or (self.config.graphs == "auto" and self.device.is_gpu)
+        return self.config.graph_rows_max if wanted else 0
+
+    def _make_runner(self, welcome: WorkerWelcome) -> Runner:
+        free_before, started = self.device.free_bytes(), time.monotonic()
+        runner = make_runner(self.model, self.pool, welcome, self._graph_rows)
+        if runner.graphs is not None:
+            self._progress("capturing decode graphs", 1.0)
+            runner.graphs.capture()
+            log.info("%d decode graphs captured in %.1f s", runner.graphs.captured, time.monotonic() - started)
+        self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.is_gpu else 0
+        log.info("%s", self.device_bytes().line())
+        return runner
+
+
+def _find_model(config: WorkerConfig) -> str:
+    """A path, the name of a shape (for dummy weights), or a name that `kvforge pull` has fetched before.
+
+    Raises ModelNotFound.
+    """
+    if config.load_format == "dummy" or Path(config.model).exists():
+        return config.model
+    try:
+        from kvforge.models import find
+    except ImportError:
+        raise ModelNotFound(config.model, "there is no such file or folder") from None
+    return str(find(config.model))
+
+
+def _limits(welcome: WorkerWelcome) -> tuple[int, ...]:
+    """What a runner is made for."""
+    return (welcome.slots_max, welcome.step_tokens_max, welcome.step_rows_max, welcome.blocks_per_sequence_max)

@@ -1,0 +1,156 @@
+"""Device memory by purpose, and the size of the KV pool: what is left after weights, graphs and the largest step.
+
+What a step and the graphs take is not guessed but tried: with a pool of just the blocks of the trial, the largest step
+that the coordinator may send is run, and the two largest decode graphs are captured; a KV pool then gets the rest.
+"""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+
+import numpy as np
+
+from protocol.errors import GpuError
+from protocol.messages import RowStart, Sampling, Step, WorkerWelcome
+
+from .config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
+from .device import Device
+from .graphs import bucket_sizes
+from .model import LoadedModel
+from .pool import KvPool
+from .runner import Runner
+
+MIB = 1 << 20
+log = logging.getLogger("worker")
+
+
+@dataclass(frozen=True)
+class DeviceBytes:
+    """What this worker's device memory is for, in bytes. total, free: of the whole device, as its driver says.
+
+    weights: the model. pool: K and V. graphs: captured graphs with their places, and the sampler's state. other: what
+    steps work in (kept by torch's allocator for the next one), compiled kernels, the driver's own.
+    """
+
+    weights: int
+    pool: int
+    graphs: int
+    other: int
+    free: int
+    total: int
+
+    def line(self) -> str:
+        """For the log."""
+        parts = {"weights": self.weights, "graphs": self.graphs, "KV pool": self.pool, "other": self.other}
+        held = ", ".join(f"{name} {size / MIB:.0f} MiB" for name, size in parts.items())
+        return f"device memory: {held}; {self.free / MIB:.0f} of {self.total / MIB:.0f} MiB free"
+
+
+class Accounts:
+    """Notes what each purpose took as it takes it."""
+
+    def __init__(self, device: Device) -> None:
+        """Call it before anything is on the device."""
+        self._device = device
+        self._free_at_first = device.free_bytes()
+        self.weights = self.graphs = 0
+
+    def report(self, pool: KvPool) -> DeviceBytes:
+        """As it is now."""
+        free = self._device.free_bytes()
+        other = self._free_at_first - free - self.weights - self.graphs - pool.bytes
+        return DeviceBytes(self.weights, pool.bytes, self.graphs, max(other, 0), free, self._device.total_bytes())
+
+
+def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
+    """Blocks of the pool: as configured, else what fits. Errors: InvalidConfiguration, GpuError."""
+    device = model.device
+    if config.blocks:
+        return config.blocks
+    if config.kv_bytes or not device.is_gpu:
+        return model.geometry.blocks_for(config.kv_bytes or CPU_KV_BYTES)
+    needed = _trial_bytes(model, welcome, graph_rows_max)
+    free = device.free_bytes()
+    log.info("the largest step and the graphs take %d MiB of %d MiB free", needed // MIB, free // MIB)
+    left = int(free * GPU_FREE_SHARE) - needed
+    if left < model.geometry.bytes_per_block:
+        raise GpuError(
+            f"{device.name} has {free} bytes free, of which steps and graphs take {needed}: none for K and V"
+        )
+    return model.geometry.blocks_for(left)
+
+
+def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
+    """Bytes that the largest step and all graphs will take beside the pool. Errors: GpuError."""
+    device, block_size = model.device, model.geometry.block_size
+    row_tokens = min(
+        welcome.step_tokens_max, model.info.context_tokens_max, welcome.blocks_per_sequence_max * block_size
+    )
+    rows_max = min(welcome.step_rows_max, welcome.slots_max)
+    # As many rows as may be sampled, one of them with all the rest of the tokens.
+    long_row = max(1, min(row_tokens, welcome.step_tokens_max - rows_max + 1))
+    counts = np.ones(min(rows_max, welcome.step_tokens_max), np.int32)
+    counts[0] = long_row
+    width = -(-long_row // block_size)
+    tables = np.zeros((len(counts), width), np.int32)
+    tables[0] = np.arange(width)
+    tables[1:, 0] = width
+    free_before = device.free_bytes()
+    pool = KvPool(model.geometry, width + 1, device)
+    try:
+        with device.errors("trying the largest step"):
+            runner = make_runner(model, pool, welcome, graph_rows_max)
+            outcome = runner.run(_largest_step(counts), tables)
+            for error in outcome.errors[:1]:
+                raise GpuError(f"the largest step, {counts.sum()} tokens in {len(counts)} rows: {error.error.message}")
+            device.synchronize()
+            step_bytes = free_before - device.free_bytes()
+            graph_bytes = _graph_bytes(runner, graph_rows_max) if runner.graphs is not None else 0
+            runner.close()
+            del runner
+    finally:
+        pool.close()
+    return step_bytes + graph_bytes
+
+
+def _graph_bytes(runner: Runner, rows_max: int) -> int:
+    """Bytes of all graphs: of the largest, and of each further one as much as the second takes beyond it."""
+    assert runner.graphs is not None
+    device = runner.model.device
+    took = []
+    sizes = bucket_sizes(min(rows_max, runner.limits.step_rows_max))
+    for size in sizes[::-1][:2]:
+        before = device.free_bytes()
+        runner.graphs.capture_one(size)
+        took.append(before - device.free_bytes())
+    return took[0] + sum(took[1:]) * (len(sizes) - 1)
+
+
+def _largest_step(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Step:
+    """Every row is sampled in the way that takes the most memory."""
+    rows = len(counts)
+    sampling = Sampling(temperature=1.0, top_p=0.9)
+    return Step(
+        step_id=0,
+        begins=tuple(RowStart(slot=slot, request_id=0, sampling=sampling, seed=slot) for slot in range(rows)),
+        slots=np.arange(rows, dtype=np.int32),
+        starts=np.zeros(rows, np.int32),
+        counts=counts,
+        samples=np.ones(rows, np.int32),
+        tokens=np.zeros(int(counts.sum()), np.int32),
+    )
+
+
+def make_runner(model: LoadedModel, pool: KvPool, welcome: WorkerWelcome, graph_rows_max: int) -> Runner:
+    """A runner within the coordinator's limits. Errors: InvalidConfiguration, GpuError."""
+    with model.device.errors("making room for steps"):
+        return Runner(
+            model,
+            pool,
+            slots_max=welcome.slots_max,
+            step_tokens_max=welcome.step_tokens_max,
+            step_rows_max=welcome.step_rows_max,
+            table_width=welcome.blocks_per_sequence_max,
+            graph_rows_max=graph_rows_max,
+        )

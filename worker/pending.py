@@ -1,0 +1,107 @@
+"""A step that was queued on the device, and what came of it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from protocol.errors import KvforgeError
+from protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
+
+from .device import Fetched, Mark
+from .sampler import HostRows
+
+
+@dataclass(frozen=True)
+class StepOutcome:
+    """slots, tokens: [sampled] int32; logprobs: [sampled] float32, nats; all host, in the step's row order.
+
+    top_counts [sampled] (empty where no row wants any), top_tokens, top_logprobs: as in StepResult, in the same order.
+    errors: one for each row that failed. duration_us: from `launch`, or the end of the step before it where that was
+    later, to the end of `finish`; on the monotonic clock.
+    """
+
+    slots: Int32Array
+    tokens: Int32Array
+    logprobs: Float32Array
+    errors: tuple[RowError, ...]
+    duration_us: int
+    top_counts: Int32Array
+    top_tokens: Int32Array
+    top_logprobs: Float32Array
+
+
+@dataclass(frozen=True)
+class Part:
+    """Sampled rows on their way to the host. slots: [n] int32. top_counts: [n] int32.
+
+    fetched: [any] int32, as SampledRows.packed. bucket: how many rows it holds, n or more. chosen: [n] int64, which of
+    them are ours; None: all.
+    """
+
+    slots: Int32Array
+    fetched: Fetched
+    top_counts: Int32Array
+    bucket: int = 0
+    chosen: np.ndarray[tuple[int], np.dtype[np.int64]] | None = None
+
+    def rows(self) -> HostRows:
+        """Call it once the step's end has been passed."""
+        packed = self.fetched.array()
+        if self.chosen is not None:
+            packed = packed.reshape(3, self.bucket)[:, self.chosen].reshape(-1)
+        return HostRows.unpacked(packed, self.top_counts)
+
+
+@dataclass(eq=False)
+class PendingStep:
+    """A step under way. Steps are finished in the order of their launch.
+
+    slots: [rows] int32, of all the step's rows. fed: those whose tokens hold -1. begun: those that changed hands.
+    errors: by slot, known so far. spoiled: rows fed with a token that turned out not to be there. end: where all of its
+    work on the device is done. busy: where a decode graph begins and ends. queued_behind: launched before the one
+    before it had ended.
+    """
+
+    number: int
+    slots: Int32Array
+    fed: frozenset[int]
+    begun: frozenset[int]
+    errors: dict[int, KvforgeError]
+    parts: list[Part]
+    started_ns: int
+    settle: Callable[[PendingStep], StepOutcome]
+    end: Mark | None = None
+    busy: tuple[Mark, Mark] | None = None
+    queued_behind: bool = False
+    spoiled: dict[int, KvforgeError] = field(default_factory=dict)
+
+    def done(self) -> bool:
+        """True once `finish` will not wait."""
+        try:
+            return self.end is None or self.end.passed()
+        except RuntimeError:  # `finish` says what failed
+            return True
+
+    def finish(self) -> StepOutcome:
+        """Waits for the step's end. Never raises for what the step holds or what the device does."""
+        return self.settle(self)
+
+
+def joined(parts: list[tuple[Int32Array, HostRows]], pending: PendingStep, duration_us: int) -> StepOutcome:
+    """The parts (slots and rows) as one, in row order, without the rows that failed."""
+    errors = tuple(RowError(slot, ErrorInfo.of(error)) for slot, error in pending.errors.items())
+    if not parts:
+        return StepOutcome(NO_INT32, NO_INT32, NO_FLOAT32, errors, duration_us, NO_INT32, NO_INT32, NO_FLOAT32)
+    slots = np.concatenate([slots for slots, _ in parts])
+    rows = HostRows.joined([rows for _, rows in parts])
+    kept = np.arange(len(slots))
+    if len(parts) > 1:  # one part alone is in order
+        order = {slot: place for place, slot in enumerate(pending.slots.tolist())}
+        kept = np.argsort([order[slot] for slot in slots.tolist()], kind="stable")
+    if errors:
+        kept = kept[~np.isin(slots[kept], np.fromiter(pending.errors, np.int64, len(pending.errors)))]
+    tops = rows.tops_of(kept)
+    return StepOutcome(slots[kept], rows.tokens[kept], rows.logprobs[kept], errors, duration_us, *tops)
