@@ -1,4 +1,4 @@
-"""A coordinator and a CPU worker with a tiny random model, as processes in a folder of their own."""
+"""A coordinator and a worker, as processes in a folder of their own; unless told otherwise with a tiny random model."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import shutil
 import signal
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -13,7 +14,7 @@ from typing import Self
 
 from kvforge import AsyncClient, CoordinatorUnavailable, DeadlineExceeded
 from kvforge.processes import Child
-from kvforge.settings import toml
+from kvforge.settings import Value, toml
 from protocol.errors import Unavailable
 from protocol.transport import client_endpoint
 
@@ -37,8 +38,19 @@ CONFIG = {
 class Installation:
     """A coordinator and a worker with a model of random weights. Nothing of it is left when the `with` block ends."""
 
-    def __init__(self, *, context_tokens: int, blocks: int, schedule: dict[str, float], sequences: int = 16) -> None:
-        """context_tokens: the longest sequence; blocks: of the pool; schedule: settings of that section."""
+    def __init__(
+        self,
+        *,
+        context_tokens: int,
+        blocks: int,
+        schedule: dict[str, float],
+        sequences: int = 16,
+        worker: Mapping[str, Value] | None = None,
+    ) -> None:
+        """context_tokens: the longest sequence; blocks: of the pool; schedule: settings of that section.
+
+        worker: settings of the worker in place of the tiny model's on a CPU; `blocks` is then the most it may have.
+        """
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-bench-"))
         self.runtime = self.folder / "r"
         self.endpoint = client_endpoint(self.runtime)
@@ -47,12 +59,23 @@ class Installation:
         model.mkdir()
         temporary.mkdir()
         (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": width * BLOCK_SIZE}))
-        limits = {"blocks_per_sequence_max": width, "sequences_max": sequences, "blocks_max": blocks}
-        tables = {"limits": limits, "cache": {"block_size": BLOCK_SIZE}, "schedule": schedule}
+        limits: dict[str, Value] = {"blocks_per_sequence_max": width, "sequences_max": sequences, "blocks_max": blocks}
+        tables: dict[str, Mapping[str, Value]] = {
+            "limits": limits,
+            "cache": {"block_size": BLOCK_SIZE},
+            "schedule": schedule,
+        }
         runtime = str(self.runtime)
         coordinator = toml({"runtime_dir": runtime, "state_dir": str(self.folder / "s"), "drain_s": 0.0}, tables)
-        worker = {"name": "w0", "runtime_dir": runtime, "model": str(model), "load_format": "dummy", "device": "cpu"}
-        worker_file = toml({**worker, "dtype": "float32", "threads": 1, "blocks": blocks}, {})
+        tiny: dict[str, Value] = {
+            "model": str(model),
+            "device": "cpu",
+            "dtype": "float32",
+            "threads": 1,
+            "blocks": blocks,
+        }
+        settings: Mapping[str, Value] = tiny if worker is None else worker
+        worker_file = toml({"name": "w0", "runtime_dir": runtime, "load_format": "dummy", **settings}, {})
         self.children = [
             self._child("coordinator", coordinator, temporary),
             self._child("worker", worker_file, temporary),
@@ -63,6 +86,11 @@ class Installation:
         file.write_text(config, encoding="utf-8")
         # On a leash: it ends with this process, even where that is killed.
         return Child(name, ["-m", name, "--config", str(file)], temporary, print, self.folder / f"{name}.log")
+
+    def log_of(self, name: str) -> str:
+        """What the process of that name ("coordinator" or "worker") has written so far."""
+        path = self.folder / f"{name}.log"
+        return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 
     def __enter__(self) -> Self:
         try:

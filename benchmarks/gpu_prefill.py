@@ -1,0 +1,261 @@
+"""How fast paged prefill attention is, beside FlashInfer's fa3 backend where it is installed.
+
+    python -m benchmarks.gpu_prefill [--json FILE] [--rounds 15]
+
+The attention of one Llama-3.1-8B layer: 32 query heads, 8 KV heads, head size 128, blocks of 16 tokens in random order,
+bfloat16, random numbers, causal. "4 x 512 after 7680" are four rows with 512 new tokens each after 7,680 cached ones.
+
+Operations: 4 x head size x query heads for each pair of a query and a key that it sees, itself included; what lies
+above the diagonal is not counted, for nobody. A graph holds several calls, on two sets of tensors in turn; graphs of
+all that is compared are replayed alternately, and a number is the median over these rounds.
+
+Error: the largest difference from attention in float64 for some tokens and all heads, relative to the largest number.
+Quantised K and V: "copied" is with the dequantising copy into a workspace, whose time is counted. "portable" is the
+kernel that every GPU runs, on this one.
+"""
+
+from __future__ import annotations
+
+import argparse
+import importlib.metadata
+import statistics
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+import triton
+
+from worker.attention import AttentionOptions, KvLayer
+from worker.attention.prefill import paged_prefill, plan_prefill, prefill_shape
+from worker.attention.prefill_copy import plan_copies, workspace_for
+from worker.attention.quantised import dequantise, is_quantised, quantise
+from worker.attention.targets import Target, current_target
+from worker.device import open_device
+
+from .report import report
+
+HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
+OPTIONS = AttentionOptions(HEAD_SIZE**-0.5)
+SETS = 2
+GRAPH_US = 4000.0  # a graph holds calls for about so long, at least two per set
+# (rows, new tokens, cached tokens before them)
+CASES = [(1, 2048, 0), (4, 2048, 0), (8, 2048, 0), (1, 8192, 0), (2, 8192, 0), (4, 512, 7680), (1, 2048, 30720)]
+QUANTISED_CASES = [(4, 2048, 0), (1, 8192, 0), (4, 512, 7680)]
+PORTABLE_CASES = [(4, 2048, 0), (1, 8192, 0)]
+
+Call = Callable[[int], object]
+
+
+@dataclass(frozen=True)
+class Setup:
+    """SETS of everything that a call reads and writes; the structure is the same in all of them."""
+
+    starts: npt.NDArray[np.int64]
+    counts: npt.NDArray[np.int64]
+    queries: list[torch.Tensor]
+    layers: list[KvLayer]
+    tables: torch.Tensor
+    outputs: list[torch.Tensor]
+
+    @classmethod
+    def make(cls, rows: int, new: int, cached: int, stored: torch.dtype, device: torch.device) -> Setup:
+        blocks = (new + cached) // BLOCK_SIZE
+        shape = (rows * blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
+        queries, layers = [], []
+        for _ in range(SETS):
+            queries.append(torch.randn(rows * new, HEADS, HEAD_SIZE, device=device, dtype=torch.bfloat16))
+            (k, k_scales), (v, v_scales) = (_stored(torch.randn(shape, device=device), stored) for _ in range(2))
+            layers.append(KvLayer(k, v, k_scales, v_scales))
+        tables = torch.randperm(rows * blocks, device=device).to(torch.int32).view(rows, blocks)
+        outputs = [torch.empty_like(query) for query in queries]
+        return cls(np.full(rows, cached), np.full(rows, new), queries, layers, tables, outputs)
+
+    @property
+    def operations(self) -> int:
+        pairs = self.counts * self.starts + self.counts * (self.counts + 1) // 2
+        return 4 * HEAD_SIZE * HEADS * int(pairs.sum())
+
+    @property
+    def query_starts(self) -> npt.NDArray[np.int64]:
+        return np.concatenate([[0], np.cumsum(self.counts)])
+
+    def error(self) -> float:
+        """Of the first set's output, on 8 tokens of the first and of the last row."""
+        layer, worst, largest = self.layers[0], 0.0, 0.0
+        for row in {0, len(self.counts) - 1}:
+            table = self.tables[row].long()
+            k, v = (
+                dequantise(cache[table], None if scales is None else scales[table]).double().flatten(0, 1)
+                for cache, scales in ((layer.keys, layer.key_scales), (layer.values, layer.value_scales))
+            )
+            for token in np.linspace(0, self.counts[row] - 1, 8).astype(int):
+                place = int(self.query_starts[row]) + int(token)
+                seen = int(self.starts[row]) + int(token) + 1
+                q = self.queries[0][place].double().view(KV_HEADS, -1, HEAD_SIZE)
+                scores = torch.einsum("hgd,nhd->hgn", q, k[:seen]) * OPTIONS.scaling
+                want = torch.einsum("hgn,nhd->hgd", scores.softmax(-1), v[:seen]).reshape(HEADS, HEAD_SIZE)
+                worst = max(worst, float((self.outputs[0][place].double() - want).abs().max()))
+                largest = max(largest, float(want.abs().max()))
+        return worst / largest
+
+
+def _stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
+    return quantise(numbers, dtype) if is_quantised(dtype) else (numbers.to(dtype), None)
+
+
+def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
+    layer = setup.layers[0]
+    shape = prefill_shape(HEADS, torch.bfloat16, layer, OPTIONS, target, copied)
+    items = plan_prefill(setup.starts, setup.counts, setup.query_starts, shape.tokens)
+    on_device = torch.from_numpy(items).to(layer.keys.device)
+    extra: dict[str, torch.Tensor] = {}
+    if copied:
+        copies = plan_copies(items)
+        extra["workspace"] = workspace_for(len(copies), layer, torch.bfloat16)
+        extra["copies"] = torch.from_numpy(copies).to(layer.keys.device)
+
+    def call(number: int) -> None:
+        one = (setup.queries[number], setup.layers[number], setup.tables, on_device, setup.outputs[number])
+        paged_prefill(*one, OPTIONS, target, **extra)
+
+    return call
+
+
+def flashinfers(setup: Setup) -> Call:
+    import flashinfer
+
+    device = setup.tables.device
+    wrapper = flashinfer.BatchPrefillWithPagedKVCacheWrapper(
+        torch.empty(256 << 20, dtype=torch.uint8, device=device), "NHD", backend="fa3"
+    )
+    rows, blocks = setup.tables.shape
+    numbers = torch.arange(rows + 1, dtype=torch.int32, device=device)
+    wrapper.plan(
+        torch.from_numpy(setup.query_starts.astype(np.int32)).to(device),
+        numbers * blocks,
+        setup.tables.flatten(),
+        torch.full((rows,), BLOCK_SIZE, dtype=torch.int32, device=device),
+        HEADS,
+        KV_HEADS,
+        HEAD_SIZE,
+        BLOCK_SIZE,
+        causal=True,
+        q_data_type=torch.bfloat16,
+        kv_data_type=torch.bfloat16,
+    )
+
+    def call(number: int) -> None:
+        layer = setup.layers[number]
+        wrapper.run(setup.queries[number], (layer.keys, layer.values), out=setup.outputs[number])
+
+    return call
+
+
+def flashinfer_version() -> str | None:
+    try:
+        import flashinfer  # noqa: F401
+
+        return importlib.metadata.version("flashinfer-python")
+    except ImportError:
+        return None
+
+
+def capture(call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
+    """A graph of several calls, and how many."""
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    for number in range(SETS):
+        call(number)
+    begin.record()
+    call(0)
+    end.record()
+    torch.cuda.synchronize()
+    calls = SETS * max(2, round(GRAPH_US / SETS / max(1.0, 1000 * begin.elapsed_time(end))))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for number in range(calls):
+            call(number % SETS)
+    return graph, calls
+
+
+def times_us(calls: dict[str, Call], rounds: int) -> dict[str, float]:
+    """Median time of one call of each, measured alternately."""
+    graphs = {name: capture(call) for name, call in calls.items()}
+    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn in range(rounds + 2):
+        for name, (graph, count) in graphs.items():
+            begin.record()
+            graph.replay()
+            end.record()
+            end.synchronize()
+            if turn >= 2:
+                times[name].append(1000 * begin.elapsed_time(end) / count)
+    return {name: statistics.median(values) for name, values in times.items()}
+
+
+def measure(
+    case: tuple[int, int, int], stored: torch.dtype, target: Target, device: torch.device, rounds: int
+) -> dict[str, Any]:
+    rows, new, cached = case
+    setup = Setup.make(rows, new, cached, stored, device)
+    portable = replace(target, name=f"{target.name}, portable kernel")
+    calls: dict[str, Call] = {}
+    if is_quantised(stored):
+        calls["portable"] = ours(setup, portable)
+        if prefill_shape(HEADS, torch.bfloat16, setup.layers[0], OPTIONS, target, copied=True).hopper:
+            calls["copied"] = ours(setup, target, copied=True)
+    else:
+        calls["ours"] = ours(setup, target)
+        if flashinfer_version():
+            calls["flashinfer"] = flashinfers(setup)
+        if case in PORTABLE_CASES:
+            calls["portable"] = ours(setup, portable)
+    errors = {}
+    for name, call in calls.items():
+        setup.outputs[0].fill_(torch.nan)
+        call(0)
+        errors[name] = setup.error()
+    times = times_us(calls, rounds)
+    after = f" after {cached}" if cached else ""
+    result = {"case": f"{rows} x {new}{after}", "kv": str(stored).removeprefix("torch."), "us": times, "error": errors}
+    return result | {"tflops": {name: setup.operations / us / 1e6 for name, us in times.items()}}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
+    parser.add_argument("--json")
+    parser.add_argument("--rounds", type=int, default=15)
+    arguments = parser.parse_args()
+    if not torch.cuda.is_available():
+        print("benchmarks.gpu_prefill needs a CUDA or HIP device", file=sys.stderr)
+        return 1
+    device = open_device("auto")
+    target = current_target(device)
+    torch.manual_seed(0)
+    wanted = [(case, torch.bfloat16) for case in CASES]
+    wanted += [(case, dtype) for case in QUANTISED_CASES for dtype in (torch.int8, torch.float8_e4m3fn)]
+    results, rows = [], []
+    for case, dtype in wanted:
+        result = measure(case, dtype, target, device.torch_device, arguments.rounds)
+        results.append(result)
+        print(result, file=sys.stderr, flush=True)
+        torch.cuda.empty_cache()
+        theirs = result["tflops"].get("flashinfer")
+        for name in result["us"]:
+            share = f"{result['tflops'][name] / theirs:.2f}" if theirs else "-"
+            numbers = (f"{result['us'][name]:.1f}", f"{result['tflops'][name]:.0f}", share)
+            rows.append([result["case"], result["kv"], name, *numbers, f"{result['error'][name]:.1e}"])
+    where = {"gpu": device.name, "triton": triton.__version__}
+    where["flashinfer"] = flashinfer_version() or "not installed: nothing to compare with"
+    header = ["rows x new tokens", "K and V", "what", "us", "TFLOP/s", "of FlashInfer", "error"]
+    report("Paged prefill attention, Llama-3.1-8B shape", header, rows, {**where, "cases": results}, arguments.json)
+    print(", ".join(f"{key} {value}" for key, value in where.items()))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

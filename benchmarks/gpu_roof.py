@@ -1,0 +1,81 @@
+"""The most that the device at hand can do: read its memory, multiply matrices. Other benchmarks divide by it."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from worker.device import Device, Mark
+
+READ_BYTES = 8 << 30
+CHUNK = 8192  # float32 numbers that a program of the reading kernel has in flight at a time
+CHUNKS = 16
+MATRIX = 8192
+
+
+@dataclass(frozen=True)
+class Roof:
+    """read_bytes: a second. flops: of bfloat16 matrix products with random data, a second."""
+
+    read_bytes: float
+    flops: float
+
+    def __str__(self) -> str:
+        return f"read {self.read_bytes / 1e12:.2f} TB/s, bfloat16 matrix products {self.flops / 1e12:.0f} TFLOP/s"
+
+
+@triton.jit  # type: ignore[untyped-decorator]
+def _read_kernel(numbers, sums, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # type: ignore[no-untyped-def] # noqa: N803
+    program = tl.program_id(0).to(tl.int64)
+    total = tl.zeros([CHUNK], tl.float32)
+    for chunk in tl.static_range(CHUNKS):
+        places = (program * CHUNKS + chunk) * CHUNK + tl.arange(0, CHUNK)
+        total += tl.load(numbers + places, eviction_policy="evict_first")
+    tl.store(sums + program, tl.sum(total, axis=0))
+
+
+def measure_us(device: Device, run: Callable[[], None], calls: int, repeats: int = 9) -> float:
+    """Median microseconds of one of the `calls` calls that `run` queues, replayed from a graph."""
+    captured = device.capture(run, device.graph_memory())
+    captured.replay()
+    times = []
+    for _ in range(repeats):
+        start = Mark(device, timed=True)
+        captured.replay()
+        end = Mark(device, timed=True)
+        end.wait()
+        times.append(end.ms_since(start) * 1e3 / calls)
+    return statistics.median(times)
+
+
+def measure_roof(device: Device) -> Roof:
+    """Takes about a second and READ_BYTES of device memory."""
+    roof = Roof(_read_bytes(device), _flops(device))
+    device.release_cached()
+    return roof
+
+
+def _read_bytes(device: Device) -> float:
+    numbers = torch.rand(READ_BYTES // 4, device=device.torch_device)
+    programs = len(numbers) // (CHUNK * CHUNKS)
+    sums = torch.empty(programs, device=device.torch_device)
+
+    def read() -> None:
+        _read_kernel[(programs,)](numbers, sums, CHUNK=CHUNK, CHUNKS=CHUNKS, num_warps=8)
+
+    return READ_BYTES / measure_us(device, read, 1) * 1e6
+
+
+def _flops(device: Device) -> float:
+    left, right = (torch.randn((MATRIX, MATRIX), device=device.torch_device).bfloat16() for _ in range(2))
+
+    def multiply() -> None:
+        for _ in range(5):
+            torch.matmul(left, right)
+
+    return 2 * MATRIX**3 / measure_us(device, multiply, 5) * 1e6
