@@ -22,7 +22,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
 
     serials: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
     version: of the group; while it is the same, every row still belongs to its run.
-    decodes: one token for each row, and no more. prefill_tokens: those beside decodes.
+    decodes: one token for each row, and no more. prefill_tokens: those beside decodes. tenant: of every row, or -1.
     """
 
     step_id: int
@@ -35,6 +35,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     version: int
     decodes: bool
     prefill_tokens: int
+    tenant: int
 
 
 class Group:

@@ -52,7 +52,7 @@ class Outcomes:
             tokens, logprobs = tokens[sampled], logprobs[sampled]
             tops = None if tops is None else tops.pick(np.flatnonzero(sampled))
         s.computed[slots] += counts
-        self._append(rows, tokens, logprobs, tops, now_us)
+        self._append(rows, tokens, logprobs, tops, sent.tenant, now_us)
         # Blocks that decodes fill are not looked for at once: several steps' are indexed together, which costs less.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
             self._cache.index_filled(group, now_us)
@@ -131,9 +131,10 @@ class Outcomes:
         tokens: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
         tops: Tops | None,
+        tenant: int,
         now_us: int,
     ) -> None:
-        """The sampled tokens become part of their sequences and are streamed: [n] each."""
+        """The sampled tokens become part of their sequences and are streamed: [n] each. tenant: of all rows, or -1."""
         if not rows.size:
             return
         s, runs = self._cache.sequences, self._admission.runs
@@ -148,7 +149,10 @@ class Outcomes:
         for slot in rows[offsets == 0].tolist() if not offsets.all() else ():
             self._requests.live[int(s.request[slot])].first_token_us = now_us
         self._requests.generated_tokens_total += rows.size
-        self._admission.waiting.charge_each(s.tenant[rows])
+        if tenant >= 0:
+            self._admission.waiting.charge(tenant, rows.size)
+        else:
+            self._admission.waiting.charge_each(s.tenant[rows])
         if tops is not None:
             tops = self._record_tops(rows, tops)
         streamed = runs.stream[rows]

@@ -80,7 +80,9 @@ class Scheduler:
         starts = steady.advance()
         s.scheduled[slots] = steady.starts
         s.pending[slots] += 1
-        step_id = self._commit(group, slots, steady.serials, steady.ones, steady.samples, slots, True, 0, now_us)
+        step_id, version = group.next_step, group.version
+        rows = (slots, steady.serials, steady.ones, steady.samples, slots)
+        self._commit(group, SentStep(step_id, *rows, now_us, version, True, 0, steady.tenant), slots.size)
         return Step(
             step_id=step_id,
             slots=steady.slots32,
@@ -90,28 +92,13 @@ class Scheduler:
             tokens=tokens,
         )
 
-    def _commit(
-        self,
-        group: Group,
-        slots: Slots,
-        serials: Slots,
-        counts: Slots,
-        samples: npt.NDArray[np.bool_],
-        sampled: Slots,
-        decodes: bool,
-        prefill_tokens: int,
-        now_us: int,
-    ) -> int:
-        """The step is on its way. Returns its id."""
-        group.last_step += 1
+    def _commit(self, group: Group, step: SentStep, tokens: int) -> None:
+        """The step, the group's next, is on its way: it feeds so many tokens."""
+        group.last_step = step.step_id
         group.steps_total += 1
-        step_id = group.last_step
-        self._cache.sequences.last_step[slots] = step_id
-        group.sent.append(
-            SentStep(step_id, slots, serials, counts, samples, sampled, now_us, group.version, decodes, prefill_tokens)
-        )
-        self._requests.computed_tokens_total += int(counts.sum())
-        return step_id
+        self._cache.sequences.last_step[step.slots] = step.step_id
+        group.sent.append(step)
+        self._requests.computed_tokens_total += tokens
 
     def _ready(self, group: Group, slots: Slots, counts: Slots) -> Slots:
         """Which rows may be planned: one whose block must be copied first waits until no step reads its table row."""
@@ -249,9 +236,13 @@ class Scheduler:
         prefill_tokens = 0 if only or not decodes.any() else int(counts[~decodes].sum())
         sampled = slots if samples.all() else slots[samples]
         serials = self._runs.serial[slots]
-        step_id = self._commit(group, slots, serials, counts, samples, sampled, only, prefill_tokens, now_us)
+        step_id, rows = group.next_step, (slots, serials, counts, samples, sampled)
+        tenants = s.tenant[slots]
+        tenant = int(tenants[0]) if slots.size and (tenants == tenants[0]).all() else -1
+        sent = SentStep(step_id, *rows, now_us, group.version, only, prefill_tokens, tenant)
+        self._commit(group, sent, int(counts.sum()))
         if 0 < slots.size == group.running and only and samples.all():
-            group.steady = self._steady(group, slots, serials, starts + 1, target + 1)
+            group.steady = self._steady(group, slots, serials, starts + 1, target + 1, tenant)
         return Step(
             step_id=step_id,
             begins=begins,
@@ -264,12 +255,12 @@ class Scheduler:
             history=history,
         )
 
-    def _steady(self, group: Group, slots: Slots, serials: Slots, starts: Slots, target: Slots) -> Steady:
+    def _steady(self, group: Group, slots: Slots, serials: Slots, starts: Slots, target: Slots, tenant: int) -> Steady:
         """All rows of the group decode. starts, target: of the step after this one."""
         s = self._cache.sequences
         room = s.used[slots] * s.block_size - target
         left = int((self._runs.limit[slots] - target).min())
-        return Steady(group.version, self._cache.blocks.holds, slots, serials, starts, room, left)
+        return Steady(group.version, self._cache.blocks.holds, slots, serials, starts, room, left, tenant)
 
     def _inputs(self, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
         """The tokens fed, row after row; -1 for the one that a step under way is still sampling."""

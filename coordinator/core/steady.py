@@ -18,12 +18,13 @@ class Steady:
 
     version, holds: of the group and of its blocks when this was true. starts: positions that the next step feeds.
     room: tokens that fit into the blocks held after that. left: steps until the first row has all that it asked for.
+    tenant: of every row, or -1.
     """
 
     def __init__(
-        self, version: int, holds: int, slots: Slots, serials: Slots, starts: Slots, room: Slots, left: int
+        self, version: int, holds: int, slots: Slots, serials: Slots, starts: Slots, room: Slots, left: int, tenant: int
     ) -> None:
-        self.version, self.holds = version, holds
+        self.version, self.holds, self.tenant = version, holds, tenant
         self.slots, self.serials = slots, serials
         self.starts, self.room, self.left = starts, room, left
         self.ones = np.ones(slots.size, np.int64)

@@ -6,6 +6,8 @@ is told so as soon as it takes a message again. It asks for what it lacks by off
 
 from __future__ import annotations
 
+from collections.abc import Set as AbstractSet
+
 import numpy as np
 import numpy.typing as npt
 
@@ -14,6 +16,8 @@ from protocol.messages import Ended, Stream
 from .tops import Tops
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]
+
+NO_TOPS = Tops.none(0)
 
 
 class Streams:
@@ -124,9 +128,11 @@ class Streams:
 
     def flush(self) -> list[tuple[int, Stream]]:
         """One message for each client that has news."""
-        if not (self._rows or self._ended or self._paused or self._taken):
+        clients: AbstractSet[int] = self._rows.keys()
+        if self._ended or self._paused or self._taken:
+            clients = clients | self._ended.keys() | self._paused.keys() | self._taken.keys()
+        if not clients:
             return []
-        clients = self._rows.keys() | self._ended.keys() | self._paused.keys() | self._taken.keys()
         messages = [(client, self._message(client)) for client in sorted(clients)]
         for news in (self._rows, self._tops, self._ended, self._paused, self._taken):
             news.clear()
@@ -142,7 +148,7 @@ class Streams:
             ids, offsets, tokens, logprobs = rows[0]
         else:
             ids, offsets, tokens, logprobs = (np.concatenate(column) for column in zip(*rows, strict=True))
-        found, top = self._tops.get(client), Tops.none(0)
+        found, top = self._tops.get(client), NO_TOPS
         if found:
             top = Tops.joined([found.get(i) or Tops.none(part[0].size) for i, part in enumerate(rows)])
         return Stream(
