@@ -159,9 +159,10 @@ class TablesReader:
         at = np.asarray(slots, np.intp)
         over = self._rows_written.item()
         found = self._copy(at, width)
-        (torn,) = (self._row_version[at] > over).nonzero()
+        versions = self._row_version[at]
+        (torn,) = (versions > over).nonzero()
         if torn.size:
-            self._read_again(at, width, found, torn)
+            self._read_again(at, width, found, torn, int(versions[torn].max()))
         return found
 
     def _copy(self, at: npt.NDArray[np.intp], width: int) -> Rows:
@@ -178,34 +179,49 @@ class TablesReader:
             raise ValueError(f"width must be 1 to {self.geometry.blocks_per_sequence}, not {width}")
         self._width, self._prefixes = width, self._block_table[:, :width].view(f"V{4 * width}")[:, 0]
 
-    def _read_again(self, at: npt.NDArray[np.intp], width: int, found: Rows, torn: npt.NDArray[np.intp]) -> None:
+    def _read_again(
+        self, at: npt.NDArray[np.intp], width: int, found: Rows, torn: npt.NDArray[np.intp], version: int
+    ) -> None:
         """Replaces the rows at the indices `torn` of `found` until each of them is whole: together, then one by one.
 
-        One row alone is read so fast that it fits in between two writes of a writer that never pauses.
+        version: the highest of theirs. One row alone is read so fast that it fits in between two writes of a writer
+        that never pauses.
         """
         for _ in range(TOGETHER_MAX):
-            torn = self._once_more(at, width, found, torn)
+            torn, version = self._once_more(at, width, found, torn, version)
             if not torn.size:
                 return
         for one in torn[:, None]:
             for _ in self._attempts():
-                if not self._once_more(at, width, found, one).size:
+                left, version = self._once_more(at, width, found, one, version)
+                if not left.size:
                     break
             else:
                 raise _unending(int(at[one[0]]))
 
     def _once_more(
-        self, at: npt.NDArray[np.intp], width: int, found: Rows, torn: npt.NDArray[np.intp]
-    ) -> npt.NDArray[np.intp]:
-        """Reads the rows at the indices `torn` of `found` again. Returns which of the indices are torn again."""
+        self, at: npt.NDArray[np.intp], width: int, found: Rows, torn: npt.NDArray[np.intp], version: int
+    ) -> tuple[npt.NDArray[np.intp], int]:
+        """Reads the rows at the indices `torn` of `found` again. Returns which of them are torn again, and the highest
+        version of all of them."""
         self.retries += torn.size
         cells, lengths, sequences = found
         again = at[torn]
-        over = self._rows_written.item()
+        over = self._over(version)
         fresh = self._copy(again, width)
         versions = self._row_version[again]
         cells[torn], lengths[torn], sequences[torn] = fresh
-        return torn[versions > over]
+        return torn[versions > over], int(versions.max())
+
+    def _over(self, version: int) -> int:
+        """Which write is over, once that of `version` is. Looked at a few times: a write takes microseconds, and rows
+        that are copied before it is over are copied for nothing."""
+        wanted = version + (version & 1)
+        for _ in range(SPINS_MAX):
+            over: int = self._rows_written.item()
+            if over >= wanted:
+                break
+        return over
 
     def _attempts(self) -> Iterator[None]:
         """Tries again at once while the writer is at work, then lets it have the core, until READ_WAIT_S is over."""
