@@ -7,6 +7,8 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from protocol.errors import InvalidConfiguration
+
 from ..models import find, pull
 from ..progress import Progress
 from ..settings import DRAIN_S, STOP_S, Settings
@@ -33,6 +35,11 @@ def add(subparsers: Any) -> None:
     size.add_argument("--blocks", type=int, metavar="N", help="size of each worker's KV pool in blocks")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a block [16]")
     parser.add_argument("--load-format", help="auto, or dummy for random weights from a config.json [auto]")
+    parser.add_argument(
+        "--model-config", metavar="NAME", help="a known shape for random weights, like llama-3.1-8b; instead of --model"
+    )
+    parser.add_argument("--attention", choices=("auto", "triton", "reference"), help="its kernels [auto]")
+    parser.add_argument("--graphs", choices=("auto", "on", "off"), help="decode steps from captured graphs [auto]")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker [cores / workers]")
     parser.add_argument("--sequences-max", type=int, metavar="N", help="requests that may run at once [256]")
     parser.add_argument("--queue-max", type=int, metavar="N", help="requests that may wait [1024]")
@@ -48,10 +55,24 @@ def run(options: argparse.Namespace) -> int:
     with Signals() as signals:
         try:
             with signals.interrupting():
-                model = model_path(options.model, options.load_format, progress)
+                model = known_shape(options) or model_path(options.model, options.load_format, progress)
             return run_up(settings_of(options, model), signals, progress.health, _hint(options))
         finally:
             progress.close()
+
+
+def known_shape(options: argparse.Namespace) -> Path | None:
+    """What --model-config names, for the worker to find: shapes come with it. None where it is not given.
+
+    Raises InvalidConfiguration where weights are asked for, which a shape has none of.
+    """
+    if options.model_config is None:
+        return None
+    if options.load_format not in (None, "dummy"):
+        problem = f"a shape has no weights: use --load-format dummy, not {options.load_format}, or give --model"
+        raise InvalidConfiguration("model_config", problem)
+    options.load_format = "dummy"
+    return Path(options.model_config)
 
 
 def model_path(name: str, load_format: str | None, progress: Progress) -> Path:
@@ -78,7 +99,7 @@ def settings_of(options: argparse.Namespace, model: Path) -> Settings:
         workers=options.workers,
         threads=options.threads,
         devices=tuple(common.token_ids(options.devices, "devices")),
-        worker=chosen("device", "dtype", "kv_dtype", "kv_bytes", "blocks", "load_format"),
+        worker=chosen("device", "dtype", "kv_dtype", "kv_bytes", "blocks", "load_format", "attention", "graphs"),
         limits=chosen("sequences_max", "queue_max"),
         cache=chosen("block_size"),
         log_level=options.log_level,

@@ -202,6 +202,8 @@ def test_interrupted_while_pulling(folder: Path) -> None:
         (["--dtype", "float31"], 2, "kvforge: worker-0 cannot serve (exit status 2): dtype"),
         (["--block-size", "0"], 2, "kvforge: coordinator cannot serve (exit status 2):"),
         (["--workers", "0"], 2, "kvforge: workers: is 0"),
+        (["--model-config", "nothing-known"], 3, "no known shape of that name (llama-3.1-70b, llama-3.1-8b,"),
+        (["--attention", "triton"], 2, "kvforge: worker-0 cannot serve (exit status 2): attention: Triton's kernels"),
     ],
 )
 def test_what_cannot_work_is_said_once(folder: Path, arguments: list[str], status: int, words: str) -> None:

@@ -306,6 +306,7 @@ def test_drain(folder: Path, run: Any) -> None:
         (2, ["cancel", "4242"], "there is no request 4242"),
         (2, ["pull", "no-such-model"], "no-such-model"),
         (2, ["up", "--model", "no-such-model"], "no-such-model"),
+        (2, ["up", "--model-config", "llama-3.1-8b", "--load-format", "gguf"], "model_config: a shape has no weights"),
         (1, ["generate", "--prompt-tokens", "1", "--tenant", "refused"], "the queue holds its limit of 4 requests"),
         (3, ["generate", "--prompt-tokens", "1", "--tenant", "fails", "--max-tokens", "2"], "the worker broke"),
         (4, ["generate", "--prompt-tokens", "1", "--tenant", "silent", "--timeout", "0.2"], "did not answer Submit"),
