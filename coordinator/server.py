@@ -46,7 +46,7 @@ LOCK_FILE = "coordinator.lock"
 IDLE_WAIT_US = 1_000_000
 PROGRESS_US = 3_000_000
 SPIN_US, SPIN_CORES_MIN = 200, 4
-LAST_WORDS_NS = 200_000_000
+CLIENTS_LEAVE_NS, WORKERS_LEAVE_NS = 200_000_000, 500_000_000
 log = logging.getLogger("coordinator")
 
 
@@ -142,7 +142,7 @@ class Server:
                 self._take_signals()
                 self.turn()
                 self.pauses.turn(idle=not arrived)
-            self._say_goodbye()
+            self._let_leave(self.clients, CLIENTS_LEAVE_NS)
         finally:
             self.pauses.stop()
         self._stop_workers()
@@ -179,11 +179,11 @@ class Server:
                 stir()
         return self.clients.waiting or self.workers.waiting
 
-    def _say_goodbye(self) -> None:
-        """Clients get a moment to read how their requests ended: what a connection still holds when it is closed can be
-        lost to a client that writes at that instant. It is over when the last of them has left."""
-        end_ns = time.monotonic_ns() + LAST_WORDS_NS
-        while len(self.clients) and (left_ns := end_ns - time.monotonic_ns()) > 0:
+    def _let_leave(self, peers: Peers, wait_ns: int) -> None:
+        """They get a moment to read what was sent last, and to go; it is over when the last of them has left. A ROUTER
+        that is closed right after it was given a message loses it in one of five cases, whatever its linger."""
+        end_ns = time.monotonic_ns() + wait_ns
+        while len(peers) and (left_ns := end_ns - time.monotonic_ns()) > 0:
             self._look(-(-left_ns // 1_000_000))
             self._take_signals()
             self.turn()
@@ -237,6 +237,7 @@ class Server:
     def _stop_workers(self) -> None:
         for number in list(self.machine.workers):
             self.workers.send(number, codec.encode(Stop(reason="the coordinator is stopping")))
+        self._let_leave(self.workers, WORKERS_LEAVE_NS)
         log.info("stopped; %d requests were left unfinished", len(self.machine.requests.live))
         told = (self.pauses.collections, self.pauses.longest_us, self.pauses.total_us)
         log.debug("%d garbage collections, the longest %.0f us, %.0f us together", *told)
