@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,11 +13,17 @@ import pytest
 import torch
 
 if not torch.cuda.is_available():
-    os.environ.setdefault("TRITON_INTERPRET", "1")  # before any kernel's module is imported: it is read there
-    with contextlib.suppress(ImportError):
-        # Triton 3.6's interpreter keeps scalars in arrays of shape [1], and numpy 2.4 no longer makes an int of those.
+    with contextlib.suppress(ImportError), pytest.MonkeyPatch.context() as environment:
+        # Read when Triton is imported, and again when a kernel's module is. Kept in this process alone: a `kvforge up`
+        # that a test elsewhere starts is to find what a user's environment says.
+        environment.setenv("TRITON_INTERPRET", "1")
+        from triton import knobs
         from triton.runtime import interpreter
 
+        environment.setattr(knobs, "propagate_env", False)
+        knobs.runtime.interpret = True
+
+        # Triton 3.6's interpreter keeps scalars in arrays of shape [1], and numpy 2.4 no longer makes an int of those.
         patch_tensor = interpreter._patch_lang_tensor
 
         def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:

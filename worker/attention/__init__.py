@@ -38,6 +38,6 @@ def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
     from .triton_attention import TritonAttention, is_interpreted  # only here: a CPU worker needs no triton
 
     if not device.is_gpu and not is_interpreted():
-        problem = f"Triton's kernels need a GPU, or TRITON_INTERPRET=1 for tests; {device.name} is none"
+        problem = f"Triton's kernels need a GPU, and {device.name} is none; use attention = 'auto' or 'reference'"
         raise InvalidConfiguration("attention", problem)
     return TritonAttention(device)
