@@ -289,7 +289,9 @@ class Client:
         return drive(self._calls.call(lambda rid: GetStats(rid=rid), Stats, timeout_s))
 
     def health(self, *, timeout_s: float | None = None) -> Health:
-        """Whether a request would be served now; if not, why."""
+        """Whether a request would be served now; if not, why. And the workers, with what each does and holds:
+        `device_bytes` of one is its device's memory in bytes by purpose (weights, pool, graphs, other).
+        """
         return drive(self._calls.call(lambda rid: GetHealth(rid=rid), Health, timeout_s))
 
     def tables(self, *, timeout_s: float | None = None) -> Tables:

@@ -626,6 +626,7 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """state: connecting, loading or ready. progress: 0 to 1 while loading.
 
     steps: how many it has done; since_step_us: how long it has worked on the oldest one it was sent, 0 where on none.
+    device_bytes: its device's memory in bytes by purpose, as in WorkerReady; empty until it is ready.
     """
 
     name: str
@@ -635,6 +636,7 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     progress: float = 0.0
     steps: int = 0
     since_step_us: int = 0
+    device_bytes: dict[str, int] = {}
 
 
 class Health(Message, frozen=True, tag="health"):
@@ -721,6 +723,10 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     """The model is loaded and the KV pool allocated: `blocks` blocks of `bytes_per_block` bytes.
 
     watches: it looks for its steps in shared memory too (`protocol.handover`).
+    device_bytes: what it holds of its device's memory, in bytes by purpose: `weights`, `pool` (K and V), `graphs` (with
+    the sampler's state) and `other` (what steps work in, compiled kernels, the driver's own). What takes nothing or is
+    not counted is left out: of a CPU's memory only weights and pool are counted. As it was when this was sent: weights,
+    pool and graphs stay as they are until the worker registers again, `other` may grow.
     """
 
     rid: int
@@ -730,6 +736,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     kv_dtype: str
     device: str
     watches: bool = False
+    device_bytes: dict[str, int] = {}
 
 
 class RowError(msgspec.Struct, frozen=True):

@@ -17,7 +17,7 @@ from protocol.messages import WorkerWelcome
 
 from .config import WorkerConfig
 from .device import Device, open_device
-from .memory import Accounts, DeviceBytes, make_runner, pool_blocks
+from .memory import Accounts, DeviceBytes, make_runner, pool_blocks, weight_bytes
 from .model import LoadedModel, load_model
 from .pool import KvPool
 from .runner import Runner
@@ -49,7 +49,7 @@ class Engine:
             seed=config.seed,
         )
         self.device.release_cached()
-        self._accounts.weights = self.device.allocated_bytes()
+        self._accounts.weights = weight_bytes(self.model)
         progress("making the KV pool", 1.0)
         blocks = pool_blocks(config, self.model, welcome, self._graph_rows)
         self.pool = KvPool(self.model.geometry, blocks, self.device)

@@ -160,6 +160,7 @@ class Worker:
             kv_dtype=model.geometry.kv_dtype,
             device=model.device.name,
             watches=self.config.watched_us > 0,
+            device_bytes=self._engine.device_bytes().by_purpose(),
         )
         self._link.watch(None, 0)
         reply = self._ask(ready)

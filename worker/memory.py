@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 
@@ -30,7 +31,8 @@ class DeviceBytes:
     """What this worker's device memory is for, in bytes. total, free: of the whole device, as its driver says.
 
     weights: the model. pool: K and V. graphs: captured graphs with their places, and the sampler's state. other: what
-    steps work in (kept by torch's allocator for the next one), compiled kernels, the driver's own.
+    steps work in (kept by torch's allocator for the next one), compiled kernels, the driver's own. On a CPU, whose
+    memory everyone shares, graphs and other are not counted: 0.
     """
 
     weights: int
@@ -39,6 +41,11 @@ class DeviceBytes:
     other: int
     free: int
     total: int
+
+    def by_purpose(self) -> dict[str, int]:
+        """What is held, in bytes by purpose, without what is 0: for WorkerReady."""
+        held = {"weights": self.weights, "pool": self.pool, "graphs": self.graphs, "other": self.other}
+        return {purpose: size for purpose, size in held.items() if size}
 
     def line(self) -> str:
         """For the log."""
@@ -59,8 +66,16 @@ class Accounts:
     def report(self, pool: KvPool) -> DeviceBytes:
         """As it is now."""
         free = self._device.free_bytes()
-        other = self._free_at_first - free - self.weights - self.graphs - pool.bytes
-        return DeviceBytes(self.weights, pool.bytes, self.graphs, max(other, 0), free, self._device.total_bytes())
+        # What all other processes of the machine took meanwhile would count as ours on a CPU.
+        taken = self._free_at_first - free if self._device.is_gpu else 0
+        other = max(0, taken - self.weights - self.graphs - pool.bytes)
+        return DeviceBytes(self.weights, pool.bytes, self.graphs, other, free, self._device.total_bytes())
+
+
+def weight_bytes(model: LoadedModel) -> int:
+    """Bytes of the model's parameters and buffers, each once however many layers share it."""
+    tensors = chain(model.module.parameters(), model.module.buffers())
+    return sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
 
 
 def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:

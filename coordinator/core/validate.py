@@ -27,6 +27,9 @@ SEED_MAX = (1 << 64) - 1
 SALT_LENGTH_MAX = 256
 PRIORITY_MAX = 100
 VOCABULARY_UNKNOWN = 1 << 31
+DEVICE_PURPOSES_MAX = 16
+DEVICE_PURPOSE_LENGTH_MAX = 32
+DEVICE_BYTES_MAX = (1 << 63) - 1
 
 
 def submit(
@@ -149,3 +152,16 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
         raise ProtocolError(f"worker {name}: at most {EOS_TOKENS_MAX} end tokens")
     if message.blocks > limits.blocks_max:
         raise ProtocolError(f"worker {name}: {message.blocks} blocks exceed blocks_max = {limits.blocks_max}")
+    _device_bytes(name, message.device_bytes)
+
+
+def _device_bytes(name: str, device_bytes: dict[str, int]) -> None:
+    if len(device_bytes) > DEVICE_PURPOSES_MAX:
+        raise ProtocolError(f"worker {name}: device_bytes: at most {DEVICE_PURPOSES_MAX} purposes")
+    for purpose, size in device_bytes.items():
+        if not 0 < len(purpose) <= DEVICE_PURPOSE_LENGTH_MAX or not purpose.isprintable():
+            raise ProtocolError(
+                f"worker {name}: device_bytes: a purpose has 1 to {DEVICE_PURPOSE_LENGTH_MAX} printable characters"
+            )
+        if not 0 <= size <= DEVICE_BYTES_MAX:
+            raise ProtocolError(f"worker {name}: device_bytes.{purpose}: must be 0 to {DEVICE_BYTES_MAX}, not {size}")

@@ -39,6 +39,7 @@ class Worker:
     def __init__(self, number: int, name: str, pid: int) -> None:
         self.number, self.name, self.pid = number, name, pid
         self.phase, self.progress = "connecting", 0.0
+        self.device_bytes: dict[str, int] = {}
         self.group: Group | None = None
 
     def health(self, now_us: int) -> WorkerHealth:
@@ -52,6 +53,7 @@ class Worker:
             progress=self.progress,
             steps=self.group.steps_total - len(self.group.sent) if self.group else 0,
             since_step_us=working_us(self.group, now_us),
+            device_bytes=self.device_bytes,
         )
 
 
@@ -160,6 +162,7 @@ class WorkerReports:
             message.device,
         )
         worker.phase, worker.progress = "ready", 1.0
+        worker.device_bytes = message.device_bytes
         first, self.model = self.model is None, message.model
         self._sequences.vocab_size = message.model.vocab_size
         group = worker.group

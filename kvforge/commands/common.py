@@ -13,6 +13,7 @@ import numpy as np
 
 from protocol import transport
 from protocol.errors import InvalidRequest
+from protocol.messages import WorkerHealth
 
 from ..client import Client
 
@@ -117,6 +118,23 @@ def print_table(head: Sequence[str], rows: Sequence[Sequence[object]]) -> None:
             cell.rjust(width) if r else cell.ljust(width) for cell, width, r in zip(line, widths, right, strict=True)
         ]
         print("  ".join(parts).rstrip())
+
+
+def size(count: int) -> str:
+    """A number of bytes for people."""
+    value, unit = float(count), "B"
+    for larger in ("KiB", "MiB", "GiB", "TiB"):
+        if value < 1024:
+            break
+        value, unit = value / 1024, larger
+    return f"{value:.4g} {unit}"
+
+
+def print_device_bytes(worker: WorkerHealth) -> None:
+    """The line below a worker's own that says what its device's memory is for, once it is known."""
+    if worker.device_bytes:
+        parts = ", ".join(f"{purpose} {size(held)}" for purpose, held in worker.device_bytes.items())
+        print(f"    device memory: {parts}")
 
 
 def say(text: str) -> None:

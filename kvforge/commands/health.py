@@ -52,6 +52,7 @@ def _show(health: Health) -> None:
         print("draining: yes")
     for worker in health.workers:
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
+        common.print_device_bytes(worker)
 
 
 def _doing(worker: WorkerHealth) -> str:

@@ -42,7 +42,7 @@ def show(stats: Stats) -> None:
             pool.quarantined,
             pool.freed_total,
             pool.live_tokens,
-            _bytes(pool.blocks * pool.bytes_per_block),
+            common.size(pool.blocks * pool.bytes_per_block),
             pool.kv_dtype,
         )
         for pool in stats.pools
@@ -94,12 +94,3 @@ def hit_rate(tenants: Any) -> str:
     hits = sum(tenant.prefix_hit_tokens_total for tenant in tenants)
     queried = sum(tenant.prefix_queried_tokens_total for tenant in tenants)
     return f"{hits} of {queried} tokens" + (f" ({100 * hits / queried:.0f} %)" if queried else "")
-
-
-def _bytes(count: int) -> str:
-    value, unit = float(count), "B"
-    for larger in ("KiB", "MiB", "GiB", "TiB"):
-        if value < 1024:
-            break
-        value, unit = value / 1024, larger
-    return f"{value:.4g} {unit}"

@@ -47,3 +47,4 @@ def _show(health: Health) -> None:
     for worker in health.workers:
         doing = f"{worker.phase} {100 * worker.progress:.0f} %" if worker.state == "loading" else ""
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {doing}".rstrip())
+        common.print_device_bytes(worker)

@@ -13,7 +13,7 @@ import pytest
 import coordinator.core
 from coordinator.core.limits import MAY_BE_ZERO, Limits, Quota
 from protocol.errors import InvalidConfiguration, InvalidRequest
-from protocol.messages import WorkerHello
+from protocol.messages import GetHealth, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, model_info
 
 COUNTS = [
@@ -73,7 +73,37 @@ def test_a_worker_with_more_blocks_than_the_core_can_name_is_refused() -> None:
     assert not driver.machine.cache.groups
 
 
-def hello_and_ready(driver: Driver, worker: FakeWorker, **fields: int) -> None:
+@pytest.mark.parametrize(
+    ("device_bytes", "problem"),
+    [
+        ({"weights": 1, "pool": -1}, "device_bytes.pool: must be 0 to 9223372036854775807, not -1"),
+        ({"pool": 1 << 63}, "device_bytes.pool: must be 0 to"),
+        ({"": 1}, "device_bytes: a purpose has 1 to 32 printable characters"),
+        ({"x" * 33: 1}, "device_bytes: a purpose has 1 to 32 printable characters"),
+        ({"po\x1bol": 1}, "device_bytes: a purpose has 1 to 32 printable characters"),
+        ({f"purpose {i}": 1 for i in range(17)}, "device_bytes: at most 16 purposes"),
+    ],
+)
+def test_a_worker_whose_device_bytes_cannot_be_is_refused(device_bytes: dict[str, int], problem: str) -> None:
+    driver = Driver()
+    worker = FakeWorker(driver.machine, 9, "odd", 4, model_info())
+    driver.workers.append(worker)
+    hello_and_ready(driver, worker, device_bytes=device_bytes)
+    assert f"worker odd: {problem}" in worker.dropped
+    assert not driver.machine.cache.groups
+    assert driver.ask(GetHealth(rid=1)).workers == ()
+
+
+def test_device_bytes_are_as_many_purposes_and_as_large_as_the_bounds_say() -> None:
+    driver = Driver()
+    worker = FakeWorker(driver.machine, 9, "full", 4, model_info())
+    driver.workers.append(worker)
+    most = {f"{i:032}": (1 << 63) - 1 for i in range(15)} | {"n": 0}
+    hello_and_ready(driver, worker, device_bytes=most)
+    assert driver.ask(GetHealth(rid=1)).workers[0].device_bytes == most
+
+
+def hello_and_ready(driver: Driver, worker: FakeWorker, **fields: object) -> None:
     """Connects a worker and lets it announce a pool with some fields changed."""
     driver.report(worker, WorkerHello(rid=1, name=worker.name, pid=1))
     driver.report(worker, msgspec.structs.replace(driver.ready(worker), **fields))

@@ -4,14 +4,15 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import numpy as np
 
 from coordinator.publish import publish
 from protocol.layout import GAUGES, Geometry
-from protocol.messages import RequestStats
+from protocol.messages import GetHealth, RequestStats, WorkerHello
 from protocol.tables import TablesWriter
 from tests.coordinator.conftest import MakePool
-from tests.coordinator.driver import BYTES_PER_BLOCK, Driver
+from tests.coordinator.driver import BYTES_PER_BLOCK, Driver, FakeWorker, model_info
 
 ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
 
@@ -55,6 +56,21 @@ def test_fresh_statistics_are_zero_and_totals_match_the_configuration(driver: Dr
         zeros = "cached referenced quarantined referenced_peak allocated_total freed_total live_tokens sequences steps"
         assert [getattr(pool, name) for name in zeros.split()] == [0] * 9
     assert driver.stats().requests == ZERO
+
+
+def test_what_each_workers_device_memory_is_for_is_told_from_its_ready_to_its_end(driver: Driver) -> None:
+    held = {"one": {"weights": 70, "pool": 30}, "two": {"pool": 1 << 40, "other": 5}}
+    for number, (name, device_bytes) in enumerate(held.items(), 8):
+        worker = FakeWorker(driver.machine, number, name, 4, model_info())
+        driver.workers.append(worker)
+        driver.report(worker, WorkerHello(rid=1, name=name, pid=1))
+        assert driver.ask(GetHealth(rid=1)).workers[-1].device_bytes == {}
+        driver.report(worker, msgspec.structs.replace(driver.ready(worker), device_bytes=device_bytes))
+    assert {worker.name: worker.device_bytes for worker in driver.ask(GetHealth(rid=1)).workers} == held
+    driver.lose(driver.workers[0])
+    assert {worker.name: worker.device_bytes for worker in driver.ask(GetHealth(rid=1)).workers} == {"two": held["two"]}
+    driver.add_worker(4, "one")  # its successor is of a kind that says nothing
+    assert driver.ask(GetHealth(rid=1)).workers[-1].device_bytes == {}
 
 
 # behaviour 17

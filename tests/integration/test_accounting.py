@@ -58,6 +58,19 @@ def test_fresh_totals_match_the_configuration(kv: Client) -> None:
     assert (stats.sequences, stats.requests.accepted_total, stats.requests.computed_tokens_total) == (0, 0, 0)
 
 
+def test_what_a_workers_memory_is_for_arrives_at_the_client(kv: Client) -> None:
+    """Weights are those of the tests' tiny Llama in float32, computed from its shape alone."""
+    (worker,) = kv.health().workers
+    assert (worker.name, worker.state) == ("w0", "ready")
+    assert worker.device_bytes["pool"] == BLOCKS * BYTES_PER_BLOCK == pool(kv).blocks * pool(kv).bytes_per_block
+    attention, inner, norms = 64 * (64 + 32 + 32) + 64 * 64, 3 * 64 * 128, 2 * 64
+    tables, final_norm = 2 * 256 * 64, 64
+    parameters = tables + 2 * (attention + inner + norms) + final_norm
+    beside = worker.device_bytes["weights"] - 4 * parameters
+    assert 0 <= beside <= 256, "beside them are only the frequencies of the rotation, 8 numbers, or 16 with their copy"
+    assert set(worker.device_bytes) == {"weights", "pool"}
+
+
 def test_peak_current_total_and_bytes_by_tenant(kv: Client) -> None:
     """behaviour 17."""
     before = pool(kv)

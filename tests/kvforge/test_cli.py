@@ -213,10 +213,15 @@ def test_health_for_probes(folder: Path, run: Any) -> None:
         assert run(*base, "--ready") == (exits.FAILED, "", reason)
         status, out, err = run(*base)  # the third question: from now on it is ready
         assert (status, err) == (0, "")
-        assert out == "live: yes\nready: yes\n  w0  pid 1  ready  17 steps, 2.5 s on the one it works on\n"
+        assert out == (
+            "live: yes\nready: yes\n  w0  pid 1  ready  17 steps, 2.5 s on the one it works on\n"
+            "    device memory: weights 3 GiB, pool 5 MiB, other 1000 B\n"
+        )
         assert run(*base, "--ready") == (0, "ready\n", "")
         status, out, _ = run(*base, "--ready", "--json")
-        assert (status, json.loads(out)["workers"][0]["steps"]) == (0, 17)
+        (worker,) = json.loads(out)["workers"]
+        assert (status, worker["steps"]) == (0, 17)
+        assert worker["device_bytes"] == {"weights": 3 << 30, "pool": 5 << 20, "other": 1000}
 
 
 def test_health_of_a_service_that_is_not_ready(folder: Path, run: Any) -> None:
@@ -260,6 +265,8 @@ def test_status_until_ready(folder: Path, run: Any) -> None:
         assert status == 0
         assert json.loads(out)["ready"] is True
         assert "w0: ready" in err
+        ready = "  w0  pid 1  ready\n    device memory: weights 3 GiB, pool 5 MiB, other 1000 B\n"
+        assert run(*base) == (0, f"ready\n{ready}", "")
 
 
 def test_status_that_never_gets_ready(folder: Path, run: Any) -> None:

@@ -20,13 +20,17 @@ from protocol.messages import (
     WORKER_REPLIES,
     Append,
     Ended,
+    Health,
     Message,
+    ModelInfo,
     RowStart,
     Sampling,
     Step,
     Stream,
     Submit,
     Timings,
+    WorkerHealth,
+    WorkerReady,
     tag_of,
 )
 
@@ -76,6 +80,40 @@ def test_arrays_and_scalars_survive_the_round_trip() -> None:
     assert again.ended == (ended,)
     assert again.request_ids.tolist() == [2**40]
     assert again.logprobs.tolist() == [-0.5]
+
+
+def ready(**changes: object) -> WorkerReady:
+    model = ModelInfo(
+        name="m", source="m", architecture="a", fingerprint="f", vocab_size=9, context_tokens_max=9, eos_tokens=(2,)
+    )
+    values: dict[str, object] = {"rid": 4, "blocks": 2, "bytes_per_block": 8, "kv_dtype": "int8", "device": "d"}
+    return WorkerReady(**{**values, "model": model, **changes})  # type: ignore[arg-type]
+
+
+def test_device_bytes_survive_the_way_to_the_coordinator_and_on_to_a_client() -> None:
+    held = {"weights": 3 << 40, "pool": 16, "other": 0}
+    back = Decoder(WORKER_MESSAGES).decode([bytes(frame) for frame in encode(ready(device_bytes=held))])
+    assert isinstance(back, WorkerReady)
+    assert (back.device_bytes, back.model.eos_tokens) == (held, (2,))
+    worker = WorkerHealth(name="w", pid=1, state="ready", device_bytes=back.device_bytes)
+    health = Health(rid=1, live=True, ready=True, reason="", workers=(worker,))
+    told = Decoder(CLIENT_REPLIES).decode([bytes(frame) for frame in encode(health)])
+    assert isinstance(told, Health)
+    assert told.workers == (worker,)
+
+
+def test_a_worker_that_says_nothing_of_its_device_bytes_has_none() -> None:
+    back = Decoder(WORKER_MESSAGES).decode(packed(ready(device_bytes={"pool": 1}), device_bytes=...))
+    assert isinstance(back, WorkerReady)
+    assert back.device_bytes == {}
+
+
+@pytest.mark.parametrize("value", [None, [1], 7, {"pool": "much"}, {"pool": 1.5}, {"pool": True}, {"pool": None}])
+def test_device_bytes_of_another_type_are_refused_by_name(value: object) -> None:
+    with pytest.raises(InvalidMessage) as caught:
+        Decoder(WORKER_MESSAGES).decode(packed(ready(), device_bytes=value))
+    assert caught.value.field.startswith("device_bytes")
+    assert caught.value.rid == 4
 
 
 def test_arrays_travel_as_little_endian_frames_whatever_the_sender_had() -> None:

@@ -74,6 +74,18 @@ def test_a_report_is_one_line() -> None:
     )
 
 
+def test_purposes_that_take_nothing_are_not_named() -> None:
+    report = memory.DeviceBytes(weights=3, pool=5, graphs=0, other=2, free=7, total=17)
+    assert report.by_purpose() == {"weights": 3, "pool": 5, "other": 2}
+
+
+def test_a_weight_that_two_layers_share_is_counted_once(tiny: Callable[..., LoadedModel]) -> None:
+    untied, tied = (tiny("llama", tie_word_embeddings=tie) for tie in (False, True))
+    head = untied.module.get_output_embeddings().weight
+    assert head.nbytes == untied.vocab_size * untied.module.config.hidden_size * 4
+    assert memory.weight_bytes(untied) - memory.weight_bytes(tied) == head.nbytes
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> Path:
     (tmp_path / "config.json").write_text(json.dumps(TINY | {"model_type": "llama"}))
@@ -91,11 +103,15 @@ def test_an_engine_for_two_coordinators(folder: Path) -> None:
     assert runner.graphs is not None
     assert runner.graphs.captured == 4
     assert "capturing decode graphs" in told
+    weights = sum(tensor.nbytes for tensor in {*engine.model.module.parameters(), *engine.model.module.buffers()})
+    held = {"weights": weights, "pool": 40 * engine.model.geometry.bytes_per_block}
+    assert engine.device_bytes().by_purpose() == held
     engine.adopt(welcome())
     assert engine.runner is runner
     engine.adopt(welcome(step_rows_max=2))
     assert engine.runner is not runner
     assert engine.runner.graphs is not None and engine.runner.graphs.sizes == (1, 2)
+    assert engine.device_bytes().by_purpose() == held
     engine.close()
 
 
