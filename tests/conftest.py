@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import signal
 import tempfile
 from pathlib import Path
 
@@ -17,6 +18,9 @@ if INDUCTOR not in os.environ:
     # torch makes a folder for compiled code as soon as it is imported, which other conftest files do: ours is removed.
     _made.append(tempfile.mkdtemp(prefix="kvforge-inductor-"))
     os.environ[INDUCTOR] = _made[0]
+
+# A shell makes what it starts in the background ignore SIGINT; the processes that tests interrupt would inherit that.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 
 
 def pytest_unconfigure() -> None:

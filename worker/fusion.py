@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from .attention import AttentionOptions, PagedAttention, PagedBatch
-from .kernels import LayerOperations
+from .kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
 from .pool import KvPool
 
 FUSIBLE = frozenset(
@@ -165,6 +165,9 @@ def _is_known(module: Any) -> bool:
     if f"{kind.__module__}.{kind.__qualname__}" not in FUSIBLE or config.hidden_act not in ("silu", "swish"):
         return False
     if module.model.rotary_emb.rope_type not in STATIC_ROPE:
+        return False
+    head_sizes = {layer.self_attn.head_dim for layer in module.model.layers}
+    if config.hidden_size > HIDDEN_MAX or max(head_sizes) > HEAD_SIZE_MAX:
         return False
     norms = [part for part in module.modules() if type(part).__name__.endswith("RMSNorm")]
     linears = [part for part in module.modules() if hasattr(part, "in_features")]

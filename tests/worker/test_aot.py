@@ -1,4 +1,5 @@
-"""Every choice of tiles compiles for every target, keeps its numbers in registers, and uses matrix instructions.
+"""Every kernel of attention, in every configuration, compiles for AMD's GPUs, keeps its numbers in registers, and uses
+matrix instructions; and no launch asks for another configuration.
 
 No GPU is needed. The compiler runs in a process of its own: in this one kernels are interpreted.
 """
@@ -11,14 +12,18 @@ import os
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
+from random import Random
 
 import pytest
+import torch
 
 pytest.importorskip("triton")
 
-from worker.attention.aot import DTYPES, Compiled
-from worker.attention.targets import HEAD_CLASSES, TARGETS, TileKey, current_target, head_class
+from tests.worker.launches import Launches
+from worker.attention import AttentionOptions, KvLayer, aot, decode, prefill, write
+from worker.attention.aot import DTYPES, Compiled, configurations
+from worker.attention.quantised import is_quantised
+from worker.attention.targets import HEAD_CLASSES, TARGETS, Target, TileKey, current_target
 from worker.device import Device
 
 COMPILED = [name for name, target in TARGETS.items() if target.backend == "hip"]
@@ -32,12 +37,13 @@ SCALAR_SPILLS_MAX = 320  # into lanes of vector registers: the masks of tiles th
 REGISTERS = {32: 256, 64: 512}
 
 
+@pytest.mark.parametrize("kernel", ["decode", "prefill", "write"])
 @pytest.mark.parametrize("name", COMPILED)
-def test_compiles_within_bounds(name: str, tmp_path: Path) -> None:
+def test_every_configuration_compiles_within_bounds(name: str, kernel: str, tmp_path: Path) -> None:
     target = TARGETS[name]
     environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     result = subprocess.run(
-        [sys.executable, "-m", "worker.attention.aot", "--json", "--target", name],
+        [sys.executable, "-m", "worker.attention.aot", "--json", "--only", kernel, "--target", name],
         env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
         capture_output=True,
         text=True,
@@ -46,34 +52,76 @@ def test_compiles_within_bounds(name: str, tmp_path: Path) -> None:
     )
     assert result.returncode == 0, result.stderr
     compiled = [Compiled(**json.loads(line)) for line in result.stdout.splitlines()]
-    assert {each.label.split()[0] for each in compiled} == {"decode", "prefill", "write"}
+    assert len(compiled) == sum(each.label.startswith(kernel) for each in configurations(target)) >= 36
     for each in compiled:
         is_large = "head 256" in each.label or "head 192" in each.label
         bounds = LOCAL_BYTES_MAX_LARGE if is_large else LOCAL_BYTES_MAX
         local_bytes_max = (LOCAL_BYTES_MAX_FLOAT32 if "fp32" in each.label else bounds)[name]
         assert each.local_bytes <= local_bytes_max, each.line()
         assert each.spills <= local_bytes_max // 4 + 16, each.line()  # a few go to accumulators, not to memory
+        assert each.unordered == 0, each.line()
         assert each.scalar_spills <= SCALAR_SPILLS_MAX, each.line()
         assert each.shared_bytes <= target.shared_bytes, each.line()
         assert each.registers <= REGISTERS[target.warp_size], each.line()
         assert (each.matrix > 0) == each.wants_matrix, each.line()
 
 
-def test_selection_holds_every_choice_of_tiles_and_every_dtype(monkeypatch: pytest.MonkeyPatch) -> None:
-    from worker.attention import aot
+@pytest.mark.parametrize("wait", ["s_waitcnt vmcnt(0)", "s_waitcnt_vscnt null, 0x0", "s_wait_storecnt 0x0"])
+def test_stores_that_nothing_waits_for_are_found(wait: str) -> None:
+    store, barrier, add = (
+        "\tglobal_store_dword v[1:2], v3, off",
+        "\ts_barrier",
+        "\tglobal_atomic_add v1, v1, v2, s[4:5] sc0",
+    )
+    assert aot._unordered_stores("\n".join([store, f"\t{wait}", barrier, add, store])) == 0
+    assert aot._unordered_stores("\n".join([store, f"\t{wait}", store, barrier, add])) == 1
+    assert aot._unordered_stores("\n".join([store, store, barrier, f"\t{wait}", add])) == 2
+    assert aot._unordered_stores("\n".join([store, barrier])) == 0
 
-    chosen: dict[str, list[tuple[Any, ...]]] = {"decode": [], "prefill": [], "write": []}
-    for kind in chosen:
-        monkeypatch.setattr(aot, f"_{kind}", lambda target, *factors, kind=kind: chosen[kind].append(factors))
-    aot._selection(TARGETS["gfx942"])
-    keys = {TileKey(*key) for key in itertools.product(HEAD_CLASSES, (1, 2, 4))}
-    for kind in ("decode", "prefill"):
-        assert {dtypes for dtypes, *_ in chosen[kind]} == set(DTYPES)
-        worst = [(dtypes, head) for dtypes, head, _, *optional in chosen[kind] if all(optional)]
-        assert {TileKey(head_class(head), dtypes[1].itemsize) for dtypes, head in worst} == keys
-        assert not any(head in HEAD_CLASSES for _, head in worst)
-        assert any(not any(optional) for _, _, _, *optional in chosen[kind])
-    assert {dtypes for dtypes, *_ in chosen["write"]} == set(aot.WRITTEN)
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_whatever_is_launched_was_compiled(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Launches of random shapes; of every one of those that were compiled there is a launch."""
+    target = TARGETS[name]
+    kernels = {
+        module: Launches(getattr(module, kernel))
+        for module, kernel in ((decode, "decode_kernel"), (prefill, "prefill_portable"), (write, "write_kernel"))
+    }
+    for module, launches in kernels.items():
+        monkeypatch.setattr(module, launches.kernel.__name__, launches)
+    random = Random(7)
+    for _ in range(3000):
+        launch(target, random)
+    compiled = {configuration.kind(): configuration.label for configuration in configurations(target)}
+    launched = {made.kind() for launches in kernels.values() for made in launches.made}
+    assert launched <= set(compiled), launched - set(compiled)
+    assert not {label for kind, label in compiled.items() if kind not in launched}
+
+
+def launch(target: Target, random: Random) -> None:
+    """A write and an attention of every kind, as TritonAttention would have them, of a model that it supports."""
+    model, stored = random.choice(DTYPES)
+    head_size, kv_heads = 8 * random.randint(1, 32), random.choice((1, 2, 8, 10))
+    heads = kv_heads * random.choice((1, 2, 3, 4, 7, 8, 12, 16, 32, 71))
+    rows, block_size = random.choice((1, 3, 64, 500)), random.choice((8, 16, 32, 128))
+    options = AttentionOptions(0.1, window=random.choice((0, 1, 1000)), softcap=random.choice((0.0, 50.0)))
+    with torch.device("meta"):
+        cache = torch.empty((9, block_size, kv_heads, head_size), dtype=stored)
+        scales = torch.empty((9, block_size, kv_heads)) if is_quantised(stored) else None
+        layer = KvLayer(cache, cache, scales, scales)
+        query, output = (torch.empty((rows, heads, head_size), dtype=model) for _ in range(2))
+        key = torch.empty(
+            (rows, kv_heads, head_size), dtype=random.choice((model, torch.float32) if scales is not None else (model,))
+        )
+        tables, items = (torch.empty((rows, 8), dtype=torch.int32) for _ in range(2))
+        planner = decode.decode_planner(rows, heads, kv_heads, head_size, stored, options.window, target)
+        workspace = decode.DecodeWorkspace.allocate(planner, heads, head_size, torch.device("meta"))
+        decode.paged_decode(query, layer, tables, items.view(-1), output, workspace, options, target)
+        prefill.paged_prefill(query, layer, tables, items, output, options, target)
+        rotated = random.choice((None, head_size, head_size // 2))
+        angles = None if rotated is None else torch.empty((rows, rotated), dtype=key.dtype)
+        whole_query = query.to(key.dtype) if random.random() < 0.5 else None
+        write.write_kv(whole_query, key, key, angles, angles, layer, tables[:, 0].contiguous(), target)
 
 
 def test_tables_are_complete(cpu: Device) -> None:

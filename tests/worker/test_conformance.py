@@ -9,7 +9,6 @@ from typing import Any
 
 import numpy as np
 import pytest
-import torch
 
 from protocol.messages import RowStart, Sampling, Step
 from worker.device import Device
@@ -29,14 +28,6 @@ def smollm2(smollm2_path: Path, cpu: Device) -> LoadedModel:
     with smollm2_path.open("rb") as file:
         assert hashlib.file_digest(file, "sha256").hexdigest() == SAMPLE["gguf_sha256"]
     return load_model(smollm2_path, dtype="float32", device=cpu, block_size=BLOCK_SIZE)
-
-
-@pytest.fixture
-def many_threads() -> Any:
-    before = torch.get_num_threads()
-    torch.set_num_threads(2)
-    yield
-    torch.set_num_threads(before)
 
 
 def generate(model: LoadedModel, cases: list[dict[str, Any]], steps: int) -> list[list[int]]:
@@ -72,13 +63,13 @@ def agree(case: dict[str, Any], tokens: list[int]) -> int:
     return len(tokens)
 
 
-def test_all_prompts_batched(smollm2: LoadedModel, many_threads: None) -> None:
+def test_all_prompts_batched(smollm2: LoadedModel) -> None:
     steps = len(CASES[0]["tokens"])
     matched = [agree(c, t) for c, t in zip(CASES, generate(smollm2, CASES, steps), strict=True)]
     assert matched == [steps] * len(CASES)  # in float32 no case of the sample has a near tie
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: case["id"])
-def test_each_prompt_alone(case: dict[str, Any], smollm2: LoadedModel, many_threads: None) -> None:
+def test_each_prompt_alone(case: dict[str, Any], smollm2: LoadedModel) -> None:
     steps = 24
     assert agree(case, generate(smollm2, [case], steps)[0]) == steps

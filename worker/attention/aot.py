@@ -1,16 +1,15 @@
 """Compiles the attention kernels for GPUs that are not here, and reads from the assembly what they need.
 
-    python -m worker.attention.aot [--target gfx942 ...] [--every]
+    python -m worker.attention.aot [--target gfx942 ...] [--only "decode bf16"]
 
 prints a line for each configuration: registers, spilled registers, local (private) memory, shared memory (LDS), and
 matrix instructions. No GPU is needed: Triton brings its compilers along.
 
 A configuration is what a kernel is compiled for. All come from the functions that the launches themselves use, and so
-from the table in `targets`. `--every` compiles the product of the factors below (numbers that only change constants in
-address arithmetic, such as the block size, are no factors). Without it, a selection is compiled that holds every choice
-of tiles in the table at its worst: with every optional part of the kernel in, heads that need padding, and the most
-query heads for a KV head. Other configurations of the same tiles are made of parts of that, and need about as much at
-most. The model's and the pool's dtypes take turns, and each kernel is compiled at its plainest as well.
+from the table in `targets`. They are the product of the factors below, equal ones once. Numbers that only change
+constants in address arithmetic (block size, numbers of heads, a head size within its class) are no factors. What AMD's
+kernels could have as further factors (soft cap, window, tall groups) they are told at run time instead, so that the
+tests can compile every one.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ import re
 import subprocess
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Hashable, Iterable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -37,7 +36,7 @@ from .decode_kernel import decode_kernel
 from .interface import AttentionOptions, KvLayer
 from .prefill import portable_constants, prefill_shape
 from .prefill_portable import prefill_portable
-from .targets import TARGETS, Target
+from .targets import TARGETS, Target, head_class
 from .write import write_constants, write_kernel
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -48,11 +47,23 @@ PADDED = {64: 56, 128: 80, 256: 192}  # for each class of head sizes, one that i
 HEAD_SIZES = (*PADDED, *PADDED.values())
 GROUPS = (4, 32, 128)  # query heads of one KV head: one tile of rows, a tall one, several
 CAPPED = (False, True)
-WINDOWED = (False, True)
 FEW = (False, True)  # rows: see decode.is_few
 ROTATED = (1, 2)  # whole heads, or half of each
+ADDRESSING = (
+    "HEADS",
+    "KV_HEADS",
+    "HEAD_SIZE",
+    "BLOCK_SIZE",
+    "PACKS",
+    "PACK",
+    "POOL_BLOCK",
+    "HEAD",
+    "STEPS",
+)  # no factors
 BLOCK_SIZE, KV_HEADS = 16, 8
-_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", I8: "i8", FP8: "fp8e4nv"}
+DTYPE_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", I8: "i8", FP8: "fp8e4nv", torch.int16: "i16", torch.int32: "i32"}
+# Until all stores are done: gfx9, gfx11, gfx12.
+_WAIT = r"s_waitcnt vmcnt\(0\)|s_waitcnt_vscnt null, 0x0|s_wait_storecnt 0x0"
 _FLOATS = ("scaling", "softcap", "scale", "cap", "epsilon")
 
 
@@ -68,12 +79,22 @@ class Configuration:
     stages: int
     matrix: bool
 
+    def kind(self) -> Hashable:
+        """Equal for configurations that differ only in constants of address arithmetic."""
+        constants = dict(self.constants)
+        head_size = constants.get("HEAD_SIZE", constants.get("HEAD"))
+        constants["PADDED"] = head_size is not None and head_size != head_class(head_size)
+        shaping = tuple(item for item in sorted(constants.items()) if item[0] not in ADDRESSING)
+        return self.kernel.__name__, tuple(sorted(self.pointers.items())), shaping, self.warps, self.stages
+
 
 @dataclass(frozen=True)
 class Compiled:
     """What the compiler made. registers: vector registers of a thread. spills: vector registers that did not fit, and
     went to memory; scalar_spills: scalar ones, which go to vector registers.
 
+    unordered: stores that may still be under way when the block's barrier before an atomic operation lets its thread
+    pass: another block could count them as done. Looked for on AMD's GPUs, whose barriers wait for shared memory alone.
     local_bytes: private memory of a thread. shared_bytes: shared memory (LDS) of a block. matrix: matrix instructions;
     wants_matrix: whether there must be some.
     """
@@ -84,6 +105,7 @@ class Compiled:
     spills: int
     scalar_spills: int
     local_bytes: int
+    unordered: int
     shared_bytes: int
     matrix: int
     wants_matrix: bool
@@ -97,33 +119,13 @@ class Compiled:
         )
 
 
-def configurations(target: Target, every: bool = False) -> list[Configuration]:
-    """What the dispatcher can choose on `target`, equal ones once."""
+def configurations(target: Target) -> list[Configuration]:
+    """What the dispatcher can choose on `target`."""
     product = itertools.product
-    if every:
-        made = [_decode(target, *c) for c in product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW)]
-        made += [_prefill(target, *c) for c in product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, WINDOWED)]
-        made += [_write(target, *c) for c in product(WRITTEN, HEAD_SIZES, ROTATED)]
-    else:
-        made = _selection(target)
-    unique = {(id(c.kernel), str(c.pointers), str(c.constants), c.warps, c.stages): c for c in reversed(made)}
-    return list(reversed(unique.values()))
-
-
-def _selection(target: Target) -> list[Configuration]:
-    """See the module's docstring."""
-    made = []
-    for number, (itemsize, (plain, padded)) in enumerate(itertools.product((1, 2, 4), PADDED.items())):
-        dtypes = [pair for pair in DTYPES if pair[1].itemsize == itemsize]
-        first, second = dtypes[number % len(dtypes)], dtypes[(number + 2) % len(dtypes)]
-        made += [_decode(target, first, plain, GROUPS[0], False, False)]
-        made += [_decode(target, second, padded, GROUPS[-1], True, few) for few in FEW]
-        made.append(_prefill(target, first, padded, GROUPS[number % len(GROUPS)], True, True))
-        if plain == 128:
-            made.append(_prefill(target, second, plain, GROUPS[0], False, False))
-    heads = itertools.cycle((*PADDED, *PADDED.values()))
-    made += [_write(target, pair, next(heads), 1 + number % 2) for number, pair in enumerate(WRITTEN)]
-    return made
+    made = [_decode(target, *c) for c in product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW)]
+    made += [_prefill(target, *c) for c in product(DTYPES, HEAD_SIZES)]
+    made += [_write(target, *c) for c in product(WRITTEN, PADDED.values(), ROTATED)]
+    return list({configuration.kind(): configuration for configuration in reversed(made)}.values())[::-1]
 
 
 def compile_one(configuration: Configuration, target: Target) -> Compiled:
@@ -152,7 +154,8 @@ def compile_one(configuration: Configuration, target: Target) -> Compiled:
     assembly = kernel.asm["amdgcn" if target.backend == "hip" else "ptx"]
     matrix = len(re.findall(rf"\b(?:{target.matrix})", assembly))
     shared = int(kernel.metadata.shared)
-    return Compiled(target.name, configuration.label, *usage, shared, matrix, configuration.matrix, seconds)
+    unordered = _unordered_stores(assembly) if target.backend == "hip" else 0
+    return Compiled(target.name, configuration.label, *usage, unordered, shared, matrix, configuration.matrix, seconds)
 
 
 def _hip_usage(asm: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -167,6 +170,20 @@ def _hip_usage(asm: dict[str, Any]) -> tuple[int, int, int, int]:
     names = "vgpr_count", "vgpr_spill_count", "sgpr_spill_count", "private_segment_fixed_size"
     registers, spills, scalar_spills, local_bytes = map(number, names)
     return registers, spills, scalar_spills, local_bytes
+
+
+def _unordered_stores(assembly: str) -> int:
+    """Stores before a barrier before an atomic operation that nothing between them and the barrier waits for."""
+    lines = [line.strip() for line in assembly.splitlines()]
+    found = 0
+    for at, line in enumerate(lines):
+        if not re.match(r"(global|flat|buffer)_atomic_", line):
+            continue
+        before = lines[:at]
+        barrier = max((i for i, each in enumerate(before) if each.startswith("s_barrier")), default=0)
+        waited = max((i for i, each in enumerate(before[:barrier]) if re.match(_WAIT, each)), default=0)
+        found += sum(bool(re.match(r"(global|flat|buffer)_store_", each)) for each in before[waited:])
+    return found
 
 
 def _cuda_usage(asm: dict[str, Any]) -> tuple[int, int, int, int]:
@@ -191,37 +208,37 @@ def _decode(
     model, stored = dtypes
     tiles = decode_tiles(head_size, stored, target, few)
     constants = decode_constants(KV_HEADS * group, KV_HEADS, head_size, BLOCK_SIZE, stored, cap, target, few)
-    numbers = "i16" if stored in (I8, FP8) else _NAMES[stored]
-    pointers = _pointers(("query", "output"), _NAMES[model]) | _pointers(("keys", "values"), numbers)
-    pointers |= _pointers(("key_scales", "value_scales", "partials", "sizes"), "fp32")
+    numbers = "i16" if stored in (I8, FP8) else DTYPE_NAMES[stored]
+    pointers = _pointers(("query", "output"), DTYPE_NAMES[model]) | _pointers(("keys", "values"), numbers)
+    scales = dict.fromkeys(("key_scales", "value_scales"))
+    pointers |= _pointers(("partials", "sizes", *(scales if stored in (I8, FP8) else ())), "fp32")
     pointers |= _pointers(("tables", "plan", "counters"), "i32")
     return Configuration(
         f"decode {_dtypes(dtypes)} head {head_size} group {group}{' capped' * cap}{' few rows' * few}",
         decode_kernel,
         pointers,
-        constants | ({} if stored in (I8, FP8) else {"key_scales": None, "value_scales": None}),
+        constants | ({} if stored in (I8, FP8) else scales),
         tiles.warps,
         tiles.stages,
         _has_matrix(stored, target),
     )
 
 
-def _prefill(
-    target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: int, group: int, cap: bool, window: bool
-) -> Configuration:
+def _prefill(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: int) -> Configuration:
     model, stored = dtypes
+    heads = KV_HEADS * GROUPS[0]
     cache = torch.empty((1, BLOCK_SIZE, KV_HEADS, head_size), dtype=stored, device="meta")
     layer = KvLayer(cache, cache)
-    options = AttentionOptions(1.0, window=1024 * window, softcap=float(cap))
-    shape = prefill_shape(KV_HEADS * group, model, layer, options, target)
-    pointers = _pointers(("query", "output"), _NAMES[model]) | _pointers(("keys", "values"), _NAMES[stored])
-    scales = "fp32" if stored in (I8, FP8) else _NAMES[stored]
+    # Windows of one token are what `prefill_hopper` does not take.
+    shape = prefill_shape(heads, model, layer, AttentionOptions(1.0, window=1), target)
+    pointers = _pointers(("query", "output"), DTYPE_NAMES[model]) | _pointers(("keys", "values"), DTYPE_NAMES[stored])
+    scales = "fp32" if stored in (I8, FP8) else DTYPE_NAMES[stored]
     pointers |= _pointers(("key_scales", "value_scales"), scales) | _pointers(("tables", "items"), "i32")
     return Configuration(
-        f"prefill {_dtypes(dtypes)} head {head_size} group {group}{' capped' * cap}{' window' * window}",
+        f"prefill {_dtypes(dtypes)} head {head_size}",
         prefill_portable,
         pointers,
-        portable_constants(KV_HEADS * group, model, layer, options, shape, target),
+        portable_constants(heads, model, layer, shape, target),
         shape.tiles.warps,
         shape.tiles.stages,
         _has_matrix(model, target),
@@ -230,9 +247,9 @@ def _prefill(
 
 def _write(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: int, rotated: int) -> Configuration:
     model, stored = dtypes
-    numbers = "i8" if stored in (I8, FP8) else _NAMES[stored]
+    numbers = "i8" if stored in (I8, FP8) else DTYPE_NAMES[stored]
     scales = "fp32" if stored in (I8, FP8) else "i32"
-    pointers = _pointers(("query", "key", "value", "rotated", "cosines", "sines"), _NAMES[model])
+    pointers = _pointers(("query", "key", "value", "rotated", "cosines", "sines"), DTYPE_NAMES[model])
     pointers |= _pointers(("keys", "values"), numbers) | _pointers(("key_scales", "value_scales"), scales)
     return Configuration(
         f"write {_dtypes(dtypes)} head {head_size}{' half rotated' * (rotated - 1)}",
@@ -255,7 +272,7 @@ def _pointers(names: Iterable[str], dtype: str) -> dict[str, str]:
 
 
 def _dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> str:
-    return "/".join(dict.fromkeys(_NAMES[dtype] for dtype in dtypes))
+    return "/".join(dict.fromkeys(DTYPE_NAMES[dtype] for dtype in dtypes))
 
 
 def _last_line(error: Exception) -> str:
@@ -267,21 +284,20 @@ def main() -> int:
     parser = argparse.ArgumentParser(description="Compile the attention kernels for GPUs that are not here.")
     names = [name for name, target in TARGETS.items() if target.backend != "cpu"]
     parser.add_argument("--target", nargs="+", choices=names, default=names)
-    parser.add_argument("--every", action="store_true", help="the whole product of the factors: an hour")
     parser.add_argument("--only", default="", help="labels that contain this text")
     parser.add_argument("--json", action="store_true", help="a line of JSON for each, for programs")
     arguments = parser.parse_args()
     if len(arguments.target) == 1:
         return _compile_all(TARGETS[arguments.target[0]], arguments)
     # A process for each: after gfx950, Triton 3.6 uses some of its instructions for other targets as well.
-    options = ["--every"] * arguments.every + ["--json"] * arguments.json + ["--only", arguments.only]
+    options = ["--json"] * arguments.json + ["--only", arguments.only]
     command = [sys.executable, "-m", "worker.attention.aot", *options, "--target"]
     return max(subprocess.run([*command, name], check=False).returncode != 0 for name in arguments.target)
 
 
 def _compile_all(target: Target, arguments: argparse.Namespace) -> int:
     failures = 0
-    for configuration in configurations(target, arguments.every):
+    for configuration in configurations(target):
         if arguments.only not in configuration.label:
             continue
         try:

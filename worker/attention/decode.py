@@ -16,12 +16,13 @@ from .decode_plan import FIELDS, DecodePlanner
 from .interface import AttentionOptions, KvLayer
 from .targets import DecodeTiles, Target, TileKey, head_class
 
-ROWS_MIN, ROWS_MAX = 16, 64  # query heads of a program: what a matrix instruction takes, and what was fastest
+ROWS_MIN = 16  # query heads of a program: what a matrix instruction takes
 # Numbers of a program's tiles of outputs and of scores; more would not fit its registers. Half as many outputs where
 # numbers of K and V are converted or split first.
 OUTPUTS_MAX = 64 * 128
 SCORES_MAX = 32 * 128
 MERGE_PARTS = 16  # parts that the merge has in flight at once
+LOG2_E = 1.4426950408889634
 KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # 0: every other dtype
 
 
@@ -48,7 +49,7 @@ def decode_planner(
     rows_max: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, window: int, target: Target
 ) -> DecodePlanner:
     """The planner whose plans `paged_decode` takes for these shapes. dtype: of K and V."""
-    units = _units(heads, kv_heads, head_size, dtype)
+    units = _units(heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, is_few(rows_max, heads, kv_heads, head_size, dtype, target))
     programs = max(1, target.multiprocessors * tiles.waves_per_block // units)
     return DecodePlanner(rows_max, programs, tiles.keys, window)
@@ -56,7 +57,7 @@ def decode_planner(
 
 def is_few(rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> bool:
     """Whether each program of so many whole rows can have a multiprocessor to itself. dtype: of K and V."""
-    return rows * _units(heads, kv_heads, head_size, dtype) <= target.multiprocessors
+    return rows * _units(heads, kv_heads, head_size, dtype, target) <= target.multiprocessors
 
 
 def decode_tiles(head_size: int, dtype: torch.dtype, target: Target, few: bool = False) -> DecodeTiles:
@@ -64,10 +65,10 @@ def decode_tiles(head_size: int, dtype: torch.dtype, target: Target, few: bool =
     return (target.decode_few if few else target.decode)[TileKey(head_class(head_size), dtype.itemsize)]
 
 
-def _units(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype) -> int:
+def _units(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
     """Programs of one part of one row."""
     group = heads // kv_heads
-    return kv_heads * -(-group // _rows(group, head_size, dtype))
+    return kv_heads * -(-group // _rows(group, head_size, dtype, target))
 
 
 def _is_cuda(target: Target, version: int) -> bool:
@@ -75,10 +76,15 @@ def _is_cuda(target: Target, version: int) -> bool:
     return target.backend == "cuda" and int(target.name.removeprefix("sm_")) >= version
 
 
-def _rows(group: int, head_size: int, dtype: torch.dtype) -> int:
+def _rows(group: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
     """Query heads of one program, padding included."""
     fitting = OUTPUTS_MAX // head_class(head_size) // (1 if dtype.itemsize == 2 else 2)
-    return int(max(ROWS_MIN, min(triton.next_power_of_2(group), fitting, ROWS_MAX)))
+    return int(max(ROWS_MIN, min(triton.next_power_of_2(group), fitting, target.decode_rows)))
+
+
+def _softcap_choice(softcap: bool, target: Target) -> int:
+    """The kernel's SOFTCAP. Only NVIDIA's has two kernels: where one asks, all of them can be compiled in the tests."""
+    return int(softcap) if target.backend == "cuda" else 2
 
 
 def decode_constants(
@@ -95,8 +101,8 @@ def decode_constants(
     tiles = decode_tiles(head_size, dtype, target, few)
     group = heads // kv_heads
     head_tile = head_class(head_size)
-    rows = _rows(group, head_size, dtype)
-    merge_rows = min(triton.next_power_of_2(group), max(1, 128 * tiles.warps // head_tile))
+    rows = _rows(group, head_size, dtype, target)
+    merge_rows = min(ROWS_MIN, max(1, 128 * tiles.warps // head_tile))
     return {
         "HEADS": heads,
         "KV_HEADS": kv_heads,
@@ -107,7 +113,7 @@ def decode_constants(
         "KEYS": min(tiles.keys, SCORES_MAX // rows),
         "STAGES": tiles.stages,
         "KIND": KINDS.get(dtype, 0),
-        "SOFTCAP": softcap,
+        "SOFTCAP": _softcap_choice(softcap, target),
         "ASSEMBLY": _is_cuda(target, 89),
         "MERGE_ROWS": merge_rows,
         "MERGE_PARTS": MERGE_PARTS,
@@ -143,7 +149,7 @@ def paged_decode(
     few = is_few(rows, heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, few)
     constants = decode_constants(heads, kv_heads, head_size, block_size, dtype, options.softcap > 0, target, few)
-    programs = plan.shape[0] // FIELDS * _units(heads, kv_heads, head_size, dtype)
+    programs = plan.shape[0] // FIELDS * _units(heads, kv_heads, head_size, dtype, target)
     decode_kernel[(programs,)](
         query,
         keys,
@@ -156,7 +162,7 @@ def paged_decode(
         workspace.partials,
         workspace.sizes,
         workspace.counters,
-        options.scaling,
+        options.scaling / options.softcap if options.softcap else options.scaling * LOG2_E,
         options.softcap,
         query.stride(0),
         tables.stride(0),

@@ -74,6 +74,14 @@ def _unpack(pairs, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
 
 
 @triton.jit
+def _capped(scores, softcap):
+    """softcap x tanh(scores), in units of log2."""
+    LOG2_E: tl.constexpr = 1.4426950408889634
+    # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities too
+    return (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0)) * (softcap * LOG2_E)
+
+
+@triton.jit
 def _merge(
     partials,
     sizes,
@@ -134,7 +142,7 @@ def decode_kernel(
     partials,
     sizes,
     counters,
-    scaling,
+    scale,
     softcap,
     query_stride,
     table_stride,
@@ -163,8 +171,9 @@ def decode_kernel(
     dtype. partials: [items, HEADS, HEAD_SIZE] float32, each part's own result; sizes: [items, HEADS] float32, log2 of
     the sum of its exponentials; counters: [rows x KV_HEADS x slices] int32, parts done, 0 before and after.
 
-    ASSEMBLY: the conversions of NVIDIA GPUs. WIDEN: multiply float32 (for the interpreter). CHAINED: launched before
-    the kernel before it is done (programmatic dependent launch). FLUSHED: see where it is used.
+    scale: factor on q.k, which makes it units of log2, or what tanh is taken of. SOFTCAP: 0 never, 1 always, 2 where
+    `softcap` is above 0. ASSEMBLY: the conversions of NVIDIA GPUs. WIDEN: multiply float32 (for the interpreter).
+    CHAINED: launched before the kernel before it is done (programmatic dependent launch). FLUSHED: see its use.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
@@ -172,7 +181,6 @@ def decode_kernel(
     PACK: tl.constexpr = 2 if KIND else 1
     WIDTH: tl.constexpr = HEAD_SIZE // PACK  # numbers of K or V as they are loaded
     TILE: tl.constexpr = HEAD_TILE // PACK
-    LOG2_E: tl.constexpr = 1.4426950408889634
     unit = tl.program_id(0)
     kv_head = unit % UNITS // SLICES
     first_in_group = unit % SLICES * ROWS
@@ -203,7 +211,7 @@ def decode_kernel(
         size = tl.where(size > 0.0, size, 1.0)
         q = (low / size[:, None]).to(tl.float16)
         q_high = (high / size[:, None]).to(tl.float16)
-        factor = size * scaling
+        factor = size * scale
         if KIND == 2 and not ASSEMBLY:
             factor *= 256.0
     else:
@@ -212,11 +220,7 @@ def decode_kernel(
         if WIDEN:
             q = q.to(tl.float32)
         q_high = q
-        factor = tl.full([ROWS], 1.0, tl.float32) * scaling
-    if SOFTCAP:
-        factor = factor / softcap
-    else:
-        factor = factor * LOG2_E
+        factor = tl.full([ROWS], 1.0, tl.float32) * scale
 
     table = tables + row * table_stride
     key_columns = (keys + kv_head * WIDTH + d)[None, :]
@@ -253,9 +257,10 @@ def decode_kernel(
                 k = k.to(tl.float32)
                 v = v.to(tl.float32)
             scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
-        if SOFTCAP:
-            # tanh(x) = 1 - 2 / (e^2x + 1), which is right at both infinities too
-            scores = (1.0 - 2.0 / (tl.exp2(scores * (2.0 * LOG2_E)) + 1.0)) * (softcap * LOG2_E)
+        if SOFTCAP == 1:
+            scores = _capped(scores, softcap)
+        elif SOFTCAP == 2:  # a branch would make the compiler write the loop twice, which costs registers
+            scores = tl.where(softcap > 0.0, _capped(scores, softcap), scores)
         scores = tl.where(seen, scores, float("-inf"))
         if KIND:
             # The scale is 2 ** exponent x mantissa; the exponent goes into the maximum, the mantissa (1 to 2) does not.

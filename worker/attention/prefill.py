@@ -30,6 +30,7 @@ PACK_MAX = 16
 HOPPER_QUERIES = 128
 GLUON = triton.__version__.startswith("3.6.")  # Gluon is experimental: what `prefill_hopper` is written in may change
 COPY_OPERATIONS_MIN = 192  # new tokens x query heads of a KV head, for each token of the row: less pays no copy
+NO_WINDOW = 1 << 30  # tokens: more than any row has
 LOG2_E = 1.4426950408889634
 
 
@@ -165,7 +166,7 @@ def paged_prefill(
         launch(query, layer, tables, items, output, options, *numbers, paged=not copied)
         return
     assert not copied, "no workspace is of use here"
-    constants = portable_constants(query.shape[1], query.dtype, layer, options, shape, target)
+    constants = portable_constants(query.shape[1], query.dtype, layer, shape, target)
     scale, cap = exponents(options)
     prefill_portable[(items.shape[0] * constants["PACKS"],)](
         query,
@@ -183,7 +184,7 @@ def paged_prefill(
         items,
         scale,
         cap,
-        options.window,
+        options.window or NO_WINDOW,
         **constants,
         num_warps=shape.tiles.warps,
         num_stages=shape.tiles.stages,
@@ -194,7 +195,6 @@ def portable_constants(
     heads: int,
     query_dtype: torch.dtype,
     layer: KvLayer,
-    options: AttentionOptions,
     shape: PrefillShape,
     target: Target,
 ) -> dict[str, Any]:
@@ -204,13 +204,11 @@ def portable_constants(
         "KV_HEADS": kv_heads,
         "PACKS": heads // shape.pack,
         "PACK": shape.pack,
-        "BLOCK": block_size,
+        "POOL_BLOCK": block_size,
         "HEAD": head_size,
-        "HEAD_PAD": max(16, triton.next_power_of_2(head_size)),
+        "HEAD_PAD": head_class(head_size),
         "QUERIES": shape.tiles.queries,
         "KEYS": shape.tiles.keys,
-        "WINDOW": options.window > 0,
-        "SOFTCAP": options.softcap > 0,
         "QUANTISED": is_quantised(layer.keys.dtype),
         "BITWISE": target.backend == "hip" and is_quantised(layer.keys.dtype),
         "UPCAST": target.backend == "cpu" and query_dtype == torch.bfloat16,

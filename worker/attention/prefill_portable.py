@@ -72,12 +72,10 @@ def _step(
     scale,
     cap,
     KV_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    POOL_BLOCK: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     QUANTISED: tl.constexpr,
     BITWISE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -87,10 +85,10 @@ def _step(
     columns = tl.arange(0, HEAD_PAD)
     inside = (key >= low) & (key < high)
     if MASKED:
-        block = tl.load(table + key // BLOCK, mask=inside, other=0)
+        block = tl.load(table + key // POOL_BLOCK, mask=inside, other=0)
     else:
-        block = tl.load(table + key // BLOCK)
-    rows = (block.to(tl.int64) * BLOCK + key % BLOCK) * KV_HEADS + kv_head
+        block = tl.load(table + key // POOL_BLOCK)
+    rows = (block.to(tl.int64) * POOL_BLOCK + key % POOL_BLOCK) * KV_HEADS + kv_head
     k = _load_tile(keys, rows, columns, inside, HEAD, HEAD_PAD, MASKED)
     k = _convert(k, q.dtype, BITWISE)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
@@ -100,12 +98,10 @@ def _step(
         else:
             key_scale = tl.load(key_scales + rows)
         scores *= key_scale[None, :]
-    if SOFTCAP:
+    if cap > 0.0:
         scores = 1.0 - 2.0 / (tl.exp2(scores * cap) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
     if MASKED:
-        seen = (key[None, :] <= positions[:, None]) & inside[None, :]
-        if WINDOW:
-            seen = seen & (key[None, :] > positions[:, None] - window)
+        seen = (key[None, :] <= positions[:, None]) & (key[None, :] > positions[:, None] - window) & inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
     new_largest = tl.maximum(largest, tl.max(scores, axis=1))
     base = new_largest * scale
@@ -154,13 +150,11 @@ def prefill_portable(
     KV_HEADS: tl.constexpr,
     PACKS: tl.constexpr,
     PACK: tl.constexpr,
-    BLOCK: tl.constexpr,
+    POOL_BLOCK: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    WINDOW: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     QUANTISED: tl.constexpr,
     BITWISE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -168,8 +162,9 @@ def prefill_portable(
     """Grid: [tiles x PACKS]. items: [tiles, 8] int32, see `prefill.plan_prefill`.
 
     PACK: query heads of one tile; PACKS: how many times that the query has. QUERIES: rows of a tile, tokens x PACK.
-    scale: factor on scores inside exp2. cap: factor on q.k inside the soft cap's exp2. UPCAST: matrix products in
-    float32, for Triton's interpreter, which multiplies bfloat16 as if it were integers.
+    scale: factor on scores inside exp2. cap: factor on q.k inside the soft cap's exp2, 0: no cap. window: tokens that a
+    query sees, itself included. UPCAST: matrix products in float32, for Triton's interpreter, which multiplies bfloat16
+    as if it were integers.
     """
     TOKENS: tl.constexpr = QUERIES // PACK
     program = tl.program_id(0)
@@ -203,33 +198,25 @@ def prefill_portable(
     largest = tl.full([QUERIES], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES], tl.float32)
     end = tl.minimum(position + TOKENS, length)
-    causal = (position + 1) // KEYS * KEYS  # keys before it are not after any query
-    low = 0
-    first = 0
-    whole = 0
-    if WINDOW:
-        low = tl.maximum(start - window + 1, 0)
-        first = tl.maximum(position - window + 1, 0) // KEYS * KEYS
-        whole = (tl.maximum(end - window, 0) + KEYS - 1) // KEYS * KEYS  # keys from it on are in every query's window
-        whole = tl.maximum(tl.minimum(whole, causal), first)
-        causal = tl.maximum(causal, whole)
-        for at in tl.range(first, whole, KEYS):
-            accumulator, largest, total = _step(
-                accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
-                value_scales, kv_head, scale, cap, KV_HEADS, BLOCK, HEAD, HEAD_PAD, KEYS, WINDOW, SOFTCAP, QUANTISED,
-                BITWISE, True,
-            )  # fmt: skip
+    low = tl.maximum(start - window + 1, 0)
+    first = tl.maximum(position - window + 1, 0) // KEYS * KEYS
+    # Every query sees all keys from `whole` on that come before `causal`; the tiles on either side of them are masked.
+    causal = (position + 1) // KEYS * KEYS
+    whole = (tl.maximum(end - window, 0) + KEYS - 1) // KEYS * KEYS
+    whole = tl.maximum(tl.minimum(whole, causal), first)
+    causal = tl.maximum(causal, whole)
     for at in tl.range(whole, causal, KEYS):
         accumulator, largest, total = _step(
             accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
-            value_scales, kv_head, scale, cap, KV_HEADS, BLOCK, HEAD, HEAD_PAD, KEYS, WINDOW, SOFTCAP, QUANTISED,
-            BITWISE, False,
+            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, QUANTISED, BITWISE, False,
         )  # fmt: skip
-    for at in tl.range(causal, end, KEYS):
+    for edge in tl.range(0, whole - first + end - causal, KEYS):
+        at = first + edge
+        if at >= whole:
+            at += causal - whole
         accumulator, largest, total = _step(
             accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
-            value_scales, kv_head, scale, cap, KV_HEADS, BLOCK, HEAD, HEAD_PAD, KEYS, WINDOW, SOFTCAP, QUANTISED,
-            BITWISE, True,
+            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, QUANTISED, BITWISE, True,
         )  # fmt: skip
     accumulator = accumulator / total[:, None]
     tl.store(

@@ -63,6 +63,7 @@ class Target:
     GPUTarget takes. warp_size: threads of a warp or wave. shared_bytes: shared memory (LDS) that one block may use.
     matrix: pattern of the names of its matrix instructions in assembly, "" where there are none.
     multiprocessors: SMs or compute units; of the device at hand where there is one.
+    decode_rows: most query heads of one decode program; a KV head with more of them takes several programs.
     decode, prefill: by TileKey. decode_few: where rows are so few that every program has a multiprocessor to itself.
     write: the one choice.
     """
@@ -74,6 +75,7 @@ class Target:
     shared_bytes: int
     matrix: str
     multiprocessors: int
+    decode_rows: int
     decode: dict[TileKey, DecodeTiles]
     decode_few: dict[TileKey, DecodeTiles]
     prefill: dict[TileKey, PrefillTiles]
@@ -150,6 +152,7 @@ TARGETS: dict[str, Target] = {
             shared_bytes=227 * KIB,
             matrix=r"wgmma\.mma_async|mma\.sync",
             multiprocessors=132,
+            decode_rows=64,
             decode=_decode_hopper(tiles_in_flight=1, waves=3),
             decode_few=_decode_hopper(tiles_in_flight=2, waves=1),
             prefill=_prefill((128, 64, 4, 3), (64, 64, 4, 2), (64, 32, 4, 3), stored=(1,))
@@ -165,6 +168,7 @@ TARGETS: dict[str, Target] = {
             shared_bytes=64 * KIB,
             matrix="v_mfma",
             multiprocessors=104,
+            decode_rows=16,
             decode=_decode(8 * KIB, 4, 2, 64),
             decode_few=_decode(8 * KIB, 4, 2, 64),
             prefill=_prefill((128, 64, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), stored=(1, 2))
@@ -179,6 +183,7 @@ TARGETS: dict[str, Target] = {
             shared_bytes=64 * KIB,
             matrix="v_mfma",
             multiprocessors=304,
+            decode_rows=16,
             decode=_decode(8 * KIB, 4, 2, 64),
             decode_few=_decode(8 * KIB, 4, 2, 64),
             prefill=_prefill((128, 64, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), stored=(1, 2))
@@ -193,6 +198,7 @@ TARGETS: dict[str, Target] = {
             shared_bytes=160 * KIB,
             matrix="v_mfma",
             multiprocessors=256,
+            decode_rows=16,
             decode=_decode(16 * KIB, 4, 2, 64),
             decode_few=_decode(16 * KIB, 4, 2, 64),
             prefill=_prefill((128, 64, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), stored=(1,))
@@ -208,9 +214,10 @@ TARGETS: dict[str, Target] = {
             shared_bytes=64 * KIB,
             matrix="v_wmma",
             multiprocessors=48,
+            decode_rows=16,
             decode=_decode_rdna(),
             decode_few=_decode_rdna(),
-            prefill=_prefill((64, 16, 8, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(1,))
+            prefill=_prefill((64, 16, 8, 1), (64, 16, 16, 1), (16, 16, 8, 1), stored=(1,))
             | _prefill((64, 32, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(2,))
             | _prefill((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), stored=(4,)),
             write=WriteTiles(warps=4),
@@ -223,9 +230,10 @@ TARGETS: dict[str, Target] = {
             shared_bytes=64 * KIB,
             matrix="v_wmma",
             multiprocessors=32,
+            decode_rows=16,
             decode=_decode_rdna(),
             decode_few=_decode_rdna(),
-            prefill=_prefill((64, 16, 8, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(1,))
+            prefill=_prefill((64, 16, 8, 1), (64, 16, 8, 1), (16, 32, 8, 1), stored=(1,))
             | _prefill((64, 32, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(2,))
             | _prefill((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), stored=(4,)),
             write=WriteTiles(warps=4),
@@ -239,6 +247,7 @@ TARGETS: dict[str, Target] = {
             shared_bytes=1 << 30,
             matrix="",
             multiprocessors=3,
+            decode_rows=64,
             decode=_decode(8 * KIB, 1, 1, 32),
             decode_few=_decode(8 * KIB, 1, 1, 32),
             prefill=_prefill((32, 32, 1, 1), (32, 32, 1, 1), (32, 16, 1, 1)),

@@ -54,7 +54,7 @@ def is_interpreted() -> bool:
 
 
 def supports(head_size: int) -> bool:
-    """Whether the kernels are made for heads of this size."""
+    """Whether the kernels are made for heads of this size; those of others are the reference's."""
     return head_size % 8 == 0 and head_size <= HEAD_CLASSES[-1]
 
 
@@ -70,6 +70,9 @@ class TritonAttention:
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        if not supports(key.shape[2]):
+            self._reference.write(key, value, layer, batch)
+            return
         check_write(key, value, layer, batch)
         self._preload(batch)
         dtype = _stored_from(key.dtype, layer)
@@ -85,6 +88,8 @@ class TritonAttention:
         layer: KvLayer,
         batch: PagedBatch,
     ) -> torch.Tensor:
+        if not supports(key.shape[2]):
+            return self._reference.write_rotated(query, key, value, cos, sin, layer, batch)
         check_write(key, value, layer, batch)
         check_rotary(query, cos, sin, layer, batch)
         self._preload(batch)

@@ -14,7 +14,8 @@ from worker.device import Device
 
 from .plain import PlainOperations
 
-__all__ = ["LayerOperations", "PlainOperations", "choose_operations"]
+__all__ = ["HEAD_SIZE_MAX", "HIDDEN_MAX", "LayerOperations", "PlainOperations", "choose_operations"]
+HIDDEN_MAX, HEAD_SIZE_MAX = 16384, 256  # the longest rows of a norm that `fused` is compiled for in the tests
 
 
 class LayerOperations(Protocol):

@@ -12,90 +12,95 @@ import itertools
 import sys
 from typing import Any
 
-import triton
-
 from worker.attention.aot import Configuration, compile_one
-from worker.attention.targets import TARGETS, Target
+from worker.attention.targets import HEAD_CLASSES, TARGETS, Target
 
-from . import activation, norm, rotary
-from .linear import choose_tiles, linear_constants, linear_kernel
+from . import HIDDEN_MAX, activation, norm, rotary
+from .linear import OTHER_PARTS_MAX, choose_tiles, linear_constants, linear_kernel
 
 NARROW = ("bf16", "fp16")
 FLOATS = (*NARROW, "fp32")
-HIDDEN = 4096
+# Factors: what the dispatcher passes on.
 TOKENS = (1, 32, 64)
-# n, k, may be left in parts, gated, biased: the products of a layer and of the head, and sizes that no tile divides.
-PRODUCTS = (
-    (6144, 4096, False, False, True),
-    (4096, 14336, True, False, False),
-    (14336, 4096, False, True, False),
-    (128256, 4096, False, False, False),
-    (1000, 1000, True, False, True),
-    (1000, 1000, False, True, True),
-)
+SIZES = ((6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096), (1000, 1000))  # n, k: the last divided by no tile
+USES = ("whole", "wide", "parts", "gated")  # what comes of a product: as it is, float32, parts of a sum, or gated
+HIDDEN = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() - 1, HIDDEN_MAX.bit_length()))
+PARTS = (1, 2, 3, OTHER_PARTS_MAX)
 
 
 def layer_configurations(target: Target) -> list[Configuration]:
-    """Every kernel and dtype; the products with every choice of tiles, equal ones once."""
-    found = [_product(target, dtype, tokens, *p) for dtype, tokens, p in itertools.product(NARROW, TOKENS, PRODUCTS)]
-    found += [each for dtype in FLOATS for each in _elementwise(target, dtype)]
-    return [each for each in found if each is not None]
+    """What `FusedOperations` can launch on `target`, equal ones once."""
+    product = itertools.product
+    made: list[Configuration | None] = [
+        _product(target, *each) for each in product(NARROW, TOKENS, SIZES, USES, (False, True))
+    ]
+    for dtype in FLOATS:
+        made += [_embed(dtype, hidden) for hidden in HIDDEN]
+        made += [_sum(target, dtype, each, dtype, 1) for each in HIDDEN]
+        parts = PARTS if dtype in NARROW else ()
+        made += [_sum(target, dtype, hidden, "fp32", count) for hidden, count in product(HIDDEN, parts)]
+        made += [each for head in HEAD_CLASSES for each in (_head_norm(target, dtype, head), _rotary(dtype, head))]
+        made.append(_silu(dtype))
+    return list({each.kind(): each for each in reversed(made) if each is not None}.values())[::-1]
 
 
 def _product(
-    target: Target, dtype: str, tokens: int, n: int, k: int, divisible: bool, gated: bool, biased: bool
+    target: Target, dtype: str, tokens: int, sizes: tuple[int, int], use: str, biased: bool
 ) -> Configuration | None:
-    tiles = choose_tiles(tokens, n, k, target, divisible=divisible, gated=gated)
+    (n, k), gated, overlap = sizes, use == "gated", target.backend == "cuda"
+    tiles = choose_tiles(tokens, n, k, target, divisible=use == "parts", gated=gated)
     if tiles is None:
         return None
-    overlap = target.backend == "cuda"
-    constants = linear_constants(n, k, tiles, biased=biased, gated=gated, overlap=overlap) | {"OVERLAP": overlap}
     return Configuration(
-        label=f"linear {dtype} {tokens} x {k} x {n}{' parts' * divisible}{' gated' * gated}",
+        label=f"linear {dtype} {tokens} x {k} x {n} {use}{' biased' * biased}",
         kernel=linear_kernel,
-        pointers=dict.fromkeys(("x", "weight", "bias"), dtype) | {"output": "fp32" if divisible else dtype},
-        constants=constants,
+        pointers=dict.fromkeys(("x", "weight", "bias"), dtype)
+        | {"output": "fp32" if use in ("wide", "parts") else dtype},
+        constants=linear_constants(n, k, tiles, biased=biased, gated=gated, overlap=overlap) | {"OVERLAP": overlap},
         warps=tiles.warps,
         stages=tiles.stages,
         matrix=True,
     )
 
 
-def _elementwise(target: Target, dtype: str) -> list[Configuration]:
-    overlap = {"OVERLAP": target.backend == "cuda"}
-    rows = {"BLOCK": HIDDEN}
-    head = {"HEADS": 32, "BLOCK": 128}
+def _embed(dtype: str, hidden: int) -> Configuration:
+    pointers = dict.fromkeys(("table", "weight", "residual", "output"), dtype) | {"tokens": "i32"}
+    block = norm.block_of(hidden)
+    constants = {"BLOCK": block}
+    return _elementwise(
+        f"embed, norm {dtype} {hidden}", norm.embed_norm_kernel, pointers, constants, norm.warps_of(block)
+    )
 
-    def one(name: str, kernel: Any, pointers: tuple[str, ...], constants: dict[str, Any], warps: int) -> Configuration:
-        named = dict.fromkeys(pointers, dtype) | dict.fromkeys(("tokens", "positions"), "i32")
-        named = {name: kind for name, kind in named.items() if name in kernel.arg_names}
-        return Configuration(f"{name} {dtype}", kernel, named, constants, warps, stages=1, matrix=False)
 
-    norm_warps = norm.warps_of(HIDDEN)
-    found = [
-        one("embed, norm", norm.embed_norm_kernel, ("table", "weight", "residual", "output"), rows, norm_warps),
-        one(
-            "head norm",
-            norm.head_norm_kernel,
-            ("projected", "query_weight", "key_weight"),
-            head | overlap,
-            norm.warps_of(128),
-        ),
-        one("silu", activation.silu_mul_kernel, ("gate_up", "output"), {"BLOCK": activation.BLOCK}, activation.WARPS),
-    ]
-    for parts in (1, 2):
-        each = one(
-            f"sum of {parts}, norm",
-            norm.add_norm_kernel,
-            ("residual", "weight", "output"),
-            rows | overlap | {"PARTS": parts},
-            norm_warps,
-        )
-        each.pointers["addend"] = dtype if parts == 1 else "fp32"
-        found.append(each)
-    each = one("rotary", rotary.rotary_kernel, ("cosines", "sines"), {"BLOCK": triton.next_power_of_2(64)}, 1)
-    each.pointers["frequencies"] = "fp32"
-    return [*found, each]
+def _sum(target: Target, dtype: str, hidden: int, added: str, parts: int) -> Configuration:
+    pointers = dict.fromkeys(("residual", "weight", "output"), dtype) | {"addend": added}
+    block = norm.block_of(hidden)
+    constants = {"PARTS": parts, "BLOCK": block, "OVERLAP": target.backend == "cuda"}
+    label = f"sum of {parts} {added}, norm {dtype} {hidden}"
+    return _elementwise(label, norm.add_norm_kernel, pointers, constants, norm.warps_of(block))
+
+
+def _head_norm(target: Target, dtype: str, head: int) -> Configuration:
+    pointers = dict.fromkeys(("projected", "query_weight", "key_weight"), dtype)
+    constants = {"HEADS": 32, "BLOCK": head, "OVERLAP": target.backend == "cuda"}
+    return _elementwise(f"head norm {dtype} {head}", norm.head_norm_kernel, pointers, constants, norm.warps_of(head))
+
+
+def _rotary(dtype: str, head: int) -> Configuration:
+    pointers = {"positions": "i32", "frequencies": "fp32", "cosines": dtype, "sines": dtype}
+    return _elementwise(f"rotary {dtype} {head}", rotary.rotary_kernel, pointers, {"BLOCK": head // 2}, 1)
+
+
+def _silu(dtype: str) -> Configuration:
+    pointers = dict.fromkeys(("gate_up", "output"), dtype)
+    constants = {"BLOCK": activation.BLOCK}
+    return _elementwise(f"silu {dtype}", activation.silu_mul_kernel, pointers, constants, activation.WARPS)
+
+
+def _elementwise(
+    label: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int
+) -> Configuration:
+    return Configuration(label, kernel, pointers, constants, warps, stages=1, matrix=False)
 
 
 def main() -> int:

@@ -21,6 +21,7 @@ from .overlap import launch_options, let_next_start, wait_for_inputs
 MEASURED = "sm_90"  # an H200, with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
 MEASURED_TOKENS_MAX = 64  # beyond, torch's library is as fast or faster there
 OTHER_TOKENS_MAX = 16  # where nothing was measured
+PARTS_MAX, OTHER_PARTS_MAX = 64, 4  # each number of parts is a compilation of the norm that adds them up
 STEPS_MIN = 8  # of a part: its start and end should not outweigh it
 
 
@@ -221,7 +222,11 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
 
 def _parts(programs: int, steps: int, target: Target) -> int:
     """Doubled while every program still has a multiprocessor to itself, or nearly, and parts are not short."""
-    parts = 1
-    while programs * 2 * parts <= 1.1 * target.multiprocessors and steps // (2 * parts) >= STEPS_MIN:
+    parts, parts_max = 1, PARTS_MAX if target.name == MEASURED else OTHER_PARTS_MAX
+    while (
+        2 * parts <= parts_max
+        and programs * 2 * parts <= 1.1 * target.multiprocessors
+        and steps >= STEPS_MIN * 2 * parts
+    ):
         parts *= 2
     return parts

@@ -9,7 +9,11 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.attention.targets import head_class
+
 from .overlap import launch_options, let_next_start, wait_for_inputs
+
+BLOCK_MIN = 1024
 
 
 @triton.jit
@@ -97,7 +101,7 @@ def embed_norm(
     hidden = table.shape[1]
     residual = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
     output = torch.empty_like(residual)
-    block = triton.next_power_of_2(hidden)
+    block = block_of(hidden)
     embed_norm_kernel[(len(tokens),)](
         tokens, table, weight, residual, output, hidden, epsilon, BLOCK=block, num_warps=warps_of(block)
     )
@@ -109,7 +113,7 @@ def add_norm(
 ) -> torch.Tensor:
     parts, count, hidden = addend.shape
     output = torch.empty_like(residual)
-    block = triton.next_power_of_2(hidden)
+    block = block_of(hidden)
     add_norm_kernel[(count,)](
         addend,
         residual,
@@ -144,10 +148,15 @@ def head_norm(
         head_size,
         epsilon,
         HEADS=heads,
-        BLOCK=triton.next_power_of_2(head_size),
-        num_warps=warps_of(triton.next_power_of_2(head_size)),
+        BLOCK=head_class(head_size),
+        num_warps=warps_of(head_class(head_size)),
         **launch_options(overlap),
     )
+
+
+def block_of(hidden: int) -> int:
+    """The power of two that holds a row. Not less than BLOCK_MIN: few choices, so that tests can compile them all."""
+    return max(BLOCK_MIN, 1 << (hidden - 1).bit_length())
 
 
 def warps_of(block: int) -> int:

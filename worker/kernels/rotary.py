@@ -6,6 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.attention.targets import head_class
+
 
 @triton.jit
 def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: tl.constexpr):
@@ -30,6 +32,6 @@ def rotary(
     cosines = torch.empty((len(positions), 2 * size), dtype=dtype, device=positions.device)
     sines = torch.empty_like(cosines)
     rotary_kernel[(len(positions),)](
-        positions, frequencies, cosines, sines, scaling, size, BLOCK=triton.next_power_of_2(size), num_warps=1
+        positions, frequencies, cosines, sines, scaling, size, BLOCK=head_class(2 * size) // 2, num_warps=1
     )
     return cosines, sines

@@ -1,0 +1,99 @@
+"""Every kernel of a decoder's layers, in every configuration, compiles for GPUs that are not here."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from random import Random
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.worker.launches import Launches
+from worker.attention.targets import TARGETS
+from worker.device import Device
+from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, activation, fused, linear, norm, rotary
+from worker.kernels.aot import layer_configurations
+from worker.kernels.fused import FusedOperations
+
+COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
+
+
+@pytest.mark.parametrize("name", COMPILED)
+def test_every_configuration_compiles(name: str) -> None:
+    """For GPUs that are not here: no register is spilled, and products use matrix instructions."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    made = subprocess.run(
+        [sys.executable, "-m", "worker.kernels.aot", "--target", name],
+        capture_output=True,
+        text=True,
+        env=environment,
+        timeout=280,
+    )
+    assert made.returncode == 0, made.stdout + made.stderr
+    lines = made.stdout.splitlines()
+    assert len(lines) == len(layer_configurations(TARGETS[name])) > 100
+    for line in lines:
+        local, matrix = (int(re.findall(rf"{word} +(\d+)", line)[0]) for word in ("local", "matrix"))
+        # On NVIDIA, cos and sin of large angles keep 28 bytes of pi's digits in local memory, and two sums of parts 8.
+        bound = 32 if "rotary" in line else 8 if "sum of" in line and name == "sm_90" else 0
+        assert local <= bound, line
+        assert matrix > 0 or " linear " not in line, line
+
+
+@pytest.mark.parametrize("name", [name for name in COMPILED if TARGETS[name].backend == "hip"])
+def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Operations of random shapes. Some sums of many parts are compiled that only a GPU of another size would have."""
+    compiled = {each.kind(): each.label for each in layer_configurations(TARGETS[name])}
+    monkeypatch.setattr(fused, "current_target", lambda device: TARGETS[name])
+    operations = FusedOperations(cpu, overlap=False)
+    launches = []
+    for module, kernels in (
+        (norm, ("embed_norm_kernel", "add_norm_kernel", "head_norm_kernel")),
+        (activation, ("silu_mul_kernel",)),
+        (rotary, ("rotary_kernel",)),
+        (linear, ("linear_kernel",)),
+    ):
+        for kernel in kernels:
+            launches.append(Launches(getattr(module, kernel)))
+            monkeypatch.setattr(module, kernel, launches[-1])
+    random = Random(5)
+    with torch.device("meta"):
+        for _ in range(3000):
+            operate(operations, random)
+    launched = {made.kind() for each in launches for made in each.made}
+    assert launched <= set(compiled), launched - set(compiled)
+    assert all(each.made for each in launches)
+    assert len(launched) > len(compiled) / 2, "shapes too much alike"
+
+
+def operate(operations: FusedOperations, random: Random) -> None:
+    """Every operation once, as FusedDecoder has them, on the default device."""
+    dtype = random.choice((torch.bfloat16, torch.float16, torch.float32))
+    hidden, inner = 8 * random.randint(1, HIDDEN_MAX // 8), 8 * random.randint(1, 4000)
+    if random.random() < 0.5:
+        hidden, inner = random.choice((512, 1024, 2048, 4096)), 128 * random.randint(1, 100)
+    tokens, head_size = random.choice((1, 5, 16, 17, 100)), 8 * random.randint(1, HEAD_SIZE_MAX // 8)
+    heads, kv_heads = 4, 2
+
+    def made(*shape: int) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype)
+
+    def bias(size: int) -> torch.Tensor | None:
+        return made(size) if random.random() < 0.5 else None
+
+    ids, weight = torch.zeros(tokens, dtype=torch.int32), made(hidden)
+    residual, normed = operations.embed(ids, made(50, hidden), weight, 1e-5)
+    operations.rotary(ids, torch.empty(head_size // 2), 1.0, dtype)
+    width = (heads + 2 * kv_heads) * head_size
+    projected = operations.linear(normed, made(width, hidden), bias(width))
+    operations.head_norm(projected, made(head_size), made(head_size), heads, kv_heads, 1e-5)
+    addend = operations.linear_parts(made(tokens, heads * head_size), made(hidden, heads * head_size), bias(hidden))
+    operations.add_norm(addend, residual, weight, 1e-5)
+    gated = operations.gated(normed, made(2 * inner, hidden), bias(2 * inner))
+    operations.add_norm(operations.linear_parts(gated, made(hidden, inner), bias(hidden)), residual, weight, 1e-5)
+    operations.linear(normed, made(500, hidden), bias(500), torch.empty((tokens, 500)))
