@@ -210,7 +210,7 @@ def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
     if plan.tiny:
         torch.set_num_threads(1)
     found: dict[str, Any] = {"device": device.name}
-    if device.is_gpu:
+    if device.runs_kernels:
         from .gpu_roof import measure_roof
 
         roof = measure_roof(device)
@@ -251,7 +251,7 @@ def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
         found["batches"][str(batch)] = _runner_batch(runner, plan, batch, width)
         print(f"runner {batch}: {found['batches'][str(batch)]}", file=sys.stderr, flush=True)
         save(found)
-    if device.is_gpu:
+    if device.runs_kernels:
         found["profile"] = _profiles(runner, plan, width)
     return found
 

@@ -83,7 +83,7 @@ class Engine:
 
     @property
     def _graph_rows(self) -> int:
-        wanted = self.config.graphs == "on" or (self.config.graphs == "auto" and self.device.is_gpu)
+        wanted = self.config.graphs == "on" or (self.config.graphs == "auto" and self.device.gains_from_graphs)
         return self.config.graph_rows_max if wanted else 0
 
     def _make_runner(self, welcome: WorkerWelcome) -> Runner:
@@ -93,7 +93,7 @@ class Engine:
             self._progress("capturing decode graphs", 1.0)
             runner.graphs.capture()
             log.info("%d decode graphs captured in %.1f s", runner.graphs.captured, time.monotonic() - started)
-        self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.is_gpu else 0
+        self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.owns_memory else 0
         log.info("%s", self.device_bytes().line())
         return runner
 

@@ -67,7 +67,7 @@ class Accounts:
         """As it is now."""
         free = self._device.free_bytes()
         # What all other processes of the machine took meanwhile would count as ours on a CPU.
-        taken = self._free_at_first - free if self._device.is_gpu else 0
+        taken = self._free_at_first - free if self._device.owns_memory else 0
         other = max(0, taken - self.weights - self.graphs - pool.bytes)
         return DeviceBytes(self.weights, pool.bytes, self.graphs, other, free, self._device.total_bytes())
 
@@ -83,7 +83,7 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
     device = model.device
     if config.blocks:
         return config.blocks
-    if config.kv_bytes or not device.is_gpu:
+    if config.kv_bytes or not device.owns_memory:
         return model.geometry.blocks_for(config.kv_bytes or CPU_KV_BYTES)
     needed = _trial_bytes(model, welcome, graph_rows_max)
     free = device.free_bytes()

@@ -33,9 +33,6 @@ log = logging.getLogger(__name__)
 
 ATTENTION_NAME = "kvforge_paged"
 BINDING = "kvforge_binding"
-# MKL multiplies 16 rows by a large vocabulary matrix in half the time it takes for 8 (49152 x 576 float32, 2 cores:
-# 9.8 ms against 18.1 ms), so a few sampled rows are padded to this many.
-CPU_LOGIT_ROWS = 16
 
 
 class ForwardContext:
@@ -117,8 +114,8 @@ class LoadedModel:
         Returns raw logits [sampled, vocab] float32 device, in memory of its own. Errors: whatever torch raises.
         """
         wanted = len(logit_tokens)
-        if not self.device.is_gpu and CPU_LOGIT_ROWS // 4 < wanted < CPU_LOGIT_ROWS:
-            logit_tokens = torch.cat((logit_tokens, logit_tokens[-1:].expand(CPU_LOGIT_ROWS - wanted)))
+        if (padding := self.device.product_rows(wanted) - wanted) > 0:
+            logit_tokens = torch.cat((logit_tokens, logit_tokens[-1:].expand(padding)))
         if self.fused is not None:
             return self.fused.forward(token_ids, positions, logit_tokens, batch, pool)[:wanted]
         return self._through_transformers(token_ids, positions, logit_tokens, batch, pool)[:wanted]

@@ -14,7 +14,6 @@ rows with top_k or top_p look for their most likely tokens.
 
 from __future__ import annotations
 
-import importlib.util
 from dataclasses import dataclass
 from typing import Any
 
@@ -141,7 +140,7 @@ class SamplingState:
 
     def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
         self._device, self.vocab_size = device, vocab_size
-        self.fused = device.is_gpu and importlib.util.find_spec("triton") is not None
+        self.fused = device.runs_kernels
         where = device.torch_device
         self.slots_max = slots_max
         self.values = torch.zeros((slots_max + 1, len(COLUMNS)), dtype=torch.float64, device=where)

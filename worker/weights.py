@@ -155,8 +155,7 @@ def build(source: Source, config: Any, dtype: torch.dtype, device: Device, progr
         with _bars_to(progress), device.errors(f"loading {source.name}"):
             if source.format == "dummy":
                 # Made where they stay: a host would take minutes for what a GPU does in a second.
-                gpus = [device.torch_device] if device.is_gpu else []
-                with torch.random.fork_rng(devices=gpus), device.torch_device:
+                with device.random_state(), device.torch_device:
                     torch.manual_seed(seed)
                     model = transformers.AutoModelForCausalLM.from_config(
                         config, dtype=dtype, attn_implementation="eager", trust_remote_code=False

@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import gc
+import re
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+import worker
 from protocol.errors import InvalidConfiguration
 from worker.device import Device, open_device
 from worker.pool import KV_DTYPES, KvGeometry, KvPool, LayerShape
@@ -149,6 +152,13 @@ def test_close_returns_memory(cpu: Device) -> None:
         pool.close()
         pool.close()
         assert held - cpu.allocated_bytes() > pool.bytes * 3 // 4
+
+
+def test_only_the_device_asks_which_it_is() -> None:
+    """Everything else asks what it can do."""
+    asking = re.compile(r"torch\.cuda|torch\.version\.(hip|cuda)|\bdevice\.kind\b|\bis_gpu\b|_queues\b")
+    package = Path(worker.__file__).parent
+    assert {path.name for path in package.rglob("*.py") if asking.search(path.read_text())} == {"device.py"}
 
 
 def test_unknown_device_is_refused() -> None:

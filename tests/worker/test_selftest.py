@@ -19,7 +19,7 @@ from worker.device import open_device
 
 DEVICE = open_device("auto")
 pytestmark = [
-    pytest.mark.skipif(not DEVICE.is_gpu and not is_interpreted(), reason="needs a GPU or the interpreter"),
+    pytest.mark.skipif(not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"),
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*"),
 ]
 SHAPE = AttentionShape(4, 2, 64, AttentionOptions(0.125, window=20, softcap=9.0))
@@ -28,7 +28,7 @@ F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.in
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not DEVICE.is_gpu:
+    if not DEVICE.runs_kernels:
         monkeypatch.setattr(selftest, "_PREFILLS", ((0, 0, 3), (1, -1, 2), (1, 3, 9)))
         monkeypatch.setattr(selftest, "_DECODES", ((0, 0), (0, 1), (1, -1), (1, 0), (6, 2)))
 

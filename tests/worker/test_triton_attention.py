@@ -20,7 +20,7 @@ from worker.device import open_device
 
 DEVICE = open_device("auto")
 pytestmark = [
-    pytest.mark.skipif(not DEVICE.is_gpu and not is_interpreted(), reason="needs a GPU or the interpreter"),
+    pytest.mark.skipif(not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"),
     pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*"),  # numpy, of rows that are padding
 ]
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -42,7 +42,7 @@ def options(number: int, head_size: int) -> AttentionOptions:
 
 
 # behaviour 37
-@pytest.mark.skipif(DEVICE.is_gpu, reason="the whole grid is run instead")
+@pytest.mark.skipif(DEVICE.runs_kernels, reason="the whole grid is run instead")
 @pytest.mark.parametrize("number", range(25))
 def test_selection_of_the_grid(number: int) -> None:
     head_size, block_size = HEAD_SIZES[number % 5], BLOCK_SIZES[(number + number // 5) % 5]
@@ -54,7 +54,7 @@ def test_selection_of_the_grid(number: int) -> None:
 
 # behaviour 37
 @pytest.mark.gpu
-@pytest.mark.skipif(not DEVICE.is_gpu, reason="needs a GPU")
+@pytest.mark.skipif(not DEVICE.runs_kernels, reason="needs a GPU")
 @pytest.mark.parametrize("block_size", BLOCK_SIZES)
 @pytest.mark.parametrize("head_size", HEAD_SIZES)
 @pytest.mark.parametrize("heads", HEADS.values(), ids=HEADS)
@@ -130,4 +130,4 @@ def test_padding_of_a_static_batch_writes_nothing() -> None:
 
 def test_choice_by_name() -> None:
     assert isinstance(choose_attention(DEVICE, "triton"), TritonAttention)
-    assert isinstance(choose_attention(DEVICE), TritonAttention) == DEVICE.is_gpu
+    assert isinstance(choose_attention(DEVICE), TritonAttention) == DEVICE.runs_kernels

@@ -20,7 +20,9 @@ from worker.attention.write import write_kv
 from worker.device import open_device
 
 DEVICE = open_device("auto")
-pytestmark = pytest.mark.skipif(not DEVICE.is_gpu and not is_interpreted(), reason="needs a GPU or the interpreter")
+pytestmark = pytest.mark.skipif(
+    not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"
+)
 KV_DTYPES = [torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn]
 SLOTS = [3, -1, 9, 0, 31, -1, 16]
 # (head size, rotated numbers, query heads, KV heads)

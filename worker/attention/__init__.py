@@ -30,14 +30,13 @@ def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
     """
     if kind not in KINDS:
         raise InvalidConfiguration("attention", f"{kind!r} is not one of {', '.join(KINDS)}")
-    has_triton = importlib.util.find_spec("triton") is not None
-    if kind == "reference" or (kind == "auto" and not (device.is_gpu and has_triton)):
+    if kind == "reference" or (kind == "auto" and not device.runs_kernels):
         return ReferenceAttention()
-    if not has_triton:
+    if importlib.util.find_spec("triton") is None:
         raise InvalidConfiguration("attention", "triton is not installed; use attention = 'auto' or 'reference'")
     from .triton_attention import TritonAttention, is_interpreted  # only here: a CPU worker needs no triton
 
-    if not device.is_gpu and not is_interpreted():
+    if not device.runs_kernels and not is_interpreted():
         problem = f"Triton's kernels need a GPU, and {device.name} is none; use attention = 'auto' or 'reference'"
         raise InvalidConfiguration("attention", problem)
     return TritonAttention(device)

@@ -71,20 +71,10 @@ def _units(heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target
     return kv_heads * -(-group // _rows(group, head_size, dtype, target))
 
 
-def _is_cuda(target: Target, version: int) -> bool:
-    """Whether it is an NVIDIA GPU of this compute capability (x 10) or a later one."""
-    return target.backend == "cuda" and int(target.name.removeprefix("sm_")) >= version
-
-
 def _rows(group: int, head_size: int, dtype: torch.dtype, target: Target) -> int:
     """Query heads of one program, padding included."""
     fitting = OUTPUTS_MAX // head_class(head_size) // (1 if dtype.itemsize == 2 else 2)
     return int(max(ROWS_MIN, min(triton.next_power_of_2(group), fitting, target.decode_rows)))
-
-
-def _softcap_choice(softcap: bool, target: Target) -> int:
-    """The kernel's SOFTCAP. Only NVIDIA's has two kernels: where one asks, all of them can be compiled in the tests."""
-    return int(softcap) if target.backend == "cuda" else 2
 
 
 def decode_constants(
@@ -113,14 +103,14 @@ def decode_constants(
         "KEYS": min(tiles.keys, SCORES_MAX // rows),
         "STAGES": tiles.stages,
         "KIND": KINDS.get(dtype, 0),
-        "SOFTCAP": _softcap_choice(softcap, target),
-        "ASSEMBLY": _is_cuda(target, 89),
+        "SOFTCAP": 2 if target.asks_softcap else int(softcap),
+        "ASSEMBLY": target.packed_conversions,
         "MERGE_ROWS": merge_rows,
         "MERGE_PARTS": MERGE_PARTS,
-        "CHAINED": _is_cuda(target, 90),
-        "PRECISION": "tf32x3" if _is_cuda(target, 80) and dtype == torch.float32 else "ieee",
-        "FLUSHED": target.backend == "hip" and str(target.arch).startswith("gfx9"),
-        "WIDEN": target.backend == "cpu",  # Triton 3.6's interpreter multiplies bfloat16 as if it were integers
+        "CHAINED": target.chained,
+        "PRECISION": target.float32_products if dtype == torch.float32 else "ieee",
+        "FLUSHED": not target.barrier_waits,
+        "WIDEN": target.widens,
     }
 
 

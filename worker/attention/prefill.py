@@ -67,7 +67,7 @@ def prefill_shape(
     stored = query_dtype if copied and is_quantised(layer.keys.dtype) else layer.keys.dtype
     block_size = PAGE if copied else block_size
     hopper = (
-        target.name == "sm_90"
+        target.hopper
         and GLUON
         and stored == query_dtype
         and query_dtype in (torch.float16, torch.bfloat16)
@@ -210,8 +210,8 @@ def portable_constants(
         "QUERIES": shape.tiles.queries,
         "KEYS": shape.tiles.keys,
         "QUANTISED": is_quantised(layer.keys.dtype),
-        "BITWISE": target.backend == "hip" and is_quantised(layer.keys.dtype),
-        "UPCAST": target.backend == "cpu" and query_dtype == torch.bfloat16,
+        "BITWISE": target.bitwise_conversions and is_quantised(layer.keys.dtype),
+        "UPCAST": target.widens and query_dtype == torch.bfloat16,
     }
 
 

@@ -261,8 +261,8 @@ def _key(device: Device, shape: AttentionShape, dtype: torch.dtype, kv_dtype: to
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):
         digest.update(path.read_bytes())
-    driver = torch.version.hip or torch.version.cuda
-    what = (current_target(device), torch.__version__, triton.__version__, driver, shape, dtype, kv_dtype, block_size)
+    versions = (torch.__version__, triton.__version__, device.toolkit)
+    what = (current_target(device), *versions, shape, dtype, kv_dtype, block_size)
     digest.update(repr(what).encode())
     return digest.hexdigest()[:32]
 

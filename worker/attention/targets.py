@@ -9,8 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from functools import lru_cache
-
-import torch
+from typing import Any
 
 from worker.device import Device
 
@@ -63,6 +62,12 @@ class Target:
     GPUTarget takes. warp_size: threads of a warp or wave. shared_bytes: shared memory (LDS) that one block may use.
     matrix: pattern of the names of its matrix instructions in assembly, "" where there are none.
     multiprocessors: SMs or compute units; of the device at hand where there is one.
+    hopper: its matrix instructions and copies are those that `prefill_hopper` is written in. chained: a kernel may
+    start before the one before it has ended (programmatic dependent launch). packed_conversions: two int8 or fp8 become
+    two float16 in a few instructions, as written out in `decode_kernel`. bitwise_conversions: for want of any.
+    float32_products: Triton's input_precision. barrier_waits: for stores to memory, not to shared memory alone.
+    asks_softcap: its kernels are told at run time whether there is one, so that the tests can compile them all.
+    widens: multiplies bfloat16 as float32 (Triton 3.6's interpreter would as if it were integers).
     decode_rows: most query heads of one decode program; a KV head with more of them takes several programs.
     decode, prefill: by TileKey. decode_few: where rows are so few that every program has a multiprocessor to itself.
     write: the one choice.
@@ -80,6 +85,14 @@ class Target:
     decode_few: dict[TileKey, DecodeTiles]
     prefill: dict[TileKey, PrefillTiles]
     write: WriteTiles
+    hopper: bool = False
+    chained: bool = False
+    packed_conversions: bool = False
+    bitwise_conversions: bool = False
+    float32_products: str = "ieee"
+    barrier_waits: bool = True
+    asks_softcap: bool = True
+    widens: bool = False
 
 
 def head_class(head_size: int) -> int:
@@ -140,7 +153,20 @@ def _decode_rdna() -> dict[TileKey, DecodeTiles]:
     }
 
 
+def _nvidia(capability: int) -> dict[str, Any]:
+    """What NVIDIA GPUs of this compute capability (x 10) can do beside their tiles."""
+    return {
+        "hopper": capability == 90,
+        "chained": capability >= 90,
+        "packed_conversions": capability >= 89,
+        "float32_products": "tf32x3" if capability >= 80 else "ieee",
+        "asks_softcap": False,
+    }
+
+
 KIB = 1024
+GFX9: dict[str, Any] = {"bitwise_conversions": True, "barrier_waits": False}
+RDNA: dict[str, Any] = {"bitwise_conversions": True}
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
@@ -159,6 +185,7 @@ TARGETS: dict[str, Target] = {
             | _prefill((128, 64, 4, 3), (64, 64, 4, 3), (64, 32, 4, 3), stored=(2,))
             | _prefill((64, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 2), stored=(4,)),
             write=WriteTiles(warps=4),
+            **_nvidia(90),
         ),
         Target(
             name="gfx90a",
@@ -174,6 +201,7 @@ TARGETS: dict[str, Target] = {
             prefill=_prefill((128, 64, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), stored=(1, 2))
             | _prefill((128, 32, 4, 1), (128, 16, 4, 1), (64, 16, 4, 1), stored=(4,)),
             write=WriteTiles(warps=4),
+            **GFX9,
         ),
         Target(
             name="gfx942",
@@ -189,6 +217,7 @@ TARGETS: dict[str, Target] = {
             prefill=_prefill((128, 64, 4, 1), (128, 32, 4, 1), (64, 16, 4, 1), stored=(1, 2))
             | _prefill((128, 32, 4, 1), (128, 16, 4, 1), (64, 16, 4, 1), stored=(4,)),
             write=WriteTiles(warps=4),
+            **GFX9,
         ),
         Target(
             name="gfx950",
@@ -205,6 +234,7 @@ TARGETS: dict[str, Target] = {
             | _prefill((128, 64, 4, 2), (128, 64, 4, 2), (64, 32, 4, 2), stored=(2,))
             | _prefill((128, 64, 4, 2), (128, 32, 4, 2), (64, 16, 4, 2), stored=(4,)),
             write=WriteTiles(warps=4),
+            **GFX9,
         ),
         Target(
             name="gfx1100",
@@ -221,6 +251,7 @@ TARGETS: dict[str, Target] = {
             | _prefill((64, 32, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(2,))
             | _prefill((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), stored=(4,)),
             write=WriteTiles(warps=4),
+            **RDNA,
         ),
         Target(
             name="gfx1201",
@@ -237,6 +268,7 @@ TARGETS: dict[str, Target] = {
             | _prefill((64, 32, 4, 1), (64, 16, 8, 1), (16, 16, 8, 1), stored=(2,))
             | _prefill((32, 16, 8, 1), (16, 16, 8, 1), (16, 16, 8, 1), stored=(4,)),
             write=WriteTiles(warps=4),
+            **RDNA,
         ),
         # Triton's interpreter: one multiprocessor would never split a row, three split unevenly.
         Target(
@@ -252,12 +284,13 @@ TARGETS: dict[str, Target] = {
             decode_few=_decode(8 * KIB, 1, 1, 32),
             prefill=_prefill((32, 32, 1, 1), (32, 32, 1, 1), (32, 16, 1, 1)),
             write=WriteTiles(warps=1),
+            widens=True,
         ),
     )
 }
-# Architectures that run another one's tiles: newer or smaller ones of the same family.
-_LIKE = {"sm_80": "sm_90", "sm_86": "sm_90", "sm_89": "sm_90", "sm_100": "sm_90", "sm_120": "sm_90"}
-_LIKE |= {"gfx940": "gfx942", "gfx941": "gfx942", "gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
+# Architectures that run another one's tiles: newer or smaller ones of the same family. Of others: the family's.
+_LIKE = {"gfx940": "gfx942", "gfx941": "gfx942", "gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
+_FAMILIES = {"sm_": "sm_90", "gfx9": "gfx942", "gfx12": "gfx1201", "gfx": "gfx1100"}
 
 
 def current_target(device: Device) -> Target:
@@ -266,18 +299,13 @@ def current_target(device: Device) -> Target:
     An architecture that is not in the table runs the tiles of the nearest one that is: its self-test decides whether
     they are right there.
     """
-    return _target_of(device.kind, device.torch_device)
+    name, multiprocessors = device.architecture
+    return TARGETS[name] if name == "cpu" else _target_of(name, multiprocessors)
 
 
 @lru_cache(maxsize=64)
-def _target_of(kind: str, torch_device: torch.device) -> Target:
-    if kind == "cpu":
-        return TARGETS["cpu"]
-    properties = torch.cuda.get_device_properties(torch_device)
-    if kind == "hip":
-        name = str(properties.gcnArchName).split(":")[0]
-        fallback = "gfx942" if name.startswith("gfx9") else "gfx1201" if name.startswith("gfx12") else "gfx1100"
-    else:
-        name, fallback = f"sm_{properties.major}{properties.minor}", "sm_90"
-    like = TARGETS[name if name in TARGETS else _LIKE.get(name, fallback)]
-    return replace(like, name=name, multiprocessors=int(properties.multi_processor_count))
+def _target_of(name: str, multiprocessors: int) -> Target:
+    family = next(family for family in _FAMILIES if name.startswith(family))
+    like = TARGETS[name if name in TARGETS else _LIKE.get(name, _FAMILIES[family])]
+    more = _nvidia(int(name.removeprefix("sm_"))) if family == "sm_" else {}
+    return replace(like, name=name, multiprocessors=multiprocessors, **more)

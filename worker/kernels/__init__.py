@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 from typing import Protocol
 
 import torch
@@ -80,7 +79,7 @@ class LayerOperations(Protocol):
 
 def choose_operations(device: Device) -> LayerOperations:
     """The fastest implementation that `device` can run."""
-    if not device.is_gpu or importlib.util.find_spec("triton") is None:
+    if not device.runs_kernels:
         return PlainOperations()
     from .fused import FusedOperations  # imports triton
 

@@ -47,7 +47,7 @@ def layer_configurations(target: Target) -> list[Configuration]:
 def _product(
     target: Target, dtype: str, tokens: int, sizes: tuple[int, int], use: str, biased: bool
 ) -> Configuration | None:
-    (n, k), gated, overlap = sizes, use == "gated", target.backend == "cuda"
+    (n, k), gated, overlap = sizes, use == "gated", target.chained
     tiles = choose_tiles(tokens, n, k, target, divisible=use == "parts", gated=gated)
     if tiles is None:
         return None
@@ -75,14 +75,14 @@ def _embed(dtype: str, hidden: int) -> Configuration:
 def _sum(target: Target, dtype: str, hidden: int, added: str, parts: int) -> Configuration:
     pointers = dict.fromkeys(("residual", "weight", "output"), dtype) | {"addend": added}
     block = norm.block_of(hidden)
-    constants = {"PARTS": parts, "BLOCK": block, "OVERLAP": target.backend == "cuda"}
+    constants = {"PARTS": parts, "BLOCK": block, "OVERLAP": target.chained}
     label = f"sum of {parts} {added}, norm {dtype} {hidden}"
     return _elementwise(label, norm.add_norm_kernel, pointers, constants, norm.warps_of(block))
 
 
 def _head_norm(target: Target, dtype: str, head: int) -> Configuration:
     pointers = dict.fromkeys(("projected", "query_weight", "key_weight"), dtype)
-    constants = {"HEADS": 32, "BLOCK": head, "OVERLAP": target.backend == "cuda"}
+    constants = {"HEADS": 32, "BLOCK": head, "OVERLAP": target.chained}
     return _elementwise(f"head norm {dtype} {head}", norm.head_norm_kernel, pointers, constants, norm.warps_of(head))
 
 

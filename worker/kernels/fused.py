@@ -10,7 +10,6 @@ from worker.device import Device
 
 from . import activation, norm, rotary
 from .linear import LinearTiles, choose_tiles, linear_parts
-from .overlap import can_overlap
 from .plain import PlainOperations
 
 NARROW = (torch.float16, torch.bfloat16)
@@ -22,9 +21,8 @@ class FusedOperations:
     def __init__(self, device: Device, overlap: bool | None = None) -> None:
         self._target = current_target(device)
         self._plain = PlainOperations()
-        # Products of narrow numbers that are never rounded to them: torch has them from 2.8 on, on CUDA.
-        self._can_widen = device.kind == "cuda" and "dtype_out" in torch.ops.aten.mm.overloads()
-        self.overlap = can_overlap(device) if overlap is None else overlap
+        self._can_widen = device.widens_products
+        self.overlap = self._target.chained if overlap is None else overlap
 
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float

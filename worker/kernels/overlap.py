@@ -13,12 +13,9 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
 import triton
 import triton.language as tl
 from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
-
-from worker.device import Device
 
 
 @triton.jit
@@ -31,11 +28,6 @@ def let_next_start(OVERLAP: tl.constexpr):
 def wait_for_inputs(OVERLAP: tl.constexpr):
     if OVERLAP:
         gdc_wait()
-
-
-def can_overlap(device: Device) -> bool:
-    """Whether `device` has programmatic dependent launch."""
-    return device.kind == "cuda" and torch.cuda.get_device_capability(device.torch_device) >= (9, 0)
 
 
 def launch_options(overlap: bool) -> dict[str, Any]:
