@@ -255,7 +255,7 @@ def _write(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: i
         f"write {_dtypes(dtypes)} head {head_size}{' half rotated' * (rotated - 1)}",
         write_kernel,
         pointers | {"slots": "i32"},
-        write_constants(head_size, head_size // rotated, stored),
+        write_constants(head_size, head_size // rotated, stored, target),
         target.write.warps,
         1,
         False,

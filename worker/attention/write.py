@@ -165,13 +165,17 @@ def write_kernel(
     HALF: tl.constexpr,
     REST: tl.constexpr,
     QUANTISED: tl.constexpr,
+    CHAINED: tl.constexpr,
 ):
     """Grid: [tokens, query_units + 2 kv_units].
 
     query, key, value, rotated: [tokens, heads, head_size], contiguous along head_size. rotated_size: numbers of a head
     that are rotated, 0: none. HALF: columns of a half, padded to a power of two; REST: of what is beyond the rotated
     part, 0 where there is nothing. top: largest number of a quantised format, whose bits `keys` and `values` hold.
+    CHAINED: launched before the kernel before it is done (programmatic dependent launch).
     """
+    if CHAINED:
+        tl.extra.cuda.gdc_wait()  # the next kernel is let in late: decode's programs should spread evenly
     token = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
     rotates = rotated_size > 0
@@ -251,7 +255,7 @@ def write_kernel(
             )
 
 
-def write_constants(head_size: int, rotated_size: int, kv_dtype: torch.dtype) -> dict[str, Any]:
+def write_constants(head_size: int, rotated_size: int, kv_dtype: torch.dtype, target: Target) -> dict[str, Any]:
     """The kernel's compile-time constants. rotated_size: numbers of a head that are rotated, 0: none."""
     size = head_class(head_size)
     return {
@@ -259,6 +263,7 @@ def write_constants(head_size: int, rotated_size: int, kv_dtype: torch.dtype) ->
         "HALF": size // 2,
         "REST": size if 0 < rotated_size < head_size else 0,
         "QUANTISED": is_quantised(kv_dtype),
+        "CHAINED": target.chained,
     }
 
 
@@ -316,6 +321,7 @@ def write_kv(
         query_units,
         kv_units,
         TOP.get(layer.keys.dtype, 0.0),
-        **write_constants(head_size, rotated_size, layer.keys.dtype),
+        **write_constants(head_size, rotated_size, layer.keys.dtype, target),
         num_warps=target.write.warps,
+        **({"launch_pdl": True} if target.chained else {}),
     )
