@@ -18,8 +18,8 @@ import torch
 pytest.importorskip("triton")
 
 from worker.attention.interface import AttentionOptions, KvLayer
-from worker.attention.prefill import FIELDS, copy_pays, packed_heads, paged_prefill, plan_prefill, prefill_shape
-from worker.attention.prefill_copy import PAGE, copy_rows, plan_copies, workspace_for
+from worker.attention.prefill import FIELDS, packed_heads, paged_prefill, plan_prefill, prefill_shape
+from worker.attention.prefill_copy import PAGE, PAGES_MAX, copy_groups, copy_rows, plan_copies, workspace_for
 from worker.attention.quantised import dequantise, is_quantised, quantise
 from worker.attention.targets import TARGETS, Target, current_target
 from worker.device import open_device
@@ -280,11 +280,16 @@ def test_packs_divide_the_group() -> None:
     assert [packed_heads(group) for group in (1, 2, 3, 4, 6, 7, 8, 12, 32, 128)] == [1, 2, 1, 4, 2, 1, 8, 4, 16, 16]
 
 
-def test_copies_pay_for_many_new_tokens() -> None:
-    starts, counts = np.array([0, 4096, 4096]), np.array([2048, 4, 512])
-    assert copy_pays(starts, counts, 4, np.array([0]))
-    assert not copy_pays(starts, counts, 4, np.array([1]))
-    assert copy_pays(starts, counts, 4, np.array([2]))
+def test_rows_of_many_new_tokens_are_copied_in_groups_that_fit() -> None:
+    starts = np.array([0, 4096, 4096, 60_000, 65_000, 0, 0])
+    counts = np.array([2048, 4, 512, 5_000, 1_000, 48, 47])
+    straight, groups = copy_groups(starts, counts, 4, np.arange(7))
+    assert straight.tolist() == [1, 4, 6]  # few new tokens; more pages than a workspace has; one token too few
+    pages = [16, 36, 508, 1]
+    assert [group.tolist() for group in groups] == [[0, 2], [3, 5]]
+    assert pages[0] + pages[1] + pages[2] > PAGES_MAX >= pages[2] + pages[3]
+    nothing, none = copy_groups(starts, counts, 4, np.arange(0))
+    assert (len(nothing), none) == (0, [])
 
 
 COMPILE_FOR_HOPPER = """

@@ -14,7 +14,10 @@ import torch
 pytest.importorskip("triton")
 
 from tests.worker.cases import HEADS, STEPS, Case, broken_layer, compare
-from worker.attention import AttentionOptions, PagedBatch, choose_attention
+from worker.attention import AttentionOptions, KvLayer, PagedBatch, choose_attention, prefill_copy, triton_attention
+from worker.attention.prefill import paged_prefill, plan_prefill, prefill_shape
+from worker.attention.prefill_copy import PAGE, copy_rows, workspace_for
+from worker.attention.targets import TARGETS, Target
 from worker.attention.triton_attention import TritonAttention, is_interpreted
 from worker.device import open_device
 
@@ -82,6 +85,60 @@ def test_plans_of_the_last_step_are_made_ahead_and_no_others() -> None:
     forgotten = before[2] - before[3]
     assert len(forgotten) == len(after[2] - before[2]) == 1
     assert before[3] == after[3] == after[2] - forgotten
+
+
+@pytest.mark.skipif(DEVICE.runs_kernels, reason="the whole grid is run instead, by the kernel that this stands for")
+@pytest.mark.parametrize(("dtype", "kv_dtype", "window"), [(BF16, I8, 0), (F16, FP8, 140)])
+def test_long_quantised_rows_are_dequantised_first(
+    dtype: torch.dtype, kv_dtype: torch.dtype, window: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As for a Hopper, whose own kernel the portable one stands for here: over the same workspace, in pages of 128."""
+    sizes: list[tuple[int, int]] = []
+
+    def prefill(
+        query: torch.Tensor,
+        layer: KvLayer,
+        tables: torch.Tensor,
+        items: torch.Tensor,
+        output: torch.Tensor,
+        options: AttentionOptions,
+        target: Target,
+        copies: torch.Tensor | None = None,
+        workspace: torch.Tensor | None = None,
+    ) -> None:
+        here = TARGETS["cpu"]
+        if copies is None or workspace is None:
+            paged_prefill(query, layer, tables, items, output, options, here)
+            return
+        sizes.append((len(copies), workspace.shape[1]))
+        layer = copy_rows(layer, tables, copies, workspace, options.window)
+        starts, counts, begins = (np.zeros(len(tables), np.int64) for _ in range(3))
+        paged = torch.zeros((len(tables), workspace.shape[1]), dtype=torch.int32)
+        for row, token, position, _, start, length, page, _ in items.tolist():
+            starts[row], counts[row], begins[row] = start, length - start, token - (position - start)
+            pages = -(-length // PAGE)
+            paged[row, :pages] = torch.arange(page, page + pages)
+        tokens = prefill_shape(query.shape[1], query.dtype, layer, options, here).tokens
+        again = plan_prefill(starts, counts, begins, tokens, np.flatnonzero(counts))
+        paged_prefill(query, layer, paged, torch.from_numpy(again), output, options, here)
+
+    def full_of_nan(pages: int, layer: KvLayer, dtype: torch.dtype) -> torch.Tensor:
+        return workspace_for(pages, layer, dtype).fill_(torch.nan)
+
+    monkeypatch.setattr(triton_attention, "paged_prefill", prefill)
+    monkeypatch.setattr(triton_attention, "workspace_for", full_of_nan)
+    for module in (triton_attention, prefill_copy):
+        monkeypatch.setattr(module, "PAGES_MAX", 4)
+    attention = TritonAttention(DEVICE)
+    attention._target = replace(TARGETS["cpu"], hopper=True)
+    rows = [(17, 1), (0, 60), (250, 50), (3, 2), (0, 48), (0, 47), (520, 60), (100, 150)]
+    for _ in range(2):  # the second step finds plans made ahead, and the workspace
+        compare(Case(rows, (4, 1), 64, 16, DEVICE, dtype, kv_dtype), AttentionOptions(0.1, window), attention)
+    # Of 1, 3, 1 and 2 pages; (520, 60) has 5, more than there is room for.
+    assert sizes == [(4, 4), (3, 4)] * 2
+    short = Case([(17, 1), (0, 9), (0, 48)], (4, 1), 64, 16, DEVICE, dtype, kv_dtype)
+    compare(short, AttentionOptions(0.1, window), attention)
+    assert sizes[4:] == [(1, 4)]
 
 
 def test_head_sizes_without_a_kernel_take_the_reference() -> None:

@@ -29,7 +29,6 @@ FIELDS = 8  # int32 of one tile, see `plan_prefill`
 PACK_MAX = 16
 HOPPER_QUERIES = 128
 GLUON = triton.__version__.startswith("3.6.")  # Gluon is experimental: what `prefill_hopper` is written in may change
-COPY_OPERATIONS_MIN = 192  # new tokens x query heads of a KV head, for each token of the row: less pays no copy
 NO_WINDOW = 1 << 30  # tokens: more than any row has
 LOG2_E = 1.4426950408889634
 
@@ -123,14 +122,6 @@ def plan_prefill(
     pages = -(-(starts + counts) // PAGE)
     items[:, 6] = (np.cumsum(pages) - pages)[of]
     return items[np.argsort(-(items[:, 2] + items[:, 3]), kind="stable")]
-
-
-def copy_pays(
-    starts: npt.NDArray[np.integer], counts: npt.NDArray[np.integer], group: int, rows: npt.NDArray[np.integer]
-) -> bool:
-    """Whether quantised rows are read often enough to be dequantised first. group: query heads of one KV head."""
-    lengths = (starts + counts)[rows]
-    return int((counts[rows] * lengths).sum()) * group >= COPY_OPERATIONS_MIN * int(lengths.sum())
 
 
 def paged_prefill(

@@ -15,11 +15,13 @@ import triton.language as tl
 
 from .interface import KvLayer
 
+IntArray = npt.NDArray[np.int64]
 PAGE = 128  # tokens of a block of the workspace
-FIELDS = (
-    8  # int32 of one copy: row, the page's first token, the row's length, the page, position of its first new token
-)
+# int32 of one copy: row, the page's first token, the row's length, the page, position of its first new token
+FIELDS = 8
 TOKENS = 32  # of one program
+PAGES_MAX = 512  # of a workspace, as many tokens as one row may have: 256 MiB for 8 heads of 128 numbers
+OPERATIONS_MIN = 192  # new tokens x query heads of a KV head: fewer pay no copy
 
 
 @triton.jit
@@ -68,6 +70,24 @@ def copy_kernel(
     tl.store(at, _dequantised(keys, key_scales, source, inside, columns, HEAD).to(dtype), mask=mask)
     at += pages.to(tl.int64) * PAGE * KV_HEADS * HEAD
     tl.store(at, _dequantised(values, value_scales, source, inside, columns, HEAD).to(dtype), mask=mask)
+
+
+def copy_groups(starts: IntArray, counts: IntArray, group: int, rows: IntArray) -> tuple[IntArray, list[IntArray]]:
+    """Which of `rows` are read where they lie, and those to copy first, in groups that a workspace of PAGES_MAX holds.
+
+    starts, counts: [all rows] int host. group: query heads of one KV head. What happens to a row depends on it alone.
+    """
+    pages = -(-(starts + counts)[rows] // PAGE)
+    copied = (counts[rows] * group >= OPERATIONS_MIN) & (pages <= PAGES_MAX)
+    groups: list[list[int]] = []
+    room = 0
+    for row, needed in zip(rows[copied].tolist(), pages[copied].tolist(), strict=True):
+        if needed > room:
+            groups.append([])
+            room = PAGES_MAX
+        groups[-1].append(row)
+        room -= needed
+    return rows[~copied], [np.array(each, np.int64) for each in groups]
 
 
 def plan_copies(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:

@@ -13,6 +13,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass, replace
+from functools import partial
 
 import numpy as np
 import torch
@@ -24,7 +25,8 @@ from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode
 from .decode_plan import DecodePlanner
 from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
-from .prefill import paged_prefill, plan_prefill, prefill_shape
+from .prefill import FIELDS, paged_prefill, plan_prefill, prefill_shape
+from .prefill_copy import PAGES_MAX, copy_groups, plan_copies, workspace_for
 from .quantised import is_quantised
 from .reference import ReferenceAttention, rotate
 from .targets import HEAD_CLASSES, Target, current_target
@@ -68,6 +70,7 @@ class TritonAttention:
         self._needed: dict[Hashable, Callable[[PagedBatch], Int32Array]] = {}  # plans that this one has needed so far
         self._current: weakref.ref[PagedBatch] | None = None
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
+        self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
         if not supports(key.shape[2]):
@@ -115,9 +118,7 @@ class TritonAttention:
         rows = _rows_of(batch)
         tables = batch.tables_on_device
         if len(rows.others):
-            tokens = prefill_shape(query.shape[1], query.dtype, layer, options, self._target).tokens
-            items = self._resident(batch, ("prefill", tokens), lambda other: _prefill_plan(other, tokens))
-            paged_prefill(query, layer, tables, items.view(-1, 8), output, options, self._target)
+            self._prefill(query, layer, tables, batch, options, output)
         if not len(rows.decodes):
             return
         if rows.tokens is not None and rows.rows is not None:
@@ -128,6 +129,44 @@ class TritonAttention:
             part = torch.empty((len(rows.decodes), *output.shape[1:]), dtype=output.dtype, device=output.device)
             self._decode(query[rows.token_index], layer, tables[rows.row_index], batch, options, part)
             output[rows.token_index] = part
+
+    def _prefill(
+        self,
+        query: torch.Tensor,
+        layer: KvLayer,
+        tables: torch.Tensor,
+        batch: PagedBatch,
+        options: AttentionOptions,
+        output: torch.Tensor,
+    ) -> None:
+        """Quantised rows with many new tokens are dequantised first, where that lets a faster kernel have them."""
+        heads, target = query.shape[1], self._target
+        shapes = [prefill_shape(heads, query.dtype, layer, options, target, copied) for copied in (False, True)]
+        copies = is_quantised(layer.keys.dtype) and shapes[True].hopper
+        group = heads // layer.keys.shape[2] if copies else 0
+        for number in range(len(_prefill_parts(batch, group))):
+            shape = shapes[number > 0]
+            items = self._resident(
+                batch, ("prefill", shape.tokens, group, number), partial(_prefill_plan, shape.tokens, group, number)
+            ).view(-1, FIELDS)
+            if number == 0:
+                paged_prefill(query, layer, tables, items, output, options, target)
+                continue
+            pages = self._resident(
+                batch, ("copies", shape.tokens, group, number), partial(_copy_plan, shape.tokens, group, number)
+            ).view(-1, FIELDS)
+            workspace = self._pages(len(pages), layer, query.dtype)
+            paged_prefill(query, layer, tables, items, output, options, target, pages, workspace)
+
+    def _pages(self, pages: int, layer: KvLayer, dtype: torch.dtype) -> torch.Tensor:
+        """A workspace of at least so many pages, one for all layers of a shape: they run one after another."""
+        key = (*layer.keys.shape[2:], dtype)
+        held = self._copies.get(key)
+        if held is None or held.shape[1] < pages:
+            self._copies.pop(key, None)
+            del held
+            self._copies[key] = workspace_for(min(PAGES_MAX, 1 << (pages - 1).bit_length()), layer, dtype)
+        return self._copies[key]
 
     def _decode(
         self,
@@ -187,9 +226,30 @@ def _computed_in(dtype: torch.dtype, layer: KvLayer) -> torch.dtype:
     return torch.float16 if dtype == torch.float32 else dtype
 
 
-def _prefill_plan(batch: PagedBatch, tokens: int) -> Int32Array:
-    rows = _rows_of(batch)
-    return plan_prefill(batch.starts, batch.counts, batch.query_starts, tokens, rows.others)
+def _prefill_parts(batch: PagedBatch, group: int) -> list[IntArray]:
+    """Rows that are no decodes: first those that are read where they lie, then each group to copy first.
+
+    group: query heads of a KV head where copies help, 0 where they do not.
+    """
+    key = ("prefill parts", group)
+    if key not in batch.plans:
+        others = _rows_of(batch).others
+        straight, groups = copy_groups(batch.starts, batch.counts, group, others) if group else (others, [])
+        batch.plans[key] = [straight, *groups]
+    parts: list[IntArray] = batch.plans[key]
+    return parts
+
+
+def _prefill_plan(tokens: int, group: int, number: int, batch: PagedBatch) -> Int32Array:
+    """The tiles of part `number`, nothing where a batch has no such part."""
+    parts = _prefill_parts(batch, group)
+    if number >= len(parts) or not len(parts[number]):
+        return _NOTHING
+    return plan_prefill(batch.starts, batch.counts, batch.query_starts, tokens, parts[number])
+
+
+def _copy_plan(tokens: int, group: int, number: int, batch: PagedBatch) -> Int32Array:
+    return plan_copies(_prefill_plan(tokens, group, number, batch).reshape(-1, FIELDS))
 
 
 def _rows_of(batch: PagedBatch) -> _Rows:
