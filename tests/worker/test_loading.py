@@ -122,6 +122,24 @@ def write_gguf(model: LoadedModel, path: Path) -> None:
     writer.close()
 
 
+def test_the_names_of_a_gguf_files_tensors_are_mapped_once(
+    tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    path = tmp_path / "tiny.F32.gguf"
+    write_gguf(tiny("llama"), path)
+    made: list[int] = []
+    make = gguf.get_tensor_name_map
+
+    def counted(architecture: gguf.MODEL_ARCH, layers: int) -> gguf.TensorNameMap:
+        made.append(layers)
+        return make(architecture, layers)
+
+    monkeypatch.setattr(gguf, "get_tensor_name_map", counted)
+    load(path, cpu)
+    assert made == [2]
+    assert gguf.get_tensor_name_map is counted
+
+
 def test_gguf_file(tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device) -> None:
     model = tiny("llama")
     path = tmp_path / "tiny.F32.gguf"
