@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +57,24 @@ TINY = {
 @pytest.fixture(autouse=True, scope="session")
 def _one_torch_thread() -> None:
     torch.set_num_threads(1)  # tests run beside each other
+
+
+@pytest.fixture
+def alone_on_gpu() -> None:
+    """For tests that take most of the GPU's memory or read the driver's own figure of it: see `_share_gpu`."""
+
+
+@pytest.fixture(autouse=True)
+def _share_gpu(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
+    """Tests of several processes run on one GPU side by side, but for those that ask for `alone_on_gpu`."""
+    if request.node.get_closest_marker("gpu") is None or not torch.cuda.is_available():
+        yield
+        return
+    alone = "alone_on_gpu" in request.fixturenames
+    with (tmp_path_factory.getbasetemp().parent / "gpu.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+        yield
+        torch.cuda.empty_cache()
 
 
 @pytest.fixture(scope="session")

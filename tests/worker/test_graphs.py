@@ -294,6 +294,7 @@ def test_what_copies_from_the_host_is_never_captured(wide: LoadedModel, caplog: 
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("alone_on_gpu")
 def test_the_pool_gives_its_memory_back(wide: LoadedModel) -> None:
     device = wide.device
     device.release_cached()
@@ -307,6 +308,7 @@ def test_the_pool_gives_its_memory_back(wide: LoadedModel) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("alone_on_gpu")
 def test_graphs_give_their_memory_back(wide: LoadedModel) -> None:
     device = wide.device
     pool = KvPool(wide.geometry, 64, device)
@@ -328,6 +330,7 @@ def test_graphs_give_their_memory_back(wide: LoadedModel) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("alone_on_gpu")
 def test_real_lack_of_memory_fails_rows_not_the_process(wide: LoadedModel) -> None:
     device = wide.device
     decoding = Decoding(wide, graph_rows_max=32)

@@ -116,6 +116,7 @@ def test_an_engine_for_two_coordinators(folder: Path) -> None:
 
 
 @pytest.mark.gpu
+@pytest.mark.usefixtures("alone_on_gpu")
 def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
     fields = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(TINY | fields))
