@@ -265,6 +265,7 @@ def measure(name: str, dtype: torch.dtype, device: torch.device, target: Target,
 
 
 def main() -> int:
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json")
     parser.add_argument("--repeats", type=int, default=20)

@@ -131,6 +131,7 @@ def step_floor_us(model: LoadedModel, roof: Roof, rows: int, context: int) -> fl
 
 
 def main() -> None:
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="llama-3.1-8b")
     parser.add_argument("--context", type=int, default=1024)

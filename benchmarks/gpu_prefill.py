@@ -108,6 +108,7 @@ def _stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, to
 
 
 def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
+    """Of `paged_prefill`. copied: rows are dequantised into a workspace first."""
     layer = setup.layers[0]
     shape = prefill_shape(HEADS, torch.bfloat16, layer, OPTIONS, target, copied)
     items = plan_prefill(setup.starts, setup.counts, setup.query_starts, shape.tokens)
@@ -126,6 +127,7 @@ def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
 
 
 def flashinfers(setup: Setup) -> Call:
+    """Of FlashInfer's paged prefill, by its fa3 backend."""
     import flashinfer
 
     device = setup.tables.device
@@ -156,6 +158,7 @@ def flashinfers(setup: Setup) -> Call:
 
 
 def flashinfer_version() -> str | None:
+    """None where it is not installed."""
     try:
         import flashinfer  # noqa: F401
 
@@ -200,6 +203,7 @@ def times_us(calls: dict[str, Call], rounds: int) -> dict[str, float]:
 def measure(
     case: tuple[int, int, int], stored: torch.dtype, target: Target, device: torch.device, rounds: int
 ) -> dict[str, Any]:
+    """One case: times in us, errors and TFLOP/s of each way. case: rows, new tokens, cached tokens."""
     rows, new, cached = case
     setup = Setup.make(rows, new, cached, stored, device)
     portable = replace(target, name=f"{target.name}, portable kernel")
@@ -226,6 +230,7 @@ def measure(
 
 
 def main() -> int:
+    """Measures and prints."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else None)
     parser.add_argument("--json")
     parser.add_argument("--rounds", type=int, default=15)

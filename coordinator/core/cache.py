@@ -47,6 +47,7 @@ class Cache:
         self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
         self._epochs = 0
         self.largest_pool = 0
+        self.past_steps_total = 0  # of workers that are gone
         self.evicted_sequences_total = 0
 
     # -------------------------------------------------------------------------------------------------------- groups
@@ -92,6 +93,7 @@ class Cache:
             self._forget_kv(slot)
         s.settle(group.number, np.iinfo(np.int64).max)
         s.read_step[s.read_pool == group.number] = 0
+        self.past_steps_total += group.steps_total
         del self.groups[group.number]
         return slots
 

@@ -128,7 +128,8 @@ def stats(
 
 def gauges(cache: Cache, requests: RequestTable, running: int, turns: int, uptime_us: int) -> list[int]:
     """The published gauges, in the order of protocol.layout.GAUGES."""
-    blocks = free = cached = quarantined = steps = 0
+    blocks = free = cached = quarantined = 0
+    steps = cache.past_steps_total
     for group in cache.groups.values():
         pool = group.pool
         blocks += pool.count

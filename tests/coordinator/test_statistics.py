@@ -40,6 +40,19 @@ def check_agreement(driver: Driver) -> None:
     assert sum(row.prefix_hit_tokens_total for row in stats.tenants) >= requests.cached_tokens_total
 
 
+def test_steps_are_counted_beyond_the_worker_that_ran_them(driver: Driver) -> None:
+    """Monitors take differences of it: a total that fell would show as a rate below zero."""
+    counts = []
+    for _ in range(2):
+        worker = driver.add_worker(9, "one")
+        driver.submit([1, 2, 3], max_tokens=4)
+        driver.run_until_idle()
+        driver.lose(worker)
+        gauges = dict(zip(GAUGES, driver.machine.gauges(driver.now_us), strict=True))
+        counts.append(gauges["steps_total"])
+    assert counts == [4, 8]
+
+
 # behaviour 5
 def test_fresh_statistics_are_zero_and_totals_match_the_configuration(driver: Driver) -> None:
     stats = driver.stats()
