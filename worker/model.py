@@ -27,7 +27,7 @@ from .fusion import FusedDecoder, fuse
 from .kernels import choose_operations
 from .kernels.selftest import self_test as layer_test
 from .pool import KvGeometry, KvPool
-from .weights import MODEL_DTYPES, Progress, build, find_source, read_config
+from .weights import MODEL_DTYPES, Progress, build, find_source, gguf_read_once, read_config
 
 log = logging.getLogger(__name__)
 
@@ -187,15 +187,17 @@ def load_model(
 
     progress("reading the configuration", 0.0)
     found = find_source(source, load_format)
-    config = read_config(found)
-    torch_dtype = _model_dtype(dtype, config)
-    dtype_name = str(torch_dtype).removeprefix("torch.")
-    kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
-    KvGeometry.uniform(layers=1, kv_heads=1, head_size=1, block_size=block_size, kv_dtype=kv_dtype)  # before the wait
-    chosen = choose_attention(device, attention)
+    with gguf_read_once():
+        config = read_config(found)
+        torch_dtype = _model_dtype(dtype, config)
+        dtype_name = str(torch_dtype).removeprefix("torch.")
+        kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
+        # Its errors come before the wait.
+        KvGeometry.uniform(layers=1, kv_heads=1, head_size=1, block_size=block_size, kv_dtype=kv_dtype)
+        chosen = choose_attention(device, attention)
 
-    progress("loading weights", 0.05)
-    module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed)
+        progress("loading weights", 0.05)
+        module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed)
 
     progress("checking attention", 0.9)
     context_tokens = context_limit(config)

@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Self
 
+import numpy as np
 import torch
 import transformers
 from transformers.utils import logging as transformers_logging
@@ -153,7 +154,7 @@ def build(source: Source, config: Any, dtype: torch.dtype, device: Device, progr
     WorkerError or GpuError (no memory).
     """
     try:
-        with _bars_to(progress), _names_mapped_once(), device.errors(f"loading {source.name}"):
+        with _bars_to(progress), device.errors(f"loading {source.name}"):
             if source.format == "dummy":
                 # Made where they stay: a host would take minutes for what a GPU does in a second.
                 with device.random_state(), device.torch_device:
@@ -242,21 +243,33 @@ def _bars_to(progress: Progress) -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _names_mapped_once() -> Iterator[None]:
-    """transformers makes the table of a GGUF file's tensor names anew for every module of a model, and the more layers,
-    the longer that takes: 4 of the 11 seconds for SmolLM2-135M. Here it is made once.
+def gguf_read_once() -> Iterator[None]:
+    """Around `read_config` and `build`: transformers does for a GGUF file again and again what is needed once.
+
+    It reads the file for the configuration, and once more for the weights. It makes the table of the tensors' names
+    anew for every module of a model, and the more layers, the longer that takes.
     """
     try:
         import gguf
     except ImportError:  # only GGUF files need it
         yield
         return
-    made = gguf.get_tensor_name_map
-    gguf.get_tensor_name_map = functools.cache(made)
+
+    class Reader(gguf.GGUFReader):
+        data: Any
+
+        def _build_fields(self, *arguments: Any) -> Any:
+            # A vocabulary is cut out piece by piece, and every piece of a memmap is one again, which takes longer.
+            self.data = np.asarray(self.data)
+            return super()._build_fields(*arguments)
+
+    made = {"GGUFReader": functools.cache(Reader), "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map)}
+    kept = {name: getattr(gguf, name) for name in made}
+    vars(gguf).update(made)
     try:
         yield
     finally:
-        gguf.get_tensor_name_map = made
+        vars(gguf).update(kept)
 
 
 def _gguf_module() -> Any:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import itertools
 import json
-import os
 import subprocess
 import sys
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.worker.launches import Launches
+from tests.worker.launches import Launches, compiler_environment
 from worker.attention import AttentionOptions, KvLayer, aot, decode, prefill, write
 from worker.attention.aot import DTYPES, Compiled, configurations
 from worker.attention.quantised import is_quantised
@@ -41,10 +40,10 @@ REGISTERS = {32: 256, 64: 512}
 @pytest.mark.parametrize("name", COMPILED)
 def test_every_configuration_compiles_within_bounds(name: str, kernel: str, tmp_path: Path) -> None:
     target = TARGETS[name]
-    environment = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
+    environment = compiler_environment(tmp_path)
     result = subprocess.run(
         [sys.executable, "-m", "worker.attention.aot", "--json", "--only", kernel, "--target", name],
-        env=environment | {"TRITON_CACHE_DIR": str(tmp_path)},
+        env=environment,
         capture_output=True,
         text=True,
         timeout=600,
