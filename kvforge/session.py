@@ -120,13 +120,14 @@ class Track(Watched):
 
     def end(self, ended: Ended) -> None:
         """The request has ended: with what the coordinator says, or with an error where its tokens did not all come."""
-        streamed = ended.generated_tokens + ended.cut_tokens
-        # A track that starts behind the last token has none of them, and lacks none.
-        if ended.cut_tokens < 0 or max(streamed, self.start) != self.reach:
-            self.error = self.gap(f"it ended after {ended.generated_tokens} tokens and {self.reach} came")
+        count, most = ended.generated_tokens, ended.generated_tokens + ended.cut_tokens
+        # A track that starts behind the last token has none of them, and lacks none. One whose request was asked for
+        # again when some of its tokens were taken back may have those, or not.
+        if not max(count, self.start) <= self.reach <= max(most, self.start):
+            self.error = self.gap(f"it ended after {count} tokens and {self.reach} came")
             return
         for column in (self.tokens, self.logprobs, self.tops):
-            del column[max(0, ended.generated_tokens - self.start) :]
+            del column[max(0, count - self.start) :]
         self.ended = ended
 
     def gap(self, problem: str) -> ProtocolError:

@@ -187,7 +187,8 @@ class Fake:
             job.limit = min(2, job.max_tokens)
 
     def die(self) -> None:
-        """Ends at once, but for the tokens that it has sent: those are on their way first."""
+        """Ends, but for the tokens that it has sent: those are on their way first."""
+        time.sleep(0.3)  # a ROUTER that is closed right after a send can lose it, whatever its linger
         self.socket.close(linger=1000)
         self.socket.context.term()
         os._exit(0)

@@ -138,6 +138,27 @@ def test_tokens_that_a_stop_took_back_are_taken_from_what_was_attached(session: 
     assert finished(behind).tokens == ()
 
 
+@pytest.mark.parametrize("again", [0, 2])
+def test_tokens_taken_back_after_the_stream_began_anew_are_not_missed(session: Session, again: int) -> None:
+    """Whoever asks for a request again by its key, or from an earlier offset, is not streamed what is cut by now."""
+    track = accepted(session, 7)
+    take(session, rows(*[(7, offset, 10 + offset) for offset in range(5)]))
+    attach(session, 7, again)
+    ended = end(7, 3, "stop")
+    fields = {name: getattr(ended, name) for name in m.Ended.__struct_fields__}
+    items = [(7, offset, 10 + offset) for offset in range(again, 3)]
+    take(session, rows(*items, ended=(m.Ended(**{**fields, "cut_tokens": 2}),)))
+    assert finished(track).tokens == (10, 11, 12)
+
+
+def test_tokens_that_count_are_missed_whatever_was_taken_back(session: Session) -> None:
+    track = accepted(session, 7)
+    fields = {name: getattr(end(7, 3, "stop"), name) for name in m.Ended.__struct_fields__}
+    take(session, rows((7, 0, 10), (7, 1, 11), ended=(m.Ended(**{**fields, "cut_tokens": 2}),)))
+    with pytest.raises(ProtocolError, match="ended after 3 tokens and 2 came"):
+        finished(track)
+
+
 def test_what_this_connection_reads_already_needs_no_command(session: Session) -> None:
     track = accepted(session, 7)
     assert session.tracked(7, 0) is track

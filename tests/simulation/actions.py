@@ -21,7 +21,7 @@ TREE_SHARE = 0.02
 # How often several clients ask for one request at once.
 TUG_SHARE = 0.004
 # How often one prompt gets several answers, the first is cancelled, and the command comes again later.
-SAMPLES_SHARE = 0.006
+SAMPLES_SHARE = 0.01
 # verb: weight
 MIX = {
     "submit": 22,
@@ -29,6 +29,7 @@ MIX = {
     "again": 2,
     "attach": 2,
     "cancel": 5,
+    "finish": 3,
     "get": 4,
     "list": 2,
     "stats": 2,
@@ -227,6 +228,8 @@ class Drawer:
             more.append(("stream", False))
         if random() < 0.2:
             more.append(("priority", self._random.choice((-2, 1, 5))))
+        if random() < 0.15:
+            more.append(("logprobs", self._random.choice((1, 2, 4))))
         if random() < 0.06:
             more.append(("deadline_ms", self._random.choice((1, 5, 30, 100))))
         if random() < 0.04:
@@ -253,6 +256,9 @@ class Drawer:
 
     def _cancel(self) -> Action:
         return (self._client(), self._request())
+
+    def _finish(self) -> Action:
+        return (self._client(), self._random.randrange(8), self._random.choice((-1, 0, 0, 1, 2)))
 
     def _get(self) -> Action:
         return (self._client(), self._request(), self._random.random() < 0.7)

@@ -13,6 +13,7 @@ from protocol.messages import (
     Attached,
     Cancel,
     CreateSequence,
+    FinishAt,
     Forked,
     GetHealth,
     GetRequest,
@@ -33,7 +34,7 @@ from tests.simulation.readings import Readings
 from tests.simulation.workers import Violation
 
 # Saying these twice must do no harm.
-REPEATABLE = (Hello, Cancel, GetRequest, ListRequests, GetStats, GetHealth, GetSequence, GetTokens)
+REPEATABLE = (Hello, Cancel, FinishAt, GetRequest, ListRequests, GetStats, GetHealth, GetSequence, GetTokens)
 
 
 PROBE = "a probe"  # labels an Attach whose offset may be wrong

@@ -19,6 +19,8 @@ from protocol.messages import (
     Attached,
     Cancel,
     CreateSequence,
+    Drain,
+    FinishAt,
     Fork,
     Forked,
     Message,
@@ -33,7 +35,7 @@ from protocol.messages import (
     Submit,
 )
 from tests.simulation.dues import Dues
-from tests.simulation.model import Oracle
+from tests.simulation.model import Oracle, tops_of
 from tests.simulation.settings import Settings
 from tests.simulation.telling import BookedRequest, Telling
 from tests.simulation.workers import Violation
@@ -141,6 +143,7 @@ class Ledger:
         oracle = Oracle(prompt, seed, command.max_tokens, stops, self._settings.vocabulary)
         booked = BookedRequest(client, oracle, command.sequence_id, command.detached, salt)
         booked.early = not self.model_known
+        booked.tops = command.sampling.logprobs
         self.requests[request_id] = self.live[request_id] = booked
         self.dues.accepted(request_id, booked, command, now_us)
         prefixes = self._prefixes.setdefault(salt, {})
@@ -178,7 +181,7 @@ class Ledger:
         if reply.prompt_tokens != len(oracle.prompt):
             raise Violation(f"request {reply.request_id} has another prompt than was submitted")
         self._compare(reply.request_id, oracle, 0, reply.tokens.tolist())
-        if reply.generated_tokens < booked.seen:
+        if reply.generated_tokens < (booked.generated if booked.reason else booked.seen):
             raise Violation(f"request {reply.request_id} has fewer tokens than were streamed")
 
     def _stats(self, _client: int, _command: Any, reply: Stats) -> None:
@@ -266,9 +269,13 @@ class Ledger:
     def streamed(self, client: int, stream: Stream, lost: bool) -> None:
         """A Stream for a client: the oracle's tokens, to whom they are due, each end once. lost: it was not taken."""
         rows = zip(stream.request_ids.tolist(), stream.offsets.tolist(), stream.tokens.tolist(), strict=True)
+        expected = []
         for request_id, offset, token in rows:
-            self._compare(request_id, self.requests[request_id].oracle, offset, [token])
+            booked = self.requests[request_id]
+            self._compare(request_id, booked.oracle, offset, [token])
             self.telling.row(client, request_id, offset)
+            expected.append(tops_of(token, booked.tops, self._settings.vocabulary))
+        self._compare_tops(stream, expected)
         self.telling.news(client, stream, lost)
 
     def over(self, request: Request, now_us: int, cause: Any) -> None:
@@ -276,7 +283,11 @@ class Ledger:
         booked = self.live.pop(request.id)
         tokens, oracle = request.tokens.tolist(), booked.oracle
         self._compare(request.id, oracle, 0, tokens)
-        if request.reason in ("length", "stop"):
+        message = cause.message if isinstance(cause, FromClient) else None
+        if isinstance(message, FinishAt) and message.request_id == request.id:
+            if (request.reason, len(tokens)) != ("stop", message.tokens):
+                raise Violation(f"request {request.id} ended by {request.reason} at {len(tokens)}: {message!r}")
+        elif request.reason in ("length", "stop"):
             if (request.reason, len(tokens)) != (oracle.reason, oracle.answer_size):
                 raise Violation(f"request {request.id} ended by {request.reason} after {len(tokens)} tokens")
             if oracle.poisoned:
@@ -288,6 +299,7 @@ class Ledger:
         elif not self._cancelled(request, booked, now_us, cause):
             raise Violation(f"request {request.id} ended by {request.reason!r}, and nobody asked for it: {cause!r}")
         booked.reason, booked.over_us, booked.generated = request.reason, now_us, len(tokens)
+        booked.cut = request.cut
         self.ended += 1
         self.telling.over(request.id)
         self._check_prefix(request, booked)
@@ -321,6 +333,8 @@ class Ledger:
             message = cause.message
             if isinstance(message, RemoveSequences):
                 return booked.sequence_id in message.sequence_ids.tolist()
+            if isinstance(message, Drain):  # with a deadline: what is due is looked at
+                return self.dues.lease_over(booked, now_us)
             return isinstance(message, Cancel) and message.request_id == request.id
         if isinstance(cause, ClientGone):
             sequence = self.sequences.get(booked.sequence_id)
@@ -338,6 +352,14 @@ class Ledger:
                 if not booked.detached and (goodbye or not self._settings.lease_us):
                     raise Violation(f"request {request_id} outlives its client")
                 self.dues.orphaned(request_id, booked, now_us)
+
+    @staticmethod
+    def _compare_tops(stream: Stream, expected: list[list[tuple[int, float]]]) -> None:
+        pairs = [pair for tops in expected for pair in tops]
+        counts = stream.top_counts.tolist() or [0] * len(expected)
+        found = list(zip(stream.top_tokens.tolist(), stream.top_logprobs.tolist(), strict=True))
+        if counts != list(map(len, expected)) or found != pairs:
+            raise Violation(f"the most likely tokens are {found} by {counts}, not {expected}: {stream!r}")
 
     def _compare(self, request_id: int, oracle: Oracle, offset: int, tokens: list[int]) -> None:
         expected = oracle.tokens[offset : offset + len(tokens)]

@@ -27,6 +27,11 @@ def choose(fingerprint: int, seed: int, generated: int, vocabulary: int) -> int:
     return (x ^ (x >> 31)) % (vocabulary - 1)
 
 
+def tops_of(token: int, count: int, vocabulary: int) -> list[tuple[int, float]]:
+    """The `count` most likely tokens where `token` was chosen, with their log-probabilities."""
+    return [((token + i) % vocabulary, -float(i)) for i in range(count)]
+
+
 def poison(vocabulary: int) -> int:
     """The token that makes a worker fail the row whose context contains it; two of them kill it in a deadly world."""
     return vocabulary - 1

@@ -12,6 +12,7 @@ from protocol.messages import (
     Cancel,
     CreateSequence,
     Explain,
+    FinishAt,
     Fork,
     GetBlock,
     GetHealth,
@@ -103,8 +104,9 @@ class Performer:
         tenant: str,
         more: tuple[tuple[str, Any], ...],
     ) -> None:
-        sampling = Sampling(temperature=0.7, seed=seed, stop_tokens=stops)
-        fields = {"max_tokens": answer, "sampling": sampling, "tenant": tenant, "prompt": int32(prompt), **dict(more)}
+        fields = {"max_tokens": answer, "tenant": tenant, "prompt": int32(prompt), **dict(more)}
+        tops = fields.pop("logprobs", 0)
+        fields["sampling"] = Sampling(temperature=0.7, seed=seed, stop_tokens=stops, logprobs=tops)
         self._send_submit(client, labels, fields)
 
     def _send_submit(self, client: SimulatedClient, labels: tuple[str, ...], fields: dict[str, Any]) -> None:
@@ -124,6 +126,7 @@ class Performer:
         found = self._id(sequence)
         if found is not None:
             fields = {"max_tokens": answer, "sequence_id": found, "prompt": int32(prompt), **dict(more)}
+            fields["sampling"] = Sampling(logprobs=fields.pop("logprobs", 0))
             self._send_submit(client, (label,), fields)
 
     def _again(self, client: SimulatedClient, label: str, same: bool) -> None:
@@ -145,6 +148,13 @@ class Performer:
         found = self._id(label)
         if found is not None:
             client.send(Cancel, request_id=found)
+
+    def _finish(self, client: SimulatedClient, which: int, back: int) -> None:
+        """Of one that it reads, what came before the last `back` tokens is enough; -1: and one that has not come."""
+        begun = [request_id for request_id in client.readings.unfinished() if client.readings.at(request_id)]
+        if begun:
+            found = begun[which % len(begun)]
+            client.send(FinishAt, request_id=found, tokens=max(1, client.readings.at(found) - back))
 
     def _get(self, client: SimulatedClient, label: str, with_tokens: bool) -> None:
         found = self._id(label)

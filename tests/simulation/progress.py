@@ -124,7 +124,7 @@ class Progress:
 
     def over(self, request: Request) -> None:
         """It ended; what it generated was paid for token by token."""
-        self._generated[request.tenant] += request.tokens.size
+        self._generated[request.tenant] += request.tokens.size + request.cut
         self._reached.pop(request.id, None)
         self._passed.pop(request.id, None)
 

@@ -62,9 +62,12 @@ class Readings:
 
     def _end(self, ended: Any) -> None:
         reading = self._of.get(ended.request_id)
-        if reading is None:
-            raise Violation(f"request {ended.request_id} ends for a client that does not read it")
         forgotten = ended.error is not None and ended.error.code == "request_not_found"
-        if reading.at != ended.generated_tokens and not forgotten:
-            raise Violation(f"request {ended.request_id} ends with {ended.generated_tokens} tokens, not {reading.at}")
+        if reading is None:
+            if forgotten:  # and a refused Attach has told us so before
+                return
+            raise Violation(f"request {ended.request_id} ends for a client that does not read it")
+        count, most = ended.generated_tokens, ended.generated_tokens + ended.cut_tokens
+        if not count <= reading.at <= most and not forgotten:
+            raise Violation(f"request {ended.request_id} ends with {count} to {most} tokens, not {reading.at}")
         reading.reads = False

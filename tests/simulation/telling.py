@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from protocol.messages import Stream
+from protocol.messages import Ended, Stream
 from tests.simulation.model import Oracle
 from tests.simulation.workers import Violation
 
@@ -14,14 +14,16 @@ class BookedRequest:
 
     reader: the connection it is streamed to, 0 for none; at: the offset of the next token for it; paused: until it asks
     again. before: (reader, at) of others who had it earlier in this turn: rows from before are still told to them.
-    seen: how many of its tokens were streamed to anyone. orphan_us: since when its connection is gone, -1: it is not.
-    early: it came before any model was known, and may fail. reason: why it ended, "" while it lives.
+    seen: how many of its tokens were streamed to anyone. cut: how many of them its end took back. orphan_us: since when
+    its connection is gone, -1: it is not. tops: how many most likely tokens it wants told at each place. early: it came
+    before any model was known, and may fail. reason: why it ended, "" while it lives.
     """
 
     def __init__(self, client: int, oracle: Oracle, sequence_id: int, detached: bool, salt: str) -> None:
         self.reader, self.oracle, self.sequence_id = client, oracle, sequence_id
         self.detached, self.salt = detached, salt
-        self.at = self.seen = self.generated = 0
+        self.tops = 0
+        self.at = self.seen = self.generated = self.cut = 0
         self.paused = self.early = False
         self.before: list[list[int]] = []
         self.orphan_us = self.over_us = -1
@@ -109,18 +111,24 @@ class Telling:
             raise Violation(f"client {client} is owed {owed}, and told {told}")
         for end in stream.ended:
             if end.request_id not in owed.forgotten:
-                self._end(client, end.request_id, end.reason, end.generated_tokens)
+                self._end(client, end)
             elif end.error is None or end.error.code != "request_not_found":
                 raise Violation(f"request {end.request_id} is forgotten, and {client} is told {end}")
         if lost:
             self._lost(client, stream, owed)
 
-    def _end(self, client: int, request_id: int, reason: str, generated: int) -> None:
-        booked = self._requests[request_id]
-        if (reason, generated) != (booked.reason, booked.generated):
-            raise Violation(f"request {request_id} ended by {booked.reason}, and {client} is told {reason}")
-        if generated not in [at for reader, at in ((booked.reader, booked.at), *booked.before) if reader == client]:
-            raise Violation(f"request {request_id}: {generated} tokens, but {booked.at} were streamed")
+    def _end(self, client: int, end: Ended) -> None:
+        booked = self._requests[end.request_id]
+        if (end.reason, end.generated_tokens) != (booked.reason, booked.generated):
+            raise Violation(f"request {end.request_id} ended by {booked.reason}, and {client} is told {end.reason}")
+        if end.cut_tokens != booked.cut:
+            raise Violation(
+                f"request {end.request_id}: {booked.cut} tokens were cut, and {client} is told {end.cut_tokens}"
+            )
+        least, most = end.generated_tokens, end.generated_tokens + end.cut_tokens
+        ats = [at for reader, at in ((booked.reader, booked.at), *booked.before) if reader == client]
+        if not any(least <= at <= most for at in ats):
+            raise Violation(f"request {end.request_id}: {least} to {most} tokens, but {booked.at} were streamed")
 
     def _lost(self, client: int, stream: Stream, owed: Owed) -> None:
         """The client takes nothing more: what it misses is paused, unless another one has it by now."""

@@ -24,6 +24,7 @@ from protocol.messages import (
     PoolRegistered,
     Refused,
     RowError,
+    RowStart,
     Step,
     StepResult,
     WorkerHello,
@@ -32,7 +33,7 @@ from protocol.messages import (
     WorkerWelcome,
 )
 from protocol.tables import TablesReader
-from tests.simulation.model import DEADLY, WEIGHTS, Oracle, choose, poison
+from tests.simulation.model import DEADLY, WEIGHTS, Oracle, choose, poison, tops_of
 from tests.simulation.network import Clock, Connection, SimulatedPeers
 from tests.simulation.settings import Settings
 
@@ -135,8 +136,9 @@ class KvMemory:
 class Row:
     """What a worker keeps of a slot from its RowStart on."""
 
-    def __init__(self, request_id: int, seed: int, generated: int) -> None:
-        self.request_id, self.seed, self.generated = request_id, seed, generated
+    def __init__(self, begin: RowStart) -> None:
+        self.request_id, self.seed, self.generated = begin.request_id, begin.seed, begin.generated
+        self.tops = begin.sampling.logprobs
         self.last = -1
         self.failed = False
 
@@ -248,7 +250,9 @@ class SimulatedWorker:
             wrong = result.tokens + self._host.settings.vocabulary
             return StepResult(result.step_id, result.epoch, (), 0, result.slots, wrong, result.logprobs)
         if how == "missing" and result.tokens.size:
-            short = (result.slots[1:], result.tokens[1:], result.logprobs[1:])
+            lost = int(result.top_counts[0]) if result.top_counts.size else 0
+            tops = (result.top_counts[1:], result.top_tokens[lost:], result.top_logprobs[lost:])
+            short = (result.slots[1:], result.tokens[1:], result.logprobs[1:], *tops)
             return StepResult(result.step_id, result.epoch, result.errors, 0, *short)
         if how == "step":
             return StepResult(result.step_id + 1, result.epoch)
@@ -263,7 +267,7 @@ class SimulatedWorker:
         if step.copies.size:
             memory.copy(step.copies)
         for begin in step.begins:
-            self._rows[begin.slot] = Row(begin.request_id, begin.seed, begin.generated)
+            self._rows[begin.slot] = Row(begin)
         if not step.slots.size:
             return StepResult(step_id=step.step_id, epoch=self._epoch, duration_us=took_us)
         ends = (step.starts + step.counts).astype(np.int64)
@@ -305,7 +309,8 @@ class SimulatedWorker:
         poisoned: list[bool],
         took_us: int,
     ) -> StepResult:
-        slots, chosen, errors = [], [], []
+        slots, chosen, errors, tops = [], [], [], []
+        vocabulary = self._host.settings.vocabulary
         for i, slot in enumerate(step.slots.tolist()):
             row = self._rows[slot]
             if row.failed:
@@ -320,10 +325,12 @@ class SimulatedWorker:
                 row.failed = True
                 errors.append(RowError(slot, ErrorInfo("worker_error", "poison")))
             elif step.samples[i]:
-                row.last = choose(fingerprints[i], row.seed, row.generated, self._host.settings.vocabulary)
+                row.last = choose(fingerprints[i], row.seed, row.generated, vocabulary)
                 row.generated += 1
                 slots.append(slot)
                 chosen.append(row.last)
+                tops.append(tops_of(row.last, row.tops, vocabulary))
+        pairs = [pair for row_tops in tops for pair in row_tops]
         return StepResult(
             step_id=step.step_id,
             epoch=self._epoch,
@@ -332,4 +339,7 @@ class SimulatedWorker:
             slots=np.array(slots, np.int32),
             tokens=np.array(chosen, np.int32),
             logprobs=-np.array(chosen, np.float32),
+            top_counts=np.array([len(row_tops) for row_tops in tops] if pairs else (), np.int32),
+            top_tokens=np.array([token for token, _ in pairs], np.int32),
+            top_logprobs=np.array([logprob for _, logprob in pairs], np.float32),
         )
