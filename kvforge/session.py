@@ -118,16 +118,19 @@ class Track(Watched):
         """The offset of the token that is due next."""
         return self.start + len(self.tokens)
 
-    def end(self, ended: Ended) -> None:
-        """The request has ended: with what the coordinator says, or with an error where its tokens did not all come."""
-        count, most = ended.generated_tokens, ended.generated_tokens + ended.cut_tokens
-        # A track that starts behind the last token has none of them, and lacks none. One whose request was asked for
-        # again when some of its tokens were taken back may have those, or not.
-        if not max(count, self.start) <= self.reach <= max(most, self.start):
-            self.error = self.gap(f"it ended after {count} tokens and {self.reach} came")
+    def end(self, ended: Ended, anew: int | None = None) -> None:
+        """The request has ended: with what the coordinator says, or with an error where its tokens did not all come.
+
+        anew: up to where a stream came that began anew; None: it did not. What is taken back by then is not in it.
+        """
+        streamed = ended.generated_tokens + ended.cut_tokens
+        # A track that starts behind the last token has none of them, and lacks none.
+        whole = max(streamed, self.start) == self.reach or (anew == streamed and streamed < self.reach)
+        if ended.cut_tokens < 0 or not whole:
+            self.error = self.gap(f"it ended after {ended.generated_tokens} tokens and {self.reach} came")
             return
         for column in (self.tokens, self.logprobs, self.tops):
-            del column[max(0, count - self.start) :]
+            del column[max(0, ended.generated_tokens - self.start) :]
         self.ended = ended
 
     def gap(self, problem: str) -> ProtocolError:
@@ -165,6 +168,8 @@ class Session:
         self._resuming: dict[int, int] = {}
         # Where a stream starts anew, until the token there has come: what comes before it was sent before.
         self._due: dict[int, int] = {}
+        # Of streams that began anew: the offset that follows what has come since.
+        self._anew: dict[int, int] = {}
         self._last_rid = 0
 
     @property
@@ -293,7 +298,7 @@ class Session:
             del self._resuming[request_id]
         if request_id not in self._tracks:
             return []
-        self._due[request_id] = offset
+        self._due[request_id] = self._anew[request_id] = offset
         behind = any(track.reach < offset for track in self._tracks[request_id])
         return [self._resume(request_id)] if behind else []
 
@@ -318,6 +323,7 @@ class Session:
     def _drop(self, request_id: int) -> list[Track]:
         """Nothing more is expected of this request; returns who read it."""
         self._due.pop(request_id, None)
+        self._anew.pop(request_id, None)
         return self._tracks.pop(request_id, [])
 
     def _stream(self, message: Stream) -> list[Message]:
@@ -329,8 +335,9 @@ class Session:
         for ended in message.ended:
             if ended.request_id in self._resuming:
                 continue
+            anew = self._anew.get(ended.request_id)
             for track in self._drop(ended.request_id):
-                track.end(ended)
+                track.end(ended, anew)
                 touched[track] = None
         for track in touched:
             track.wake()
@@ -353,6 +360,8 @@ class Session:
                 if offset != due:
                     continue
                 del self._due[request_id]
+            if self._anew.get(request_id) == offset:
+                self._anew[request_id] = offset + 1
             # None: not ours any more (we gave up on it, or found it broken).
             for track in self._tracks.get(request_id, ()):
                 if 0 <= offset < track.reach:  # a row that came twice

@@ -654,8 +654,7 @@ class Health(Message, frozen=True, tag="health"):
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one request, sent once to whoever streams it.
 
-    cut_tokens: how many tokens a FinishAt took back. They are not among generated_tokens, and were streamed only to
-    whoever read them before.
+    cut_tokens: how many of the streamed tokens a FinishAt took back; they are not among generated_tokens.
     """
 
     request_id: int

@@ -210,7 +210,7 @@ class Outcomes:
             return  # its client is told when it reads again, and asks for what it lacks
         if not request.stream:
             self.replay(request, 0)
-        self._streams.add_end(request.client, ended(request))
+        self._streams.add_end(request.client, ended(request, cut if request.stream else 0))
 
     def replay(self, request: Request, offset: int) -> None:
         """Streams to the request's client what it has generated from `offset` on."""
@@ -224,8 +224,8 @@ class Outcomes:
         self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)
 
 
-def ended(request: Request) -> Ended:
-    """What is told of the end of a request."""
+def ended(request: Request, cut: int) -> Ended:
+    """What is told of the end of a request. cut: how many tokens that were streamed do not count."""
     return Ended(
         request_id=request.id,
         reason=request.reason,
@@ -234,7 +234,7 @@ def ended(request: Request) -> Ended:
         cached_tokens=request.cached_tokens,
         timings=request.timings(),
         error=ErrorInfo.of(request.error) if request.error is not None else None,
-        cut_tokens=request.cut,
+        cut_tokens=cut,
     )
 
 

@@ -175,7 +175,8 @@ class RequestCommands:
             self._admission.runs.stream[request.slot] = True
         self._outcomes.replay(request, offset)
         if request.ended:
-            self._streams.add_end(client, ended(request))
+            cut = max(0, offset - request.generated)
+            self._streams.add_end(client, ended(request, cut))
 
     def client_full(self, client: int, lost: Stream) -> None:
         """The client takes nothing more: its requests that miss something now are paused, to be read by offset."""

@@ -296,8 +296,8 @@ class Driver:
         for ended in message.ended:
             assert ended.request_id not in self.ended, "a request ended twice"
             reach = self._due.pop((client, ended.request_id))
-            most = ended.generated_tokens + ended.cut_tokens
-            assert ended.generated_tokens <= reach <= most, "an end does not count what was streamed"
+            told = ended.generated_tokens + ended.cut_tokens
+            assert told == reach, "an end does not count what was streamed"
             self.ended[ended.request_id] = ended
         for kind, requests in (("paused", message.paused), ("taken", message.taken)):
             for request in requests:

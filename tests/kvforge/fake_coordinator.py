@@ -177,7 +177,6 @@ class Fake:
         """What the tenant asks for, after two tokens."""
         ends: dict[str, Callable[[], None]] = {
             "hang": lambda: None,
-            "dies": self.die,
             "garbage": lambda: self.garbage(job),
             "gap": lambda: self.rows(job, (job.sent + 1,)),
             "slow": lambda: self.pause(job),
@@ -185,13 +184,6 @@ class Fake:
         job.end = ends.get(job.tenant)
         if job.end is not None:
             job.limit = min(2, job.max_tokens)
-
-    def die(self) -> None:
-        """Ends, but for the tokens that it has sent: those are on their way first."""
-        time.sleep(0.3)  # a ROUTER that is closed right after a send can lose it, whatever its linger
-        self.socket.close(linger=1000)
-        self.socket.context.term()
-        os._exit(0)
 
     def repeat(self, peer: bytes, message: m.Submit) -> None:
         made = self.keys[message.tenant, message.key]

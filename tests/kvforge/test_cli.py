@@ -398,10 +398,13 @@ def test_a_signal_cancels_the_request(folder: Path, number: signal.Signals, stat
 
 def test_the_coordinator_dies_during_a_stream(folder: Path) -> None:
     with Running(folder) as fake:
-        arguments = ("generate", "--prompt-tokens", "1", "--tenant", "dies", "--stream")
+        arguments = ("generate", "--prompt-tokens", "1", "--tenant", "hang", "--stream")
         command = start("--endpoint", fake.endpoint, *arguments)
+        assert command.stdout is not None
+        assert command.stdout.read(4) == "1 2 "
+        fake.kill()
         out, err = command.communicate(timeout=20)
-        assert (command.returncode, out) == (exits.UNAVAILABLE, "1 2 ")
+        assert (command.returncode, out) == (exits.UNAVAILABLE, "")
         one_sentence(err)
         assert "is gone" in err
 

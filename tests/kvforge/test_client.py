@@ -391,7 +391,9 @@ def test_a_coordinator_that_never_gets_ready(folder: Path) -> None:
 def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
     with Client(fake.endpoint, timeout_s=5, stream_timeout_s=60) as kv:
         other = kv.submit([4], max_tokens=9, tenant="hang")
-        request = kv.submit([4], max_tokens=9, tenant="dies")
+        request = kv.submit([4], max_tokens=9, tenant="hang")
+        assert [token.token_id for _, token in zip(range(2), request, strict=False)] == [4, 5]
+        fake.kill()
         started = time.monotonic()
         with pytest.raises(CoordinatorUnavailable, match="is gone"):
             list(request)
@@ -399,7 +401,6 @@ def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
         assert request.tokens == (4, 5)
         with pytest.raises(CoordinatorUnavailable):
             other.result(timeout_s=5)
-        fake.kill()
         fake.start()
         assert kv.submit([8], max_tokens=2).result(timeout_s=5).tokens == (8, 9)
         fake.expect("Hello")  # with the boot of the one that died: refused
@@ -588,13 +589,15 @@ def test_asyncio_hears_that_the_coordinator_died(fake: Running) -> None:
     async def main() -> None:
         async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=60) as kv:
             other = await kv.submit([4], tenant="hang")
-            request = await kv.submit([4], max_tokens=9, tenant="dies")
-            waits: list[Callable[[], object]] = [request.result, other.result]
+            request = await kv.submit([4], max_tokens=9, tenant="hang")
+            waits = [asyncio.ensure_future(each.result()) for each in (request, other)]
             async with asyncio.timeout(10):
-                outcomes = await asyncio.gather(*(wait() for wait in waits), return_exceptions=True)  # type: ignore[arg-type]
+                while len(request.tokens) < 2:
+                    await asyncio.sleep(0)
+                fake.kill()
+                outcomes = await asyncio.gather(*waits, return_exceptions=True)
             assert [type(outcome) for outcome in outcomes] == [CoordinatorUnavailable] * 2
             assert request.tokens == (4, 5)
-            fake.kill()
             fake.start()
             again = await asyncio.gather(*(kv.submit([8], max_tokens=1) for _ in range(3)))
             assert [(await one.result()).tokens for one in again] == [(8,)] * 3

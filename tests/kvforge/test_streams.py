@@ -138,17 +138,28 @@ def test_tokens_that_a_stop_took_back_are_taken_from_what_was_attached(session: 
     assert finished(behind).tokens == ()
 
 
-@pytest.mark.parametrize("again", [0, 2])
-def test_tokens_taken_back_after_the_stream_began_anew_are_not_missed(session: Session, again: int) -> None:
-    """Whoever asks for a request again by its key, or from an earlier offset, is not streamed what is cut by now."""
+@pytest.mark.parametrize(("again", "cut"), [(0, 0), (2, 0), (3, 0), (4, 1)])
+def test_tokens_taken_back_before_the_stream_began_anew_are_not_missed(session: Session, again: int, cut: int) -> None:
+    """Whoever asks for a request again by its key, or from an earlier offset, is not streamed what is cut by then."""
     track = accepted(session, 7)
     take(session, rows(*[(7, offset, 10 + offset) for offset in range(5)]))
     attach(session, 7, again)
-    ended = end(7, 3, "stop")
-    fields = {name: getattr(ended, name) for name in m.Ended.__struct_fields__}
+    fields = {name: getattr(end(7, 3, "stop"), name) for name in m.Ended.__struct_fields__}
     items = [(7, offset, 10 + offset) for offset in range(again, 3)]
-    take(session, rows(*items, ended=(m.Ended(**{**fields, "cut_tokens": 2}),)))
+    take(session, rows(*items, ended=(m.Ended(**{**fields, "cut_tokens": cut}),)))
     assert finished(track).tokens == (10, 11, 12)
+
+
+@pytest.mark.parametrize("again", [None, 0])
+def test_an_end_before_what_was_streamed_is_a_gap_all_the_same(session: Session, again: int | None) -> None:
+    """Where the stream did not begin anew, or came less far since than the end says."""
+    track = accepted(session, 7)
+    take(session, rows(*[(7, offset, 10 + offset) for offset in range(5)]))
+    if again is not None:
+        attach(session, 7, again)
+    take(session, rows(*([(7, 0, 10)] if again is not None else []), ended=(end(7, 3, "stop"),)))
+    with pytest.raises(ProtocolError, match="ended after 3 tokens and 5 came"):
+        finished(track)
 
 
 def test_tokens_that_count_are_missed_whatever_was_taken_back(session: Session) -> None:

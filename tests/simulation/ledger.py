@@ -181,7 +181,7 @@ class Ledger:
         if reply.prompt_tokens != len(oracle.prompt):
             raise Violation(f"request {reply.request_id} has another prompt than was submitted")
         self._compare(reply.request_id, oracle, 0, reply.tokens.tolist())
-        if reply.generated_tokens < (booked.generated if booked.reason else booked.seen):
+        if reply.generated_tokens < booked.seen - booked.cut:
             raise Violation(f"request {reply.request_id} has fewer tokens than were streamed")
 
     def _stats(self, _client: int, _command: Any, reply: Stats) -> None:

@@ -9,10 +9,11 @@ from tests.simulation.workers import Violation
 
 
 class Reading:
-    """One request. at: the offset of the next token; reads: whether the coordinator streams it to this process."""
+    """One request. at: the offset of the next token; streamed: of the next one of the stream, which may have begun anew
+    before that; reads: whether the coordinator streams it to this process."""
 
     def __init__(self, at: int) -> None:
-        self.at = at
+        self.at = self.streamed = at
         self.reads = True
 
 
@@ -25,7 +26,7 @@ class Readings:
     def begin(self, request_id: int, offset: int) -> None:
         """The request is streamed to us from `offset` on. What we have of it we keep."""
         reading = self._of.setdefault(request_id, Reading(offset))
-        reading.at, reading.reads = max(reading.at, offset), True
+        reading.at, reading.streamed, reading.reads = max(reading.at, offset), offset, True
 
     def drop(self, request_id: int) -> None:
         """Nothing more is to be had of the request."""
@@ -47,6 +48,7 @@ class Readings:
             if offset > reading.at:
                 raise Violation(f"request {request_id}: token {reading.at} was due, and {offset} was delivered")
             reading.at += offset == reading.at
+            reading.streamed += offset == reading.streamed
         for ended in message.ended:
             self._end(ended)
         for request_id in message.taken:
@@ -67,7 +69,7 @@ class Readings:
             if forgotten:  # and a refused Attach has told us so before
                 return
             raise Violation(f"request {ended.request_id} ends for a client that does not read it")
-        count, most = ended.generated_tokens, ended.generated_tokens + ended.cut_tokens
-        if not count <= reading.at <= most and not forgotten:
-            raise Violation(f"request {ended.request_id} ends with {count} to {most} tokens, not {reading.at}")
+        told = ended.generated_tokens + ended.cut_tokens
+        if (told != reading.streamed or reading.at < ended.generated_tokens) and not forgotten:
+            raise Violation(f"request {ended.request_id} ends with {told} tokens, not {reading.streamed}")
         reading.reads = False

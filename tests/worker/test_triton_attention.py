@@ -6,7 +6,6 @@ On the CPU the kernels run in Triton's interpreter, on a selection of the grid; 
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any
 
 import numpy as np
 import pytest
@@ -18,7 +17,6 @@ from tests.worker.cases import HEADS, STEPS, Case, broken_layer, compare
 from worker.attention import AttentionOptions, KvLayer, PagedBatch, choose_attention, prefill_copy, triton_attention
 from worker.attention.prefill import paged_prefill, plan_prefill, prefill_shape
 from worker.attention.prefill_copy import PAGE, copy_rows, workspace_for
-from worker.attention.reference import write_kv
 from worker.attention.targets import TARGETS, Target
 from worker.attention.triton_attention import TritonAttention, is_interpreted
 from worker.device import open_device
@@ -127,11 +125,6 @@ def test_long_quantised_rows_are_dequantised_first(
     def full_of_nan(pages: int, layer: KvLayer, dtype: torch.dtype) -> torch.Tensor:
         return workspace_for(pages, layer, dtype).fill_(torch.nan)
 
-    def write(_: None, key: torch.Tensor, value: torch.Tensor, *others: Any) -> None:
-        """What the kernel does, which for each of so many tokens is interpreted anew."""
-        _, _, layer, slots, _ = others
-        write_kv(key, value, layer, slots.long())
-
     monkeypatch.setattr(triton_attention, "paged_prefill", prefill)
     monkeypatch.setattr(triton_attention, "workspace_for", full_of_nan)
     for module in (triton_attention, prefill_copy):
@@ -139,10 +132,8 @@ def test_long_quantised_rows_are_dequantised_first(
     attention = TritonAttention(DEVICE)
     attention._target = replace(TARGETS["cpu"], hopper=True)
     rows = [(17, 1), (0, 60), (250, 50), (3, 2), (0, 48), (0, 47), (520, 60), (100, 150)]
-    with monkeypatch.context() as patched:
-        patched.setattr(triton_attention, "write_kv", write)
-        for _ in range(2):  # the second step finds plans made ahead, and the workspace
-            compare(Case(rows, (4, 1), 64, 16, DEVICE, dtype, kv_dtype), AttentionOptions(0.1, window), attention)
+    for _ in range(2):  # the second step finds plans made ahead, and the workspace
+        compare(Case(rows, (4, 1), 64, 16, DEVICE, dtype, kv_dtype), AttentionOptions(0.1, window), attention)
     # Of 1, 3, 1 and 2 pages; (520, 60) has 5, more than there is room for.
     assert sizes == [(4, 4), (3, 4)] * 2
     short = Case([(17, 1), (0, 9), (0, 48)], (4, 1), 64, 16, DEVICE, dtype, kv_dtype)
