@@ -1,7 +1,8 @@
 """Decoder layers with fewer and larger operations, for the architectures whose layers are known to the letter.
 
 Q, K and V are one matrix product, and so are gate and up; a norm takes in the sum before it; rotary embedding is part
-of the KV write. What is fused is decided by an explicit table of transformers' classes whose layers compute exactly
+of the KV write, and both are part of the product where few tokens come at once. What is fused is decided by an explicit
+table of transformers' classes whose layers compute exactly
 
     x += output(attention(rotate(q_norm(q)), rotate(k_norm(k)), v));  x += down(silu(gate(norm x)) * up(norm x))
 
@@ -16,11 +17,12 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from .attention import AttentionOptions, PagedAttention, PagedBatch
+from .attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
 from .kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
 from .pool import KvPool
 
@@ -99,8 +101,9 @@ class FusedDecoder:
         cos, sin = ops.rotary(positions, self.frequencies, self.rotary_scaling, self.table.dtype)
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            projected = ops.linear(normed, layer.projected.weight, layer.projected.bias)
-            attended = self._attend(layer, index, projected, (cos, sin), batch, pool)
+            cache = pool.layers[index]
+            query = self._project(layer, normed, (cos, sin), cache, batch)
+            attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
             addend = ops.linear_parts(attended, layer.output.weight, layer.output.bias)
             normed = ops.add_norm(addend, residual, layer.inner_norm, self.epsilon)
             inner = ops.gated(normed, layer.gate_up.weight, layer.gate_up.bias)
@@ -114,26 +117,29 @@ class FusedDecoder:
             return logits
         return ops.linear(normed, self.head.weight, self.head.bias, logits)
 
-    def _attend(
+    def _project(
         self,
         layer: FusedLayer,
-        index: int,
-        projected: torch.Tensor,
+        normed: torch.Tensor,
         rotary: tuple[torch.Tensor, torch.Tensor],
+        cache: KvLayer,
         batch: PagedBatch,
-        pool: KvPool,
     ) -> torch.Tensor:
-        """projected: [tokens, (heads + 2 x kv_heads) x head_size] -> [tokens, heads x head_size]."""
+        """Q of the new tokens, [tokens, heads, head_size]; their K and V are in the cache then."""
+        ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
+        if layer.rotates and layer.head_norms is None:
+            query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.slots, batch))
+            if query is not None:
+                return query
+        projected = ops.linear(normed, weight, bias)
         if layer.head_norms is not None:
-            self.operations.head_norm(projected, *layer.head_norms, layer.heads, layer.kv_heads, self.epsilon)
+            ops.head_norm(projected, *layer.head_norms, layer.heads, layer.kv_heads, self.epsilon)
         by_head = projected.view(len(projected), -1, layer.head_size)
         query, key, value = by_head.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
-        cache = pool.layers[index]
         if layer.rotates:
-            query = self.attention.write_rotated(query, key, value, *rotary, cache, batch)
-        else:
-            self.attention.write(key, value, cache, batch)
-        return self.attention.attend(query, cache, batch, layer.options).flatten(1)
+            return self.attention.write_rotated(query, key, value, *rotary, cache, batch)
+        self.attention.write(key, value, cache, batch)
+        return query
 
 
 def fuse(

@@ -98,11 +98,11 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def tiny(write_config: Callable[..., Path], cpu: Device) -> Callable[..., LoadedModel]:
-    """tiny(model_type, block_size=4, **fields) -> a loaded model with random float32 weights."""
+    """tiny(model_type, block_size=4, dtype="float32", **fields) -> a loaded model with random weights."""
 
-    def load(model_type: str, block_size: int = 4, seed: int = 0, **fields: Any) -> LoadedModel:
+    def load(model_type: str, block_size: int = 4, seed: int = 0, dtype: str = "float32", **fields: Any) -> LoadedModel:
         folder = write_config(model_type, **fields)
-        return load_model(folder, load_format="dummy", dtype="float32", device=cpu, block_size=block_size, seed=seed)
+        return load_model(folder, load_format="dummy", dtype=dtype, device=cpu, block_size=block_size, seed=seed)
 
     return load
 

@@ -14,12 +14,14 @@ import torch
 pytest.importorskip("triton")
 
 from tests.worker.launches import Launches, compiler_environment
+from worker.attention import KvLayer
 from worker.attention.targets import TARGETS
 from worker.device import Device
-from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, activation, fused, linear, norm, rotary
+from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, activation, fused, linear, norm, project, rotary
 from worker.kernels.aot import layer_configurations
 from worker.kernels.fused import FusedOperations
 
+KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
 
 
@@ -41,7 +43,7 @@ def test_every_configuration_compiles(name: str, tmp_path: Path) -> None:
         # On NVIDIA, cos and sin of large angles keep 28 bytes of pi's digits in local memory, and two sums of parts 8.
         bound = 32 if "rotary" in line else 8 if "sum of" in line and name == "sm_90" else 0
         assert local <= bound, line
-        assert matrix > 0 or " linear " not in line, line
+        assert matrix > 0 or not re.search(r"\b(linear|project) ", line), line
 
 
 @pytest.mark.parametrize("name", [name for name in COMPILED if TARGETS[name].backend == "hip"])
@@ -56,6 +58,7 @@ def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: 
         (activation, ("silu_mul_kernel",)),
         (rotary, ("rotary_kernel",)),
         (linear, ("linear_kernel",)),
+        (project, ("project_kernel",)),
     ):
         for kernel in kernels:
             launches.append(Launches(getattr(module, kernel)))
@@ -90,6 +93,11 @@ def operate(operations: FusedOperations, random: Random) -> None:
     operations.rotary(ids, torch.empty(head_size // 2), 1.0, dtype)
     width = (heads + 2 * kv_heads) * head_size
     projected = operations.linear(normed, made(width, hidden), bias(width))
+    angles = made(tokens, head_size)
+    cached = torch.empty((9, 16, kv_heads, head_size), dtype=random.choice(KV_DTYPES))
+    cache = KvLayer(cached, cached)
+    places = torch.zeros(tokens, dtype=torch.int32)
+    operations.project(normed, made(width, hidden), bias(width), angles, angles, cache, lambda: places)
     operations.head_norm(projected, made(head_size), made(head_size), heads, kv_heads, 1e-5)
     addend = operations.linear_parts(made(tokens, heads * head_size), made(hidden, heads * head_size), bias(hidden))
     operations.add_norm(addend, residual, weight, 1e-5)

@@ -54,6 +54,9 @@ class KvLayer:
 class PagedAttention(Protocol):
     """An implementation. `write` of a step comes before its `attend`; both check their arguments first."""
 
+    def slots(self, batch: PagedBatch) -> torch.Tensor:
+        """[tokens] int32 device: where K and V of each new token go, for kernels that store them themselves."""
+
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
         """Stores K and V of the new tokens, quantised where the layer's dtype asks.
 

@@ -54,6 +54,9 @@ class _Tile:
 class ReferenceAttention:
     """See PagedAttention. Works on every device and for every head size, block size and group size."""
 
+    def slots(self, batch: PagedBatch) -> torch.Tensor:
+        return batch.slots_on_device
+
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
         check_write(key, value, layer, batch)
         _write(key, value, layer, batch)
@@ -75,6 +78,7 @@ class ReferenceAttention:
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         check_attend(query, layer, batch)
+        batch.device.refuse_capture("what the host plans for each step")
         kv_heads = layer.keys.shape[2]
         plan_key = ("reference", kv_heads, options.window)
         if plan_key not in batch.plans:

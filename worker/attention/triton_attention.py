@@ -72,6 +72,10 @@ class TritonAttention:
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
 
+    def slots(self, batch: PagedBatch) -> torch.Tensor:
+        self._preload(batch)
+        return batch.slots_on_device
+
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
         if not supports(key.shape[2]):
             self._reference.write(key, value, layer, batch)

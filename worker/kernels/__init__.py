@@ -5,10 +5,12 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import torch
 
+from worker.attention import KvLayer
 from worker.device import Device
 
 from .plain import PlainOperations
@@ -71,6 +73,23 @@ class LayerOperations(Protocol):
         """x weight^T + bias [tokens, n]. x: [tokens, k]. weight: [n, k]. bias: [n].
 
         output: [tokens, n] float, contiguous: where it goes, in its dtype; None: new, in the dtype of x.
+        """
+
+    def project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: KvLayer,
+        slots: Callable[[], torch.Tensor],
+    ) -> torch.Tensor | None:
+        """Q of x rotated, [tokens, heads, head_size], new; K of x is stored rotated, and V as it is. None, with nothing
+        done, where `linear` and PagedAttention's `write_rotated` are the way.
+
+        x: [tokens, k]. weight: [(heads + 2 x kv_heads) x head_size, k], bias: of as many, Q first, then K, then V.
+        cos, sin: of `rotary`. slots: gives [tokens] int32 device, where in `layer` each token goes; -1: nowhere.
         """
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -17,6 +17,7 @@ from worker.attention.targets import HEAD_CLASSES, TARGETS, Target
 
 from . import HIDDEN_MAX, activation, norm, rotary
 from .linear import OTHER_PARTS_MAX, choose_tiles, linear_constants, linear_kernel
+from .project import HEAD_SIZES, project_constants, project_kernel
 
 NARROW = ("bf16", "fp16")
 FLOATS = (*NARROW, "fp32")
@@ -34,13 +35,14 @@ def layer_configurations(target: Target) -> list[Configuration]:
     made: list[Configuration | None] = [
         _product(target, *each) for each in product(NARROW, TOKENS, SIZES, USES, (False, True))
     ]
+    made += [_project(target, *each) for each in product(NARROW, TOKENS, HEAD_SIZES, (False, True))]
     for dtype in FLOATS:
-        made += [_embed(dtype, hidden) for hidden in HIDDEN]
+        made += [_embed(target, dtype, hidden) for hidden in HIDDEN]
         made += [_sum(target, dtype, each, dtype, 1) for each in HIDDEN]
         parts = PARTS if dtype in NARROW else ()
         made += [_sum(target, dtype, hidden, "fp32", count) for hidden, count in product(HIDDEN, parts)]
         made += [each for head in HEAD_CLASSES for each in (_head_norm(target, dtype, head), _rotary(dtype, head))]
-        made.append(_silu(dtype))
+        made.append(_silu(target, dtype))
     return list({each.kind(): each for each in reversed(made) if each is not None}.values())[::-1]
 
 
@@ -63,13 +65,28 @@ def _product(
     )
 
 
-def _embed(dtype: str, hidden: int) -> Configuration:
+def _project(target: Target, dtype: str, tokens: int, head_size: int, biased: bool) -> Configuration | None:
+    k, overlap = 4096, target.chained
+    tiles = choose_tiles(tokens, 6 * head_size, k, target, divisible=False, gated=False)
+    if tiles is None:
+        return None
+    return Configuration(
+        label=f"project {dtype} {tokens} x {k}, heads of {head_size}{' biased' * biased}",
+        kernel=project_kernel,
+        pointers=dict.fromkeys(("x", "weight", "bias", "cosines", "sines", "query", "keys", "values"), dtype)
+        | {"slots": "i32"},
+        constants=project_constants(k, head_size, tiles, biased=biased, overlap=overlap) | {"OVERLAP": overlap},
+        warps=tiles.warps,
+        stages=tiles.stages,
+        matrix=True,
+    )
+
+
+def _embed(target: Target, dtype: str, hidden: int) -> Configuration:
     pointers = dict.fromkeys(("table", "weight", "residual", "output"), dtype) | {"tokens": "i32"}
     block = norm.block_of(hidden)
-    constants = {"BLOCK": block}
-    return _elementwise(
-        f"embed, norm {dtype} {hidden}", norm.embed_norm_kernel, pointers, constants, norm.warps_of(block)
-    )
+    warps = norm.warps_of(block, target.warp_size)
+    return _elementwise(f"embed, norm {dtype} {hidden}", norm.embed_norm_kernel, pointers, {"BLOCK": block}, warps)
 
 
 def _sum(target: Target, dtype: str, hidden: int, added: str, parts: int) -> Configuration:
@@ -77,13 +94,14 @@ def _sum(target: Target, dtype: str, hidden: int, added: str, parts: int) -> Con
     block = norm.block_of(hidden)
     constants = {"PARTS": parts, "BLOCK": block, "OVERLAP": target.chained}
     label = f"sum of {parts} {added}, norm {dtype} {hidden}"
-    return _elementwise(label, norm.add_norm_kernel, pointers, constants, norm.warps_of(block))
+    return _elementwise(label, norm.add_norm_kernel, pointers, constants, norm.warps_of(block, target.warp_size))
 
 
 def _head_norm(target: Target, dtype: str, head: int) -> Configuration:
     pointers = dict.fromkeys(("projected", "query_weight", "key_weight"), dtype)
     constants = {"HEADS": 32, "BLOCK": head, "OVERLAP": target.chained}
-    return _elementwise(f"head norm {dtype} {head}", norm.head_norm_kernel, pointers, constants, norm.warps_of(head))
+    warps = norm.warps_of(head, target.warp_size)
+    return _elementwise(f"head norm {dtype} {head}", norm.head_norm_kernel, pointers, constants, warps)
 
 
 def _rotary(dtype: str, head: int) -> Configuration:
@@ -91,9 +109,9 @@ def _rotary(dtype: str, head: int) -> Configuration:
     return _elementwise(f"rotary {dtype} {head}", rotary.rotary_kernel, pointers, {"BLOCK": head // 2}, 1)
 
 
-def _silu(dtype: str) -> Configuration:
+def _silu(target: Target, dtype: str) -> Configuration:
     pointers = dict.fromkeys(("gate_up", "output"), dtype)
-    constants = {"BLOCK": activation.BLOCK}
+    constants = {"BLOCK": activation.BLOCK, "OVERLAP": target.chained}
     return _elementwise(f"silu {dtype}", activation.silu_mul_kernel, pointers, constants, activation.WARPS)
 
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch.nn.functional import linear
 
+from worker.attention import KvLayer
 from worker.attention.targets import current_target
 from worker.device import Device
 
 from . import activation, norm, rotary
 from .linear import LinearTiles, choose_tiles, linear_parts
 from .plain import PlainOperations
+from .project import can_project, project
 
 NARROW = (torch.float16, torch.bfloat16)
 
@@ -27,12 +31,12 @@ class FusedOperations:
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm.embed_norm(tokens, table, weight, epsilon)
+        return norm.embed_norm(tokens, table, weight, epsilon, self._target.warp_size)
 
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> torch.Tensor:
-        return norm.add_norm(addend, residual, weight, epsilon, self.overlap)
+        return norm.add_norm(addend, residual, weight, epsilon, self.overlap, self._target.warp_size)
 
     def head_norm(
         self,
@@ -43,12 +47,13 @@ class FusedOperations:
         kv_heads: int,
         epsilon: float,
     ) -> None:
-        norm.head_norm(projected, query_weight, key_weight, heads, kv_heads, epsilon, self.overlap)
+        warp_size = self._target.warp_size
+        norm.head_norm(projected, query_weight, key_weight, heads, kv_heads, epsilon, self.overlap, warp_size)
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         tiles = self._tiles(x, weight, gated=True)
         if tiles is None:
-            return activation.silu_mul(linear(x, weight, bias))
+            return activation.silu_mul(linear(x, weight, bias), self.overlap)
         return linear_parts(x, weight, bias, tiles, x.dtype, gated=True, overlap=self.overlap)[0]
 
     def rotary(
@@ -70,6 +75,21 @@ class FusedOperations:
             return self._plain.linear(x, weight, bias, output)
         into = None if output is None else output[None]
         return linear_parts(x, weight, bias, tiles, x.dtype, output=into, overlap=self.overlap)[0]
+
+    def project(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: KvLayer,
+        slots: Callable[[], torch.Tensor],
+    ) -> torch.Tensor | None:
+        tiles = self._tiles(x, weight)
+        if tiles is None or not can_project(weight, cos, layer, tiles):
+            return None
+        return project(x, weight, bias, cos, sin, layer, slots(), tiles, overlap=self.overlap)
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         tiles = self._tiles(x, weight, divisible=True)

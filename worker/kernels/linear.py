@@ -43,14 +43,14 @@ class LinearTiles:
 
 
 @triton.jit
-def _prefetch(addresses):
+def prefetch(addresses):
     tl.inline_asm_elementwise(
         "prefetch.global.L2 [$1]; // $0", "=r,l", [addresses.to(tl.int64)], dtype=tl.int32, is_pure=False, pack=1
     )
 
 
 @triton.jit
-def _load_weight(rows_at, places, inside_rows, k, EVEN: tl.constexpr):
+def load_weight(rows_at, places, inside_rows, k, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(rows_at + places[None, :], eviction_policy="evict_first")
     else:
@@ -97,9 +97,9 @@ def linear_kernel(
     if PREFETCH > 0:
         lines = begin + tl.arange(0, DEPTH // 64) * 64  # a line of the cache holds 64 numbers of 16 bits
         for step in tl.static_range(PREFETCH):
-            _prefetch(weight_rows + (lines + step * DEPTH)[None, :])
+            prefetch(weight_rows + (lines + step * DEPTH)[None, :])
             if GATED:
-                _prefetch(up_rows + (lines + step * DEPTH)[None, :])
+                prefetch(up_rows + (lines + step * DEPTH)[None, :])
     wait_for_inputs(OVERLAP)
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up_total = tl.zeros([ROWS, TOKENS], tl.float32)
@@ -108,11 +108,11 @@ def linear_kernel(
         inside_x = inside_columns[:, None]
         if not EVEN:
             inside_x = inside_x & (places < k)[None, :]
-        w = _load_weight(weight_rows, places, inside_rows, k, EVEN)
+        w = load_weight(weight_rows, places, inside_rows, k, EVEN)
         xs = tl.trans(tl.load(x_rows + places[None, :], mask=inside_x, other=0.0))
         total = tl.dot(w, xs, total, input_precision="ieee")
         if GATED:
-            up = _load_weight(up_rows, places, inside_rows, k, EVEN)
+            up = load_weight(up_rows, places, inside_rows, k, EVEN)
             up_total = tl.dot(up, xs, up_total, input_precision="ieee")
     let_next_start(OVERLAP)
     if HAS_BIAS:
@@ -210,14 +210,15 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     if not measured:  # every GPU has room for these in its shared memory
         return LinearTiles(64, 64, columns, _parts(triton.cdiv(n, 64), k // 64, target) if divisible else 1, 4, 2)
     if gated:
-        return LinearTiles(64, 128, columns, 1, 4, 4 if columns == 64 else 3, prefetch=2)
+        return LinearTiles(64, 128, columns, 1, 4, 4 if columns == 64 else 3, prefetch=1)
     rows = 128 if columns > 16 and n >= 256 * target.multiprocessors else 64
     blocks = triton.cdiv(n, rows)
     parts = _parts(blocks, k // 128, target) if divisible else 1
     # A program that has a multiprocessor to itself needs more in flight.
     alone = columns == 16 and blocks * parts <= target.multiprocessors and k // parts >= 4096
     warps = 8 if columns == 64 and rows == 128 else 4
-    return LinearTiles(rows, 128, columns, parts, warps, 6 if alone else 4, prefetch=2)
+    stages = 6 if alone else 5 if columns == rows == 64 else 4
+    return LinearTiles(rows, 128, columns, parts, warps, stages, prefetch=2)
 
 
 def _parts(programs: int, steps: int, target: Target) -> int:

@@ -14,6 +14,7 @@ from worker.attention.targets import head_class
 from .overlap import launch_options, let_next_start, wait_for_inputs
 
 BLOCK_MIN = 1024
+THREADS_MAX = 1024  # of a program, on every GPU
 
 
 @triton.jit
@@ -96,20 +97,21 @@ def head_norm_kernel(
 
 
 def embed_norm(
-    tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
+    tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float, warp_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = table.shape[1]
     residual = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
     output = torch.empty_like(residual)
     block = block_of(hidden)
+    warps = warps_of(block, warp_size)
     embed_norm_kernel[(len(tokens),)](
-        tokens, table, weight, residual, output, hidden, epsilon, BLOCK=block, num_warps=warps_of(block)
+        tokens, table, weight, residual, output, hidden, epsilon, BLOCK=block, num_warps=warps
     )
     return residual, output
 
 
 def add_norm(
-    addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool
+    addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool, warp_size: int
 ) -> torch.Tensor:
     parts, count, hidden = addend.shape
     output = torch.empty_like(residual)
@@ -124,7 +126,7 @@ def add_norm(
         epsilon,
         PARTS=parts,
         BLOCK=block,
-        num_warps=warps_of(block),
+        num_warps=warps_of(block, warp_size),
         **launch_options(overlap),
     )
     return output
@@ -138,6 +140,7 @@ def head_norm(
     kv_heads: int,
     epsilon: float,
     overlap: bool,
+    warp_size: int,
 ) -> None:
     head_size = len(query_weight)
     head_norm_kernel[(len(projected), heads + kv_heads)](
@@ -149,7 +152,7 @@ def head_norm(
         epsilon,
         HEADS=heads,
         BLOCK=head_class(head_size),
-        num_warps=warps_of(head_class(head_size)),
+        num_warps=warps_of(head_class(head_size), warp_size),
         **launch_options(overlap),
     )
 
@@ -159,6 +162,6 @@ def block_of(hidden: int) -> int:
     return max(BLOCK_MIN, 1 << (hidden - 1).bit_length())
 
 
-def warps_of(block: int) -> int:
-    """Eight numbers a thread: two loads of 16 bytes in float32, one in the 16-bit dtypes."""
-    return max(1, min(16, block // 256))
+def warps_of(block: int, warp_size: int) -> int:
+    """Four numbers a thread, and not more threads than a program may have: what it waits for is memory."""
+    return max(1, min(THREADS_MAX, block // 4) // warp_size)

@@ -6,6 +6,8 @@ before its weight is applied, a sum is rounded before the next norm reads it, an
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 from torch.nn.functional import embedding, linear, silu
 
@@ -62,6 +64,9 @@ class PlainOperations:
         if bias is None and output.dtype == x.dtype:
             return torch.mm(x, weight.t(), out=output)
         return output.copy_(linear(x, weight, bias))
+
+    def project(self, *_: Any) -> None:
+        """Product, rotation and storing are three operations here."""
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return linear(x, weight, bias)[None]

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from protocol.errors import WorkerError
+from worker.attention import KvLayer
+from worker.attention.reference import rotate
 from worker.device import Device
 
 from . import LayerOperations, PlainOperations
@@ -68,6 +70,21 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
         ops.head_norm(numbers, *layer.head_norms, layer.heads, layer.kv_heads, epsilon)
         return numbers
 
+    def stored(ops: LayerOperations) -> Any:
+        """Q, K and V as they are used and stored where nothing is quantised."""
+        layer_heads = (layer.heads, layer.kv_heads, layer.kv_heads)
+        cos, sin = PlainOperations().rotary(positions, fused.frequencies, fused.rotary_scaling, table.dtype)
+        shape = (tokens, 1, layer.kv_heads, layer.head_size)
+        cache = KvLayer(*(torch.full(shape, float("nan"), dtype=table.dtype, device=table.device) for _ in range(2)))
+        places = torch.arange(tokens, dtype=torch.int32, device=table.device)
+        weight, bias = layer.projected.weight, layer.projected.bias
+        query = ops.project(x, weight, bias, cos, sin, cache, lambda: places)
+        if query is not None:
+            return query, cache.keys[:, 0], cache.values[:, 0]
+        by_head = ops.linear(x, weight, bias).view(tokens, -1, layer.head_size)
+        query, key, value = by_head.split(layer_heads, dim=1)
+        return rotate(query, cos, sin), rotate(key, cos, sin), value
+
     def logits(ops: LayerOperations) -> torch.Tensor:
         found = torch.full((tokens, len(fused.head.weight)), float("nan"), device=table.device)
         return ops.linear(x, fused.head.weight, fused.head.bias, found)
@@ -77,6 +94,8 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     yield "projection", lambda ops: ops.linear(x, layer.projected.weight, layer.projected.bias)
     if layer.head_norms is not None:
         yield "head norm", normed_heads
+    elif layer.rotates:
+        yield "projection into the cache", stored
     yield "output", lambda ops: ops.linear_parts(heads_out, layer.output.weight, layer.output.bias).float().sum(0)
     yield "gate", lambda ops: ops.gated(x, layer.gate_up.weight, layer.gate_up.bias)
     yield "sum and norm", summed

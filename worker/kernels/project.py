@@ -1,0 +1,181 @@
+"""Q, K and V of few tokens in one kernel: projected, rotated, and K and V stored where they belong.
+
+As `linear`, and behind its loop what `worker.attention.write` does for numbers that are not quantised (a scale would
+need a whole head, which is more than a program has): no kernel of its own, and no way through memory in between. A
+program has 64 rows of the weight, half of them from the first half of a head and half from the second, because rotation
+mixes number i of one with number i of the other. They are taken in turn, eight by eight: so both numbers of a pair come
+out in the same thread.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from worker.attention import KvLayer
+
+from .linear import LinearTiles, load_weight, prefetch
+from .overlap import launch_options, let_next_start, wait_for_inputs
+
+ROWS = tl.constexpr(64)  # of the weight in one tile
+HEAD_SIZES = (64, 128, 256)
+
+
+@triton.jit(do_not_specialize=["tokens", "heads", "kv_heads"])  # one compilation for 1, for 16, and for all others
+def project_kernel(
+    x,
+    weight,
+    bias,
+    cosines,
+    sines,
+    slots,
+    query,
+    keys,
+    values,
+    tokens,
+    k,
+    x_stride,
+    heads,
+    kv_heads,
+    STEPS: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HEAD_SIZE: tl.constexpr,
+    DEPTH: tl.constexpr,
+    TOKENS: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    STAGES: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: [(heads + 2 kv_heads) x HEAD_SIZE / ROWS, blocks of tokens].
+
+    x: [tokens, k], x_stride elements from token to token. weight: [(heads + 2 kv_heads) x HEAD_SIZE, k], contiguous, Q
+    first, then K, then V. bias: of as many. cosines, sines: [tokens, HEAD_SIZE]. slots: [tokens] int32, -1: K and V are
+    not stored. query: [tokens, heads, HEAD_SIZE]. keys, values: [slots, kv_heads, HEAD_SIZE]. STEPS: k / DEPTH.
+    """
+    HALF: tl.constexpr = HEAD_SIZE // 2
+    PAIRS: tl.constexpr = ROWS // 2
+    head = tl.program_id(0) // (HALF // PAIRS)
+    first_pair = tl.program_id(0) % (HALF // PAIRS) * PAIRS
+    i = tl.arange(0, ROWS)
+    rows = head * HEAD_SIZE + i // 8 % 2 * HALF + first_pair + i // 16 * 8 + i % 8
+    columns = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    inside = columns < tokens
+    weight_rows = weight + rows[:, None].to(tl.int64) * k
+    x_rows = x + columns[:, None].to(tl.int64) * x_stride
+    if PREFETCH > 0:
+        lines = tl.arange(0, DEPTH // 64) * 64  # a line of the cache holds 64 numbers of 16 bits
+        for step in tl.static_range(PREFETCH):
+            prefetch(weight_rows + (lines + step * DEPTH)[None, :])
+    wait_for_inputs(OVERLAP)
+    total = tl.zeros([ROWS, TOKENS], tl.float32)
+    for step in tl.range(0, STEPS, num_stages=STAGES):
+        places = step * DEPTH + tl.arange(0, DEPTH)
+        w = load_weight(weight_rows, places, rows >= 0, k, True)
+        xs = tl.trans(tl.load(x_rows + places[None, :], mask=inside[:, None], other=0.0))
+        total = tl.dot(w, xs, total, input_precision="ieee")
+    let_next_start(OVERLAP)
+    if HAS_BIAS:
+        total += tl.load(bias + rows).to(tl.float32)[:, None]
+    # Rounded as the product on its own is.
+    total = total.to(query.dtype.element_ty).to(tl.float32)
+    pairs = tl.permute(tl.reshape(total, [ROWS // 16, 2, 8, TOKENS]), (0, 2, 3, 1))
+    first, second = tl.split(tl.reshape(pairs, [PAIRS, TOKENS, 2]))
+    pair = first_pair + tl.arange(0, PAIRS)
+    if head < heads + kv_heads:
+        angle = columns[None, :] * HEAD_SIZE + pair[:, None]
+        cosine_first = tl.load(cosines + angle, mask=inside[None, :], other=0.0).to(tl.float32)
+        cosine_second = tl.load(cosines + angle + HALF, mask=inside[None, :], other=0.0).to(tl.float32)
+        sine_first = tl.load(sines + angle, mask=inside[None, :], other=0.0).to(tl.float32)
+        sine_second = tl.load(sines + angle + HALF, mask=inside[None, :], other=0.0).to(tl.float32)
+        rotated = first * cosine_first - second * sine_first
+        second = second * cosine_second + first * sine_second
+        first = rotated
+    if head < heads:
+        place = (columns.to(tl.int64) * heads + head)[None, :] * HEAD_SIZE + pair[:, None]
+        _store(query + place, first, second, inside, HALF)
+    else:
+        slot = tl.load(slots + columns, mask=inside, other=-1).to(tl.int64)
+        kv_head = head - heads
+        cache = keys
+        if kv_head >= kv_heads:
+            kv_head -= kv_heads
+            cache = values
+        place = (slot * kv_heads + kv_head)[None, :] * HEAD_SIZE + pair[:, None]
+        _store(cache + place, first, second, slot >= 0, HALF)
+
+
+@triton.jit
+def _store(target, first, second, wanted, HALF: tl.constexpr):
+    """The numbers of both halves; wanted: [columns]."""
+    dtype: tl.constexpr = target.dtype.element_ty
+    tl.store(target, first.to(dtype), mask=wanted[None, :])
+    tl.store(target + HALF, second.to(dtype), mask=wanted[None, :])
+
+
+def can_project(weight: torch.Tensor, cos: torch.Tensor, layer: KvLayer, tiles: LinearTiles) -> bool:
+    """Whether the kernel is made for these shapes and dtypes."""
+    head_size = layer.keys.shape[3]
+    return (
+        layer.key_scales is None
+        and layer.keys.dtype == weight.dtype
+        and head_size in HEAD_SIZES
+        and cos.shape[1] == head_size
+        and tiles.rows == ROWS.value
+        and weight.shape[1] % tiles.depth == 0
+    )
+
+
+def project(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    cos: torch.Tensor,
+    sin: torch.Tensor,
+    layer: KvLayer,
+    slots: torch.Tensor,
+    tiles: LinearTiles,
+    *,
+    overlap: bool = False,
+) -> torch.Tensor:
+    """See LayerOperations.project; `can_project` of the same must be true."""
+    (tokens, k), (_, _, kv_heads, head_size) = x.shape, layer.keys.shape
+    heads = len(weight) // head_size - 2 * kv_heads
+    query = torch.empty((tokens, heads, head_size), dtype=x.dtype, device=x.device)
+    project_kernel[(len(weight) // ROWS.value, triton.cdiv(tokens, tiles.tokens))](
+        x,
+        weight,
+        weight if bias is None else bias,
+        cos,
+        sin,
+        slots,
+        query,
+        layer.keys,
+        layer.values,
+        tokens,
+        k,
+        x.stride(0),
+        heads,
+        kv_heads,
+        **project_constants(k, head_size, tiles, biased=bias is not None, overlap=overlap),
+        num_warps=tiles.warps,
+        num_stages=tiles.stages,
+        **launch_options(overlap),
+    )
+    return query
+
+
+def project_constants(
+    k: int, head_size: int, tiles: LinearTiles, *, biased: bool, overlap: bool
+) -> dict[str, int | bool]:
+    """The compile-time constants of `project_kernel`, but for OVERLAP."""
+    steps = k // tiles.depth
+    return {
+        "STEPS": steps,
+        "HAS_BIAS": biased,
+        "HEAD_SIZE": head_size,
+        "DEPTH": tiles.depth,
+        "TOKENS": tiles.tokens,
+        "PREFETCH": min(tiles.prefetch, steps) if overlap else 0,
+        "STAGES": tiles.stages,
+    }
