@@ -16,6 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
+from .kernels.overlap import launch_options, let_next_start, wait_for_inputs
+
 PIECE = 8192  # numbers of a row that one program takes
 TILES = {False: 4096, True: 2048}  # and has in flight at a time: drawing needs more registers
 WARPS = 8
@@ -92,6 +94,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     PIECE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     DRAWS: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
     """Grid: [rows, pieces]. For the rows that draw or, without DRAWS, for the others; the rest is left alone.
 
@@ -99,7 +102,9 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32: the greatest logit, and the sum of
     exp(logit - greatest), NaN where a logit is not finite.
     """
+    let_next_start(OVERLAP)
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    wait_for_inputs(OVERLAP)
     slot = tl.load(slots + row)
     temperature = tl.load(values + slot * values_stride)
     if (temperature > 0.0) != DRAWS:
@@ -155,12 +160,14 @@ def settle_kernel(  # type: ignore[no-untyped-def]
     logits_stride,
     pieces,
     PIECES: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
 ):
     """Grid: [rows]. wanted: [rows] int64. packed: [3, rows] int32, see `sampler.SampledRows.packed`; the rest as above.
 
     PIECES: `pieces`, rounded up to a power of two.
     """
     row, rows = tl.program_id(0).to(tl.int64), tl.num_programs(0)
+    wait_for_inputs(OVERLAP)
     piece = tl.arange(0, PIECES)
     inside = piece < pieces
     key = tl.load(keys + row * pieces + piece, mask=inside, other=float("-inf"))
@@ -221,12 +228,13 @@ def choose_tokens(
     generated: torch.Tensor,
     last_token: torch.Tensor,
     packed: torch.Tensor,
+    overlap: bool = False,
 ) -> None:
     """Chooses a token for each row, and moves the slots on for which that is `wanted`.
 
     logits: [rows, vocab] float32 device. slots, wanted: [rows] int64 device. values: [slots, any] float64, of which the
     first column is the temperature. seeds, generated, last_token: [slots] int64; the last two are written. packed: gets
-    the result, [3 * rows] int32 device, as `sampler.SampledRows.packed`.
+    the result, [3 * rows] int32 device, as `sampler.SampledRows.packed`. overlap: see `worker.kernels.overlap`.
     """
     rows, vocab = logits.shape
     pieces = pieces_of(vocab)
@@ -249,6 +257,7 @@ def choose_tokens(
             values.stride(0),
             **scan_constants(draws),
             num_warps=WARPS,
+            **launch_options(overlap),
         )
     settle_kernel[(rows,)](
         logits,
@@ -265,4 +274,5 @@ def choose_tokens(
         pieces,
         **settle_constants(vocab),
         num_warps=1,
+        **launch_options(overlap),
     )

@@ -17,6 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,7 @@ from protocol.errors import GpuError, InvalidConfiguration, WorkerError
 KINDS = ("cpu", "cuda", "hip", "auto")
 # Two steps are under way at most, and a third is being packed.
 STAGING_RING = 3
+KERNEL_COPY_MAX = 1 << 18  # numbers; a copy engine is the faster one beyond
 # MKL multiplies 16 rows by a large vocabulary matrix in half the time it takes for 8 (49152 x 576 float32, 2 cores:
 # 9.8 ms against 18.1 ms).
 CPU_PRODUCT_ROWS = 16
@@ -85,7 +87,7 @@ class Staging:
     def send(self, count: int) -> None:
         """Queues the copy of the first `count` numbers of what `host` gave."""
         self._device.refuse_capture("filling a staging buffer")
-        self.on_device[:count].copy_(self._ring[self._next][:count], non_blocking=True)
+        self._device.copy_numbers(self.on_device[:count], self._ring[self._next][:count])
         self._sent[self._next] = Mark(self._device)
         self._next = (self._next + 1) % STAGING_RING
 
@@ -93,15 +95,34 @@ class Staging:
 class Fetched:
     """A device tensor on its way to the host."""
 
-    def __init__(self, device: Device, tensor: torch.Tensor) -> None:
-        """Queues the copy; what is queued later may overwrite the tensor."""
-        self._host = device.host_buffer(tensor.numel(), tensor.dtype).view(tensor.shape)
-        self._host.copy_(tensor, non_blocking=True)
+    def __init__(self, device: Device, tensor: torch.Tensor, host: torch.Tensor | None = None) -> None:
+        """Queues the copy; what is queued later may overwrite the tensor. host: [n] int32 of a Landing."""
+        if host is not None:
+            self._host = host
+            device.copy_numbers(host, tensor)
+        else:
+            self._host = device.host_buffer(tensor.numel(), tensor.dtype).view(tensor.shape)
+            self._host.copy_(tensor, non_blocking=True)
 
     def array(self) -> npt.NDArray[Any]:
         """The contents, same shape and dtype. A mark that was made after this object must have been passed."""
         array: npt.NDArray[Any] = self._host.numpy()
         return array
+
+
+class Landing:
+    """Fixed places on the host, taken in turn, for what is fetched once a step."""
+
+    def __init__(self, device: Device, size: int) -> None:
+        self._device = device
+        self._ring = [device.host_buffer(size, torch.int32) for _ in range(STAGING_RING)]
+        self._next = 0
+
+    def fetch(self, tensor: torch.Tensor) -> Fetched:
+        """tensor: [n] int32 device. What comes of it is to be read before STAGING_RING more are fetched."""
+        host = self._ring[self._next][: tensor.numel()]
+        self._next = (self._next + 1) % STAGING_RING
+        return Fetched(self._device, tensor, host)
 
 
 @dataclass(frozen=True)
@@ -212,6 +233,15 @@ class Device:
         self.refuse_capture("an upload")
         return host.pin_memory().to(self.torch_device, non_blocking=True)
 
+    def copy_numbers(self, target: torch.Tensor, source: torch.Tensor) -> None:
+        """Queues target = source, both [n] int32, contiguous, one here and one a `host_buffer` that stays."""
+        if self.runs_kernels and source.numel() <= KERNEL_COPY_MAX:
+            from .copies import copy_numbers  # imports triton
+
+            copy_numbers(target, source)
+        else:
+            target.copy_(source, non_blocking=True)
+
     def allocate(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """A contiguous tensor of unspecified contents, whose memory goes back when the last reference to it does.
 
@@ -244,7 +274,7 @@ class Device:
         """
         if not self._queues:
             return None
-        return GraphMemory(torch.cuda.graph_pool_handle(), torch.cuda.Stream(self.torch_device))
+        return GraphMemory(torch.cuda.graph_pool_handle(), _capture_stream(self.torch_device))
 
     def capture(self, run: Callable[[], None], memory: GraphMemory | None) -> Captured:
         """Calls `run` twice, the second time only noting what it queues. It must not wait for the device.
@@ -324,6 +354,13 @@ class Device:
             yield
         except (RuntimeError, MemoryError) as error:
             raise as_worker_error(error, doing, self) from error
+
+
+@lru_cache
+def _capture_stream(device: torch.device) -> torch.cuda.Stream:
+    """One for all captures of a process: a GPU on which more streams have ever worked is slower between two kernels of
+    any graph (H200: 70 us a decode step of 290 kernels; see benchmarks/NOTES.md)."""
+    return torch.cuda.Stream(device)
 
 
 def as_worker_error(error: BaseException, doing: str, device: Device) -> WorkerError:

@@ -5,9 +5,9 @@ rows left over are padding: length 0, no token wanted, and a slot of their own t
 the chosen token everything is inside; rows that are filtered, penalised, biased or want other tokens told are sampled
 behind the graph from the logits that it leaves.
 
-All graphs read the same kinds of places, filled before each replay: one staging buffer for tokens, slots, positions
-and flags, and the static batch's own for the structure. They share the memory of their intermediate results, so only
-one may be under way at a time; the device's queue sees to that.
+All graphs read the same places, filled before each replay with one copy: the static batch's, with tokens, slots,
+positions and flags before the structure. They share the memory of their intermediate results, so only one may be under
+way at a time; the device's queue sees to that.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ import torch
 
 from .attention import PagedBatch
 from .checks import Rows
-from .device import Captured, Fetched, Mark, Staging
+from .device import Captured, Landing, Mark
 from .model import LoadedModel
 from .pending import Part
 from .pool import KvPool
 from .sampler import SamplingState
 
 ROWS_MAX = 512  # larger batches run as they come: there the host has time enough
+INPUTS = 4  # numbers of a row beside its structure: see _Bucket
 CAPTURE_S = 60.0  # what is not captured by then is captured when it is first needed
 log = logging.getLogger("worker")
 
@@ -54,13 +55,11 @@ class Launched:
 
 @dataclass(frozen=True)
 class _Bucket:
-    """inputs: [4, rows] int32: token (-1: the slot's last), slot, position, wanted. results: [3 * rows] int32.
-
-    logits: [rows, vocab] float32 of the last replay.
+    """batch: its extra numbers are [4, rows]: token (-1: the slot's last), slot, position, wanted. results: [3 * rows]
+    int32. logits: [rows, vocab] float32 of the last replay.
     """
 
     rows: int
-    inputs: Staging
     batch: PagedBatch
     results: torch.Tensor
     captured: Captured
@@ -76,7 +75,8 @@ class DecodeGraphs:
         self._sizes = list(bucket_sizes(rows_max))
         self._buckets: dict[int, _Bucket] = {}
         self._memory = model.device.graph_memory()
-        self._places = PagedBatch.static(self._sizes[-1], width, pool.block_size, model.device)
+        self._places = PagedBatch.static(self._sizes[-1], width, pool.block_size, model.device, extra=INPUTS)
+        self._landing = Landing(model.device, 3 * self._sizes[-1])
         self._logits: torch.Tensor | None = None  # of the last launch
 
     @property
@@ -132,7 +132,7 @@ class DecodeGraphs:
         chosen = np.flatnonzero(plain)
         part = None
         if len(chosen):
-            fetched = Fetched(device, bucket.results)
+            fetched = self._landing.fetch(bucket.results)
             part = Part(rows.slots[chosen], fetched, np.zeros(len(chosen), np.int32), bucket.rows, chosen)
         return Launched(part, np.flatnonzero((rows.samples == 1) & ~plain), busy)
 
@@ -175,19 +175,18 @@ class DecodeGraphs:
 
     def _capture(self, size: int) -> _Bucket:
         model, state, device = self._model, self._state, self._model.device
-        inputs = Staging(device, 4 * size)
-        batch = PagedBatch.static(size, self._width, self._pool.block_size, device, self._places)
+        batch = PagedBatch.static(size, self._width, self._pool.block_size, device, self._places, INPUTS)
         results = torch.zeros(3 * size, dtype=torch.int32, device=device.torch_device)
         left: list[torch.Tensor] = []  # the logits
 
         def run() -> None:
-            tokens, slots, positions, wanted = state.feed(inputs.on_device.view(4, size)).unbind()
+            tokens, slots, positions, wanted = state.feed(batch.extra_on_device.view(INPUTS, size)).unbind()
             left[:] = [model.decode(tokens, positions, batch, self._pool)]
             state.sample_plain(left[0], slots, wanted, results)
 
         nothing = np.zeros(0, np.int32)
         none = Rows(nothing, nothing, nothing, nothing, nothing, np.zeros((0, 1), np.int32))
-        bucket = _Bucket(size, inputs, batch, results, Captured(run, None), lambda: left[0])
+        bucket = _Bucket(size, batch, results, Captured(run, None), lambda: left[0])
         self._fill(bucket, none, np.zeros(0, np.bool_))  # the trial run writes nothing that anyone reads
         captured = device.capture(run, self._memory)
         # The last thing in the graph's memory: the next graph may use the place again, no later part of this one.
@@ -197,9 +196,7 @@ class DecodeGraphs:
     def _fill(self, bucket: _Bucket, rows: Rows, wanted: npt.NDArray[np.bool_]) -> None:
         """Queues the copies of what the graph reads. wanted: [rows] bool, those that the graph samples."""
         count = len(rows)
-        packed = bucket.inputs.host().reshape(4, bucket.rows)
-        packed[0, :count], packed[1, :count], packed[2, :count] = rows.tokens, rows.slots, rows.starts
-        packed[3, :count] = wanted
-        packed[:, count:] = np.array([[0], [self._state.slots_max], [0], [0]])
-        bucket.inputs.send(packed.size)
-        bucket.batch.fill(rows.tables, rows.starts + 1)
+        packed = np.zeros((INPUTS, bucket.rows), np.int32)
+        packed[1, count:] = self._state.slots_max
+        packed[:, :count] = rows.tokens, rows.slots, rows.starts, wanted
+        bucket.batch.fill(rows.tables, rows.starts + 1, packed.reshape(-1))

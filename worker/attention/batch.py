@@ -20,6 +20,7 @@ import torch
 from protocol.errors import InvalidRequest
 from worker.device import Device, Staging
 
+PLANS_MAX = 1 << 18  # numbers of all plans of a static batch, each some 10,000 at most: a megabyte
 IntArray = npt.NDArray[np.int64]
 Int32Array = npt.NDArray[np.int32]
 
@@ -44,8 +45,9 @@ class PagedBatch:
     device: Device
     plans: dict[Any, Any] = field(default_factory=dict)
     _residents: dict[Hashable, torch.Tensor] = field(default_factory=dict)
-    _renewed: dict[Hashable, tuple[Callable[[PagedBatch], Int32Array], Staging]] = field(default_factory=dict)
+    _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)
     _places: _Places | None = None
+    _used: int = 0  # numbers of the places' staging buffer
 
     @classmethod
     def build(
@@ -63,12 +65,13 @@ class PagedBatch:
 
     @classmethod
     def static(
-        cls, rows: int, width: int, block_size: int, device: Device, shared: PagedBatch | None = None
+        cls, rows: int, width: int, block_size: int, device: Device, shared: PagedBatch | None = None, extra: int = 0
     ) -> PagedBatch:
         """A batch of `rows` decodes, all padding until it is filled. width: most blocks of a row.
 
-        shared: a static batch of as many rows at least, and the same width, whose memory this one may use too: where
-        only one of the two is under way at a time, as captured graphs on one stream are.
+        shared: a static batch of as many rows at least, and the same width and extra, whose memory this one may use
+        too: where only one of the two is under way at a time, as captured graphs on one stream are. extra: numbers of
+        each row that travel with the structure and mean something to the caller.
         """
         nothing = np.zeros(rows, np.int64)
         batch = cls(
@@ -81,11 +84,17 @@ class PagedBatch:
             block_size,
             device,
         )
-        batch._places = _Places(rows, width, device) if shared is None else shared._fixed_places()
-        places = batch._places
+        batch._places = places = _Places(rows, width, device, extra) if shared is None else shared._fixed_places()
         assert rows <= len(places.tables), "shared memory is for fewer rows"
         assert width == places.tables.shape[1], "shared memory is for another width"
-        batch._residents |= {"tables": places.tables[:rows], "slots": places.slots[:rows]}
+        assert extra == places.extra, "shared memory is for more or fewer extra numbers"
+        staged = places.staging.on_device
+        batch._residents |= {
+            "tables": places.tables[:rows],
+            "extra": staged[: extra * rows],
+            "slots": staged[extra * rows : (extra + 1) * rows].fill_(-1),
+        }
+        batch._used = _aligned((extra + 1) * rows)
         return batch
 
     @property
@@ -110,6 +119,11 @@ class PagedBatch:
         return self.resident("tables", _tables).view(len(self.counts), -1)
 
     @property
+    def extra_on_device(self) -> torch.Tensor:
+        """[extra x rows] int32 device, of a static batch."""
+        return self._residents["extra"]
+
+    @property
     def slots_on_device(self) -> torch.Tensor:
         """[tokens] int32 device."""
         return self.resident("slots", _slots)
@@ -125,11 +139,19 @@ class PagedBatch:
             if self._places is None:
                 self.preload({key: make})
             else:
-                staging = Staging(self.device, make(self).size)
-                self._renewed[key] = make, staging
-                self._residents[key] = staging.on_device
-                self._renew(key)
+                self._reside(key, make, self._places)
         return self._residents[key]
+
+    def _reside(self, key: Hashable, make: Callable[[PagedBatch], Int32Array], places: _Places) -> None:
+        """Gives a resident of a static batch its place for good."""
+        array = make(self).reshape(-1)
+        place = slice(self._used, self._used + array.size)
+        if place.stop > places.room:
+            raise RuntimeError(f"the plans of a static batch take more than {places.room} numbers")
+        self._renewed.append((make, place))
+        self._residents[key] = places.staging.on_device[place]
+        self._residents[key].copy_(self.device.upload(array))
+        self._used = _aligned(place.stop)
 
     def preload(self, makers: Mapping[Hashable, Callable[[PagedBatch], Int32Array]]) -> None:
         """Makes several residents with a single copy to the device, and the tables and slots with them."""
@@ -138,17 +160,17 @@ class PagedBatch:
         wanted = {"tables": _tables, "slots": _slots, **makers}
         arrays = {key: make(self).reshape(-1) for key, make in wanted.items() if key not in self._residents}
         if arrays:
-            # Each begins at a multiple of 16 bytes: kernels are compiled for that.
-            padded = [np.pad(array, (0, -len(array) % 4)) for array in arrays.values()]
+            padded = [np.pad(array, (0, _aligned(len(array)) - len(array))) for array in arrays.values()]
             parts = self.device.upload(np.concatenate(padded)).split([len(array) for array in padded])
             for (key, array), part in zip(arrays.items(), parts, strict=True):
                 self._residents[key] = part[: len(array)]
 
-    def fill(self, tables: Int32Array, lengths: Int32Array) -> None:
+    def fill(self, tables: Int32Array, lengths: Int32Array, extra: Int32Array | None = None) -> None:
         """The rows of a static batch's next step. tables: [n, any width]; lengths: [n], the new token included, >= 1.
+        extra: [extra x rows], None where there are none.
 
-        Rows from n on are padding: they write nothing, and what attention gives for them is not defined. Queues copies
-        on the current stream; what was queued before reads the old contents.
+        Rows from n on are padding: they write nothing, and what attention gives for them is not defined. Queues one
+        copy on the current stream; what was queued before reads the old contents.
         """
         places, count, rows = self._fixed_places(), len(lengths), len(self.counts)
         width = min(tables.shape[1], places.tables.shape[1])
@@ -162,16 +184,15 @@ class PagedBatch:
         last = self.starts[:count, None]
         self.slots[:count] = self.slots_of(np.arange(count), last)[:, 0]
         self.plans.clear()
-        places.fill(tables[:, : int(-(-self.lengths.max() // self.block_size))], self.slots)
-        for key in self._renewed:
-            self._renew(key)
-
-    def _renew(self, key: Hashable) -> None:
-        make, staging = self._renewed[key]
-        array = make(self).reshape(-1)
-        assert array.size == len(staging.on_device), "a resident of a static batch has changed its size"
-        staging.host()[:] = array
-        staging.send(array.size)
+        host, before = places.staging.host(), places.extra * rows
+        if extra is not None:
+            host[:before] = extra
+        host[before : before + rows] = self.slots
+        for make, place in self._renewed:
+            array = make(self).reshape(-1)
+            assert array.size == place.stop - place.start, "a resident of a static batch has changed its size"
+            host[place] = array
+        places.send(tables[:, : int(-(-self.lengths.max() // self.block_size))], host, self._used)
 
     def _fixed_places(self) -> _Places:
         assert self._places is not None, "only a static batch is filled"
@@ -179,26 +200,31 @@ class PagedBatch:
 
 
 class _Places:
-    """The device memory of static batches that share it.
+    """The device memory of static batches that share it; each of them lays out the staging buffer for its own rows:
+    extra numbers, slots, what was made resident, and behind them the block tables, as far as they are used.
 
-    tables: [rows, width] int32 device. slots: [rows] int32 device.
+    tables: [rows, width] int32 device. extra: numbers of a row. room: of the staging buffer before the tables.
     """
 
-    def __init__(self, rows: int, width: int, device: Device) -> None:
+    def __init__(self, rows: int, width: int, device: Device, extra: int) -> None:
         self.tables = torch.zeros((rows, width), dtype=torch.int32, device=device.torch_device)
-        self._staging = Staging(device, rows + rows * width)
-        self.slots = self._staging.on_device[:rows]
-        self.slots.fill_(-1)
+        self.extra, self.room = extra, _aligned((extra + 1) * rows) + PLANS_MAX
+        self.staging = Staging(device, self.room + rows * width)
 
-    def fill(self, tables: Int32Array, slots: IntArray) -> None:
-        """tables: [n, only as many columns as are needed]. slots: [rows]."""
-        rows, (count, width) = len(self.slots), tables.shape
-        host = self._staging.host()
-        host[: len(slots)] = slots
-        host[rows : rows + tables.size].reshape(tables.shape)[:] = tables
-        self._staging.send(rows + tables.size)
-        packed = self._staging.on_device[rows : rows + tables.size].view(count, width)
-        self.tables[:count, :width].copy_(packed)  # rows are far apart there: a copy on the device is the cheaper way
+    def send(self, tables: Int32Array, host: Int32Array, used: int) -> None:
+        """host: of the staging buffer, with everything but the tables in its first `used` numbers. tables: [n, only as
+        many columns as are needed]."""
+        count, width = tables.shape
+        packed = slice(used, used + tables.size)
+        host[packed].reshape(tables.shape)[:] = tables
+        self.staging.send(packed.stop)
+        # Rows are far apart there: a copy on the device is the cheaper way.
+        self.tables[:count, :width].copy_(self.staging.on_device[packed].view(count, width))
+
+
+def _aligned(numbers: int) -> int:
+    """Where the next array begins: at a multiple of 16 bytes, which kernels are compiled for."""
+    return numbers + -numbers % 4
 
 
 def _tables(batch: PagedBatch) -> Int32Array:

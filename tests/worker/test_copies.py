@@ -1,0 +1,26 @@
+"""What goes to the device once a step, and what comes back, arrives whole and in order."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from worker.device import KERNEL_COPY_MAX, STAGING_RING, Landing, Mark, Staging, open_device
+
+
+@pytest.mark.parametrize("kind", ["cpu", pytest.param("auto", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("size", [1, 1023, 5000, KERNEL_COPY_MAX, KERNEL_COPY_MAX + 3])
+def test_there_and_back(kind: str, size: int) -> None:
+    device = open_device(kind)
+    if kind == "auto" and not device.runs_kernels:
+        pytest.skip("no GPU here")
+    staging, landing = Staging(device, size + 2), Landing(device, size)
+    sent = np.random.default_rng(0).integers(-(1 << 31), 1 << 31, (2 * STAGING_RING, size + 2), dtype=np.int32)
+    for number, numbers in enumerate(sent):
+        staging.host()[:] = numbers
+        staging.send(size)
+        fetched = landing.fetch(staging.on_device[:size])
+        end = Mark(device)
+        end.wait()
+        assert np.array_equal(fetched.array(), numbers[:size]), f"copy {number}"
+    assert staging.on_device[size:].tolist() == [0, 0], "more was copied than was sent"
