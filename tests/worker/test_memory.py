@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ from protocol.messages import WorkerWelcome
 from tests.worker.conftest import TINY
 from worker import memory
 from worker.config import CPU_KV_BYTES, WorkerConfig
-from worker.device import Device
+from worker.device import Device, open_device
 from worker.engine import Engine
 from worker.model import LoadedModel
 
@@ -121,16 +122,23 @@ def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
     fields = {"model_type": "llama", "vocab_size": 32_000, "hidden_size": 512, "max_position_embeddings": 4096}
     (folder / "config.json").write_text(json.dumps(TINY | fields))
     limits = welcome(block_size=16, blocks_per_sequence_max=256, step_tokens_max=2048, step_rows_max=64, slots_max=80)
-    engine = Engine(config(model=str(folder), load_format="dummy", dtype="bfloat16"), limits, lambda *_: None)
-    if not engine.device.runs_kernels:
+    device = open_device()
+    if not device.runs_kernels:
         pytest.skip("no GPU here")
+    device.synchronize()
+    free = device.free_bytes()  # what other processes hold, idle ones included, is not ours to account for
+    engine = Engine(config(model=str(folder), load_format="dummy", dtype="bfloat16"), limits, lambda *_: None)
     found = engine.device_bytes()
     parts = found.weights + found.pool + found.graphs + found.other
     assert found.pool > 0.8 * found.total
     assert found.free > 0.02 * found.total
-    assert parts + found.free == pytest.approx(found.total, rel=0.02)
+    assert parts + found.free == pytest.approx(free, rel=0.02)
     assert engine.runner.graphs is not None
     assert engine.runner.graphs.captured == len(engine.runner.graphs.sizes)
     free_before = engine.device.free_bytes()
     engine.close()
-    assert engine.device.free_bytes() - free_before == pytest.approx(found.pool, rel=0.05)
+    returned = pytest.approx(found.pool, rel=0.05)
+    deadline = time.monotonic() + 10  # with other processes on the GPU, the driver's figure is late at times
+    while engine.device.free_bytes() - free_before != returned and time.monotonic() < deadline:
+        time.sleep(0.05)
+    assert engine.device.free_bytes() - free_before == returned

@@ -25,7 +25,7 @@ Int32Array = npt.NDArray[np.int32]
 
 FIELDS = 8  # int32 of one item: row, begin, end, first slot, part, parts, 0, 0; padding is all zeros
 EQUAL_MIN = 128  # keys of equal parts at least: a part costs about as much as reading that many
-GUIDED_MIN = 512  # keys of the smallest parts of the guided way, which are about as many as fit beside each other
+GUIDED_MIN = 384  # keys of the smallest parts of the guided way; see benchmarks/NOTES.md
 GUIDED_SHARE = 2.0  # a part's greatest share of the work left, in equal shares of it
 UNEVEN_MAX = 1.15  # equal parts are taken if the longest is no more than this times the average program's work
 WAVES_MORE = 3  # parts beyond one for each row, in multiples of the programs that run at once

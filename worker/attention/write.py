@@ -175,7 +175,8 @@ def write_kernel(
     CHAINED: launched before the kernel before it is done (programmatic dependent launch).
     """
     if CHAINED:
-        tl.extra.cuda.gdc_wait()  # the next kernel is let in late: decode's programs should spread evenly
+        tl.extra.cuda.gdc_launch_dependents()  # its few programs leave room for the next kernel's everywhere
+        tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
     rotates = rotated_size > 0
