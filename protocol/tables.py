@@ -32,6 +32,7 @@ SPINS_MAX = 32
 TOGETHER_MAX = 4
 
 Rows = tuple[Int32Array, Int32Array, Int64Array]
+Copies = tuple[npt.NDArray[np.void], Int32Array, Int64Array]
 
 
 class TablesWriter:
@@ -157,21 +158,21 @@ class TablesReader:
         for an unknown slot, DeadlineExceeded where a row never comes to rest (its writer died in the middle).
         """
         at = np.asarray(slots, np.intp)
+        if width != self._width:
+            self._widen(width)
         over = self._rows_written.item()
-        found = self._copy(at, width)
+        found = self._copy(at)
         versions = self._row_version[at]
         (torn,) = (versions > over).nonzero()
         if torn.size:
-            self._read_again(at, width, found, torn, int(versions[torn].max()))
-        return found
+            self._read_again(at, found, torn, max(versions[torn].tolist()))
+        prefixes, lengths, sequences = found
+        return np.ndarray((at.size, width), "<i4", prefixes), lengths, sequences
 
-    def _copy(self, at: npt.NDArray[np.intp], width: int) -> Rows:
-        """What the rows hold now, torn or not."""
-        if width != self._width:
-            self._widen(width)
-        # One item a row: numpy copies items about twice as fast as the same bytes cell by cell.
-        cells: Int32Array = np.ndarray((at.size, width), "<i4", self._prefixes[at])
-        return cells, self._row_length[at], self._row_sequence[at]
+    def _copy(self, at: npt.NDArray[np.intp]) -> Copies:
+        """What the rows hold now, torn or not; of the table one item a row: numpy copies items about twice as fast as
+        the same bytes cell by cell."""
+        return self._prefixes[at], self._row_length[at], self._row_sequence[at]
 
     def _widen(self, width: int) -> None:
         """Keeps a view of the first `width` columns, [slots], with one item of as many bytes for each row."""
@@ -179,39 +180,37 @@ class TablesReader:
             raise ValueError(f"width must be 1 to {self.geometry.blocks_per_sequence}, not {width}")
         self._width, self._prefixes = width, self._block_table[:, :width].view(f"V{4 * width}")[:, 0]
 
-    def _read_again(
-        self, at: npt.NDArray[np.intp], width: int, found: Rows, torn: npt.NDArray[np.intp], version: int
-    ) -> None:
+    def _read_again(self, at: npt.NDArray[np.intp], found: Copies, torn: npt.NDArray[np.intp], version: int) -> None:
         """Replaces the rows at the indices `torn` of `found` until each of them is whole: together, then one by one.
 
         version: the highest of theirs. One row alone is read so fast that it fits in between two writes of a writer
         that never pauses.
         """
         for _ in range(TOGETHER_MAX):
-            torn, version = self._once_more(at, width, found, torn, version)
+            torn, version = self._once_more(at, found, torn, version)
             if not torn.size:
                 return
         for one in torn[:, None]:
             for _ in self._attempts():
-                left, version = self._once_more(at, width, found, one, version)
+                left, version = self._once_more(at, found, one, version)
                 if not left.size:
                     break
             else:
                 raise _unending(int(at[one[0]]))
 
     def _once_more(
-        self, at: npt.NDArray[np.intp], width: int, found: Rows, torn: npt.NDArray[np.intp], version: int
+        self, at: npt.NDArray[np.intp], found: Copies, torn: npt.NDArray[np.intp], version: int
     ) -> tuple[npt.NDArray[np.intp], int]:
         """Reads the rows at the indices `torn` of `found` again. Returns which of them are torn again, and the highest
         version of all of them."""
         self.retries += torn.size
-        cells, lengths, sequences = found
+        prefixes, lengths, sequences = found
         again = at[torn]
         over = self._over(version)
-        fresh = self._copy(again, width)
+        prefixes[torn], lengths[torn], sequences[torn] = self._copy(again)
         versions = self._row_version[again]
-        cells[torn], lengths[torn], sequences[torn] = fresh
-        return torn[versions > over], int(versions.max())
+        newest = max(versions.tolist())  # so few that numpy would take longer
+        return (torn[:0] if newest <= over else torn[versions > over]), newest
 
     def _over(self, version: int) -> int:
         """Which write is over, once that of `version` is. Looked at a few times: a write takes microseconds, and rows

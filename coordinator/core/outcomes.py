@@ -19,6 +19,7 @@ from protocol.messages import Ended, ErrorInfo, StepResult, Timings
 from .admission import Admission
 from .cache import Cache
 from .groups import Group, SentStep
+from .masks import every, some
 from .requests import FINISHED, NO_SLOT, Request, RequestTable
 from .sequences import Slots
 from .streams import Streams
@@ -69,7 +70,7 @@ class Outcomes:
         stopped = runs.stopped(rows, tokens)
         if stopped is not None:
             done |= stopped
-        for i in np.flatnonzero(done).tolist() if done.any() else ():
+        for i in np.flatnonzero(done).tolist() if some(done) else ():
             request = self._requests.live[int(s.request[rows[i]])]
             self.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None, now_us)
 
@@ -95,7 +96,7 @@ class Outcomes:
             if not set(where) <= set(expected.tolist()):
                 raise ProtocolError("step_result: a token for a row that did not sample")
         # What is below 0 is large where it is taken as unsigned.
-        if tokens.size and int(np.maximum.reduce(tokens.view(np.uint32))) >= group.model.vocab_size:
+        if some(tokens.view(np.uint32) >= group.model.vocab_size):
             raise ProtocolError(f"step_result: a token outside the vocabulary of {group.model.vocab_size}")
         return tokens, logprobs, errors
 
@@ -107,7 +108,7 @@ class Outcomes:
             given = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
             tops = Tops.checked(result.slots.size, group.model.vocab_size, given)
         if tops is None:
-            return Tops.none(expected.size) if self._admission.runs.tops.take(expected).any() else None
+            return Tops.none(expected.size) if some(self._admission.runs.tops[expected] > 0) else None
         if _same(result.slots, expected):
             return tops
         where = {slot: i for i, slot in enumerate(result.slots.tolist())}
@@ -146,7 +147,8 @@ class Outcomes:
         s.accessed_us[rows] = now_us
         s.changed_lengths.append(rows)
         offsets = at - runs.base[rows]
-        for slot in rows[offsets == 0].tolist() if not offsets.all() else ():
+        first = offsets == 0
+        for slot in rows[first].tolist() if some(first) else ():
             self._requests.live[int(s.request[slot])].first_token_us = now_us
         self._requests.generated_tokens_total += rows.size
         if tenant >= 0:
@@ -156,7 +158,7 @@ class Outcomes:
         if tops is not None:
             tops = self._record_tops(rows, tops)
         streamed = runs.stream[rows]
-        if not streamed.all():
+        if not every(streamed):
             rows, offsets, tokens, logprobs = rows[streamed], offsets[streamed], tokens[streamed], logprobs[streamed]
             tops = None if tops is None else tops.pick(np.flatnonzero(streamed))
         if rows.size:

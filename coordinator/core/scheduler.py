@@ -69,7 +69,7 @@ class Scheduler:
         s = self._cache.sequences
         if steady.version != group.version or steady.holds != self._cache.blocks.holds or steady.left <= 0:
             return None
-        full = np.flatnonzero(steady.room <= 0)
+        (full,) = (steady.room <= 0).nonzero()
         if full.size:
             if not self._cache.grow(group, steady.slots[full], now_us):
                 return None

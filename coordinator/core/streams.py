@@ -13,6 +13,7 @@ import numpy.typing as npt
 
 from protocol.messages import Ended, Stream
 
+from .masks import every
 from .tops import Tops
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]
@@ -41,7 +42,7 @@ class Streams:
     ) -> None:
         """One token for each of n requests, of any clients: all [n]."""
         first = int(clients[0])
-        if (clients == first).all():
+        if every(clients == first):
             if first:
                 self._add(first, (requests, offsets.astype(np.int32), tokens, logprobs), tops)
             return

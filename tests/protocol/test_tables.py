@@ -300,8 +300,8 @@ from pathlib import Path
 from protocol.tables import TablesReader
 
 class Stopping(TablesReader):
-    def _copy(self, at, width):
-        found = super()._copy(at, width)
+    def _copy(self, at):
+        found = super()._copy(at)
         if self.retries == 0:
             os.kill(os.getpid(), signal.SIGSTOP)
         return found
