@@ -1,6 +1,7 @@
 """What a decode step costs the coordinator: the core alone, and the whole turn with messages and published tables.
 
-    python -m benchmarks.control_plane [--sequences 16 256 1024 4096] [--steps 400] [--prompt 48] [--json FILE]
+    python -m benchmarks.control_plane [--sequences 16 256 1024 4096] [--steps 400] [--rounds 3] [--prompt 48]
+        [--json FILE]
 
 Core: apply(step result) and apply(turn) of a machine with N decoding requests, steps of all N rows, one under way while
 the other is settled. Turn: the same through real ZeroMQ sockets in one process: the result is received and decoded, the
@@ -14,6 +15,7 @@ from __future__ import annotations
 import argparse
 import gc
 import select
+import statistics
 import sys
 import tempfile
 from pathlib import Path
@@ -257,22 +259,29 @@ def main() -> int:
     parser.add_argument("--json", help="write the results here too")
     parser.add_argument("--sequences", type=int, nargs="+", default=[16, 256, 1024, 4096])
     parser.add_argument("--steps", type=int, default=400)
+    parser.add_argument("--rounds", type=int, default=3, help="how often each is measured: all steps count alike [3]")
     parser.add_argument("--prompt", type=int, default=PROMPT_TOKENS, help="tokens of each prompt [48]")
     options = parser.parse_args()
     rows: list[list[object]] = []
     results: list[dict[str, Any]] = []
     for sequences in options.sequences:
-        found: dict[str, Any] = {"sequences": sequences}
-        found["core"] = summary(core(sequences, options.steps, options.prompt))
-        turns, found["collection_us"] = whole(sequences, options.steps, options.prompt)
-        found["turn"] = summary(turns)
-        results.append(found)
+        spent: dict[str, list[float]] = {"core": [], "turn": []}
+        collections = []
+        for _ in range(options.rounds):
+            spent["core"] += core(sequences, options.steps, options.prompt)
+            turns, collection_us = whole(sequences, options.steps, options.prompt)
+            spent["turn"] += turns
+            collections.append(collection_us)
+        pooled: dict[str, Any] = {name: summary(each) for name, each in spent.items()}
+        results.append({"sequences": sequences, "collection_us": statistics.median(collections)} | pooled)
     if missing := vllm_scheduler.reason():  # vLLM comes last: what it imports is not in the process before
         print(f"vLLM's scheduler is not measured: {missing}", file=sys.stderr)
     for found in results:
-        spent = vllm_scheduler.decode_step_us(found["sequences"], options.steps)
-        if spent is not None:
-            found["vllm"] = summary(spent)
+        taken: list[float] = []
+        for _ in range(options.rounds):
+            taken += vllm_scheduler.decode_step_us(found["sequences"], options.steps) or []
+        if taken:
+            found["vllm"] = summary(taken)
         shown = [f"{found[n][p]:.0f}" if n in found else "-" for n in ("core", "turn", "vllm") for p in SHOWN]
         rows.append([found["sequences"], f"{found['collection_us']:.0f}", *shown])
     header = ["sequences", "collection, us"]
