@@ -88,12 +88,14 @@ def sampling(values: Sampling, limits: Limits, model: ModelInfo | None) -> None:
         raise InvalidRequest("sampling.seed", "must be an unsigned 64-bit integer")
     if len(values.stop_tokens) > limits.stop_tokens_max:
         raise InvalidRequest("sampling.stop_tokens", f"at most {limits.stop_tokens_max} stop tokens")
-    if any(not 0 <= token < 1 << 31 for token in values.stop_tokens):
-        raise InvalidRequest("sampling.stop_tokens", "token ids are 0 or more and fit 32 bits")
+    vocabulary = model.vocab_size if model else VOCABULARY_UNKNOWN
+    for token in values.stop_tokens:
+        if not 0 <= token < vocabulary:
+            raise InvalidRequest("sampling.stop_tokens", f"token id {token} is outside the vocabulary of {vocabulary}")
     for name, (low, high) in SAMPLING_RANGES.items():
         if not low <= getattr(values, name) <= high:
             raise InvalidRequest(f"sampling.{name}", f"must be {low:g} to {high:g}, not {getattr(values, name)}")
-    _logit_bias(values.logit_bias, model.vocab_size if model else VOCABULARY_UNKNOWN)
+    _logit_bias(values.logit_bias, vocabulary)
 
 
 def _logit_bias(pairs: tuple[tuple[int, float], ...], vocabulary: int) -> None:

@@ -199,6 +199,7 @@ def test_a_full_queue_refuses_with_a_retry_hint(driver: Driver) -> None:
         ("sampling.seed", {"sampling": Sampling(seed=-1)}),
         ("sampling.seed", {"sampling": Sampling(seed=1 << 64)}),
         ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens=(-1,))}),
+        ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens=(3, 1000))}),
         ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens=tuple(range(17)))}),
     ],
 )
