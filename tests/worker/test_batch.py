@@ -1,0 +1,77 @@
+"""What a static batch keeps on the device: filled anew for each step, in one copy, at addresses that never change."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from worker.attention import PagedBatch
+from worker.attention.batch import PLANS_MAX
+from worker.device import Device, Staging
+
+BLOCK_SIZE, WIDTH, EXTRA = 8, 5, 2
+
+
+def tables_of(rows: int) -> np.ndarray[tuple[int, int], np.dtype[np.int32]]:
+    return np.arange(100, 100 + rows * WIDTH, dtype=np.int32).reshape(rows, WIDTH)
+
+
+def lengths_of(batch: PagedBatch) -> np.ndarray[tuple[int], np.dtype[np.int32]]:
+    return batch.lengths.astype(np.int32)
+
+
+def check(batch: PagedBatch, lengths: list[int], extra: list[int]) -> None:
+    rows, count = len(batch.counts), len(lengths)
+    tables = tables_of(count)
+    last = np.array(lengths) - 1
+    slots = tables[np.arange(count), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
+    assert batch.slots_on_device.tolist() == [*slots.tolist(), *[-1] * (rows - count)]
+    assert batch.extra_on_device.tolist() == extra
+    assert batch.resident("lengths", lengths_of).tolist() == [*lengths, *[0] * (rows - count)]
+    for row, length in enumerate(lengths):
+        used = -(-length // BLOCK_SIZE)
+        assert batch.tables_on_device[row, :used].tolist() == tables[row, :used].tolist()
+
+
+def test_a_step_goes_to_the_device_in_one_copy(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    sent: list[int] = []
+    send = Staging.send
+    monkeypatch.setattr(Staging, "send", lambda self, count: (sent.append(count), send(self, count)))
+    batch = PagedBatch.static(4, WIDTH, BLOCK_SIZE, cpu, extra=EXTRA)
+    batch.fill(tables_of(3), np.array([1, 20, 40]), np.arange(8, dtype=np.int32))
+    batch.resident("lengths", lengths_of)
+    places = [tensor.data_ptr() for tensor in (batch.slots_on_device, batch.extra_on_device, batch.tables_on_device)]
+    places.append(batch.resident("lengths", lengths_of).data_ptr())
+    check(batch, [1, 20, 40], list(range(8)))
+    assert all(place % 16 == 0 for place in places), "kernels are compiled for that"
+    for lengths, first in (([9], 50), ([40, 40, 40, 40], 60), ([2, 17], 70)):
+        sent.clear()
+        extra = np.arange(first, first + 8, dtype=np.int32)
+        batch.fill(tables_of(len(lengths)), np.array(lengths), extra)
+        assert len(sent) == 1
+        check(batch, lengths, extra.tolist())
+    assert places == [
+        batch.slots_on_device.data_ptr(),
+        batch.extra_on_device.data_ptr(),
+        batch.tables_on_device.data_ptr(),
+        batch.resident("lengths", lengths_of).data_ptr(),
+    ]
+
+
+def test_batches_that_share_memory_lay_it_out_each_for_itself(cpu: Device) -> None:
+    """As captured graphs do, of which one at a time is under way: what is filled last is whole."""
+    large = PagedBatch.static(4, WIDTH, BLOCK_SIZE, cpu, extra=EXTRA)
+    small = PagedBatch.static(1, WIDTH, BLOCK_SIZE, cpu, large, EXTRA)
+    for _ in range(2):
+        large.fill(tables_of(4), np.array([8, 9, 10, 33]), np.arange(8, dtype=np.int32))
+        check(large, [8, 9, 10, 33], list(range(8)))
+        small.fill(tables_of(1), np.array([40]), np.array([-1, -2], np.int32))
+        check(small, [40], [-1, -2])
+
+
+def test_plans_beyond_their_room_are_refused(cpu: Device) -> None:
+    batch = PagedBatch.static(1, WIDTH, BLOCK_SIZE, cpu)
+    batch.fill(tables_of(1), np.array([3]))
+    batch.resident("large", lambda _: np.zeros(PLANS_MAX - 4, np.int32))
+    with pytest.raises(RuntimeError, match="plans of a static batch"):
+        batch.resident("one more", lambda _: np.zeros(16, np.int32))
