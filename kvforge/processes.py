@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
-from . import leash
+from .leash import leashed
 
 BACKOFF_S_MIN = 0.5
 BACKOFF_S_MAX = 30.0
@@ -61,7 +61,7 @@ class Child:
         assert self._process is None, "started while it runs"
         self.restart_at, self.served = None, False
         # -P: a folder of that name in the working directory is not what is meant.
-        command = [sys.executable, "-I", "-S", leash.__file__, str(os.getpid()), sys.executable, "-P", *self._command]
+        command = leashed([sys.executable, "-P", *self._command])
         if self.log_file is not None:
             with self.log_file.open("ab") as log:
                 self._process = self._popen(command, log.fileno())

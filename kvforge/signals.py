@@ -1,12 +1,14 @@
 """Signals for a process that supervises others: a handler sets a flag and wakes the poll loop, nothing more.
 
-Where nothing has to be put in order (a download, a wait), `interrupting` lets a signal raise `Interrupted` at once.
+Where nothing has to be put in order (a download, a wait), `interrupting` lets a signal raise `Interrupted` at once;
+where something is half done, `held_back` makes it wait a moment.
 """
 
 from __future__ import annotations
 
 import signal
 import socket
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
@@ -15,6 +17,27 @@ from typing import Any, Self
 from .exits import Interrupted
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+
+
+@contextmanager
+def held_back() -> Iterator[None]:
+    """What asks to end is heard when this is over: for what must not be cut in two, as starting a process and noting
+    which. Signals interrupt the main thread alone; in any other this does nothing.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    came: list[int] = []
+    handlers = {number: handler for number in ENDING if (handler := signal.getsignal(number)) is not None}
+    try:
+        for number in handlers:
+            signal.signal(number, lambda number, _: came.append(number))
+        yield
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+        for late in came:
+            signal.raise_signal(late)
 
 
 class Signals:

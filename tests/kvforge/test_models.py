@@ -11,6 +11,7 @@ import subprocess
 import sys
 import zipfile
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -78,6 +79,14 @@ def leftovers(cache: Path) -> list[Path]:
 def pulling(cache: Path) -> list[str]:
     known = {field: getattr(TINY, field) for field in TINY.__dataclass_fields__}
     return [sys.executable, "-c", PULL.format(name=NAME, known=known), str(cache)]
+
+
+def only_index(server: socket.socket) -> dict[str, str]:
+    """The environment in which pip asks this server and nobody else."""
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
+    url = f"http://127.0.0.1:{server.getsockname()[1]}/simple"
+    environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": url, "PIP_DEFAULT_TIMEOUT": "600"}
+    return environment | {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
 
 
 def test_pull_fetches_checks_and_keeps_one_file(index: Path, tmp_path: Path) -> None:
@@ -173,10 +182,7 @@ def test_ctrl_c_during_a_download_ends_pip_too(index: Path, tmp_path: Path) -> N
     """pip hangs on an index that accepts and never answers; a signal must end both processes and leave no file."""
     with socket.create_server(("127.0.0.1", 0)) as server:
         server.settimeout(60)
-        port = server.getsockname()[1]
-        environment = {name: value for name, value in os.environ.items() if not name.startswith("PIP_")}
-        environment |= {"PIP_CONFIG_FILE": os.devnull, "PIP_INDEX_URL": f"http://127.0.0.1:{port}/simple"}
-        environment |= {"NO_PROXY": "127.0.0.1", "no_proxy": "127.0.0.1"}
+        environment = only_index(server)
         process = subprocess.Popen(
             pulling(tmp_path / "cache"), env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
         )
@@ -192,6 +198,44 @@ def test_ctrl_c_during_a_download_ends_pip_too(index: Path, tmp_path: Path) -> N
     assert process.returncode != 0
     assert files_in(tmp_path / "cache") == []
     assert not leftovers(tmp_path / "cache")
+
+
+def test_ctrl_c_while_pip_is_started_ends_it_too(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The signal comes when the process is there and nobody has noted it yet."""
+    make_wheel(index, CONTENT)
+    started: list[subprocess.Popen[bytes]] = []
+    real = subprocess.Popen
+
+    def start(*arguments: Any, **fields: Any) -> subprocess.Popen[bytes]:
+        started.append(real(*arguments, **fields))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(models.subprocess, "Popen", start)
+    previous = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            pull(NAME, cache_dir=tmp_path / "cache")
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, previous)
+    assert started[0].poll() is not None
+    assert files_in(tmp_path / "cache") == []
+    assert not leftovers(tmp_path / "cache")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="only Linux ends a process with the one that started it")
+def test_pip_ends_with_a_puller_that_is_killed(index: Path, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        server.settimeout(60)
+        environment = only_index(server)
+        with subprocess.Popen(pulling(tmp_path / "cache"), env=environment, stdout=subprocess.DEVNULL) as process:
+            connection, _ = server.accept()  # pip is at work
+            with connection:
+                connection.settimeout(30)
+                process.kill()
+                while connection.recv(65536):  # its request, then the end of file: pip is gone
+                    pass
 
 
 def test_two_processes_pull_at_once(index: Path, tmp_path: Path) -> None:
