@@ -75,7 +75,9 @@ class DecodeGraphs:
         self._sizes = list(bucket_sizes(rows_max))
         self._buckets: dict[int, _Bucket] = {}
         self._memory = model.device.graph_memory()
-        self._places = PagedBatch.static(self._sizes[-1], width, pool.block_size, model.device, extra=INPUTS)
+        self._places: PagedBatch | None = PagedBatch.static(
+            self._sizes[-1], width, pool.block_size, model.device, extra=INPUTS
+        )
         self._landing = Landing(model.device, 3 * self._sizes[-1])
         self._logits: torch.Tensor | None = None  # of the last launch
 
@@ -146,9 +148,8 @@ class DecodeGraphs:
     def close(self) -> None:
         """Drops all graphs and their memory."""
         self._model.device.synchronize()
-        self._sizes, self._buckets, self._memory = [], {}, None
-        self._logits = None
-        self._places = PagedBatch.static(1, 1, self._pool.block_size, self._model.device)
+        self._sizes, self._buckets = [], {}
+        self._memory = self._logits = self._places = None
         self._model.device.release_cached()
 
     # ------------------------------------------------------------------------------------------------------ capturing

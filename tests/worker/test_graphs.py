@@ -295,6 +295,22 @@ def test_what_copies_from_the_host_is_never_captured(wide: LoadedModel, caplog: 
 
 @pytest.mark.gpu
 @pytest.mark.usefixtures("alone_on_gpu")
+def test_nothing_else_settles_in_a_pools_memory() -> None:
+    """Torch would give the megabyte and a half behind this tensor to the next one, and then keep all of it."""
+    device = gpu()
+    device.release_cached()
+    free, mib = device.free_bytes(), 1 << 20
+    large = device.allocate((1024 * mib + 600_000,), torch.uint8)
+    small = torch.zeros(mib + 1000, dtype=torch.uint8, device=device.torch_device)
+    assert free - device.free_bytes() >= 1024 * mib
+    del large
+    device.release_cached()
+    assert free - device.free_bytes() <= 64 * mib  # what torch takes for a small one
+    assert int(small.sum()) == 0
+
+
+@pytest.mark.gpu
+@pytest.mark.usefixtures("alone_on_gpu")
 def test_the_pool_gives_its_memory_back(wide: LoadedModel) -> None:
     device = wide.device
     device.release_cached()

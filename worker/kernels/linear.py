@@ -50,7 +50,7 @@ def prefetch(addresses):
 
 
 @triton.jit
-def load_weight(rows_at, places, inside_rows, k, EVEN: tl.constexpr):
+def _load_weight(rows_at, places, inside_rows, k, EVEN: tl.constexpr):
     if EVEN:
         return tl.load(rows_at + places[None, :], eviction_policy="evict_first")
     else:
@@ -108,11 +108,11 @@ def linear_kernel(
         inside_x = inside_columns[:, None]
         if not EVEN:
             inside_x = inside_x & (places < k)[None, :]
-        w = load_weight(weight_rows, places, inside_rows, k, EVEN)
+        w = _load_weight(weight_rows, places, inside_rows, k, EVEN)
         xs = tl.trans(tl.load(x_rows + places[None, :], mask=inside_x, other=0.0))
         total = tl.dot(w, xs, total, input_precision="ieee")
         if GATED:
-            up = load_weight(up_rows, places, inside_rows, k, EVEN)
+            up = _load_weight(up_rows, places, inside_rows, k, EVEN)
             up_total = tl.dot(up, xs, up_total, input_precision="ieee")
     let_next_start(OVERLAP)
     if HAS_BIAS:

@@ -15,7 +15,7 @@ import triton.language as tl
 
 from worker.attention import KvLayer
 
-from .linear import LinearTiles, load_weight, prefetch
+from .linear import LinearTiles, prefetch
 from .overlap import launch_options, let_next_start, wait_for_inputs
 
 ROWS = tl.constexpr(64)  # of the weight in one tile
@@ -71,7 +71,7 @@ def project_kernel(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
         places = step * DEPTH + tl.arange(0, DEPTH)
-        w = load_weight(weight_rows, places, rows >= 0, k, True)
+        w = tl.load(weight_rows + places[None, :], eviction_policy="evict_first")
         xs = tl.trans(tl.load(x_rows + places[None, :], mask=inside[:, None], other=0.0))
         total = tl.dot(w, xs, total, input_precision="ieee")
     let_next_start(OVERLAP)
