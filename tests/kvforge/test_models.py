@@ -230,12 +230,12 @@ def test_pip_ends_with_a_puller_that_is_killed(index: Path, tmp_path: Path) -> N
         server.settimeout(60)
         environment = only_index(server)
         with subprocess.Popen(pulling(tmp_path / "cache"), env=environment, stdout=subprocess.DEVNULL) as process:
-            connection, _ = server.accept()  # pip is at work
+            connection, _ = server.accept()
             with connection:
                 connection.settimeout(30)
+                assert connection.recv(65536).startswith(b"GET /simple/"), "pip waits for an answer"
                 process.kill()
-                received = b"".join(iter(lambda: connection.recv(65536), b""))  # to its end: pip is gone
-        assert received.startswith(b"GET /simple/")
+                assert connection.recv(65536) == b"", "pip is gone"
         assert process.returncode == -signal.SIGKILL
 
 
