@@ -18,8 +18,8 @@ import triton.language as tl
 
 from .kernels.overlap import launch_options, let_next_start, wait_for_inputs
 
-PIECE = 8192  # numbers of a row that one program takes
-TILES = {False: 4096, True: 2048}  # and has in flight at a time: drawing needs more registers
+PIECE = 4096  # numbers of a row that one program takes, all at once if it does not draw
+DRAW_TILE = 1024  # and has in flight at a time if it does, which needs more registers
 WARPS = 8
 FEED_ROWS = 128
 
@@ -79,47 +79,29 @@ def _uniforms(state, index):  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def scan_kernel(  # type: ignore[no-untyped-def]
+def _scan(  # type: ignore[no-untyped-def]
     logits,
-    slots,
-    values,
-    seeds,
-    generated,
-    keys,
-    tokens,
-    sums,
+    begin,
     vocab,
-    logits_stride,
-    values_stride,
+    state,
+    temperature,
     PIECE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     DRAWS: tl.constexpr,  # noqa: N803
-    OVERLAP: tl.constexpr,  # noqa: N803
 ):
-    """Grid: [rows, pieces]. For the rows that draw or, without DRAWS, for the others; the rest is left alone.
+    """The numbers of a row from `begin` on. logits: of the row. state: of its uniforms, where it DRAWS.
 
-    logits: [rows, vocab] float32. slots: [rows] int64. values, seeds, generated: by slot. keys: [rows, pieces] float64,
-    of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32: the greatest logit, and the sum of
-    exp(logit - greatest), NaN where a logit is not finite.
+    Key and token of the best; the greatest logit; the sum of exp(logit - greatest), NaN where a logit is not finite.
     """
-    let_next_start(OVERLAP)
-    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
-    wait_for_inputs(OVERLAP)
-    slot = tl.load(slots + row)
-    temperature = tl.load(values + slot * values_stride)
-    if (temperature > 0.0) != DRAWS:
-        return
-    if DRAWS:
-        state = _philox_state(tl.load(seeds + slot).to(tl.uint64), tl.load(generated + slot).to(tl.uint64))
     greatest = tl.full([], float("-inf"), tl.float32)
     total = tl.full([], 0.0, tl.float32)
     best = tl.full([], float("-inf"), tl.float64)
     token = tl.full([], 0, tl.int32)
     broken = tl.zeros([TILE], tl.int32)
     for tile in range(PIECE // TILE):
-        at = piece * PIECE + tile * TILE + tl.arange(0, TILE)
+        at = begin + tile * TILE + tl.arange(0, TILE)
         inside = at < vocab
-        x = tl.load(logits + row * logits_stride + at, mask=inside, other=float("-inf"))
+        x = tl.load(logits + at, mask=inside, other=float("-inf"))
         finite = tl.abs(x) < float("inf")
         broken |= (inside & ~finite).to(tl.int32)
         x = tl.where(finite, x, float("-inf"))
@@ -138,11 +120,48 @@ def scan_kernel(  # type: ignore[no-untyped-def]
         if tile_best > best:
             best = tile_best
             token = first
+    return best, token, greatest, tl.where(tl.max(broken, axis=0) > 0, float("nan"), total)
+
+
+@triton.jit
+def scan_kernel(  # type: ignore[no-untyped-def]
+    logits,
+    slots,
+    values,
+    seeds,
+    generated,
+    keys,
+    tokens,
+    sums,
+    vocab,
+    logits_stride,
+    values_stride,
+    PIECE: tl.constexpr,  # noqa: N803
+    DRAW_TILE: tl.constexpr,  # noqa: N803
+    OVERLAP: tl.constexpr,  # noqa: N803
+):
+    """Grid: [rows, pieces].
+
+    logits: [rows, vocab] float32. slots: [rows] int64. values, seeds, generated: by slot. keys: [rows, pieces] float64,
+    of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32: the greatest logit, and the sum of
+    exp(logit - greatest), NaN where a logit is not finite.
+    """
+    let_next_start(OVERLAP)
+    row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
+    wait_for_inputs(OVERLAP)
+    slot = tl.load(slots + row)
+    temperature = tl.load(values + slot * values_stride)
+    numbers, begin = logits + row * logits_stride, piece * PIECE
+    if temperature > 0.0:
+        state = _philox_state(tl.load(seeds + slot).to(tl.uint64), tl.load(generated + slot).to(tl.uint64))
+        best, token, greatest, total = _scan(numbers, begin, vocab, state, temperature, PIECE, DRAW_TILE, True)
+    else:
+        best, token, greatest, total = _scan(numbers, begin, vocab, 0, temperature, PIECE, PIECE, False)
     place = row * pieces + piece
     tl.store(keys + place, best)
     tl.store(tokens + place, token)
     tl.store(sums + 2 * place, greatest)
-    tl.store(sums + 2 * place + 1, tl.where(tl.max(broken, axis=0) > 0, float("nan"), total))
+    tl.store(sums + 2 * place + 1, total)
 
 
 @triton.jit
@@ -209,9 +228,9 @@ def pieces_of(vocab: int) -> int:
     return -(-vocab // PIECE)
 
 
-def scan_constants(draws: bool) -> dict[str, Any]:
-    """Of `scan_kernel`, for rows that draw or for those that do not."""
-    return {"PIECE": PIECE, "TILE": TILES[draws], "DRAWS": draws}
+def scan_constants() -> dict[str, Any]:
+    """Of `scan_kernel`."""
+    return {"PIECE": PIECE, "DRAW_TILE": DRAW_TILE}
 
 
 def settle_constants(vocab: int) -> dict[str, Any]:
@@ -242,23 +261,22 @@ def choose_tokens(
     keys = torch.empty((rows, pieces), dtype=torch.float64, device=where)
     tokens = torch.empty((rows, pieces), dtype=torch.int32, device=where)
     sums = torch.empty((rows, pieces, 2), dtype=torch.float32, device=where)
-    for draws in (False, True):
-        scan_kernel[(rows, pieces)](
-            logits,
-            slots,
-            values,
-            seeds,
-            generated,
-            keys,
-            tokens,
-            sums,
-            vocab,
-            logits.stride(0),
-            values.stride(0),
-            **scan_constants(draws),
-            num_warps=WARPS,
-            **launch_options(overlap),
-        )
+    scan_kernel[(rows, pieces)](
+        logits,
+        slots,
+        values,
+        seeds,
+        generated,
+        keys,
+        tokens,
+        sums,
+        vocab,
+        logits.stride(0),
+        values.stride(0),
+        **scan_constants(),
+        num_warps=WARPS,
+        **launch_options(overlap),
+    )
     settle_kernel[(rows,)](
         logits,
         slots,
