@@ -41,7 +41,7 @@ def layer_configurations(target: Target) -> list[Configuration]:
         made += [_sum(target, dtype, each, dtype, 1) for each in HIDDEN]
         parts = PARTS if dtype in NARROW else ()
         made += [_sum(target, dtype, hidden, "fp32", count) for hidden, count in product(HIDDEN, parts)]
-        made += [each for head in HEAD_CLASSES for each in (_head_norm(target, dtype, head), _rotary(dtype, head))]
+        made += [make(target, dtype, head) for head in HEAD_CLASSES for make in (_head_norm, _rotary)]
         made.append(_silu(target, dtype))
     return list({each.kind(): each for each in reversed(made) if each is not None}.values())[::-1]
 
@@ -86,7 +86,8 @@ def _embed(target: Target, dtype: str, hidden: int) -> Configuration:
     pointers = dict.fromkeys(("table", "weight", "residual", "output"), dtype) | {"tokens": "i32"}
     block = norm.block_of(hidden)
     warps = norm.warps_of(block, target.warp_size)
-    return _elementwise(f"embed, norm {dtype} {hidden}", norm.embed_norm_kernel, pointers, {"BLOCK": block}, warps)
+    constants = {"BLOCK": block, "OVERLAP": target.chained}
+    return _elementwise(f"embed, norm {dtype} {hidden}", norm.embed_norm_kernel, pointers, constants, warps)
 
 
 def _sum(target: Target, dtype: str, hidden: int, added: str, parts: int) -> Configuration:
@@ -104,9 +105,10 @@ def _head_norm(target: Target, dtype: str, head: int) -> Configuration:
     return _elementwise(f"head norm {dtype} {head}", norm.head_norm_kernel, pointers, constants, warps)
 
 
-def _rotary(dtype: str, head: int) -> Configuration:
+def _rotary(target: Target, dtype: str, head: int) -> Configuration:
     pointers = {"positions": "i32", "frequencies": "fp32", "cosines": dtype, "sines": dtype}
-    return _elementwise(f"rotary {dtype} {head}", rotary.rotary_kernel, pointers, {"BLOCK": head // 2}, 1)
+    constants = {"BLOCK": head // 2, "OVERLAP": target.chained}
+    return _elementwise(f"rotary {dtype} {head}", rotary.rotary_kernel, pointers, constants, 1)
 
 
 def _silu(target: Target, dtype: str) -> Configuration:

@@ -31,7 +31,7 @@ class FusedOperations:
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return norm.embed_norm(tokens, table, weight, epsilon, self._target.warp_size)
+        return norm.embed_norm(tokens, table, weight, epsilon, self.overlap, self._target.warp_size)
 
     def add_norm(
         self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
@@ -59,7 +59,7 @@ class FusedOperations:
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        return rotary.rotary(positions, frequencies, scaling, dtype)
+        return rotary.rotary(positions, frequencies, scaling, dtype, self.overlap)
 
     def linear(
         self,

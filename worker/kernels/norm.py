@@ -25,14 +25,18 @@ def _normed(x, weight, hidden, epsilon):
 
 
 @triton.jit
-def embed_norm_kernel(tokens, table, weight, residual, output, hidden, epsilon, BLOCK: tl.constexpr):
+def embed_norm_kernel(
+    tokens, table, weight, residual, output, hidden, epsilon, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
+):
     """Grid: [tokens]. See LayerOperations.embed."""
+    let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
+    w = tl.load(weight + columns, mask=inside, other=0.0)
+    wait_for_inputs(OVERLAP)
     token = tl.load(tokens + row).to(tl.int64)
     x = tl.load(table + token * hidden + columns, mask=inside, other=0.0)
-    w = tl.load(weight + columns, mask=inside, other=0.0)
     tl.store(residual + row * hidden + columns, x, mask=inside)
     normed = _normed(x.to(tl.float32), w, hidden, epsilon)
     tl.store(output + row * hidden + columns, normed.to(output.dtype.element_ty), mask=inside)
@@ -97,7 +101,7 @@ def head_norm_kernel(
 
 
 def embed_norm(
-    tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float, warp_size: int
+    tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool, warp_size: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     hidden = table.shape[1]
     residual = torch.empty((len(tokens), hidden), dtype=table.dtype, device=table.device)
@@ -105,7 +109,16 @@ def embed_norm(
     block = block_of(hidden)
     warps = warps_of(block, warp_size)
     embed_norm_kernel[(len(tokens),)](
-        tokens, table, weight, residual, output, hidden, epsilon, BLOCK=block, num_warps=warps
+        tokens,
+        table,
+        weight,
+        residual,
+        output,
+        hidden,
+        epsilon,
+        BLOCK=block,
+        num_warps=warps,
+        **launch_options(overlap),
     )
     return residual, output
 

@@ -8,14 +8,19 @@ import triton.language as tl
 
 from worker.attention.targets import head_class
 
+from .overlap import launch_options, let_next_start, wait_for_inputs
+
 
 @triton.jit
-def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: tl.constexpr):
+def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid: [tokens]. See LayerOperations.rotary; size: number of frequencies."""
+    let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < size
-    angles = tl.load(positions + row).to(tl.float32) * tl.load(frequencies + columns, mask=inside, other=0.0)
+    frequency = tl.load(frequencies + columns, mask=inside, other=0.0)
+    wait_for_inputs(OVERLAP)
+    angles = tl.load(positions + row).to(tl.float32) * frequency
     cosine = (tl.cos(angles) * scaling).to(cosines.dtype.element_ty)
     sine = (tl.sin(angles) * scaling).to(sines.dtype.element_ty)
     place = row * 2 * size + columns
@@ -26,12 +31,20 @@ def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: 
 
 
 def rotary(
-    positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype
+    positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype, overlap: bool
 ) -> tuple[torch.Tensor, torch.Tensor]:
     size = len(frequencies)
     cosines = torch.empty((len(positions), 2 * size), dtype=dtype, device=positions.device)
     sines = torch.empty_like(cosines)
     rotary_kernel[(len(positions),)](
-        positions, frequencies, cosines, sines, scaling, size, BLOCK=head_class(2 * size) // 2, num_warps=1
+        positions,
+        frequencies,
+        cosines,
+        sines,
+        scaling,
+        size,
+        BLOCK=head_class(2 * size) // 2,
+        num_warps=1,
+        **launch_options(overlap),
     )
     return cosines, sines
