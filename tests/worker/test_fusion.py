@@ -247,6 +247,8 @@ PRODUCTS = [  # tokens, n, k, tiles
     (3, 96, 200, LinearTiles(64, 64, 16, 2, 4, 2)),
     (17, 130, 384, LinearTiles(64, 64, 16, 3, 4, 2)),
     (33, 128, 512, LinearTiles(64, 128, 64, 2, 4, 2)),
+    (3, 96, 200, LinearTiles(64, 64, 16, 2, 4, 2, described=True)),
+    (50, 192, 512, LinearTiles(64, 128, 64, 2, 4, 3, prefetch=2, described=True)),
 ]
 
 
@@ -291,8 +293,10 @@ def test_nothing_beyond_the_inputs_is_read(cpu: Device) -> None:
     """NaN after the last token and after the last weight."""
     x, weight = torch.full((5, 96), float("nan")), torch.full((80, 96), float("nan"))
     x[:3], weight[:72] = 1.0, 1.0
-    parts = linear_parts(x[:3], weight[:72], None, LinearTiles(64, 64, 16, 2, 4, 2), torch.float32)
-    assert torch.equal(parts.sum(0), torch.full((3, 72), 96.0))
+    for described in (False, True):
+        tiles = LinearTiles(64, 64, 16, 2, 4, 2, described=described)
+        parts = linear_parts(x[:3], weight[:72], None, tiles, torch.float32)
+        assert torch.equal(parts.sum(0), torch.full((3, 72), 96.0))
 
 
 # ------------------------------------------------------------------------------------------------------- known shapes

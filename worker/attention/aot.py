@@ -69,7 +69,9 @@ _FLOATS = ("scaling", "softcap", "scale", "cap", "epsilon")
 
 @dataclass(frozen=True)
 class Configuration:
-    """One compilation. label: for people. pointers: dtype of each argument that is one. matrix: has matrix products."""
+    """One compilation. label: for people. pointers: dtype of each argument that is one, and of a tensor descriptor its
+    type in Triton's words. matrix: has matrix products.
+    """
 
     label: str
     kernel: Any
@@ -135,6 +137,8 @@ def compile_one(configuration: Configuration, target: Target) -> Compiled:
     for index, name in enumerate(configuration.kernel.arg_names):
         if name in configuration.constants:
             signature[name] = "constexpr"
+        elif configuration.pointers.get(name, "").startswith("tensordesc"):
+            signature[name] = configuration.pointers[name]
         elif name in configuration.pointers:
             signature[name] = "*" + configuration.pointers[name]
             attributes[(index,)] = [["tt.divisibility", 16]]  # as the launcher finds out of real arguments

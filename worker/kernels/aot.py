@@ -53,12 +53,17 @@ def _product(
     tiles = choose_tiles(tokens, n, k, target, divisible=use == "parts", gated=gated)
     if tiles is None:
         return None
+    tile = {"x_tiles": tiles.tokens, "weight_tiles": tiles.rows}
+    described = {name: f"tensordesc<{dtype}[{rows}, {tiles.depth}]>" for name, rows in tile.items()}
     return Configuration(
         label=f"linear {dtype} {tokens} x {k} x {n} {use}{' biased' * biased}",
         kernel=linear_kernel,
         pointers=dict.fromkeys(("x", "weight", "bias"), dtype)
-        | {"output": "fp32" if use in ("wide", "parts") else dtype},
-        constants=linear_constants(n, k, tiles, biased=biased, gated=gated, overlap=overlap) | {"OVERLAP": overlap},
+        | {"output": "fp32" if use in ("wide", "parts") else dtype}
+        | (described if tiles.described else {}),
+        constants=linear_constants(n, k, tiles, biased=biased, gated=gated, overlap=overlap)
+        | {"OVERLAP": overlap}
+        | ({} if tiles.described else dict.fromkeys(tile)),
         warps=tiles.warps,
         stages=tiles.stages,
         matrix=True,

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from worker.attention.targets import Target
 
@@ -31,6 +32,8 @@ class LinearTiles:
 
     parts: of the inner dimension. warps, stages: Triton's num_warps and num_stages.
     prefetch: steps of the weight that are asked into the L2 cache before the inputs are there.
+    described: tiles are copied through tensor descriptors, by Hopper's copy engine; rows of x and of the weight must
+    begin at multiples of 16 bytes then.
     """
 
     rows: int
@@ -40,6 +43,7 @@ class LinearTiles:
     warps: int
     stages: int
     prefetch: int = 0
+    described: bool = False
 
 
 @triton.jit
@@ -50,18 +54,34 @@ def prefetch(addresses):
 
 
 @triton.jit
-def _load_weight(rows_at, places, inside_rows, k, EVEN: tl.constexpr):
+def _load_weight(tiles, first_row, rows_at, inside_rows, first, k, DEPTH: tl.constexpr, EVEN: tl.constexpr):
+    if tiles is not None:
+        return tiles.load([first_row, first])
+    places = first + tl.arange(0, DEPTH)
     if EVEN:
         return tl.load(rows_at + places[None, :], eviction_policy="evict_first")
-    else:
-        inside = inside_rows[:, None] & (places < k)[None, :]
-        return tl.load(rows_at + places[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+    inside = inside_rows[:, None] & (places < k)[None, :]
+    return tl.load(rows_at + places[None, :], mask=inside, other=0.0, eviction_policy="evict_first")
+
+
+@triton.jit
+def _load_x(tiles, first_column, rows_at, inside_columns, first, k, DEPTH: tl.constexpr, EVEN: tl.constexpr):
+    """[DEPTH, tokens of a tile], from `first` of the inner dimension on, zeros where there is nothing."""
+    if tiles is not None:
+        return tl.trans(tiles.load([first_column, first]))
+    places = first + tl.arange(0, DEPTH)
+    inside = inside_columns[:, None]
+    if not EVEN:
+        inside = inside & (places < k)[None, :]
+    return tl.trans(tl.load(rows_at + places[None, :], mask=inside, other=0.0))
 
 
 @triton.jit(do_not_specialize=["tokens"])  # one compilation for 1, for multiples of 16, and for all others
 def linear_kernel(
     x,
     weight,
+    x_tiles,
+    weight_tiles,
     bias,
     output,
     tokens,
@@ -81,13 +101,15 @@ def linear_kernel(
 ):
     """Grid: [blocks of n, parts, blocks of tokens].
 
-    x: [tokens, k], x_stride elements from token to token. weight: [n, k], contiguous. bias: [n], added to part 0.
+    x: [tokens, k], x_stride elements from token to token. weight: [n, k], contiguous. x_tiles, weight_tiles: the same,
+    described in tiles of TOKENS x DEPTH and ROWS x DEPTH; None: they are read by pointer. bias: [n], added to part 0.
     output: [parts, tokens, n], contiguous. STEPS: of DEPTH in one part; a constant, so that the loop's length is known.
     GATED: weight is [2n, k] and bias [2n], the gate first, and the output silu(gate) x up; there is one part then.
     EVEN: ROWS divides n, and the parts' steps divide k.
     """
-    rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    columns = tl.program_id(2) * TOKENS + tl.arange(0, TOKENS)
+    first_row, first_column = tl.program_id(0) * ROWS, tl.program_id(2) * TOKENS
+    rows = first_row + tl.arange(0, ROWS)
+    columns = first_column + tl.arange(0, TOKENS)
     inside_rows = rows < n
     inside_columns = columns < tokens
     begin = tl.program_id(1) * (STEPS * DEPTH)
@@ -104,15 +126,12 @@ def linear_kernel(
     total = tl.zeros([ROWS, TOKENS], tl.float32)
     up_total = tl.zeros([ROWS, TOKENS], tl.float32)
     for step in tl.range(0, STEPS, num_stages=STAGES):
-        places = begin + step * DEPTH + tl.arange(0, DEPTH)
-        inside_x = inside_columns[:, None]
-        if not EVEN:
-            inside_x = inside_x & (places < k)[None, :]
-        w = _load_weight(weight_rows, places, inside_rows, k, EVEN)
-        xs = tl.trans(tl.load(x_rows + places[None, :], mask=inside_x, other=0.0))
+        first = begin + step * DEPTH
+        w = _load_weight(weight_tiles, first_row, weight_rows, inside_rows, first, k, DEPTH, EVEN)
+        xs = _load_x(x_tiles, first_column, x_rows, inside_columns, first, k, DEPTH, EVEN)
         total = tl.dot(w, xs, total, input_precision="ieee")
         if GATED:
-            up = _load_weight(up_rows, places, inside_rows, k, EVEN)
+            up = _load_weight(weight_tiles, n + first_row, up_rows, inside_rows, first, k, DEPTH, EVEN)
             up_total = tl.dot(up, xs, up_total, input_precision="ieee")
     let_next_start(OVERLAP)
     if HAS_BIAS:
@@ -156,6 +175,8 @@ def linear_parts(
     linear_kernel[(triton.cdiv(n, tiles.rows), parts, triton.cdiv(tokens, tiles.tokens))](
         x,
         weight,
+        TensorDescriptor.from_tensor(x, [tiles.tokens, tiles.depth]) if tiles.described else None,
+        TensorDescriptor.from_tensor(weight, [tiles.rows, tiles.depth]) if tiles.described else None,
         weight if bias is None else bias,
         output,
         tokens,
@@ -209,16 +230,17 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     columns = max(16, triton.next_power_of_2(tokens))
     if not measured:  # every GPU has room for these in its shared memory
         return LinearTiles(64, 64, columns, _parts(triton.cdiv(n, 64), k // 64, target) if divisible else 1, 4, 2)
+    described = columns > 16 and k % 8 == 0
     if gated:
-        return LinearTiles(64, 128, columns, 1, 4, 4 if columns == 64 else 3, prefetch=1)
+        return LinearTiles(64, 128, columns, 1, 4, 4 if columns == 64 else 3, prefetch=1, described=described)
     rows = 128 if columns > 16 and n >= 256 * target.multiprocessors else 64
     blocks = triton.cdiv(n, rows)
     parts = _parts(blocks, k // 128, target) if divisible else 1
     # A program that has a multiprocessor to itself needs more in flight.
-    alone = columns == 16 and blocks * parts <= target.multiprocessors and k // parts >= 4096
+    alone = columns == 16 and blocks * parts <= target.multiprocessors
     warps = 8 if columns == 64 and rows == 128 else 4
     stages = 6 if alone else 5 if columns == rows == 64 else 4
-    return LinearTiles(rows, 128, columns, parts, warps, stages, prefetch=2)
+    return LinearTiles(rows, 128, columns, parts, warps, stages, prefetch=2, described=described)
 
 
 def _parts(programs: int, steps: int, target: Target) -> int:
