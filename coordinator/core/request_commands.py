@@ -141,6 +141,7 @@ class RequestCommands:
         for request_id in range(first, first + message.count):
             request = self._requests.known(request_id)
             if request is None:
+                self._streams.restart(event.client, request_id)
                 self._streams.add_end(event.client, forgotten(request_id))
             else:
                 self._give(request, event.client, 0, now_us)

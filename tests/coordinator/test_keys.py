@@ -187,6 +187,19 @@ def test_of_several_answers_those_that_are_forgotten_end_with_an_error(make_pool
     assert other == 4
 
 
+def test_an_answer_that_is_forgotten_between_two_commands_of_a_turn_ends_once(make_pool: MakePool) -> None:
+    driver, _ = make_pool(32, finished_max=2)
+    keyed(driver, count=2)
+    driver.run_until_idle()
+    assert keyed(driver, client=2, count=2).repeated
+    driver.cancel(driver.submit([9, 9]))
+    assert [request for request in (1, 2) if request not in driver.machine.requests.finished] == [1]
+    assert keyed(driver, client=2, count=2).repeated
+    driver.turn()
+    assert [driver.ended[request].error is None for request in (1, 2)] == [False, True]
+    assert [list(driver.tokens_read(2, request).values()) for request in (1, 2)] == [[], continuation(PROMPT, 6)]
+
+
 def test_a_key_of_a_sequences_request(make_pool: MakePool) -> None:
     driver, _ = make_pool()
     sequence = driver.create([7, 8], tenant="a")

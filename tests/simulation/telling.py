@@ -77,10 +77,12 @@ class Telling:
             mine.ended[request_id] += 1
 
     def forgotten(self, request_id: int, client: int) -> None:
-        """A request that nobody knows any more was asked for by its key: so the client is told."""
+        """A request that nobody knows any more was asked for by its key: the client is told that, and nothing else."""
         mine = self._of(client)
         mine.forgotten.add(request_id)
-        mine.ended[request_id] += 1
+        mine.paused.discard(request_id)
+        del mine.taken[request_id]
+        mine.ended[request_id] = 1
 
     def over(self, request_id: int) -> None:
         """The request ended: its reader is told in this turn, or when it asks again."""
