@@ -15,6 +15,7 @@ from protocol.errors import CapacityExceeded, QuotaExceeded
 
 from .cache import Cache
 from .groups import Group
+from .pool import Spare
 from .queue import WaitingQueue
 from .requests import NO_SLOT, RUNNING, Request, RequestTable
 from .residence import Residence
@@ -166,7 +167,7 @@ class Admission:
             residence = Residence(group, np.zeros(0, np.int64), (-1, 0), 0) if resident else self.plan(group, request)
             asking = np.array([] if slot == NO_SLOT else [slot], np.int64)
             try:
-                residence = cache.with_room(residence, request.tenant, self.spare(group), asking)
+                residence = cache.with_room(residence, request.tenant, self.spare(group, request), asking)
             except CapacityExceeded as error:
                 refused += 1  # the error itself is not kept: with its traceback it would keep all of this alive
                 quota_refused += isinstance(error, QuotaExceeded)
@@ -231,9 +232,18 @@ class Admission:
         if any(self.could_hold(group, request) for group in groups.values()):
             self._cache.release_kv(slot, now_us)
 
-    def spare(self, group: Group) -> int:
-        """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt."""
-        return group.running + 1 if group.running else 0
+    def spare(self, group: Group, request: Request) -> Spare:
+        """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt.
+
+        Within the tenant's ceiling, one for each of its own, and for what the request's next token takes: without that
+        it would hold its blocks, and wait.
+        """
+        s, length = self._cache.sequences, self._length(request)
+        own = s.blocks_for(length + 1) - s.blocks_for(length)
+        if group.running and self._cache.tenants.has_quotas:
+            mine = np.count_nonzero(s.running & (s.pool == group.number) & (s.tenant == request.tenant))
+            own = int(mine) + 1 if mine else own
+        return Spare(group.running + 1 if group.running else 0, own)
 
     # ------------------------------------------------------------------------------------------------- start and stop
 

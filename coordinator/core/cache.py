@@ -18,7 +18,7 @@ from .groups import Group, new_group
 from .hashing import BlockHasher, Hashes
 from .invariants import check_cache
 from .limits import Limits
-from .pool import BlockIds, Blocks
+from .pool import NO_SPARE, BlockIds, Blocks, Spare
 from .prefix import PrefixStore, root_key
 from .pressure import idle_victims
 from .refs import Refs
@@ -140,19 +140,19 @@ class Cache:
         partial = (int(s.table[slot, full]), rest) if rest else (-1, 0)
         return Residence(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
 
-    def with_room(self, residence: Residence, tenant: int, spare: int, asking: Slots) -> Residence:
+    def with_room(self, residence: Residence, tenant: int, spare: Spare, asking: Slots) -> Residence:
         """The residence, or the same without its partial copy: that one's source must stay, which may be too much.
 
-        spare: blocks that are to be left over. Raises CapacityExceeded where there is no room for either.
+        Raises CapacityExceeded where there is no room for either.
         """
-        group, needed = residence.group, residence.needed + spare
+        group, needed = residence.group, residence.needed
         try:
-            self.check_room(group, tenant, needed, residence.keep, asking)
+            self.check_room(group, tenant, needed, residence.keep, asking, spare)
         except CapacityExceeded:
             if not residence.partial[1]:
                 raise
-            residence = Residence(group, residence.hits, (-1, 0), residence.needed)
-            self.check_room(group, tenant, needed, residence.keep, asking)
+            residence = Residence(group, residence.hits, (-1, 0), needed)
+            self.check_room(group, tenant, needed, residence.keep, asking, spare)
         return residence
 
     def settle_in(self, slot: int, residence: Residence, now_us: int) -> None:
@@ -471,14 +471,22 @@ class Cache:
 
     # ------------------------------------------------------------------------------------------------------- pressure
 
-    def check_room(self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int) -> Slots:
+    def check_room(
+        self,
+        group: Group,
+        tenant: int,
+        count: int,
+        keep: BlockIds,
+        asking: Slots | int,
+        spare: Spare = NO_SPARE,
+    ) -> Slots:
         """The idle sequences to evict so that `tenant` can have `count` blocks. Raises CapacityExceeded."""
         pool = group.pool
-        if pool.available(tenant, keep) >= count:
+        if pool.has(tenant, count, keep, spare):
             return NO_BLOCKS
-        victims, supply = idle_victims(self, group, tenant, count, keep, asking)
-        if supply.available(tenant) < count:
-            raise pool.shortage(tenant, count, supply)
+        victims, supply = idle_victims(self, group, tenant, count, keep, asking, spare)
+        if not supply.has(tenant, count, spare):
+            raise pool.shortage(tenant, count, supply, spare)
         return victims
 
     def make_room(

@@ -151,9 +151,10 @@ class Explainer:
         hashes = request.hashes
         residence = self._admission.plan(group, request)
         request.hashes = hashes  # asking leaves nothing behind, not even a faster next time
-        needed = residence.needed + self._admission.spare(group)
+        asking = np.array([slot] if slot >= 0 else [], int)
+        spare = self._admission.spare(group, request)
         try:
-            cache.check_room(group, request.tenant, needed, residence.keep, np.array([slot] if slot >= 0 else [], int))
+            cache.check_room(group, request.tenant, residence.needed, residence.keep, asking, spare)
         except CapacityExceeded as error:
             limit = error.ceiling if isinstance(error, QuotaExceeded) else error.available
             return error.needed - limit, error

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, deque
 from collections.abc import Callable
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -49,6 +50,16 @@ class Blocks:
         self.holds = 0
 
 
+class Spare(NamedTuple):
+    """Blocks to be left over: pool, for all that run there; own, within the tenant's ceiling."""
+
+    pool: int = 0
+    own: int = 0
+
+
+NO_SPARE = Spare()
+
+
 class Supply:
     """How many blocks each tenant could get: a trial copy that can be asked "and if this were released?"."""
 
@@ -61,13 +72,21 @@ class Supply:
 
     def available(self, tenant: int) -> int:
         """Blocks that the tenant could get: within its ceiling, leaving every other tenant its floor."""
+        return max(0, min(self.room(tenant), self.stock(tenant)))
+
+    def has(self, tenant: int, count: int, spare: Spare) -> bool:
+        """Whether the tenant could get so many, with some left over."""
+        return self.room(tenant) >= count + spare.own and self.stock(tenant) >= count + spare.pool
+
+    def stock(self, tenant: int) -> int:
+        """Blocks that the tenant could get if it had no ceiling."""
         floor, usage = self._tenants.floor, self._usage
         missing = np.maximum(floor - usage, 0)
         supply = self._free + self._cached.get(tenant, 0) - int(missing.sum() - missing[tenant])
         for other, count in self._cached.items():
             if other != tenant:
                 supply += min(count, max(0, int(usage[other] - floor[other])))
-        return max(0, min(self.room(tenant), supply))
+        return supply
 
     def gain(self, owner: int, indexed: bool) -> None:
         """One more block of `owner` loses its last holder: it is cached if indexed, else freed."""
@@ -130,6 +149,12 @@ class Pool:
         kept = 0 if keep is None else int(np.count_nonzero(self.blocks.state[keep] == CACHED))
         return self.free + self.cached - kept
 
+    def has(self, tenant: int, count: int, keep: BlockIds, spare: Spare) -> bool:
+        """Whether `tenant` could get so many now, as `available`, with some left over."""
+        if self._tenants.has_quotas:
+            return self.supply(keep).has(tenant, count, spare)
+        return self.available(tenant, keep) >= count + spare.pool
+
     def supply(self, keep: BlockIds | None = None) -> Supply:
         """What there is to give, by tenant, as if the blocks in `keep` were held."""
         cached = {tenant: len(entries) for tenant, entries in self._lru.items()}
@@ -163,13 +188,13 @@ class Pool:
         blocks.changed.append(ids)
         return ids
 
-    def shortage(self, tenant: int, count: int, supply: Supply) -> CapacityExceeded:
+    def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
         """The error that says why `tenant` cannot have `count` blocks although all of `supply` was at hand."""
         ceiling, room = int(self._tenants.ceiling[tenant]), supply.room(tenant)
-        if count > room:
-            return QuotaExceeded(self._tenants.names[tenant], ceiling - room + count, ceiling)
+        if count + spare.own > room:
+            return QuotaExceeded(self._tenants.names[tenant], ceiling - room + count + spare.own, ceiling)
         hint = "remove sequences or wait for requests to end"
-        return CapacityExceeded("blocks", count, supply.available(tenant), hint)
+        return CapacityExceeded("blocks", count + spare.pool, max(0, supply.stock(tenant)), hint)
 
     def _reserved_for_others(self, tenant: int) -> int:
         if not self._tenants.has_quotas:

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from .groups import Group
-from .pool import BlockIds, Supply
+from .pool import BlockIds, Spare, Supply
 from .sequences import Slots
 
 if TYPE_CHECKING:
@@ -15,9 +15,10 @@ if TYPE_CHECKING:
 
 
 def idle_victims(
-    cache: Cache, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int
+    cache: Cache, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare
 ) -> tuple[Slots, Supply]:
-    """Idle client sequences whose eviction gives `tenant` `count` blocks, or all of them, and the supply that follows.
+    """Idle client sequences whose eviction gives `tenant` `count` blocks, with some to spare, or all of them; and the
+    supply that follows.
 
     At the tenant's ceiling its own go before anyone else's. Never one of `asking`, never one that a step under way
     may read. Under policy `none` only those that a waiting request will continue: it computes them again when its turn
@@ -33,9 +34,9 @@ def idle_victims(
     trial, taken = pool.supply(keep), []
     counts: dict[int, int] = {}
     own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
-    queue = own_first if trial.room(tenant) < count else candidates
+    queue = own_first if trial.room(tenant) < count + spare.own else candidates
     for slot in dict.fromkeys(queue.tolist()):
-        if trial.available(tenant) >= count:
+        if trial.has(tenant, count, spare):
             break
         taken.append(slot)
         for block in s.blocks_of(slot).tolist():

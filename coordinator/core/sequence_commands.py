@@ -32,6 +32,7 @@ from . import validate
 from .cache import Cache
 from .events import FromClient
 from .outcomes import Outcomes
+from .pool import NO_SPARE
 from .requests import RequestTable
 from .residence import Residence
 from .sequences import NO_POOL, Slots
@@ -94,7 +95,7 @@ class SequenceCommands:
         for group in cache.groups.values():
             residence = cache.plan_residence(group, salt, message.tokens, hashes)
             try:
-                residence = cache.with_room(residence, tenant, 0, np.zeros(0, np.int64))
+                residence = cache.with_room(residence, tenant, NO_SPARE, np.zeros(0, np.int64))
             except CapacityExceeded as error:
                 refusal = error
                 continue

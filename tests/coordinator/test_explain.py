@@ -155,7 +155,10 @@ def test_a_request_waits_for_its_tenants_ceiling() -> None:
     request = driver.submit(range(50, 58), max_tokens=1, tenant="a")
     driver.turn()
     told = driver.explain(request_id=request)
-    assert (told.facts["limit"], told.facts["blocks_short"]) == ("tenant ceiling", 1)
+    assert (told.facts["limit"], told.facts["blocks_short"]) == (
+        "tenant ceiling",
+        2,
+    )  # the prompt fills one, the first token begins one
     assert any("its ceiling is 4" in sentence for sentence in told.sentences)
 
 

@@ -132,3 +132,39 @@ def test_a_waiting_tenant_at_its_ceiling_does_not_stop_the_answer_of_what_runs()
     driver.run_until_idle()
     assert driver.answer_of(first) == continuation(range(8), 4)
     assert driver.answer_of(second) == continuation(range(50, 58), 4)
+
+
+def test_the_rows_of_others_do_not_count_against_a_ceiling() -> None:
+    """Admission leaves a block for each row that runs; within a ceiling that is the tenant's own affair."""
+    driver = with_quotas(64, {"a": Quota(ceiling=3)}, step_rows_max=16)
+    for first in range(8):
+        driver.submit([first, 2, 3], max_tokens=20, tenant="b")
+    driver.step()
+    request = driver.submit(range(4), max_tokens=8, tenant="a")
+    driver.step()
+    assert driver.request(request).state == "running"
+    assert sum(driver.request(other).state == "running" for other in range(1, 9)) == 8
+    waiting = driver.submit([9], max_tokens=4, tenant="a")
+    driver.step()
+    facts = driver.explain(request_id=waiting).facts
+    assert (facts["limit"], facts["blocks_short"]) == (
+        "tenant ceiling",
+        2,
+    )  # it wants two, the row of its tenant one, and one is there
+    driver.run_until_idle()
+    assert driver.answer_of(waiting) == continuation([9], 4)
+
+
+def test_a_request_whose_ceiling_has_no_room_for_its_first_token_waits_and_takes_nothing_from_others() -> None:
+    """It would be the oldest that runs, and hold what others need: those would start over for ever."""
+    driver = with_quotas(9, {"a": Quota(ceiling=5)}, policy="none")
+    idle = driver.create(range(15), tenant="a")
+    first = driver.submit(range(4), max_tokens=4, tenant="a")
+    other = driver.submit(range(50, 62), max_tokens=8, tenant="b")
+    for _ in range(40):
+        driver.step()
+    assert (driver.request(first).state, driver.request(other).state) == ("pending", "finished")
+    assert driver.request(other).preemptions == 0
+    driver.remove(idle)
+    driver.run_until_idle()
+    assert driver.answer_of(first) == continuation(range(4), 4)
