@@ -209,9 +209,11 @@ class Scheduler:
                 if group.pool.quarantined:  # blocks come back with the next result: better to wait than to preempt
                     return False
                 mine = np.flatnonzero(s.running & (s.pool == group.number))
-                if isinstance(error, QuotaExceeded):  # only the tenant's own blocks count against its ceiling
-                    mine = mine[s.tenant[mine] == s.tenant[slot]]
-                victim = victims.choose(self._cache, self._requests, self._runs.order, mine, _short(error))
+                helps = s.tenant[mine] == s.tenant[slot]
+                if not isinstance(error, QuotaExceeded):  # only the tenant's own blocks count against its ceiling
+                    # What a tenant within its floor gave back would be kept for it.
+                    helps |= (group.pool.usage > self._cache.tenants.floor)[s.tenant[mine]]
+                victim = victims.choose(self._cache, self._requests, self._runs.order, mine[helps], _short(error))
                 if victim is None:
                     if not self._cache.unwritable(np.array([slot]), start, start + count)[0].size:
                         return False

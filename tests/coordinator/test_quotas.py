@@ -168,3 +168,30 @@ def test_a_request_whose_ceiling_has_no_room_for_its_first_token_waits_and_takes
     driver.remove(idle)
     driver.run_until_idle()
     assert driver.answer_of(first) == continuation(range(4), 4)
+
+
+def test_nobody_is_preempted_whose_blocks_its_floor_would_keep() -> None:
+    driver = with_quotas(10, {"b": Quota(floor=4)}, policy="none")
+    idle = driver.create(range(12), tenant="a")
+    stuck = driver.submit(range(20, 24), max_tokens=20, tenant="a")
+    driver.step()
+    driver.append((idle, range(4)))
+    within = driver.submit(range(50, 58), max_tokens=6, tenant="b")
+    for _ in range(40):
+        driver.step()
+    assert (driver.request(stuck).state, driver.request(within).state) == ("running", "finished")
+    assert driver.request(within).preemptions == 0
+    driver.remove(idle)
+    driver.run_until_idle()
+    assert driver.answer_of(stuck) == continuation(range(20, 24), 20)
+
+
+def test_of_three_the_one_within_its_floor_is_spared_though_it_costs_least() -> None:
+    driver = with_quotas(12, {"b": Quota(floor=3)})
+    first = driver.submit(range(8), max_tokens=20, tenant="a")
+    second = driver.submit(range(20, 28), max_tokens=12, tenant="a")
+    driver.step()
+    within = driver.submit([50], max_tokens=11, tenant="b")
+    driver.run_until_idle()
+    assert [driver.request(request).preemptions for request in (first, second, within)] == [0, 1, 0]
+    assert driver.answer_of(second) == continuation(range(20, 28), 12)
