@@ -212,7 +212,8 @@ class Scheduler:
                 helps = s.tenant[mine] == s.tenant[slot]
                 if not isinstance(error, QuotaExceeded):  # only the tenant's own blocks count against its ceiling
                     # What a tenant within its floor gave back would be kept for it.
-                    helps |= (group.pool.usage > self._cache.tenants.floor)[s.tenant[mine]]
+                    floor = self._cache.tenants.floor
+                    helps |= ((floor == 0) | (group.pool.usage > floor))[s.tenant[mine]]
                 victim = victims.choose(self._cache, self._requests, self._runs.order, mine[helps], _short(error))
                 if victim is None:
                     if not self._cache.unwritable(np.array([slot]), start, start + count)[0].size:
