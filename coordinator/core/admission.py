@@ -238,12 +238,12 @@ class Admission:
         Within the tenant's ceiling, one for each of its own, and for what the request's next token takes: without that
         it would hold its blocks, and wait.
         """
-        s, length = self._cache.sequences, self._length(request)
-        own = s.blocks_for(length + 1) - s.blocks_for(length)
-        if group.running and self._cache.tenants.has_quotas:
-            mine = np.count_nonzero(s.running & (s.pool == group.number) & (s.tenant == request.tenant))
-            own = int(mine) + 1 if mine else own
-        return Spare(group.running + 1 if group.running else 0, own)
+        s, pool = self._cache.sequences, group.running + 1 if group.running else 0
+        if not self._cache.tenants.has_quotas:
+            return Spare(pool)
+        mine = int(np.count_nonzero(s.running & (s.pool == group.number) & (s.tenant == request.tenant)))
+        length = self._length(request)
+        return Spare(pool, mine + 1 if mine else s.blocks_for(length + 1) - s.blocks_for(length))
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
