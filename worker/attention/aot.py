@@ -125,7 +125,7 @@ def configurations(target: Target) -> list[Configuration]:
     """What the dispatcher can choose on `target`."""
     product = itertools.product
     made = [_decode(target, *c) for c in product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW)]
-    made += [_prefill(target, *c) for c in product(DTYPES, HEAD_SIZES, CAPPED)]
+    made += [_prefill(target, *c) for c in product(DTYPES, HEAD_SIZES)]
     made += [_write(target, *c) for c in product(WRITTEN, PADDED.values(), ROTATED)]
     return list({configuration.kind(): configuration for configuration in reversed(made)}.values())[::-1]
 
@@ -228,7 +228,7 @@ def _decode(
     )
 
 
-def _prefill(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: int, cap: bool) -> Configuration:
+def _prefill(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: int) -> Configuration:
     model, stored = dtypes
     heads = KV_HEADS * GROUPS[0]
     cache = torch.empty((1, BLOCK_SIZE, KV_HEADS, head_size), dtype=stored, device="meta")
@@ -239,10 +239,10 @@ def _prefill(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size:
     scales = "fp32" if stored in (I8, FP8) else DTYPE_NAMES[stored]
     pointers |= _pointers(("key_scales", "value_scales"), scales) | _pointers(("tables", "items"), "i32")
     return Configuration(
-        f"prefill {_dtypes(dtypes)} head {head_size}{' capped' * cap}",
+        f"prefill {_dtypes(dtypes)} head {head_size}",
         prefill_portable,
         pointers,
-        portable_constants(heads, model, layer, shape, cap, target),
+        portable_constants(heads, model, layer, shape, target),
         shape.tiles.warps,
         shape.tiles.stages,
         _has_matrix(model, target),

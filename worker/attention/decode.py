@@ -103,7 +103,7 @@ def decode_constants(
         "KEYS": min(tiles.keys, SCORES_MAX // rows),
         "STAGES": tiles.stages,
         "KIND": KINDS.get(dtype, 0),
-        "SOFTCAP": target.softcap(softcap),
+        "SOFTCAP": 2 if target.asks_softcap else int(softcap),
         "ASSEMBLY": target.packed_conversions,
         "MERGE_ROWS": merge_rows,
         "MERGE_PARTS": MERGE_PARTS,

@@ -157,7 +157,7 @@ def paged_prefill(
         launch(query, layer, tables, items, output, options, *numbers, paged=not copied)
         return
     assert not copied, "no workspace is of use here"
-    constants = portable_constants(query.shape[1], query.dtype, layer, shape, options.softcap > 0, target)
+    constants = portable_constants(query.shape[1], query.dtype, layer, shape, target)
     scale, cap = exponents(options)
     prefill_portable[(items.shape[0] * constants["PACKS"],)](
         query,
@@ -187,7 +187,6 @@ def portable_constants(
     query_dtype: torch.dtype,
     layer: KvLayer,
     shape: PrefillShape,
-    softcap: bool,
     target: Target,
 ) -> dict[str, Any]:
     """Compile-time constants of `prefill_portable`."""
@@ -201,7 +200,6 @@ def portable_constants(
         "HEAD_PAD": head_class(head_size),
         "QUERIES": shape.tiles.queries,
         "KEYS": shape.tiles.keys,
-        "SOFTCAP": target.softcap(softcap),
         "QUANTISED": is_quantised(layer.keys.dtype),
         "BITWISE": target.bitwise_conversions and is_quantised(layer.keys.dtype),
         "UPCAST": target.widens and query_dtype == torch.bfloat16,

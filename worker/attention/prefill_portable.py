@@ -53,11 +53,6 @@ def _convert(stored, dtype: tl.constexpr, BITWISE: tl.constexpr):
 
 
 @triton.jit
-def _capped(scores, cap):
-    return 1.0 - 2.0 / (tl.exp2(scores * cap) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
-
-
-@triton.jit
 def _step(
     accumulator,
     largest,
@@ -81,7 +76,6 @@ def _step(
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     KEYS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     QUANTISED: tl.constexpr,
     BITWISE: tl.constexpr,
     MASKED: tl.constexpr,
@@ -104,11 +98,8 @@ def _step(
         else:
             key_scale = tl.load(key_scales + rows)
         scores *= key_scale[None, :]
-    if SOFTCAP == 2:
-        if cap > 0.0:  # a branch, since two more exponentials a score would be felt
-            scores = _capped(scores, cap)
-    elif SOFTCAP == 1:
-        scores = _capped(scores, cap)
+    if cap > 0.0:
+        scores = 1.0 - 2.0 / (tl.exp2(scores * cap) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
     if MASKED:
         seen = (key[None, :] <= positions[:, None]) & (key[None, :] > positions[:, None] - window) & inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
@@ -164,7 +155,6 @@ def prefill_portable(
     HEAD_PAD: tl.constexpr,
     QUERIES: tl.constexpr,
     KEYS: tl.constexpr,
-    SOFTCAP: tl.constexpr,
     QUANTISED: tl.constexpr,
     BITWISE: tl.constexpr,
     UPCAST: tl.constexpr,
@@ -172,9 +162,9 @@ def prefill_portable(
     """Grid: [tiles x PACKS]. items: [tiles, 8] int32, see `prefill.plan_prefill`.
 
     PACK: query heads of one tile; PACKS: how many times that the query has. QUERIES: rows of a tile, tokens x PACK.
-    scale: factor on scores inside exp2. cap: factor on q.k inside the soft cap's exp2. SOFTCAP: 0 never, 1 always, 2
-    where `cap` is above 0. window: tokens that a query sees, itself included. UPCAST: matrix products in float32, for
-    Triton's interpreter, which multiplies bfloat16 as if it were integers.
+    scale: factor on scores inside exp2. cap: factor on q.k inside the soft cap's exp2, 0: no cap. window: tokens that a
+    query sees, itself included. UPCAST: matrix products in float32, for Triton's interpreter, which multiplies bfloat16
+    as if it were integers.
     """
     TOKENS: tl.constexpr = QUERIES // PACK
     program = tl.program_id(0)
@@ -218,8 +208,7 @@ def prefill_portable(
     for at in tl.range(whole, causal, KEYS):
         accumulator, largest, total = _step(
             accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
-            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, SOFTCAP, QUANTISED, BITWISE,
-            False,
+            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, QUANTISED, BITWISE, False,
         )  # fmt: skip
     for edge in tl.range(0, whole - first + end - causal, KEYS):
         at = first + edge
@@ -227,8 +216,7 @@ def prefill_portable(
             at += causal - whole
         accumulator, largest, total = _step(
             accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
-            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, SOFTCAP, QUANTISED, BITWISE,
-            True,
+            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, QUANTISED, BITWISE, True,
         )  # fmt: skip
     accumulator = accumulator / total[:, None]
     tl.store(

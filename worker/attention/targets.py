@@ -94,10 +94,6 @@ class Target:
     asks_softcap: bool = True
     widens: bool = False
 
-    def softcap(self, wanted: bool) -> int:
-        """What its kernels are compiled for: 0 none, 1 one, 2 either."""
-        return 2 if self.asks_softcap else int(wanted)
-
 
 def head_class(head_size: int) -> int:
     """`head_size` rounded up to one of HEAD_CLASSES, or to the next power of two beyond them."""
