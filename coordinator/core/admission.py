@@ -235,8 +235,8 @@ class Admission:
     def spare(self, group: Group, request: Request) -> Spare:
         """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt.
 
-        Within the tenant's ceiling, one for each of its own, and for what the request's next token takes: without that
-        it would hold its blocks, and wait.
+        Within the tenant's ceiling only its own rows count. Where none of them runs, what the request's first token
+        takes must be there: without that it would hold its blocks, and wait.
         """
         s, pool = self._cache.sequences, group.running + 1 if group.running else 0
         if not self._cache.tenants.has_quotas:

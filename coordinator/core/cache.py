@@ -143,7 +143,7 @@ class Cache:
     def with_room(self, residence: Residence, tenant: int, spare: Spare, asking: Slots) -> Residence:
         """The residence, or the same without its partial copy: that one's source must stay, which may be too much.
 
-        Raises CapacityExceeded where there is no room for either.
+        spare: blocks that are to be left over. Raises CapacityExceeded where there is no room for either.
         """
         group, needed = residence.group, residence.needed
         try:
@@ -472,13 +472,7 @@ class Cache:
     # ------------------------------------------------------------------------------------------------------- pressure
 
     def check_room(
-        self,
-        group: Group,
-        tenant: int,
-        count: int,
-        keep: BlockIds,
-        asking: Slots | int,
-        spare: Spare = NO_SPARE,
+        self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare = NO_SPARE
     ) -> Slots:
         """The idle sequences to evict so that `tenant` can have `count` blocks. Raises CapacityExceeded."""
         pool = group.pool

@@ -154,11 +154,8 @@ def test_a_request_waits_for_its_tenants_ceiling() -> None:
     driver.create(range(12), tenant="a")
     request = driver.submit(range(50, 58), max_tokens=1, tenant="a")
     driver.turn()
-    told = driver.explain(request_id=request)
-    assert (told.facts["limit"], told.facts["blocks_short"]) == (
-        "tenant ceiling",
-        2,
-    )  # the prompt fills one, the first token begins one
+    told = driver.explain(request_id=request)  # its prompt fills two, its first token begins a third; one is there
+    assert (told.facts["limit"], told.facts["blocks_short"]) == ("tenant ceiling", 2)
     assert any("its ceiling is 4" in sentence for sentence in told.sentences)
 
 

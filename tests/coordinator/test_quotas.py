@@ -146,11 +146,8 @@ def test_the_rows_of_others_do_not_count_against_a_ceiling() -> None:
     assert sum(driver.request(other).state == "running" for other in range(1, 9)) == 8
     waiting = driver.submit([9], max_tokens=4, tenant="a")
     driver.step()
-    facts = driver.explain(request_id=waiting).facts
-    assert (facts["limit"], facts["blocks_short"]) == (
-        "tenant ceiling",
-        2,
-    )  # it wants two, the row of its tenant one, and one is there
+    facts = driver.explain(request_id=waiting).facts  # it wants two, the row of its tenant one, and one is there
+    assert (facts["limit"], facts["blocks_short"]) == ("tenant ceiling", 2)
     driver.run_until_idle()
     assert driver.answer_of(waiting) == continuation([9], 4)
 

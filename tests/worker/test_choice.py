@@ -64,7 +64,7 @@ def fused(state: SamplingState, logits: torch.Tensor, slots: list[int], wanted: 
     return HostRows.unpacked(packed.cpu().numpy(), np.zeros(len(slots), np.int32))
 
 
-@pytest.mark.parametrize("vocab", [5, 97, 1024, 4096, 4097, 8193, 20_000])
+@pytest.mark.parametrize("vocab", [5, 97, 1024, 4096, 4097, 8192, 8193, 20_000])
 def test_the_kernels_choose_what_torch_chooses(vocab: int, device: Device) -> None:
     temperatures = [0.0, 1.0, 0.7, 0.0, 2.5, 1e-3, 1.0]
     kernel, torch_state = states(device, vocab, temperatures)
