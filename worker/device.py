@@ -383,7 +383,9 @@ def as_worker_error(error: BaseException, doing: str, device: Device) -> WorkerE
 def open_device(kind: str = "auto", index: int = 0) -> Device:
     """Opens the device: "cpu", "cuda", "hip", or "auto" (a GPU if this torch sees one, else the CPU).
 
-    `index` picks among several GPUs. Errors: InvalidConfiguration names `device` when this torch has no such device.
+    `index` picks among several GPUs. The GPU becomes the process's current device and has to stay it, as streams,
+    graphs and Triton's launches follow that: a process works with the GPU that it opened last.
+    Errors: InvalidConfiguration names `device` when this torch has no such device, `device_index` past the last one.
     """
     if kind not in KINDS:
         raise InvalidConfiguration("device", f"{kind!r} is not one of {', '.join(KINDS)}")
@@ -396,7 +398,9 @@ def open_device(kind: str = "auto", index: int = 0) -> Device:
     if kind not in ("auto", gpu_kind):
         raise InvalidConfiguration("device", f"torch {torch.__version__} is built for {gpu_kind}, not {kind}")
     if not 0 <= index < gpu_count:
-        raise InvalidConfiguration("device_index", f"{index} is not below the number of devices, {gpu_count}")
+        problem = f"{index} is not below the number of devices, {gpu_count}: each worker takes one of its own"
+        raise InvalidConfiguration("device_index", f"{problem}; start fewer, or say which device each one takes")
+    torch.cuda.set_device(index)  # Triton launches on the current device, wherever the tensors are
     return Device(gpu_kind, torch.device("cuda", index), torch.cuda.get_device_name(index))
 
 
