@@ -139,6 +139,29 @@ def test_a_partial_copy_survives_the_eviction_of_its_source(make_pool: MakePool)
     assert driver.answer_of(request) == continuation([*range(6), 500, 501, 502], 4)
 
 
+def test_where_the_source_of_a_partial_copy_leaves_too_little_room_it_is_computed_instead(make_pool: MakePool) -> None:
+    driver, worker = make_pool(4, block_size=8, partial_tokens_min=3)
+    served(driver, [*range(8), 99])
+    assert driver.stats().pools[0].cached == 1
+    prompt = [*range(6), *range(500, 520)]  # all four blocks, that of the source too
+    assert served(driver, prompt, max_tokens=3) == 0
+    assert not any(step.copies.size for step in worker.steps)
+
+
+def test_what_decodes_have_filled_is_indexed_when_its_request_ends_between_two_lookings(make_pool: MakePool) -> None:
+    driver, worker = make_pool()
+    request = driver.submit([1, 2, 3], max_tokens=20)
+    driver.turn()
+    for _ in range(6):  # a step is always under way, so that filled blocks are not looked for at once
+        driver.answer(worker)
+        driver.turn()
+    assert len(driver.machine.cache.groups[0].index) == 0
+    driver.cancel(request)
+    driver.run_until_idle()
+    text = [1, 2, 3, *continuation([1, 2, 3], 5)]
+    assert served(driver, [*text, 77]) == 8
+
+
 def test_descendants_of_an_evicted_block_are_never_hit_under_a_recycled_parent(make_pool: MakePool) -> None:
     driver, _ = make_pool(16)
     cache = driver.machine.cache
@@ -212,3 +235,17 @@ def test_with_colliding_hashes_answers_stay_exact(monkeypatch: pytest.MonkeyPatc
     driver.run_until_idle()
     assert driver.free_or_cached() == 16
     assert driver.stats().pools[0].cached <= distinct
+
+
+def test_a_candidate_with_the_same_tokens_after_another_parent_is_no_hit(make_pool: MakePool) -> None:
+    driver, _ = make_pool()
+    served(driver, PROMPT)
+    served(driver, [50, 51, 52, 53, *PROMPT[4:]])
+    cache = driver.machine.cache
+    index, salt = cache.groups[0].index, cache.salt("tenant:default")
+    tokens = int32(PROMPT[:8])
+    own = cache.hashes(salt, int32(PROMPT))
+    other = cache.hashes(salt, int32([50, 51, 52, 53, *PROMPT[4:]]))
+    assert index.match(salt, tokens, own).size == 2
+    forged = np.array([own[0], other[1]])  # as if the two chains had collided: the same tokens, after another block
+    assert index.match(salt, tokens, forged).tolist() == index.match(salt, tokens, own)[:1].tolist()

@@ -377,6 +377,23 @@ def test_a_running_sequence_can_be_forked_in_the_middle_of_a_step(make_pool: Mak
     assert driver.answer_of(other) == continuation([*text, 9], 3)
 
 
+def test_a_fork_in_the_middle_of_a_step_trusts_only_what_was_acknowledged(make_pool: MakePool) -> None:
+    driver, worker = make_pool()
+    prompt = [1, 2, 3, 4, 5, 666, 7, 8, 9]
+    sequence = driver.create(prompt)
+    request = driver.submit(sequence_id=sequence)
+    driver.turn()
+    (fork,) = driver.fork(sequence)
+    assert driver.info(fork).computed_tokens == 0, "the step is under way and may still fail"
+    worker.poison = {666}
+    driver.run_until_idle()
+    assert driver.request(request).state == "failed"
+    worker.poison = set()
+    other = driver.submit(sequence_id=fork, max_tokens=3)
+    driver.run_until_idle()
+    assert driver.answer_of(other) == continuation(prompt, 3)
+
+
 def test_a_fork_that_does_not_fit_is_refused_when_it_writes_not_when_it_is_made(make_pool: MakePool) -> None:
     driver, _ = make_pool(2, policy="none")
     sequence = driver.create(range(6))

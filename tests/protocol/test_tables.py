@@ -326,3 +326,29 @@ def test_a_reader_that_stops_in_the_middle_of_a_read_does_not_hold_up_the_writer
             assert process.communicate(timeout=60)[0] == b"[[1, 1], [999, 999]] [1, 999] [1, 999] 1\n"
         finally:
             process.kill()
+
+
+def test_gauges_that_are_written_while_they_are_read_are_read_again(
+    writer: TablesWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    old, new = range(len(GAUGES)), range(100, 100 + len(GAUGES))
+    writer.write_gauges(old)
+    reader = TablesReader(writer.path)
+
+    class Torn:
+        """The gauges, of which the first half is read before a write and the rest after it, once."""
+
+        def __init__(self, values: Any) -> None:
+            self._values, self._first = values, True
+
+        def __getitem__(self, key: Any) -> Any:
+            if not isinstance(key, slice) or not self._first:
+                return self._values[key]
+            self._first = False
+            before = self._values[key].copy()
+            writer.write_gauges(new)
+            half = len(before) // 2
+            return np.concatenate([before[:half], self._values[key][half:]])
+
+    monkeypatch.setattr(reader, "_gauges", Torn(reader._gauges))
+    assert list(reader.gauges().values()) == list(new)

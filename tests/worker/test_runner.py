@@ -484,3 +484,27 @@ def test_another_coordinator_finds_no_slot_in_use(bench: Bench) -> None:
     bench.runner.reset()
     assert pending.done()
     assert bench.run([(0, 2, [-1], 1)]).errors[0].error.fields["field"] == "tokens"
+
+
+def test_the_time_of_a_step_that_waited_for_the_one_before_it_begins_when_that_one_ended(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    class Clock:
+        now_ns = 1_000_000_000
+
+        def monotonic_ns(self) -> int:
+            return self.now_ns
+
+    clock = Clock()
+    monkeypatch.setattr("worker.runner.time", clock)
+    first = launch(bench, [(0, 0, [1, 2], 1)], begins=(begin(0),))
+    clock.now_ns += 1_000_000
+    second = launch(bench, [(0, 2, [-1], 1)])
+    clock.now_ns += 9_000_000
+    assert first.finish().duration_us == 10_000
+    clock.now_ns += 2_000_000
+    assert second.finish().duration_us == 2_000
+    clock.now_ns += 5_000_000  # nothing was under way: that time is nobody's
+    third = launch(bench, [(0, 3, [-1], 1)])
+    clock.now_ns += 3_000_000
+    assert third.finish().duration_us == 3_000
