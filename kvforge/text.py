@@ -14,8 +14,9 @@ from typing import TYPE_CHECKING, Any
 
 from protocol.errors import InvalidRequest, Unavailable, UnsupportedModel
 
-from .gguf_metadata import read_metadata
-from .models import find, is_gguf
+from .gguf_header import read_metadata
+from .model_files import is_gguf
+from .models import find
 from .text_stream import Pieces, TextStream, checked_ids
 
 if TYPE_CHECKING:

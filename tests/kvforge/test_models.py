@@ -20,6 +20,7 @@ from kvforge.models import KnownModel, find, pull
 from protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
+NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a whole safetensors file
 NAME = "tiny-model"
 TINY = KnownModel(
     requirement="kvforge-tiny-model==1.0",
@@ -280,16 +281,13 @@ def test_without_folder_locks_pulling_still_works(index: Path, tmp_path: Path, m
 
 
 def test_paths_are_looked_at_and_used_where_they_are(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    file = tmp_path / "a.gguf"
-    file.write_bytes(CONTENT)
     folder = tmp_path / "folder"
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps({"model_type": "llama"}))
-    assert pull(str(file)) == find(str(file)) == file
     with pytest.raises(ModelNotFound, match="safetensors"):
         pull(str(folder))
     assert find(str(folder), weights=False) == folder
-    (folder / "model.safetensors").write_bytes(b"")
+    (folder / "model.safetensors").write_bytes(NO_TENSORS)
     monkeypatch.chdir(tmp_path)
     assert pull("folder") == find("./folder") == folder
 
@@ -322,7 +320,7 @@ def test_find_needs_no_network_and_names_the_command(tmp_path: Path) -> None:
 def test_hugging_face_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     huggingface_hub = pytest.importorskip("huggingface_hub")
     (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(b"")
+    (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
     asked: list[str] = []
 
     def snapshot(name: str, **_: object) -> str:

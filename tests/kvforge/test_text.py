@@ -18,7 +18,7 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvforge.gguf_metadata import read_metadata
+from kvforge.gguf_header import read_metadata
 from kvforge.text import TextStream, Tokenizer
 from protocol.errors import InvalidRequest, ModelNotFound, Unavailable, UnsupportedModel
 

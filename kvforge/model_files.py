@@ -1,0 +1,173 @@
+"""Which files a model is made of, and whether they are whole. Headers are read, no weights.
+
+Two kinds: one GGUF file, or a Hugging Face folder with config.json and its weights in safetensors. What may not be
+guessed is refused: an adapter (alone, or beside weights that it would change), one part of a split file, files that
+nothing names. The worker asks here too, so that what `kvforge pull` accepts is what a worker tries.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from protocol.errors import ModelNotFound, UnsupportedModel
+
+from . import gguf_header, safetensors_header
+from .gguf_header import GgufHeader
+from .safetensors_header import StoredTensor
+
+CONFIG = "config.json"
+WEIGHTS = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
+# Mistral's own copy of the same weights, under names that transformers does not read.
+OTHER_FORMATS = "consolidated*.safetensors"
+GENERAL_TYPES = {"adapter": "a LoRA adapter", "mmproj": "a vision projector", "imatrix": "an importance matrix"}
+
+
+@dataclass(frozen=True)
+class ModelFiles:
+    """What a model is loaded from. path: the GGUF file or the folder. files: all that is read, config.json first."""
+
+    format: str
+    path: Path
+    files: tuple[Path, ...]
+
+    @property
+    def weights(self) -> tuple[Path, ...]:
+        return tuple(file for file in self.files if file.name != CONFIG)
+
+
+def find_files(path: Path, name: str = "", load_format: str = "auto") -> ModelFiles:
+    """The files of the model at `path`. load_format: auto, gguf or safetensors.
+
+    Raises ModelNotFound where there is no model, UnsupportedModel where there is one that cannot be served as it is,
+    OSError where it cannot be read.
+    """
+    name = name or str(path)
+    if path.is_file():
+        if load_format == "safetensors" or not is_gguf(path):
+            raise ModelNotFound(name, f"{path} is neither a GGUF file nor a Hugging Face folder")
+        return ModelFiles("gguf", path, (path,))
+    present = sorted(path.glob("*.safetensors"))
+    adapters = [each for each in ADAPTER_FILES if (path / each).is_file()]
+    gguf = sorted(file for file in path.glob("*.gguf") if is_gguf(file))
+    if adapters:
+        alone = not gguf and all(file.name in ADAPTER_FILES for file in present)
+        what = "holds only an adapter" if alone else "holds an adapter beside the weights"
+        raise UnsupportedModel(name, f"the folder {what} ({adapters[0]}): merge it into the model, or move it away")
+    if load_format != "gguf" and present and (path / CONFIG).is_file():
+        return ModelFiles("safetensors", path, (path / CONFIG, *_named_weights(path, present, name)))
+    if load_format != "safetensors" and len(gguf) == 1:
+        return ModelFiles("gguf", gguf[0], (gguf[0],))
+    raise ModelNotFound(name, _nothing_in(path, present, gguf))
+
+
+def check_files(found: ModelFiles) -> None:
+    """Reads every header. Raises UnsupportedModel where a file is damaged or holds no whole model, or OSError."""
+    if found.format == "gguf":
+        gguf_model(found.path)
+    else:
+        read_config(found.path)
+        stored_tensors(found)
+
+
+def is_gguf(path: Path) -> bool:
+    """Whether a file starts like a GGUF file. Raises OSError where it cannot be read."""
+    with path.open("rb") as file:
+        return file.read(4) == b"GGUF"
+
+
+def gguf_model(path: Path) -> GgufHeader:
+    """The header of a GGUF file that holds a whole model. Raises UnsupportedModel, OSError."""
+    header = gguf_header.read_header(path)
+    metadata = header.metadata
+    kind = metadata.get("general.type", "model")
+    if kind != "model" or "adapter.type" in metadata:
+        what = GENERAL_TYPES.get("adapter" if "adapter.type" in metadata else kind, f"general.type {kind!r}")
+        raise UnsupportedModel(str(path), f"the GGUF file holds {what}, no model")
+    parts = metadata.get("split.count", 0)
+    if parts > 1:
+        part = metadata.get("split.no", 0) + 1
+        join = "join the parts first (llama-gguf-split --merge)"
+        raise UnsupportedModel(str(path), f"the GGUF file is part {part} of {parts} of a split one: {join}")
+    if not header.tensors:
+        raise UnsupportedModel(str(path), "the GGUF file holds no tensors")
+    if not isinstance(metadata.get("general.architecture"), str):
+        raise UnsupportedModel(str(path), "the GGUF file names no general.architecture")
+    return header
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """The folder's config.json. Raises UnsupportedModel where it is damaged, OSError."""
+    config = _read_json(folder / CONFIG)
+    if "transformers_weights" in config:
+        raise UnsupportedModel(str(folder), f"its {CONFIG} names other files of weights (transformers_weights)")
+    return config
+
+
+def stored_tensors(found: ModelFiles) -> dict[str, StoredTensor]:
+    """The tensors of all safetensors files, by name. Raises UnsupportedModel, which names file and tensor, OSError."""
+    tensors: dict[str, StoredTensor] = {}
+    places: dict[str, str] = {}
+    for file in found.weights:
+        for tensor in safetensors_header.read_header(file):
+            if tensor.name in tensors:
+                problem = f"the tensor {tensor.name} is in {places[tensor.name]} and in {file.name}"
+                raise UnsupportedModel(str(found.path), problem)
+            tensors[tensor.name] = tensor
+            places[tensor.name] = file.name
+    index = found.path / INDEX
+    if len(found.weights) == 1 and found.weights[0].name == WEIGHTS:
+        return tensors
+    for name, file_name in _weight_map(index).items():
+        if places.get(name) != file_name:
+            raise UnsupportedModel(str(found.path), f"{INDEX} names the tensor {name} in {file_name}: it is not there")
+    return tensors
+
+
+def _named_weights(folder: Path, present: list[Path], name: str) -> tuple[Path, ...]:
+    """The files that transformers loads; every other one must be known to be nothing."""
+    single, index = folder / WEIGHTS, folder / INDEX
+    if single.is_file() and index.is_file():
+        raise UnsupportedModel(name, f"the folder holds both {WEIGHTS} and {INDEX}: move one set of weights away")
+    if single.is_file():
+        named = [single]
+    elif index.is_file():
+        named = sorted({folder / Path(file).name for file in _weight_map(index).values()})
+    else:
+        raise ModelNotFound(name, f"the folder {folder} holds neither {WEIGHTS} nor {INDEX}")
+    if absent := [file.name for file in named if file not in present]:
+        raise UnsupportedModel(name, f"{INDEX} names {absent[0]}, and the folder does not hold it")
+    others = [file.name for file in present if file not in named and not file.match(OTHER_FORMATS)]
+    if others:
+        raise UnsupportedModel(name, f"the folder holds {others[0]}, which nothing names: move it away")
+    return tuple(named)
+
+
+def _weight_map(index: Path) -> dict[str, str]:
+    found = _read_json(index).get("weight_map")
+    if not isinstance(found, dict) or not found or not all(isinstance(file, str) for file in found.values()):
+        raise UnsupportedModel(str(index), "it is damaged: it has no weight_map from tensors to files")
+    return found
+
+
+def _read_json(path: Path) -> dict[str, Any]:
+    try:
+        values = json.loads(path.read_bytes())
+    except (ValueError, RecursionError) as error:
+        raise UnsupportedModel(str(path), f"it is damaged: {error}") from error
+    if not isinstance(values, dict):
+        raise UnsupportedModel(str(path), "it is damaged: it holds no table")
+    return values
+
+
+def _nothing_in(path: Path, present: list[Path], gguf: list[Path]) -> str:
+    config = "a config.json" if (path / CONFIG).is_file() else "no config.json"
+    held = f"the folder {path} holds {config}, {len(present)} *.safetensors and {len(gguf)} *.gguf"
+    if len(gguf) > 1:
+        hint = "join the parts of a split file first (llama-gguf-split --merge), or give the path of one file"
+        return f"{held}: {hint}"
+    return f"{held}; a model is one GGUF file, or config.json with *.safetensors"
