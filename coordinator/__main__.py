@@ -6,10 +6,10 @@ Exit status: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 coul
 from __future__ import annotations
 
 import argparse
-import logging
 import sys
 from pathlib import Path
 
+from protocol import logs
 from protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError
 
 from .config import load_config
@@ -23,11 +23,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config)
-        logging.basicConfig(
-            level=config.log_level.upper(),
-            format="%(asctime)s coordinator %(levelname)s %(message)s",
-            stream=sys.stderr,
-        )
+        logs.configure("coordinator", config.log_level, config.log_format)
         server = Server(config)
     except (InvalidConfiguration, CoordinatorInUse) as error:
         print(f"coordinator: {error}", file=sys.stderr)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import msgspec
 
+from protocol import logs
 from protocol.errors import InvalidConfiguration
 from protocol.layout import Geometry
 from protocol.settings import convert, expand, load
@@ -21,7 +22,6 @@ SECONDS = (
     ("schedule", "step_timeout_s", 1e-6),
     ("schedule", "decode_gap_ms", 1e-3),
 )
-LOG_LEVELS = ("debug", "info", "warning", "error")
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -77,6 +77,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     runtime_dir: str = ""
     state_dir: str = ""
     log_level: str = "info"
+    log_format: str = "text"
     drain_s: float = 30.0
     limits: LimitsSection = LimitsSection()
     cache: CacheSection = CacheSection()
@@ -84,8 +85,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     quotas: dict[str, dict[str, int | float]] = {}
 
     def __post_init__(self) -> None:
-        if self.log_level not in LOG_LEVELS:
-            raise InvalidConfiguration("log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+        logs.check(self.log_level, self.log_format)
         if not 0 <= self.drain_s <= 86_400:
             raise InvalidConfiguration("drain_s", "must be 0 to 86400 seconds")
         if not 0 < self.limits.finished_ttl_s <= 1e9:

@@ -19,6 +19,7 @@ import msgspec
 from protocol import codec
 from protocol.errors import CapacityExceeded, KvforgeError, ProtocolError, VersionMismatch
 from protocol.handover import StepMail
+from protocol.logs import tell
 from protocol.messages import (
     CLIENT_MESSAGES,
     PROTOCOL_VERSION,
@@ -173,14 +174,14 @@ class TurnLoop:
         if isinstance(effect, ToWorker):
             return self._to_worker(effect.worker, effect.message, now_us)
         if isinstance(effect, DropWorker):
-            log.warning("worker connection %d dropped: %s", effect.worker, effect.reason)
+            log.debug("worker connection %d dropped: %s", effect.worker, effect.reason)  # the core has told why
             self.workers.forget(effect.worker)
             self._left(effect.worker)
         elif isinstance(effect, ReplaceWorker):
             if self._processes is not None:
                 self._processes.replace(effect.worker, effect.pid, effect.reason, now_us)
         elif isinstance(effect, Log):
-            log.log(logging.getLevelNamesMapping()[effect.level.upper()], "%s", effect.text)
+            tell(log, effect.level, effect.text, effect.event, effect.fields)
         return []
 
     def _to_client(self, client: int, message: Message, now_us: int) -> list[Effect]:

@@ -23,7 +23,8 @@ from .screen import screen
 from .settings import Settings
 from .signals import Signals
 from .text import Tokenizer
-from .up import Supervisor, say
+from .up import Supervisor
+from .voice import Voice
 
 BLOCKS = 512
 STREAM_TIMEOUT_S = 120.0
@@ -67,7 +68,7 @@ def run_demo(model: str, max_tokens: int) -> int:
             stop_s=STOP_S,
         )
         try:
-            with Supervisor(settings, signals, say) as supervisor:
+            with Supervisor(settings, signals, Voice()) as supervisor:
                 try:
                     supervisor.wait_ready(progress.health)
                 finally:
@@ -132,7 +133,7 @@ def _show_stats(stats: Stats, tokens: int, took_s: float) -> None:
 def _show_logs(folder: Path) -> None:
     for log in sorted(folder.glob("*.log")):
         for line in log.read_text(errors="replace").splitlines()[-LOG_LINES:]:
-            say(f"[{log.stem}] {line}")
+            Voice().child(log.stem, line)
 
 
 @contextmanager

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
@@ -14,9 +15,11 @@ STEP_PERCENT = 25
 class Progress:
     """Shows named steps with their progress from 0 to 1."""
 
-    def __init__(self, stream: TextIO | None = None) -> None:
+    def __init__(self, stream: TextIO | None = None, say: Callable[[str], None] | None = None) -> None:
+        """say: takes each line instead of the stream."""
         self._stream = stream if stream is not None else sys.stderr
-        self._terminal = self._stream.isatty()
+        self._say = say
+        self._terminal = say is None and self._stream.isatty()
         self._shown: dict[str, tuple[str, int]] = {}
         self._width = 0
 
@@ -50,6 +53,9 @@ class Progress:
         self._shown.clear()
 
     def _write(self, text: str) -> None:
+        if self._say is not None:
+            self._say(text.rstrip("\n"))
+            return
         with suppress(OSError, ValueError):  # nobody there to read it
             self._stream.write(text)
             self._stream.flush()

@@ -35,6 +35,7 @@ class Settings:
     limits: Mapping[str, Value] = field(default_factory=dict)
     cache: Mapping[str, Value] = field(default_factory=dict)
     log_level: str = "info"
+    log_format: str = "text"
     log_dir: Path | None = None
     drain_s: float = DRAIN_S
     stop_s: float = STOP_S
@@ -49,7 +50,12 @@ class Settings:
 
     def coordinator_file(self) -> str:
         """Text of coordinator.toml. The supervisor drains by itself: told to end, the coordinator ends at once."""
-        top: dict[str, Value] = {"runtime_dir": _path(self.runtime_dir), "log_level": self.log_level, "drain_s": 0.0}
+        top: dict[str, Value] = {
+            "runtime_dir": _path(self.runtime_dir),
+            "log_level": self.log_level,
+            "log_format": self.log_format,
+            "drain_s": 0.0,
+        }
         if self.state_dir is not None:
             top["state_dir"] = _path(self.state_dir)
         return toml(top, {"limits": self.limits, "cache": self.cache})
@@ -64,6 +70,7 @@ class Settings:
             "device_index": self.devices[index % len(self.devices)] if self.devices else index,
             "threads": self.threads if self.threads is not None else max(1, cores // self.workers),
             "log_level": self.log_level,
+            "log_format": self.log_format,
             **self.worker,
         }
         return toml(top, {})

@@ -12,9 +12,9 @@ import os
 import select
 import shutil
 import signal
-import sys
 from collections.abc import Callable
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
@@ -29,6 +29,7 @@ from .exits import FAILED, UNAVAILABLE, USAGE, Interrupted, Stopped
 from .processes import Child
 from .settings import Settings
 from .signals import Signals
+from .voice import Voice
 
 PRIVATE_FOLDER = "up"
 ASK_TIMEOUT_S = 0.5
@@ -44,12 +45,12 @@ LEFT_BY_KILLED = ("*.sock", "coordinator.lock", f"{transport.TABLES_FILE}*")
 class Supervisor:
     """Runs one installation while entered. Call `turn` often; it never waits longer than it is told."""
 
-    def __init__(self, settings: Settings, signals: Signals, say: Callable[[str], None]) -> None:
-        """say: takes lines for people (the children's output too, unless `settings.log_dir`)."""
+    def __init__(self, settings: Settings, signals: Signals, voice: Voice) -> None:
+        """voice: says what happens (the children's output too, unless `settings.log_dir`)."""
         self.settings = settings
         self.endpoint = transport.client_endpoint(settings.runtime_dir)
         self._signals = signals
-        self._say = say
+        self._voice, self._say = voice, voice.say
         self._folder = PrivateFolder(settings.runtime_dir)
         self._client: Client | None = None
         self.coordinator: Child | None = None
@@ -159,7 +160,7 @@ class Supervisor:
         file.write_text(config, encoding="utf-8")
         log = self.settings.log_dir / f"{name}.log" if self.settings.log_dir is not None else None
         command = ["-m", module, "--config", str(file)]
-        return Child(name, command, self._folder.temporary, lambda line: self._say(f"[{name}] {line}"), log)
+        return Child(name, command, self._folder.temporary, partial(self._voice.child, name), log)
 
     def _on_end(self, child: Child, status: int) -> None:
         how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
@@ -272,7 +273,8 @@ class PrivateFolder:
 
 def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], None], hint: str) -> int:
     """Serves until a signal; the first one drains. Raises Stopped, Interrupted (before it was ready), KvforgeError."""
-    with Supervisor(settings, signals, say) as supervisor:
+    voice = Voice(settings.log_format)
+    with Supervisor(settings, signals, voice) as supervisor:
         count = supervisor.wait_ready(progress)
         workers = "1 worker" if count == 1 else f"{count} workers"
         print(f"ready: {workers}, endpoint {supervisor.endpoint}, try: {hint}", flush=True)
@@ -281,18 +283,12 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
             if not all(child.served for child in supervisor.children):
                 supervisor.health()  # one that was restarted has served again once it is ready
         first = signals.last
-        say("stopping: running requests may end first; once more to stop at once")
+        voice.say("stopping: running requests may end first; once more to stop at once")
         before = signals.count
         supervisor.drain()
         if signals.count > before:
             raise Interrupted(first)
     return 0
-
-
-def say(line: str) -> None:
-    """A line for people, on standard error. Nobody there to read it is no reason to fail."""
-    with suppress(OSError, ValueError):
-        print(line, file=sys.stderr, flush=True)
 
 
 def _make_log_dir(path: Path) -> None:

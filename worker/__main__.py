@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
-import logging
 import os
 import signal
 import sys
 from pathlib import Path
 
 from kvforge.models import default_cache_dir
+from protocol import logs
 from protocol.errors import InvalidConfiguration, KvforgeError, WorkerError
 
 from .config import load_config
@@ -27,11 +27,7 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config)
-        logging.basicConfig(
-            level=config.log_level.upper(),
-            format=f"%(asctime)s {config.name} %(levelname)s %(message)s",
-            stream=sys.stderr,
-        )
+        logs.configure(config.name, config.log_level, config.log_format)
         # torch makes this folder as soon as it is imported, in /tmp unless it is told where compiled code may stay.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
         from .loop import Worker  # torch takes seconds to import: a wrong configuration is told before

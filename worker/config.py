@@ -7,11 +7,11 @@ from pathlib import Path
 
 import msgspec
 
+from protocol import logs
 from protocol.errors import InvalidConfiguration
 from protocol.settings import expand, load
 from protocol.transport import default_runtime_dir
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
 ATTENTIONS = ("auto", "triton", "reference")
 GRAPHS = ("auto", "on", "off")
 # Where nothing is said: half a gibibyte on a CPU, whose memory others use too; of a GPU, which is ours, so much of what
@@ -51,14 +51,14 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     coordinator_wait_s: float = 60.0
     watch_us: int = -1
     log_level: str = "info"
+    log_format: str = "text"
 
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= 64 or not self.name.isprintable() or " " in self.name:
             raise InvalidConfiguration("name", "1 to 64 printable characters without spaces")
         if not self.model:
             raise InvalidConfiguration("model", "is required: a path, or a name that `kvforge pull` knows")
-        if self.log_level not in LOG_LEVELS:
-            raise InvalidConfiguration("log_level", f"must be one of {', '.join(LOG_LEVELS)}")
+        logs.check(self.log_level, self.log_format)
         for field, choices in (("attention", ATTENTIONS), ("graphs", GRAPHS)):
             if getattr(self, field) not in choices:
                 raise InvalidConfiguration(field, f"must be one of {', '.join(choices)}")

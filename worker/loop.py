@@ -65,6 +65,7 @@ class Worker:
         self._link = Link(config.runtime_path, self._read_wakeup.fileno())
         self._rid = 0
         self._engine: Engine | None = None
+        self._request_of: dict[int, int] = {}  # by slot; kept only where steps are logged
         self._under_way: deque[tuple[int, PendingStep]] = deque()
         self._patience = Patience()
         self._tables: TablesReader | None = None
@@ -228,7 +229,15 @@ class Worker:
         runner.meter.read_ns += time.monotonic_ns() - started_ns
         self._under_way.append((step.step_id, runner.launch(step, tables)))
         self._patience.begin(len(self._under_way))
-        log.debug("step %d: %d rows, %d tokens", step.step_id, step.slots.size, step.tokens.size)
+        if log.isEnabledFor(logging.DEBUG):
+            self._tell_step(step)
+
+    def _tell_step(self, step: Step) -> None:
+        """A step's line in the log: which requests it serves, and how many of their tokens it computes."""
+        self._request_of.update((start.slot, start.request_id) for start in step.begins)
+        rows = zip(step.slots.tolist(), step.counts.tolist(), strict=True)
+        told = ", ".join(f"request {self._request_of.get(slot, 0)}: {count}" for slot, count in rows)
+        log.debug("step %d: %d rows, %d tokens (%s)", step.step_id, step.slots.size, step.tokens.size, told)
 
     def _answer(self) -> None:
         """Waits for the oldest step under way and sends its result. Raises GpuError where the device is lost."""

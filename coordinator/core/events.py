@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
+from protocol.errors import Field
 from protocol.messages import Message, Stream
 
 # A peer's number is given by the shell when it connects and is never used again within a boot.
@@ -83,10 +84,13 @@ class ReplaceWorker(msgspec.Struct, frozen=True):
 
 
 class Log(msgspec.Struct, frozen=True):
-    """Tell the operator. level: debug, info, warning or error."""
+    """Tell the operator. level: debug, info, warning or error. event: its name for programs; fields: what belongs to
+    it, which the text does not repeat (`protocol.logs`)."""
 
     level: str
     text: str
+    event: str = ""
+    fields: dict[str, Field] = {}
 
 
 Effect = ToClient | ToWorker | DropWorker | ReplaceWorker | Log

@@ -136,7 +136,7 @@ class Machine:
         elif isinstance(event, WorkerGone):
             self._effects += self._reports.gone(event.worker, event.goodbye, now_us)
         effects, self._effects = self._effects, []
-        return effects
+        return [*self.outcomes.take_ends(), *effects]  # a reply is the last effect of its command
 
     def _turn(self, now_us: int) -> None:
         self.turns += 1

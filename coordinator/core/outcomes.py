@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from protocol.errors import (
     AlreadyFinished,
+    Field,
     InvalidRequest,
     KvforgeError,
     ProtocolError,
@@ -18,6 +19,7 @@ from protocol.messages import Ended, ErrorInfo, StepResult, Timings
 
 from .admission import Admission
 from .cache import Cache
+from .events import Log
 from .groups import Group, SentStep
 from .masks import every, some
 from .requests import FINISHED, NO_SLOT, Request, RequestTable
@@ -33,6 +35,12 @@ class Outcomes:
 
     def __init__(self, cache: Cache, requests: RequestTable, admission: Admission, streams: Streams) -> None:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
+        self._ends: list[Log] = []
+
+    def take_ends(self) -> list[Log]:
+        """For the operator: one entry for each request that ended since the last call. What was said is not in it."""
+        ends, self._ends = self._ends, []
+        return ends
 
     def settle(self, group: Group, result: StepResult, now_us: int) -> None:
         """Applies the result of the oldest step under way. Raises ProtocolError where it does not fit that step."""
@@ -208,6 +216,7 @@ class Outcomes:
         if request.tops is not None:
             request.tops.cut(request.generated)
         self._requests.retire(request, now_us)
+        self._ends.append(end_entry(request, self._cache.tenants.names[request.tenant]))
         if request.paused:
             return  # its client is told when it reads again, and asks for what it lacks
         if not request.stream:
@@ -238,6 +247,31 @@ def ended(request: Request, cut: int) -> Ended:
         error=ErrorInfo.of(request.error) if request.error is not None else None,
         cut_tokens=cut,
     )
+
+
+def end_entry(request: Request, tenant: str) -> Log:
+    """What the operator is told of the end of a request: counts, names and times; never a token of it."""
+    t = request.timings()
+    fields: dict[str, Field] = {
+        "id": request.id,
+        "tenant": tenant,
+        "reason": request.reason,
+        "tokens": request.generated,
+        "prompt_tokens": int(request.prompt.size),
+        "cached_tokens": request.cached_tokens,
+        "worker": request.worker or None,
+        "queue_ms": _ms(t.first_scheduled_us),
+        "first_token_ms": _ms(t.first_token_us),
+        "total_ms": _ms(t.ended_us),
+    }
+    if request.error is not None:
+        fields["error"] = request.error.code
+    return Log("info", "request ended", "request_ended", fields)
+
+
+def _ms(time_us: int) -> float | None:
+    """Microseconds since submission as milliseconds; None for what never happened."""
+    return time_us / 1000 if time_us >= 0 else None
 
 
 def forgotten(request_id: int) -> Ended:

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.errors import Conflict, KvforgeError, ProtocolError, WorkerError, restore
+from protocol.errors import Conflict, Field, KvforgeError, ProtocolError, WorkerError, restore
 from protocol.messages import (
     ErrorInfo,
     Message,
@@ -102,7 +102,7 @@ class WorkerReports:
             since_us = working_us(worker.group, now_us)
             if since_us > self._limits.step_timeout_us:
                 reason = f"worker {worker.name} has done no step for {since_us / 1e6:.3g} s while one was due"
-                self._log("error", f"{reason}: it is replaced")
+                self._log("error", f"{reason}: it is replaced", "worker_hung", worker)
                 self._drop_worker(worker.number, reason, now_us)
                 self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
         return self._take_effects()
@@ -129,7 +129,8 @@ class WorkerReports:
         except KvforgeError as error:
             rid = getattr(message, "rid", 0)
             self._effects.append(ToWorker(event.worker, Refused(rid=rid, error=ErrorInfo.of(error))))
-            self._log("warning", f"worker {event.worker} was refused: {error}")
+            text = f"worker connection {event.worker} was refused: {error}"
+            self._log("warning", text, "worker_refused", self.workers.get(event.worker), error=error.code)
             self._drop_worker(event.worker, str(error), now_us)
 
     def _worker_hello(self, number: int, message: WorkerHello) -> None:
@@ -137,7 +138,8 @@ class WorkerReports:
             raise ProtocolError("worker_hello was sent twice")
         if any(worker.name == message.name for worker in self.workers.values()):
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
-        self.workers[number] = Worker(number, message.name, message.pid)
+        worker = self.workers[number] = Worker(number, message.name, message.pid)
+        self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
 
     def _worker_loading(self, worker: Worker, message: WorkerLoading, _now_us: int) -> None:
         worker.phase, worker.progress = message.phase, message.progress
@@ -168,7 +170,8 @@ class WorkerReports:
         group = worker.group
         reply = PoolRegistered(rid=message.rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number)
         self._effects.append(ToWorker(worker.number, reply))
-        self._log("info", f"worker {worker.name} is ready: {message.blocks} blocks, {message.model.name}")
+        facts: dict[str, Field] = {"blocks": message.blocks, "model": message.model.name, "device": message.device}
+        self._log("info", "worker ready", "worker_ready", worker, **facts)
         if first:
             self.on_first_model(now_us)
 
@@ -189,7 +192,7 @@ class WorkerReports:
 
     def _worker_failed(self, worker: Worker, message: WorkerFailed, now_us: int) -> None:
         error = restore(message.error.code, message.error.message, message.error.fields)
-        self._log("error", f"worker {worker.name} failed: {error}")
+        self._log("error", f"worker {worker.name} failed: {error}", "worker_failed", worker, error=error.code)
         self._drop_worker(worker.number, str(error), now_us)
 
     def _drop_worker(self, number: int, reason: str, now_us: int) -> None:
@@ -200,7 +203,9 @@ class WorkerReports:
         worker = self.workers.pop(number, None)
         if worker is None:
             return
-        self._log("info", f"worker {worker.name} is gone")
+        requests = worker.group.running if worker.group is not None else 0
+        how = "worker left" if goodbye else "worker lost"
+        self._log("info" if goodbye else "warning", how, how.replace(" ", "_"), worker, running=requests)
         group, s = worker.group, self._cache.sequences
         if group is None:
             return
@@ -234,8 +239,9 @@ class WorkerReports:
         active = self._cache.sequences.running & (self._cache.sequences.pool == group.number)
         return [int(slot) for slot in np.flatnonzero(active)]
 
-    def _log(self, level: str, text: str) -> None:
-        self._effects.append(Log(level, text))
+    def _log(self, level: str, text: str, event: str = "", worker: Worker | None = None, **facts: Field) -> None:
+        name: dict[str, Field] = {"worker": worker.name} if worker is not None else {}
+        self._effects.append(Log(level, text, event, {**name, **facts}))
 
 
 def working_us(group: Group | None, now_us: int) -> int:

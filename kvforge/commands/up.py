@@ -7,6 +7,7 @@ import shlex
 from pathlib import Path
 from typing import Any
 
+from protocol import logs
 from protocol.errors import InvalidConfiguration
 
 from ..models import find, pull
@@ -14,6 +15,7 @@ from ..progress import Progress
 from ..settings import DRAIN_S, STOP_S, Settings
 from ..signals import Signals
 from ..up import run_up
+from ..voice import Voice
 from . import common
 
 
@@ -46,12 +48,13 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--drain-s", type=common.seconds, default=DRAIN_S, metavar="S", help=f"to drain [{DRAIN_S:g}]")
     parser.add_argument("--stop-s", type=common.seconds, default=STOP_S, metavar="S", help=f"then to end [{STOP_S:g}]")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="logs of the processes; else on standard error")
-    parser.add_argument("--log-level", default="info", choices=("debug", "info", "warning", "error"))
+    parser.add_argument("--log-level", default="info", choices=logs.LEVELS)
+    parser.add_argument("--log-format", default="text", choices=logs.FORMATS, help="of standard error and logs [text]")
 
 
 def run(options: argparse.Namespace) -> int:
     """Serves until it is told to stop."""
-    progress = Progress()
+    progress = Progress(say=Voice("json").say if options.log_format == "json" else None)
     with Signals() as signals:
         try:
             with signals.interrupting():
@@ -103,6 +106,7 @@ def settings_of(options: argparse.Namespace, model: Path) -> Settings:
         limits=chosen("sequences_max", "queue_max"),
         cache=chosen("block_size"),
         log_level=options.log_level,
+        log_format=options.log_format,
         log_dir=options.log_dir,
         drain_s=options.drain_s,
         stop_s=options.stop_s,

@@ -226,6 +226,7 @@ class Driver:
         self._due: dict[tuple[int, int], int] = {}
         self._reader = 0
         self.logs: list[Log] = []
+        self._ends_told = 0
         self._numbers = 0
         self._rid = 0
 
@@ -244,6 +245,8 @@ class Driver:
                 self._drop(effect)
             elif isinstance(effect, Log):
                 self.logs.append(effect)
+                self._ends_told += effect.event == "request_ended"
+        assert self._ends_told == sum(self.machine.requests.ended_total.values()), "an end was not told, or told twice"
         if isinstance(event, Turn):
             wake_us = self.machine.next_wake_us(self.now_us)
             assert wake_us is None or wake_us > self.now_us, "a time that has come was not seen to"

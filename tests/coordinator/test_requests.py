@@ -829,7 +829,8 @@ def test_a_worker_that_says_it_failed_is_dropped(make_pool: MakePool) -> None:
     error: KvforgeError = GpuError("the device is lost")
     driver.report(worker, WorkerFailed(ErrorInfo.of(error)))
     assert worker.dropped == "the device is lost"
-    assert any(log == Log("error", f"worker {worker.name} failed: the device is lost") for log in driver.logs)
+    text, fields = f"worker {worker.name} failed: the device is lost", {"worker": worker.name, "error": "gpu_error"}
+    assert Log("error", text, "worker_failed", fields) in driver.logs
     assert not driver.machine.workers
 
 

@@ -126,10 +126,12 @@ def restarts_the_coordinator(folder: Path, running: Process) -> None:
         assert kv.submit([1], max_tokens=3, sampling=GREEDY).result(timeout_s=30).reason == "length"
 
 
-def test_a_second_signal_stops_at_once(folder: Path) -> None:
-    with up(folder) as running:
+def test_a_second_signal_stops_at_once_and_every_line_of_the_log_is_a_document(folder: Path) -> None:
+    with up(folder, "--log-format", "json", "--log-level", "debug") as running:
         running.expect("ready: 1 worker")
         with client(folder) as kv, client(folder) as other:
+            served = kv.submit([4, 5, 6], max_tokens=2, sampling=GREEDY)
+            served.result(timeout_s=30)
             request = kv.submit([4, 5, 6], max_tokens=2000, sampling=GREEDY)
             next(iter(request))
             running.signal(signal.SIGTERM)
@@ -147,6 +149,12 @@ def test_a_second_signal_stops_at_once(folder: Path) -> None:
                 request.result(timeout_s=30)
         assert running.end() == 143
     assert_nothing_left(folder)
+    lines = [json.loads(line) for line in running.text.splitlines() if not line.startswith("ready: ")]
+    assert {line["process"] for line in lines} == {"up", "coordinator", "worker-0"}
+    events = [(line["event"], line.get("id", line.get("worker"))) for line in lines if "event" in line]
+    once = [("worker_connected", "worker-0"), ("worker_ready", "worker-0"), ("request_ended", served.id)]
+    assert [events.count(event) for event in once] == [1, 1, 1]
+    assert any(f"(request {served.id}: 3)" in line["message"] for line in lines)  # the step that took its prompt
 
 
 def test_two_installations_and_a_killed_supervisor(folder: Path) -> None:

@@ -13,7 +13,19 @@ import numpy as np
 import pytest
 
 from protocol.errors import GpuError
-from protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Message, PoolRegistered, RowError, Step, StepResult, Stop
+from protocol.messages import (
+    NO_FLOAT32,
+    NO_INT32,
+    ErrorInfo,
+    Message,
+    PoolRegistered,
+    RowError,
+    RowStart,
+    Sampling,
+    Step,
+    StepResult,
+    Stop,
+)
 from worker.config import WorkerConfig
 from worker.loop import Worker
 from worker.meter import Meter
@@ -90,6 +102,7 @@ def serve(runner: FakeRunner, link: FakeLink) -> FakeLink:
     worker = Worker.__new__(Worker)  # without sockets and signals
     worker.config = WorkerConfig(name="w", model="m")
     worker._stopping = False
+    worker._request_of = {}
     worker._link = link  # type: ignore[assignment]
     worker._engine = SimpleNamespace(runner=runner)  # type: ignore[assignment]
     worker._under_way = deque()
@@ -148,3 +161,24 @@ def test_a_lost_device_ends_the_worker_after_the_last_result(survives: bool) -> 
     with nullcontext() if survives else pytest.raises(GpuError, match="a device is lost: an illegal address"):
         serve(runner, link)
     assert [type(message).__name__ for message in link.sent] == ["StepResult"] + ["WorkerFailed"] * (not survives)
+
+
+def test_the_log_of_a_step_names_its_requests(caplog: pytest.LogCaptureFixture) -> None:
+    def starts(number: int, *begins: tuple[int, int], slots: list[int]) -> Step:
+        rows = np.array(slots, np.int32)
+        return Step(
+            number,
+            begins=tuple(RowStart(slot=slot, request_id=id_, sampling=Sampling(), seed=0) for slot, id_ in begins),
+            table_width=1,
+            slots=rows,
+            counts=rows + 1,
+            tokens=np.zeros(sum(rows + 1), np.int32),
+            tables=np.zeros(len(rows), np.int32),
+        )
+
+    with caplog.at_level("DEBUG", logger="worker"):
+        serve(FakeRunner(), FakeLink(starts(1, (0, 41), (2, 42), slots=[0, 2]), starts(2, (0, 43), slots=[0, 2])))
+    assert [record.getMessage() for record in caplog.records if "step" in record.message] == [
+        "step 1: 2 rows, 4 tokens (request 41: 1, request 42: 3)",
+        "step 2: 2 rows, 4 tokens (request 43: 1, request 42: 3)",
+    ]

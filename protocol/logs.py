@@ -1,0 +1,125 @@
+"""Lines of a process's log: one format for people, one for programs, each entry one line.
+
+A line tells what happened, to which request or worker, and how long it took. It never holds a prompt or an answer: what
+is logged of a request are counts, times and names.
+
+Text:  2026-11-22 04:30:00,123 coordinator INFO request ended id=4 tenant=default tokens=16 ...
+JSON:  {"time":"2026-11-22T04:30:00.123456Z","process":"coordinator","level":"info","event":"request_ended",
+        "message":"request ended","id":4,"tenant":"default","tokens":16, ...}
+
+`event` is there for what programs look for; other entries have only a message.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import sys
+from collections.abc import Mapping
+from datetime import UTC, datetime
+
+from .errors import Field, InvalidConfiguration
+
+LEVELS = ("debug", "info", "warning", "error")
+FORMATS = ("text", "json")
+# Keys that every JSON line has; a field may not have such a name.
+RESERVED = frozenset({"time", "process", "level", "event", "message", "exception"})
+
+
+def check(level: str, log_format: str) -> None:
+    """Raises InvalidConfiguration naming `log_level` or `log_format`."""
+    if level not in LEVELS:
+        raise InvalidConfiguration("log_level", f"must be one of {', '.join(LEVELS)}")
+    if log_format not in FORMATS:
+        raise InvalidConfiguration("log_format", f"must be one of {', '.join(FORMATS)}")
+
+
+def configure(process: str, level: str, log_format: str) -> None:
+    """Sends what this process logs to standard error, from `level` on. process: its name in each line."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(formatter(process, log_format))
+    logging.basicConfig(level=level.upper(), handlers=[handler])
+
+
+def formatter(process: str, log_format: str) -> logging.Formatter:
+    """What turns entries into lines."""
+    return JsonFormatter(process) if log_format == "json" else TextFormatter(process)
+
+
+def tell(
+    log: logging.Logger, level: str, message: str, event: str = "", fields: Mapping[str, Field] | None = None
+) -> None:
+    """Logs something that a program may look for. event: its name, in snake_case; fields: what belongs to it."""
+    log.log(
+        logging.getLevelNamesMapping()[level.upper()], "%s", message, extra={"event": event, "fields": fields or {}}
+    )
+
+
+class TextFormatter(logging.Formatter):
+    """Lines for people: the message, then the fields as name=value."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__(f"%(asctime)s {process.replace('%', '%%')} %(levelname)s %(message)s")
+
+    def formatMessage(self, record: logging.LogRecord) -> str:  # noqa: N802 - logging's own name
+        fields: Mapping[str, Field] = getattr(record, "fields", {})
+        parts = [super().formatMessage(record), *(f"{name}={_shown(value)}" for name, value in fields.items())]
+        return _one_line(" ".join(parts))
+
+
+class JsonFormatter(logging.Formatter):
+    """Lines for programs: one JSON object each."""
+
+    def __init__(self, process: str) -> None:
+        super().__init__()
+        self._process = process
+
+    def format(self, record: logging.LogRecord) -> str:
+        return json_line(
+            self._process,
+            record.levelname.lower(),
+            record.getMessage(),
+            getattr(record, "event", ""),
+            getattr(record, "fields", {}),
+            at=record.created,
+            exception=self.formatException(record.exc_info) if record.exc_info else "",
+        )
+
+
+def json_line(
+    process: str,
+    level: str,
+    message: str,
+    event: str = "",
+    fields: Mapping[str, Field] | None = None,
+    *,
+    at: float | None = None,
+    exception: str = "",
+) -> str:
+    """One entry as JSON. at: seconds since the epoch; None: now."""
+    fields = fields or {}
+    assert not RESERVED & fields.keys(), f"a field is named as what every line has: {sorted(RESERVED & fields.keys())}"
+    moment = datetime.now(UTC) if at is None else datetime.fromtimestamp(at, UTC)
+    entry = {
+        "time": moment.isoformat(timespec="microseconds").replace("+00:00", "Z"),
+        "process": process,
+        "level": level,
+        **({"event": event} if event else {}),
+        "message": message,
+        **fields,
+        **({"exception": exception} if exception else {}),
+    }
+    return json.dumps(entry, separators=(",", ":"))
+
+
+def _shown(value: Field) -> str:
+    """A value as text, in quotes where it would not be seen to be one word."""
+    if value is None:
+        return "-"
+    text = f"{value:g}" if isinstance(value, float) else str(value)
+    return text if text and text.isprintable() and not set(' "=') & set(text) else json.dumps(text)
+
+
+def _one_line(text: str) -> str:
+    """A peer's words must not look like a line of their own."""
+    return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)
