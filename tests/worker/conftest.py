@@ -19,19 +19,12 @@ if not torch.cuda.is_available():
         # that a test elsewhere starts is to find what a user's environment says.
         environment.setenv("TRITON_INTERPRET", "1")
         from triton import knobs
-        from triton.runtime import interpreter
 
         environment.setattr(knobs, "propagate_env", False)
         knobs.runtime.interpret = True
+        from tests.worker import interpreting
 
-        # Triton 3.6's interpreter keeps scalars in arrays of shape [1], and numpy 2.4 no longer makes an int of those.
-        patch_tensor = interpreter._patch_lang_tensor
-
-        def patch_tensor_for_numpy(tensor: Any, scope: Any) -> None:
-            patch_tensor(tensor, scope)
-            scope.set_attr(tensor, "__index__", lambda self: int(self.handle.data.item()))
-
-        interpreter._patch_lang_tensor = patch_tensor_for_numpy
+        interpreting.prepare()
 
 from worker.attention import PagedBatch
 from worker.device import Device, open_device
