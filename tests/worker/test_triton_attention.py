@@ -131,12 +131,13 @@ def test_long_quantised_rows_are_dequantised_first(
         monkeypatch.setattr(module, "PAGES_MAX", 4)
     attention = TritonAttention(DEVICE)
     attention._target = replace(TARGETS["cpu"], hopper=True)
-    rows = [(17, 1), (0, 60), (250, 50), (3, 2), (0, 48), (0, 47), (520, 60), (100, 150)]
+    # Sixteen heads share a KV head, so that twelve tokens (OPERATIONS_MIN) are enough to copy a row.
+    rows = [(17, 1), (0, 15), (250, 13), (3, 2), (0, 12), (0, 11), (520, 15), (100, 38)]
     for _ in range(2):  # the second step finds plans made ahead, and the workspace
-        compare(Case(rows, (4, 1), 64, 16, DEVICE, dtype, kv_dtype), AttentionOptions(0.1, window), attention)
-    # Of 1, 3, 1 and 2 pages; (520, 60) has 5, more than there is room for.
+        compare(Case(rows, (16, 1), 64, 16, DEVICE, dtype, kv_dtype), AttentionOptions(0.1, window), attention)
+    # Of 1, 3, 1 and 2 pages; (520, 15) has 5, more than there is room for.
     assert sizes == [(4, 4), (3, 4)] * 2
-    short = Case([(17, 1), (0, 9), (0, 48)], (4, 1), 64, 16, DEVICE, dtype, kv_dtype)
+    short = Case([(17, 1), (0, 9), (0, 12)], (16, 1), 64, 16, DEVICE, dtype, kv_dtype)
     compare(short, AttentionOptions(0.1, window), attention)
     assert sizes[4:] == [(1, 4)]
 
