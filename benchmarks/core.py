@@ -147,7 +147,7 @@ def allocations(seconds: float, bulk: int) -> float:
     """A million blocks allocated and freed, so many at a time. Returns nanoseconds for each of the two million."""
     limits = Limits(blocks_max=1 << 20)
     blocks, tenants = Blocks(limits.blocks_max, limits.block_size), Tenants(limits)
-    pool, tenant = Pool(blocks, tenants, 0, limits.blocks_max), tenants.intern("a")
+    pool, tenant = Pool(blocks, tenants, 0, limits.blocks_max), tenants.intern("a", 0)
 
     def million() -> None:
         for _ in range(1_000_000 // bulk):

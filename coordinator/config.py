@@ -27,6 +27,7 @@ SECONDS = (
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[limits]: counts unless the name says otherwise.
 
+    finished_bytes_max: what the answers of ended requests may take; then the oldest are forgotten.
     client_buffer_messages: so many unread messages may wait for a client; then its streams pause.
     """
 
@@ -38,6 +39,7 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     queue_max: int = 1024
     finished_max: int = 4096
     finished_ttl_s: float = 600.0
+    finished_bytes_max: int = 256 << 20
     clients_max: int = 256
     messages_per_turn_max: int = 1024
     client_buffer_messages: int = 1024
@@ -123,6 +125,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             tenants_max=section.tenants_max,
             queue_max=section.queue_max,
             finished_max=section.finished_max,
+            finished_bytes_max=section.finished_bytes_max,
             finished_ttl_us=int(section.finished_ttl_s * 1e6),
             step_tokens_max=self.schedule.step_tokens_max,
             step_rows_max=self.schedule.step_rows_max,

@@ -296,10 +296,16 @@ class AsyncClient:
         return await self._calls.run(sequences.block(block_id), timeout_s)
 
     async def ref(
-        self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
+        self,
+        block_id: int,
+        holder: str,
+        *,
+        generation: int | None = None,
+        tenant: str = "default",
+        timeout_s: float | None = None,
     ) -> BlockCount:
         """As `Client.ref`."""
-        return await self._calls.run(sequences.ref(block_id, holder, generation), timeout_s)
+        return await self._calls.run(sequences.ref(block_id, holder, generation, tenant), timeout_s)
 
     async def unref(
         self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None

@@ -361,13 +361,20 @@ class Client:
         return drive(self._calls.run(sequences.block(block_id), timeout_s))
 
     def ref(
-        self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
+        self,
+        block_id: int,
+        holder: str,
+        *,
+        generation: int | None = None,
+        tenant: str = "default",
+        timeout_s: float | None = None,
     ) -> BlockCount:
         """Adds a named holder to a block, until it is taken away or this connection ends.
 
-        Raises BlockNotFound, BlockNotHeld (it is free), AlreadyHolder, StaleGeneration.
+        `tenant` is charged for the block while it has a name. Raises BlockNotFound, BlockNotHeld (it is free),
+        AlreadyHolder, StaleGeneration, QuotaExceeded, CapacityExceeded.
         """
-        return drive(self._calls.run(sequences.ref(block_id, holder, generation), timeout_s))
+        return drive(self._calls.run(sequences.ref(block_id, holder, generation, tenant), timeout_s))
 
     def unref(
         self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None

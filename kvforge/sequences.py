@@ -145,12 +145,14 @@ def block(block_id: int) -> Command[BlockInfo]:
     return Command(lambda rid: GetBlock(rid=rid, block_id=block_id), BlockInfo, _itself)
 
 
-def ref(block_id: int, holder: str, generation: int | None) -> Command[BlockCount]:
+def ref(block_id: int, holder: str, generation: int | None, tenant: str) -> Command[BlockCount]:
     """One more holder."""
     wanted = -1 if generation is None else generation
-    return Command(
-        lambda rid: RefBlock(rid=rid, block_id=block_id, holder=holder, generation=wanted), BlockCount, _itself
-    )
+
+    def build(rid: int) -> RefBlock:
+        return RefBlock(rid=rid, block_id=block_id, holder=holder, generation=wanted, tenant=tenant)
+
+    return Command(build, BlockCount, _itself)
 
 
 def unref(block_id: int, holder: str, generation: int | None) -> Command[BlockCount]:

@@ -313,12 +313,16 @@ class GetBlock(Message, frozen=True, tag="get_block"):
 
 
 class RefBlock(Message, frozen=True, tag="ref_block"):
-    """Adds a named holder to a block; it is dropped when the connection ends. generation -1: whatever is current."""
+    """Adds a named holder to a block; it is dropped when the connection ends. generation -1: whatever is current.
+
+    tenant: is charged for the block while it has a name, within its quota.
+    """
 
     rid: int
     block_id: int
     holder: str
     generation: int = -1
+    tenant: str = "default"
 
 
 class UnrefBlock(Message, frozen=True, tag="unref_block"):

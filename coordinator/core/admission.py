@@ -40,6 +40,14 @@ class Admission:
         self._starts = 0
         self._blocked: dict[int, Request] = {}
         self._blocked_at: tuple[object, ...] = ()
+        cache.tenants.in_use = self._tenants_in_use
+        cache.tenants.on_forget.append(self._forget_tenant)
+
+    def _tenants_in_use(self) -> set[int]:
+        return self._cache.tenants_in_use() | {request.tenant for request in self._requests.live.values()}
+
+    def _forget_tenant(self, tenant: int, _now_us: int) -> None:
+        self.waiting.forget_tenant(tenant)
 
     # ---------------------------------------------------------------------------------------------------------- queue
 

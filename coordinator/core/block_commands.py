@@ -53,7 +53,8 @@ class BlockCommands:
     def ref(self, event: FromClient, message: RefBlock, now_us: int) -> Message:
         """Adds a holder. Raises BlockNotFound and what Refs.add raises."""
         group = self._cache.group_of_block(message.block_id)
-        self._cache.refs.add(group, message.block_id, message.generation, message.holder, event.client, now_us)
+        refs, block, tenant = self._cache.refs, message.block_id, message.tenant
+        refs.add(group, block, message.generation, message.holder, tenant, event.client, now_us)
         return self._count(message.rid, message.block_id)
 
     def unref(self, _event: FromClient, message: UnrefBlock, now_us: int) -> Message:

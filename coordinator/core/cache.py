@@ -41,7 +41,7 @@ class Cache:
         self.tenants = Tenants(limits)
         self.blocks = Blocks(limits.blocks_max, limits.block_size)
         self.sequences = Sequences(limits)
-        self.refs = Refs(self.blocks, limits.holders_per_block_max)
+        self.refs = Refs(self.blocks, self.tenants, limits.holders_per_block_max)
         self.groups: dict[int, Group] = {}
         self.store = PrefixStore(limits.blocks_max, limits.block_size)
         self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
@@ -49,6 +49,7 @@ class Cache:
         self.largest_pool = 0
         self.past_steps_total = 0  # of workers that are gone
         self.evicted_sequences_total = 0
+        self.tenants.on_forget.append(self._forget_tenant)
 
     # -------------------------------------------------------------------------------------------------------- groups
 
@@ -82,8 +83,7 @@ class Cache:
         slots = np.flatnonzero(s.pool == group.number)
         ids = np.arange(pool.base, pool.base + pool.count)
         self.refs.forget_pool(pool.base, pool.count)
-        for tenant in range(len(self.tenants.names)):
-            self.tenants.past_byte_seconds[tenant] += pool.block_us(tenant, now_us) * group.bytes_per_block / 1e6
+        self.tenants.past_byte_seconds += pool.block_us_each(now_us) * (group.bytes_per_block / 1e6)
         blocks.refcount[ids] = 0
         blocks.generation[ids] += 1
         blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
@@ -96,6 +96,16 @@ class Cache:
         self.past_steps_total += group.steps_total
         del self.groups[group.number]
         return slots
+
+    def tenants_in_use(self) -> set[int]:
+        """Tenants that have a sequence, or are charged for a block that is not merely cached."""
+        s, tenants = self.sequences, range(1, len(self.tenants.names))
+        used = set(np.unique(s.tenant[s.id != 0]).tolist()) | self.refs.tenants()
+        return used | {t for t in tenants for group in self.groups.values() if group.pool.held_by(t)}
+
+    def _forget_tenant(self, tenant: int, now_us: int) -> None:
+        for group in self.groups.values():
+            group.pool.forget_tenant(tenant, now_us)
 
     def group_of_block(self, block_id: int) -> Group:
         """The group whose pool has the block. Raises BlockNotFound."""
@@ -299,7 +309,7 @@ class Cache:
         if not resident.all():
             slots, start, end, lengths = slots[resident], start[resident], end[resident], lengths[resident]
         more = -(-lengths // s.block_size) - s.used[slots]
-        copy_rows, copy_columns = self.unwritable(slots, start, end)
+        copy_rows, copy_columns = self._to_copy(slots, *self.unwritable(slots, start, end))
         if not copy_rows.size and not more.any():
             return
         needed = more + np.bincount(copy_rows, minlength=slots.size)
@@ -318,6 +328,21 @@ class Cache:
             for slot, column, block in cells:
                 self._replace_block(group, slot, column, block, now_us)
             self._extend(slots[rows], more[rows], fresh[copies:])
+
+    def _to_copy(self, slots: Slots, rows: Slots, columns: Slots) -> tuple[Slots, Slots]:
+        """Of the blocks that each of several rows may not write, those that must be copied: where the rows are all that
+        hold a block, the last of them keeps it."""
+        if rows.size < 2:
+            return rows, columns
+        ids = self.sequences.table[slots[rows], columns]
+        _, which, asked = np.unique(ids, return_inverse=True, return_counts=True)
+        alone = (asked[which] == self.blocks.refcount[ids]) & ~self.blocks.indexed[ids]
+        if not alone.any():
+            return rows, columns
+        last = np.zeros(asked.size, np.int64)
+        np.maximum.at(last, which, np.arange(rows.size))
+        kept = alone & (last[which] == np.arange(rows.size))
+        return rows[~kept], columns[~kept]
 
     def grow(self, group: Group, slots: Slots, now_us: int) -> bool:
         """One more block for each of `slots`, all of the group, where that takes nothing from anybody.

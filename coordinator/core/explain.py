@@ -218,9 +218,8 @@ class Explainer:
             usage, each = int(group.pool.usage[index]), group.bytes_per_block
             total += usage * each
             integral += group.pool.block_us(index, now_us) * each / 1e6
-            live += live_tokens(cache, group, index)
-            slots = usage * cache.limits.block_size
-            tokens = live_tokens(cache, group, index)
+            slots, tokens = usage * cache.limits.block_size, live_tokens(cache, group, index)
+            live += tokens
             share = f"{tokens / slots:.0%} of their token slots are live" if slots else "none"
             sentences.append(f"{usage} of {group.pool.count} blocks on {group.name} ({usage * each} bytes): {share}")
         queried, hit = int(tenants.prefix_queried_tokens[index]), int(tenants.prefix_hit_tokens[index])

@@ -5,6 +5,7 @@ An entry lives as long as its requests are known, running or ended: as many as t
 
 from __future__ import annotations
 
+import hashlib
 from collections import Counter
 
 import msgspec
@@ -17,10 +18,14 @@ KEY_LENGTH_MAX = 128
 
 
 class KeyEntry(msgspec.Struct, eq=False):
-    """What a key stands for: the command, and how many of its `count` requests from `request_id` on are known."""
+    """What a key stands for: the command, and how many of its `count` requests from `request_id` on are known.
 
-    tenant: int
-    message: Submit
+    command: a digest of all that the command asks for. The command itself would keep its prompt.
+    """
+
+    tenant: str
+    key: str
+    command: bytes
     request_id: int
     count: int
     left: int
@@ -30,9 +35,9 @@ class Keys:
     """Entries by tenant and key."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[int, str], KeyEntry] = {}
+        self._entries: dict[tuple[str, str], KeyEntry] = {}
 
-    def find(self, tenant: int, message: Submit) -> KeyEntry | None:
+    def find(self, tenant: str, message: Submit) -> KeyEntry | None:
         """The entry of the same command; None where the key is new, or empty.
 
         Raises InvalidRequest for an impossible key and KeyReused where it stands for another command.
@@ -42,13 +47,13 @@ class Keys:
         if len(message.key) > KEY_LENGTH_MAX or not message.key.isprintable():
             raise InvalidRequest("key", f"at most {KEY_LENGTH_MAX} printable characters")
         entry = self._entries.get((tenant, message.key))
-        if entry is not None and not _same(entry.message, message):
+        if entry is not None and entry.command != _digest(message):
             raise KeyReused(message.key, entry.request_id)
         return entry
 
-    def add(self, tenant: int, message: Submit, request_id: int) -> KeyEntry:
+    def add(self, tenant: str, message: Submit, request_id: int) -> KeyEntry:
         """The key now stands for `message.count` requests from `request_id` on."""
-        entry = KeyEntry(tenant, message, request_id, message.count, message.count)
+        entry = KeyEntry(tenant, message.key, _digest(message), request_id, message.count, message.count)
         self._entries[tenant, message.key] = entry
         return entry
 
@@ -56,7 +61,7 @@ class Keys:
         """One of its requests is forgotten; with the last one, so is the key."""
         entry.left -= 1
         if not entry.left:
-            del self._entries[entry.tenant, entry.message.key]
+            del self._entries[entry.tenant, entry.key]
 
     def check_invariants(self, held: list[KeyEntry]) -> None:
         """Each entry is held by as many known requests as it counts."""
@@ -65,8 +70,9 @@ class Keys:
         assert all(counts[id(entry)] == entry.left for entry in self._entries.values()), "a key's count of requests"
 
 
-def _same(one: Submit, other: Submit) -> bool:
-    """Whether two commands ask for the same, whatever their numbers."""
-    fields = [name for name in one.__struct_fields__ if name not in ("rid", "prompt")]
-    equal = all(getattr(one, name) == getattr(other, name) for name in fields)
-    return equal and np.array_equal(one.prompt, other.prompt)
+def _digest(command: Submit) -> bytes:
+    """Two commands have the same where they ask for the same, whatever their numbers: 16 bytes."""
+    fields = [getattr(command, name) for name in command.__struct_fields__ if name not in ("rid", "prompt")]
+    digest = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16)
+    digest.update(np.ascontiguousarray(command.prompt).data)
+    return digest.digest()

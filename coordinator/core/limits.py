@@ -27,6 +27,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
 
     policy: `lru` evicts idle client sequences when cached blocks are not enough; `none` refuses instead.
     partial_tokens_min: a cached block that agrees with at least this many tokens is copied instead of recomputed.
+    finished_bytes_max: of the answers of requests that have ended; the oldest are forgotten first.
     ageing_us: so much longer waiting is worth one step of priority.
     passes_max: so many later requests may start before one that finds no room; then room is kept for it.
     deadline_max_us: every request ends within it. lease_us: how long a request outlives a connection that just ended.
@@ -44,6 +45,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     queue_max: int = 1024
     finished_max: int = 4096
     finished_ttl_us: int = 600_000_000
+    finished_bytes_max: int = 256 << 20
     step_tokens_max: int = 512
     step_rows_max: int = 64
     steps_in_flight_max: int = 2

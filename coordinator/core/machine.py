@@ -171,6 +171,7 @@ class Machine:
             self.cache,
             self.requests,
             self.admission.waiting,
+            self.admission.running_total,
             message.rid,
             self.boot,
             self.start_us,

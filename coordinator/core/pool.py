@@ -88,6 +88,10 @@ class Supply:
                 supply += min(count, max(0, int(usage[other] - floor[other])))
         return supply
 
+    def give_up(self, owner: int) -> None:
+        """One held block of `owner` is charged to somebody else."""
+        self._usage[owner] -= 1
+
     def gain(self, owner: int, indexed: bool) -> None:
         """One more block of `owner` loses its last holder: it is cached if indexed, else freed."""
         if indexed:
@@ -170,9 +174,7 @@ class Pool:
         """
         if count > self.available(tenant):
             raise self.shortage(tenant, count, self.supply())
-        if self._tenants.has_quotas:
-            for _ in range(int(self.usage[tenant] - self._tenants.ceiling[tenant]) + count):
-                self._evict_one(tenant, now_us)  # a tenant at its ceiling makes room with its own blocks
+        self.make_room_within_ceiling(tenant, count, now_us)
         for _ in range(count + self._reserved_for_others(tenant) - self.free):
             self._evict_one(self._lru_tenant(tenant), now_us)
         self.free -= count
@@ -187,6 +189,12 @@ class Pool:
         self.referenced_peak = max(self.referenced_peak, self.referenced)
         blocks.changed.append(ids)
         return ids
+
+    def make_room_within_ceiling(self, tenant: int, count: int, now_us: int) -> None:
+        """A tenant at its ceiling makes room for `count` blocks with its own cached ones, of which there are enough."""
+        if self._tenants.has_quotas:
+            for _ in range(int(self.usage[tenant] - self._tenants.ceiling[tenant]) + count):
+                self._evict_one(tenant, now_us)
 
     def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
         """The error that says why `tenant` cannot have `count` blocks although all of `supply` was at hand."""
@@ -225,9 +233,36 @@ class Pool:
         self._usage_since_us[tenant] = now_us
         self.usage[tenant] += count
 
+    def block_us_each(self, now_us: int) -> npt.NDArray[np.int64]:
+        """Blocks x microseconds that each tenant has occupied so far: [tenants] int64."""
+        each: npt.NDArray[np.int64] = self._usage_block_us + self.usage * (now_us - self._usage_since_us)
+        return each
+
     def block_us(self, tenant: int, now_us: int) -> int:
-        """Blocks x microseconds that the tenant has occupied so far."""
+        """The same of one tenant."""
         return int(self._usage_block_us[tenant] + self.usage[tenant] * (now_us - self._usage_since_us[tenant]))
+
+    def held_by(self, tenant: int) -> int:
+        """Blocks charged to the tenant that are not merely cached."""
+        return int(self.usage[tenant]) - len(self._lru.get(tenant, ()))
+
+    def forget_tenant(self, tenant: int, now_us: int) -> None:
+        """The tenant's number will be another's: what is cached for it goes, and what it occupied."""
+        while self._lru.get(tenant):
+            self._evict_one(tenant, now_us)
+        assert not self.usage[tenant], "a tenant that holds blocks was forgotten"
+        self._usage_block_us[tenant] = 0
+
+    def recharge(self, block: int, tenant: int, now_us: int) -> None:
+        """From now on the block, which somebody holds, is charged to `tenant`."""
+        owner = int(self.blocks.owner[block])
+        assert self.blocks.state[block] == REFERENCED
+        if owner != tenant:
+            self._charge(owner, -1, now_us)
+            self._charge(tenant, 1, now_us)
+            self.blocks.owner[block] = tenant
+            self.gains += 1  # the one it was charged to has room for another
+            self.blocks.changed.append(np.array([block], np.int64))
 
     # ---------------------------------------------------------------------------------------------------- holders
 

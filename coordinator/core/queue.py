@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import insort
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Iterator
 
 import numpy as np
@@ -57,9 +57,16 @@ class WaitingQueue:
                 heapq.heappush(heap, (float(charged), tenant, place + 1))
             yield request
 
-    def of_tenant(self, tenant: int) -> int:
-        """How many requests of the tenant wait."""
-        return len(self._fresh.get(tenant, ())) + sum(request.tenant == tenant for _, request in self._returned)
+    def by_tenant(self) -> Counter[int]:
+        """How many requests of each tenant wait."""
+        waiting = Counter(request.tenant for _, request in self._returned)
+        waiting.update({tenant: len(entries) for tenant, entries in self._fresh.items()})
+        return waiting
+
+    def forget_tenant(self, tenant: int) -> None:
+        """The tenant's number will be another's, which starts where the queue is when it first waits."""
+        assert tenant not in self._fresh
+        self.service[tenant] = 0.0
 
     def add(self, request: Request) -> None:
         """A new request waits."""

@@ -2,6 +2,10 @@
 
 A holder is a name; a name holds a block at most once. Whoever added it, any client may take it away by name; what a
 connection added is dropped when the connection ends, so that a dead client pins nothing.
+
+Whoever pins is charged: from the first name on, the block counts for the tenant that was named with it, within that
+one's ceiling, and no longer for the one that computed it; with the last name gone it is the other way round again,
+where there is room.
 """
 
 from __future__ import annotations
@@ -12,6 +16,7 @@ from protocol.errors import AlreadyHolder, BlockNotHeld, CapacityExceeded, Inval
 
 from .groups import Group
 from .pool import FREE, QUARANTINED, Blocks
+from .tenants import Tenants
 
 NAME_LENGTH_MAX = 128
 
@@ -19,13 +24,18 @@ NAME_LENGTH_MAX = 128
 class Refs:
     """Who holds what, on top of the blocks' own counts."""
 
-    def __init__(self, blocks: Blocks, holders_per_block_max: int) -> None:
-        self._blocks = blocks
+    def __init__(self, blocks: Blocks, tenants: Tenants, holders_per_block_max: int) -> None:
+        self._blocks, self._tenants = blocks, tenants
         self._holders_max = holders_per_block_max
         self._client_of: dict[tuple[int, str], int] = {}
+        self._tenant_of: dict[tuple[int, str], int] = {}
+        self._computed_by: dict[int, int] = {}  # of blocks that are charged to somebody else meanwhile
 
-    def add(self, group: Group, block: int, generation: int, holder: str, client: int, now_us: int) -> None:
-        """One more holder. Raises InvalidRequest, StaleGeneration, BlockNotHeld, AlreadyHolder, CapacityExceeded."""
+    def add(
+        self, group: Group, block: int, generation: int, holder: str, tenant: str, client: int, now_us: int
+    ) -> None:
+        """One more holder, of a tenant. Raises InvalidRequest, StaleGeneration, BlockNotHeld, AlreadyHolder,
+        CapacityExceeded, QuotaExceeded."""
         blocks = self._blocks
         if not 0 < len(holder) <= NAME_LENGTH_MAX or not holder.isprintable():
             raise InvalidRequest("holder", f"1 to {NAME_LENGTH_MAX} printable characters")
@@ -38,9 +48,17 @@ class Refs:
             raise AlreadyHolder(block, holder)
         if len(names) >= self._holders_max:
             raise CapacityExceeded("holders of a block", len(names) + 1, self._holders_max)
+        owner = int(blocks.owner[block])
+        self._tenants.check(tenant, owner)
+        self._check_room(group, self._tenants.peek(tenant), block)
+        index = self._tenants.intern(tenant, now_us, owner)
         group.pool.hold(np.array([block], np.int64))
+        if not names and index != owner:
+            group.pool.make_room_within_ceiling(index, 1, now_us)
+            self._charge(group, block, index, now_us)
         blocks.external.setdefault(block, {})[holder] = now_us
         self._client_of[block, holder] = client
+        self._tenant_of[block, holder] = index
 
     def drop(self, group: Group, block: int, generation: int, holder: str, now_us: int) -> None:
         """One holder less. Raises StaleGeneration, BlockNotHeld, NotAHolder."""
@@ -51,6 +69,7 @@ class Refs:
         if holder not in names:
             raise NotAHolder(block, holder)
         self._forget(block, holder)
+        self._pass_charge(group, block, now_us)
         ids = np.array([block], np.int64)
         if group.pool.release(ids, 0, now_us):
             group.forget_copies(ids)
@@ -69,16 +88,61 @@ class Refs:
         """The pool of blocks [first, first + count) is gone, and every hold on them."""
         for block, holder in [pair for pair in self._client_of if first <= pair[0] < first + count]:
             self._forget(block, holder)
+        self._computed_by = {b: t for b, t in self._computed_by.items() if not first <= b < first + count}
+
+    def tenants(self) -> set[int]:
+        """Whoever has a name on a block, or computed one that another one pays for."""
+        return {*self._tenant_of.values(), *self._computed_by.values()}
 
     def _forget(self, block: int, holder: str) -> None:
         names = self._blocks.external[block]
         del names[holder]
         if not names:
             del self._blocks.external[block]
-        del self._client_of[block, holder]
+        del self._client_of[block, holder], self._tenant_of[block, holder]
+
+    # -------------------------------------------------------------------------------------------------------- charges
+
+    def _check_room(self, group: Group, tenant: int, block: int) -> None:
+        """Raises QuotaExceeded or CapacityExceeded where the tenant cannot be charged for the block, or where nothing
+        would be left of what is kept for others."""
+        if not self._tenants.has_quotas:
+            return
+        pool, owner = group.pool, int(self._blocks.owner[block])
+        before, after = pool.supply(), pool.supply(np.array([block], np.int64))
+        if tenant != owner:
+            after.give_up(owner)
+        if (tenant != owner and after.room(tenant) < 1) or after.stock(tenant) < min(0, before.stock(tenant)):
+            raise pool.shortage(tenant, 1, after)
+
+    def _charge(self, group: Group, block: int, tenant: int, now_us: int) -> None:
+        owner = int(self._blocks.owner[block])
+        self._computed_by.setdefault(block, owner)
+        group.pool.recharge(block, tenant, now_us)
+        if self._computed_by[block] == tenant:
+            del self._computed_by[block]
+
+    def _pass_charge(self, group: Group, block: int, now_us: int) -> None:
+        """A name let go: the block is charged to whoever still names it, else to the tenant that computed it.
+
+        Where none of them has room it stays where it is while it is held, and is not kept as a cached one.
+        """
+        names = self._blocks.external.get(block, {})
+        heirs = [self._tenant_of[block, name] for name in names]
+        if not names and block in self._computed_by:
+            heirs = [self._computed_by[block]]
+        if heirs and int(self._blocks.owner[block]) not in heirs:
+            heir = next((t for t in heirs if group.pool.usage[t] < self._tenants.ceiling[t]), None)
+            if heir is not None:
+                self._charge(group, block, heir, now_us)
+            elif self._blocks.refcount[block] == 1 and self._blocks.indexed[block]:
+                group.index.remove(block)
+        if not names:
+            self._computed_by.pop(block, None)
 
     def check_invariants(self) -> None:
         """Every hold has a connection and the other way round."""
         held = {(block, holder) for block, names in self._blocks.external.items() for holder in names}
-        assert held == set(self._client_of), "a hold without a connection"
+        assert held == set(self._client_of) == set(self._tenant_of), "a hold without a connection, or without a tenant"
+        assert self._computed_by.keys() <= self._blocks.external.keys(), "a block without a name is charged for one"
         assert all(self._blocks.external.values()), "an empty list of holders"

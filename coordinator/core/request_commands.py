@@ -79,7 +79,7 @@ class RequestCommands:
         cache, s = self._cache, self._cache.sequences
         slot = self._sequences.find(message.sequence_id) if message.sequence_id else NO_SLOT
         tenant = message.tenant if slot == NO_SLOT else cache.tenants.names[int(s.tenant[slot])]
-        entry = self._requests.keys.find(cache.tenants.peek(tenant), message)
+        entry = self._requests.keys.find(tenant, message)
         if entry is not None:
             return self._again(event, message, entry.request_id, now_us)
         if self.draining:
@@ -94,7 +94,7 @@ class RequestCommands:
             raise QueueFull(self._limits.queue_max, self._admission.waiting.retry_after_ms(now_us))
         if slot != NO_SLOT and message.prompt.size:
             self._append(slot, message.prompt, now_us)
-        return self._accept(event, message, prompt, cache.tenants.intern(tenant), salt, now_us)
+        return self._accept(event, message, prompt, tenant, salt, now_us)
 
     def _append(self, slot: int, prompt: npt.NDArray[np.int32], now_us: int) -> None:
         """The sequence grows by the prompt. Where there is no room now, it gives up its KV and waits for its turn."""
@@ -106,17 +106,19 @@ class RequestCommands:
             self._cache.append(slots, prompt, counts, now_us)
 
     def _accept(
-        self, event: FromClient, message: Submit, prompt: npt.NDArray[np.int32], tenant: int, salt: int, now_us: int
+        self, event: FromClient, message: Submit, prompt: npt.NDArray[np.int32], name: str, salt: int, now_us: int
     ) -> Message:
         seed = event.entropy if message.sampling.seed is None else message.sampling.seed
         deadline_us = now_us + (message.deadline_ms * 1000 or self._limits.deadline_max_us)
         first = self._request_ids + 1
         self._request_ids += message.count
-        entry = self._requests.keys.add(tenant, message, first) if message.key else None
+        tenant = self._cache.tenants.intern(name, now_us)
+        entry = self._requests.keys.add(name, message, first) if message.key else None
         made = []
         for i in range(message.count):
+            own_seed = (seed + i) % SEEDS
             request = Request(
-                first + i, event.client, tenant, prompt, message, (seed + i) % SEEDS, now_us, salt, deadline_us
+                first + i, event.client, tenant, name, prompt, message, own_seed, now_us, salt, deadline_us
             )
             request.key = entry
             made.append(request)
@@ -275,8 +277,8 @@ class RequestCommands:
             rid=message.rid,
             request_id=request.id,
             state=request.state,
-            tenant=self._cache.tenants.names[request.tenant],
-            prompt_tokens=request.prompt.size,
+            tenant=request.tenant_name,
+            prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
             generated_tokens=tokens.size,
             cached_tokens=request.cached_tokens,
@@ -297,8 +299,7 @@ class RequestCommands:
             raise InvalidRequest("count_max", f"must be 1 to {self._limits.list_max}")
         known = {**self._requests.finished, **self._requests.live}
         newest = sorted(known, reverse=True)[: message.count_max]
-        names = self._cache.tenants.names
-        rows = [statistics.row(known[i], self._generated(known[i]), names[known[i].tenant], now_us) for i in newest]
+        rows = [statistics.row(known[i], self._generated(known[i]), now_us) for i in newest]
         return RequestList(rid=message.rid, requests=tuple(rows), total=len(known))
 
     def purge(self, _event: FromClient, message: PurgeFinished, now_us: int) -> Message:
@@ -312,8 +313,7 @@ class RequestCommands:
         model = self._model()
         for request in list(self._admission.waiting):
             try:
-                tenant = self._cache.tenants.names[request.tenant]
                 validate.sampling(request.sampling, self._limits, model)
-                validate.fits(request.prompt, request.max_tokens, tenant, self._limits, model, self._cache)
+                validate.fits(request.prompt, request.max_tokens, request.tenant_name, self._limits, model, self._cache)
             except KvforgeError as error:
                 self._outcomes.end(request, "fail", "failed", error, now_us)

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError, RequestNotFound
-from protocol.messages import NO_FLOAT32, NO_INT32, Submit, Timings
+from protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Timings
 
 from .hashing import Hashes
 from .keys import KeyEntry, Keys
@@ -43,6 +43,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 }
 
 NO_SLOT = -1
+NO_SAMPLING = Sampling()
 
 
 class Request:
@@ -57,6 +58,7 @@ class Request:
     computed: of how many tokens its KV was computed when it was preempted; redone_tokens: how many were computed again.
     crashes: how many workers in a row died with it, without a token in between; crash_length: how far it was then.
     cut: how many of its tokens a FinishAt took back.
+    prompt_tokens: the length of its prompt. The prompt itself is not kept beyond its end, nor how it sampled.
     """
 
     __slots__ = (
@@ -88,6 +90,7 @@ class Request:
         "priority",
         "prompt",
         "prompt_known",
+        "prompt_tokens",
         "reason",
         "redone_tokens",
         "salt",
@@ -100,6 +103,7 @@ class Request:
         "stream",
         "submitted_us",
         "tenant",
+        "tenant_name",
         "tokens",
         "tops",
         "worker",
@@ -110,6 +114,7 @@ class Request:
         request_id: int,
         client: int,
         tenant: int,
+        tenant_name: str,
         prompt: npt.NDArray[np.int32],
         message: Submit,
         seed: int,
@@ -117,7 +122,8 @@ class Request:
         salt: int,
         deadline_us: int,
     ) -> None:
-        self.id, self.client, self.tenant = request_id, client, tenant
+        self.id, self.client, self.tenant, self.tenant_name = request_id, client, tenant, tenant_name
+        self.prompt_tokens = int(prompt.size)
         self.prompt, self.max_tokens, self.sampling = prompt, message.max_tokens, message.sampling
         self.seed, self.stream, self.submitted_us = seed, message.stream, now_us
         self.sequence_id, self.salt = message.sequence_id, salt
@@ -154,6 +160,12 @@ class Request:
             raise InvalidTransition(self.id, self.state, event)
         self.state = target
 
+    @property
+    def kept_bytes(self) -> int:
+        """What its answer takes: tokens, log-probabilities, and the most likely tokens where they were asked for."""
+        tops = self.tops.bytes if self.tops is not None else 0
+        return int(self.tokens.nbytes + self.logprobs.nbytes) + tops
+
     def timings(self) -> Timings:
         """Microseconds since submission of what has happened so far."""
 
@@ -168,12 +180,13 @@ class Request:
 
 
 class RequestTable:
-    """Every request that is alive, and the most recent ones that ended."""
+    """Every request that is alive, and the most recent ones that ended. kept_bytes: what the answers of those take."""
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
+        self.kept_bytes = 0
         self.keys = Keys()
         self.ended_total = dict.fromkeys(TERMINAL, 0)
         self.accepted_total = 0
@@ -201,13 +214,13 @@ class RequestTable:
         """A request was admitted."""
         self.live[request.id] = request
         self.accepted_total += 1
-        self.prompt_tokens_total += request.prompt.size
+        self.prompt_tokens_total += request.prompt_tokens
 
     def retire(self, request: Request, now_us: int) -> None:
         """A request reached a terminal state: it stays queryable, within bounds of age and number."""
         del self.live[request.id]
         request.ended_us = now_us
-        request.hashes = None
+        request.hashes, request.prompt, request.sampling = None, NO_INT32, NO_SAMPLING
         if request.siblings:
             request.siblings.remove(request)
             for other in request.siblings:
@@ -215,7 +228,9 @@ class RequestTable:
             request.siblings = []
         self.ended_total[request.state] += 1
         self.finished[request.id] = request
-        while len(self.finished) > self._limits.finished_max:
+        self.kept_bytes += request.kept_bytes
+        most, most_bytes = self._limits.finished_max, self._limits.finished_bytes_max
+        while len(self.finished) > most or (self.kept_bytes > most_bytes and len(self.finished) > 1):
             self._forget(next(iter(self.finished.values())))
 
     def purge(self, now_us: int, older_than_us: int) -> int:
@@ -231,6 +246,7 @@ class RequestTable:
 
     def _forget(self, request: Request) -> None:
         del self.finished[request.id]
+        self.kept_bytes -= request.kept_bytes
         if request.key is not None:
             self.keys.release(request.key)
 
@@ -240,6 +256,9 @@ class RequestTable:
         assert all(request.ended and request.slot == NO_SLOT for request in self.finished.values()), "a finished one"
         assert not self.live.keys() & self.finished.keys(), "a request is both live and finished"
         assert len(self.finished) <= self._limits.finished_max, "the finished table is above its bound"
+        kept = sum(request.kept_bytes for request in self.finished.values())
+        assert kept == self.kept_bytes, "the bytes of the answers that are kept"
+        assert kept <= self._limits.finished_bytes_max or len(self.finished) == 1, "more bytes of answers than may be"
         known = [*self.live.values(), *self.finished.values()]
         self.keys.check_invariants([request.key for request in known if request.key is not None])
         for request in self.live.values():

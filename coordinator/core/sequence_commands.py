@@ -73,8 +73,10 @@ class SequenceCommands:
             raise CapacityExceeded("context", message.tokens.size, s.context_tokens_max, "split the sequence")
         s.need_slots(1)
         salt = cache.salt(validate.salt_text(message.tenant, message.salt))
-        residence = self._place(message, salt)
-        tenant = cache.tenants.intern(message.tenant)
+        residence, forgotten = self._place(message, salt), cache.tenants.forgotten_total
+        tenant = cache.tenants.intern(message.tenant, now_us)
+        if cache.tenants.forgotten_total != forgotten:  # cached blocks went with it, perhaps those that it would share
+            residence = self._place(message, salt)
         slot = s.take(self._next_id(), tenant, salt, now_us)
         s.owned[slot], s.client[slot] = True, event.client
         s.idle_ttl_us[slot] = message.idle_ttl_ms * 1000

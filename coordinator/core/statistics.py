@@ -10,7 +10,7 @@ from .cache import Cache
 from .groups import Group
 from .pool import REFERENCED
 from .queue import WaitingQueue
-from .requests import CANCELLED, EXPIRED, FAILED, FINISHED, RUNNING, Request, RequestTable
+from .requests import CANCELLED, EXPIRED, FAILED, FINISHED, Request, RequestTable
 from .tenants import NO_CEILING
 
 
@@ -18,19 +18,34 @@ def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
     """Token slots of the pool's held blocks that hold a live token, each counted once however many share it.
 
     tenant: only blocks charged to it; 0 means all.
+
+    Every block that is held is full but for the last ones of sequences, so only those are looked at.
     """
-    s, pool, size = cache.sequences, group.pool, cache.limits.block_size
-    filled = np.zeros(pool.count, np.int64)
-    for slot in np.flatnonzero(s.pool == group.number).tolist():
-        ids = s.blocks_of(slot) - pool.base
-        in_block = np.clip(s.length[slot] - np.arange(ids.size) * size, 0, size)
-        filled[ids] = np.maximum(filled[ids], in_block)
-    for block in cache.blocks.external:  # an indexed block is full, whoever holds it
-        if pool.base <= block < pool.base + pool.count and cache.blocks.indexed[block]:
-            filled[block - pool.base] = size
-    if tenant:
-        filled[cache.blocks.owner[pool.base : pool.base + pool.count] != tenant] = 0
-    return int(filled.sum())
+    s, pool, blocks, size = cache.sequences, group.pool, cache.blocks, cache.limits.block_size
+    owner, state = (column[pool.base : pool.base + pool.count] for column in (blocks.owner, blocks.state))
+    referenced = pool.referenced if not tenant else int(np.count_nonzero((state == REFERENCED) & (owner == tenant)))
+    slots = np.flatnonzero(s.pool == group.number)
+    first = s.length[slots] // size
+    count = s.used[slots] - first
+    rows = np.repeat(slots, count)
+    columns = np.arange(rows.size) - np.repeat(np.cumsum(count) - count, count) + np.repeat(first, count)
+    filled = np.maximum(s.length[rows] - columns * size, 0)
+    last, which, holders = np.unique(s.table[rows, columns], return_inverse=True, return_counts=True)
+    most = np.zeros(last.size, np.int64)
+    np.maximum.at(most, which, filled)
+    named = [block for block in blocks.external if pool.base <= block < pool.base + pool.count]
+    for block in named:
+        place = int(np.searchsorted(last, block))
+        if place < last.size and last[place] == block:
+            holders[place] += len(blocks.external[block])
+            if blocks.indexed[block]:  # an indexed block is full, whoever holds it
+                most[place] = size
+    most[blocks.refcount[last] > holders] = size  # someone else holds it as a block that is not the last
+    counted = (blocks.owner[last] == tenant) if tenant else np.ones(last.size, np.bool_)
+    # Held by names alone and not indexed: nobody knows what is in it.
+    unknown = [b for b in named if not blocks.indexed[b] and blocks.refcount[b] == len(blocks.external[b])]
+    empty = sum(not tenant or int(blocks.owner[block]) == tenant for block in unknown)
+    return (referenced - empty) * size - int((size - most[counted]).sum())
 
 
 def pool_stats(cache: Cache, group: Group) -> PoolStats:
@@ -58,9 +73,8 @@ def pool_stats(cache: Cache, group: Group) -> PoolStats:
     )
 
 
-def request_stats(requests: RequestTable) -> RequestStats:
-    """Counts of requests, now and since start."""
-    running = sum(request.state == RUNNING for request in requests.live.values())
+def request_stats(requests: RequestTable, running: int) -> RequestStats:
+    """Counts of requests, now and since start. running: of those that are alive."""
     return RequestStats(
         pending=len(requests.live) - running,
         running=running,
@@ -81,25 +95,33 @@ def request_stats(requests: RequestTable) -> RequestStats:
 
 
 def tenant_stats(cache: Cache, waiting: WaitingQueue, now_us: int) -> tuple[TenantStats, ...]:
-    """Every tenant that was ever seen."""
-    tenants, groups = cache.tenants, cache.groups.values()
-    usage = sum((group.pool.usage for group in groups), np.zeros(tenants.floor.size, np.int64))
+    """Every tenant that is known."""
+    tenants, count = cache.tenants, len(cache.tenants.names)
+    usage, used_bytes = np.zeros(count, np.int64), np.zeros(count, np.int64)
+    byte_seconds = tenants.past_byte_seconds[:count].copy()
+    for group in cache.groups.values():
+        usage += group.pool.usage[:count]
+        used_bytes += group.pool.usage[:count] * group.bytes_per_block
+        byte_seconds += group.pool.block_us_each(now_us)[:count] * (group.bytes_per_block / 1e6)
+    pending = waiting.by_tenant()
+    columns = (usage, tenants.prefix_queried_tokens, tenants.prefix_hit_tokens, used_bytes, byte_seconds)
+    limits = (tenants.floor, np.where(tenants.ceiling == NO_CEILING, 0, tenants.ceiling), tenants.weight)
+    rows = zip(tenants.names, *(column[:count].tolist() for column in (*columns, *limits)), strict=True)
     return tuple(
         TenantStats(
             tenant=name,
-            blocks=int(usage[i]),
-            prefix_queried_tokens_total=int(tenants.prefix_queried_tokens[i]),
-            prefix_hit_tokens_total=int(tenants.prefix_hit_tokens[i]),
-            bytes=sum(int(group.pool.usage[i]) * group.bytes_per_block for group in groups),
-            byte_seconds=float(tenants.past_byte_seconds[i])
-            + sum(group.pool.block_us(i, now_us) * group.bytes_per_block / 1e6 for group in groups),
-            floor=int(tenants.floor[i]),
-            ceiling=0 if tenants.ceiling[i] == NO_CEILING else int(tenants.ceiling[i]),
-            weight=float(tenants.weight[i]),
-            pending=waiting.of_tenant(i),
+            blocks=blocks,
+            prefix_queried_tokens_total=queried,
+            prefix_hit_tokens_total=hit,
+            bytes=size,
+            byte_seconds=integral,
+            floor=floor,
+            ceiling=ceiling,
+            weight=weight,
+            pending=pending.get(index, 0),
         )
-        for i, name in enumerate(tenants.names)
-        if i
+        for index, (name, blocks, queried, hit, size, integral, floor, ceiling, weight) in enumerate(rows)
+        if index
     )
 
 
@@ -107,6 +129,7 @@ def stats(
     cache: Cache,
     requests: RequestTable,
     waiting: WaitingQueue,
+    running: int,
     rid: int,
     boot: str,
     start_us: int,
@@ -120,7 +143,7 @@ def stats(
         uptime_us=now_us - start_us,
         clients=clients,
         sequences=len(cache.sequences),
-        requests=request_stats(requests),
+        requests=request_stats(requests, running),
         pools=tuple(pool_stats(cache, cache.groups[number]) for number in sorted(cache.groups)),
         tenants=tenant_stats(cache, waiting, now_us),
     )
@@ -154,13 +177,13 @@ def gauges(cache: Cache, requests: RequestTable, running: int, turns: int, uptim
     ]
 
 
-def row(request: Request, generated: int, tenant: str, now_us: int) -> RequestRow:
+def row(request: Request, generated: int, now_us: int) -> RequestRow:
     """One line of the list of requests."""
     return RequestRow(
         request_id=request.id,
         state=request.state,
-        tenant=tenant,
-        prompt_tokens=request.prompt.size,
+        tenant=request.tenant_name,
+        prompt_tokens=request.prompt_tokens,
         max_tokens=request.max_tokens,
         generated_tokens=generated,
         age_us=now_us - request.submitted_us,

@@ -1,9 +1,12 @@
 """Tenants: names to small integers, their quotas and weights, and their prefix-cache counters.
 
-Index 0 is nobody. A name keeps its index for the life of the core, so the table is bounded by `tenants_max`.
+Index 0 is nobody. The table is bounded by `tenants_max`. When it is full, a new name takes the place of one that the
+configuration does not name and that nothing is left of but cached blocks: the one that was not heard of for longest.
 """
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import numpy as np
 
@@ -16,11 +19,17 @@ NO_CEILING = np.iinfo(np.int64).max
 
 
 class Tenants:
-    """Interned tenants. Arrays are indexed by tenant."""
+    """Interned tenants. Arrays are indexed by tenant.
+
+    in_use: whoever has a sequence, a living request or a held block; on_forget: called with the index and the time.
+    """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
-        self._index: dict[str, int] = {}
+        self._index: dict[str, int] = {}  # in the order in which they were last heard of
+        self.in_use: Callable[[], set[int]] = set
+        self.on_forget: list[Callable[[int, int], None]] = []
+        self.forgotten_total = 0
         self.names: list[str] = [""]
         self.floor = np.zeros(limits.tenants_max + 1, np.int64)
         self.ceiling = np.full(limits.tenants_max + 1, NO_CEILING, np.int64)
@@ -29,28 +38,50 @@ class Tenants:
         self.prefix_hit_tokens = np.zeros(limits.tenants_max + 1, np.int64)
         self.past_byte_seconds = np.zeros(limits.tenants_max + 1, np.float64)  # in pools that are gone
         for name, quota in limits.quotas.items():
-            index = self.intern(name)
+            index = self.intern(name, 0)
             self.floor[index] = quota.floor
             self.ceiling[index] = quota.ceiling or NO_CEILING
             self.weight[index] = quota.weight
+        self._configured = len(self.names)
         self.has_quotas = any(quota.floor or quota.ceiling for quota in limits.quotas.values())
 
-    def check(self, name: str) -> None:
+    def check(self, name: str, keep: int = 0) -> None:
         """Raises InvalidRequest or CapacityExceeded where `intern` would; changes nothing."""
         if name in self._index:
             return
         if not 0 < len(name) <= NAME_LENGTH_MAX or not name.isprintable():
             raise InvalidRequest("tenant", f"a tenant's name is 1 to {NAME_LENGTH_MAX} printable characters")
-        if len(self.names) > self._limits.tenants_max:
+        if len(self.names) > self._limits.tenants_max and self._idle(keep) is None:
             raise CapacityExceeded("tenants", 1, 0, "raise limits.tenants_max")
 
-    def intern(self, name: str) -> int:
-        """The tenant's index, a new one for a new name."""
-        index = self._index.get(name)
+    def intern(self, name: str, now_us: int, keep: int = 0) -> int:
+        """The tenant's index, for a new name a new one or that of one that is forgotten for it, other than `keep`."""
+        index = self._index.pop(name, None)
         if index is None:
-            self.check(name)
-            index = self._index[name] = len(self.names)
-            self.names.append(name)
+            self.check(name, keep)
+            if len(self.names) <= self._limits.tenants_max:
+                index = len(self.names)
+                self.names.append(name)
+            else:
+                index = self._forget(keep, now_us)
+                self.names[index] = name
+        self._index[name] = index
+        return index
+
+    def _idle(self, keep: int) -> int | None:
+        busy = self.in_use()
+        busy.add(keep)
+        return next((i for i in self._index.values() if i >= self._configured and i not in busy), None)
+
+    def _forget(self, keep: int, now_us: int) -> int:
+        index = self._idle(keep)
+        assert index is not None
+        for forget in self.on_forget:
+            forget(index, now_us)
+        del self._index[self.names[index]]
+        for column in (self.prefix_queried_tokens, self.prefix_hit_tokens, self.past_byte_seconds):
+            column[index] = 0
+        self.forgotten_total += 1
         return index
 
     def peek(self, name: str) -> int:

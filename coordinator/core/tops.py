@@ -80,6 +80,11 @@ class TopRecord:
         self._logprobs[self.size, :count] = logprobs[:count]
         self.size += 1
 
+    @property
+    def bytes(self) -> int:
+        """What it takes."""
+        return int(self._counts.nbytes + self._tokens.nbytes + self._logprobs.nbytes)
+
     def cut(self, size: int) -> None:
         """Only those of the first `size` tokens stay, and no memory for more."""
         self.size = min(size, self.size)

@@ -232,3 +232,18 @@ class WeakHasher(BlockHasher):
             value = self.extend(value, tokens[None, i * self._block_size : (i + 1) * self._block_size])
             values.append(int(value[0]))
         return np.array(values, np.uint64)
+
+
+def live_tokens(cache: Any, group: Any, tenant: int = 0) -> int:
+    """Token slots of held blocks that hold a live token, block by block: what `statistics.live_tokens` must say."""
+    s, size = cache.sequences, cache.limits.block_size
+    filled: dict[int, int] = {}
+    for slot in s.slot_of.values():
+        if s.pool[slot] == group.number:
+            for column, block in enumerate(s.blocks_of(slot).tolist()):
+                inside = min(max(int(s.length[slot]) - column * size, 0), size)
+                filled[block] = max(filled.get(block, 0), inside)
+    for block in cache.blocks.external:
+        if group.pool.base <= block < group.pool.base + group.pool.count and cache.blocks.indexed[block]:
+            filled[block] = size
+    return sum(count for block, count in filled.items() if not tenant or cache.blocks.owner[block] == tenant)

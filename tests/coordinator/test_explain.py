@@ -30,7 +30,7 @@ def test_who_holds_a_block_and_since_when(make_pool: MakePool) -> None:
     driver.advance(1_000_000)
     (fork,) = driver.fork(sequence)
     driver.advance(500_000)
-    driver.ref(block, "debugger")
+    driver.ref(block, "debugger", tenant="b")
     driver.advance(250_000)
     holders = driver.block(block).holders
     assert [(h.kind, h.name, h.id, h.since_us) for h in holders] == [
@@ -45,7 +45,7 @@ def test_who_holds_a_block_and_since_when(make_pool: MakePool) -> None:
         f"held by sequence {sequence} for 1.75 s",
         f"held by sequence {fork} for 0.75 s",
         "held by debugger for 0.25 s",
-        "charged to tenant 'a'",
+        "charged to tenant 'b'",
     )
     assert told.facts == {
         "state": "referenced",
@@ -53,7 +53,7 @@ def test_who_holds_a_block_and_since_when(make_pool: MakePool) -> None:
         "holders": 3,
         "refcount": 3,
         "generation": 0,
-        "tenant": "a",
+        "tenant": "b",
         "indexed": False,
     }
 

@@ -52,7 +52,7 @@ class PoolMachine(RuleBasedStateMachine):
         tenants = Tenants(Limits(quotas=self.quotas, tenants_max=4))
         floors, ceilings = {}, {}
         for name in "abc":
-            index = tenants.intern(name)
+            index = tenants.intern(name, 0)
             quota = self.quotas.get(name, Quota())
             floors[index] = quota.floor
             if quota.ceiling:
@@ -167,7 +167,7 @@ class PrefixMachine(RuleBasedStateMachine):
         super().__init__()
         blocks = Blocks(10, SIZE)
         tenants = Tenants(Limits(tenants_max=1))
-        tenants.intern("a")
+        tenants.intern("a", 0)
         self.hasher = self.hasher_class(SIZE, b"key", 16)
         self.pool = Pool(blocks, tenants, 0, 10)
         self.index = PrefixIndex(PrefixStore(10, SIZE), blocks, self.pool, self.hasher)

@@ -27,7 +27,7 @@ def new_pool(count: int, base: int = 0, **quotas: Quota) -> Pool:
     """A pool with tenants a = 1, b = 2, c = 3."""
     tenants = Tenants(Limits(quotas=quotas, tenants_max=8))
     for name in "abc":
-        tenants.intern(name)
+        tenants.intern(name, 0)
     return Pool(Blocks(base + count, 4), tenants, base, count)
 
 

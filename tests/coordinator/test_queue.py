@@ -366,7 +366,7 @@ def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, in
     limits = Limits(ageing_us=10, tenants_max=3, quotas={"x": Quota(weight=2.0), "y": Quota(weight=0.5)})
     tenants = Tenants(limits)
     for name in ("x", "y", "z"):
-        tenants.intern(name)
+        tenants.intern(name, 0)
     queue, naive = WaitingQueue(limits, tenants), Naive(10, {1: 2.0, 2: 0.5, 3: 1.0})
     running: list[Request] = []
     now_us = ids = started = 0
@@ -375,7 +375,7 @@ def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, in
             ids += 1
             now_us += later_us
             message = Submit(rid=1, max_tokens=1, sampling=GREEDY, priority=priority)
-            request = Request(ids, 1, number, int32([1] * size), message, 1, now_us, 0, 1 << 40)
+            request = Request(ids, 1, number, "t", int32([1] * size), message, 1, now_us, 0, 1 << 40)
             queue.add(request)
             naive.add(request)
         elif what == "start" and naive.held:
@@ -401,7 +401,7 @@ def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, in
         assert len(queue) == len(naive.held)
         assert bool(queue) == bool(naive.held)
         counts = [sum(r.tenant == tenant for r in naive.held) for tenant in (1, 2, 3)]
-        assert [queue.of_tenant(tenant) for tenant in (1, 2, 3)] == counts
+        assert [queue.by_tenant()[tenant] for tenant in (1, 2, 3)] == counts
 
 
 # ------------------------------------------------------------------------------------------------- chunks of prompts

@@ -49,7 +49,7 @@ EVENTS = ("schedule", "preempt", "finish", "fail", "cancel", "expire")
 
 def new_request(state: str = PENDING) -> Request:
     """A request in a state of the table."""
-    request = Request(3, 1, 1, int32([1]), Submit(rid=1, max_tokens=4, sampling=GREEDY), 1, 0, 0, 1 << 40)
+    request = Request(3, 1, 1, "t", int32([1]), Submit(rid=1, max_tokens=4, sampling=GREEDY), 1, 0, 0, 1 << 40)
     request.state = state
     return request
 
@@ -359,7 +359,7 @@ def test_finished_requests_are_purged_by_age_and_on_demand(make_pool: MakePool) 
 def test_the_table_of_finished_requests_keeps_the_newest() -> None:
     table = RequestTable(Limits(finished_max=3))
     for i in range(1, 6):
-        request = Request(i, 1, 1, int32([1]), Submit(rid=1, max_tokens=1, sampling=GREEDY), 1, 0, 0, 1 << 40)
+        request = Request(i, 1, 1, "t", int32([1]), Submit(rid=1, max_tokens=1, sampling=GREEDY), 1, 0, 0, 1 << 40)
         table.add(request)
         request.move("cancel")
         table.retire(request, i)

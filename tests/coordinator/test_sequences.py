@@ -503,3 +503,38 @@ def test_reading_commands_change_nothing_but_the_access(make_pool: MakePool) -> 
     assert digest(driver.machine) == before
     driver.tokens(sequence)
     assert digest(driver.machine) != before
+
+
+@pytest.mark.parametrize("computed", [False, True], ids=["no KV", "with KV"])
+@pytest.mark.parametrize("policy", ["lru", "none"])
+def test_of_all_that_share_a_block_and_are_appended_to_together_one_keeps_it(
+    make_pool: MakePool, policy: str, computed: bool
+) -> None:
+    driver, _ = make_pool(4, policy=policy, partial_tokens_min=100)
+    sequence = driver.create(range(1, 7))
+    if computed:
+        driver.submit(sequence_id=sequence, max_tokens=1)
+        driver.run_until_idle()
+    text = driver.tokens(sequence)
+    forks = driver.fork(sequence, 2)
+    assert driver.free() == 2, "a block each for all but one"
+    appended = [[9], [10], [11]]
+    driver.append(*zip((sequence, *forks), appended, strict=True))
+    assert driver.free() == 0
+    for one, more in zip((sequence, *forks), appended, strict=True):
+        assert driver.tokens(one) == [*text, *more]
+    for other in forks:
+        driver.remove(other)
+    request = driver.submit(sequence_id=sequence, max_tokens=3)
+    driver.run_until_idle()
+    assert driver.answer_of(request) == continuation([*text, 9], 3)
+
+
+def test_a_shared_block_that_a_name_holds_too_is_copied_by_all(make_pool: MakePool) -> None:
+    driver, _ = make_pool(5, policy="none")
+    sequence = driver.create(range(1, 7))
+    (fork,) = driver.fork(sequence)
+    driver.ref(driver.blocks_of(sequence)[1], "pin")
+    driver.append((sequence, [9]), (fork, [10]))
+    assert driver.free() == 1
+    assert driver.block(1).refcount == 1

@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
+from random import Random
 
 import msgspec
 import numpy as np
+import pytest
 
+from coordinator.core import statistics
+from coordinator.core.limits import Quota
 from coordinator.publish import publish
+from protocol.errors import KvforgeError
 from protocol.layout import GAUGES, Geometry
 from protocol.messages import GetHealth, RequestStats, WorkerHello
 from protocol.tables import TablesWriter
+from tests.coordinator import naive
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import BYTES_PER_BLOCK, Driver, FakeWorker, model_info
 
@@ -210,3 +217,57 @@ def test_the_published_tables_are_the_state_after_every_turn(make_pool: MakePool
         if worker.inbox:
             driver.answer(worker)
     tables.close()
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_live_tokens_are_what_counting_block_by_block_says(make_pool: MakePool, seed: int) -> None:
+    driver, worker = make_pool(40, steps_in_flight_max=2)
+    other = driver.add_worker(20)
+    random = Random(seed)
+    cache = driver.machine.cache
+    sequences: list[int] = []
+    seen = set()
+    for i in range(80):
+        action = random.choice(("create", "fork", "append", "remove", "submit", "ref", "step", "step", "answer"))
+        tenant = random.choice("ab")
+        with suppress(KvforgeError):
+            if action == "create":
+                sequences.append(driver.create(range(random.randint(0, 11)), tenant=tenant, salt="s"))
+            elif action == "submit":
+                on = random.choice([0, 0, *sequences])
+                driver.submit(range(random.randint(1, 9)), 3, tenant=tenant, sequence_id=on, salt="" if on else "s")
+            elif action == "ref":
+                driver.ref(random.randrange(60), f"h{i}", tenant=tenant)
+            elif action == "step":
+                driver.turn()
+            elif action == "answer":
+                for busy in [one for one in (worker, other) if one.inbox]:
+                    driver.answer(busy)
+            elif sequences:
+                one = random.choice(sequences)
+                if action == "fork":
+                    sequences += driver.fork(one, random.randint(1, 2))
+                elif action == "append":
+                    driver.append((one, range(random.randint(1, 5))))
+                else:
+                    driver.remove(one)
+                    sequences.remove(one)
+        for group in cache.groups.values():
+            for index in range(len(cache.tenants.names)):
+                live = statistics.live_tokens(cache, group, index)
+                assert live == naive.live_tokens(cache, group, index), f"after {i} {action}"
+                seen.add(live)
+    assert len(seen) > 10
+
+
+def test_statistics_of_tenants_are_those_of_their_pools(make_pool: MakePool) -> None:
+    driver, _ = make_pool(8, quotas={"a": Quota(floor=1, ceiling=6, weight=2.0)})
+    driver.create(range(6), tenant="b")
+    driver.advance(1_000_000)
+    driver.create(range(3), tenant="a")
+    driver.submit([1], tenant="b")
+    driver.advance(500_000)
+    a, b = driver.stats().tenants
+    assert (a.tenant, a.blocks, a.bytes, a.floor, a.ceiling, a.weight, a.pending) == ("a", 1, 4096, 1, 6, 2.0, 0)
+    assert (b.tenant, b.blocks, b.bytes, b.floor, b.ceiling, b.weight, b.pending) == ("b", 2, 8192, 0, 0, 1.0, 1)
+    assert (a.byte_seconds, b.byte_seconds) == (4096 * 0.5, 8192 * 1.5)

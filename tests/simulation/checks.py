@@ -11,6 +11,7 @@ from coordinator.core.machine import Machine
 from coordinator.core.pool import CACHED, FREE, QUARANTINED, REFERENCED
 from protocol.messages import Step
 from protocol.tables import TablesWriter
+from tests.simulation.settings import tenant_of
 
 
 class Checker:
@@ -22,6 +23,7 @@ class Checker:
         self._columns = np.arange(sequences.table.shape[1])
         self._blocks = machine.cache.blocks.refcount.size
         self._flying: dict[int, deque[tuple[int, Any]]] = {}
+        self._payers: dict[int, set[str]] = {}
 
     def light(self) -> None:
         """Design section 3, 1 to 5, in two dozen numpy calls: holders are counted exactly, states agree with counts,
@@ -36,6 +38,8 @@ class Checker:
         needed = -(-(s.length + s.pending) // s.block_size)
         assert (s.used == needed * (s.pool >= 0)).all(), "blocks held disagree with a length"
         assert ((s.computed <= s.scheduled) & (s.scheduled <= s.length + s.pending)).all(), "KV beyond the tokens"
+        if blocks.external or self._payers:
+            self._charged()
         for group in self._machine.cache.groups.values():
             pool = group.pool
             listed = np.bincount(pool._stack[: pool.free], minlength=self._blocks)
@@ -46,6 +50,15 @@ class Checker:
             assert counts[QUARANTINED] == pool.quarantined, "quarantined"
             if group.sent:
                 self._untouchable(group)
+
+    def _charged(self) -> None:
+        """A block that has names is charged to a tenant that named it, not to the one that computed it."""
+        cache = self._machine.cache
+        named = cache.blocks.external.items()
+        self._payers = {b: self._payers.get(b, set()) | {tenant_of(name) for name in names} for b, names in named}
+        for block, payers in self._payers.items():
+            owner = cache.tenants.names[int(cache.blocks.owner[block])]
+            assert owner in payers, f"block {block} is charged to {owner}, and {sorted(payers)} named it"
 
     def _untouchable(self, group: Any) -> None:
         """No block that a step under way may touch is free, or cached and so about to be given to someone else."""

@@ -268,6 +268,12 @@ def holder_dropped_without_decrement() -> list[Patch]:
 
 
 @fault
+def pin_charged_to_who_computed() -> list[Patch]:
+    """A block that somebody pins goes on to count for the tenant that computed it."""
+    return [(Pool, "recharge", lambda self, block, tenant, now_us: None)]
+
+
+@fault
 def refusal_after_the_change() -> list[Patch]:
     """A refused submit has already interned its tenant and taken a request id."""
     real = RequestCommands.submit

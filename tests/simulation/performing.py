@@ -30,6 +30,7 @@ from protocol.messages import (
 )
 from tests.simulation.actions import Action
 from tests.simulation.clients import PROBE
+from tests.simulation.settings import tenant_of
 
 if TYPE_CHECKING:
     from tests.simulation.clients import SimulatedClient
@@ -216,7 +217,7 @@ class Performer:
         client.send(GetBlock, block_id=block)
 
     def _ref(self, client: SimulatedClient, block: int, holder: str, generation: int) -> None:
-        client.send(RefBlock, block_id=block, holder=holder, generation=generation)
+        client.send(RefBlock, block_id=block, holder=holder, generation=generation, tenant=tenant_of(holder))
 
     def _unref(self, client: SimulatedClient, block: int, holder: str, generation: int) -> None:
         client.send(UnrefBlock, block_id=block, holder=holder, generation=generation)

@@ -14,6 +14,11 @@ DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
 
 
+def tenant_of(holder: str) -> str:
+    """Whom a name on a block is charged to, in every world."""
+    return TENANTS[ord(holder[-1]) % len(TENANTS)]
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Drawn from a seed, or given in full. Times in microseconds, shares 0 to 1.
 
