@@ -203,6 +203,12 @@ class Device:
         return self._queues
 
     @property
+    def half_dtype(self) -> torch.dtype:
+        """The 16 bits to serve in where nobody says which: bfloat16, unless this GPU only emulates it."""
+        emulated = self.kind == "cuda" and not torch.cuda.is_bf16_supported(including_emulation=False)
+        return torch.float16 if emulated else torch.bfloat16
+
+    @property
     def architecture(self) -> tuple[str, int]:
         """Name (sm_90, gfx942, cpu) and number of multiprocessors or compute units (CPU: 0)."""
         if not self._queues:

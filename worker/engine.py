@@ -17,11 +17,11 @@ from protocol.messages import WorkerWelcome
 
 from .config import WorkerConfig
 from .device import Device, open_device
+from .loading import Progress
 from .memory import Accounts, DeviceBytes, make_runner, pool_blocks, weight_bytes
 from .model import LoadedModel, load_model
 from .pool import KvPool
 from .runner import Runner
-from .weights import Progress
 
 log = logging.getLogger("worker")
 

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 import transformers
 
-from protocol.errors import InvalidConfiguration, UnsupportedModel
+from protocol.errors import UnsupportedModel
 from protocol.messages import ModelInfo
 
 from .attention import AttentionOptions, PagedAttention, PagedBatch, choose_attention
@@ -26,8 +26,8 @@ from .device import Device
 from .fusion import FusedDecoder, fuse
 from .kernels import choose_operations
 from .kernels.selftest import self_test as layer_test
+from .loading import Progress, build, find_source, fingerprint, gguf_read_once, model_dtype, read_config
 from .pool import KvGeometry, KvPool
-from .weights import MODEL_DTYPES, Progress, build, find_source, gguf_read_once, read_config
 
 log = logging.getLogger(__name__)
 
@@ -175,7 +175,7 @@ def load_model(
     """Loads a model and proves that what will run computes what transformers' own layers and attention do.
 
     source: a GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
-    dtype: float32, float16, bfloat16, or auto (what the model's configuration says, else float32).
+    dtype: float32, float16, bfloat16, or auto (see `loading.model_dtype`).
     kv_dtype: a name in `pool.KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
     dummy weights.
     progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
@@ -189,7 +189,7 @@ def load_model(
     found = find_source(source, load_format)
     with gguf_read_once():
         config = read_config(found)
-        torch_dtype = _model_dtype(dtype, config)
+        torch_dtype = model_dtype(dtype, config, found, device)
         dtype_name = str(torch_dtype).removeprefix("torch.")
         kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
         # Its errors come before the wait.
@@ -199,6 +199,8 @@ def load_model(
         progress("loading weights", 0.05)
         module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed)
 
+    progress("checking weights", 0.87)
+    digest = fingerprint(module, dtype_name)
     progress("checking attention", 0.9)
     context_tokens = context_limit(config)
     context = ForwardContext(chosen)
@@ -216,7 +218,7 @@ def load_model(
         name=found.name,
         source=str(found.path),
         architecture=architecture,
-        fingerprint=found.fingerprint(architecture, dtype_name, seed),
+        fingerprint=digest,
         vocab_size=int(module.get_input_embeddings().num_embeddings),
         context_tokens_max=context_tokens,
         eos_tokens=_eos_tokens(module),
@@ -250,15 +252,6 @@ def use_attention(module: Any, name: str) -> None:
         module.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
         raise UnsupportedModel(type(module).__name__, f"transformers cannot change its attention: {error}") from error
-
-
-def _model_dtype(name: str, config: Any) -> torch.dtype:
-    if name == "auto":
-        wanted = getattr(config, "dtype", None)
-        return wanted if isinstance(wanted, torch.dtype) and wanted in MODEL_DTYPES.values() else torch.float32
-    if name not in MODEL_DTYPES:
-        raise InvalidConfiguration("dtype", f"{name!r} is not one of auto, {', '.join(MODEL_DTYPES)}")
-    return MODEL_DTYPES[name]
 
 
 def _eos_tokens(module: Any) -> tuple[int, ...]:

@@ -13,7 +13,9 @@ from pathlib import Path
 from time import monotonic
 from typing import Any
 
+import numpy as np
 import pytest
+from safetensors.numpy import save_file
 
 from kvforge import Client, CoordinatorUnavailable, Draining, KvforgeError, Sampling
 from tests.integration.running import Process, processes_of, tiny_model, wait_gone
@@ -219,4 +221,16 @@ def test_what_cannot_work_is_said_once(folder: Path, arguments: list[str], statu
         assert running.end() == status
         assert words in running.text
         assert "Traceback" not in running.text
+    assert_nothing_left(folder)
+
+
+def test_weights_of_another_shape_end_it_once_by_name(folder: Path) -> None:
+    """Not with a restart: another try would find the same files."""
+    model = tiny_model(folder)
+    save_file({"model.norm.weight": np.ones(65, np.float32)}, model / "model.safetensors")
+    with up(folder, "--load-format", "auto") as running:
+        assert running.end() == 3
+    assert "kvforge: worker-0 cannot serve (exit status 3): model model cannot be served" in running.text
+    assert "model.norm.weight is [65] and has to be [64]" in running.text
+    assert "started again" not in running.text and "Traceback" not in running.text
     assert_nothing_left(folder)

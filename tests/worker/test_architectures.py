@@ -128,8 +128,9 @@ def test_context_ends_where_rotary_frequencies_would_depend_on_the_batch(
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "falcon": ("falcon", {}, "never calls"),
-    "bloom": ("bloom", {}, "never calls"),
-    "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "never calls"),
+    "falcon with ALiBi": ("falcon", {"alibi": True}, "it uses ALiBi"),
+    "bloom": ("bloom", {}, "it uses ALiBi"),
+    "mpt": ("mpt", {"d_model": 64, "n_heads": 4, "n_layers": 2}, "it uses ALiBi"),
     "sinks": ("gpt_oss", {"num_local_experts": 4, "head_dim": 16}, "'s_aux'"),
     "mamba": ("mamba", {"state_size": 4}, "recurrent state"),
     "falcon_h1": ("falcon_h1", {}, "recurrent state"),

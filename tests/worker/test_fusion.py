@@ -16,9 +16,9 @@ from protocol.errors import ModelNotFound, WorkerError
 from worker.attention import PagedBatch
 from worker.device import Device, open_device
 from worker.kernels import LayerOperations, PlainOperations
+from worker.loading import MODEL_CONFIGS, find_source, known_configs, read_config
 from worker.model import LoadedModel, load_model
 from worker.pool import KvPool
-from worker.weights import MODEL_CONFIGS, find_source, known_configs, read_config
 
 triton = pytest.importorskip("triton")
 

@@ -8,14 +8,16 @@ from pathlib import Path
 from typing import Any
 
 import gguf
-import numpy as np
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 
 import worker.model as model_module
 from protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel, WorkerError
+from tests.worker.gguf_files import write_gguf
 from worker.attention import ReferenceAttention
 from worker.device import Device
+from worker.loading import find_source, model_dtype, read_config
 from worker.model import LoadedModel, load_model
 
 
@@ -78,55 +80,71 @@ def test_safetensors_folder(saved: tuple[LoadedModel, Path], cpu: Device) -> Non
     assert load(folder, cpu).info.fingerprint != loaded.info.fingerprint
 
 
-def test_dtype_and_kv_dtype(saved: tuple[LoadedModel, Path], cpu: Device) -> None:
+def test_dtype(saved: tuple[LoadedModel, Path], cpu: Device) -> None:
     folder = saved[1]
     half = load(folder, cpu, dtype="bfloat16")
     assert (half.dtype, half.geometry.kv_dtype) == (torch.bfloat16, "bfloat16")
     assert load(folder, cpu, dtype="auto").dtype == torch.float32
+
+
+@pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
+def test_without_a_dtype_in_the_configuration_that_of_the_weights_is_taken(
+    saved: tuple[LoadedModel, Path], cpu: Device, kind: torch.dtype
+) -> None:
+    folder = saved[1]
+    values = json.loads((folder / "config.json").read_text())
+    del values["dtype"]
+    (folder / "config.json").write_text(json.dumps(values))
+    weights = {name: tensor.to(kind) for name, tensor in load_file(folder / "model.safetensors").items()}
+    weights["model.norm.weight"] = weights["model.norm.weight"].float()  # a few are often kept as float32
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    source = find_source(folder, "auto")
+    wanted = torch.float32 if kind == torch.float64 else kind
+    assert model_dtype("auto", read_config(source), source, cpu) == wanted
+
+
+class Gpu:
+    """Of a device, what decides the dtype."""
+
+    owns_memory = True
+
+    def __init__(self, half_dtype: torch.dtype) -> None:
+        self.half_dtype = half_dtype
+
+
+@pytest.mark.parametrize(
+    ("kind", "on_new", "on_old"),
+    [
+        ("F32", torch.bfloat16, torch.float16),
+        ("F16", torch.float16, torch.float16),
+        ("Q8_0", torch.bfloat16, torch.float16),
+    ],
+)
+def test_a_gguf_file_becomes_16_bits_on_a_gpu(
+    tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device, kind: str, on_new: torch.dtype, on_old: torch.dtype
+) -> None:
+    stored = gguf.GGMLQuantizationType[kind]
+    path = write_gguf(tiny("llama").module, tmp_path / "tiny.gguf", stored=stored)
+    source = find_source(path, "auto")
+    config = read_config(source)
+    assert model_dtype("auto", config, source, Gpu(torch.bfloat16)) == on_new  # type: ignore[arg-type]
+    assert model_dtype("auto", config, source, Gpu(torch.float16)) == on_old  # type: ignore[arg-type]
+    assert model_dtype("auto", config, source, cpu) == torch.float32
+    assert model_dtype("float32", config, source, Gpu(torch.bfloat16)) == torch.float32  # type: ignore[arg-type]
+
+
+def test_kv_dtype(saved: tuple[LoadedModel, Path], cpu: Device) -> None:
+    folder = saved[1]
     mixed = load(folder, cpu, kv_dtype="float16")
     assert mixed.geometry.bytes_per_block * 2 == saved[0].geometry.bytes_per_block
     assert load(folder, cpu, kv_dtype="int8").geometry.bytes_per_block == 2 * 2 * 2 * (16 + 4) * 4
-
-
-def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
-    """The order in which a GGUF file keeps the rows of q and k of Llama models."""
-    return weight.reshape(heads, 2, -1, weight.shape[1]).swapaxes(1, 2).reshape(weight.shape)
-
-
-def write_gguf(model: LoadedModel, path: Path) -> None:
-    """A float32 GGUF file of a tiny Llama, as llama.cpp's converter would write it."""
-    config = model.module.config
-    writer = gguf.GGUFWriter(path, "llama")
-    writer.add_context_length(config.max_position_embeddings)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_head_count_kv(config.num_key_value_heads)
-    writer.add_layer_norm_rms_eps(config.rms_norm_eps)
-    writer.add_rope_freq_base(10000.0)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_eos_token_id(2)
-    writer.add_token_list([f"token{i}" for i in range(config.vocab_size)])
-    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.LLAMA, config.num_hidden_layers)
-    for name, tensor in model.module.state_dict().items():
-        array = tensor.numpy()
-        if "q_proj" in name:
-            array = permuted(array, config.num_attention_heads)
-        elif "k_proj" in name:
-            array = permuted(array, config.num_key_value_heads)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight",)), np.ascontiguousarray(array))
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
 
 
 def test_the_names_of_a_gguf_files_tensors_are_mapped_once(
     tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     path = tmp_path / "tiny.F32.gguf"
-    write_gguf(tiny("llama"), path)
+    write_gguf(tiny("llama").module, path)
     made: list[int] = []
     make = gguf.get_tensor_name_map
 
@@ -143,7 +161,7 @@ def test_the_names_of_a_gguf_files_tensors_are_mapped_once(
 def test_gguf_file(tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device) -> None:
     model = tiny("llama")
     path = tmp_path / "tiny.F32.gguf"
-    write_gguf(model, path)
+    write_gguf(model.module, path)
     for source in (path, tmp_path):
         loaded = load(source, cpu)
         assert same_weights(model, loaded)
@@ -174,10 +192,10 @@ def test_what_is_not_there(tmp_path: Path, cpu: Device, write_config: Callable[.
 def test_damaged_files(saved: tuple[LoadedModel, Path], cpu: Device, tmp_path: Path) -> None:
     weights = saved[1] / "model.safetensors"
     weights.write_bytes(weights.read_bytes()[:5000])
-    with pytest.raises((ModelNotFound, UnsupportedModel)):
+    with pytest.raises(UnsupportedModel, match=r"model\.safetensors cannot be served: it is damaged"):
         load(saved[1], cpu)
     (tmp_path / "cut.gguf").write_bytes(b"GGUF\x03\x00\x00\x00")
-    with pytest.raises((ModelNotFound, UnsupportedModel)):
+    with pytest.raises(UnsupportedModel, match=r"cut\.gguf cannot be served: it is damaged"):
         load(tmp_path / "cut.gguf", cpu)
 
 

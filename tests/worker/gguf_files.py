@@ -1,0 +1,105 @@
+"""GGUF files of tiny models, as llama.cpp's converter writes them: names, orders and offsets of its own."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import gguf
+import numpy as np
+
+Tensors = dict[str, np.ndarray]
+Metadata = dict[str, Any]
+
+
+def write_gguf(
+    module: Any,
+    path: Path,
+    architecture: str = "llama",
+    metadata: Metadata | None = None,
+    change: Callable[[Tensors], object] = lambda _: None,
+    stored: gguf.GGMLQuantizationType = gguf.GGMLQuantizationType.F32,
+) -> Path:
+    """A file of a transformers model.
+
+    metadata: keys to add ("rope.freq_base" gets the architecture in front; None: the key is left out). change: may
+    alter the tensors, by their names in the file. stored: how its matrices are; all else is float32.
+    """
+    config = module.config
+    writer = gguf.GGUFWriter(path, architecture)
+    values: Metadata = {
+        "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size,
+        "block_count": config.num_hidden_layers,
+        "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads,
+        "attention.head_count_kv": config.num_key_value_heads,
+        "attention.layer_norm_rms_epsilon": float(getattr(config, "rms_norm_eps", 1e-6)),
+        "rope.freq_base": 10000.0,
+        "vocab_size": config.vocab_size,
+        **(metadata or {}),
+    }
+    for key, value in values.items():
+        _add(writer, f"{architecture}.{key}", value)
+    writer.add_eos_token_id(2)
+    writer.add_token_list([f"token{i}" for i in range(config.vocab_size)])
+    tensors = converted(module, architecture)
+    change(tensors)
+    for name, array in tensors.items():
+        kind = stored if array.ndim > 1 else gguf.GGMLQuantizationType.F32
+        writer.add_tensor(name, gguf.quantize(np.ascontiguousarray(array), kind), raw_dtype=kind)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def converted(module: Any, architecture: str) -> Tensors:
+    """The model's tensors under their names in a GGUF file, float32."""
+    config = module.config
+    number = next(number for number, name in gguf.MODEL_ARCH_NAMES.items() if name == architecture)
+    names = gguf.get_tensor_name_map(number, config.num_hidden_layers)
+    tied = bool(config.tie_word_embeddings)
+    found: Tensors = {}
+    for name, tensor in module.state_dict().items():
+        array = tensor.float().numpy()
+        if tied and name == "lm_head.weight":
+            continue
+        if name.endswith("experts.gate_up_proj"):  # [experts, 2 * size, hidden]: two tensors in a file
+            layer = name.split(".")[2]
+            for part, half in zip(("gate", "up"), np.split(array, 2, axis=1), strict=True):
+                found[f"blk.{layer}.ffn_{part}_exps.weight"] = half
+            continue
+        if architecture == "llama" and "q_proj" in name:
+            array = permuted(array, config.num_attention_heads)
+        elif architecture == "llama" and "k_proj" in name:
+            array = permuted(array, config.num_key_value_heads)
+        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+            array = array + 1
+        stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
+        assert stored is not None, name
+        found[stored if stored.endswith((".weight", ".bias")) else f"{stored}.weight"] = array
+    return found
+
+
+def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
+    """The order in which a GGUF file keeps the rows of q and k of Llama models."""
+    return weight.reshape(heads, 2, -1, *weight.shape[1:]).swapaxes(1, 2).reshape(weight.shape)
+
+
+def _add(writer: gguf.GGUFWriter, key: str, value: Any) -> None:
+    match value:
+        case None:
+            pass
+        case bool():
+            writer.add_bool(key, value)
+        case int():
+            writer.add_uint32(key, value)
+        case float():
+            writer.add_float32(key, value)
+        case str():
+            writer.add_string(key, value)
+        case _:
+            writer.add_array(key, value)

@@ -1,0 +1,30 @@
+"""From a name or a path to a model in memory that is the one that was asked for.
+
+source.py       what a path is
+configuration.py, gguf.py, rope.py   what its files say about the model
+build.py        transformers builds it and fills in the weights
+report.py       nothing of the files may be left over, nothing of the model left out
+fingerprint.py  what was loaded, as one number
+progress.py     what transformers draws on the terminal, as fractions
+"""
+
+from .build import build
+from .configuration import MODEL_DTYPES, model_dtype, read_config
+from .fingerprint import fingerprint
+from .progress import Progress, gguf_read_once
+from .source import LOAD_FORMATS, MODEL_CONFIGS, Source, find_source, known_configs
+
+__all__ = [
+    "LOAD_FORMATS",
+    "MODEL_CONFIGS",
+    "MODEL_DTYPES",
+    "Progress",
+    "Source",
+    "build",
+    "find_source",
+    "fingerprint",
+    "gguf_read_once",
+    "known_configs",
+    "model_dtype",
+    "read_config",
+]

@@ -1,0 +1,86 @@
+"""transformers builds the model and fills in its weights, all of them and no others."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+import transformers
+
+from kvforge.model_files import gguf_model, stored_tensors
+from protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
+
+from ..device import Device, as_worker_error
+from .configuration import sentence
+from .gguf import noted_names
+from .progress import Bars, Progress, bars_to
+from .report import check_experts, check_finite, check_unpacked, judge, reported
+from .source import Source
+
+NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
+
+
+def build(source: Source, config: Any, dtype: torch.dtype, device: Device, progress: Progress, seed: int) -> Any:
+    """The transformers model with its weights, in eval mode, on `device`, with eager attention.
+
+    progress is called with 0 to 1. Errors: UnsupportedModel, which names the tensors that are missing, left over, of
+    another shape or not finite; ModelNotFound (files unreadable); WorkerError or GpuError (no memory).
+    """
+    with bars_to(progress) as bars:
+        try:
+            module = _dummy(config, dtype, device, seed) if source.format == "dummy" else _load(source, config, dtype)
+            module = module.to(device.torch_device).eval()
+        except OSError as error:
+            raise ModelNotFound(str(source.path), f"its weights cannot be read: {sentence(error)}") from error
+        except KvforgeError:
+            raise
+        except Exception as error:  # not a decoder, or sizes that do not fit: transformers has many errors for these
+            raise _typed(error, source, config, device, bars) from error
+    module.requires_grad_(False)
+    return module
+
+
+def _dummy(config: Any, dtype: torch.dtype, device: Device, seed: int) -> Any:
+    # Made where they stay: a host would take minutes for what a GPU does in a second.
+    with device.random_state(), device.torch_device:
+        torch.manual_seed(seed)
+        return transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+
+
+def _load(source: Source, config: Any, dtype: torch.dtype) -> Any:
+    """Errors: UnsupportedModel, and whatever transformers raises."""
+    stored = stored_tensors(source.model_files) if source.format == "safetensors" else {}
+    check_experts(stored, source.name)
+    with reported() as report, noted_names() as names:
+        try:
+            module = transformers.AutoModelForCausalLM.from_pretrained(
+                source.folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation="eager",
+                use_safetensors=True if source.format == "safetensors" else None,
+                ignore_mismatched_sizes=True,  # they are in the report
+                **source.keywords,
+            )
+        except Exception:
+            judge(report, source.name, names.of)
+            raise
+    if source.format == "gguf":
+        names.complete(report, gguf_model(source.path))
+    judge(report, source.name, names.of)
+    if getattr(module, "hf_quantizer", None) is None:
+        check_unpacked(module, stored, source.name)
+    check_finite(module, source.name, names.of)
+    return module
+
+
+def _typed(error: Exception, source: Source, config: Any, device: Device, bars: Bars) -> KvforgeError:
+    """What another try may not meet is the worker's failure; all else is the model's, and stays as it is."""
+    memory = isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY)
+    worker_error = as_worker_error(error, f"loading {source.name}", device)
+    if memory or worker_error.code != "worker_error":
+        return worker_error
+    at = f"its tensor {bars.current}: " if bars.current else ""
+    return UnsupportedModel(config.model_type if source.format == "dummy" else source.name, at + sentence(error))

@@ -1,0 +1,121 @@
+"""What transformers and gguf draw on the terminal while they load, as fractions; and what they do too often, once."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any, Self
+
+import numpy as np
+from transformers.utils import logging as transformers_logging
+
+Progress = Callable[[str, float], None]
+
+
+class Bars:
+    """Stands in for tqdm. current: the name of the GGUF tensor that is being converted; "" where there is none."""
+
+    def __init__(self, progress: Progress) -> None:
+        self.current = ""
+        self._progress = progress
+        self._phases = 0
+
+    def make(self, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> _Bar:
+        weights_share = 0.5  # GGUF files are read (first half), then assigned (second half)
+        base = min(weights_share * self._phases, weights_share)
+        self._phases += 1
+        self.current = ""
+        share = 1 - weights_share
+        return _Bar(self, lambda phase, done: self._progress(phase, base + share * done), *arguments, **keywords)
+
+
+class _Bar:
+    """Stands in for a tqdm bar: reports how far it is instead of drawing it."""
+
+    def __init__(
+        self, bars: Bars, progress: Progress, iterable: Any = None, *, total: int | None = None, **_: Any
+    ) -> None:
+        self._bars = bars
+        self._progress = progress
+        self._iterable = iterable
+        self._total = total if total is not None else (len(iterable) if hasattr(iterable, "__len__") else 0)
+        self._done = 0
+        self._reported = -1
+
+    def __iter__(self) -> Iterator[Any]:
+        for item in self._iterable:
+            self._bars.current = getattr(item, "name", "")
+            yield item
+            self.update(1)
+        self._bars.current = ""
+
+    def update(self, count: int = 1) -> None:
+        self._done += count
+        twentieth = 20 * self._done // max(self._total, 1)
+        if twentieth != self._reported and self._total > 0:
+            self._reported = twentieth
+            self._progress("loading weights", min(self._done / self._total, 1.0))
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def __getattr__(self, _: str) -> Callable[..., None]:
+        return lambda *_args, **_keywords: None  # close, set_description, ...: nothing to draw
+
+
+@contextlib.contextmanager
+def bars_to(progress: Progress) -> Iterator[Bars]:
+    """transformers draws progress bars on stderr while loading; these go to `progress` instead."""
+    bars = Bars(progress)
+    gguf = _gguf_module()
+    drawn = getattr(gguf, "tqdm", None)
+    previous = transformers_logging.set_tqdm_hook(lambda _factory, arguments, keywords: bars.make(arguments, keywords))
+    try:
+        if drawn is not None:
+            gguf.tqdm = lambda *arguments, **keywords: bars.make(arguments, keywords)
+        yield bars
+    finally:
+        transformers_logging.set_tqdm_hook(previous)
+        if drawn is not None:
+            gguf.tqdm = drawn
+
+
+@contextlib.contextmanager
+def gguf_read_once() -> Iterator[None]:
+    """Around `read_config` and `build`: transformers does for a GGUF file again and again what is needed once.
+
+    It reads the file for the configuration, and once more for the weights. It makes the table of the tensors' names
+    anew for every module of a model, and the more layers, the longer that takes.
+    """
+    try:
+        import gguf
+    except ImportError:  # only GGUF files need it
+        yield
+        return
+
+    class Reader(gguf.GGUFReader):
+        data: Any
+
+        def _build_fields(self, *arguments: Any) -> Any:
+            # A vocabulary is cut out piece by piece, and every piece of a memmap is one again, which takes longer.
+            self.data = np.asarray(self.data)
+            return super()._build_fields(*arguments)
+
+    made = {"GGUFReader": functools.cache(Reader), "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map)}
+    kept = {name: getattr(gguf, name) for name in made}
+    vars(gguf).update(made)
+    try:
+        yield
+    finally:
+        vars(gguf).update(kept)
+
+
+def _gguf_module() -> Any:
+    from transformers import modeling_gguf_pytorch_utils
+
+    return inspect.getmodule(modeling_gguf_pytorch_utils.load_gguf_checkpoint)

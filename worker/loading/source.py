@@ -1,0 +1,80 @@
+"""What a model is loaded from.
+
+Three formats: a GGUF file (dequantised by transformers on load), a Hugging Face folder with safetensors, and "dummy"
+(random weights for a configuration alone). Code in a model folder is never run and pickled weights are never read.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from kvforge.model_files import ModelFiles, check_files, find_files
+from protocol.errors import InvalidConfiguration, ModelNotFound
+
+LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
+# Configurations of known shapes, for dummy weights: MODEL_CONFIGS / "NAME.json".
+MODEL_CONFIGS = Path(__file__).parents[1] / "model_configs"
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where a model comes from. format: gguf, safetensors or dummy. files: all that is read, config.json first."""
+
+    format: str
+    path: Path
+    folder: Path
+    files: tuple[Path, ...]
+
+    @property
+    def name(self) -> str:
+        named_by_file = self.path.suffix == ".gguf" or self.folder == MODEL_CONFIGS
+        return self.path.stem if named_by_file and self.path.is_file() else self.folder.name
+
+    @property
+    def model_files(self) -> ModelFiles:
+        return ModelFiles(self.format, self.path, self.files)
+
+    @property
+    def keywords(self) -> dict[str, Any]:
+        """What transformers' `from_pretrained` needs to find it, without network and without foreign code."""
+        keywords: dict[str, Any] = {"local_files_only": True, "trust_remote_code": False}
+        return keywords | ({"gguf_file": self.path.name} if self.format == "gguf" else {})
+
+
+def find_source(source: str | Path, load_format: str) -> Source:
+    """Says what `source` is; with dummy weights it may be the name of a file in MODEL_CONFIGS ("llama-3.1-8b").
+
+    Every header is read: files that are damaged, or that are no whole model, are refused here, before anything is
+    loaded. Errors: ModelNotFound, UnsupportedModel, InvalidConfiguration (`load_format`).
+    """
+    path = Path(source).expanduser()
+    if load_format not in LOAD_FORMATS:
+        raise InvalidConfiguration("load_format", f"{load_format!r} is not one of {', '.join(LOAD_FORMATS)}")
+    if load_format == "dummy" and str(source) in known_configs():
+        path = MODEL_CONFIGS / f"{source}.json"
+    if not path.exists():
+        raise ModelNotFound(str(source), _not_there(load_format))
+    path = path.absolute()
+    if load_format == "dummy":
+        config = path / "config.json" if path.is_dir() else path
+        if not config.is_file() or config.suffix != ".json":
+            raise ModelNotFound(str(source), "dummy weights need a config.json, or a folder with one")
+        return Source("dummy", path, config.parent, (config,))
+    try:
+        found = find_files(path, str(source), load_format)
+        check_files(found)
+    except OSError as error:
+        raise ModelNotFound(str(source), f"cannot be read: {error}") from error
+    return Source(found.format, found.path, found.path.parent if found.format == "gguf" else found.path, found.files)
+
+
+def known_configs() -> tuple[str, ...]:
+    """The names that `find_source` takes for dummy weights, in order."""
+    return tuple(sorted(path.stem for path in MODEL_CONFIGS.glob("*.json")))
+
+
+def _not_there(load_format: str) -> str:
+    names = f", and no known shape of that name ({', '.join(known_configs())})" if load_format == "dummy" else ""
+    return "there is no such file or folder" + names
