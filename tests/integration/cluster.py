@@ -18,6 +18,7 @@ from typing import Self
 from kvforge import Client
 from protocol.transport import client_endpoint, worker_endpoint
 
+from .nursery import Child, nursery
 from .running import tiny_model
 
 READY_S = 120.0
@@ -36,7 +37,7 @@ class Cluster:
         self._model = model
         self._blocks = blocks
         self._coordinator_extra, self._worker_extra = coordinator, worker
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._processes: dict[str, subprocess.Popen[bytes] | Child] = {}
         self._stack = ExitStack()
         self.model = model if model is not None else tiny_model(self.folder)
 
@@ -106,13 +107,18 @@ class Cluster:
         return self._stack.enter_context(Client(self.endpoint, **values))  # type: ignore[arg-type]
 
     def _start(self, name: str, module: str, config: Path) -> None:
-        with (self.folder / f"{name}.log").open("ab") as log:
+        arguments, environment = ["--config", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
+        path = self.folder / f"{name}.log"
+        if module == "worker":
+            self._processes[name] = nursery().start(arguments, path, environment)
+            return
+        with path.open("ab") as log:
             self._processes[name] = subprocess.Popen(
-                [sys.executable, "-m", module, "--config", str(config)],
+                [sys.executable, "-m", module, *arguments],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env=environment,
             )
 
     def pid(self, name: str) -> int:

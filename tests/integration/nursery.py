@@ -1,0 +1,181 @@
+"""Workers for tests as real processes, without the seconds that each needs to import torch and transformers.
+
+A test process starts one nursery, which imports what `python -m worker` imports and then does nothing but fork: a
+child runs `worker` as `__main__`, with the arguments, environment and output that it was given. From there on it is a
+worker like any other, with a process id, signals and an exit status of its own. What this leaves out, that the command
+starts in a fresh interpreter, is tested where `kvforge up`, systemd or a test itself starts it.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import runpy
+import select
+import signal
+import subprocess
+import sys
+from contextlib import suppress
+from functools import cache
+from pathlib import Path
+from time import monotonic
+
+FORK_S = 90.0  # the first time, torch is imported
+
+
+class Child:
+    """As much of a subprocess.Popen as is needed of a worker."""
+
+    def __init__(self, nursery: Nursery, pid: int) -> None:
+        self._nursery = nursery
+        self.pid = pid
+        self.returncode: int | None = None
+
+    def poll(self) -> int | None:
+        """The exit status (minus the signal's number if killed), None while it runs."""
+        self._nursery.listen(0.0)
+        return self.returncode
+
+    def wait(self, timeout: float) -> int:
+        """The exit status, once it has ended. timeout: seconds."""
+        deadline = monotonic() + timeout
+        while self.returncode is None:
+            left_s = deadline - monotonic()
+            if left_s <= 0:
+                raise subprocess.TimeoutExpired("worker", timeout)
+            self._nursery.listen(left_s)
+        return self.returncode
+
+    def send_signal(self, number: signal.Signals) -> None:
+        """Sends a signal, if it runs."""
+        if self.poll() is None:
+            with suppress(ProcessLookupError):
+                os.kill(self.pid, number)
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.send_signal(signal.SIGKILL)
+
+
+class Nursery:
+    """The process that forks workers."""
+
+    def __init__(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", __name__],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+            bufsize=0,
+        )
+        self._answers = b""
+        self._born: list[int] = []
+        self._children: dict[int, Child] = {}
+
+    def start(self, arguments: list[str], log: Path, environment: dict[str, str]) -> Child:
+        """Runs `worker` with these arguments; both outputs are appended to `log`."""
+        assert self._process.stdin is not None
+        request = {"arguments": arguments, "log": str(log), "environment": environment}
+        self._process.stdin.write(json.dumps(request).encode() + b"\n")
+        deadline = monotonic() + FORK_S
+        while not self._born:
+            assert monotonic() < deadline, f"no worker within {FORK_S} s"
+            self.listen(deadline - monotonic())
+        return self._children[self._born.pop()]
+
+    def listen(self, wait_s: float) -> None:
+        """Takes what the nursery says, waiting for it so long."""
+        assert self._process.stdout is not None
+        if not select.select([self._process.stdout], [], [], max(0.0, wait_s))[0]:
+            return
+        said = self._process.stdout.read(1 << 16)
+        assert said, "the nursery has ended"
+        *lines, self._answers = (self._answers + said).split(b"\n")
+        for line in lines:
+            pid, status = json.loads(line)
+            if status is None:
+                self._children[pid] = Child(self, pid)
+                self._born.append(pid)
+            else:
+                self._children.pop(pid).returncode = status
+
+    def close(self) -> None:
+        """Ends it; workers that still run are its orphans."""
+        assert self._process.stdin is not None
+        assert self._process.stdout is not None
+        self._process.stdin.close()
+        self._process.wait()
+        self._process.stdout.close()
+
+
+@cache
+def nursery() -> Nursery:
+    """This process's, started when it is first asked for."""
+    made = Nursery()
+    atexit.register(made.close)
+    return made
+
+
+def _serve() -> None:
+    """Reads requests, forks, tells each child's id and exit status. In a child, returns when its worker has ended."""
+    import worker.loop  # noqa: F401 - what takes the seconds
+
+    threads = os.listdir("/proc/self/task")  # noqa: PTH208
+    assert len(threads) == 1, "a process of several threads cannot be forked"
+    wake, awake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+    signal.set_wakeup_fd(awake)
+    signal.signal(signal.SIGCHLD, lambda *_: None)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is for the tests
+    requests = b""
+    while True:
+        ready = select.select([0, wake], [], [])[0]
+        if wake in ready:
+            os.read(wake, 1 << 16)
+            _tell_ended()
+        if 0 in ready:
+            read = os.read(0, 1 << 16)
+            if not read:
+                return
+            *lines, requests = (requests + read).split(b"\n")
+            for line in lines:
+                pid = os.fork()
+                if pid == 0:
+                    signal.set_wakeup_fd(-1)
+                    os.close(wake)
+                    os.close(awake)
+                    _become_worker(**json.loads(line))
+                    return
+                _tell(pid, None)
+
+
+def _tell_ended() -> None:
+    with suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            _tell(ended[0], os.waitstatus_to_exitcode(ended[1]))
+
+
+def _tell(pid: int, status: int | None) -> None:
+    os.write(1, json.dumps([pid, status]).encode() + b"\n")
+
+
+def _become_worker(arguments: list[str], log: str, environment: dict[str, str]) -> None:
+    """As `python -m worker ARGUMENTS` would be started in a shell, its outputs in `log`. Leaves by SystemExit."""
+    signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    for descriptor, flags in ((os.open(os.devnull, os.O_RDONLY), (0,)), (_appended(log), (1, 2))):
+        for target in flags:
+            os.dup2(descriptor, target)
+        os.close(descriptor)
+    os.environ.clear()
+    os.environ.update(environment)
+    sys.argv = ["worker", *arguments]
+    runpy.run_module("worker", run_name="__main__", alter_sys=True)
+
+
+def _appended(log: str) -> int:
+    return os.open(log, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o644)
+
+
+if __name__ == "__main__":
+    _serve()
