@@ -220,6 +220,14 @@ class Device:
         return f"sm_{properties.major}{properties.minor}", count
 
     @property
+    def shared_bytes(self) -> int:
+        """Shared memory that one block of a kernel may use, as its driver says; 0 where it does not say."""
+        if self.kind != "cuda":
+            return 0
+        properties = torch.cuda.get_device_properties(self.torch_device)
+        return int(getattr(properties, "shared_memory_per_block_optin", 0))
+
+    @property
     def toolkit(self) -> str:
         """Version of CUDA or ROCm that torch was built with; "" without."""
         return str(torch.version.hip or torch.version.cuda or "")

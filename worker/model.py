@@ -22,12 +22,13 @@ from protocol.messages import ModelInfo
 
 from .attention import AttentionOptions, PagedAttention, PagedBatch, choose_attention
 from .attention.selftest import self_test as attention_test
+from .attention.targets import check_dtypes
 from .device import Device
 from .fusion import FusedDecoder, fuse
 from .kernels import choose_operations
 from .kernels.selftest import self_test as layer_test
 from .loading import Progress, build, find_source, fingerprint, gguf_read_once, model_dtype, read_config
-from .pool import KvGeometry, KvPool
+from .pool import KV_DTYPES, KvGeometry, KvPool
 
 log = logging.getLogger(__name__)
 
@@ -194,6 +195,8 @@ def load_model(
         kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
         # Its errors come before the wait.
         KvGeometry.uniform(layers=1, kv_heads=1, head_size=1, block_size=block_size, kv_dtype=kv_dtype)
+        if device.runs_kernels:
+            check_dtypes(device, torch_dtype, KV_DTYPES[kv_dtype].torch_dtype)
         chosen = choose_attention(device, attention)
 
         progress("loading weights", 0.05)

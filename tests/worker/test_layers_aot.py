@@ -22,7 +22,8 @@ from worker.kernels.aot import layer_configurations
 from worker.kernels.fused import FusedOperations
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
+# Of NVIDIA's the one that has tiles of its own; the others are in `test_nvidia_aot`.
+COMPILED = [name for name, target in TARGETS.items() if target.backend == "hip" or name == "sm_90"]
 
 
 @pytest.mark.parametrize("name", COMPILED)

@@ -177,6 +177,17 @@ def test_equals_dense_in_the_interpreter(case: Case) -> None:
     check(case, TARGETS["cpu"], torch.device("cpu"))
 
 
+@pytest.mark.skipif(torch.cuda.is_available(), reason="test_targets runs it on a GPU")
+@pytest.mark.parametrize("stored", [I8, FP8], ids=str)
+@pytest.mark.parametrize("query", [F16, F32], ids=str)
+def test_numbers_whose_bits_are_put_together_are_the_same(query: torch.dtype, stored: torch.dtype) -> None:
+    """For GPUs that cannot convert them, or whose compiler does not know the dtype: to the bit what the others have."""
+    case, device = Case("short", "gqa", 80, 8, query, stored, 9), torch.device("cpu")
+    bitwise = replace(TARGETS["cpu"], bitwise=(I8, FP8))
+    check(case, bitwise, device)
+    assert torch.equal(Made(case, device).paged(bitwise), Made(case, device).paged(TARGETS["cpu"]))
+
+
 def whole_grid() -> list[Case]:
     """Head counts x head sizes x block sizes in each dtype of 16 bits; the other factors in pairs with them."""
     cases = [

@@ -156,7 +156,7 @@ def compile_one(configuration: Configuration, target: Target) -> Compiled:
     seconds = time.perf_counter() - began
     usage = _hip_usage(kernel.asm) if target.backend == "hip" else _cuda_usage(kernel.asm)
     assembly = kernel.asm["amdgcn" if target.backend == "hip" else "ptx"]
-    matrix = len(re.findall(rf"\b(?:{target.matrix})", assembly))
+    matrix = len(re.findall(rf"\b(?:{target.matrix})", assembly)) if target.matrix else 0
     shared = int(kernel.metadata.shared)
     unordered = _unordered_stores(assembly) if target.backend == "hip" else 0
     return Compiled(target.name, configuration.label, *usage, unordered, shared, matrix, configuration.matrix, seconds)
@@ -235,7 +235,8 @@ def _prefill(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size:
     layer = KvLayer(cache, cache)
     # Windows of one token are what `prefill_hopper` does not take.
     shape = prefill_shape(heads, model, layer, AttentionOptions(1.0, window=1), target)
-    pointers = _pointers(("query", "output"), DTYPE_NAMES[model]) | _pointers(("keys", "values"), DTYPE_NAMES[stored])
+    numbers = "i8" if stored in target.bitwise else DTYPE_NAMES[stored]
+    pointers = _pointers(("query", "output"), DTYPE_NAMES[model]) | _pointers(("keys", "values"), numbers)
     scales = "fp32" if stored in (I8, FP8) else DTYPE_NAMES[stored]
     pointers |= _pointers(("key_scales", "value_scales"), scales) | _pointers(("tables", "items"), "i32")
     return Configuration(

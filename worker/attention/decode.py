@@ -104,7 +104,7 @@ def decode_constants(
         "STAGES": tiles.stages,
         "KIND": KINDS.get(dtype, 0),
         "SOFTCAP": 2 if target.asks_softcap else int(softcap),
-        "ASSEMBLY": target.packed_conversions,
+        "ASSEMBLY": dtype in target.packed,
         "MERGE_ROWS": merge_rows,
         "MERGE_PARTS": MERGE_PARTS,
         "CHAINED": target.chained,

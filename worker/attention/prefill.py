@@ -22,7 +22,7 @@ import triton
 from .interface import AttentionOptions, KvLayer
 from .prefill_copy import PAGE, copy_rows
 from .prefill_portable import prefill_portable
-from .quantised import is_quantised
+from .quantised import as_bytes, is_quantised
 from .targets import PrefillTiles, Target, TileKey, head_class
 
 FIELDS = 8  # int32 of one tile, see `plan_prefill`
@@ -158,13 +158,16 @@ def paged_prefill(
         return
     assert not copied, "no workspace is of use here"
     constants = portable_constants(query.shape[1], query.dtype, layer, shape, target)
+    keys, values = layer.keys, layer.values
+    if constants["BITWISE"]:
+        keys, values = as_bytes(keys), as_bytes(values)
     scale, cap = exponents(options)
     prefill_portable[(items.shape[0] * constants["PACKS"],)](
         query,
         query.stride(0),
         query.stride(1),
-        layer.keys,
-        layer.values,
+        keys,
+        values,
         layer.keys if layer.key_scales is None else layer.key_scales,
         layer.values if layer.value_scales is None else layer.value_scales,
         output,
@@ -201,7 +204,8 @@ def portable_constants(
         "QUERIES": shape.tiles.queries,
         "KEYS": shape.tiles.keys,
         "QUANTISED": is_quantised(layer.keys.dtype),
-        "BITWISE": target.bitwise_conversions and is_quantised(layer.keys.dtype),
+        "BITWISE": layer.keys.dtype in target.bitwise,
+        "E4M3": layer.keys.dtype == torch.float8_e4m3fn,
         "UPCAST": target.widens and query_dtype == torch.bfloat16,
     }
 

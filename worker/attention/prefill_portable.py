@@ -34,22 +34,25 @@ def _load_tile(
 
 
 @triton.jit
-def _convert(stored, dtype: tl.constexpr, BITWISE: tl.constexpr):
+def _convert(stored, dtype: tl.constexpr, BITWISE: tl.constexpr, E4M3: tl.constexpr):
     """Stored numbers as `dtype`. int8 and fp8 fit into bfloat16 and float16 exactly: no rounding is needed.
 
-    BITWISE: without the conversions that AMD's GPUs lack, which the compiler spells out at great length.
+    BITWISE: without the conversions that AMD's GPUs lack, which the compiler spells out at great length, and that
+    NVIDIA's lack before sm_89, where it refuses the dtype itself. E4M3: int8 are the bits of fp8 then.
     """
-    if not BITWISE:
+    if BITWISE:
+        numbers = stored
+        if E4M3:
+            # The bits of s.eeee.mmm are those of a float16 2 ** 8 times smaller, also below the normal numbers.
+            bits = stored.to(tl.int16)
+            numbers = ((bits & -32768) | ((bits << 7) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0
+        if dtype == tl.bfloat16 and numbers.dtype != tl.bfloat16:
+            bits = numbers.to(tl.float32).to(tl.int32, bitcast=True)
+            return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
+        else:
+            return numbers.to(dtype)
+    else:
         return stored.to(dtype)
-    numbers = stored
-    if stored.dtype == tl.float8e4nv:
-        # The bits of s.eeee.mmm are those of a float16 2 ** 8 times smaller, also below the normal numbers.
-        bits = stored.to(tl.int8, bitcast=True).to(tl.int16)
-        numbers = ((bits & -32768) | ((bits << 7) & 0x3F80)).to(tl.float16, bitcast=True) * 256.0
-    if dtype == tl.bfloat16 and numbers.dtype != tl.bfloat16:
-        bits = numbers.to(tl.float32).to(tl.int32, bitcast=True)
-        return (bits >> 16).to(tl.int16).to(tl.bfloat16, bitcast=True)
-    return numbers.to(dtype)
 
 
 @triton.jit
@@ -78,6 +81,7 @@ def _step(
     KEYS: tl.constexpr,
     QUANTISED: tl.constexpr,
     BITWISE: tl.constexpr,
+    E4M3: tl.constexpr,
     MASKED: tl.constexpr,
 ):
     """Keys first ... first + KEYS - 1. low, high: the row's tokens that any of its queries reaches."""
@@ -90,7 +94,7 @@ def _step(
         block = tl.load(table + key // POOL_BLOCK)
     rows = (block.to(tl.int64) * POOL_BLOCK + key % POOL_BLOCK) * KV_HEADS + kv_head
     k = _load_tile(keys, rows, columns, inside, HEAD, HEAD_PAD, MASKED)
-    k = _convert(k, q.dtype, BITWISE)
+    k = _convert(k, q.dtype, BITWISE, E4M3)
     scores = tl.dot(q, tl.trans(k), input_precision="ieee")
     if QUANTISED:
         if MASKED:
@@ -117,13 +121,13 @@ def _step(
         else:
             value_scale = tl.load(value_scales + rows)
         if q.dtype == tl.float16:  # too narrow for a weight times a scale
-            v = v.to(tl.float32) * value_scale[:, None]
+            v = _convert(v, tl.float32, BITWISE, E4M3) * value_scale[:, None]
         else:
             weights *= value_scale[None, :]
     if v.dtype == tl.float32:
         v = v.to(q.dtype)
     else:
-        v = _convert(v, q.dtype, BITWISE)
+        v = _convert(v, q.dtype, BITWISE, E4M3)
     accumulator = accumulator * fade[:, None]
     accumulator = tl.dot(weights.to(q.dtype), v, accumulator, input_precision="ieee")
     return accumulator, new_largest, total
@@ -157,6 +161,7 @@ def prefill_portable(
     KEYS: tl.constexpr,
     QUANTISED: tl.constexpr,
     BITWISE: tl.constexpr,
+    E4M3: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
     """Grid: [tiles x PACKS]. items: [tiles, 8] int32, see `prefill.plan_prefill`.
@@ -208,7 +213,8 @@ def prefill_portable(
     for at in tl.range(whole, causal, KEYS):
         accumulator, largest, total = _step(
             accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
-            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, QUANTISED, BITWISE, False,
+            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, QUANTISED, BITWISE, E4M3,
+            False,
         )  # fmt: skip
     for edge in tl.range(0, whole - first + end - causal, KEYS):
         at = first + edge
@@ -216,7 +222,8 @@ def prefill_portable(
             at += causal - whole
         accumulator, largest, total = _step(
             accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,
-            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, QUANTISED, BITWISE, True,
+            value_scales, kv_head, scale, cap, KV_HEADS, POOL_BLOCK, HEAD, HEAD_PAD, KEYS, QUANTISED, BITWISE, E4M3,
+            True,
         )  # fmt: skip
     accumulator = accumulator / total[:, None]
     tl.store(

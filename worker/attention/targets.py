@@ -11,6 +11,9 @@ from dataclasses import dataclass, replace
 from functools import lru_cache
 from typing import Any
 
+import torch
+
+from protocol.errors import InvalidConfiguration
 from worker.device import Device
 
 HEAD_CLASSES = (64, 128, 256)  # head sizes are padded to the next one: powers of two, as Triton's tiles must be
@@ -63,8 +66,10 @@ class Target:
     matrix: pattern of the names of its matrix instructions in assembly, "" where there are none.
     multiprocessors: SMs or compute units; of the device at hand where there is one.
     hopper: its matrix instructions and copies are those that `prefill_hopper` is written in. chained: a kernel may
-    start before the one before it has ended (programmatic dependent launch). packed_conversions: two int8 or fp8 become
-    two float16 in a few instructions, as written out in `decode_kernel`. bitwise_conversions: for want of any.
+    start before the one before it has ended (programmatic dependent launch). packed: quantised dtypes of which two
+    numbers become two float16 in a few instructions, as written out in `decode_kernel`. bitwise: those that no
+    instruction converts, or that the compiler does not know there: their bits are put together as integers.
+    lacks: dtypes that it has no arithmetic for.
     float32_products: Triton's input_precision. barrier_waits: for stores to memory, not to shared memory alone.
     asks_softcap: its kernels are told at run time whether there is one, so that the tests can compile them all.
     widens: multiplies bfloat16 as float32 (Triton 3.6's interpreter would as if it were integers).
@@ -87,8 +92,9 @@ class Target:
     write: WriteTiles
     hopper: bool = False
     chained: bool = False
-    packed_conversions: bool = False
-    bitwise_conversions: bool = False
+    packed: tuple[torch.dtype, ...] = ()
+    bitwise: tuple[torch.dtype, ...] = ()
+    lacks: tuple[torch.dtype, ...] = ()
     float32_products: str = "ieee"
     barrier_waits: bool = True
     asks_softcap: bool = True
@@ -107,10 +113,12 @@ def _keys() -> list[TileKey]:
     return [TileKey(head, itemsize) for head in HEAD_CLASSES for itemsize in (1, 2, 4)]
 
 
-def _decode(bytes_per_tile: int, warps: int, stages: int, keys_max: int = 128) -> dict[TileKey, DecodeTiles]:
+def _decode(
+    bytes_per_tile: int, warps: int, stages: int, keys_max: int = 128, waves: int = 1
+) -> dict[TileKey, DecodeTiles]:
     """Tiles of K that hold `bytes_per_tile`, between 16 and `keys_max` keys."""
     return {
-        key: DecodeTiles(max(16, min(keys_max, bytes_per_tile // (key.head * key.itemsize))), warps, stages)
+        key: DecodeTiles(max(16, min(keys_max, bytes_per_tile // (key.head * key.itemsize))), warps, stages, waves)
         for key in _keys()
     }
 
@@ -158,18 +166,53 @@ def _nvidia(capability: int) -> dict[str, Any]:
     return {
         "hopper": capability == 90,
         "chained": capability >= 90,
-        "packed_conversions": capability >= 89,
+        "packed": (torch.int8, torch.float8_e4m3fn) if capability >= 89 else (torch.int8,),
+        "bitwise": () if capability >= 89 else (torch.float8_e4m3fn,),
+        "lacks": () if capability >= 80 else (torch.bfloat16,),
         "float32_products": "tf32x3" if capability >= 80 else "ieee",
-        "asks_softcap": False,
+        "asks_softcap": capability != 90,
     }
 
 
+def _nvidia_target(capability: int, shared_kib: int, multiprocessors: int) -> Target:
+    """One that was not measured: its tiles leave room for two programs in the 99 KiB of the smallest of them."""
+    tensor_cores = capability >= 80  # that take bfloat16 and float32, and copies that run beside them
+    return Target(
+        name=f"sm_{capability}",
+        backend="cuda",
+        arch=capability,
+        warp_size=32,
+        shared_bytes=shared_kib * KIB,
+        matrix=r"mma\.sync|tcgen05\.mma" if tensor_cores else "",
+        multiprocessors=multiprocessors,
+        decode_rows=16,
+        decode=_decode(16 * KIB, 4, 3, waves=2) if tensor_cores else _decode(4 * KIB, 8, 1, 32),
+        decode_few=_decode(16 * KIB, 4, 3, waves=2) if tensor_cores else _decode(4 * KIB, 8, 1, 32),
+        prefill=NVIDIA_PREFILL if tensor_cores else TURING_PREFILL,
+        write=WriteTiles(warps=4),
+        **_nvidia(capability),
+    )
+
+
 KIB = 1024
-GFX9: dict[str, Any] = {"bitwise_conversions": True, "barrier_waits": False}
-RDNA: dict[str, Any] = {"bitwise_conversions": True}
+QUANTISED = (torch.int8, torch.float8_e4m3fn)
+GFX9: dict[str, Any] = {"bitwise": QUANTISED, "barrier_waits": False}
+RDNA: dict[str, Any] = {"bitwise": QUANTISED}
+NVIDIA_PREFILL = (
+    _prefill((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2), stored=(1,))
+    | _prefill((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), stored=(2,))
+    | _prefill((64, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 2), stored=(4,))
+)
+TURING_PREFILL = _prefill((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))
 TARGETS: dict[str, Target] = {
     target.name: target
     for target in (
+        _nvidia_target(75, 64, 40),  # T4
+        _nvidia_target(80, 163, 108),  # A100
+        _nvidia_target(86, 99, 72),  # A10, 3090
+        _nvidia_target(89, 99, 58),  # L4, L40S, 4090
+        _nvidia_target(100, 227, 148),  # B200
+        _nvidia_target(120, 99, 170),  # 5090
         Target(
             name="sm_90",
             backend="cuda",
@@ -290,22 +333,63 @@ TARGETS: dict[str, Target] = {
 }
 # Architectures that run another one's tiles: newer or smaller ones of the same family. Of others: the family's.
 _LIKE = {"gfx940": "gfx942", "gfx941": "gfx942", "gfx1101": "gfx1100", "gfx1102": "gfx1100", "gfx1200": "gfx1201"}
-_FAMILIES = {"sm_": "sm_90", "gfx9": "gfx942", "gfx12": "gfx1201", "gfx": "gfx1100"}
+_FAMILIES = {"gfx9": "gfx942", "gfx12": "gfx1201", "gfx": "gfx1100"}
 
 
 def current_target(device: Device) -> Target:
-    """The row of the table for `device`, with its own count of multiprocessors.
+    """The row of the table for `device`, with its own count of multiprocessors and, on NVIDIA, its own limits.
 
     An architecture that is not in the table runs the tiles of the nearest one that is: its self-test decides whether
-    they are right there.
+    they are right there. Errors: InvalidConfiguration names `kernels` where no row fits the device.
     """
     name, multiprocessors = device.architecture
-    return TARGETS[name] if name == "cpu" else _target_of(name, multiprocessors)
+    return TARGETS[name] if name == "cpu" else _target_of(name, multiprocessors, device.shared_bytes)
+
+
+def check_dtypes(device: Device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
+    """Whether `device` can compute in `dtype` over K and V of `kv_dtype`. Errors: InvalidConfiguration names which."""
+    lacks = current_target(device).lacks
+    for field, wanted in (("dtype", dtype), ("kv_dtype", kv_dtype)):
+        if wanted in lacks:
+            problem = f"{device.name} has no {_name(wanted)} arithmetic: set {field} = 'float16' or 'float32'"
+            raise InvalidConfiguration(field, problem)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
 
 
 @lru_cache(maxsize=64)
-def _target_of(name: str, multiprocessors: int) -> Target:
+def _target_of(name: str, multiprocessors: int, shared_bytes: int = 0) -> Target:
+    """shared_bytes: that a block may use on the device; 0: not known, so as much as others of its name have."""
+    if name.startswith("sm_"):
+        return _nvidia_target_of(name, multiprocessors, shared_bytes)
     family = next(family for family in _FAMILIES if name.startswith(family))
     like = TARGETS[name if name in TARGETS else _LIKE.get(name, _FAMILIES[family])]
-    more = _nvidia(int(name.removeprefix("sm_"))) if family == "sm_" else {}
-    return replace(like, name=name, multiprocessors=multiprocessors, **more)
+    return replace(like, name=name, multiprocessors=multiprocessors)
+
+
+def _nvidia_target_of(name: str, multiprocessors: int, shared_bytes: int) -> Target:
+    """The tiles of the newest row that is no newer than the device and asks no more shared memory than it has.
+
+    What was tuned on Hopper is for Hopper alone.
+    """
+    capability = _capability(name)
+    if name in TARGETS:
+        shared_bytes = shared_bytes or TARGETS[name].shared_bytes
+    rows = [row for row in TARGETS.values() if row.backend == "cuda" and (row.name == name or not row.hopper)]
+    room = shared_bytes or 99 * KIB
+    fitting = [row for row in rows if _capability(row.name) <= capability and row.shared_bytes <= room]
+    if not fitting:
+        smallest = min(rows, key=lambda row: row.shared_bytes)
+        problem = f"need at least {smallest.name} with {smallest.shared_bytes // KIB} KiB of shared memory for a block"
+        raise InvalidConfiguration(
+            "kernels", f"{problem}; this device is {name} with {shared_bytes // KIB} KiB: set kernels = 'reference'"
+        )
+    like = max(fitting, key=lambda row: _capability(row.name))
+    more = {"shared_bytes": shared_bytes or like.shared_bytes, **_nvidia(capability), "matrix": like.matrix}
+    return replace(like, name=name, arch=capability, multiprocessors=multiprocessors, **more)
+
+
+def _capability(name: str) -> int:
+    return int(name.removeprefix("sm_"))

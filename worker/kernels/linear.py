@@ -223,6 +223,8 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     divisible: the result may be left in parts.
     """
     measured = target.name == MEASURED
+    if target.backend == "cuda" and not target.matrix:
+        return None  # the compiler knows no matrix instructions there, and the library does
     if tokens > (MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX):
         return None
     if gated and (n % 64 or k % 128):
