@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 import zmq
 
-from coordinator.core.events import FromClient, FromWorker, ToWorker, Turn
+from coordinator.core.events import Boot, FromClient, FromWorker, ToWorker, Turn
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.pauses import TURNS_MIN, Pauses
@@ -121,12 +121,12 @@ class Answerer:
 def core(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]:
     """Microseconds of each step of the core alone."""
     bounds = limits(sequences, steps, prompt)
-    machine, answerer = Machine(bounds, "benchmark", b"key"), Answerer()
+    machine, answerer = Machine(Boot("benchmark", b"key", bounds), 0), Answerer()
     machine.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
     machine.apply(FromWorker(1, ready(bounds)), 0)
     for message in submissions(sequences, steps, prompt):
         machine.apply(FromClient(2, message, 1), 0)
-    pending = [effect.message for effect in machine.apply(Turn(), 1) if isinstance(effect, ToWorker)]
+    pending = [effect.message for effect in machine.apply(Turn(), 1).effects if isinstance(effect, ToWorker)]
     taken: list[float] = []
     warming = WARM_STEPS
     gc.collect()
@@ -139,7 +139,7 @@ def core(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]
         now_us += 1000
         started = perf_counter_ns()
         machine.apply(event, now_us)
-        effects = machine.apply(Turn(), now_us)
+        effects = machine.apply(Turn(), now_us).effects
         ended = perf_counter_ns()
         pending += [effect.message for effect in effects if isinstance(effect, ToWorker)]
         s = machine.cache.sequences
@@ -165,7 +165,7 @@ class Shell:
             blocks_per_sequence=bounds.blocks_per_sequence_max,
             block_size=bounds.block_size,
         )
-        self.machine = Machine(bounds, "benchmark", b"key")
+        self.machine = Machine(Boot("benchmark", b"key", bounds), 0)
         self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
         self.clients = Peers(self.context, f"ipc://{folder}/c", self._number)
         self.workers = Peers(self.context, f"ipc://{folder}/w", self._number)

@@ -18,7 +18,7 @@ from time import perf_counter_ns
 import numpy as np
 
 from coordinator.core.cache import Cache
-from coordinator.core.events import FromClient, FromWorker, Turn
+from coordinator.core.events import Boot, FromClient, FromWorker, Turn
 from coordinator.core.groups import Group
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
@@ -57,7 +57,8 @@ def median_us(action: Callable[[], object], seconds: float) -> float:
 
 def machine() -> Machine:
     """A coordinator's core with one worker of 32,768 blocks of 16 tokens."""
-    core = Machine(Limits(sequences_max=256, blocks_max=1 << 16, blocks_per_sequence_max=1024), "benchmark", b"key")
+    limits = Limits(sequences_max=256, blocks_max=1 << 16, blocks_per_sequence_max=1024)
+    core = Machine(Boot("benchmark", b"key", limits), 0)
     model = ModelInfo(
         name="m", source="", architecture="a", fingerprint="f", vocab_size=VOCABULARY, context_tokens_max=1 << 20
     )
@@ -80,7 +81,7 @@ def create_and_remove(seconds: float) -> float:
     core, tokens = machine(), np.random.default_rng(1).integers(0, VOCABULARY, SEQUENCE_TOKENS).astype(np.int32)
 
     def once() -> None:
-        created = core.apply(FromClient(1, CreateSequence(rid=1, tokens=tokens)), 1)[0].message  # type: ignore[union-attr]
+        created = core.apply(FromClient(1, CreateSequence(rid=1, tokens=tokens)), 1).effects[0].message  # type: ignore[union-attr]
         assert isinstance(created, SequenceInfo)
         core.apply(FromClient(1, RemoveSequences(rid=2, sequence_ids=np.array([created.sequence_id]))), 2)
         forget_changes(core.cache)
@@ -91,7 +92,7 @@ def create_and_remove(seconds: float) -> float:
 def fill(core: Machine, group: Group, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
     """Indexes every full block of `tokens`, as acknowledged steps would have, and lets the sequence go."""
     cache, s = core.cache, core.cache.sequences
-    created = core.apply(FromClient(1, CreateSequence(rid=1, tokens=tokens)), 1)[0].message  # type: ignore[union-attr]
+    created = core.apply(FromClient(1, CreateSequence(rid=1, tokens=tokens)), 1).effects[0].message  # type: ignore[union-attr]
     assert isinstance(created, SequenceInfo)
     slot = s.find(created.sequence_id)
     s.computed[slot] = s.scheduled[slot] = tokens.size
@@ -130,7 +131,7 @@ def admissions(seconds: float) -> tuple[float, float]:
         tokens = known if cached else rng.integers(0, VOCABULARY, ADMITTED_TOKENS).astype(np.int32)
         submit = FromClient(1, Submit(rid=rid, prompt=tokens, max_tokens=16), 7)
         started = perf_counter_ns()
-        accepted = core.apply(submit, rid)[0].message  # type: ignore[union-attr]
+        accepted = core.apply(submit, rid).effects[0].message  # type: ignore[union-attr]
         core.admission.admit(rid)
         times[cached].append(perf_counter_ns() - started)
         assert isinstance(accepted, Accepted)

@@ -65,8 +65,8 @@ class Replacer:
         else:
             os.close(pidfd)
 
-    def act(self, now_us: int) -> None:
-        """Does what is due. Called at the end of each turn."""
+    def act(self, now_us: int) -> int | None:
+        """Does what is due. Called at the end of each turn; returns when it must be called again, None: then only."""
         due = [kill for kill in self._kills if kill.at_us <= now_us]
         if due:
             self._kills = [kill for kill in self._kills if kill.at_us > now_us]
@@ -76,9 +76,6 @@ class Replacer:
             pidfd = self._pidfds.pop(worker, None)
             if pidfd is not None:
                 os.close(pidfd)
-
-    def next_wake_us(self) -> int | None:
-        """When `act` has something to do; None: not before something happens."""
         return min((kill.at_us for kill in self._kills), default=None)
 
     def close(self) -> None:

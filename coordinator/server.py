@@ -1,7 +1,7 @@
 """The only loop: sockets in, core, tables, sockets out.
 
 One epoll over what ZeroMQ signals by; one thread; nothing here waits for a peer. What one turn does is in `turn.py`.
-The wait ends when something arrives, and when the core, or a reply that waits, or a process to be killed is due.
+The wait ends when something arrives, and exactly when the turn before said that the next is due.
 """
 
 from __future__ import annotations
@@ -36,6 +36,7 @@ from protocol.transport import (
 )
 
 from .config import CoordinatorConfig
+from .core.events import Boot
 from .core.machine import Machine
 from .pauses import Pauses
 from .peers import Peers
@@ -43,7 +44,6 @@ from .replacing import Replacer
 from .turn import TurnLimits, TurnLoop
 
 LOCK_FILE = "coordinator.lock"
-IDLE_WAIT_US = 1_000_000
 PROGRESS_US = 3_000_000
 SPIN_US, SPIN_CORES_MIN = 200, 4
 CLIENTS_LEAVE_NS, WORKERS_LEAVE_NS = 200_000_000, 500_000_000
@@ -73,7 +73,8 @@ class Ending:
         seconds = max(0.0, (self.deadline_us - now_us) / 1e6)
         return f"draining: {left} left, {seconds:.1f} s until the rest is handed back"
 
-    def next_wake_us(self) -> int:
+    @property
+    def due_us(self) -> int:
         """When there is something to do: the next line of progress, or the end."""
         return min(self._say_us, self.deadline_us)
 
@@ -90,11 +91,11 @@ class Server:
         prepare_runtime_dir(self.runtime)
         self._lock = RuntimeLock(self.runtime)
         self.boot = secrets.token_hex(16)
-        self.machine = Machine(limits, self.boot, secrets.token_bytes(32), self._now_us())
+        self.machine = Machine(Boot(self.boot, secrets.token_bytes(32), limits), self._now_us())
         self._numbers = 0
         self._signals = self._signals_taken = 0
         self._ending: Ending | None = None
-        self._turned_us = 0
+        self._turned_us = self._due_us = 0
         self._replacer = Replacer()
         self.pauses = Pauses(time.monotonic_ns)
         self._spin_ns, self._arrived_ns = spin_us(config.schedule.spin_us) * 1000, 0
@@ -191,17 +192,12 @@ class Server:
     def turn(self) -> None:
         """One turn of the loop; does not wait."""
         self._turned_us = self._now_us()
-        self._turns.turn(self._turned_us)
+        self._due_us = self._turns.turn(self._turned_us)
 
     def _wait_ms(self) -> int:
         """How long nothing has to be done if nothing arrives. Rounded up: a turn before its time would find nothing."""
-        now_us = self._now_us()
-        wakes = [now_us + IDLE_WAIT_US]
-        if (wake_us := self._turns.next_wake_us(now_us)) is not None:
-            wakes.append(wake_us)
-        if self._ending is not None:
-            wakes.append(self._ending.next_wake_us())
-        return max(0, -(-(min(wakes) - now_us) // 1000))
+        due_us = self._due_us if self._ending is None else min(self._due_us, self._ending.due_us)
+        return max(0, -(-(due_us - self._now_us()) // 1000))
 
     def _finished(self) -> bool:
         if self._ending is None:
@@ -228,7 +224,7 @@ class Server:
                 self._read_wakeup.recv(1024)
             if self._ending is None:
                 self._ending = Ending(now_us, int(self.config.drain_s * 1e6))
-                self.machine.begin_drain(now_us, self._ending.deadline_us)
+                self._turns.begin_drain(now_us, self._ending.deadline_us)
                 notify("STOPPING=1", "STATUS=draining")
         if self._ending is not None and (words := self._ending.progress(now_us, len(self.machine.requests.live))):
             log.info("%s", words)

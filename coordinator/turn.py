@@ -1,7 +1,8 @@
 """One turn of the coordinator, without its sockets: messages in, core, tables, messages out.
 
 Always in this order: drain what has arrived (a bounded number of messages from each side), apply every event to the
-core, apply Turn, publish the tables, send. The server runs it over ZeroMQ, the simulator over a simulated network.
+core, apply Turn, publish the tables, send. The server runs it over ZeroMQ, the simulator over a simulated network; both
+call it when something arrived and when the turn before said, and never otherwise.
 
 Nobody is waited for. What a client that does not read should have been streamed is the core's to send again; replies
 wait for it here, so many and no more.
@@ -42,10 +43,12 @@ from protocol.messages import (
 from protocol.tables import TablesWriter
 
 from .core.events import (
+    BeginDrain,
     ClientFull,
     ClientGone,
     DropWorker,
     Effect,
+    Event,
     FromClient,
     FromWorker,
     Log,
@@ -60,6 +63,7 @@ from .outbox import Frames, Outbox, Sent, Transport
 from .publish import publish
 
 RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
+BEAT_US = 1_000_000  # the published gauges are never older: whoever reads them sees that the loop lives
 log = logging.getLogger("coordinator")
 
 
@@ -75,11 +79,8 @@ class Processes(Protocol):
     def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
         """Ends a process that hangs, without waiting for it."""
 
-    def act(self, now_us: int) -> None:
-        """Does what is due."""
-
-    def next_wake_us(self) -> int | None:
-        """When `act` has something to do; None: not before something happens."""
+    def act(self, now_us: int) -> int | None:
+        """Does what is due. Returns when it must be called again though nothing happens; None: not before."""
 
 
 class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
@@ -125,17 +126,23 @@ class TurnLoop:
         self._outbox = Outbox(clients, limits.client_backlog_max)
         self._watching: set[int] = set()  # workers that look for their steps in shared memory too
         self._mail: dict[int, Mail] = {}
-        self._turned_us = 0
-        self._again = False
+        self._owed: list[Effect] = []
+        self._core_due_us: int | None = None
         self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
         self._worker_decoder = codec.Decoder(WORKER_MESSAGES)
 
-    def turn(self, now_us: int) -> None:
-        """One turn at `now_us` (microseconds, monotonic); does not wait."""
-        self._turned_us, self._again = now_us, False
+    def begin_drain(self, now_us: int, deadline_us: int) -> None:
+        """The process is told to stop: what follows is done by the next turn, which is due at once."""
+        self._owed += self._apply(BeginDrain(deadline_us), now_us)
+
+    def turn(self, now_us: int) -> int:
+        """One turn at `now_us` (microseconds, monotonic); does not wait.
+
+        Returns when the next must be run though nothing arrives: an absolute time.
+        """
         if self._outbox.waiting:
             self._outbox.retry()
-        effects: list[Effect] = []
+        effects, self._owed = self._owed, []
         for _ in range(self._limits.messages_per_turn_max):
             if not self._take_worker(effects, now_us):
                 break
@@ -143,22 +150,21 @@ class TurnLoop:
             if not self._take_client(effects, now_us):
                 break
         self._note_ends(effects, now_us)
-        effects += self.machine.apply(Turn(), now_us)
+        if self._core_due_us is not None and self._core_due_us <= now_us:
+            effects += self._apply(Turn(), now_us)
         publish(self.machine, self.tables, now_us)
         self._carry_out(effects, now_us)
+        wakes = [now_us + BEAT_US, self._core_due_us]
         if self._processes is not None:
-            self._processes.act(now_us)
-
-    def next_wake_us(self, now_us: int) -> int | None:
-        """When the next turn must be run even if nothing arrives; None: only when something does."""
-        wakes = [self.machine.next_wake_us(now_us)]
-        if self._processes is not None:
-            wakes.append(self._processes.next_wake_us())
+            wakes.append(self._processes.act(now_us))
         if self._outbox.waiting:
-            wakes.append(self._turned_us + RETRY_US)
-        if self._again:
-            wakes.append(now_us)
-        return min((wake for wake in wakes if wake is not None), default=None)
+            wakes.append(now_us + RETRY_US)
+        return min(wake for wake in wakes if wake is not None)
+
+    def _apply(self, event: Event, now_us: int) -> list[Effect]:
+        """Every event comes through here: the core's last word on when a turn is due is the one that counts."""
+        effects, self._core_due_us = self.machine.apply(event, now_us)
+        return effects
 
     # -------------------------------------------------------------------------------------------------------- effects
 
@@ -189,13 +195,12 @@ class TurnLoop:
         if isinstance(message, Stream):
             if self._outbox.stream(client, frames):
                 return []
-            return self.machine.apply(ClientFull(client, message), now_us)
+            return self._apply(ClientFull(client, message), now_us)
         if self._outbox.reply(client, frames):
             return []
         backlog_max = self._limits.client_backlog_max
         log.warning("client connection %d dropped: it does not read, and %d replies wait for it", client, backlog_max)
         self.clients.forget(client)
-        self._again = True  # what is free now is given to others in a turn of its own
         return self._client_gone(client, goodbye=False, now_us=now_us)
 
     def _to_worker(self, worker: int, message: Message, now_us: int) -> list[Effect]:
@@ -208,7 +213,6 @@ class TurnLoop:
             return []
         log.warning("worker connection %d dropped: it does not read its messages", worker)
         self.workers.forget(worker)
-        self._again = True
         return self._worker_gone(worker, goodbye=False, now_us=now_us)
 
     # ----------------------------------------------------------------------------------------------------------- ends
@@ -223,11 +227,11 @@ class TurnLoop:
 
     def _client_gone(self, number: int, *, goodbye: bool, now_us: int) -> list[Effect]:
         self._outbox.forget(number)
-        return self.machine.apply(ClientGone(number, goodbye), now_us)
+        return self._apply(ClientGone(number, goodbye), now_us)
 
     def _worker_gone(self, number: int, *, goodbye: bool, now_us: int) -> list[Effect]:
         self._left(number)
-        return self.machine.apply(WorkerGone(number, goodbye), now_us)
+        return self._apply(WorkerGone(number, goodbye), now_us)
 
     def _left(self, worker: int) -> None:
         self._watching.discard(worker)
@@ -257,7 +261,7 @@ class TurnLoop:
                 effects += self._client_gone(number, goodbye=True, now_us=now_us)
             else:
                 entropy = self._entropy() if isinstance(message, Submit) else 0
-                effects += self.machine.apply(FromClient(number, message, entropy), now_us)
+                effects += self._apply(FromClient(number, message, entropy), now_us)
         except KvforgeError as error:
             refused = _refusal(error, message)
             number = self.clients.number(identity)
@@ -305,7 +309,7 @@ class TurnLoop:
             else:
                 if isinstance(message, WorkerReady) and message.watches:
                     self._watching.add(number)
-                effects += self.machine.apply(FromWorker(number, message), now_us)
+                effects += self._apply(FromWorker(number, message), now_us)
         except KvforgeError as error:
             self.workers.send_to(identity, codec.encode(_refusal(error, message)))
         return True
@@ -318,7 +322,7 @@ class TurnLoop:
         number = self.workers.admit(identity, descriptor)
         if number is None:
             return
-        answers = self.machine.apply(FromWorker(number, message), now_us)
+        answers = self._apply(FromWorker(number, message), now_us)
         if number in self.machine.workers:
             if self._processes is not None:
                 self._processes.watch(number, message.pid, descriptor)

@@ -78,7 +78,7 @@ class Admission:
 
     def admit(self, now_us: int) -> None:
         """Starts waiting requests where there is room."""
-        if not self.waiting or not any(self._takes_rows(group) for group in self._cache.groups.values()):
+        if not self._could_start():
             return
         if not self.running_total or self._mark() != self._blocked_at:
             self._blocked.clear()
@@ -89,6 +89,14 @@ class Admission:
                     earlier.passed += 1
             self._start(request, residence, now_us)
         self._blocked_at = self._mark()
+
+    @property
+    def stirred(self) -> bool:
+        """Whether something that a waiting request may start by has changed since `admit` looked."""
+        return self._could_start() and self._blocked_at != self._mark()
+
+    def _could_start(self) -> bool:
+        return bool(self.waiting) and any(self._takes_rows(group) for group in self._cache.groups.values())
 
     def _mark(self) -> tuple[object, ...]:
         """What decides whether a blocked request can start: equal marks, equal answers."""

@@ -1,13 +1,32 @@
-"""What enters the core and what leaves it."""
+"""What enters the core and what leaves it.
+
+Nothing else enters: the same events at the same times, from the Boot on, make the same state and the same effects.
+"""
 
 from __future__ import annotations
+
+from typing import NamedTuple
 
 import msgspec
 
 from protocol.errors import Field
 from protocol.messages import Message, Stream
 
+from .limits import Limits
+
 # A peer's number is given by the shell when it connects and is never used again within a boot.
+
+
+class Boot(msgspec.Struct, frozen=True):
+    """The process starts: the first event of a machine, and what it is made from.
+
+    boot: names this life to whoever talks to it; hash_key: 1 to 64 secret bytes that nobody can foresee the hashes
+    of the prefix index without.
+    """
+
+    boot: str
+    hash_key: bytes
+    limits: Limits
 
 
 class FromClient(msgspec.Struct, frozen=True):
@@ -46,11 +65,17 @@ class WorkerGone(msgspec.Struct, frozen=True):
     goodbye: bool = False
 
 
+class BeginDrain(msgspec.Struct, frozen=True):
+    """The process is told to stop: nothing more is admitted, and what has not ended by `deadline_us` is handed back."""
+
+    deadline_us: int
+
+
 class Turn(msgspec.Struct, frozen=True):
-    """Everything that had arrived has been applied: plan steps, flush streams, let time pass."""
+    """Everything that had arrived has been applied: let time pass, plan steps, flush streams."""
 
 
-Event = FromClient | ClientGone | ClientFull | FromWorker | WorkerGone | Turn
+Event = FromClient | ClientGone | ClientFull | FromWorker | WorkerGone | BeginDrain | Turn
 
 
 class ToClient(msgspec.Struct, frozen=True):
@@ -94,3 +119,13 @@ class Log(msgspec.Struct, frozen=True):
 
 
 Effect = ToClient | ToWorker | DropWorker | ReplaceWorker | Log
+
+
+class Applied(NamedTuple):
+    """What an event comes to: effects, in order, and when a Turn is due though nothing else happens.
+
+    due_us: absolute, the time of the event itself where a Turn must follow from it; None: not before something happens.
+    """
+
+    effects: list[Effect]
+    due_us: int | None

@@ -1,8 +1,13 @@
-"""The coordinator's state machine: apply(event, now_us) -> effects.
+"""The coordinator's state machine: apply(event, now_us) -> effects, and when a Turn is due.
 
 Deterministic: the same events at the same times give the same state and the same effects. A command that is refused
 raises a typed error inside `apply`, has changed nothing, and leaves as a Refused to the one who sent it. The shell
 calls apply for whatever has arrived, then once with Turn, and only then publishes tables and sends.
+
+Nothing here waits for an unrelated event. A Turn goes on until nothing more follows from it, and `apply` says when the
+next one is due: an absolute time, which stays what it is until it comes or an event changes it. Whatever is added to a
+turn that time alone makes necessary must be in `due_us`, and what one part of a turn makes possible for an earlier part
+in `Admission.stirred`; the simulator calls when it was told to, and sees what was left out.
 """
 
 from __future__ import annotations
@@ -45,6 +50,8 @@ from .admission import Admission
 from .block_commands import BlockCommands
 from .cache import Cache
 from .events import (
+    Applied,
+    Boot,
     ClientFull,
     ClientGone,
     Effect,
@@ -57,7 +64,7 @@ from .events import (
     WorkerGone,
 )
 from .explain import Explainer
-from .limits import Limits
+from .groups import Group
 from .outcomes import Outcomes
 from .request_commands import RequestCommands
 from .requests import RequestTable
@@ -66,16 +73,19 @@ from .sequence_commands import SequenceCommands
 from .streams import Streams
 from .worker_reports import WorkerReports
 
-RETRY_STREAM_US = 50_000
+ROUNDS_MAX = 16  # of one turn; what follows even then is done by the next one, after what has arrived meanwhile
+# What only reads makes nothing possible for anybody, and needs no turn.
+READING = (Explain, GetBlock, GetHealth, GetRequest, GetSequence, GetStats, GetTokens, ListRequests)
 DRAIN_MS_MAX = 7 * 24 * 3600 * 1000
 
 
 class Machine:
-    """Everything the coordinator knows."""
+    """Everything the coordinator knows. It is made by its first event, a Boot at time `now_us`."""
 
-    def __init__(self, limits: Limits, boot: str, hash_key: bytes, start_us: int = 0) -> None:
-        self.limits, self.boot, self.start_us = limits, boot, start_us
-        self.cache = Cache(limits, hash_key)
+    def __init__(self, event: Boot, now_us: int) -> None:
+        limits = self.limits = event.limits
+        self.boot, self.start_us = event.boot, now_us
+        self.cache = Cache(limits, event.hash_key)
         self.requests = RequestTable(limits)
         self.admission = Admission(self.cache, self.requests, self._next_sequence_id)
         self.scheduler = Scheduler(self.cache, self.requests, self.admission)
@@ -96,6 +106,7 @@ class Machine:
         self.turns = 0
         self._sequence_ids = 0
         self._effects: list[Effect] = []
+        self._stirred = False  # something has happened that a Turn must follow
         self._commands: dict[type[Message], Callable[[FromClient, Any, int], Message]] = {
             Submit: asked.submit,
             Attach: asked.attach,
@@ -121,37 +132,61 @@ class Machine:
 
     # ---------------------------------------------------------------------------------------------------------- apply
 
-    def apply(self, event: Event, now_us: int) -> list[Effect]:
-        """Applies one event at time `now_us` (microseconds, monotonic). Returns what is to be done, in order."""
+    def apply(self, event: Event, now_us: int) -> Applied:
+        """Applies one event at time `now_us` (microseconds, monotonic).
+
+        Returns what is to be done, in order, and when a Turn is due: at once after anything that somebody may go on by.
+        """
         if isinstance(event, Turn):
             self._turn(now_us)
         elif isinstance(event, FromClient):
             self._from_client(event, now_us)
-        elif isinstance(event, FromWorker):
-            self._effects += self._reports.apply(event, now_us)
-        elif isinstance(event, ClientGone):
-            self._client_gone(event, now_us)
         elif isinstance(event, ClientFull):
-            self._asked.client_full(event.client, event.lost)
-        elif isinstance(event, WorkerGone):
-            self._effects += self._reports.gone(event.worker, event.goodbye, now_us)
+            self._asked.client_full(event.client, event.lost, now_us)
+        else:
+            self._stirred = True
+            if isinstance(event, FromWorker):
+                self._effects += self._reports.apply(event, now_us)
+            elif isinstance(event, ClientGone):
+                self._client_gone(event, now_us)
+            elif isinstance(event, WorkerGone):
+                self._effects += self._reports.gone(event.worker, event.goodbye, now_us)
+            else:
+                self._asked.begin_drain(now_us, event.deadline_us)
         effects, self._effects = self._effects, []
-        return [*self.outcomes.take_ends(), *effects]  # a reply is the last effect of its command
+        effects = [*self.outcomes.take_ends(), *effects]  # a reply is the last effect of its command
+        return Applied(effects, now_us if self._stirred else self.due_us())
 
     def _turn(self, now_us: int) -> None:
+        """Lets time pass and plans until nothing more follows."""
         self.turns += 1
+        for _ in range(ROUNDS_MAX):
+            self._pass_time(now_us)
+            self.admission.admit(now_us)
+            for number in sorted(self.cache.groups):
+                self._plan(self.cache.groups[number], now_us)
+            due_us = self._due_us()
+            self._stirred = self.admission.stirred or (due_us is not None and due_us <= now_us)
+            if not self._stirred:
+                break
+        self._effects += [ToClient(client, message) for client, message in self.streams.flush()]
+
+    def _pass_time(self, now_us: int) -> None:
+        """Everything that is over by now: requests before the sequences that they kept."""
         self.requests.purge(now_us, self.limits.finished_ttl_us)
-        self.sequences.expire(now_us)
         self._asked.pass_time(now_us)
+        self.sequences.expire(now_us)
         self._effects += self._reports.replace_hung(now_us)
-        self.admission.admit(now_us)
-        for number in sorted(self.cache.groups):
-            group = self.cache.groups[number]
+
+    def _plan(self, group: Group, now_us: int) -> None:
+        """Every step that the group can be sent. With none under way nothing is waited for: what rows and blocks wait
+        for a step is settled then, and may be what they lack."""
+        while True:
             while (step := self.scheduler.plan(group, now_us)) is not None:
                 self._effects.append(ToWorker(group.worker, step))
-            if group.skip_step():
-                self.cache.settle(group, group.last_step, now_us)
-        self._effects += [ToClient(client, message) for client, message in self.streams.flush()]
+            if not group.skip_step():
+                return
+            self.cache.settle(group, group.last_step, now_us)
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -160,6 +195,7 @@ class Machine:
         self.clients.add(event.client)
         try:
             reply = self._commands[type(message)](event, message, now_us)
+            self._stirred = self._stirred or not isinstance(message, READING)
         except KvforgeError as error:
             if isinstance(message, Submit):
                 self.requests.refused_total += 1
@@ -204,12 +240,8 @@ class Machine:
     def _drain(self, _event: FromClient, message: Drain, now_us: int) -> Message:
         if not 0 <= message.deadline_ms <= DRAIN_MS_MAX:
             raise InvalidRequest("deadline_ms", f"must be 0 (none) to {DRAIN_MS_MAX}, not {message.deadline_ms}")
-        self.begin_drain(now_us, now_us + message.deadline_ms * 1000 if message.deadline_ms else 0)
+        self._asked.begin_drain(now_us, now_us + message.deadline_ms * 1000 if message.deadline_ms else 0)
         return Done(rid=message.rid)
-
-    def begin_drain(self, now_us: int, deadline_us: int) -> None:
-        """Stops admission. What has not ended by `deadline_us` (0: none) is handed back: it fails with Draining."""
-        self._asked.begin_drain(now_us, deadline_us)
 
     @property
     def draining(self) -> bool:
@@ -223,14 +255,18 @@ class Machine:
         self.blocks.client_gone(event.client, now_us)
         self.streams.forget(event.client)
 
-    def next_wake_us(self, now_us: int) -> int | None:
-        """When a Turn is due even if nothing arrives; None where nothing waits for time to pass."""
-        times = [self._asked.timers.next_us(self.requests.live), self._reports.next_timeout_us()]
-        if self._asked.drain_deadline_us and self.requests.live:
-            times.append(self._asked.drain_deadline_us)
-        if self.streams.waits:
-            times.append(now_us + RETRY_STREAM_US)
-        return min((at for at in times if at is not None), default=None)
+    def due_us(self) -> int | None:
+        """When a Turn is due though nothing happens; None where nothing waits for time to pass.
+
+        An absolute time, and the same until it comes or an event changes it: asking changes nothing.
+        """
+        return _earliest(self._due_us(), self.streams.due_us)
+
+    def _due_us(self) -> int | None:
+        """The same, without streams, which are flushed at the end of a turn."""
+        asked_us, hung_us = self._asked.due_us(), self._reports.next_timeout_us()
+        forget_us, expiry_us = self.requests.forget_due_us(), self.cache.sequences.expiry_us
+        return _earliest(asked_us, hung_us, forget_us, expiry_us)
 
     # ---------------------------------------------------------------------------------------------------------- other
 
@@ -261,3 +297,7 @@ class Machine:
     def _next_sequence_id(self) -> int:
         self._sequence_ids += 1
         return self._sequence_ids
+
+
+def _earliest(*times_us: int | None) -> int | None:
+    return min((at_us for at_us in times_us if at_us is not None), default=None)

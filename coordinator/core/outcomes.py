@@ -204,10 +204,12 @@ class Outcomes:
             self._admission.vacate(request, now_us)
         else:
             self._admission.forget(request)
-            if request.sequence_id:
-                slot = self._cache.sequences.slot_of.get(request.sequence_id)
-                if slot is not None:
-                    self._cache.sequences.request[slot] = 0
+        if request.sequence_id:
+            s = self._cache.sequences
+            slot = s.slot_of.get(request.sequence_id)
+            if slot is not None:
+                s.request[slot] = 0
+                s.is_idle(slot)
         request.reason, request.error = reason, error
         cut = request.cut = 0 if keep is None else request.tokens.size - keep
         if cut:

@@ -181,9 +181,9 @@ class RequestCommands:
             cut = max(0, offset - request.generated)
             self._streams.add_end(client, ended(request, cut))
 
-    def client_full(self, client: int, lost: Stream) -> None:
+    def client_full(self, client: int, lost: Stream, now_us: int) -> None:
         """The client takes nothing more: its requests that miss something now are paused, to be read by offset."""
-        for request_id in self._streams.lost(client, lost):
+        for request_id in self._streams.lost(client, lost, now_us):
             request = self._requests.known(request_id)
             self._requests.streams_paused_total += 1
             if request is not None and request.client == client:
@@ -238,6 +238,14 @@ class RequestCommands:
                 self._outcomes.end(request, "cancel", "cancelled", None, now_us)
         if self.drain_deadline_us and now_us >= self.drain_deadline_us:
             self.hand_back(now_us)
+        self.timers.drop_ended(self._requests.live)
+
+    def due_us(self) -> int | None:
+        """When `pass_time` has something to do; None where nothing waits for time to pass."""
+        timer_us = self.timers.next_us(self._requests.live)
+        if self.drain_deadline_us and self._requests.live:
+            return self.drain_deadline_us if timer_us is None else min(timer_us, self.drain_deadline_us)
+        return timer_us
 
     def _expire(self, request: Request, what: str, now_us: int) -> None:
         state = request.state

@@ -244,6 +244,11 @@ class RequestTable:
             count += 1
         return count
 
+    def forget_due_us(self) -> int | None:
+        """When the oldest of those that ended is to be forgotten; None where there is none."""
+        oldest = next(iter(self.finished.values()), None)
+        return None if oldest is None else oldest.ended_us + self._limits.finished_ttl_us
+
     def _forget(self, request: Request) -> None:
         del self.finished[request.id]
         self.kept_bytes -= request.kept_bytes

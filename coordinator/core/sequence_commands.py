@@ -37,7 +37,6 @@ from .requests import RequestTable
 from .residence import Residence
 from .sequences import NO_POOL, Slots
 
-EXPIRY_EVERY_US = 100_000
 IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
 
 
@@ -47,7 +46,6 @@ class SequenceCommands:
     def __init__(self, cache: Cache, requests: RequestTable, outcomes: Outcomes, next_id: Callable[[], int]) -> None:
         self._cache, self._requests, self._outcomes, self._next_id = cache, requests, outcomes, next_id
         self._gone: OrderedDict[int, str] = OrderedDict()
-        self._expiry_at_us = 0
         self._named: tuple[bytes, bytes, int] = (b"", b"", -1)
         self._slots: Slots = np.zeros(0, np.int64)
         self.vocab_size = 1 << 31
@@ -79,7 +77,7 @@ class SequenceCommands:
             residence = self._place(message, salt)
         slot = s.take(self._next_id(), tenant, salt, now_us)
         s.owned[slot], s.client[slot] = True, event.client
-        s.idle_ttl_us[slot] = message.idle_ttl_ms * 1000
+        s.keep_idle(slot, message.idle_ttl_ms * 1000)
         s.tokens[slot, : message.tokens.size] = message.tokens
         s.length[slot] = message.tokens.size
         if residence is not None:
@@ -175,7 +173,7 @@ class SequenceCommands:
         for _ in range(message.count):
             child = self._cache.fork(slot, self._next_id(), now_us)
             s.owned[child], s.client[child] = True, event.client
-            s.idle_ttl_us[child] = s.idle_ttl_us[slot]
+            s.keep_idle(child, int(s.idle_ttl_us[slot]))
             ids.append(int(s.id[child]))
         s.touch(slot, now_us)
         return Forked(rid=message.rid, sequence_ids=np.array(ids, np.int64))
@@ -222,12 +220,8 @@ class SequenceCommands:
 
     def expire(self, now_us: int) -> None:
         """Removes idle sequences whose time to live is over."""
-        if now_us < self._expiry_at_us:
-            return
-        self._expiry_at_us = now_us + EXPIRY_EVERY_US
         s = self._cache.sequences
-        over = s.owned & (s.idle_ttl_us > 0) & (s.request == 0) & (now_us - s.accessed_us >= s.idle_ttl_us)
-        for slot in np.flatnonzero(over).tolist():
+        for slot in s.take_expired(now_us):
             self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s", now_us)
 
     def client_gone(self, client: int, now_us: int) -> None:
@@ -237,7 +231,7 @@ class SequenceCommands:
         mine = s.owned & (s.client == client)
         for slot in np.flatnonzero(mine & (s.idle_ttl_us == 0)).tolist():
             if s.request[slot]:
-                s.idle_ttl_us[slot] = max(self._cache.limits.lease_us, 1)
+                s.keep_idle(slot, max(self._cache.limits.lease_us, 1))
             else:
                 self._end(slot, "its owner's connection ended", now_us)
         s.client[mine] = 0

@@ -27,7 +27,11 @@ LINE_BYTES = 64
 
 
 class Sequences:
-    """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots, `version` grows when it changes."""
+    """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots, `version` grows when it changes.
+
+    expiry_us: no sequence's time to live is over before that; None: none is limited. Whoever uses one only puts its end
+    off, so this is looked up again when it has come, and not in every turn.
+    """
 
     def __init__(self, limits: Limits) -> None:
         n, context = limits.sequences_max, limits.context_tokens_max
@@ -62,6 +66,7 @@ class Sequences:
         self.logprobs = _rows(n, context, np.float32)
         self.slot_of: dict[int, int] = {}
         self.version = 0
+        self.expiry_us: int | None = None
         self._free = list(range(n - 1, -1, -1))
         self._quarantine: deque[tuple[int, int, int]] = deque()
         self.changed_rows: list[Slots] = []
@@ -113,6 +118,8 @@ class Sequences:
             array[slot] = 0
         for array in (self.accessed_us, self.accesses, self.idle_ttl_us, self.resident_us):
             array[slot] = 0
+        if self.expiry_us is not None and not self.idle_ttl_us.any():
+            self.expiry_us = None
         self.read_pool[slot] = self.read_step[slot] = 0
         self.chain[slot] = 0
         self.owned[slot] = False
@@ -136,6 +143,29 @@ class Sequences:
         """Counts an access."""
         self.accessed_us[slots] = now_us
         self.accesses[slots] += 1
+
+    def keep_idle(self, slot: int, ttl_us: int) -> None:
+        """The sequence is to be removed when nobody has used it for so long; 0: never."""
+        self.idle_ttl_us[slot] = ttl_us
+        self.is_idle(slot)
+
+    def is_idle(self, slot: int) -> None:
+        """No request works on the sequence (any more): its time to live counts."""
+        ttl_us = int(self.idle_ttl_us[slot])
+        if ttl_us:
+            end_us = int(self.accessed_us[slot]) + ttl_us
+            self.expiry_us = end_us if self.expiry_us is None else min(self.expiry_us, end_us)
+
+    def take_expired(self, now_us: int) -> list[int]:
+        """The sequences whose time to live is over; the caller removes them."""
+        if self.expiry_us is None or now_us < self.expiry_us:
+            return []
+        limited = np.flatnonzero(self.owned & (self.idle_ttl_us > 0) & (self.request == 0))
+        ends_us = self.accessed_us[limited] + self.idle_ttl_us[limited]
+        later = ends_us > now_us
+        self.expiry_us = int(ends_us[later].min()) if later.any() else None
+        expired: list[int] = limited[~later].tolist()
+        return expired
 
     def blocks_of(self, slot: int) -> npt.NDArray[np.int64]:
         """The block ids of a sequence, in order: [used] int64."""

@@ -18,6 +18,7 @@ from .tops import Tops
 
 Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]
 
+RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
 NO_TOPS = Tops.none(0)
 
 
@@ -30,6 +31,7 @@ class Streams:
         self._tops: dict[int, dict[int, Tops]] = {}  # by client and place in its rows
         self._paused: dict[int, set[int]] = {}
         self._taken: dict[int, list[int]] = {}
+        self._retry_us = 0
 
     def add_step(
         self,
@@ -105,11 +107,12 @@ class Streams:
             if not paused:
                 del self._paused[client]
 
-    def lost(self, client: int, stream: Stream) -> list[int]:
+    def lost(self, client: int, stream: Stream, now_us: int) -> list[int]:
         """A message could not be sent. Returns the requests whose rows were in it: they are to be paused.
 
         What another client has taken meanwhile is not: told that it was paused, this one would take it back.
         """
+        self._retry_us = now_us + RETRY_US
         missed = {*stream.request_ids.tolist(), *(ended.request_id for ended in stream.ended)}
         ids = sorted(missed - set(stream.taken))
         self._paused.setdefault(client, set()).update(ids, stream.paused)
@@ -118,9 +121,9 @@ class Streams:
         return ids
 
     @property
-    def waits(self) -> bool:
-        """Whether some client is still to be told what it missed."""
-        return bool(self._paused or self._taken)
+    def due_us(self) -> int | None:
+        """When to try again to tell a client what it missed; None where nobody waits for that."""
+        return self._retry_us if self._paused or self._taken else None
 
     def forget(self, client: int) -> None:
         """The client is gone."""

@@ -28,10 +28,16 @@ class Timers:
         return found
 
     def next_us(self, live: Container[int]) -> int | None:
-        """When the first timer of a live request comes; None where there is none."""
+        """When the first timer of a live request comes; None where there is none. Asking changes nothing."""
+        heap = self._heap
+        if not heap or heap[0][1] in live:
+            return heap[0][0] if heap else None
+        return min((due_us for due_us, request_id, _ in heap if request_id in live), default=None)
+
+    def drop_ended(self, live: Container[int]) -> None:
+        """So that what comes first is of a live request, and whoever asks for it does not search."""
         while self._heap and self._heap[0][1] not in live:
             heapq.heappop(self._heap)
-        return self._heap[0][0] if self._heap else None
 
     def sweep(self, live: Mapping[int, object]) -> None:
         """Keeps memory bounded by the number of live requests."""

@@ -15,6 +15,7 @@ import numpy as np
 import pytest
 
 from coordinator.core.events import (
+    Boot,
     ClientFull,
     ClientGone,
     DropWorker,
@@ -215,7 +216,7 @@ class Driver:
     worker_type: type[FakeWorker] = FakeWorker
 
     def __init__(self, start_us: int = 1_000_000, **limits: Any) -> None:
-        self.machine = Machine(Limits(**{**SMALL, **limits}), "boot", b"a key", start_us)
+        self.machine = Machine(Boot("boot", b"a key", Limits(**{**SMALL, **limits})), start_us)
         self.now_us = start_us
         self.workers: list[FakeWorker] = []
         self.streamed: dict[int, list[int]] = {}
@@ -234,7 +235,7 @@ class Driver:
 
     def apply(self, event: Event) -> list[Effect]:
         """Applies an event now, and delivers its effects."""
-        effects = self.machine.apply(event, self.now_us)
+        effects, due_us = self.machine.apply(event, self.now_us)
         self.machine.check_invariants()
         for effect in effects:
             if isinstance(effect, ToWorker):
@@ -248,8 +249,7 @@ class Driver:
                 self._ends_told += effect.event == "request_ended"
         assert self._ends_told == sum(self.machine.requests.ended_total.values()), "an end was not told, or told twice"
         if isinstance(event, Turn):
-            wake_us = self.machine.next_wake_us(self.now_us)
-            assert wake_us is None or wake_us > self.now_us, "a time that has come was not seen to"
+            assert due_us is None or due_us > self.now_us, "a time that has come was not seen to"
         return effects
 
     def _to_client(self, effect: ToClient) -> None:
@@ -416,8 +416,12 @@ class Driver:
 
     def wake_us(self) -> int | None:
         """When the next turn is due, if nothing arrives: from now on."""
-        wake_us = self.machine.next_wake_us(self.now_us)
-        return None if wake_us is None else wake_us - self.now_us
+        due_us = self.machine.due_us()
+        return None if due_us is None else due_us - self.now_us
+
+    def nothing_due(self) -> bool:
+        """Whether time alone changes nothing but that requests that ended are forgotten some day."""
+        return self.machine.due_us() == self.machine.requests.forget_due_us()
 
     def tokens_read(self, client: int, request: int) -> dict[int, int]:
         """By offset what the client was streamed of the request since it asked for it last."""

@@ -208,7 +208,7 @@ def test_a_client_that_stays_full_is_told_when_it_reads_again() -> None:
     assert read(driver, 1, one) == answer_from(2)
     assert list(driver.tokens_read(1, other).values()) == continuation([8, 8], 12)
     assert driver.ended[one].generated_tokens == driver.ended[other].generated_tokens == 12
-    assert driver.wake_us() is None
+    assert driver.nothing_due()
 
 
 @pytest.mark.parametrize("how", ["cancelled", "failed", "expired", "stop"])
@@ -275,7 +275,7 @@ def test_a_full_client_that_goes_leaves_nothing_to_be_told(make_pool: MakePool) 
     driver.full.add(1)
     driver.turn()
     driver.gone(1)
-    assert not driver.machine.streams.waits
+    assert driver.machine.streams.due_us is None
     driver.run_until_idle()
     assert driver.told == []
     assert driver.streamed[theirs] == continuation([9, 9], 12)

@@ -212,7 +212,7 @@ def test_the_core_runs_where_clock_randomness_and_environment_are_forbidden() ->
 import numpy, msgspec, hashlib, tempfile
 from coordinator.core.machine import Machine
 from coordinator.core.limits import Limits
-from coordinator.core.events import FromClient, Turn
+from coordinator.core.events import Boot, FromClient, Turn
 from protocol.messages import CreateSequence, GetStats, Submit
 import os, time, random, socket, secrets, threading, numpy.random
 
@@ -226,11 +226,11 @@ for module, names in {
 }.items():
     for name in names:
         setattr(module, name, forbidden)
-machine = Machine(Limits(blocks_max=16, sequences_max=4), "boot", b"key")
+machine = Machine(Boot("boot", b"key", Limits(blocks_max=16, sequences_max=4)), 0)
 effects = []
 for message in (CreateSequence(rid=1), Submit(rid=2, max_tokens=1, prompt=numpy.ones(3, numpy.int32)), GetStats(rid=3)):
-    effects += machine.apply(FromClient(1, message), 0)
-effects += machine.apply(Turn(), 1)
+    effects += machine.apply(FromClient(1, message), 0).effects
+effects += machine.apply(Turn(), 1).effects
 print(*(type(effect.message).__name__ for effect in effects))
 """
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False)

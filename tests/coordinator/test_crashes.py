@@ -299,7 +299,7 @@ def test_a_worker_without_a_step_does_not_hang(make_pool: MakePool) -> None:
     driver, worker = make_pool(step_timeout_us=TIMEOUT_US)
     driver.submit([1], max_tokens=1)
     driver.run_until_idle()
-    assert driver.wake_us() is None
+    assert driver.nothing_due()
     driver.advance(10 * TIMEOUT_US)
     driver.turn()
     assert driver.workers == [worker]

@@ -63,7 +63,7 @@ def test_a_request_expires_at_its_deadline_and_not_a_microsecond_before(make_poo
     assert driver.streamed.get(request, []) == generated
     assert driver.free_or_cached() == 5
     assert driver.stats().requests.expired_total == 1
-    assert driver.wake_us() is None
+    assert driver.nothing_due()
 
 
 # behaviour 32: the steps under way when it expired are answered later, and discarded
@@ -174,12 +174,12 @@ def test_nothing_wakes_an_idle_machine(make_pool: MakePool) -> None:
     request = driver.submit(PROMPT, deadline_ms=100, first_token_ms=50)
     assert driver.wake_us() == 50_000
     driver.run_until_idle()
-    assert driver.wake_us() is None  # the timers of what has ended wake nobody
+    assert driver.nothing_due()  # the timers of what has ended wake nobody
     driver.submit(PROMPT, client=2)
     driver.turn()
     driver.gone(2)
     driver.run_until_idle()
-    assert driver.wake_us() is None
+    assert driver.nothing_due()
     assert driver.request(request).state == "finished"
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import pytest
 
+from coordinator.core.events import BeginDrain
 from protocol.errors import Draining, InvalidRequest
 from protocol.messages import Drain, GetHealth
 from tests.coordinator.conftest import MakePool
@@ -51,7 +52,7 @@ def test_what_is_left_at_the_deadline_is_handed_back() -> None:
     assert driver.tokens(sequence) == [7, 8, 9, *generated[0]]
     driver.remove(sequence)
     assert driver.free_or_cached() == 16
-    assert driver.wake_us() is None
+    assert driver.nothing_due()
     driver.refused(driver.submit_message([1]), Draining)
 
 
@@ -93,7 +94,7 @@ def test_a_deadline_that_has_come_already_hands_back_at_once(make_pool: MakePool
     driver, _ = make_pool()
     request = driver.submit([1, 2])
     driver.turn()
-    driver.machine.begin_drain(driver.now_us, driver.now_us)
+    driver.apply(BeginDrain(driver.now_us))
     assert driver.request(request).state == "failed"
     driver.run_until_idle()
     assert driver.free_or_cached() == 16

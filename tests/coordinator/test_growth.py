@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from coordinator.core.events import FromClient, FromWorker, ToClient, ToWorker, Turn
+from coordinator.core.events import Boot, FromClient, FromWorker, ToClient, ToWorker, Turn
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from protocol.messages import Accepted, Step, StepResult, Stream, Submit, WorkerHello, WorkerReady
@@ -26,7 +26,7 @@ PROMPT, ANSWER = 300_000, 3
 
 def test_the_largest_configuration_serves_a_long_prompt_beside_short_ones() -> None:
     assert LARGEST.context_tokens_max == 1_000_000
-    machine = Machine(LARGEST, "boot", b"key")
+    machine = Machine(Boot("boot", b"key", LARGEST), 0)
     model = msgspec.structs.replace(model_info(), context_tokens_max=1_000_000)
     ready = WorkerReady(rid=2, model=model, blocks=BLOCKS, bytes_per_block=1, kv_dtype="float32", device="none")
     machine.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
@@ -34,11 +34,11 @@ def test_the_largest_configuration_serves_a_long_prompt_beside_short_ones() -> N
     prompts = [np.arange(PROMPT, dtype=np.int32) % 97, *(np.array([i, i + 1], np.int32) for i in range(20))]
     for i, prompt in enumerate(prompts):
         command = Submit(rid=i, prompt=prompt, max_tokens=ANSWER, sampling=GREEDY)
-        (accepted,) = machine.apply(FromClient(2, command), 1)
+        (accepted,) = machine.apply(FromClient(2, command), 1).effects
         assert isinstance(accepted, ToClient)
         assert isinstance(accepted.message, Accepted)
     ended, now_us, computed = [], 1, 0
-    effects = machine.apply(Turn(), now_us)
+    effects = machine.apply(Turn(), now_us).effects
     steps = [effect.message for effect in effects if isinstance(effect, ToWorker)]
     while steps:
         step = steps.pop(0)
@@ -49,7 +49,7 @@ def test_the_largest_configuration_serves_a_long_prompt_beside_short_ones() -> N
         tokens, logprobs = np.full(slots.size, 5, np.int32), np.zeros(slots.size, np.float32)
         result = StepResult(step_id=step.step_id, epoch=1, slots=slots, tokens=tokens, logprobs=logprobs)
         now_us += 1000
-        effects = [*machine.apply(FromWorker(1, result), now_us), *machine.apply(Turn(), now_us)]
+        effects = [*machine.apply(FromWorker(1, result), now_us).effects, *machine.apply(Turn(), now_us).effects]
         steps += [effect.message for effect in effects if isinstance(effect, ToWorker)]
         streams = [effect.message for effect in effects if isinstance(effect, ToClient)]
         ended += [end for stream in streams if isinstance(stream, Stream) for end in stream.ended]

@@ -112,14 +112,11 @@ def test_a_hung_process_writes_its_stack_and_is_killed_a_little_later(
     watched(replacer, hung)
     replacer.leave(WORKER)  # the connection is dropped first
     replacer.replace(WORKER, hung.pid, "no step for 60 s", 5_000)
-    replacer.act(5_000)
+    assert replacer.act(5_000) == 5_000 + GRACE_US
     assert "most recent call first" in hung.read_until("in where_it_hangs")
-    assert replacer.next_wake_us() == 5_000 + GRACE_US
-    replacer.act(5_000 + GRACE_US - 1)
-    assert replacer.next_wake_us() == 5_000 + GRACE_US
-    replacer.act(5_000 + GRACE_US)
+    assert replacer.act(5_000 + GRACE_US - 1) == 5_000 + GRACE_US
+    assert replacer.act(5_000 + GRACE_US) is None
     assert hung.process.wait(WAIT_S) == -signal.SIGKILL
-    assert replacer.next_wake_us() is None
     assert descriptors() == set()
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert told[0] == (
@@ -147,7 +144,7 @@ def test_a_process_that_ended_before_or_meanwhile_is_fine(
     caplog.clear()
     replacer.act(GRACE_US)
     replacer.replace(WORKER + 1, hung.pid, "no step", GRACE_US)
-    assert replacer.next_wake_us() is None
+    assert replacer.act(GRACE_US) is None
     assert descriptors() == set()
     assert [record.getMessage().partition("(")[0] for record in caplog.records] == [f"worker process {hung.pid} hangs "]
 
@@ -159,7 +156,7 @@ def test_what_is_known_of_a_worker_goes_with_it(replacer: Replacer, hung: Hung) 
     replacer.act(1)
     assert descriptors() == set()
     replacer.replace(WORKER, hung.pid, "no step", 2)
-    assert replacer.next_wake_us() is None
+    assert replacer.act(2) is None
     assert hung.process.poll() is None
 
 
@@ -179,7 +176,7 @@ def test_ids_that_mean_something_else_are_never_signalled(
     assert descriptors() == set()
     assert caplog.records == []
     replacer.replace(WORKER, pid, "no step", 0)
-    assert replacer.next_wake_us() is None
+    assert replacer.act(2) is None
     assert [record.getMessage() for record in caplog.records] == [
         f"worker process {pid} hangs (no step) and cannot be ended from here: end it yourself"
     ]
@@ -191,7 +188,7 @@ def test_our_own_process_is_never_signalled(replacer: Replacer) -> None:
         replacer.watch(WORKER, os.getpid(), ours.fileno())
         replacer.replace(WORKER, os.getpid(), "no step", 0)
     assert descriptors() == set()
-    assert replacer.next_wake_us() is None
+    assert replacer.act(2) is None
 
 
 def test_nobody_has_another_process_ended_by_naming_it(replacer: Replacer, hung: Hung) -> None:
@@ -199,8 +196,7 @@ def test_nobody_has_another_process_ended_by_naming_it(replacer: Replacer, hung:
     with ours, theirs:
         replacer.watch(WORKER, hung.pid, ours.fileno())
         replacer.replace(WORKER, hung.pid, "no step", 0)
-    replacer.act(GRACE_US)
-    assert replacer.next_wake_us() is None
+    assert replacer.act(GRACE_US) is None
     assert hung.process.poll() is None
 
 

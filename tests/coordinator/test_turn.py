@@ -13,6 +13,9 @@ import pytest
 import zmq
 
 from coordinator.core.events import (
+    Applied,
+    BeginDrain,
+    Boot,
     ClientFull,
     ClientGone,
     DropWorker,
@@ -30,7 +33,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.outbox import Sent
 from coordinator.server import PROGRESS_US, Ending
-from coordinator.turn import RETRY_US, TurnLimits, TurnLoop
+from coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
 from protocol import codec
 from protocol.layout import Geometry
 from protocol.messages import (
@@ -49,7 +52,7 @@ from protocol.messages import (
     WorkerHello,
     WorkerWelcome,
 )
-from protocol.tables import TablesWriter
+from protocol.tables import TablesReader, TablesWriter
 from tests.coordinator.net import Net, fill, short_lived_net, until
 
 Frames = Sequence[bytes | memoryview]
@@ -60,22 +63,25 @@ class Scripted(Machine):
     """A core that notes what it is told, and answers with what the test has prepared."""
 
     def __init__(self) -> None:
-        super().__init__(Limits(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8), "b" * 32, bytes(32))
+        limits = Limits(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8)
+        super().__init__(Boot("b" * 32, bytes(32), limits), 0)
         self.events: list[Event] = []
         self.answers: dict[type, list[Effect]] = {}
-        self.wake: int | None = None
+        self.due: int | None = None
+        self.turned_at: list[int] = []
 
-    def apply(self, event: Event, now_us: int) -> list[Effect]:
-        if not isinstance(event, Turn):
+    def apply(self, event: Event, now_us: int) -> Applied:
+        if isinstance(event, Turn):
+            self.turned_at.append(now_us)
+        elif not isinstance(event, BeginDrain):
             self.events.append(event)
-        if isinstance(event, Turn | ClientFull | ClientGone | WorkerGone):
-            return self.answers.pop(type(event), [])
+        if isinstance(event, Turn | ClientFull):
+            return Applied(self.answers.pop(type(event), []), self.due)
+        if isinstance(event, ClientGone | WorkerGone | BeginDrain):
+            return Applied(self.answers.pop(type(event), []), now_us)
         if isinstance(event, FromClient):
-            return [ToClient(event.client, Done(rid=getattr(event.message, "rid", 0)))]
+            return Applied([ToClient(event.client, Done(rid=getattr(event.message, "rid", 0)))], now_us)
         return super().apply(event, now_us)
-
-    def next_wake_us(self, now_us: int) -> int | None:
-        return self.wake
 
 
 class Wire:
@@ -143,7 +149,7 @@ class Noted:
 
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
-        self.wake: int | None = None
+        self.due: int | None = None
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
         self.calls.append(("watch", worker, pid, descriptor))
@@ -154,15 +160,16 @@ class Noted:
     def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
         self.calls.append(("replace", worker, pid, reason, now_us))
 
-    def act(self, now_us: int) -> None:
+    def act(self, now_us: int) -> int | None:
         self.calls.append(("act", now_us))
-
-    def next_wake_us(self) -> int | None:
-        return self.wake
+        return self.due
 
 
 class Bench:
-    """A turn loop over two wires. Clients 1 and 2 and worker 3 are connected."""
+    """A turn loop over two wires. Clients 1 and 2 and worker 3 are connected.
+
+    wait_us: how long after the last turn the next is due.
+    """
 
     def __init__(self, folder: Path) -> None:
         self.machine, self.processes = Scripted(), Noted()
@@ -171,15 +178,16 @@ class Bench:
         self.tables = TablesWriter(folder / "tables", geometry, self.machine.boot)
         limits = TurnLimits(client_backlog_max=BACKLOG)
         self.loop = TurnLoop(self.machine, self.tables, self.clients, self.workers, lambda: 7, limits, self.processes)
-        self.now_us = 0
+        self.now_us = self.wait_us = 0
         self.clients.known |= {1, 2}
         self.workers.known.add(3)
 
     def turn(self, *effects: Effect) -> None:
         """A turn in which the core wants these effects."""
         self.now_us += 1_000
+        self.loop.begin_drain(self.now_us, 0)  # any event, so that a turn is due
         self.machine.answers[Turn] = list(effects)
-        self.loop.turn(self.now_us)
+        self.wait_us = self.loop.turn(self.now_us) - self.now_us
 
 
 @pytest.fixture
@@ -220,11 +228,11 @@ def test_replies_to_a_full_client_wait_in_order_and_nobody_else_does(bench: Benc
     bench.clients.full.add(1)
     bench.turn(*done(1, 2), *done(9, client=2))
     assert rids(bench.clients.take(2)) == [9]
-    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us + RETRY_US
+    assert bench.wait_us == RETRY_US
     bench.clients.full.clear()
     bench.turn(*done(3))
     assert rids(bench.clients.take(1)) == [1, 2, 3]
-    assert bench.loop.next_wake_us(bench.now_us) is None
+    assert bench.wait_us == BEAT_US
     assert bench.machine.events == []
 
 
@@ -269,7 +277,7 @@ def test_a_stream_that_is_not_taken_is_the_cores_and_what_it_says_then_is_done(b
     assert bench.machine.events == [ClientFull(1, lost)]
     assert [message.request_ids.tolist() for message in bench.clients.take(2) if isinstance(message, Stream)] == [[6]]
     assert [type(message) for message in bench.workers.take(3)] == [Stop]
-    assert bench.loop.next_wake_us(bench.now_us) is None  # when to try again is the core's to say
+    assert bench.wait_us == BEAT_US  # when to try again is the core's to say
     bench.clients.full.clear()
     bench.turn(ToClient(1, rows(7)))
     assert [message.request_ids.tolist() for message in bench.clients.take(1) if isinstance(message, Stream)] == [[7]]
@@ -300,11 +308,11 @@ def test_a_client_for_which_too_much_waits_is_dropped(bench: Bench, caplog: pyte
     ]
     assert bench.clients.known == {2}
     assert rids(bench.clients.take(2)) == [8]
-    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us  # what it held may let others go on
+    assert bench.wait_us == 0  # what it held may let others go on
     bench.clients.full.clear()
     bench.turn()
     assert bench.clients.take(1) == []
-    assert bench.loop.next_wake_us(bench.now_us) is None
+    assert bench.wait_us == BEAT_US
 
 
 def test_a_refusal_and_a_welcome_wait_like_any_reply(bench: Bench) -> None:
@@ -327,11 +335,13 @@ def test_over_real_sockets_one_that_does_not_read_stalls_nobody(net: Net, bench:
         """Whether a stream to this client was not taken, in a turn that has one for it."""
         bench.machine.events.clear()
         bench.machine.answers[Turn] = [ToClient(number, rows(*request_ids))]
+        loop.begin_drain(0, 0)
         loop.turn(0)
         return bool(bench.machine.events)
 
     count = fill(lambda i: not full(slow_number, *[i] * 1000))
     bench.machine.answers[Turn] = done(77, client=slow_number)
+    loop.begin_drain(0, 0)
     loop.turn(0)
     for i in range(100):
         until(lambda i=i: not full(reader_number, i))  # type: ignore[misc]
@@ -361,7 +371,7 @@ def test_a_goodbye_is_told_from_an_end(bench: Bench) -> None:
     bench.clients.end(2)
     bench.turn()
     assert bench.machine.events == [ClientGone(1, goodbye=True), ClientGone(2, goodbye=False)]
-    assert bench.loop.next_wake_us(bench.now_us) is None  # nothing is kept for them
+    assert bench.wait_us == BEAT_US  # nothing is kept for them
 
 
 def test_a_client_that_is_gone_when_it_is_sent_to_is_reported_in_the_next_turn(bench: Bench) -> None:
@@ -377,7 +387,7 @@ def test_a_client_that_goes_while_replies_wait_is_forgotten(bench: Bench) -> Non
     bench.clients.gone.add(1)
     bench.turn()
     assert bench.machine.events == [ClientGone(1, goodbye=False)]
-    assert bench.loop.next_wake_us(bench.now_us) is None
+    assert bench.wait_us == BEAT_US
 
 
 def test_a_client_that_was_never_admitted_is_refused_and_not_kept(bench: Bench) -> None:
@@ -388,7 +398,7 @@ def test_a_client_that_was_never_admitted_is_refused_and_not_kept(bench: Bench) 
     [refused] = bench.clients.take(5)
     assert isinstance(refused, Refused)
     assert (refused.rid, refused.error.code) == (4, "protocol_error")
-    assert bench.loop.next_wake_us(bench.now_us) is None
+    assert bench.wait_us == BEAT_US
 
 
 # ------------------------------------------------------------------------------------------------------------ workers
@@ -403,7 +413,7 @@ def test_a_worker_that_takes_no_step_is_gone(bench: Bench, caplog: pytest.LogCap
         "worker connection 3 dropped: it does not read its messages"
     ]
     assert ("leave", 3) in bench.processes.calls
-    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us  # its requests are for others now
+    assert bench.wait_us == 0  # its requests are for others now
 
 
 def test_a_worker_is_watched_from_its_hello_to_its_end(bench: Bench) -> None:
@@ -433,13 +443,49 @@ def test_a_hung_worker_is_forgotten_and_its_process_replaced(bench: Bench) -> No
 
 def test_it_wakes_at_the_earliest_of_what_waits(bench: Bench) -> None:
     bench.turn()
-    bench.machine.wake = bench.now_us + 900_000
-    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us + 900_000
-    bench.processes.wake = bench.now_us + 100_000
-    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us + 100_000
+    assert bench.wait_us == BEAT_US
+    bench.machine.due = 900_000
+    bench.turn()
+    assert bench.now_us + bench.wait_us == 900_000
+    bench.processes.due = 100_000
+    bench.turn()
+    assert bench.now_us + bench.wait_us == 100_000
     bench.clients.full.add(1)
     bench.turn(*done(1))
-    assert bench.loop.next_wake_us(bench.now_us) == bench.now_us + RETRY_US
+    assert bench.wait_us == RETRY_US
+
+
+def test_a_time_that_was_told_stays_what_it_is(bench: Bench) -> None:
+    """One that is told anew from the present never comes, and what it was for neither."""
+    bench.machine.due = 900_000
+    bench.turn()
+    for now_us in (300_000, 600_000, 899_999):
+        assert bench.loop.turn(now_us) == 900_000
+    assert bench.machine.turned_at == [1_000]
+    bench.machine.due = None
+    assert bench.loop.turn(900_000) == 900_000 + BEAT_US
+    assert bench.machine.turned_at == [1_000, 900_000]
+
+
+def test_the_gauges_are_never_old_though_the_core_has_nothing_to_do(bench: Bench) -> None:
+    """Publishing them is no turn of the core: what that one would do must not depend on it."""
+    bench.turn()
+    reader = TablesReader(bench.tables.path, bench.machine.boot)
+    for now_us in (bench.now_us + BEAT_US, bench.now_us + 2 * BEAT_US):
+        assert bench.loop.turn(now_us) == now_us + BEAT_US
+        assert reader.gauges()["uptime_us"] == now_us
+    assert bench.machine.turned_at == [1_000]
+
+
+def test_what_a_drain_by_signal_brings_is_sent_by_the_next_turn(bench: Bench) -> None:
+    bench.machine.answers[BeginDrain] = done(4)
+    bench.loop.begin_drain(5_000, 9_000)
+    assert bench.clients.take(1) == []
+    bench.loop.turn(6_000)
+    assert rids(bench.clients.take(1)) == [4]
+    assert bench.machine.turned_at == [6_000]
+    bench.loop.turn(7_000)
+    assert bench.clients.take(1) == []
 
 
 # ------------------------------------------------------------------------------------------------------------- ending
@@ -460,9 +506,9 @@ def test_an_end_waits_for_what_runs_and_for_the_turn_that_hands_the_rest_back() 
 def test_an_end_says_now_and_then_how_far_it_is() -> None:
     ending = Ending(now_us=0, drain_us=12_000_000)
     assert ending.progress(0, 3) == "draining: 3 requests left, 12.0 s until the rest is handed back"
-    assert ending.next_wake_us() == PROGRESS_US
+    assert ending.due_us == PROGRESS_US
     assert ending.progress(PROGRESS_US - 1, 3) is None
     assert ending.progress(PROGRESS_US, 1) == "draining: 1 request left, 9.0 s until the rest is handed back"
     assert ending.progress(20_000_000, 0) is None
     assert ending.progress(20_000_000, 1) == "draining: 1 request left, 0.0 s until the rest is handed back"
-    assert ending.next_wake_us() == ending.deadline_us
+    assert ending.due_us == ending.deadline_us

@@ -28,6 +28,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.core.events import (
+    Boot,
     ClientGone,
     DropWorker,
     Effect,
@@ -92,7 +93,7 @@ class Player:
                 for floor, ceiling in [str(value).split(":")]
             }
             plain = {name: value for name, value in self._settings.items() if not name.startswith("quota.")}
-            self._machine = Machine(Limits(**{**DEFAULTS, **plain}, quotas=quotas), "boot", b"key")
+            self._machine = Machine(Boot("boot", b"key", Limits(**{**DEFAULTS, **plain}, quotas=quotas)), 0)
         return self._machine
 
     def play(self, line: str) -> list[str]:
@@ -106,7 +107,7 @@ class Player:
         return told
 
     def _apply(self, event: Any) -> list[str]:
-        return [line for effect in self.machine.apply(event, self.now_us) for line in self._told(effect)]
+        return [line for effect in self.machine.apply(event, self.now_us).effects for line in self._told(effect)]
 
     def _told(self, effect: Effect) -> list[str]:
         if isinstance(effect, ToClient):

@@ -22,6 +22,10 @@ TREE_SHARE = 0.02
 TUG_SHARE = 0.004
 # How often one prompt gets several answers, the first is cancelled, and the command comes again later.
 SAMPLES_SHARE = 0.01
+# How often a fork is made, written to and removed again at once, so that a copy is owed that nobody needs any more.
+WHIM_SHARE = 0.004
+# How often someone goes on writing to a sequence on which a request runs, or waits to run again.
+MEDDLE_SHARE = 0.01
 # verb: weight
 MIX = {
     "submit": 22,
@@ -117,6 +121,16 @@ class Drawer:
                     at_us = action[0]
                     yield action
                 continue
+            if self._random.random() < WHIM_SHARE:
+                for action in self._whim(at_us):
+                    at_us = action[0]
+                    yield action
+                continue
+            if self._random.random() < MEDDLE_SHARE:
+                for action in self._meddle(at_us):
+                    at_us = action[0]
+                    yield action
+                continue
             verb = self._random.choices(verbs, weights)[0]
             yield (at_us, verb, *getattr(self, f"_{verb}")())
 
@@ -193,6 +207,33 @@ class Drawer:
         for _ in range(2):
             at_us += 8 * settings.step_us
             yield (at_us, "again", client, labels[0], True)
+
+    def _whim(self, at_us: int) -> Iterator[Action]:
+        """A sequence with KV; then a fork of it, a token for that one, and the end of both, in one breath."""
+        client, settings = self._client(), self._settings
+        root = self._new_sequence(client)
+        self._requests += 1
+        yield (at_us, "create", client, root, self._text(self._size(0.7)), self._tenant(), 100, "")
+        at_us += 4 * settings.short_us + 2 * settings.turn_us
+        yield (at_us, "submit_on", client, f"r{self._requests}", root, (), 1, ())
+        at_us += 4 * settings.short_us + 2 * settings.turn_us + 4 * settings.step_us
+        leaf = self._new_sequence(client)
+        yield (at_us, "fork", client, root, (leaf,))
+        at_us += 2 * settings.short_us + settings.turn_us
+        yield (at_us, "append", client, ((leaf, (self._token(),)),))
+        yield (at_us, "remove", client, (root, leaf))
+
+    def _meddle(self, at_us: int) -> Iterator[Action]:
+        """A long request on a sequence; and while it runs, or is preempted, tokens for the sequence: all refused."""
+        client, settings = self._client(), self._settings
+        label = self._new_sequence(client)
+        self._requests += 1
+        yield (at_us, "create", client, label, self._text(self._size(0.5)), self._tenant(), 100, "")
+        at_us += 2 * settings.short_us + settings.turn_us
+        yield (at_us, "submit_on", client, f"r{self._requests}", label, (), self._size(0.4), ())
+        for _ in range(4):
+            at_us += 2 * settings.step_us
+            yield (at_us, "append", client, ((label, (self._token(),)),))
 
     # ---------------------------------------------------------------------------------------------------------- verbs
 

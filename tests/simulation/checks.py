@@ -84,6 +84,17 @@ class Checker:
         flying = self._flying.setdefault(group.epoch, deque())
         flying.append((step.step_id, np.concatenate([table[read], copied])))
 
+    def turned(self, now_us: int) -> None:
+        """After a Turn no sequence is there whose time to live is over, and nothing waits for a step that no worker
+        was sent."""
+        s, cache = self._machine.cache.sequences, self._machine.cache
+        over = s.owned & (s.idle_ttl_us > 0) & (s.request == 0) & (s.accessed_us + s.idle_ttl_us <= now_us)
+        assert not over.any(), f"sequence {s.id[over][0]} outlives its time to live"
+        for group in cache.groups.values():
+            if not group.sent:
+                waiting = [slot for pool, _, slot in s._quarantine if pool == group.number]
+                assert not (group.pool.quarantined or waiting), f"{group.name} waits for a step that was never sent"
+
     def full(self) -> None:
         """Everything the core can say about itself."""
         self._machine.check_invariants()

@@ -35,7 +35,7 @@ from coordinator.core.timers import Timers
 from coordinator.core.tops import TopRecord, Tops
 from coordinator.core.worker_reports import WorkerReports
 
-Patch = tuple[Any, str, Callable[..., Any]]
+Patch = tuple[Any, str, Any]
 FAULTS: dict[str, Callable[[], list[Patch]]] = {}
 
 
@@ -406,8 +406,94 @@ def lease_survives_an_attach() -> list[Patch]:
 
 @fault
 def time_slept_through() -> list[Patch]:
-    """The loop does not wake up for what is due."""
-    return [(Machine, "next_wake_us", lambda self, now_us: None)]
+    """The core does not say that anything is due."""
+    return [(Machine, "due_us", lambda self: None)]
+
+
+@fault
+def loop_keeps_the_time_to_itself() -> list[Patch]:
+    """The core says when a turn is due, and whoever calls it is not told."""
+    real = turns.TurnLoop.turn
+
+    def turn(self: turns.TurnLoop, now_us: int) -> int:
+        real(self, now_us)
+        return now_us + turns.BEAT_US
+
+    return [(turns.TurnLoop, "turn", turn)]
+
+
+@fault
+def deadlines_not_due() -> list[Patch]:
+    """Deadlines, leases and the end of a drain are seen to whenever a turn happens, and ask for none."""
+    return [(RequestCommands, "due_us", lambda self: None)]
+
+
+@fault
+def end_of_a_drain_not_due() -> list[Patch]:
+    """The end of a drain asks for no turn."""
+    return [(RequestCommands, "due_us", lambda self: self.timers.next_us(self._requests.live))]
+
+
+@fault
+def hung_worker_not_due() -> list[Patch]:
+    """A worker that hangs is found out whenever a turn happens."""
+    return [(WorkerReports, "next_timeout_us", lambda self: None)]
+
+
+@fault
+def forgetting_not_due() -> list[Patch]:
+    """Requests that ended are forgotten whenever a turn happens."""
+    return [(RequestTable, "forget_due_us", lambda self: None)]
+
+
+@fault
+def time_to_live_not_due() -> list[Patch]:
+    """Idle sequences are removed whenever a turn happens."""
+    real = Machine._due_us
+
+    def due_us(self: Machine) -> int | None:
+        s = self.cache.sequences
+        expiry_us, s.expiry_us = s.expiry_us, None
+        found = real(self)
+        s.expiry_us = expiry_us
+        return found
+
+    return [(Machine, "_due_us", due_us)]
+
+
+@fault
+def time_to_live_forgotten_while_a_request_runs() -> list[Patch]:
+    """A sequence whose time was over while a request worked on it outlives the request."""
+    return [(Sequences, "is_idle", lambda self, slot: None), (Sequences, "keep_idle", _keep_idle)]
+
+
+def _keep_idle(self: Sequences, slot: int, ttl_us: int) -> None:
+    self.idle_ttl_us[slot] = ttl_us
+    end_us = int(self.accessed_us[slot]) + ttl_us
+    if ttl_us:
+        self.expiry_us = end_us if self.expiry_us is None else min(self.expiry_us, end_us)
+
+
+@fault
+def paused_stream_not_due() -> list[Patch]:
+    """Whoever took nothing is told what it missed whenever a turn happens."""
+    return [(Streams, "due_us", property(lambda self: None))]
+
+
+@fault
+def asking_takes_the_timer_away() -> list[Patch]:
+    """Asking when something is due is what makes it go away."""
+
+    def next_us(self: Timers, live: Any) -> int | None:
+        return self._heap.pop(0)[0] if self._heap else None
+
+    return [(Timers, "next_us", next_us)]
+
+
+@fault
+def one_round_a_turn() -> list[Patch]:
+    """What planning makes possible for a waiting request is for whatever turn comes next."""
+    return [(Admission, "stirred", property(lambda self: False))]
 
 
 @fault
@@ -459,8 +545,8 @@ def attach_replays_from_the_next() -> list[Patch]:
 def paused_stream_goes_on() -> list[Patch]:
     """What a client could not take is lost, and the rest of it is streamed as if nothing was."""
 
-    def client_full(self: RequestCommands, client: int, lost: Any) -> None:
-        self._streams.lost(client, lost)
+    def client_full(self: RequestCommands, client: int, lost: Any, now_us: int) -> None:
+        self._streams.lost(client, lost, now_us)
 
     return [(RequestCommands, "client_full", client_full)]
 
@@ -483,8 +569,8 @@ def pause_not_told() -> list[Patch]:
     """A client is not told that it missed something."""
     real = Streams.lost
 
-    def lost(self: Streams, client: int, stream: Any) -> list[int]:
-        ids = real(self, client, stream)
+    def lost(self: Streams, client: int, stream: Any, now_us: int) -> list[int]:
+        ids = real(self, client, stream, now_us)
         self._paused.pop(client)
         return ids
 

@@ -266,7 +266,7 @@ class Ledger:
 
     # ------------------------------------------------------------------------------------------------ streams and ends
 
-    def streamed(self, client: int, stream: Stream, lost: bool) -> None:
+    def streamed(self, client: int, stream: Stream, now_us: int, lost: bool = False) -> None:
         """A Stream for a client: the oracle's tokens, to whom they are due, each end once. lost: it was not taken."""
         rows = zip(stream.request_ids.tolist(), stream.offsets.tolist(), stream.tokens.tolist(), strict=True)
         expected = []
@@ -276,7 +276,7 @@ class Ledger:
             self.telling.row(client, request_id, offset)
             expected.append(tops_of(token, booked.tops, self._settings.vocabulary))
         self._compare_tops(stream, expected)
-        self.telling.news(client, stream, lost)
+        self.telling.news(client, stream, lost, now_us)
 
     def over(self, request: Request, now_us: int, cause: Any) -> None:
         """A request ended in the core, because of the event `cause`: as it should, and with tokens of its oracle."""

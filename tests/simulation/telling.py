@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+from coordinator.core.streams import RETRY_US
 from protocol.messages import Ended, Stream
 from tests.simulation.model import Oracle
 from tests.simulation.workers import Violation
@@ -53,7 +54,7 @@ class Telling:
     def __init__(self, requests: dict[int, BookedRequest]) -> None:
         self._requests = requests
         self._owed: dict[int, Owed] = {}
-        self._full: set[int] = set()
+        self._lost_us: dict[int, int] = {}
         self._moved: list[BookedRequest] = []
 
     def _of(self, client: int) -> Owed:
@@ -104,8 +105,9 @@ class Telling:
         due = f"{booked.at} is due to {booked.reader}{', but paused' if booked.paused else ''}"
         raise Violation(f"request {request_id}: offset {offset} is streamed to {client}; {due}")
 
-    def news(self, client: int, stream: Stream, lost: bool) -> None:
+    def news(self, client: int, stream: Stream, lost: bool, now_us: int) -> None:
         """The ends and the notices of a Stream, which are all that is owed to the client."""
+        self._lost_us.pop(client, None)
         owed = self._owed.pop(client, None) or Owed()
         ended = Counter(end.request_id for end in stream.ended)
         if (ended, Counter(stream.taken), set(stream.paused)) != (owed.ended, owed.taken, owed.paused):
@@ -118,6 +120,7 @@ class Telling:
                 raise Violation(f"request {end.request_id} is forgotten, and {client} is told {end}")
         if lost:
             self._lost(client, stream, owed)
+            self._lost_us[client] = now_us
 
     def _end(self, client: int, end: Ended) -> None:
         booked = self._requests[end.request_id]
@@ -137,18 +140,23 @@ class Telling:
             booked.paused |= booked.reader == client
         later = self._of(client)
         later.paused, later.taken = owed.paused | missed, owed.taken
-        self._full.add(client)
 
     def gone(self, client: int) -> None:
         """Nobody is there to be told anything."""
         self._owed.pop(client, None)
+        self._lost_us.pop(client, None)
+
+    def late(self, latest_us: int) -> None:
+        """A turn begins: whoever took nothing was to be tried again by then."""
+        for client, lost_us in self._lost_us.items():
+            if lost_us + RETRY_US < latest_us and self._owed.get(client):
+                raise Violation(f"client {client} took nothing at {lost_us} us, and was not tried again since")
 
     def turn_ends(self, clients: set[int]) -> None:
         """Everything that was owed to those who are there, and who took anything, has been told."""
         for client, owed in self._owed.items():
-            if owed and client in clients and client not in self._full:
+            if owed and client in clients and client not in self._lost_us:
                 raise Violation(f"client {client} was not told in this turn: {owed}")
-        self._full.clear()
         for booked in self._moved:
             booked.before.clear()
         self._moved.clear()

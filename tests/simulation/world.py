@@ -3,6 +3,10 @@
 An event is one `Machine.apply` call or one message that reaches a client or a worker. Everything random was drawn from
 the seed, by streams of their own for the actions, for each connection and for each worker's life: the same scenario
 always runs the same way.
+
+The world calls the loop when something arrives and exactly when the loop said, never by itself: what nobody waits for
+does not happen. It also asks for more than that (`_probe`): until the moment that was told, another Turn must find
+nothing to do.
 """
 
 from __future__ import annotations
@@ -17,6 +21,8 @@ from typing import Any
 import numpy as np
 
 from coordinator.core.events import (
+    Applied,
+    Boot,
     ClientFull,
     ClientGone,
     Effect,
@@ -65,11 +71,13 @@ from tests.simulation.progress import Progress
 from tests.simulation.settings import Settings
 from tests.simulation.workers import SimulatedWorker, Violation
 
-IDLE_TURN_US = 1_000_000
 REPLACED_US = 5_000
 # The light checks run after every event; the core's own, which cost as much as ten events, now and then.
 FULL_CHECK_EVERY = 64
 COMPARE_EVERY = 32
+# So often it is tried out whether what a turn left undone would have been done by another one: two comparisons each.
+PROBE_EVERY = 16
+SAME_INSTANT_MAX = 32
 # Two dozen small requests, each of which gets on in every step: a few hundred turns at most.
 CALM_TURNS_MAX = 1_000
 
@@ -79,13 +87,19 @@ class WatchedMachine(Machine):
 
     world: World
 
-    def apply(self, event: Event, now_us: int) -> list[Effect]:
+    def apply(self, event: Event, now_us: int) -> Applied:
         """Applies, then checks. A refusal must leave the state as it was."""
         before = snapshot(self) if self.world.watches(event) else b""
         self.world.cause = event
-        effects = super().apply(event, now_us)
-        self.world.applied(event, effects, before)
-        return effects
+        applied = super().apply(event, now_us)
+        self.world.core_due_us = applied.due_us
+        self.world.applied(event, applied.effects, before)
+        return applied
+
+    def gauges(self, now_us: int) -> list[int]:
+        """The last thing that is published."""
+        self.world.published = True
+        return super().gauges(now_us)
 
 
 class World:
@@ -98,16 +112,19 @@ class World:
         self.trace: list[str] | None = None
         self.clock = Clock()
         self.cause: Event | None = None
+        self.core_due_us: int | None = None
+        self.published = False
         self._full_check_every = full_check_every
         self._compare_every = min(COMPARE_EVERY, full_check_every)
         self._turn_planned = False
+        self._due_us = self._turned_us = self._turns_at_once = 0
         self._mark = (0, 0, 0)
         self._flushed = self._unpublished = False
         self._numbers = 0
         self._delays = Delays(settings.short_us, settings.long_us, settings.long_share)
         self._entropy = Random(f"{seed}/entropy")
         key = hashlib.blake2b(seed.encode()).digest()[:32]
-        self.machine = WatchedMachine(settings.limits(), "b" * 32, key)
+        self.machine = WatchedMachine(Boot("b" * 32, key, settings.limits()), 0)
         self.machine.world = self
         self.ledger = Ledger(settings, self.machine.requests.known)
         self._replies = codec.Decoder(CLIENT_REPLIES)
@@ -190,14 +207,15 @@ class World:
             self._replied(event, effects, before)
         elif isinstance(event, ClientGone):
             self.ledger.client_gone(event.client, event.goodbye, now_us)
-            self._unpublished |= self._flushed
+            self._unpublished |= self.published
         elif isinstance(event, ClientFull):
-            self.ledger.streamed(event.client, event.lost, lost=True)
+            self.ledger.streamed(event.client, event.lost, now_us, lost=True)
         elif isinstance(event, WorkerGone):
             self._progress.disturbed()
         elif isinstance(event, Turn):
             self._flushed = True
             self.ledger.dues.turn(now_us)
+            self._checker.turned(now_us)
         self._check()
 
     def _replied(self, event: FromClient, effects: list[Effect], before: bytes) -> None:
@@ -233,7 +251,7 @@ class World:
         elif sent is Sent.DONE:
             self._note(f"c{number}", message)
             if isinstance(message, Stream):
-                self.ledger.streamed(number, message, lost=False)
+                self.ledger.streamed(number, message, self.clock.now_us)
 
     def _to_worker(self, number: int, message: Message, _sent: Sent) -> None:
         self._note(f"w{number}", message)
@@ -315,11 +333,8 @@ class World:
             if one.pid == pid:
                 one.kill(1 + self._entropy.randrange(REPLACED_US))
 
-    def act(self, now_us: int) -> None:
+    def act(self, now_us: int) -> int | None:
         """Nothing is left to do."""
-
-    def next_wake_us(self) -> int | None:
-        """Never."""
         return None
 
     # ---------------------------------------------------------------------------------------------------------- turns
@@ -331,25 +346,46 @@ class World:
             self.clock.after(self.settings.turn_us, self._turn)
 
     def _turn(self) -> None:
+        now_us = self.clock.now_us
+        if self.turns % PROBE_EVERY == 0 or now_us >= self._due_us:
+            self._probe(max(self._turned_us, min(now_us, self._due_us - 1)))
         self._turn_planned = False
         self._mark = (0, 0, 0)
-        self._flushed = self._unpublished = False
+        self._flushed = self._unpublished = self.published = False
         self.turns += 1
-        self.ledger.dues.late(self.clock.now_us)
-        self.loop.turn(self.clock.now_us)
-        self.ledger.telling.turn_ends(self.machine.clients)
+        self.ledger.dues.late(now_us)
+        self.ledger.telling.late(now_us - self.settings.turn_us)
+        self._due_us = self.loop.turn(now_us)
+        self._turned_us, before_us = now_us, self._turned_us
+        if self._flushed:
+            self.ledger.telling.turn_ends(self.machine.clients)
         # A change that nobody told of shows in the next turn that tells of one.
         if self._mark != (0, 0, 0) and not self._unpublished:
             self._checker.published()
         if self.trace is not None:
-            self.trace.append(f"{self.clock.now_us:>9} turn {self.turns}: {digest(self.machine)}")
+            self.trace.append(f"{now_us:>9} turn {self.turns}: {digest(self.machine)}")
+        self._turns_at_once = self._turns_at_once + 1 if now_us == before_us else 0
+        if self._turns_at_once > SAME_INSTANT_MAX:
+            raise Violation("the loop spins: it asks for turn after turn at the same moment")
         turns = self.turns
-        idle_us = self.clock.now_us + IDLE_TURN_US
-        due_us = self.loop.next_wake_us(self.clock.now_us)
-        wake_us = idle_us if due_us is None else min(idle_us, due_us)
-        self.clock.at(wake_us, lambda: self.wake() if self.turns == turns else None)
+        self.clock.at(self._due_us, lambda: self._turn() if self.turns == turns else None)
         if self._client_side.waiting or self._worker_side.waiting:
             self.wake()
+
+    def _probe(self, at_us: int) -> None:
+        """Another Turn, after the last one and before the next is due, must change nothing: what it could do was left
+        undone, or became due and nobody was told."""
+        machine = self.machine
+        if (self.core_due_us is not None and self.core_due_us <= at_us) or machine.streams.due_us is not None:
+            return  # what was lost or given up when the last turn sent its messages is for the next one
+        before = snapshot(machine)
+        if machine.due_us() != machine.due_us() or before != snapshot(machine):
+            raise Violation("asking when something is due changed the state")
+        turns, machine.turns = machine.turns, machine.turns
+        effects = Machine.apply(machine, Turn(), at_us).effects
+        machine.turns = turns
+        if effects or before != snapshot(machine):
+            raise Violation(f"nothing was due at {at_us} us, and yet another turn had something to do: {effects}")
 
     # ------------------------------------------------------------------------------------------------------------ run
 
