@@ -53,7 +53,6 @@ from protocol.messages import (
     Health,
     RequestInfo,
     RequestList,
-    Sampling,
     SequenceInfo,
     Stats,
     Timings,
@@ -62,6 +61,7 @@ from protocol.messages import (
 from .aio import AsyncClient, AsyncRequest, AsyncTextRequest
 from .client import Client, Request, TextRequest
 from .results import Completion, Finished, Token
+from .sampling import Sampling
 from .sequences import CachedSequence
 from .tables import BlockCounts, SequenceRow, Tables
 

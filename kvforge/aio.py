@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import asyncio
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from contextlib import AbstractAsyncContextManager
 from time import monotonic
@@ -16,20 +17,16 @@ from typing import Any, Self
 import numpy as np
 import zmq
 
+from protocol.errors import Conflict
 from protocol.messages import (
     BlockCount,
     BlockInfo,
-    Cancel,
-    Done,
     Explanation,
     GetHealth,
-    GetRequest,
     GetStats,
     Health,
-    ListRequests,
     RequestInfo,
     RequestList,
-    Sampling,
     SequenceInfo,
     Stats,
 )
@@ -47,7 +44,9 @@ from .calls import (
     Prompt,
 )
 from .options import MAX_TOKENS, RequestOptions
+from .reading import Reading, read
 from .results import Completion, Finished, Token
+from .sampling import Sampling
 from .sequences import CachedSequence, SequenceRef
 from .session import Watched
 from .stop_text import TextCursor
@@ -57,45 +56,66 @@ ROOM_POLL_S = 0.02
 
 
 class AsyncRequest(Handle):
-    """One request, as `Request`."""
+    """One request, as `Request`. A task that is cancelled while it reads one cancels the request, unless that was
+    submitted as `detached` or with a key, or was attached to, or is read by another task too. To stop waiting and let
+    it go on, give `result` a timeout_s, or leave the loop.
+    """
 
-    async def __aiter__(self) -> AsyncIterator[Token]:
+    def __aiter__(self) -> AsyncIterator[Token]:
         """Tokens as they come, from the first one."""
         offset = self.start
-        while (token := await self._calls.token(self._track, offset)) is not None:
-            yield token
+
+        async def following() -> Token | None:
+            nonlocal offset
+            token = await self._calls.token(self._track, offset)
             offset += 1
+            return token
+
+        return Reading(self._calls, (self._track,), following)
 
     async def result(self, timeout_s: float | None = None) -> Finished:
         """Waits for the end and returns the outcome, as `Request.result`."""
-        return await self._calls.result(self._track, timeout_s, self.start)
+        return await read(self._calls, (self._track,), self._calls.result(self._track, timeout_s, self.start))
 
     def text(self, stop: str | Sequence[str] = ()) -> AsyncTextRequest:
         """As `Request.text`."""
         return AsyncTextRequest(self._calls, self, self._text_stops(stop))
 
+    async def cancel(self, *, timeout_s: float | None = None) -> None:
+        """As `Request.cancel`."""
+        await self._calls.cancel(self._track, timeout_s)
+
 
 class AsyncTextRequest:
-    """A request that is read as text, as `TextRequest`."""
+    """A request that is read as text, as `TextRequest`; for cancelled tasks see `AsyncRequest`."""
 
     def __init__(self, calls: Calls, request: AsyncRequest, stop: Sequence[str] = ()) -> None:
         self._calls = calls
         self._stop = stop
         self.request = request
 
-    async def __aiter__(self) -> AsyncIterator[str]:
+    def __aiter__(self) -> AsyncIterator[str]:
         """Pieces of text as they come, from the first one."""
-        cursor = TextCursor(self._calls, self.request._track, self._stop)
-        while (piece := await cursor.next()) is not None:
-            yield piece
+        track = self.request._track
+        return Reading(self._calls, (track,), TextCursor(self._calls, track, self._stop).next)
 
     async def result(self, timeout_s: float | None = None) -> Completion:
         """Waits for the end, as `TextRequest.result`."""
-        return await self._calls.text(self.request._track, self._stop, timeout_s)
+        track = self.request._track
+        return await read(self._calls, (track,), self._calls.text(track, self._stop, timeout_s))
+
+    async def received(self) -> str:
+        """As `TextRequest.received`."""
+        return await self._calls.text_so_far(self.request._track, self._stop)
+
+    async def cancel(self, *, timeout_s: float | None = None) -> None:
+        """As `Request.cancel`."""
+        await self.request.cancel(timeout_s=timeout_s)
 
 
 class AsyncClient:
-    """`Client` for asyncio: same arguments, same methods, same errors. Many tasks of one loop may share it.
+    """`Client` for asyncio: same arguments, same methods, same errors. Many tasks of one loop may share it; used in
+    another loop it raises Conflict.
 
     The first use of `generate` loads the tokenizer, which keeps the event loop busy for about a second.
     """
@@ -213,31 +233,31 @@ class AsyncClient:
         track = await self._calls.attach(request_id, offset, timeout_s)
         return AsyncRequest(self._calls, track, offset)
 
-    async def merge(self, *requests: AsyncRequest) -> AsyncIterator[tuple[AsyncRequest, Token]]:
-        """As `Client.merge`, for `async for`."""
-        feed = Feed(requests)
-        while feed.tracks:
-            await self._calls.more(feed)
-            for request, token in feed.take():
-                yield request, token
+    def merge(self, *requests: AsyncRequest) -> AsyncIterator[tuple[AsyncRequest, Token]]:
+        """As `Client.merge`, for `async for`; for cancelled tasks see `AsyncRequest`."""
+        feed, taken = Feed(requests), deque[tuple[AsyncRequest, Token]]()
+
+        async def following() -> tuple[AsyncRequest, Token] | None:
+            while not taken and feed.tracks:
+                await self._calls.more(feed)
+                taken.extend(feed.take())
+            return taken.popleft() if taken else None
+
+        return Reading(self._calls, feed.tracks, following)
 
     async def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """As `Client.cancel`."""
-        await self._calls.call(lambda rid: Cancel(rid=rid, request_id=request_id), Done, timeout_s)
+        await self._calls.run(sequences.cancel(request_id), timeout_s)
 
     async def status(
         self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None
     ) -> RequestInfo:
         """As `Client.status`."""
-
-        def build(rid: int) -> GetRequest:
-            return GetRequest(rid=rid, request_id=request_id, with_tokens=with_tokens)
-
-        return await self._calls.call(build, RequestInfo, timeout_s)
+        return await self._calls.run(sequences.status(request_id, with_tokens), timeout_s)
 
     async def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
         """As `Client.requests`."""
-        return await self._calls.call(lambda rid: ListRequests(rid=rid, count_max=count_max), RequestList, timeout_s)
+        return await self._calls.run(sequences.requests(count_max), timeout_s)
 
     async def stats(self, *, timeout_s: float | None = None) -> Stats:
         """As `Client.stats`."""
@@ -410,6 +430,18 @@ class _AsyncCalls(Calls):
     """The operations, with a wait that lets other tasks run."""
 
     _lock: asyncio.Lock | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise Conflict("this client belongs to another event loop; make one in each, and close it there")
+
+    def _check_closable(self) -> None:
+        if self._loop is not None and self._loop.is_running() and self._loop is not asyncio.get_running_loop():
+            raise Conflict("this client belongs to another event loop: close it there, or when that has ended")
 
     async def _until(
         self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False

@@ -10,18 +10,17 @@ import numpy as np
 
 from protocol.codec import FRAME_BYTES_MAX
 from protocol.errors import InvalidRequest
-from protocol.messages import LOGIT_BIAS_LIMIT, LOGIT_BIAS_MAX, SAMPLING_RANGES, Int32Array, Sampling
+from protocol.messages import Int32Array
 
-INT32_MAX = (1 << 31) - 1
-SEED_MAX = (1 << 64) - 1
-TEMPERATURE_MAX = 100.0
+from .sampling import Sampling
+from .values import INT32_MAX, INT64_MAX, flag, number, shown, whole
+
 STOP_STRINGS_MAX = 16
 STOP_LENGTH_MAX = 1024
 PRIORITY_MAX = 100
 KEY_LENGTH_MAX = 128
 SAMPLES_MAX = 256
 LIMIT_S_MAX = 30 * 24 * 3600
-INT64_MAX = (1 << 63) - 1
 PROMPT_TOKENS_MAX = FRAME_BYTES_MAX // 4
 
 
@@ -69,60 +68,15 @@ def _refuse(field: str, index: int, item: object) -> None:
     raise InvalidRequest(field, f"item {index} is {shown}{kind}; a token id is an integer from 0 to {INT32_MAX}")
 
 
-def check_submit(max_tokens: object, sampling: object, tenant: object) -> None:
-    """Raises InvalidRequest naming `max_tokens`, `tenant` or the field of `sampling` that is wrong."""
-    if not _is_int(max_tokens) or not 1 <= max_tokens <= INT32_MAX:  # type: ignore[operator]
-        raise InvalidRequest("max_tokens", f"is {max_tokens!r}; it must be an integer of at least 1")
+def check_submit(max_tokens: object, sampling: object, tenant: object, salt: object) -> int:
+    """Returns `max_tokens` as int. Raises InvalidRequest naming `max_tokens`, `tenant`, `salt` or `sampling`."""
     if not isinstance(tenant, str) or not tenant:
         raise InvalidRequest("tenant", f"is {tenant!r}; it must be a name")
+    if not isinstance(salt, str):
+        raise InvalidRequest("salt", f"is {shown(salt)}; it must be a text")
     if not isinstance(sampling, Sampling):
         raise InvalidRequest("sampling", f"is {type(sampling).__name__}; it must be a kvforge.Sampling")
-    check_sampling(sampling)
-
-
-def check_sampling(sampling: Sampling) -> None:
-    """Raises InvalidRequest naming the field that is out of range."""
-    temperature = sampling.temperature
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float):
-        raise InvalidRequest("sampling.temperature", f"is {temperature!r}; it must be a number")
-    if not math.isfinite(temperature) or not 0 <= temperature <= TEMPERATURE_MAX:
-        raise InvalidRequest("sampling.temperature", f"is {temperature}; it must be 0 (greedy) to {TEMPERATURE_MAX:g}")
-    if sampling.seed is not None and not (_is_int(sampling.seed) and 0 <= sampling.seed <= SEED_MAX):
-        raise InvalidRequest("sampling.seed", f"is {sampling.seed!r}; it must be an integer of 64 bits")
-    if not isinstance(sampling.stop_tokens, tuple | list):
-        raise InvalidRequest("sampling.stop_tokens", "is not a sequence of token ids")
-    for token in sampling.stop_tokens:
-        if not _is_int(token) or not 0 <= token <= INT32_MAX:
-            raise InvalidRequest("sampling.stop_tokens", f"holds {token!r}, which is not a token id")
-    if not isinstance(sampling.ignore_eos, bool):
-        raise InvalidRequest("sampling.ignore_eos", f"is {sampling.ignore_eos!r}; it must be True or False")
-    for name, (low, high) in SAMPLING_RANGES.items():
-        value = getattr(sampling, name)
-        whole = isinstance(getattr(Sampling(), name), int)
-        if not (_is_int(value) if whole else _is_int(value) or isinstance(value, float)) or not low <= value <= high:
-            kind = "an integer" if whole else "a number"
-            raise InvalidRequest(f"sampling.{name}", f"is {value!r}; it must be {kind} from {low:g} to {high:g}")
-    _check_bias(sampling.logit_bias)
-
-
-def _check_bias(pairs: object) -> None:
-    field = "sampling.logit_bias"
-    if not isinstance(pairs, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in pairs):
-        raise InvalidRequest(field, "is not a sequence of (token id, value) pairs")
-    if len(pairs) > LOGIT_BIAS_MAX:
-        raise InvalidRequest(field, f"has {len(pairs)} entries; there may be {LOGIT_BIAS_MAX}")
-    seen = set()
-    for token, value in pairs:
-        if not _is_int(token) or not 0 <= token <= INT32_MAX:
-            raise InvalidRequest(field, f"holds {token!r}, which is not a token id")
-        if token in seen:
-            raise InvalidRequest(field, f"names token id {token} twice")
-        if not (_is_int(value) or isinstance(value, float)) or not (
-            abs(value) <= LOGIT_BIAS_LIMIT or value == -math.inf
-        ):
-            limit = f"-{LOGIT_BIAS_LIMIT:g} to {LOGIT_BIAS_LIMIT:g}, or -inf to ban the token"
-            raise InvalidRequest(field, f"gives token id {token} the value {value!r}; it must be {limit}")
-        seen.add(token)
+    return whole("max_tokens", max_tokens, 1, INT32_MAX)
 
 
 def stop_strings(stop: object) -> tuple[str, ...]:
@@ -136,42 +90,33 @@ def stop_strings(stop: object) -> tuple[str, ...]:
     return tuple(stops)
 
 
-def check_request(priority: object, detached: object, key: object) -> None:
-    """Raises InvalidRequest naming `priority`, `detached` or `key`."""
-    if not _is_int(priority) or not -PRIORITY_MAX <= priority <= PRIORITY_MAX:  # type: ignore[operator]
-        raise InvalidRequest(
-            "priority", f"is {priority!r}; it must be an integer from -{PRIORITY_MAX} to {PRIORITY_MAX}"
-        )
-    if not isinstance(detached, bool):
-        raise InvalidRequest("detached", f"is {detached!r}; it must be True or False")
+def check_request(priority: object, detached: object, key: object) -> tuple[int, bool]:
+    """Returns `priority` and `detached` as they are sent. Raises InvalidRequest naming one of them, or `key`."""
     if not isinstance(key, str) or len(key) > KEY_LENGTH_MAX or not key.isprintable():
         raise InvalidRequest("key", f"must be a text of at most {KEY_LENGTH_MAX} printable characters")
+    return whole("priority", priority, -PRIORITY_MAX, PRIORITY_MAX), flag("detached", detached)
 
 
-def check_count(count: object) -> None:
+def answer_count(count: object) -> int:
     """How many answers to one prompt. Raises InvalidRequest naming `count`."""
-    if not _is_int(count) or not 1 <= count <= SAMPLES_MAX:  # type: ignore[operator]
-        raise InvalidRequest("count", f"is {count!r}; it must be an integer from 1 to {SAMPLES_MAX}")
+    return whole("count", count, 1, SAMPLES_MAX)
 
 
-def check_attach(request_id: object, offset: object) -> None:
-    """Raises InvalidRequest naming `request_id` or `offset`."""
-    if not _is_int(request_id) or not 1 <= request_id <= INT64_MAX:  # type: ignore[operator]
-        raise InvalidRequest("request_id", f"is {request_id!r}; it must be the id of a request")
-    if not _is_int(offset) or not 0 <= offset <= INT32_MAX:  # type: ignore[operator]
-        raise InvalidRequest("offset", f"is {offset!r}; it must be an integer from 0 to {INT32_MAX}")
+def request_number(request_id: object, field: str = "request_id") -> int:
+    """The id of a request. Raises InvalidRequest naming `field`."""
+    return whole(field, request_id, 1, INT64_MAX)
 
 
 def milliseconds(field: str, value: object) -> int:
     """A limit in seconds as whole milliseconds, rounded up; 0 for None. Raises InvalidRequest naming `field`."""
     if value is None:
         return 0
-    number = isinstance(value, int | float) and not isinstance(value, bool)
-    if not number or not 0 < value <= LIMIT_S_MAX:  # type: ignore[operator]
-        raise InvalidRequest(field, f"is {value!r}; it must be a number of seconds above 0, at most {LIMIT_S_MAX}")
+    try:
+        seconds = number(field, value, 0, LIMIT_S_MAX)
+    except InvalidRequest:
+        seconds = 0.0
+    if not seconds:
+        problem = f"is {shown(value)}; it must be a number of seconds above 0, at most {LIMIT_S_MAX}"
+        raise InvalidRequest(field, problem)
     # A microsecond is not worth a millisecond: 1.1 s are 1100 ms, though the product is a little more.
-    return max(1, math.ceil(round(value * 1000, 3)))  # type: ignore[operator]
-
-
-def _is_int(value: object) -> bool:
-    return isinstance(value, int) and not isinstance(value, bool)
+    return max(1, math.ceil(round(seconds * 1000, 3)))

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 import os
+import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import AbstractAsyncContextManager
@@ -19,6 +20,7 @@ import numpy as np
 
 from protocol import transport
 from protocol.errors import (
+    AlreadyFinished,
     Conflict,
     CoordinatorUnavailable,
     DeadlineExceeded,
@@ -42,14 +44,15 @@ from protocol.messages import (
     Welcome,
 )
 
-from .arguments import check_attach, check_count, milliseconds, prompt_array, stop_strings
+from .arguments import answer_count, milliseconds, prompt_array, request_number, stop_strings
 from .link import Link
 from .options import RequestOptions
 from .results import Completion, Finished, Token, finished, token_at
-from .sequences import Command, SequenceRef, sequence_id
+from .sequences import Command, SequenceRef, cancel, sequence_id
 from .session import Pending, Session, Track, Watched
-from .stop_text import TextCursor
+from .stop_text import StopText, TextCursor
 from .tables import Tables
+from .values import INT32_MAX, number, shown, whole
 
 if TYPE_CHECKING:
     from .text import Tokenizer
@@ -88,6 +91,8 @@ class Calls(ABC):
         self._connect_timeout_s = _seconds(connect_timeout_s, "connect_timeout_s")
         self._name = name
         self._pid = os.getpid()
+        self._owner: dict[str, threading.Thread] = {}
+        self._waiting = False
         self._closed = False
         self.session = Session(self.endpoint)
         self.link = Link(self.session, self._link_opened)
@@ -130,8 +135,8 @@ class Calls(ABC):
     ) -> Track:
         ids = prompt_array(prompt, empty=sequence is not None)
         continued = sequence_id(sequence) if sequence is not None else 0
-        (track,) = await self._admit(lambda rid: options.command(rid, ids, continued, 1), timeout_s, options.retry_s)
-        return track
+        tracks = await self._admit(lambda rid: options.command(rid, ids, continued, 1), timeout_s, options.retry_s)
+        return _owned(tracks, options)[0]
 
     async def samples(
         self,
@@ -141,8 +146,9 @@ class Calls(ABC):
         timeout_s: float | None = None,
     ) -> tuple[Track, ...]:
         ids = prompt_array(prompt)
-        check_count(count)
-        return await self._admit(lambda rid: options.command(rid, ids, 0, count), timeout_s, options.retry_s)
+        several = answer_count(count)
+        tracks = await self._admit(lambda rid: options.command(rid, ids, 0, several), timeout_s, options.retry_s)
+        return _owned(tracks, options)
 
     async def _admit(
         self, build: Callable[[int], Submit], timeout_s: float | None, retry_s: float | None
@@ -161,14 +167,12 @@ class Calls(ABC):
                 return pending.tracks
 
     async def attach(self, request_id: int, offset: int, timeout_s: float | None) -> Track:
-        check_attach(request_id, offset)
+        wanted, start = request_number(request_id), whole("offset", offset, 0, INT32_MAX)
         self._check_usable()
-        track = self.session.tracked(request_id, offset)
+        track = self.session.tracked(wanted, start)
         if track is not None:
             return track
-        pending = await self._ask(
-            lambda rid: Attach(rid=rid, request_id=request_id, offset=offset), Attached, timeout_s
-        )
+        pending = await self._ask(lambda rid: Attach(rid=rid, request_id=wanted, offset=start), Attached, timeout_s)
         pending.take(Attached)
         return pending.tracks[0]
 
@@ -211,6 +215,16 @@ class Calls(ABC):
                 raise DeadlineExceeded(f"{problem}; it goes on: wait again, or cancel it")
         return finished(track, start)
 
+    async def cancel(self, track: Track, timeout_s: float | None) -> None:
+        """Ends a request, unless it has ended."""
+        if track.done:
+            return
+        command = cancel(track.request_id)
+        try:
+            await self.run(command, timeout_s)
+        except AlreadyFinished:  # its end is on the way to us
+            return
+
     async def token(self, track: Track, offset: int, deadline: float | None = None) -> Token | None:
         """The token at `offset`, None if the request ended before it. Raises the error the request ended with.
 
@@ -243,6 +257,12 @@ class Calls(ABC):
             raise DeadlineExceeded(f"{problem}; it goes on: wait again, or cancel it") from None
         done = await self.result(track, max(deadline - monotonic(), MOMENT_S))
         return Completion("".join(pieces), cursor.outcome(done))
+
+    async def text_so_far(self, track: Track, stops: Sequence[str]) -> str:
+        """The text of the tokens that have come, up to a stop string."""
+        stream, stop = (await self.tokenizer()).stream(), StopText(stops)
+        text = stop.push(stream.push(track.tokens)) + stop.push(stream.finish())
+        return text + stop.finish()
 
     async def more(self, feed: Feed[H]) -> None:
         """Waits until a feed has something."""
@@ -277,11 +297,12 @@ class Calls(ABC):
     def close(self) -> None:
         if self._closed:
             return
+        if os.getpid() == self._pid:  # else the sockets belong to the process that made them
+            self._check_closable()
+            self._closed = True
+            self.link.goodbye()
+            self.session.lost(Conflict("this client was closed while the request ran"))
         self._closed = True
-        if os.getpid() != self._pid:
-            return  # the sockets belong to the process that made them
-        self.link.goodbye()
-        self.session.lost(Conflict("this client was closed while the request ran"))
 
     # -------------------------------------------------------------------------------------------------- connection
 
@@ -291,6 +312,28 @@ class Calls(ABC):
         if os.getpid() != self._pid:
             problem = f"this client belongs to process {self._pid}, and this is process {os.getpid()}"
             raise Conflict(f"{problem}: a client does not survive fork(); make a new one in the child")
+        if (owner := self._other_thread()) is not None:
+            problem = f"this client belongs to thread {owner.name!r}, and this is {threading.current_thread().name!r}"
+            raise Conflict(f"{problem}: a client is for one thread; make one for each")
+
+    def _check_closable(self) -> None:
+        """Raises Conflict where another thread is in the middle of a call."""
+        if self._waiting and (owner := self._other_thread()) is not None:
+            raise Conflict(f"this client waits in thread {owner.name!r}: close it there, or when that has ended")
+
+    def _other_thread(self) -> threading.Thread | None:
+        """The thread that this client belongs to, where it is another one: that which used it first, and still runs."""
+        here = threading.current_thread()
+        owner = self._owner.setdefault("", here)  # one step: of two threads that come at once, one is the first
+        if owner is not here and not owner.is_alive():
+            owner = self._owner[""] = here
+        return None if owner is here else owner
+
+    def abandon(self, tracks: Sequence[Track]) -> None:
+        """Whoever read these requests was cancelled. Those that nobody else here reads must not run for nobody."""
+        left = [track.request_id for track in tracks if not (track.done or track.kept or track.readers)]
+        for message in self.session.cancel(left):
+            self.link.send(message)
 
     async def _connect(self, deadline: float) -> None:
         self._check_usable()
@@ -459,7 +502,19 @@ class Feed(Generic[H]):
         return rows
 
 
+def _owned(tracks: tuple[Track, ...], options: RequestOptions) -> tuple[Track, ...]:
+    """Requests of ours: whether they outlast whoever reads them is ours to say."""
+    for track in tracks:
+        track.kept = options.kept
+    return tracks
+
+
 def _seconds(value: float, field: str = "timeout_s") -> float:
-    if isinstance(value, bool) or not isinstance(value, int | float) or not math.isfinite(value) or value <= 0:
-        raise InvalidRequest(field, f"is {value!r}; it must be a number of seconds above 0 (every wait has an end)")
-    return float(value)
+    try:
+        seconds = number(field, value, 0, math.inf)
+    except InvalidRequest:
+        seconds = 0.0
+    if not seconds:
+        problem = f"is {shown(value)}; it must be a number of seconds above 0 (every wait has an end)"
+        raise InvalidRequest(field, problem)
+    return seconds

@@ -16,17 +16,12 @@ import zmq
 from protocol.messages import (
     BlockCount,
     BlockInfo,
-    Cancel,
-    Done,
     Explanation,
     GetHealth,
-    GetRequest,
     GetStats,
     Health,
-    ListRequests,
     RequestInfo,
     RequestList,
-    Sampling,
     SequenceInfo,
     Stats,
 )
@@ -45,6 +40,7 @@ from .calls import (
 )
 from .options import MAX_TOKENS, RequestOptions
 from .results import Completion, Finished, Token
+from .sampling import Sampling
 from .sequences import CachedSequence, SequenceRef
 from .session import Watched
 from .stop_text import TextCursor
@@ -82,6 +78,10 @@ class Request(Handle):
         """
         return TextRequest(self._calls, self, self._text_stops(stop))
 
+    def cancel(self, *, timeout_s: float | None = None) -> None:
+        """Ends it, whoever submitted it: `result()` then has the reason `cancelled`. One that has ended stays so."""
+        drive(self._calls.cancel(self._track, timeout_s))
+
 
 class TextRequest:
     """A request that is read as text. Iterating gives pieces of text, from the first one.
@@ -104,6 +104,14 @@ class TextRequest:
         """Waits for the end, as `Request.result` does."""
         return drive(self._calls.text(self.request._track, self._stop, timeout_s))
 
+    def received(self) -> str:
+        """The text of what has come so far, without waiting for more; it stays after an error."""
+        return drive(self._calls.text_so_far(self.request._track, self._stop))
+
+    def cancel(self, *, timeout_s: float | None = None) -> None:
+        """As `Request.cancel`."""
+        self.request.cancel(timeout_s=timeout_s)
+
 
 class Client:
     """A connection to a coordinator. Closing it cancels the requests that still run, except detached ones.
@@ -117,7 +125,7 @@ class Client:
     are kept for a while, to be read on with `attach(request.id, len(request.tokens))`. Every method that talks to the
     coordinator raises CoordinatorUnavailable (nobody answers, or it went away during the call), DeadlineExceeded
     (it did not answer in time), ProtocolError (it does not speak our protocol) and Conflict (this client is closed,
-    or was carried through a fork). A client is for one thread.
+    was carried through a fork, or is used by a second thread while the first one that used it runs).
     """
 
     def __init__(
@@ -270,19 +278,15 @@ class Client:
 
     def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """Ends a request of any client. Raises RequestNotFound, AlreadyFinished."""
-        drive(self._calls.call(lambda rid: Cancel(rid=rid, request_id=request_id), Done, timeout_s))
+        drive(self._calls.run(sequences.cancel(request_id), timeout_s))
 
     def status(self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None) -> RequestInfo:
         """One request, running or ended not long ago. Raises RequestNotFound."""
-
-        def build(rid: int) -> GetRequest:
-            return GetRequest(rid=rid, request_id=request_id, with_tokens=with_tokens)
-
-        return drive(self._calls.call(build, RequestInfo, timeout_s))
+        return drive(self._calls.run(sequences.status(request_id, with_tokens), timeout_s))
 
     def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
         """The newest requests."""
-        return drive(self._calls.call(lambda rid: ListRequests(rid=rid, count_max=count_max), RequestList, timeout_s))
+        return drive(self._calls.run(sequences.requests(count_max), timeout_s))
 
     def stats(self, *, timeout_s: float | None = None) -> Stats:
         """Counters and gauges, all of one instant."""
@@ -502,11 +506,15 @@ class _BlockingCalls(Calls):
         *,
         for_room: bool = False,
     ) -> bool:
-        while not ready():
-            left_s = deadline - monotonic()
-            self._poll(max(0.0, min(left_s, POLL_S_MAX)), for_room)
-            if left_s <= 0:
-                return ready()
+        self._waiting = True
+        try:
+            while not ready():
+                left_s = deadline - monotonic()
+                self._poll(max(0.0, min(left_s, POLL_S_MAX)), for_room)
+                if left_s <= 0:
+                    return ready()
+        finally:
+            self._waiting = False
         return True
 
     def _gate(self) -> AbstractAsyncContextManager[Any]:

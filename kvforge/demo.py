@@ -12,13 +12,14 @@ from time import monotonic
 
 from protocol import transport
 from protocol.errors import InvalidConfiguration, KvforgeError
-from protocol.messages import Sampling, Stats
+from protocol.messages import Stats
 
 from .client import Client, Request
 from .commands.stats import hit_rate
 from .exits import FAILED, OK, Stopped
 from .models import pull
 from .progress import Progress
+from .sampling import Sampling
 from .screen import screen
 from .settings import Settings
 from .signals import Signals

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import Int32Array, Sampling, Submit
+from protocol.messages import NO_INT32, Int32Array, Submit
 
 from .arguments import check_request, check_submit, milliseconds
+from .sampling import Sampling
 
 MAX_TOKENS = 256
 
@@ -27,30 +28,32 @@ class RequestOptions:
     retry_s: float | None = None
 
     def __post_init__(self) -> None:
-        check_submit(self.max_tokens, self.chosen_sampling, self.tenant)
-        check_request(self.priority, self.detached, self.key)
-        for field in ("deadline_s", "first_token_s", "retry_s"):
-            milliseconds(field, getattr(self, field))
+        self.command(0, NO_INT32, 0, 1)
+        milliseconds("retry_s", self.retry_s)
 
     @property
-    def chosen_sampling(self) -> Sampling:
-        """`sampling`, or the defaults."""
-        return self.sampling if self.sampling is not None else Sampling()
+    def kept(self) -> bool:
+        """Whether the request goes on though whoever reads it gave up: it can be asked for again."""
+        return self.detached or bool(self.key)
 
     def command(self, rid: int, prompt: Int32Array, sequence_id: int, count: int) -> Submit:
         """What is sent. prompt: [prompt_tokens]; sequence_id: 0 for none."""
+        sampling = self.sampling if self.sampling is not None else Sampling()
+        max_tokens = check_submit(self.max_tokens, sampling, self.tenant, self.salt)
+        priority, detached = check_request(self.priority, self.detached, self.key)
         return Submit(
             rid=rid,
-            max_tokens=self.max_tokens,
-            sampling=self.chosen_sampling,
+            max_tokens=max_tokens,
+            sampling=sampling.message(),
+            model_defaults=sampling.unnamed,
             tenant=self.tenant,
             sequence_id=sequence_id,
             salt=self.salt,
             count=count,
-            priority=self.priority,
+            priority=priority,
             deadline_ms=milliseconds("deadline_s", self.deadline_s),
             first_token_ms=milliseconds("first_token_s", self.first_token_s),
-            detached=self.detached,
+            detached=detached,
             key=self.key,
             prompt=prompt,
         )

@@ -1,4 +1,4 @@
-"""Sequences and blocks of the cache as a client sees them. Every operation is written once, as a `Command`."""
+"""Requests, sequences and blocks as a client asks for them. Every operation is written once, as a `Command`."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Generic, TypeVar
 
+import msgspec
 import numpy as np
 
 from protocol.errors import InvalidRequest
@@ -15,26 +16,33 @@ from protocol.messages import (
     Appended,
     BlockCount,
     BlockInfo,
+    Cancel,
     CreateSequence,
+    Done,
     Explain,
     Explanation,
     Fork,
     Forked,
     GetBlock,
+    GetRequest,
     GetSequence,
     GetTokens,
+    ListRequests,
     Message,
     Purged,
     PurgeFinished,
     RefBlock,
     Removed,
     RemoveSequences,
+    RequestInfo,
+    RequestList,
     SequenceInfo,
     SequenceTokens,
     UnrefBlock,
 )
 
-from .arguments import token_array
+from .arguments import request_number, token_array
+from .values import INT32_MAX, INT64_MAX, flag, number, whole
 
 T = TypeVar("T")
 TTL_S_MAX = 30 * 24 * 3600
@@ -60,24 +68,17 @@ class Command(Generic[T]):
     result: Callable[[Any], T]
 
 
-def sequence_id(sequence: SequenceRef, field: str = "sequence") -> int:
+def sequence_id(sequence: object, field: str = "sequence") -> int:
     """The id behind a handle. Raises InvalidRequest."""
-    value = sequence.id if isinstance(sequence, CachedSequence) else sequence
-    if isinstance(value, bool) or not isinstance(value, int | np.integer) or not 0 < value < 1 << 63:
-        raise InvalidRequest(field, f"is {sequence!r}; it must be a sequence or its id")
-    return int(value)
+    return whole(field, sequence.id if isinstance(sequence, CachedSequence) else sequence, 1, INT64_MAX)
 
 
 def create(
     tokens: Sequence[int] | np.ndarray[Any, Any], tenant: str, salt: str, idle_ttl_s: float
 ) -> Command[CachedSequence]:
     """A new sequence; may be empty."""
-    if isinstance(idle_ttl_s, bool) or not isinstance(idle_ttl_s, int | float) or not math.isfinite(idle_ttl_s):
-        raise InvalidRequest("idle_ttl_s", f"is {idle_ttl_s!r}; it must be a number of seconds")
-    if not 0 <= idle_ttl_s <= TTL_S_MAX:
-        raise InvalidRequest("idle_ttl_s", f"is {idle_ttl_s}; it must be 0 (until the connection ends) to {TTL_S_MAX}")
     ids = token_array("tokens", tokens, empty=True)
-    ttl_ms = math.ceil(idle_ttl_s * 1000)
+    ttl_ms = math.ceil(number("idle_ttl_s", idle_ttl_s, 0, TTL_S_MAX, "0 (until the connection ends)") * 1000)
     return Command(
         lambda rid: CreateSequence(rid=rid, tenant=tenant, salt=salt, idle_ttl_ms=ttl_ms, tokens=ids),
         SequenceInfo,
@@ -89,14 +90,13 @@ def append(
     sequences: SequenceRef | Iterable[SequenceRef], tokens: Sequence[int] | Sequence[Sequence[int]]
 ) -> Command[tuple[int, ...]]:
     """Appends to one sequence or to each of several; the result is their lengths."""
-    if isinstance(sequences, CachedSequence | int):
-        sequences, lists = [sequences], [tokens]
-    else:
-        sequences, lists = list(sequences), list(tokens)  # type: ignore[arg-type]
-    if len(lists) != len(sequences):
-        raise InvalidRequest("tokens", f"has {len(lists)} lists for {len(sequences)} sequences")
+    several = _several(sequences)
+    lists: list[Any] = [tokens] if several is None else list(tokens)
+    refs = [sequences] if several is None else several
+    if len(lists) != len(refs):
+        raise InvalidRequest("tokens", f"has {len(lists)} lists for {len(refs)} sequences")
     arrays = [token_array("tokens", one) for one in lists]
-    ids = np.array([sequence_id(sequence, "sequences") for sequence in sequences], np.int64)
+    ids = np.array([sequence_id(ref, "sequences") for ref in refs], np.int64)
     counts = np.array([array.size for array in arrays], np.int32)
     flat = np.concatenate([np.zeros(0, np.int32), *arrays])
     return Command(
@@ -108,10 +108,10 @@ def append(
 
 def fork(sequence: SequenceRef, count: int) -> Command[tuple[CachedSequence, ...]]:
     """More sequences over the same blocks."""
-    parent = sequence_id(sequence)
+    parent, children = sequence_id(sequence), whole("count", count, 1, INT32_MAX)
     tenant = sequence.tenant if isinstance(sequence, CachedSequence) else "default"
     return Command(
-        lambda rid: Fork(rid=rid, sequence_id=parent, count=count),
+        lambda rid: Fork(rid=rid, sequence_id=parent, count=children),
         Forked,
         lambda reply: tuple(CachedSequence(child, tenant) for child in reply.sequence_ids.tolist()),
     )
@@ -133,8 +133,8 @@ def tokens(sequence: SequenceRef) -> Command[tuple[int, ...]]:
 
 def remove(sequences: SequenceRef | Iterable[SequenceRef]) -> Command[int]:
     """Removes sequences; the result is how many blocks came back."""
-    several = [sequences] if isinstance(sequences, CachedSequence | int) else list(sequences)
-    ids = np.array([sequence_id(sequence, "sequences") for sequence in several], np.int64)
+    several = _several(sequences)
+    ids = np.array([sequence_id(ref, "sequences") for ref in ([sequences] if several is None else several)], np.int64)
     return Command(
         lambda rid: RemoveSequences(rid=rid, sequence_ids=ids), Removed, lambda reply: int(reply.freed_blocks)
     )
@@ -142,25 +142,24 @@ def remove(sequences: SequenceRef | Iterable[SequenceRef]) -> Command[int]:
 
 def block(block_id: int) -> Command[BlockInfo]:
     """One block and its holders."""
-    return Command(lambda rid: GetBlock(rid=rid, block_id=block_id), BlockInfo, _itself)
+    wanted = block_number(block_id)
+    return Command(lambda rid: GetBlock(rid=rid, block_id=wanted), BlockInfo, _itself)
 
 
 def ref(block_id: int, holder: str, generation: int | None, tenant: str) -> Command[BlockCount]:
     """One more holder."""
-    wanted = -1 if generation is None else generation
+    held, known = block_number(block_id), _generation(generation)
 
     def build(rid: int) -> RefBlock:
-        return RefBlock(rid=rid, block_id=block_id, holder=holder, generation=wanted, tenant=tenant)
+        return RefBlock(rid=rid, block_id=held, holder=holder, generation=known, tenant=tenant)
 
     return Command(build, BlockCount, _itself)
 
 
 def unref(block_id: int, holder: str, generation: int | None) -> Command[BlockCount]:
     """One holder less."""
-    wanted = -1 if generation is None else generation
-    return Command(
-        lambda rid: UnrefBlock(rid=rid, block_id=block_id, holder=holder, generation=wanted), BlockCount, _itself
-    )
+    held, known = block_number(block_id), _generation(generation)
+    return Command(lambda rid: UnrefBlock(rid=rid, block_id=held, holder=holder, generation=known), BlockCount, _itself)
 
 
 def explain(
@@ -169,24 +168,53 @@ def explain(
     """Why, of exactly one subject."""
     if sum(subject is not None for subject in (block, request, sequence, tenant)) != 1:
         raise InvalidRequest("subject", "give exactly one of block=, request=, sequence=, tenant=")
-    about = sequence_id(sequence) if sequence is not None else -1
-    return Command(
-        lambda rid: Explain(
-            rid=rid,
-            block_id=-1 if block is None else block,
-            request_id=-1 if request is None else request,
-            sequence_id=about,
-            tenant=tenant or "",
-        ),
-        Explanation,
-        _itself,
+    message = Explain(
+        rid=0,
+        block_id=-1 if block is None else block_number(block, "block"),
+        request_id=-1 if request is None else request_number(request, "request"),
+        sequence_id=-1 if sequence is None else sequence_id(sequence),
+        tenant=tenant or "",
     )
+    return Command(lambda rid: msgspec.structs.replace(message, rid=rid), Explanation, _itself)
 
 
 def purge_finished(older_than_s: float) -> Command[int]:
     """Forgets requests that ended at least so long ago."""
-    older_ms = math.floor(older_than_s * 1000)
+    older_ms = math.floor(number("older_than_s", older_than_s, 0, TTL_S_MAX) * 1000)
     return Command(lambda rid: PurgeFinished(rid=rid, older_than_ms=older_ms), Purged, lambda reply: int(reply.count))
+
+
+def cancel(request_id: int) -> Command[None]:
+    """The end of a request."""
+    wanted = request_number(request_id)
+    return Command(lambda rid: Cancel(rid=rid, request_id=wanted), Done, lambda _: None)
+
+
+def status(request_id: int, with_tokens: bool) -> Command[RequestInfo]:
+    """One request."""
+    wanted, tokens_too = request_number(request_id), flag("with_tokens", with_tokens)
+    return Command(lambda rid: GetRequest(rid=rid, request_id=wanted, with_tokens=tokens_too), RequestInfo, _itself)
+
+
+def requests(count_max: int) -> Command[RequestList]:
+    """The newest requests."""
+    most = whole("count_max", count_max, 1, INT32_MAX)
+    return Command(lambda rid: ListRequests(rid=rid, count_max=most), RequestList, _itself)
+
+
+def block_number(block_id: object, field: str = "block_id") -> int:
+    """The id of a block. Raises InvalidRequest naming `field`."""
+    return whole(field, block_id, 0, INT32_MAX)
+
+
+def _several(sequences: object) -> list[Any] | None:
+    """More than one, perhaps none; None: it is one, or what is no sequence."""
+    return list(sequences) if isinstance(sequences, Iterable) and not isinstance(sequences, str | bytes) else None
+
+
+def _generation(generation: object) -> int:
+    """-1: whatever is current."""
+    return -1 if generation is None else whole("generation", generation, 0, INT64_MAX)
 
 
 def _itself(reply: Any) -> Any:

@@ -94,9 +94,10 @@ class Track(Watched):
     """The stream of one request, kept from its token `start` on. logprobs are in nats.
 
     tops: for each token the most likely ones at its place, as (token id, log-probability); empty unless asked for.
+    kept: it goes on though nobody here reads it any more. readers: who does now.
     """
 
-    __slots__ = ("ended", "error", "logprobs", "request_id", "seed", "start", "tokens", "tops")
+    __slots__ = ("ended", "error", "kept", "logprobs", "readers", "request_id", "seed", "start", "tokens", "tops")
 
     def __init__(self, request_id: int, seed: int, start: int = 0) -> None:
         super().__init__()
@@ -108,6 +109,8 @@ class Track(Watched):
         self.tops: list[tuple[tuple[int, float], ...]] = []
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
+        self.kept = True
+        self.readers = 0
 
     @property
     def done(self) -> bool:
@@ -202,7 +205,7 @@ class Session:
         self._pending.pop(pending.rid, None)
         if not isinstance(pending.reply, Accepted) or pending.reply.repeated:
             return []
-        return self._cancel(track.request_id for track in pending.tracks if not track.done)
+        return self.cancel(track.request_id for track in pending.tracks if not track.done)
 
     def receive(self, frames: Sequence[bytes | memoryview]) -> list[Message]:
         """Takes in one message; returns what must be sent because of it.
@@ -254,7 +257,7 @@ class Session:
     def _late(self, message: Message) -> list[Message]:
         """The answer to a command that nobody waits for."""
         if isinstance(message, Accepted) and not message.repeated:
-            return self._cancel(range(message.request_id, message.request_id + message.count))
+            return self.cancel(range(message.request_id, message.request_id + message.count))
         if isinstance(message, Attached):
             return self._moved(message.request_id, message.offset, message.rid)
         return []
@@ -277,7 +280,7 @@ class Session:
         if message.count != pending.count:
             problem = f"started {message.count} requests for a {pending.what} of {pending.count}"
             pending.error = ProtocolError(f"the coordinator {problem}; is it a kvforge of another version?")
-            return [] if message.repeated else self._cancel(ids)
+            return [] if message.repeated else self.cancel(ids)
         pending.reply = message
         pending.tracks = tuple(self._track(id_, (message.seed + i) % SEEDS, 0) for i, id_ in enumerate(ids))
         for request_id in ids if message.repeated else ():
@@ -311,7 +314,8 @@ class Session:
         offset = min(track.reach for track in self._tracks[request_id])
         return Attach(rid=rid, request_id=request_id, offset=offset, resume=True)
 
-    def _cancel(self, request_ids: Iterable[int]) -> list[Message]:
+    def cancel(self, request_ids: Iterable[int]) -> list[Message]:
+        """The commands that end requests; nobody waits for their answers."""
         return [Cancel(rid=self.new_rid(), request_id=request_id) for request_id in request_ids]
 
     def _fail(self, request_id: int, error: KvforgeError) -> None:

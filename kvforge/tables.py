@@ -19,6 +19,7 @@ from protocol.messages import Int32Array, Int64Array, Welcome
 from protocol.tables import TablesReader
 
 from .sequences import SequenceRef, sequence_id
+from .values import INT64_MAX, whole
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -145,7 +146,7 @@ class Tables:
 
         Each number was true during the call; of a block that changed hands meanwhile they may be of before and after.
         """
-        reader = self._reader
+        reader, block_id = self._reader, whole("block_id", block_id, -INT64_MAX, INT64_MAX)
         if not 0 <= block_id < reader.geometry.blocks:
             raise BlockNotFound(block_id)
         counts = (reader.block_refcount, reader.block_generation, reader.block_owner)

@@ -69,6 +69,10 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 }
 
 
+# Fields of Sampling that a model may have defaults of its own for.
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the next token is chosen. Applied in this order: logit_bias, penalties (repetition, then frequency and
     presence), temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the largest after the
@@ -175,6 +179,7 @@ class Submit(Message, frozen=True, tag="submit"):
     by then. 0: the coordinator's own limit, and none.
     detached: it goes on when its connection ends, to be read with Attach; else it is cancelled, at once after a
     Goodbye, after the coordinator's lease where the connection just ended.
+    model_defaults: names of fields of `sampling` that were not chosen: the model's own values stand in for them.
     key: names this command within the tenant, so that sending it again after an answer was lost is the same request:
     the same ids, streamed to the connection that asked last. "": none. Remembered as long as its requests are.
     """
@@ -193,6 +198,7 @@ class Submit(Message, frozen=True, tag="submit"):
     first_token_ms: int = 0
     detached: bool = False
     key: str = ""
+    model_defaults: tuple[str, ...] = ()
     prompt: Int32Array = NO_INT32
 
 

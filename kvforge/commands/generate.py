@@ -7,11 +7,11 @@ import sys
 from typing import Any
 
 from protocol.errors import InvalidRequest
-from protocol.messages import Sampling
 
 from ..arguments import stop_strings
 from ..client import Client, Request
 from ..options import MAX_TOKENS
+from ..sampling import Sampling
 from . import common
 from .answers import Answer, add_reading
 
@@ -23,18 +23,18 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--prompt-tokens", metavar="IDS", help="token ids like 1,2,3 instead of text")
     parser.add_argument("--raw", action="store_true", help="give the text as it is, without the chat template")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"[{MAX_TOKENS}]")
-    parser.add_argument("--temperature", type=float, default=1.0, metavar="T", help="0 is greedy [1]")
+    parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy [the model's own]")
     parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens")
     parser.add_argument("--stop-tokens", metavar="IDS", default="", help="token ids that end the answer")
-    parser.add_argument("--top-k", type=int, default=0, metavar="K", help="only the K most likely tokens [0: all]")
+    parser.add_argument("--top-k", type=int, metavar="K", help="only the K most likely; 0: all [the model's]")
     parser.add_argument(
-        "--top-p", type=float, default=1.0, metavar="P", help="only the likeliest that reach P [1: all]"
+        "--top-p", type=float, metavar="P", help="only the likeliest that reach P; 1: all [the model's]"
     )
     parser.add_argument(
-        "--min-p", type=float, default=0.0, metavar="P", help="only those P times the likeliest [0: all]"
+        "--min-p", type=float, metavar="P", help="only those P times the likeliest; 0: all [the model's]"
     )
     parser.add_argument(
-        "--repetition-penalty", type=float, default=1.0, metavar="R", help="above 1: against what was there [1]"
+        "--repetition-penalty", type=float, metavar="R", help="above 1: against what was there [the model's]"
     )
     parser.add_argument(
         "--presence-penalty", type=float, default=0.0, metavar="P", help="-2 to 2, for tokens of the answer [0]"

@@ -7,9 +7,8 @@ import inspect
 import os
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -37,24 +36,6 @@ from kvforge import (
 from kvforge.client import drive
 from protocol import errors
 from tests.kvforge.fake_coordinator import Running
-
-
-@pytest.fixture
-def folder() -> Iterator[Path]:
-    with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as path:
-        yield Path(path)
-
-
-@pytest.fixture
-def fake(folder: Path) -> Iterator[Running]:
-    with Running(folder) as running:
-        yield running
-
-
-@pytest.fixture
-def kv(fake: Running) -> Iterator[Client]:
-    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=10) as client:
-        yield client
 
 
 def test_one_request_from_submit_to_result(fake: Running, kv: Client) -> None:

@@ -9,9 +9,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from kvforge import Client, Request
-from kvforge.arguments import check_submit, prompt_array
+from kvforge import Client, Request, Sampling
+from kvforge.arguments import prompt_array
 from kvforge.calls import Feed
+from kvforge.options import RequestOptions
 from kvforge.results import finished
 from kvforge.session import Pending, Session, Track
 from protocol import messages as m
@@ -313,24 +314,24 @@ def test_good_prompts_become_int32(prompt: Any) -> None:
         ("tenant", {"tenant": ""}),
         ("tenant", {"tenant": 3}),
         ("sampling", {"sampling": {"temperature": 0}}),
-        ("sampling.temperature", {"sampling": m.Sampling(temperature=-1)}),
-        ("sampling.temperature", {"sampling": m.Sampling(temperature=float("nan"))}),
-        ("sampling.temperature", {"sampling": m.Sampling(temperature="hot")}),  # type: ignore[arg-type]
-        ("sampling.seed", {"sampling": m.Sampling(seed=-1)}),
-        ("sampling.seed", {"sampling": m.Sampling(seed=1 << 64)}),
-        ("sampling.stop_tokens", {"sampling": m.Sampling(stop_tokens=(1, -1))}),
-        ("sampling.stop_tokens", {"sampling": m.Sampling(stop_tokens="ab")}),  # type: ignore[arg-type]
-        ("sampling.ignore_eos", {"sampling": m.Sampling(ignore_eos=1)}),  # type: ignore[arg-type]
+        ("sampling.temperature", {"sampling": Sampling(temperature=-1)}),
+        ("sampling.temperature", {"sampling": Sampling(temperature=float("nan"))}),
+        ("sampling.temperature", {"sampling": Sampling(temperature="hot")}),  # type: ignore[arg-type]
+        ("sampling.seed", {"sampling": Sampling(seed=-1)}),
+        ("sampling.seed", {"sampling": Sampling(seed=1 << 64)}),
+        ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens=(1, -1))}),
+        ("sampling.stop_tokens", {"sampling": Sampling(stop_tokens="ab")}),  # type: ignore[arg-type]
+        ("sampling.ignore_eos", {"sampling": Sampling(ignore_eos=1)}),  # type: ignore[arg-type]
     ],
 )
 def test_wrong_arguments_are_named(field: str, arguments: dict[str, Any]) -> None:
-    good: dict[str, Any] = {"max_tokens": 1, "sampling": m.Sampling(), "tenant": "default"}
-    check_submit(**good)
+    good: dict[str, Any] = {"max_tokens": 1, "sampling": Sampling(), "tenant": "default"}
+    RequestOptions(**good)
     with pytest.raises(InvalidRequest) as raised:
-        check_submit(**{**good, **arguments})
+        RequestOptions(**{**good, **arguments})
     assert raised.value.field == field
 
 
 def test_an_unknown_sampling_field_is_refused() -> None:
     with pytest.raises(TypeError, match="temprature"):
-        m.Sampling(temprature=1.0)  # type: ignore[call-arg]
+        Sampling(temprature=1.0)  # type: ignore[call-arg]

@@ -91,6 +91,10 @@ def test_what_the_coordinator_published(writer: TablesWriter, tables: Tables) ->
     assert tables.sequence(CachedSequence(43)).blocks.size == 0
     assert tables.block(9) == BlockCounts(refcount=2, generation=7, owner=1)
     assert tables.block(63) == BlockCounts(0, 0, 0)
+    assert tables.block(np.int32(9)) == tables.block(9)  # type: ignore[arg-type]
+    for wrong in (9.0, "9", True):
+        with pytest.raises(InvalidRequest, match="block_id"):
+            tables.block(wrong)  # type: ignore[arg-type]
     assert tables.gauges() == dict(zip(GAUGES, range(len(GAUGES)), strict=True))
     assert (tables.boot, tables.block_size, tables.pid) == ("boot-1", 4, os.getpid())
     row.blocks[:] = 0  # a copy

@@ -1,0 +1,114 @@
+"""How the next token is chosen, as a caller says it: what is not said, the model's own defaults decide."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields
+from typing import Any
+
+from protocol import messages
+from protocol.errors import InvalidRequest
+from protocol.messages import LOGIT_BIAS_LIMIT, LOGIT_BIAS_MAX, MODEL_DEFAULTS, SAMPLING_RANGES
+
+from .values import INT32_MAX, flag, number, whole
+
+SEED_MAX = (1 << 64) - 1
+TEMPERATURE_MAX = 100.0
+OPTIONAL = (*MODEL_DEFAULTS, "seed")  # may be None
+
+
+@dataclass(frozen=True, kw_only=True, slots=True)
+class Sampling:
+    """How the next token is chosen. Applied in this order: logit_bias, penalties (repetition, then frequency and
+    presence), temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the largest after the
+    penalties.
+
+    None: as the model's own generation_config has it (`Health.model.sampling`, or `kvforge health`); a model that says
+    nothing of itself is drawn from with temperature 0.6 and top_p 0.9. Everything else that is not given is off.
+
+    temperature: 0 is greedy; otherwise logits are divided by it (0 to 100).
+    seed: 64-bit; the same request with the same seed draws the same. None: the coordinator draws one.
+    stop_tokens: token ids that end the request with reason `stop`; the stop token itself is the last token.
+    ignore_eos: do not end at the model's own end-of-sequence tokens.
+    top_k: only the k most likely tokens (0: off). top_p: only the fewest most likely ones that reach top_p together
+    (1: off). min_p: only tokens at least min_p times as likely as the most likely one (0: off).
+    repetition_penalty: above 1, against tokens of the prompt and of the answer so far (1: off).
+    presence_penalty, frequency_penalty: -2 to 2, subtracted from the logits of tokens of the answer so far: the one
+    once, the other times the count.
+    logit_bias: added to the logits of token ids, {id: value} or pairs: -100 to 100, or -inf, which bans the token.
+    logprobs: how many of the most likely tokens to report for each generated token (0 to 20).
+    """
+
+    temperature: float | None = None
+    seed: int | None = None
+    stop_tokens: Sequence[int] = ()
+    ignore_eos: bool = False
+    top_k: int | None = None
+    top_p: float | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
+    logprobs: int = 0
+
+    @property
+    def unnamed(self) -> tuple[str, ...]:
+        """The fields that the model's own defaults decide."""
+        return tuple(name for name in MODEL_DEFAULTS if getattr(self, name) is None)
+
+    def message(self) -> messages.Sampling:
+        """What is sent; fields that are not named are off in it. Raises InvalidRequest naming the wrong field."""
+        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        chosen = {name: value for name, value in given.items() if value is not None or name not in OPTIONAL}
+        return messages.Sampling(**{name: _checked(name, value) for name, value in chosen.items()})
+
+
+def _checked(name: str, value: Any) -> Any:
+    field = f"sampling.{name}"
+    if name == "temperature":
+        return number(field, value, 0, TEMPERATURE_MAX, "0 (greedy)")
+    if name == "seed":
+        return whole(field, value, 0, SEED_MAX)
+    if name == "stop_tokens":
+        return _tokens(field, value)
+    if name == "ignore_eos":
+        return flag(field, value)
+    if name == "logit_bias":
+        return _bias(field, value)
+    low, high = SAMPLING_RANGES[name]
+    is_whole = isinstance(getattr(messages.Sampling(), name), int)
+    return whole(field, value, int(low), int(high)) if is_whole else number(field, value, low, high)
+
+
+def _tokens(field: str, tokens: object) -> tuple[int, ...]:
+    if isinstance(tokens, str | bytes | Mapping) or not hasattr(tokens, "__iter__"):
+        raise InvalidRequest(field, "is not a sequence of token ids")
+    return tuple(_token(field, token) for token in tokens)
+
+
+def _token(field: str, token: object) -> int:
+    try:
+        return whole(field, token, 0, INT32_MAX)
+    except InvalidRequest:
+        raise InvalidRequest(field, f"holds {token!r}, which is not a token id") from None
+
+
+def _bias(field: str, pairs: object) -> tuple[tuple[int, float], ...]:
+    items = list(pairs.items()) if isinstance(pairs, Mapping) else pairs
+    if not isinstance(items, tuple | list) or not all(isinstance(p, tuple | list) and len(p) == 2 for p in items):
+        raise InvalidRequest(field, "is neither {token id: value} nor a sequence of (token id, value) pairs")
+    if len(items) > LOGIT_BIAS_MAX:
+        raise InvalidRequest(field, f"has {len(items)} entries; there may be {LOGIT_BIAS_MAX}")
+    checked: dict[int, float] = {}
+    for token, value in items:
+        token_id = _token(field, token)
+        if token_id in checked:
+            raise InvalidRequest(field, f"names token id {token_id} twice")
+        try:
+            checked[token_id] = number(field, value, -LOGIT_BIAS_LIMIT, LOGIT_BIAS_LIMIT, also=-math.inf)
+        except InvalidRequest:
+            limit = f"-{LOGIT_BIAS_LIMIT:g} to {LOGIT_BIAS_LIMIT:g}, or -inf to ban the token"
+            raise InvalidRequest(field, f"gives token id {token_id} the value {value!r}; it must be {limit}") from None
+    return tuple(checked.items())
