@@ -67,6 +67,7 @@ Reader = Callable[[AsyncClient, AsyncRequest], Awaitable[None]]
 async def cancelled_while(kv: AsyncClient, reader: Reader, *requests: AsyncRequest) -> None:
     """Runs a reader of the first request until it has its tokens, then cancels its task."""
     task = asyncio.ensure_future(reader(kv, requests[0]))
+    await asyncio.sleep(0)  # it begins: one that never did has read nothing
     async with asyncio.timeout(DEADLINE_S):
         while len(requests[0].tokens) < 2:  # all that come of a request that hangs
             await asyncio.sleep(0)
