@@ -17,6 +17,7 @@ from tests.worker.cases import HEADS, STEPS, Case, broken_layer, compare
 from worker.attention import AttentionOptions, KvLayer, PagedBatch, choose_attention, prefill_copy, triton_attention
 from worker.attention.prefill import paged_prefill, plan_prefill, prefill_shape
 from worker.attention.prefill_copy import PAGE, copy_rows, workspace_for
+from worker.attention.reference import rotate
 from worker.attention.targets import TARGETS, Target
 from worker.attention.triton_attention import TritonAttention, is_interpreted
 from worker.device import open_device
@@ -68,6 +69,28 @@ def test_whole_grid(heads: tuple[int, int], head_size: int, block_size: int) -> 
         dtype, kv_dtype = DTYPES[(shape + 2 * number) % 9]
         case = Case(rows, heads, head_size, block_size, DEVICE, dtype, kv_dtype)
         compare(case, options(shape + number, head_size), TritonAttention(DEVICE))
+
+
+def test_heads_may_begin_anywhere() -> None:
+    """Kernels are compiled for strides that HEAD_UNIT divides: what a model hands over in another way is copied."""
+
+    def apart(numbers: torch.Tensor) -> torch.Tensor:
+        """The same numbers, in rows of odd length that begin at an odd place."""
+        tokens, heads, head_size = numbers.shape
+        row = heads * (head_size + 3) + 2
+        strided = torch.zeros(1 + tokens * row, dtype=numbers.dtype, device=numbers.device)[1:].as_strided(
+            numbers.shape, (row, head_size + 3, 1), 1
+        )
+        return strided.copy_(numbers)
+
+    case = Case(SMALL[1], (4, 2), 64, 8, DEVICE)
+    case.query, case.new_k, case.new_v = (apart(each) for each in (case.query, case.new_k, case.new_v))
+    compare(case, options(0, 64), TritonAttention(DEVICE))
+    cos, sin = (torch.rand(case.batch.tokens, 64, device=DEVICE.torch_device) for _ in range(2))
+    key, query = rotate(case.new_k, cos, sin), rotate(case.query, cos, sin)
+    got = TritonAttention(DEVICE).write_rotated(case.query, case.new_k, case.new_v, cos, sin, case.layer, case.batch)
+    assert torch.allclose(got, query, atol=1e-6)
+    assert torch.allclose(case.keys.flatten(0, 1)[case.batch.slot_mapping], key, atol=1e-6)
 
 
 def test_plans_of_the_last_step_are_made_ahead_and_no_others() -> None:

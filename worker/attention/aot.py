@@ -5,8 +5,8 @@
 prints a line for each configuration: registers, spilled registers, local (private) memory, shared memory (LDS), and
 matrix instructions. No GPU is needed: Triton brings its compilers along.
 
-A configuration is what a kernel is compiled for. All come from the functions that the launches themselves use, and so
-from the table in `targets`. They are the product of the factors below, equal ones once. Numbers that only change
+A configuration is what Triton's launcher would compile for a launch (see `specialise`), and all come from launches by
+the functions that a worker calls. They are the product of the factors below, equal ones once. Numbers that only change
 constants in address arithmetic (block size, numbers of heads, a head size within its class) are no factors. What AMD's
 kernels could have as further factors (soft cap, window, tall groups) they are told at run time instead, so that the
 tests can compile every one.
@@ -28,18 +28,18 @@ from typing import Any
 
 import torch
 import triton
-from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from .decode import decode_constants, decode_tiles
-from .decode_kernel import decode_kernel
+from .decode import DecodeWorkspace, decode_planner, is_few, paged_decode
 from .interface import AttentionOptions, KvLayer
-from .prefill import portable_constants, prefill_shape
-from .prefill_portable import prefill_portable
+from .prefill import FIELDS, paged_prefill
+from .quantised import is_quantised
+from .specialise import Specialisation, gpu_target, recorded
 from .targets import TARGETS, Target, head_class
-from .write import write_constants, write_kernel
+from .write import write_kv
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
+Dtypes = tuple[torch.dtype, torch.dtype]
 # Factors: what the dispatcher passes on.
 DTYPES = ((BF16, BF16), (F16, F16), (F32, F32), (BF16, I8), (F16, I8), (BF16, FP8), (F16, FP8))  # model's, pool's
 WRITTEN = (*DTYPES[:3], *((model, I8) for model in (BF16, F16, F32)))  # int8 and fp8 are one kernel
@@ -49,6 +49,10 @@ GROUPS = (4, 32, 128)  # query heads of one KV head: one tile of rows, a tall on
 CAPPED = (False, True)
 FEW = (False, True)  # rows: see decode.is_few
 ROTATED = (1, 2)  # whole heads, or half of each
+# Whether K and V of a layer take 2 GiB or more. Nothing else that these kernels are given ever does: the rest is of one
+# step. (Scales are as large at times, but no kernel is specialised for that.)
+FAR = (False, True)
+FAR_BYTES = 1 << 31
 ADDRESSING = (
     "HEADS",
     "KV_HEADS",
@@ -60,34 +64,29 @@ ADDRESSING = (
     "HEAD",
     "STEPS",
 )  # no factors
-BLOCK_SIZE, KV_HEADS = 16, 8
-DTYPE_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", I8: "i8", FP8: "fp8e4nv", torch.int16: "i16", torch.int32: "i32"}
+BLOCK_SIZE, KV_HEADS, ROWS_MANY = 16, 8, 1000
+DTYPE_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", I8: "i8", FP8: "fp8e4nv"}
 # Until all stores are done: gfx9, gfx11, gfx12.
 _WAIT = r"s_waitcnt vmcnt\(0\)|s_waitcnt_vscnt null, 0x0|s_wait_storecnt 0x0"
-_FLOATS = ("scaling", "softcap", "scale", "cap", "epsilon")
 
 
 @dataclass(frozen=True)
 class Configuration:
-    """One compilation. label: for people. pointers: dtype of each argument that is one, and of a tensor descriptor its
-    type in Triton's words. matrix: has matrix products.
-    """
+    """One compilation. label: for people. matrix: has matrix products."""
 
     label: str
-    kernel: Any
-    pointers: dict[str, str]
-    constants: dict[str, Any]
-    warps: int
-    stages: int
+    specialisation: Specialisation
     matrix: bool
 
     def kind(self) -> Hashable:
         """Equal for configurations that differ only in constants of address arithmetic."""
-        constants = dict(self.constants)
+        return self.specialisation.key(ADDRESSING), self._is_padded()
+
+    def _is_padded(self) -> bool:
+        names = self.specialisation.kernel.arg_names
+        constants = {names[place[0]]: value for place, value in self.specialisation.constants.items()}
         head_size = constants.get("HEAD_SIZE", constants.get("HEAD"))
-        constants["PADDED"] = head_size is not None and head_size != head_class(head_size)
-        shaping = tuple(item for item in sorted(constants.items()) if item[0] not in ADDRESSING)
-        return self.kernel.__name__, tuple(sorted(self.pointers.items())), shaping, self.warps, self.stages
+        return head_size is not None and head_size != head_class(head_size)
 
 
 @dataclass(frozen=True)
@@ -124,35 +123,26 @@ class Compiled:
 def configurations(target: Target) -> list[Configuration]:
     """What the dispatcher can choose on `target`."""
     product = itertools.product
-    made = [_decode(target, *c) for c in product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW)]
-    made += [_prefill(target, *c) for c in product(DTYPES, HEAD_SIZES)]
-    made += [_write(target, *c) for c in product(WRITTEN, PADDED.values(), ROTATED)]
-    return list({configuration.kind(): configuration for configuration in reversed(made)}.values())[::-1]
+    made = [_decode(target, *each) for each in product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW, FAR)]
+    made += [_prefill(target, *each) for each in product(DTYPES, HEAD_SIZES, FAR)]
+    made += [_write(target, *each) for each in product(WRITTEN, PADDED.values(), ROTATED, FAR)]
+    return once(made)
+
+
+def once(made: Iterable[Configuration]) -> list[Configuration]:
+    """The first of each kind."""
+    kinds: dict[Hashable, Configuration] = {}
+    for each in made:
+        kinds.setdefault(each.kind(), each)
+    return list(kinds.values())
 
 
 def compile_one(configuration: Configuration, target: Target) -> Compiled:
     """Errors: whatever the compiler raises."""
-    signature: dict[str, str] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    for index, name in enumerate(configuration.kernel.arg_names):
-        if name in configuration.constants:
-            signature[name] = "constexpr"
-        elif configuration.pointers.get(name, "").startswith("tensordesc"):
-            signature[name] = configuration.pointers[name]
-        elif name in configuration.pointers:
-            signature[name] = "*" + configuration.pointers[name]
-            attributes[(index,)] = [["tt.divisibility", 16]]  # as the launcher finds out of real arguments
-        else:
-            signature[name] = "fp32" if name in _FLOATS else "i32"
-            if "stride" in name or name in ("head_size", "n", "k", "hidden", "size"):
-                attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(configuration.kernel, signature, configuration.constants, attributes)
+    wanted = configuration.specialisation
+    source = ASTSource(wanted.kernel, wanted.types, wanted.constants, wanted.attributes)
     began = time.perf_counter()
-    kernel = triton.compile(
-        source,
-        target=GPUTarget(target.backend, target.arch, target.warp_size),
-        options={"num_warps": configuration.warps, "num_stages": configuration.stages},
-    )
+    kernel = triton.compile(source, target=gpu_target(target), options=wanted.options)
     seconds = time.perf_counter() - began
     usage = _hip_usage(kernel.asm) if target.backend == "hip" else _cuda_usage(kernel.asm)
     assembly = kernel.asm["amdgcn" if target.backend == "hip" else "ptx"]
@@ -207,64 +197,59 @@ def _cuda_usage(asm: dict[str, Any]) -> tuple[int, int, int, int]:
 
 
 def _decode(
-    target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: int, group: int, cap: bool, few: bool
+    target: Target, dtypes: Dtypes, head_size: int, group: int, cap: bool, few: bool, far: bool
 ) -> Configuration:
+    (model, stored), rows, kv_heads = dtypes, 1 if few else ROWS_MANY, KV_HEADS
+    while few and not is_few(rows, kv_heads * group, kv_heads, head_size, stored, target):
+        kv_heads //= 2
+    layer = _layer(stored, kv_heads, head_size, far)
+    options = AttentionOptions(1.0, softcap=50.0 if cap else 0.0)
+    query = _numbers(rows, kv_heads * group, head_size, dtype=model)
+    planner = decode_planner(rows, kv_heads * group, kv_heads, head_size, stored, options.window, target)
+    workspace = DecodeWorkspace.allocate(planner, kv_heads * group, head_size, query.device)
+    plan = _numbers(planner.items_max * FIELDS, dtype=torch.int32)
+    with recorded(target) as launched:
+        tables = _numbers(rows, 8, dtype=torch.int32)
+        paged_decode(query, layer, tables, plan, torch.empty_like(query), workspace, options, target)
+    label = f"decode {_dtypes(dtypes)} head {head_size} group {group}{' capped' * cap}{' few rows' * few}{' far' * far}"
+    return Configuration(label, launched[0], _has_matrix(stored, target))
+
+
+def _prefill(target: Target, dtypes: Dtypes, head_size: int, far: bool) -> Configuration:
     model, stored = dtypes
-    tiles = decode_tiles(head_size, stored, target, few)
-    constants = decode_constants(KV_HEADS * group, KV_HEADS, head_size, BLOCK_SIZE, stored, cap, target, few)
-    numbers = "i16" if stored in (I8, FP8) else DTYPE_NAMES[stored]
-    pointers = _pointers(("query", "output"), DTYPE_NAMES[model]) | _pointers(("keys", "values"), numbers)
-    scales = dict.fromkeys(("key_scales", "value_scales"))
-    pointers |= _pointers(("partials", "sizes", *(scales if stored in (I8, FP8) else ())), "fp32")
-    pointers |= _pointers(("tables", "plan", "counters"), "i32")
-    return Configuration(
-        f"decode {_dtypes(dtypes)} head {head_size} group {group}{' capped' * cap}{' few rows' * few}",
-        decode_kernel,
-        pointers,
-        constants | ({} if stored in (I8, FP8) else scales),
-        tiles.warps,
-        tiles.stages,
-        _has_matrix(stored, target),
-    )
+    layer = _layer(stored, KV_HEADS, head_size, far)
+    query = _numbers(ROWS_MANY, KV_HEADS * GROUPS[0], head_size, dtype=model)
+    tables, items = (_numbers(ROWS_MANY, FIELDS, dtype=torch.int32) for _ in range(2))
+    with recorded(target) as launched:
+        # Windows of one token are what `prefill_hopper` does not take.
+        options = AttentionOptions(1.0, window=1)
+        paged_prefill(query, layer, tables, items, torch.empty_like(query), options, target)
+    label = f"prefill {_dtypes(dtypes)} head {head_size}{' far' * far}"
+    return Configuration(label, launched[0], _has_matrix(model, target))
 
 
-def _prefill(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: int) -> Configuration:
+def _write(target: Target, dtypes: Dtypes, head_size: int, rotated: int, far: bool) -> Configuration:
     model, stored = dtypes
-    heads = KV_HEADS * GROUPS[0]
-    cache = torch.empty((1, BLOCK_SIZE, KV_HEADS, head_size), dtype=stored, device="meta")
-    layer = KvLayer(cache, cache)
-    # Windows of one token are what `prefill_hopper` does not take.
-    shape = prefill_shape(heads, model, layer, AttentionOptions(1.0, window=1), target)
-    numbers = "i8" if stored in target.bitwise else DTYPE_NAMES[stored]
-    pointers = _pointers(("query", "output"), DTYPE_NAMES[model]) | _pointers(("keys", "values"), numbers)
-    scales = "fp32" if stored in (I8, FP8) else DTYPE_NAMES[stored]
-    pointers |= _pointers(("key_scales", "value_scales"), scales) | _pointers(("tables", "items"), "i32")
-    return Configuration(
-        f"prefill {_dtypes(dtypes)} head {head_size}",
-        prefill_portable,
-        pointers,
-        portable_constants(heads, model, layer, shape, target),
-        shape.tiles.warps,
-        shape.tiles.stages,
-        _has_matrix(model, target),
-    )
+    key, layer = _numbers(ROWS_MANY, KV_HEADS, head_size, dtype=model), _layer(stored, KV_HEADS, head_size, far)
+    angles = _numbers(ROWS_MANY, head_size // rotated, dtype=model)
+    slots = _numbers(ROWS_MANY, dtype=torch.int32)
+    with recorded(target) as launched:
+        write_kv(key, key, key, angles, angles, layer, slots, target)
+    label = f"write {_dtypes(dtypes)} head {head_size}{' half rotated' * (rotated - 1)}{' far' * far}"
+    return Configuration(label, launched[0], False)
 
 
-def _write(target: Target, dtypes: tuple[torch.dtype, torch.dtype], head_size: int, rotated: int) -> Configuration:
-    model, stored = dtypes
-    numbers = "i8" if stored in (I8, FP8) else DTYPE_NAMES[stored]
-    scales = "fp32" if stored in (I8, FP8) else "i32"
-    pointers = _pointers(("query", "key", "value", "rotated", "cosines", "sines"), DTYPE_NAMES[model])
-    pointers |= _pointers(("keys", "values"), numbers) | _pointers(("key_scales", "value_scales"), scales)
-    return Configuration(
-        f"write {_dtypes(dtypes)} head {head_size}{' half rotated' * (rotated - 1)}",
-        write_kernel,
-        pointers | {"slots": "i32"},
-        write_constants(head_size, head_size // rotated, stored, target),
-        target.write.warps,
-        1,
-        False,
-    )
+def _layer(stored: torch.dtype, kv_heads: int, head_size: int, far: bool) -> KvLayer:
+    """far: K and V take more than 2 GiB each."""
+    blocks = 1 + FAR_BYTES // (BLOCK_SIZE * kv_heads * head_size * stored.itemsize) if far else 1
+    caches = [_numbers(blocks, BLOCK_SIZE, kv_heads, head_size, dtype=stored) for _ in range(2)]
+    scales = [_numbers(blocks, BLOCK_SIZE, kv_heads, dtype=F32) for _ in range(2)] if is_quantised(stored) else []
+    return KvLayer(*caches, *scales)
+
+
+def _numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    """No memory: only shape, dtype, and where a storage begins and ends."""
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def _has_matrix(dtype: torch.dtype, target: Target) -> bool:
@@ -272,11 +257,7 @@ def _has_matrix(dtype: torch.dtype, target: Target) -> bool:
     return dtype != F32 or target.name.startswith("gfx9")
 
 
-def _pointers(names: Iterable[str], dtype: str) -> dict[str, str]:
-    return dict.fromkeys(names, dtype)
-
-
-def _dtypes(dtypes: tuple[torch.dtype, torch.dtype]) -> str:
+def _dtypes(dtypes: Dtypes) -> str:
     return "/".join(dict.fromkeys(DTYPE_NAMES[dtype] for dtype in dtypes))
 
 

@@ -14,7 +14,7 @@ import triton
 from .decode_kernel import decode_kernel
 from .decode_plan import FIELDS, DecodePlanner
 from .interface import AttentionOptions, KvLayer
-from .targets import DecodeTiles, Target, TileKey, head_class
+from .targets import DecodeTiles, Target, TileKey, head_class, in_units
 
 ROWS_MIN = 16  # query heads of a program: what a matrix instruction takes
 # Numbers of a program's tiles of outputs and of scores; more would not fit its registers. Half as many outputs where
@@ -154,7 +154,7 @@ def paged_decode(
         workspace.counters,
         options.scaling / options.softcap if options.softcap else options.scaling * LOG2_E,
         options.softcap,
-        query.stride(0),
+        *in_units(query.stride(0)),
         tables.stride(0),
         **constants,
         num_warps=tiles.warps,

@@ -21,6 +21,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .targets import HEAD_UNIT
+
+_UNIT = tl.constexpr(HEAD_UNIT)
+
 
 @triton.jit
 def _unpack(pairs, KIND: tl.constexpr, ASSEMBLY: tl.constexpr):
@@ -129,7 +133,12 @@ def _merge(
     tl.store(output + (head * HEAD_SIZE + d)[:, None] + four[None, :], result, mask=mask)
 
 
-@triton.jit(do_not_specialize=["table_stride"])  # it changes from batch to batch
+# Nothing is gained by compiling in what is known of these: numbers that are loaded one by one, wherever they begin, and
+# strides that are used once. Each would only be one more kernel to compile, some of them while requests wait.
+@triton.jit(
+    do_not_specialize=["key_scales", "value_scales", "query_stride", "table_stride"],
+    do_not_specialize_on_alignment=["tables"],
+)
 def decode_kernel(
     query,
     keys,
@@ -171,9 +180,10 @@ def decode_kernel(
     dtype. partials: [items, HEADS, HEAD_SIZE] float32, each part's own result; sizes: [items, HEADS] float32, log2 of
     the sum of its exponentials; counters: [rows x KV_HEADS x slices] int32, parts done, 0 before and after.
 
-    scale: factor on q.k, which makes it units of log2, or what tanh is taken of. SOFTCAP: 0 never, 1 always, 2 where
-    `softcap` is above 0. ASSEMBLY: the conversions of NVIDIA GPUs. WIDEN: multiply float32 (for the interpreter).
-    CHAINED: launched before the kernel before it is done (programmatic dependent launch). FLUSHED: see its use.
+    scale: factor on q.k, which makes it units of log2, or what tanh is taken of. query_stride: in units of HEAD_UNIT
+    numbers. SOFTCAP: 0 never, 1 always, 2 where `softcap` is above 0. ASSEMBLY: the conversions of NVIDIA GPUs. WIDEN:
+    multiply float32 (for the interpreter). CHAINED: launched before the kernel before it is done (programmatic
+    dependent launch). FLUSHED: see its use.
     """
     GROUP: tl.constexpr = HEADS // KV_HEADS
     SLICES: tl.constexpr = (GROUP + ROWS - 1) // ROWS
@@ -201,7 +211,7 @@ def decode_kernel(
     n = tl.arange(0, KEYS)
     in_group = (g < GROUP)[:, None]
     head = kv_head * GROUP + g
-    query_row = query + row * query_stride
+    query_row = query + row * (query_stride * _UNIT)
     if KIND:
         places = head[:, None] * HEAD_SIZE + 2 * d[None, :]
         low = tl.load(query_row + places, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)

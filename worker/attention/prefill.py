@@ -23,7 +23,7 @@ from .interface import AttentionOptions, KvLayer
 from .prefill_copy import PAGE, copy_rows
 from .prefill_portable import prefill_portable
 from .quantised import as_bytes, is_quantised
-from .targets import PrefillTiles, Target, TileKey, head_class
+from .targets import PrefillTiles, Target, TileKey, head_class, in_units
 
 FIELDS = 8  # int32 of one tile, see `plan_prefill`
 PACK_MAX = 16
@@ -164,15 +164,13 @@ def paged_prefill(
     scale, cap = exponents(options)
     prefill_portable[(items.shape[0] * constants["PACKS"],)](
         query,
-        query.stride(0),
-        query.stride(1),
+        *in_units(query.stride(0), query.stride(1)),
         keys,
         values,
         layer.keys if layer.key_scales is None else layer.key_scales,
         layer.values if layer.value_scales is None else layer.value_scales,
         output,
-        output.stride(0),
-        output.stride(1),
+        *in_units(output.stride(0), output.stride(1)),
         tables,
         tables.stride(0),
         items,

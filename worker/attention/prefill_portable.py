@@ -12,6 +12,10 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
+from .targets import HEAD_UNIT
+
+_UNIT = tl.constexpr(HEAD_UNIT)
+
 
 @triton.jit
 def _load_tile(
@@ -133,7 +137,13 @@ def _step(
     return accumulator, new_largest, total
 
 
-@triton.jit
+# As of `decode_kernel`: nothing is gained by compiling these in.
+@triton.jit(
+    do_not_specialize=[
+        "query_token_stride", "query_head_stride", "key_scales", "value_scales", "output_token_stride",
+        "output_head_stride", "table_stride", "window",
+    ]
+)  # fmt: skip
 def prefill_portable(
     query,
     query_token_stride,
@@ -167,6 +177,7 @@ def prefill_portable(
     """Grid: [tiles x PACKS]. items: [tiles, 8] int32, see `prefill.plan_prefill`.
 
     PACK: query heads of one tile; PACKS: how many times that the query has. QUERIES: rows of a tile, tokens x PACK.
+    Strides of query and output: in units of HEAD_UNIT numbers.
     scale: factor on scores inside exp2. cap: factor on q.k inside the soft cap's exp2, 0: no cap. window: tokens that a
     query sees, itself included. UPCAST: matrix products in float32, for Triton's interpreter, which multiplies bfloat16
     as if it were integers.
@@ -192,7 +203,10 @@ def prefill_portable(
     positions = tl.minimum(position + of_token, length - 1)  # rows beyond the tile's tokens: as its last
     mine = (of_token < count)[:, None] & (columns < HEAD)[None, :]
     q = tl.load(
-        query + tokens[:, None] * query_token_stride + of_head[:, None] * query_head_stride + columns[None, :],
+        query
+        + tokens[:, None] * (query_token_stride * _UNIT)
+        + of_head[:, None] * (query_head_stride * _UNIT)
+        + columns[None, :],
         mask=mine,
         other=0.0,
     )
@@ -227,7 +241,10 @@ def prefill_portable(
         )  # fmt: skip
     accumulator = accumulator / total[:, None]
     tl.store(
-        output + tokens[:, None] * output_token_stride + of_head[:, None] * output_head_stride + columns[None, :],
+        output
+        + tokens[:, None] * (output_token_stride * _UNIT)
+        + of_head[:, None] * (output_head_stride * _UNIT)
+        + columns[None, :],
         accumulator.to(output.dtype.element_ty),
         mask=mine,
     )

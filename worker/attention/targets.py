@@ -17,6 +17,7 @@ from protocol.errors import InvalidConfiguration
 from worker.device import Device
 
 HEAD_CLASSES = (64, 128, 256)  # head sizes are padded to the next one: powers of two, as Triton's tiles must be
+HEAD_UNIT = 8  # divides every head size that the kernels are made for
 
 
 @dataclass(frozen=True)
@@ -107,6 +108,15 @@ def head_class(head_size: int) -> int:
         if head_size <= size:
             return size
     return 1 << (head_size - 1).bit_length()
+
+
+def in_units(*strides: int) -> list[int]:
+    """Strides and head sizes as kernels are given them: in units of HEAD_UNIT numbers, by which they multiply again.
+
+    So the compiler knows how wide a load may be without compiling the kernel anew for strides that are multiples of 16.
+    """
+    assert not any(stride % HEAD_UNIT for stride in strides), strides
+    return [stride // HEAD_UNIT for stride in strides]
 
 
 def _keys() -> list[TileKey]:

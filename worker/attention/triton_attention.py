@@ -29,7 +29,7 @@ from .prefill import FIELDS, paged_prefill, plan_prefill, prefill_shape
 from .prefill_copy import PAGES_MAX, copy_groups, plan_copies, workspace_for
 from .quantised import is_quantised
 from .reference import ReferenceAttention, rotate
-from .targets import HEAD_CLASSES, Target, current_target
+from .targets import HEAD_CLASSES, HEAD_UNIT, Target, current_target
 from .write import write_kv
 
 _NOTHING = np.zeros(0, np.int32)
@@ -57,7 +57,7 @@ def is_interpreted() -> bool:
 
 def supports(head_size: int) -> bool:
     """Whether the kernels are made for heads of this size; those of others are the reference's."""
-    return head_size % 8 == 0 and head_size <= HEAD_CLASSES[-1]
+    return head_size % HEAD_UNIT == 0 and head_size <= HEAD_CLASSES[-1]
 
 
 class TritonAttention:
@@ -83,7 +83,8 @@ class TritonAttention:
         check_write(key, value, layer, batch)
         self._preload(batch)
         dtype = _stored_from(key.dtype, layer)
-        write_kv(None, key.to(dtype), value.to(dtype), None, None, layer, batch.slots_on_device, self._target)
+        key, value = _placed(key.to(dtype)), _placed(value.to(dtype))
+        write_kv(None, key, value, None, None, layer, batch.slots_on_device, self._target)
 
     def write_rotated(
         self,
@@ -103,6 +104,7 @@ class TritonAttention:
         if _stored_from(key.dtype, layer) != key.dtype:
             self.write(rotate(key, cos, sin), value, layer, batch)
             return rotate(query, cos, sin)
+        query, key, value = _placed(query), _placed(key), _placed(value)
         write_kv(query, key, value, cos, sin, layer, batch.slots_on_device, self._target)
         return query
 
@@ -113,7 +115,7 @@ class TritonAttention:
         self._preload(batch)
         dtype = _computed_in(query.dtype, layer)
         output = torch.empty(query.shape, dtype=dtype, device=query.device)
-        self._attend(query.to(dtype), layer, batch, options, output)
+        self._attend(_placed(query.to(dtype)), layer, batch, options, output)
         return output.to(query.dtype)
 
     def _attend(
@@ -216,6 +218,13 @@ class TritonAttention:
             rows_max = 1 << (planner.rows_max - 1).bit_length()  # doubling bounds what is left unused
             made.append(DecodeWorkspace.allocate(replace(planner, rows_max=rows_max), heads, head_size, device))
         return replace(made[-1], partials=made[-1].partials[: planner.items_max])
+
+
+def _placed(numbers: torch.Tensor) -> torch.Tensor:
+    """numbers [tokens, heads, head_size], or a copy where its heads begin elsewhere than at multiples of 16 bytes."""
+    if numbers.data_ptr() % 16 or any(stride % HEAD_UNIT for stride in numbers.stride()[:2]):
+        return numbers.clone(memory_format=torch.contiguous_format)
+    return numbers
 
 
 def _stored_from(dtype: torch.dtype, layer: KvLayer) -> torch.dtype:

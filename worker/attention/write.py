@@ -15,9 +15,10 @@ import triton.language as tl
 
 from .interface import KvLayer
 from .quantised import SCALE_MIN, TOP, as_bytes, is_quantised
-from .targets import Target, head_class
+from .targets import HEAD_UNIT, Target, head_class, in_units
 
 HEADS = 8  # of one program
+_UNIT = tl.constexpr(HEAD_UNIT)
 _SCALE_MIN = tl.constexpr(SCALE_MIN)
 _ROUNDER = tl.constexpr(1.5 * 2.0**23)  # x + this - this is x rounded to the nearest integer, ties to even
 
@@ -30,10 +31,10 @@ def _load_heads(source, heads, columns, inside_heads, inside):
 
 
 @triton.jit
-def _rotate(first, second, cosines, sines, token, width, columns, inside):
-    """x cos + rotate_half(x) sin for both halves of each head. cosines, sines: [tokens, width = rotated numbers]."""
-    half = width // 2
-    row = token * width + columns
+def _rotate(first, second, cosines, sines, token, rotated_size, columns, inside):
+    """x cos + rotate_half(x) sin for both halves of each head. cosines, sines: [tokens, rotated_size]."""
+    half = rotated_size // 2
+    row = token * rotated_size + columns
     cosine_first = tl.load(cosines + row, mask=inside, other=0.0).to(tl.float32)
     cosine_second = tl.load(cosines + row + half, mask=inside, other=0.0).to(tl.float32)
     sine_first = tl.load(sines + row, mask=inside, other=0.0).to(tl.float32)
@@ -88,29 +89,65 @@ def _store_heads(target, heads, columns, inside_heads, inside, numbers):
 
 
 @triton.jit
+def _columns(head_size, rotated_size, HALF: tl.constexpr, REST: tl.constexpr):
+    """Where the numbers of a head are: columns of the first half and how many they are, which of them and of the second
+    half's exist, and the columns beyond both halves and which of those exist.
+    """
+    width = rotated_size
+    if rotated_size == 0:
+        width = head_size + head_size % 2
+    half = width // 2
+    columns = tl.arange(0, HALF)
+    inside_first = columns < half
+    inside_second = inside_first & (half + columns < head_size)
+    rest_columns = columns
+    inside_rest = inside_first
+    if REST > 0:
+        rest_columns = width + tl.arange(0, REST)
+        inside_rest = rest_columns < head_size
+    return columns, half, inside_first, inside_second, rest_columns, inside_rest
+
+
+@triton.jit
 def _store_cache(
+    source,
     cache,
     scales,
-    row,
+    cosines,
+    sines,
+    token,
+    slot,
+    unit,
+    stride,
     heads,
-    inside_heads,
     head_size,
-    first,
-    second,
-    rest,
-    half,
-    columns,
-    inside_first,
-    inside_second,
-    rest_columns,
-    inside_rest,
+    rotated_size,
     top,
-    QUANTISED: tl.constexpr,
+    HEADS: tl.constexpr,
+    HALF: tl.constexpr,
     REST: tl.constexpr,
+    QUANTISED: tl.constexpr,
 ):
-    """The heads of one token, whose first head is row `row` of the cache seen as [slots x kv_heads, head_size]."""
+    """Heads of one token, rotated where `rotated_size` is above 0. source: of the token, `stride` from head to head.
+
+    K and V each come here with pointers of their own: where a kernel chooses between pointers, Triton's AMD backend
+    fails to compile it.
+    """
     dtype: tl.constexpr = cache.dtype.element_ty
-    divisors = tl.zeros([heads.shape[0]], tl.float32)
+    columns, half, inside_first, inside_second, rest_columns, inside_rest = _columns(
+        head_size, rotated_size, HALF, REST
+    )
+    head = unit * HEADS + tl.arange(0, HEADS)
+    inside_heads = head < heads
+    first = _load_heads(source, head * stride, columns, inside_heads, inside_first)
+    second = _load_heads(source, head * stride, half + columns, inside_heads, inside_second)
+    rest = first
+    if REST > 0:
+        rest = _load_heads(source, head * stride, rest_columns, inside_heads, inside_rest)
+    if rotated_size > 0:
+        first, second = _rotate(first, second, cosines, sines, token, rotated_size, columns, inside_first)
+    divisors = tl.zeros([HEADS], tl.float32)
+    row = slot * heads + head
     if QUANTISED:
         largest = tl.maximum(_largest(first), _largest(second))
         if REST > 0:
@@ -120,8 +157,8 @@ def _store_cache(
         zero = scale < _SCALE_MIN
         divisors = tl.where(zero, float("inf"), scale)
         scale = tl.where(broken, float("nan"), tl.where(zero, 0.0, scale))
-        tl.store(scales + row + heads, scale, mask=inside_heads)
-    places = (row + heads) * head_size
+        tl.store(scales + row, scale, mask=inside_heads)
+    places = row * head_size
     _store_heads(cache, places, columns, inside_heads, inside_first, _encode(first, divisors, top, QUANTISED, dtype))
     _store_heads(
         cache, places, half + columns, inside_heads, inside_second, _encode(second, divisors, top, QUANTISED, dtype)
@@ -132,8 +169,15 @@ def _store_cache(
         )
 
 
-# Numbers that may be 1 would otherwise be compiled in where they are.
-@triton.jit(do_not_specialize=["heads", "kv_heads", "rotated_size", "query_units", "kv_units"])
+# As of `decode_kernel`: nothing is gained by compiling these in.
+@triton.jit(
+    do_not_specialize=[
+        "query_stride", "query_head_stride", "key_stride", "key_head_stride", "value_stride", "value_head_stride",
+        "rotated_stride", "rotated_head_stride", "heads", "kv_heads", "head_size", "rotated_size", "query_units",
+        "kv_units", "key_scales", "value_scales",
+    ],
+    do_not_specialize_on_alignment=["cosines", "sines", "slots"],
+)  # fmt: skip
 def write_kernel(
     query,
     key,
@@ -169,91 +213,49 @@ def write_kernel(
 ):
     """Grid: [tokens, query_units + 2 kv_units].
 
-    query, key, value, rotated: [tokens, heads, head_size], contiguous along head_size. rotated_size: numbers of a head
-    that are rotated, 0: none. HALF: columns of a half, padded to a power of two; REST: of what is beyond the rotated
-    part, 0 where there is nothing. top: largest number of a quantised format, whose bits `keys` and `values` hold.
-    CHAINED: launched before the kernel before it is done (programmatic dependent launch).
+    query, key, value, rotated: [tokens, heads, head_size], contiguous along head_size. Strides and head_size: in units
+    of HEAD_UNIT numbers. rotated_size: numbers of a head that are rotated, 0: none. HALF: columns of a half, padded to
+    a power of two; REST: of what is beyond the rotated part, 0 where there is nothing. top: largest number of a
+    quantised format, whose bits `keys` and `values` hold. CHAINED: launched before the kernel before it is done
+    (programmatic dependent launch).
     """
     if CHAINED:
         tl.extra.cuda.gdc_launch_dependents()  # its few programs leave room for the next kernel's everywhere
         tl.extra.cuda.gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     unit = tl.program_id(1)
-    rotates = rotated_size > 0
-    width = rotated_size
-    if not rotates:
-        width = head_size + head_size % 2
-    half = width // 2
-    columns = tl.arange(0, HALF)
-    inside_first = columns < half
-    inside_second = inside_first & (half + columns < head_size)
-    rest_columns = columns
-    inside_rest = inside_first
-    if REST > 0:
-        rest_columns = width + tl.arange(0, REST)
-        inside_rest = rest_columns < head_size
-
+    head_size *= _UNIT
     if unit < query_units:
+        columns, half, inside_first, inside_second, rest_columns, inside_rest = _columns(
+            head_size, rotated_size, HALF, REST
+        )
         head = unit * HEADS + tl.arange(0, HEADS)
         inside_heads = head < heads
-        source = query + token * query_stride
-        first = _load_heads(source, head * query_head_stride, columns, inside_heads, inside_first)
-        second = _load_heads(source, head * query_head_stride, half + columns, inside_heads, inside_second)
-        if rotates:
-            first, second = _rotate(first, second, cosines, sines, token, width, columns, inside_first)
-        target = rotated + token * rotated_stride
+        source, target = query + token * (query_stride * _UNIT), rotated + token * (rotated_stride * _UNIT)
+        places, stride = head * (rotated_head_stride * _UNIT), query_head_stride * _UNIT
+        first = _load_heads(source, head * stride, columns, inside_heads, inside_first)
+        second = _load_heads(source, head * stride, half + columns, inside_heads, inside_second)
+        first, second = _rotate(first, second, cosines, sines, token, rotated_size, columns, inside_first)
         dtype: tl.constexpr = rotated.dtype.element_ty
-        places = head * rotated_head_stride
         if REST > 0:
-            rest = _load_heads(source, head * query_head_stride, rest_columns, inside_heads, inside_rest)
+            rest = _load_heads(source, head * stride, rest_columns, inside_heads, inside_rest)
             _store_heads(target, places, rest_columns, inside_heads, inside_rest, rest.to(dtype))
         _store_heads(target, places, columns, inside_heads, inside_first, first.to(dtype))
         _store_heads(target, places, half + columns, inside_heads, inside_second, second.to(dtype))
     else:
         slot = tl.load(slots + token).to(tl.int64)
         if slot >= 0:
-            is_key = unit < query_units + kv_units
-            kv_unit = unit - query_units
-            if is_key:
-                source = key + token * key_stride
-                stride = key_head_stride
-                cache = keys
-                scales = key_scales
+            unit -= query_units
+            if unit < kv_units:
+                _store_cache(
+                    key + token * (key_stride * _UNIT), keys, key_scales, cosines, sines, token, slot, unit,
+                    key_head_stride * _UNIT, kv_heads, head_size, rotated_size, top, HEADS, HALF, REST, QUANTISED,
+                )  # fmt: skip
             else:
-                kv_unit -= kv_units
-                source = value + token * value_stride
-                stride = value_head_stride
-                cache = values
-                scales = value_scales
-            head = kv_unit * HEADS + tl.arange(0, HEADS)
-            inside_heads = head < kv_heads
-            first = _load_heads(source, head * stride, columns, inside_heads, inside_first)
-            second = _load_heads(source, head * stride, half + columns, inside_heads, inside_second)
-            rest = first
-            if REST > 0:
-                rest = _load_heads(source, head * stride, rest_columns, inside_heads, inside_rest)
-            if rotates & is_key:
-                first, second = _rotate(first, second, cosines, sines, token, width, columns, inside_first)
-            _store_cache(
-                cache,
-                scales,
-                slot * kv_heads,
-                head,
-                inside_heads,
-                head_size,
-                first,
-                second,
-                rest,
-                half,
-                columns,
-                inside_first,
-                inside_second,
-                rest_columns,
-                inside_rest,
-                top,
-                QUANTISED,
-                REST,
-            )
+                _store_cache(
+                    value + token * (value_stride * _UNIT), values, value_scales, cosines, sines, token, slot,
+                    unit - kv_units, value_head_stride * _UNIT, kv_heads, head_size, 0, top, HEADS, HALF, 0, QUANTISED,
+                )  # fmt: skip
 
 
 def write_constants(head_size: int, rotated_size: int, kv_dtype: torch.dtype, target: Target) -> dict[str, Any]:
@@ -307,17 +309,10 @@ def write_kv(
         slots if no_scales else layer.key_scales,
         slots if no_scales else layer.value_scales,
         slots,
-        q.stride(0),
-        q.stride(1),
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        rotated.stride(0),
-        rotated.stride(1),
+        *in_units(*q.stride()[:2], *key.stride()[:2], *value.stride()[:2], *rotated.stride()[:2]),
         heads,
         kv_heads,
-        head_size,
+        *in_units(head_size),
         rotated_size,
         query_units,
         kv_units,

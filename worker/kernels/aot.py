@@ -10,122 +10,155 @@ from __future__ import annotations
 import argparse
 import itertools
 import sys
-from typing import Any
+from collections.abc import Callable
 
-from worker.attention.aot import Configuration, compile_one
+import torch
+
+from worker.attention import KvLayer
+from worker.attention.aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, compile_one, once
+from worker.attention.specialise import recorded
 from worker.attention.targets import HEAD_CLASSES, TARGETS, Target
 
 from . import HIDDEN_MAX, activation, norm, rotary
-from .linear import OTHER_PARTS_MAX, choose_tiles, linear_constants, linear_kernel
-from .project import HEAD_SIZES, project_constants, project_kernel
+from .linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
+from .project import HEAD_SIZES, project
 
-NARROW = ("bf16", "fp16")
-FLOATS = (*NARROW, "fp32")
-# Factors: what the dispatcher passes on.
+NARROW = (BF16, F16)
+FLOATS = (*NARROW, F32)
+# Factors: what the dispatcher passes on. Of every size there is one that 16 divides, and one that it does not.
 TOKENS = (1, 32, 64)
-SIZES = ((6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096), (1000, 1000))  # n, k: the last divided by no tile
+SIZES = (
+    *((6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)),  # n, k: divided by every tile, and by none
+    *((1008, 1008), (1000, 1008), (1008, 1000), (1000, 1000)),
+)
 USES = ("whole", "wide", "parts", "gated")  # what comes of a product: as it is, float32, parts of a sum, or gated
-HIDDEN = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() - 1, HIDDEN_MAX.bit_length()))
+BLOCKS = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() - 1, HIDDEN_MAX.bit_length()))
+HIDDEN = tuple(size for block in BLOCKS for size in (block, block - 8))
+HEADS = tuple(size for head in HEAD_CLASSES for size in (head, head - 8))
 PARTS = (1, 2, 3, OTHER_PARTS_MAX)
+FAR = (False, True)  # whether a weight, or K and V, take 2 GiB or more: nothing else does
 
 
 def layer_configurations(target: Target) -> list[Configuration]:
     """What `FusedOperations` can launch on `target`, equal ones once."""
     product = itertools.product
     made: list[Configuration | None] = [
-        _product(target, *each) for each in product(NARROW, TOKENS, SIZES, USES, (False, True))
+        _product(target, *each) for each in product(NARROW, TOKENS, SIZES, USES, (False, True), FAR)
     ]
-    made += [_project(target, *each) for each in product(NARROW, TOKENS, HEAD_SIZES, (False, True))]
+    made += [_project(target, *each) for each in product(NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR)]
     for dtype in FLOATS:
-        made += [_embed(target, dtype, hidden) for hidden in HIDDEN]
-        made += [_sum(target, dtype, each, dtype, 1) for each in HIDDEN]
+        made += [_embed(target, dtype, *each) for each in product(HIDDEN, FAR)]
+        made += [_sum(target, dtype, hidden, dtype, 1) for hidden in HIDDEN]
         parts = PARTS if dtype in NARROW else ()
-        made += [_sum(target, dtype, hidden, "fp32", count) for hidden, count in product(HIDDEN, parts)]
-        made += [make(target, dtype, head) for head in HEAD_CLASSES for make in (_head_norm, _rotary)]
-        made.append(_silu(target, dtype))
-    return list({each.kind(): each for each in reversed(made) if each is not None}.values())[::-1]
+        made += [_sum(target, dtype, hidden, F32, count) for hidden, count in product(HIDDEN, parts)]
+        made += [_head_norm(target, dtype, *each) for each in product(HEADS, (1, 2))]
+        made += [_rotary(target, dtype, head) for head in HEADS]
+        made += [_silu(target, dtype, size) for size in (14336, 1000)]
+    return once(each for each in made if each is not None)
 
 
 def _product(
-    target: Target, dtype: str, tokens: int, sizes: tuple[int, int], use: str, biased: bool
+    target: Target, dtype: torch.dtype, tokens: int, sizes: tuple[int, int], use: str, biased: bool, far: bool
 ) -> Configuration | None:
-    (n, k), gated, overlap = sizes, use == "gated", target.chained
+    (n, k), gated = sizes, use == "gated"
     tiles = choose_tiles(tokens, n, k, target, divisible=use == "parts", gated=gated)
     if tiles is None:
         return None
-    tile = {"x_tiles": tiles.tokens, "weight_tiles": tiles.rows}
-    described = {name: f"tensordesc<{dtype}[{rows}, {tiles.depth}]>" for name, rows in tile.items()}
-    return Configuration(
-        label=f"linear {dtype} {tokens} x {k} x {n} {use}{' biased' * biased}",
-        kernel=linear_kernel,
-        pointers=dict.fromkeys(("x", "weight", "bias"), dtype)
-        | {"output": "fp32" if use in ("wide", "parts") else dtype}
-        | (described if tiles.described else {}),
-        constants=linear_constants(n, k, tiles, biased=biased, gated=gated, overlap=overlap)
-        | {"OVERLAP": overlap}
-        | ({} if tiles.described else dict.fromkeys(tile)),
-        warps=tiles.warps,
-        stages=tiles.stages,
+    x, weight = _numbers(tokens, k, dtype=dtype), _weight(2 * n if gated else n, k, dtype, far)
+    bias = _numbers(len(weight), dtype=dtype) if biased else None
+    result = F32 if use in ("wide", "parts") else dtype
+    return _configuration(
+        target,
+        f"linear {DTYPE_NAMES[dtype]} {tokens} x {k} x {n} {use}{' biased' * biased}{' far' * far}",
+        lambda: linear_parts(x, weight, bias, tiles, result, gated=gated, overlap=target.chained),
         matrix=True,
     )
 
 
-def _project(target: Target, dtype: str, tokens: int, head_size: int, biased: bool) -> Configuration | None:
-    k, overlap = 4096, target.chained
+def _project(
+    target: Target, dtype: torch.dtype, tokens: int, head_size: int, biased: bool, far: bool, far_cache: bool
+) -> Configuration | None:
+    k, heads, kv_heads = 4096, 4, 1
     tiles = choose_tiles(tokens, 6 * head_size, k, target, divisible=False, gated=False)
     if tiles is None:
         return None
-    return Configuration(
-        label=f"project {dtype} {tokens} x {k}, heads of {head_size}{' biased' * biased}",
-        kernel=project_kernel,
-        pointers=dict.fromkeys(("x", "weight", "bias", "cosines", "sines", "query", "keys", "values"), dtype)
-        | {"slots": "i32"},
-        constants=project_constants(k, head_size, tiles, biased=biased, overlap=overlap) | {"OVERLAP": overlap},
-        warps=tiles.warps,
-        stages=tiles.stages,
+    x, weight = _numbers(tokens, k, dtype=dtype), _weight((heads + 2 * kv_heads) * head_size, k, dtype, far)
+    bias = _numbers(len(weight), dtype=dtype) if biased else None
+    angles, slots = _numbers(tokens, head_size, dtype=dtype), _numbers(tokens, dtype=torch.int32)
+    cache = _weight(16, kv_heads * head_size, dtype, far_cache).view(1, 16, kv_heads, head_size)
+    layer = KvLayer(cache, cache)
+    return _configuration(
+        target,
+        f"project {DTYPE_NAMES[dtype]} {tokens} x {k}, heads of {head_size}"
+        f"{' biased' * biased}{' far' * far}{' to far' * far_cache}",
+        lambda: project(x, weight, bias, angles, angles, layer, slots, tiles, overlap=target.chained),
         matrix=True,
     )
 
 
-def _embed(target: Target, dtype: str, hidden: int) -> Configuration:
-    pointers = dict.fromkeys(("table", "weight", "residual", "output"), dtype) | {"tokens": "i32"}
-    block = norm.block_of(hidden)
-    warps = norm.warps_of(block, target.warp_size)
-    constants = {"BLOCK": block, "OVERLAP": target.chained}
-    return _elementwise(f"embed, norm {dtype} {hidden}", norm.embed_norm_kernel, pointers, constants, warps)
+def _embed(target: Target, dtype: torch.dtype, hidden: int, far: bool) -> Configuration:
+    tokens, table, weight = (
+        _numbers(1, dtype=torch.int64),
+        _weight(2, hidden, dtype, far),
+        _numbers(hidden, dtype=dtype),
+    )
+    return _configuration(
+        target,
+        f"embed, norm {DTYPE_NAMES[dtype]} {hidden}{' far' * far}",
+        lambda: norm.embed_norm(tokens, table, weight, 1e-5, target.chained, target.warp_size),
+    )
 
 
-def _sum(target: Target, dtype: str, hidden: int, added: str, parts: int) -> Configuration:
-    pointers = dict.fromkeys(("residual", "weight", "output"), dtype) | {"addend": added}
-    block = norm.block_of(hidden)
-    constants = {"PARTS": parts, "BLOCK": block, "OVERLAP": target.chained}
-    label = f"sum of {parts} {added}, norm {dtype} {hidden}"
-    return _elementwise(label, norm.add_norm_kernel, pointers, constants, norm.warps_of(block, target.warp_size))
+def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, parts: int) -> Configuration:
+    addend = _numbers(parts, 1, hidden, dtype=added)
+    residual, weight = _numbers(1, hidden, dtype=dtype), _numbers(hidden, dtype=dtype)
+    return _configuration(
+        target,
+        f"sum of {parts} {DTYPE_NAMES[added]}, norm {DTYPE_NAMES[dtype]} {hidden}",
+        lambda: norm.add_norm(addend, residual, weight, 1e-5, target.chained, target.warp_size),
+    )
 
 
-def _head_norm(target: Target, dtype: str, head: int) -> Configuration:
-    pointers = dict.fromkeys(("projected", "query_weight", "key_weight"), dtype)
-    constants = {"HEADS": 32, "BLOCK": head, "OVERLAP": target.chained}
-    warps = norm.warps_of(head, target.warp_size)
-    return _elementwise(f"head norm {dtype} {head}", norm.head_norm_kernel, pointers, constants, warps)
+def _head_norm(target: Target, dtype: torch.dtype, head: int, heads: int) -> Configuration:
+    kv_heads = 1
+    projected, weight = _numbers(1, (heads + 2 * kv_heads) * head, dtype=dtype), _numbers(head, dtype=dtype)
+    return _configuration(
+        target,
+        f"head norm {DTYPE_NAMES[dtype]} {heads} + {kv_heads} x {head}",
+        lambda: norm.head_norm(projected, weight, weight, heads, kv_heads, 1e-5, target.chained, target.warp_size),
+    )
 
 
-def _rotary(target: Target, dtype: str, head: int) -> Configuration:
-    pointers = {"positions": "i32", "frequencies": "fp32", "cosines": dtype, "sines": dtype}
-    constants = {"BLOCK": head // 2, "OVERLAP": target.chained}
-    return _elementwise(f"rotary {dtype} {head}", rotary.rotary_kernel, pointers, constants, 1)
+def _rotary(target: Target, dtype: torch.dtype, head: int) -> Configuration:
+    positions, frequencies = _numbers(1, dtype=torch.int64), _numbers(head // 2, dtype=F32)
+    return _configuration(
+        target,
+        f"rotary {DTYPE_NAMES[dtype]} {head}",
+        lambda: rotary.rotary(positions, frequencies, 1.0, dtype, target.chained),
+    )
 
 
-def _silu(target: Target, dtype: str) -> Configuration:
-    pointers = dict.fromkeys(("gate_up", "output"), dtype)
-    constants = {"BLOCK": activation.BLOCK, "OVERLAP": target.chained}
-    return _elementwise(f"silu {dtype}", activation.silu_mul_kernel, pointers, constants, activation.WARPS)
+def _silu(target: Target, dtype: torch.dtype, size: int) -> Configuration:
+    gate_up = _numbers(1, 2 * size, dtype=dtype)
+    label = f"silu {DTYPE_NAMES[dtype]} {size}"
+    return _configuration(target, label, lambda: activation.silu_mul(gate_up, target.chained))
 
 
-def _elementwise(
-    label: str, kernel: Any, pointers: dict[str, str], constants: dict[str, Any], warps: int
-) -> Configuration:
-    return Configuration(label, kernel, pointers, constants, warps, stages=1, matrix=False)
+def _configuration(target: Target, label: str, launch: Callable[[], object], matrix: bool = False) -> Configuration:
+    with recorded(target) as launched:
+        launch()
+    assert len(launched) == 1, label
+    return Configuration(label, launched[0], matrix)
+
+
+def _weight(rows: int, columns: int, dtype: torch.dtype, far: bool) -> torch.Tensor:
+    """[rows, columns]. far: of a storage of 2 GiB or more."""
+    size = max(rows * columns, FAR_BYTES // dtype.itemsize if far else 0)
+    return _numbers(size, dtype=dtype)[: rows * columns].view(rows, columns)
+
+
+def _numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return torch.empty(shape, dtype=dtype, device="meta")
 
 
 def main() -> int:

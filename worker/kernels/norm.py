@@ -24,7 +24,7 @@ def _normed(x, weight, hidden, epsilon):
     return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["tokens"])  # one number of them is loaded, wherever they begin
 def embed_norm_kernel(
     tokens, table, weight, residual, output, hidden, epsilon, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
@@ -49,13 +49,12 @@ def add_norm_kernel(
     weight,
     output,
     hidden,
-    part_stride,
     epsilon,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: [tokens]. See LayerOperations.add_norm; part_stride: elements from one part of `addend` to the next."""
+    """Grid: [tokens]. See LayerOperations.add_norm; addend: [PARTS, tokens, hidden], contiguous."""
     let_next_start(OVERLAP)
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
@@ -65,6 +64,7 @@ def add_norm_kernel(
     place = row * hidden + columns
     before = tl.load(residual + place, mask=inside, other=0.0)
     total = tl.zeros([BLOCK], tl.float32)
+    part_stride = tl.num_programs(0) * hidden
     for part in tl.static_range(PARTS):
         total += tl.load(addend + part * part_stride + place, mask=inside, other=0.0).to(tl.float32)
     total = total.to(before.dtype).to(tl.float32) + before.to(tl.float32)
@@ -127,6 +127,7 @@ def add_norm(
     addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, overlap: bool, warp_size: int
 ) -> torch.Tensor:
     parts, count, hidden = addend.shape
+    assert addend.is_contiguous(), addend.stride()
     output = torch.empty_like(residual)
     block = block_of(hidden)
     add_norm_kernel[(count,)](
@@ -135,7 +136,6 @@ def add_norm(
         weight,
         output,
         hidden,
-        addend.stride(0),
         epsilon,
         PARTS=parts,
         BLOCK=block,

@@ -22,7 +22,8 @@ ROWS = tl.constexpr(64)  # of the weight in one tile
 HEAD_SIZES = (64, 128, 256)
 
 
-@triton.jit(do_not_specialize=["tokens", "heads", "kv_heads"])  # one compilation for 1, for 16, and for all others
+# One compilation for 1, for 16, and for all others, and one for slots wherever they begin.
+@triton.jit(do_not_specialize=["tokens", "heads", "kv_heads"], do_not_specialize_on_alignment=["slots"])
 def project_kernel(
     x,
     weight,

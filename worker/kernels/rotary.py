@@ -11,7 +11,7 @@ from worker.attention.targets import head_class
 from .overlap import launch_options, let_next_start, wait_for_inputs
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["positions"])  # one number of them is loaded, wherever they begin
 def rotary_kernel(positions, frequencies, cosines, sines, scaling, size, BLOCK: tl.constexpr, OVERLAP: tl.constexpr):
     """Grid: [tokens]. See LayerOperations.rotary; size: number of frequencies."""
     let_next_start(OVERLAP)

@@ -1,0 +1,92 @@
+"""What Triton would compile for a launch, on a device that is not here.
+
+Triton compiles a kernel anew for every *specialisation* of its arguments: which pointers are multiples of 16 bytes, and
+on AMD's GPUs which are to storages of less than 2 GiB (its compiler addresses those otherwise); which integers are 1,
+which become constants, and which are multiples of 16. `recorded` runs the functions that launch kernels, on tensors of
+the device "meta", and notes for each launch what Triton's own launcher finds out of its arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Hashable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+from unittest.mock import patch
+
+from triton.backends.compiler import GPUTarget
+from triton.compiler import make_backend
+from triton.runtime.interpreter import InterpretedFunction
+from triton.runtime.jit import JITFunction, create_function_from_signature
+
+from .targets import Target
+
+
+@dataclass(frozen=True)
+class Specialisation:
+    """All that a compilation depends on.
+
+    types: Triton's type of each argument, "constexpr" where it is compiled in. attributes, constants: of arguments, by
+    place. options: num_warps, num_stages and what else the launch asks for.
+    """
+
+    kernel: Any
+    types: dict[str, str]
+    attributes: dict[tuple[int, ...], list[list[Any]]]
+    constants: dict[tuple[int, ...], Any]
+    options: dict[str, Any]
+
+    def __str__(self) -> str:
+        """The kernel, and what is known of its arguments."""
+        names = self.kernel.arg_names
+        known = {names[place[0]]: [word for word, _ in found] for place, found in self.attributes.items() if found}
+        constants = {names[place[0]]: value for place, value in self.constants.items()}
+        return f"{self.kernel.__name__}: {self.types}, {known}, {constants}"
+
+    def key(self, without: tuple[str, ...] = ()) -> Hashable:
+        """Equal for equal compilations. without: names of constants that make no difference here."""
+        names = self.kernel.arg_names
+        constants = [(place, value) for place, value in self.constants.items() if names[place[0]] not in without]
+        attributes = [(place, found) for place, found in self.attributes.items() if found]
+        return self.kernel.fn, *self.types.values(), str((constants, attributes, self.options))
+
+
+def gpu_target(target: Target) -> GPUTarget:
+    """Triton's word for it."""
+    return GPUTarget(target.backend, target.arch, target.warp_size)
+
+
+@contextmanager
+def recorded(target: Target) -> Iterator[list[Specialisation]]:
+    """Kernels that are launched inside do not run; the list gets what would be compiled for them on `target`, once."""
+    made: dict[Hashable, Specialisation] = {}
+    listed: list[Specialisation] = []
+    backend = make_backend(gpu_target(target))
+    binders: dict[Any, Callable[..., Any]] = {}
+
+    def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ARG001
+        """As JITFunction.run, as far as it matters."""
+        if isinstance(kernel, InterpretedFunction):
+            kernel = _compiled(kernel)
+        if kernel.fn not in binders:
+            binders[kernel.fn] = create_function_from_signature(kernel.signature, kernel.params, backend)
+        options["debug"], options["instrumentation_mode"] = False, ""
+        bound, found, rest = binders[kernel.fn](*arguments, **options)
+        key = kernel.fn, str(found), str(options)
+        if key not in made:
+            parsed, types, constants, attributes = kernel._pack_args(backend, options, bound, found, rest)
+            made[key] = Specialisation(kernel, types, attributes, constants, dict(parsed.__dict__))
+            listed.append(made[key])
+
+    with patch.object(JITFunction, "run", run), patch.object(InterpretedFunction, "run", run):
+        yield listed
+
+
+_functions: dict[Any, JITFunction[Any]] = {}
+
+
+def _compiled(kernel: InterpretedFunction[Any]) -> JITFunction[Any]:
+    """The kernel as it is where nothing is interpreted."""
+    if kernel.fn not in _functions:
+        _functions[kernel.fn] = JITFunction(kernel.fn, **kernel.kwargs)
+    return _functions[kernel.fn]
