@@ -13,6 +13,7 @@ from protocol.settings import expand, load
 from protocol.transport import default_runtime_dir
 
 ATTENTIONS = ("auto", "triton", "reference")
+KERNELS = ("auto", "reference")
 GRAPHS = ("auto", "on", "off")
 # Where nothing is said: half a gibibyte on a CPU, whose memory others use too; of a GPU, which is ours, so much of what
 # is free, less what steps and graphs were seen to take. The rest is for what no trial shows.
@@ -29,8 +30,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: CPU threads of torch, 0 = torch's own choice. coordinator_wait_s: how long to wait for a coordinator.
     watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
     -1: 200 where there are 4 cores or more).
-    attention: the kernels, the plain-torch reference, or (auto) the fastest that the device can run. graphs: whether
-    decode steps are captured; auto: on a GPU. graph_rows_max: for batches of up to so many rows.
+    attention: the kernels, the plain-torch reference, or (auto) the fastest that the device can run. kernels: auto, or
+    reference: attention, layers, sampling and copies all in plain torch, and no kernel of Triton's anywhere.
+    graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: for batches of up to so many rows.
     """
 
     name: str
@@ -44,6 +46,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_bytes: int = 0
     blocks: int = 0
     attention: str = "auto"
+    kernels: str = "auto"
     graphs: str = "auto"
     graph_rows_max: int = 512
     threads: int = 0
@@ -59,9 +62,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not self.model:
             raise InvalidConfiguration("model", "is required: a path, or a name that `kvforge pull` knows")
         logs.check(self.log_level, self.log_format)
-        for field, choices in (("attention", ATTENTIONS), ("graphs", GRAPHS)):
+        for field, choices in (("attention", ATTENTIONS), ("kernels", KERNELS), ("graphs", GRAPHS)):
             if getattr(self, field) not in choices:
                 raise InvalidConfiguration(field, f"must be one of {', '.join(choices)}")
+        if (self.attention, self.kernels) == ("triton", "reference"):
+            raise InvalidConfiguration("attention", "kernels = 'reference' leaves out Triton's; use attention = 'auto'")
         if self.graph_rows_max < 1:
             raise InvalidConfiguration("graph_rows_max", f"must be 1 or more, not {self.graph_rows_max}")
         for field in ("kv_bytes", "blocks", "threads", "device_index", "seed"):

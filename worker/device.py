@@ -171,12 +171,14 @@ class Captured:
 class Device:
     """A place where tensors live.
 
-    kind: cpu, cuda or hip. torch_device: what torch calls it. name: for people ("NVIDIA H200").
+    kind: cpu, cuda or hip. torch_device: what torch calls it. name: for people ("NVIDIA H200"). kernels: False where
+    none of Triton's kernels may run, whatever the device can.
     """
 
     kind: str
     torch_device: torch.device
     name: str
+    kernels: bool = True
 
     @property
     def _queues(self) -> bool:
@@ -184,8 +186,8 @@ class Device:
 
     @property
     def runs_kernels(self) -> bool:
-        """Whether Triton's kernels run here, and Triton is installed."""
-        return self._queues and importlib.util.find_spec("triton") is not None
+        """Whether Triton's kernels run here, and Triton is installed, and they are wanted."""
+        return self.kernels and self._queues and importlib.util.find_spec("triton") is not None
 
     @property
     def widens_products(self) -> bool:
@@ -371,10 +373,15 @@ class Device:
 
     @contextlib.contextmanager
     def errors(self, doing: str) -> Iterator[None]:
-        """Turns a failure of torch while `doing` something into WorkerError, or GpuError where the device failed."""
+        """Turns a failure of torch or of Triton while `doing` something into WorkerError, or GpuError where the device
+        failed."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
+            raise as_worker_error(error, doing, self) from error
+        except Exception as error:
+            if type(error).__module__.partition(".")[0] != "triton":
+                raise
             raise as_worker_error(error, doing, self) from error
 
 
@@ -394,11 +401,11 @@ def as_worker_error(error: BaseException, doing: str, device: Device) -> WorkerE
     return GpuError(message) if device_failed else WorkerError(message)
 
 
-def open_device(kind: str = "auto", index: int = 0) -> Device:
+def open_device(kind: str = "auto", index: int = 0, kernels: bool = True) -> Device:
     """Opens the device: "cpu", "cuda", "hip", or "auto" (a GPU if this torch sees one, else the CPU).
 
-    `index` picks among several GPUs. The GPU becomes the process's current device and has to stay it, as streams,
-    graphs and Triton's launches follow that: a process works with the GPU that it opened last.
+    kernels: see Device. `index` picks among several GPUs. The GPU becomes the process's current device and has to stay
+    it, as streams, graphs and Triton's launches follow that: a process works with the GPU that it opened last.
     Errors: InvalidConfiguration names `device` when this torch has no such device, `device_index` past the last one.
     """
     if kind not in KINDS:
@@ -406,7 +413,7 @@ def open_device(kind: str = "auto", index: int = 0) -> Device:
     gpu_kind = "hip" if torch.version.hip else "cuda"
     gpu_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and gpu_count == 0):
-        return Device("cpu", torch.device("cpu"), _cpu_name())
+        return Device("cpu", torch.device("cpu"), _cpu_name(), kernels)
     if gpu_count == 0:
         raise InvalidConfiguration("device", f"torch {torch.__version__} sees no {kind} device; use device = 'cpu'")
     if kind not in ("auto", gpu_kind):
@@ -415,7 +422,7 @@ def open_device(kind: str = "auto", index: int = 0) -> Device:
         problem = f"{index} is not below the number of devices, {gpu_count}: each worker takes one of its own"
         raise InvalidConfiguration("device_index", f"{problem}; start fewer, or say which device each one takes")
     torch.cuda.set_device(index)  # Triton launches on the current device, wherever the tensors are
-    return Device(gpu_kind, torch.device("cuda", index), torch.cuda.get_device_name(index))
+    return Device(gpu_kind, torch.device("cuda", index), torch.cuda.get_device_name(index), kernels)
 
 
 def _cpu_name() -> str:

@@ -34,7 +34,7 @@ class Engine:
         if config.threads:
             torch.set_num_threads(config.threads)
         self.config = config
-        self.device: Device = open_device(config.device, config.device_index)
+        self.device: Device = open_device(config.device, config.device_index, kernels=config.kernels != "reference")
         self._accounts = Accounts(self.device)
         self._progress = progress
         self.model: LoadedModel = load_model(

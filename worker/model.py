@@ -21,12 +21,11 @@ from protocol.errors import UnsupportedModel
 from protocol.messages import ModelInfo
 
 from .attention import AttentionOptions, PagedAttention, PagedBatch, choose_attention
-from .attention.selftest import self_test as attention_test
 from .attention.targets import check_dtypes
 from .device import Device
 from .fusion import FusedDecoder, fuse
 from .kernels import choose_operations
-from .kernels.selftest import self_test as layer_test
+from .kernels.registry import Serving, check_kernels
 from .loading import Progress, build, find_source, fingerprint, gguf_read_once, model_dtype, read_config
 from .pool import KV_DTYPES, KvGeometry, KvPool
 
@@ -211,10 +210,9 @@ def load_model(
     geometry = KvGeometry(shapes, block_size, kv_dtype)
     stored = geometry.dtype.torch_dtype
     kinds = bound_shapes(module, shapes)
-    attention_test(chosen, device, kinds, dtype=torch_dtype, kv_dtype=stored, block_size=block_size)
     fused = fuse(module, bound_options(module), choose_operations(device), context.attention)
-    if fused is not None:
-        layer_test(fused, device)
+    vocab_size = int(module.get_input_embeddings().num_embeddings)
+    check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, fused))
     device.release_cached()
     architecture = type(module).__name__
     info = ModelInfo(
@@ -222,7 +220,7 @@ def load_model(
         source=str(found.path),
         architecture=architecture,
         fingerprint=digest,
-        vocab_size=int(module.get_input_embeddings().num_embeddings),
+        vocab_size=vocab_size,
         context_tokens_max=context_tokens,
         eos_tokens=_eos_tokens(module),
     )

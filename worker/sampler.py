@@ -142,7 +142,7 @@ class SamplingState:
     def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
         self._device, self.vocab_size = device, vocab_size
         self.fused = device.runs_kernels
-        self._overlap = self.fused and current_target(device).chained
+        self.overlap = self.fused and current_target(device).chained
         where = device.torch_device
         self.slots_max = slots_max
         self.values = torch.zeros((slots_max + 1, len(COLUMNS)), dtype=torch.float64, device=where)
@@ -253,7 +253,7 @@ class SamplingState:
             from .choice import choose_tokens
 
             state = (self.values, self.seed, self.generated, self.last_token)
-            choose_tokens(logits, slots, wanted, *state, packed, self._overlap)
+            choose_tokens(logits, slots, wanted, *state, packed, self.overlap)
             return
         finite = torch.isfinite(logits.sum(dim=-1))
         tokens = torch.argmax(logits, dim=-1)

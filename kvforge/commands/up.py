@@ -41,6 +41,7 @@ def add(subparsers: Any) -> None:
         "--model-config", metavar="NAME", help="a known shape for random weights, like llama-3.1-8b; instead of --model"
     )
     parser.add_argument("--attention", choices=("auto", "triton", "reference"), help="its kernels [auto]")
+    parser.add_argument("--kernels", choices=("auto", "reference"), help="reference: plain torch throughout [auto]")
     parser.add_argument("--graphs", choices=("auto", "on", "off"), help="decode steps from captured graphs [auto]")
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker [cores / workers]")
     parser.add_argument("--sequences-max", type=int, metavar="N", help="requests that may run at once [256]")
@@ -102,7 +103,9 @@ def settings_of(options: argparse.Namespace, model: Path) -> Settings:
         workers=options.workers,
         threads=options.threads,
         devices=tuple(common.token_ids(options.devices, "devices")),
-        worker=chosen("device", "dtype", "kv_dtype", "kv_bytes", "blocks", "load_format", "attention", "graphs"),
+        worker=chosen(
+            "device", "dtype", "kv_dtype", "kv_bytes", "blocks", "load_format", "attention", "kernels", "graphs"
+        ),
         limits=chosen("sequences_max", "queue_max"),
         cache=chosen("block_size"),
         log_level=options.log_level,

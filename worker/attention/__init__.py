@@ -32,6 +32,8 @@ def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
         raise InvalidConfiguration("attention", f"{kind!r} is not one of {', '.join(KINDS)}")
     if kind == "reference" or (kind == "auto" and not device.runs_kernels):
         return ReferenceAttention()
+    if not device.kernels:
+        raise InvalidConfiguration("attention", "kernels = 'reference' leaves out Triton's; use attention = 'auto'")
     if importlib.util.find_spec("triton") is None:
         raise InvalidConfiguration("attention", "triton is not installed; use attention = 'auto' or 'reference'")
     from .triton_attention import TritonAttention, is_interpreted  # only here: a CPU worker needs no triton

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kvforge.models import default_cache_dir
-from protocol.errors import WorkerError
 from worker.device import Device
+from worker.kernels.check import WAY_OUT, require_right
 
 from .batch import Int32Array, PagedBatch
 from .interface import AttentionOptions, KvLayer, PagedAttention
@@ -31,7 +31,7 @@ from .reference import ReferenceAttention
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}
 # Rows: blocks and tokens before the new ones, and how many are new (decodes: 1).
 _DECODES = ((0, 0), (0, 1), (1, -1), (1, 0), (3, 2), (40, 5))
-_PREFILLS = ((0, 0, 3), (1, -1, 2), (2, 3, 70), (0, 0, 130))
+_PREFILLS = ((0, 0, 3), (1, -1, 2), (2, 3, 70), (0, 0, 200))
 log = logging.getLogger("worker")
 
 
@@ -63,7 +63,8 @@ def self_test(
     """Runs every kernel that layers of these shapes use. dtype: of the model; kv_dtype: of the pool.
 
     remembered_in: the folder for what has passed; None: `selftest` in the user's cache folder. The reference itself
-    has nothing to prove. Errors: WorkerError names the kernel and the shape that are wrong; what torch raises.
+    has nothing to prove. Errors: WorkerError names the kernel and the shape that are wrong, or cannot be compiled;
+    GpuError.
     """
     if isinstance(attention, ReferenceAttention):
         return
@@ -73,13 +74,9 @@ def self_test(
         if passed.exists():
             continue
         began = time.perf_counter()
+        where = f"{shape}, blocks of {block_size}, {_name(dtype)} over {_name(kv_dtype)}"
         for kernel, check in _checks(attention, device, shape, dtype, kv_dtype, block_size):
-            problem = check()
-            if problem:
-                raise WorkerError(
-                    f"self-test on {device.name}: the {kernel} kernel is wrong for {shape}, blocks of {block_size}, "
-                    f"{_name(dtype)} over {_name(kv_dtype)}: {problem}; use attention = 'reference'"
-                )
+            require_right(device, kernel, where, check, f"use attention = 'reference', or {WAY_OUT}")
         log.info("self-test passed for %s in %.1f s", shape, time.perf_counter() - began)
         _remember(passed, f"{device.name}: {shape}, {_name(dtype)} over {_name(kv_dtype)}\n")
 
@@ -100,6 +97,10 @@ def _checks(
     yield "write", lambda: bench.write(mixed, rotated=0)
     yield "rotary write", lambda: bench.write(mixed, rotated=shape.head_size - shape.head_size % 2)
     yield "decode", lambda: bench.attend(decodes)
+    multiprocessors = device.architecture[1]
+    if multiprocessors:  # more rows than it has of them may take other tiles
+        many = [decodes[row % len(decodes)] for row in range(multiprocessors + 1)]
+        yield "decode of many rows", lambda: bench.attend(many)
     yield "padded decode", lambda: bench.attend_padded(decodes)
     yield "prefill", lambda: bench.attend(prefills)
     yield "mixed-batch", lambda: bench.attend(mixed)

@@ -8,16 +8,17 @@ anyway. NaN lies behind every input.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from protocol.errors import WorkerError
 from worker.attention import KvLayer
 from worker.attention.reference import rotate
 from worker.device import Device
 
 from . import LayerOperations, PlainOperations
+from .check import WAY_OUT, require_right
 
 if TYPE_CHECKING:
     from worker.fusion import FusedDecoder
@@ -30,16 +31,18 @@ _Run = Callable[[LayerOperations], Any]
 
 
 def self_test(fused: FusedDecoder, device: Device) -> None:
-    """Runs every operation of the first layer, and the head. Errors: WorkerError names the kernel and the shape."""
+    """Runs every operation of the first layer, and the head.
+
+    Errors: WorkerError names the kernel and the shape; GpuError.
+    """
     if isinstance(fused.operations, PlainOperations):
         return
     dtype = fused.table.dtype
     for tokens in TOKENS:
         for kernel, run in _runs(fused, tokens):
-            problem = _compare(run, fused.operations, TOLERANCE[dtype])
-            if problem:
-                shape = f"{tokens} tokens, hidden size {fused.table.shape[1]}, {str(dtype).removeprefix('torch.')}"
-                raise WorkerError(f"self-test on {device.name}: the {kernel} kernel is wrong for {shape}: {problem}")
+            shape = f"{tokens} tokens, hidden size {fused.table.shape[1]}, {str(dtype).removeprefix('torch.')}"
+            compare = partial(_compare, run, fused.operations, TOLERANCE[dtype])
+            require_right(device, kernel, shape, compare, WAY_OUT)
 
 
 def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:

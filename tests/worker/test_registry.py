@@ -1,0 +1,280 @@
+"""No kernel is launched undeclared, every declared one is checked at start, and there is a way without any."""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from triton.compiler.errors import CompilationError
+from triton.runtime.errors import OutOfResources
+
+import worker
+from protocol.errors import GpuError, InvalidConfiguration, WorkerError
+from protocol.messages import WorkerWelcome
+from tests.worker.conftest import TINY
+from tests.worker.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
+from worker.attention import AttentionOptions, choose_attention, selftest
+from worker.attention.selftest import AttentionShape
+from worker.attention.triton_attention import is_interpreted
+from worker.config import WorkerConfig
+from worker.device import Device, open_device
+from worker.engine import Engine
+from worker.kernels import registry
+from worker.kernels.check import require_right
+from worker.kernels.registry import KERNELS, Kernel, Serving
+from worker.model import LoadedModel, load_model
+
+DEVICE = open_device("auto")
+PACKAGE = Path(worker.__file__).parent
+runs_kernels = pytest.mark.skipif(
+    not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"
+)
+# Wide enough for every kernel: a head of 64 can be projected into the cache, an inner size of 128 gated.
+SHAPE = {"hidden_size": 128, "intermediate_size": 128, "num_attention_heads": 2, "num_key_value_heads": 1}
+SHAPE |= {"head_dim": 64, "num_hidden_layers": 1, "vocab_size": 5000}
+
+
+def modules() -> Iterator[tuple[str, ast.Module]]:
+    for path in PACKAGE.rglob("*.py"):
+        yield ".".join(path.relative_to(PACKAGE.parent).with_suffix("").parts), ast.parse(path.read_text())
+
+
+def jitted(tree: ast.Module) -> set[str]:
+    """Functions that Triton or Gluon compiles."""
+    found = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.FunctionDef):
+            for decorator in node.decorator_list:
+                called = decorator.func if isinstance(decorator, ast.Call) else decorator
+                if isinstance(called, ast.Attribute) and called.attr == "jit":
+                    found.add(node.name)
+    return found
+
+
+def launched(tree: ast.Module) -> set[str]:
+    """Names in `name[grid](...)`."""
+    calls = [node.func for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return names([call.value for call in calls if isinstance(call, ast.Subscript)])
+
+
+def names(nodes: Sequence[ast.AST]) -> set[str]:
+    """Of what is read."""
+    read = {node.attr for node in nodes if isinstance(node, ast.Attribute)}
+    return read | {node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)}
+
+
+def test_every_kernel_is_declared() -> None:
+    """What is launched is in the registry, under the module that launches it; what is not launched is part of one."""
+    every, functions, helpers = set(), set(), set()
+    for name, tree in modules():
+        functions |= jitted(tree)
+        helpers |= names(list(ast.walk(tree)))
+        every |= {(name, kernel) for kernel in launched(tree)}
+    launches = {(module, name) for module, name in every if name in functions}
+    assert launches == {(kernel.module, kernel.name) for kernel in KERNELS}
+    assert len(launches) >= 16
+    assert functions - {name for _, name in launches} <= helpers, "neither launched nor part of another"
+
+
+def test_every_kernel_has_a_reference_without_kernels() -> None:
+    for kernel in KERNELS:
+        code = getattr(kernel.reference, "__code__", None)
+        assert code is None or "triton" not in Path(code.co_filename).name
+        assert callable(kernel.reference) and callable(kernel.check)
+
+
+# ------------------------------------------------------------------------------------------------- the check at start
+
+
+class Spoilt:
+    """Stands for a kernel: what it changes is changed once more."""
+
+    def __init__(self, kernel: Any) -> None:
+        self.kernel, self.launches = kernel, 0
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            self.launches += 1
+            tensors = [each for each in arguments if isinstance(each, torch.Tensor)]
+            before = [each.clone() for each in tensors]
+            self.kernel[grid](*arguments, **options)
+            for old, new in zip(before, tensors, strict=True):
+                raw = [each.view(torch.uint8) if each.dtype == torch.float8_e4m3fn else each for each in (old, new)]
+                changed = (raw[0] != raw[1]) & ~(raw[0].isnan() & raw[1].isnan())
+                raw[1][changed] = raw[1][changed] + 1
+
+        return launch
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.kernel, name)
+
+
+class Refused:
+    """Stands for a kernel that does not compile."""
+
+    def __getitem__(self, grid: Any) -> Any:
+        def launch(*arguments: Any, **options: Any) -> None:
+            raise OutOfResources(140288, 101376, "shared memory")
+
+        return launch
+
+
+@pytest.fixture(scope="module")
+def loaded(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], LoadedModel]:
+    made: dict[str, LoadedModel] = {}
+
+    def load(model_type: str) -> LoadedModel:
+        if model_type not in made:
+            folder = tmp_path_factory.mktemp(model_type)
+            (folder / "config.json").write_text(json.dumps({**TINY, **SHAPE, "model_type": model_type}))
+            made[model_type] = load_model(folder, load_format="dummy", dtype="float16", device=DEVICE, block_size=8)
+        return made[model_type]
+
+    return load
+
+
+@pytest.fixture
+def serving(
+    loaded: Callable[[str], LoadedModel], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[[str], Serving]:
+    """Of a model whose layers, attention and sampling are kernels, also where they are interpreted."""
+
+    def make(model_type: str = "llama") -> Serving:
+        from worker.kernels.fused import FusedOperations
+
+        fused = loaded(model_type).fused
+        assert fused is not None
+        if not DEVICE.runs_kernels:
+            monkeypatch.setattr(Device, "runs_kernels", property(lambda device: device.kernels))
+            monkeypatch.setattr(selftest, "_PREFILLS", ((0, 0, 3), (1, 3, 9)))
+            monkeypatch.setattr(selftest, "_DECODES", ((0, 0), (1, 0), (6, 2)))
+        shapes = (AttentionShape(2, 1, 64, AttentionOptions(0.125)),)
+        attention = choose_attention(DEVICE, "triton")
+        float16 = torch.float16
+        fused = replace(fused, operations=FusedOperations(DEVICE))
+        return Serving(DEVICE, attention, shapes, float16, float16, 8, 5000, fused, tmp_path / "remembered")
+
+    return make
+
+
+def model_of(kernel: Kernel) -> str:
+    return "qwen3" if kernel.name == "head_norm_kernel" else "llama"
+
+
+@runs_kernels
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
+@pytest.mark.parametrize("kernel", [pytest.param(each, id=f"{each.module}.{each.name}") for each in KERNELS])
+@pytest.mark.parametrize("fault", [Spoilt, Refused])
+def test_a_kernel_that_is_wrong_or_does_not_compile_is_refused_at_start(
+    fault: type[Any], kernel: Kernel, serving: Callable[[str], Serving], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if kernel.hopper and DEVICE.architecture[0] != "sm_90":
+        pytest.skip("runs on NVIDIA's Hopper only")
+    started = serving(model_of(kernel))
+    if kernel.module == "worker.attention.prefill_copy":
+        started = replace(started, kv_dtype=torch.int8)
+    if kernel.name == "prefill_portable" and DEVICE.architecture[0] == "sm_90":
+        started = replace(started, dtype=torch.float32, kv_dtype=torch.float32)
+    stand_in = fault(kernel.function) if fault is Spoilt else fault()
+    monkeypatch.setattr(import_module(kernel.module), kernel.name, stand_in)
+    with pytest.raises(WorkerError, match=r"kernels = 'reference'") as caught:
+        kernel.check(started)
+    assert type(caught.value) is WorkerError
+    words = str(caught.value)
+    if fault is Spoilt:
+        assert "kernel is wrong for" in words and stand_in.launches
+    else:
+        assert "kernel cannot be compiled or launched for" in words
+        assert "OutOfResources: out of resource: shared memory, Required: 140288, Hardware limit: 101376" in words
+
+
+@runs_kernels
+@pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
+@pytest.mark.parametrize("model_type", ["llama", "qwen3"])
+def test_right_kernels_pass(model_type: str, serving: Callable[[str], Serving]) -> None:
+    registry.check_kernels(serving(model_type))
+
+
+def test_what_the_device_itself_fails_at_stays_its_failure(cpu: Device) -> None:
+    def fail() -> str:
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with pytest.raises(GpuError, match="out of memory"):
+        require_right(cpu, "decode", "any", fail, "")
+
+
+def test_a_compilers_quotation_is_left_out(cpu: Device) -> None:
+    def fail() -> str:
+        raise CompilationError("def f():\n    x = 1\n", ast.parse("x = 1").body[0], "no such type")
+
+    with pytest.raises(
+        WorkerError, match=r"the decode kernel cannot be .* for heads of 7: CompilationError: no such type; do"
+    ):
+        require_right(cpu, "decode", "heads of 7", fail, "do")
+
+
+# --------------------------------------------------------------------------------------------------- no kernel at all
+
+
+@pytest.fixture
+def no_launches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every launch fails, whatever kernel it is of."""
+    from triton.runtime.interpreter import InterpretedFunction
+    from triton.runtime.jit import JITFunction
+
+    def launch(self: Any, *arguments: Any, **options: Any) -> None:
+        raise AssertionError(f"{self} was launched")
+
+    for kind in (JITFunction, InterpretedFunction):
+        monkeypatch.setattr(kind, "run", launch)
+    if not DEVICE.runs_kernels:  # a device that would run them
+        monkeypatch.setattr(Device, "runs_kernels", property(lambda device: device.kernels))
+
+
+def engine(folder: Path, **fields: Any) -> Engine:
+    (folder / "config.json").write_text(json.dumps({**TINY, **SHAPE, "model_type": "llama"}))
+    welcome = WorkerWelcome(
+        rid=0, version=1, boot="b", tables_path="", slots_max=8, blocks_per_sequence_max=WIDTH, step_tokens_max=64,
+        step_rows_max=ROWS, block_size=BLOCK_SIZE,
+    )  # fmt: skip
+    config = WorkerConfig(
+        name="w", model=str(folder), load_format="dummy", dtype="float16", blocks=30, graphs="on", **fields
+    )
+    return Engine(config, welcome, lambda phase, fraction: None)
+
+
+@runs_kernels
+@pytest.mark.usefixtures("no_launches")
+@pytest.mark.parametrize("kv_dtype", ["auto", "fp8"])
+def test_the_way_out_launches_no_kernel(kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """From the start to sampled, filtered and copied rows. Without it the first kernel of the start is refused."""
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))  # nothing is remembered
+    with pytest.raises(WorkerError, match=r"AssertionError: .* was launched; .* kernels = 'reference'"):
+        engine(tmp_path, kv_dtype=kv_dtype)
+    with pytest.raises(WorkerError, match=r"AssertionError: .* was launched; set kernels = 'reference'"):
+        engine(tmp_path, kv_dtype=kv_dtype, attention="reference")  # leaves the others to kernels
+    made = engine(tmp_path, kv_dtype=kv_dtype, kernels="reference")
+    assert [len(tokens) for tokens in tokens_of(made)] == [ROWS] * 5
+    made.close()
+
+
+def test_the_way_out_and_triton_contradict_each_other(cpu: Device) -> None:
+    for refuse in (
+        lambda: WorkerConfig(name="w", model="m", attention="triton", kernels="reference"),
+        lambda: choose_attention(replace(cpu, kernels=False), "triton"),
+    ):
+        with pytest.raises(InvalidConfiguration, match="kernels = 'reference'") as caught:
+            refuse()
+        assert caught.value.field == "attention"
+    with pytest.raises(InvalidConfiguration, match="must be one of auto, reference"):
+        WorkerConfig(name="w", model="m", kernels="none")

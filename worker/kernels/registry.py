@@ -1,0 +1,125 @@
+"""Every Triton kernel there is: what it is compiled for, what computes the same in plain torch, and its check at start.
+
+Nothing launches a kernel that is not in `KERNELS`; the tests look for launches that are forgotten here, spoil each
+kernel in turn, and see the start refuse it. `kernels = "reference"` runs none of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib import import_module
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from worker.attention import PagedAttention, ReferenceAttention
+from worker.attention.quantised import dequantise
+from worker.attention.selftest import AttentionShape
+from worker.attention.selftest import self_test as attention_test
+from worker.device import Device
+from worker.sampler import SamplingState
+
+from . import PlainOperations
+from .selftest import self_test as layer_test
+
+if TYPE_CHECKING:
+    from worker.fusion import FusedDecoder
+
+
+@dataclass(frozen=True)
+class Serving:
+    """What is going to serve, as far as kernels depend on it.
+
+    shapes: of the layers' attention. dtype: of the model; kv_dtype: of the pool. fused: None where the layers run
+    through transformers. remembered_in: see `attention.selftest.self_test`.
+    """
+
+    device: Device
+    attention: PagedAttention
+    shapes: tuple[AttentionShape, ...]
+    dtype: torch.dtype
+    kv_dtype: torch.dtype
+    block_size: int
+    vocab_size: int
+    fused: FusedDecoder | None
+    remembered_in: Path | None = None
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """One kernel.
+
+    name: of the function that is launched, in `module` (its full name), which is imported when it is first needed.
+    reference: computes the same in plain torch. check: runs it beside that, for what is going to serve. hopper: runs
+    on NVIDIA's Hopper alone.
+    """
+
+    module: str
+    name: str
+    reference: Callable[..., Any]
+    check: Callable[[Serving], None]
+    hopper: bool = False
+
+    @property
+    def function(self) -> Any:
+        """What is launched. Imports Triton."""
+        return getattr(import_module(self.module), self.name)
+
+
+def check_kernels(serving: Serving) -> None:
+    """Runs the check of every kernel that may be launched. Errors: WorkerError names the kernel; GpuError."""
+    for check in dict.fromkeys(kernel.check for kernel in KERNELS):
+        check(serving)
+
+
+def _attention(serving: Serving) -> None:
+    attention_test(
+        serving.attention,
+        serving.device,
+        serving.shapes,
+        dtype=serving.dtype,
+        kv_dtype=serving.kv_dtype,
+        block_size=serving.block_size,
+        remembered_in=serving.remembered_in,
+    )
+
+
+def _layers(serving: Serving) -> None:
+    if serving.fused is not None:
+        layer_test(serving.fused, serving.device)
+
+
+def _sampling(serving: Serving) -> None:
+    if serving.device.runs_kernels:
+        from worker.selftest import sampling_test
+
+        sampling_test(serving.device, serving.vocab_size)
+
+
+def _copies(serving: Serving) -> None:
+    if serving.device.runs_kernels:
+        from worker.selftest import copies_test
+
+        copies_test(serving.device)
+
+
+KERNELS = (
+    Kernel("worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention),
+    Kernel("worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention),
+    Kernel("worker.attention.prefill_hopper", "prefill_hopper", ReferenceAttention.attend, _attention, hopper=True),
+    Kernel("worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, hopper=True),
+    Kernel("worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention),
+    Kernel("worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers),
+    Kernel("worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers),
+    Kernel("worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers),
+    Kernel("worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers),
+    Kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers),
+    Kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers),
+    Kernel("worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
+    Kernel("worker.choice", "scan_kernel", SamplingState.sample, _sampling),
+    Kernel("worker.choice", "settle_kernel", SamplingState.sample, _sampling),
+    Kernel("worker.choice", "feed_kernel", SamplingState.feed, _sampling),
+    Kernel("worker.copies", "copy_kernel", torch.Tensor.copy_, _copies),
+)

@@ -1,0 +1,99 @@
+"""The kernels that choose tokens, feed them back and copy numbers, against plain torch, at a worker's start.
+
+Like those of the layers (see `kernels.selftest`) they take milliseconds, and nothing is remembered.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protocol.messages import RowStart, Sampling
+
+from .device import Device, Landing, Mark, Staging
+from .kernels.check import WAY_OUT, require_right
+from .sampler import NO_TOKEN, HostRows, SamplingState
+
+TEMPERATURES = (0.0, 1.0, 0.7, 0.0, 1.0)  # of the rows; the last two are not finite
+COPIED = (1, 1025, 20_000)  # numbers: less than a program's, more, and many
+LOGPROB_TOLERANCE = 1e-5
+
+
+@torch.inference_mode()
+def sampling_test(device: Device, vocab_size: int) -> None:
+    """Greedy rows, rows that draw, rows of NaN. Errors: WorkerError names the kernel and the vocabulary; GpuError."""
+    where = f"a vocabulary of {vocab_size}"
+    require_right(device, "sampling", where, lambda: _choosing(device, vocab_size), WAY_OUT)
+    require_right(device, "token feeding", where, lambda: _feeding(device, vocab_size), WAY_OUT)
+
+
+def copies_test(device: Device) -> None:
+    """There and back. Errors: WorkerError names the kernel and the number of numbers; GpuError."""
+    for count in COPIED:
+        require_right(device, "copy", f"{count} numbers", _copying(device, count), WAY_OUT)
+
+
+def _choosing(device: Device, vocab_size: int) -> str:
+    from .choice import choose_tokens  # imports triton
+
+    rows = len(TEMPERATURES)
+    slots = np.arange(rows)[::-1].copy()
+    on_device = device.upload(slots)
+    numbers = np.random.default_rng(0).normal(0, 3, (rows, vocab_size)).astype(np.float32)
+    numbers[:2, vocab_size // 2] = np.nan  # of slots 4 and 3
+    logits = device.upload(numbers)
+    ours, plain = _state(device, vocab_size), _state(device, vocab_size)
+    packed = torch.full((3 * rows,), -1, dtype=torch.int32, device=device.torch_device)
+    moving = (ours.values, ours.seed, ours.generated, ours.last_token)
+    choose_tokens(logits, on_device, torch.ones_like(on_device), *moving, packed, ours.overlap)
+    got = HostRows.unpacked(packed.cpu().numpy(), np.zeros(rows, np.int32))
+    want = plain.sample(logits, slots).to_host()
+    good = want.finite
+    if got.finite.tolist() != good.tolist():
+        return f"rows {got.finite.tolist()} are finite, not {good.tolist()}"
+    if got.tokens[good].tolist() != want.tokens[good].tolist():
+        return f"it chooses the tokens {got.tokens[good].tolist()}, not {want.tokens[good].tolist()}"
+    difference = float(np.abs(got.logprobs[good] - want.logprobs[good]).max())
+    if not difference <= LOGPROB_TOLERANCE:
+        return f"log-probabilities differ by {difference:.1e}"
+    for name in ("generated", "last_token"):
+        if not torch.equal(getattr(ours, name), getattr(plain, name)):
+            return f"{name} becomes {getattr(ours, name).tolist()}, not {getattr(plain, name).tolist()}"
+    return ""
+
+
+def _feeding(device: Device, vocab_size: int) -> str:
+    from .choice import feed_tokens
+
+    last = np.array([NO_TOKEN, 0, vocab_size - 1], np.int64)
+    packed = np.array([[-1, -1, -1, 5, 0], [0, 1, 2, 0, 2], [7, 8, 9, 10, 11], [1, 0, 1, 0, 1]], np.int32)
+    fed = feed_tokens(device.upload(packed), device.upload(last)).cpu().numpy()
+    want = packed.astype(np.int64)
+    want[0] = np.where(packed[0] < 0, np.maximum(last[packed[1]], 0), packed[0])
+    return "" if np.array_equal(fed, want) else f"it feeds {fed.tolist()}, not {want.tolist()}"
+
+
+def _copying(device: Device, count: int) -> Callable[[], str]:
+    def run() -> str:
+        sent: npt.NDArray[np.int32] = np.arange(-3, count - 3, dtype=np.int32) * 7919
+        staging, landing = Staging(device, count + 1), Landing(device, count + 1)
+        staging.host()[:count] = sent
+        staging.send(count)
+        fetched = landing.fetch(staging.on_device)
+        Mark(device).wait()
+        wrong = np.flatnonzero(fetched.array() != np.append(sent, 0))
+        return f"{len(wrong)} of {count} numbers arrive wrongly, the first at {wrong[0]}" if len(wrong) else ""
+
+    return run
+
+
+def _state(device: Device, vocab_size: int) -> SamplingState:
+    state = SamplingState(len(TEMPERATURES), vocab_size, device)
+    for slot, temperature in enumerate(TEMPERATURES):
+        sampling = Sampling(temperature=temperature)
+        state.begin(RowStart(slot=slot, request_id=1, sampling=sampling, seed=(slot + 1) * 0x9E3779B97F4A7C15 % 2**64))
+    state.upload_starts()
+    return state
