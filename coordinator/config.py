@@ -18,6 +18,7 @@ from .core.limits import Limits, Quota
 SECONDS = (
     ("limits", "deadline_max_s", 1e-6),
     ("limits", "lease_s", 0.0),
+    ("limits", "client_ms_per_turn_max", 1e-3),
     ("schedule", "ageing_s", 1e-6),
     ("schedule", "step_timeout_s", 1e-6),
     ("schedule", "decode_gap_ms", 1e-3),
@@ -29,6 +30,8 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     finished_bytes_max: what the answers of ended requests may take; then the oldest are forgotten.
     client_buffer_messages: so many unread messages may wait for a client; then its streams pause.
+    messages_per_turn_max, client_bytes_per_turn_max, client_ms_per_turn_max: so much of what clients send is looked at,
+    connection by connection in turn, before workers are looked at again.
     """
 
     sequences_max: int = 256
@@ -42,6 +45,8 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     finished_bytes_max: int = 256 << 20
     clients_max: int = 256
     messages_per_turn_max: int = 1024
+    client_bytes_per_turn_max: int = 8 << 20
+    client_ms_per_turn_max: float = 2.0
     client_buffer_messages: int = 1024
     samples_max: int = 256
     deadline_max_s: float = 86_400.0
@@ -97,7 +102,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise InvalidConfiguration(f"{section}.{name}", f"must be at least {lowest:g}")
         if not -1 <= self.schedule.spin_us <= 1_000_000:
             raise InvalidConfiguration("schedule.spin_us", "must be -1 (chosen by the number of cores) to 1000000")
-        for name in ("clients_max", "messages_per_turn_max", "client_buffer_messages"):
+        for name in ("clients_max", "messages_per_turn_max", "client_bytes_per_turn_max", "client_buffer_messages"):
             if getattr(self.limits, name) < 1:
                 raise InvalidConfiguration(f"limits.{name}", "must be at least 1")
 

@@ -113,10 +113,13 @@ class Server:
         self._epoll.register(self._read_wakeup, select.EPOLLIN)
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         bounds = TurnLimits(
-            messages_per_turn_max=config.limits.messages_per_turn_max, clients_max=config.limits.clients_max
+            messages_per_turn_max=config.limits.messages_per_turn_max,
+            client_bytes_per_turn_max=config.limits.client_bytes_per_turn_max,
+            client_ms_per_turn_max=config.limits.client_ms_per_turn_max,
+            clients_max=config.limits.clients_max,
         )
-        entropy = partial(secrets.randbits, 64)
-        self._turns = TurnLoop(self.machine, self.tables, self.clients, self.workers, entropy, bounds, self._replacer)
+        entropy, sides = partial(secrets.randbits, 64), (self.clients, self.workers)
+        self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, bounds, self._replacer)
 
     @staticmethod
     def _now_us() -> int:
@@ -154,7 +157,7 @@ class Server:
         Right after something arrived, more is likely: for `spin_us` it is looked for without sleeping, since waking a
         sleeping core takes longer than a turn. An idle coordinator sleeps.
         """
-        if self.clients.waiting or self.workers.waiting:
+        if self._look(0):  # at every socket, whatever is known to wait at one: who is busy must not hide the others
             self._arrived_ns = time.monotonic_ns()
             return True
         spin_until_ns = self._arrived_ns + self._spin_ns
@@ -173,7 +176,7 @@ class Server:
         return False
 
     def _look(self, wait_ms: int) -> bool:
-        """Waits so long at most. Returns whether something arrived; ZeroMQ's descriptors are readable for less, too."""
+        """Waits so long at most. Returns whether anything waits; ZeroMQ's descriptors are readable for less, too."""
         for descriptor, _ in self._epoll.poll(wait_ms / 1000):
             stir = self._stirs.get(descriptor)
             if stir is not None:
