@@ -33,6 +33,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     attention: the kernels, the plain-torch reference, or (auto) the fastest that the device can run. kernels: auto, or
     reference: attention, layers, sampling and copies all in plain torch, and no kernel of Triton's anywhere.
     graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: for batches of up to so many rows.
+    context_tokens_max: the longest sequence, prompt and answer; 0: what the model is said to have. More than that is
+    possible only as far as its rotary embedding is scaled for it.
     """
 
     name: str
@@ -51,6 +53,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     graph_rows_max: int = 512
     threads: int = 0
     seed: int = 0
+    context_tokens_max: int = 0
     coordinator_wait_s: float = 60.0
     watch_us: int = -1
     log_level: str = "info"
@@ -69,7 +72,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfiguration("attention", "kernels = 'reference' leaves out Triton's; use attention = 'auto'")
         if self.graph_rows_max < 1:
             raise InvalidConfiguration("graph_rows_max", f"must be 1 or more, not {self.graph_rows_max}")
-        for field in ("kv_bytes", "blocks", "threads", "device_index", "seed"):
+        for field in ("kv_bytes", "blocks", "threads", "device_index", "seed", "context_tokens_max"):
             if getattr(self, field) < 0:
                 raise InvalidConfiguration(field, f"must be 0 or more, not {getattr(self, field)}")
         if self.watch_us < -1:

@@ -47,6 +47,7 @@ class Engine:
             attention=config.attention,
             progress=progress,
             seed=config.seed,
+            context_tokens_max=config.context_tokens_max,
         )
         self.device.release_cached()
         self._accounts.weights = weight_bytes(self.model)

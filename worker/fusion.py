@@ -24,6 +24,7 @@ import torch
 
 from .attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
 from .kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
+from .loading.rope import STATIC_ROPE
 from .pool import KvPool
 
 FUSIBLE = frozenset(
@@ -35,8 +36,6 @@ FUSIBLE = frozenset(
         "transformers.models.smollm3.modeling_smollm3.SmolLM3ForCausalLM",
     }
 )
-# Rotary embeddings whose frequencies depend on nothing but the configuration.
-STATIC_ROPE = frozenset({"default", "linear", "llama3", "yarn"})
 
 
 @dataclass(frozen=True)

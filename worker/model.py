@@ -26,7 +26,16 @@ from .device import Device
 from .fusion import FusedDecoder, fuse
 from .kernels import choose_operations
 from .kernels.registry import Serving, check_kernels
-from .loading import Progress, build, find_source, fingerprint, gguf_read_once, model_dtype, read_config
+from .loading import (
+    Progress,
+    build,
+    context_tokens,
+    find_source,
+    fingerprint,
+    gguf_read_once,
+    model_dtype,
+    read_config,
+)
 from .pool import KV_DTYPES, KvGeometry, KvPool
 
 log = logging.getLogger(__name__)
@@ -171,24 +180,26 @@ def load_model(
     attention: str = "auto",
     progress: Progress = lambda _phase, _fraction: None,
     seed: int = 0,
+    context_tokens_max: int = 0,
 ) -> LoadedModel:
     """Loads a model and proves that what will run computes what transformers' own layers and attention do.
 
     source: a GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
     dtype: float32, float16, bfloat16, or auto (see `loading.model_dtype`).
     kv_dtype: a name in `pool.KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
-    dummy weights.
+    dummy weights. context_tokens_max: positions to serve, 0: what the model is said to have (see `loading.rope`).
     progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
     Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
-    kv_dtype, attention, block_size); WorkerError where a kernel is wrong on this device; WorkerError or GpuError where
-    memory runs out.
+    kv_dtype, attention, block_size, context_tokens_max); WorkerError where a kernel is wrong on this device;
+    WorkerError or GpuError where memory runs out.
     """
-    from .probe import bind_layers, bound_options, bound_shapes, context_limit, verify  # probe needs our classes
+    from .probe import bind_layers, bound_options, bound_shapes, verify  # probe needs our classes
 
     progress("reading the configuration", 0.0)
     found = find_source(source, load_format)
     with gguf_read_once():
         config = read_config(found)
+        served_tokens = context_tokens(config, context_tokens_max)
         torch_dtype = model_dtype(dtype, config, found, device)
         dtype_name = str(torch_dtype).removeprefix("torch.")
         kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
@@ -204,9 +215,8 @@ def load_model(
     progress("checking weights", 0.87)
     digest = fingerprint(module, dtype_name)
     progress("checking attention", 0.9)
-    context_tokens = context_limit(config)
     context = ForwardContext(chosen)
-    shapes = bind_layers(module, context, context_tokens, device)
+    shapes = bind_layers(module, context, served_tokens, device)
     geometry = KvGeometry(shapes, block_size, kv_dtype)
     stored = geometry.dtype.torch_dtype
     kinds = bound_shapes(module, shapes)
@@ -221,7 +231,7 @@ def load_model(
         architecture=architecture,
         fingerprint=digest,
         vocab_size=vocab_size,
-        context_tokens_max=context_tokens,
+        context_tokens_max=served_tokens,
         eos_tokens=_eos_tokens(module),
     )
     model = LoadedModel(

@@ -24,6 +24,7 @@ from protocol.errors import KvforgeError, UnsupportedModel
 from .attention import AttentionOptions, PagedBatch
 from .attention.selftest import AttentionShape
 from .device import Device
+from .loading.rope import context_range
 from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, LoadedModel, use_attention
 from .pool import KvPool, LayerShape
 
@@ -70,7 +71,7 @@ def _mask_window(*, mask_function: Any, config: Any, device: Any, **_: Any) -> t
 
     mask_function(batch, head, query position, key position) -> bool tensor, as transformers' masking_utils make them.
     """
-    positions = min(context_limit(config), MASK_POSITIONS_MAX)
+    positions = min(context_range(config).most, MASK_POSITIONS_MAX)
     zero = torch.tensor(0)
     keys = torch.arange(positions)
 
@@ -91,26 +92,6 @@ def _mask_window(*, mask_function: Any, config: Any, device: Any, **_: Any) -> t
 
 transformers.AttentionInterface.register(RECORDING_NAME, _record)
 transformers.AttentionMaskInterface.register(RECORDING_NAME, _mask_window)
-
-
-def context_limit(config: Any) -> int:
-    """The most positions the model can tell apart. Errors: UnsupportedModel where the configuration does not say.
-
-    Rotary embeddings of type `dynamic` and `longrope` change every frequency once the longest sequence *of the batch*
-    passes a length, which would make a request's tokens depend on its neighbours; such models are served up to that
-    length.
-    """
-    text = config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
-    if not isinstance(limit, int) or limit < 1:
-        raise UnsupportedModel(_name(config), "its configuration gives no max_position_embeddings")
-    rope = getattr(text, "rope_parameters", None) or {}
-    for parameters in (rope, *(value for value in rope.values() if isinstance(value, dict))):
-        if parameters.get("rope_type") in ("dynamic", "longrope"):
-            original = parameters.get("original_max_position_embeddings")
-            original = original or getattr(text, "original_max_position_embeddings", None)
-            limit = min(limit, int(original or limit))
-    return limit
 
 
 @torch.inference_mode()

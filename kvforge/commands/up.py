@@ -40,6 +40,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--model-config", metavar="NAME", help="a known shape for random weights, like llama-3.1-8b; instead of --model"
     )
+    parser.add_argument("--context-tokens-max", type=int, metavar="N", help="longest sequence [what the model has]")
     parser.add_argument("--attention", choices=("auto", "triton", "reference"), help="its kernels [auto]")
     parser.add_argument("--kernels", choices=("auto", "reference"), help="reference: plain torch throughout [auto]")
     parser.add_argument("--graphs", choices=("auto", "on", "off"), help="decode steps from captured graphs [auto]")
@@ -104,7 +105,16 @@ def settings_of(options: argparse.Namespace, model: Path) -> Settings:
         threads=options.threads,
         devices=tuple(common.token_ids(options.devices, "devices")),
         worker=chosen(
-            "device", "dtype", "kv_dtype", "kv_bytes", "blocks", "load_format", "attention", "kernels", "graphs"
+            "device",
+            "dtype",
+            "kv_dtype",
+            "kv_bytes",
+            "blocks",
+            "load_format",
+            "attention",
+            "kernels",
+            "graphs",
+            "context_tokens_max",
         ),
         limits=chosen("sequences_max", "queue_max"),
         cache=chosen("block_size"),

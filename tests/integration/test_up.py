@@ -210,6 +210,7 @@ def test_interrupted_while_pulling(folder: Path) -> None:
     ("arguments", "status", "words"),
     [
         (["--dtype", "float31"], 2, "kvforge: worker-0 cannot serve (exit status 2): dtype"),
+        (["--context-tokens-max", "4096"], 2, "context_tokens_max: is 4096; of this model it can be 8 to 2048"),
         (["--block-size", "0"], 2, "kvforge: coordinator cannot serve (exit status 2):"),
         (["--workers", "0"], 2, "kvforge: workers: is 0"),
         (["--model-config", "nothing-known"], 3, "no known shape of that name (llama-3.1-70b, llama-3.1-8b,"),

@@ -43,6 +43,7 @@ def write_gguf(
     for key, value in values.items():
         _add(writer, f"{architecture}.{key}", value)
     writer.add_eos_token_id(2)
+    writer.add_pad_token_id(0)
     writer.add_token_list([f"token{i}" for i in range(config.vocab_size)])
     tensors = converted(module, architecture)
     change(tensors)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import UnsupportedModel
+from protocol.errors import InvalidConfiguration, UnsupportedModel
 from worker.device import Device
 from worker.model import BINDING, LoadedModel, load_model
 
@@ -109,6 +109,17 @@ def test_layers_may_differ_in_shape(tiny: Callable[..., LoadedModel]) -> None:
     assert model.geometry.bytes_per_block == 2 * 3 * 4 * 8 * 4 * 4
 
 
+# As the cards of Qwen2.5 and Qwen3 say it: everything else in the configuration stays as it is.
+QWEN_YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128}
+LINEAR = {"rope_type": "linear", "factor": 2.0, **ROTARY}
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+    **ROTARY,
+}
 LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [4.0] * 8, **ROTARY}
 
 
@@ -118,12 +129,54 @@ LONGROPE = {"rope_type": "longrope", "short_factor": [1.0] * 8, "long_factor": [
         ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 32}, 32),
         ("llama", {"rope_scaling": {"rope_type": "dynamic", "factor": 2.0, **ROTARY}}, 128),
         ("llama", {}, 128),
+        ("qwen2", {"rope_scaling": QWEN_YARN}, 512),
+        ("qwen3", {"head_dim": 16, "rope_scaling": QWEN_YARN | {"original_max_position_embeddings": 64}}, 256),
+        ("qwen2", {"rope_scaling": QWEN_YARN, "max_position_embeddings": 512}, 512),  # extended already
+        ("llama", {"rope_scaling": LINEAR}, 128),
+        ("llama", {"rope_scaling": LLAMA3}, 128),
     ],
 )
 def test_context_ends_where_rotary_frequencies_would_depend_on_the_batch(
     model_type: str, fields: dict[str, Any], limit: int, tiny: Callable[..., LoadedModel]
 ) -> None:
     assert tiny(model_type, **fields).info.context_tokens_max == limit
+
+
+@pytest.mark.parametrize(
+    ("model_type", "fields", "most", "why"),
+    [
+        ("llama", {}, 128, "its max_position_embeddings is 128"),
+        ("qwen2", {"rope_scaling": QWEN_YARN}, 512, "(yarn, factor 4, of 128) reaches to 512"),
+        ("llama", {"rope_scaling": LINEAR}, 256, "(linear, factor 2, of 128) reaches to 256"),
+        ("llama", {"rope_scaling": LLAMA3}, 256, "(llama3, factor 8, of 32) reaches to 256"),
+        ("phi3", {"rope_scaling": LONGROPE, "original_max_position_embeddings": 32}, 32, "(longrope) changes after 32"),
+        ("gpt2", GPT2, 128, "its max_position_embeddings is 128"),
+    ],
+)
+def test_a_context_may_be_set_as_far_as_the_rotary_embedding_reaches(
+    model_type: str, fields: dict[str, Any], most: int, why: str, write_config: Callable[..., Path], cpu: Device
+) -> None:
+    folder = write_config(model_type, **fields)
+    settings: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "device": cpu, "block_size": 4}
+    for asked in (16, most):
+        assert load_model(folder, **settings, context_tokens_max=asked).info.context_tokens_max == asked
+    for asked in (most + 1, 7):
+        with pytest.raises(InvalidConfiguration) as caught:
+            load_model(folder, **settings, context_tokens_max=asked)
+        assert caught.value.field == "context_tokens_max"
+        assert f"is {asked}; of this model it can be 8 to {most}" in str(caught.value)
+        assert why in str(caught.value)
+
+
+def test_positions_beyond_the_stated_length_are_computed_as_transformers_does(
+    tiny: Callable[..., LoadedModel],
+    eager_logits: Callable[..., torch.Tensor],
+    paged_logits: Callable[..., list[torch.Tensor]],
+) -> None:
+    model = tiny("qwen2", rope_scaling=QWEN_YARN)
+    sequence = np.random.default_rng(3).integers(0, model.vocab_size, 300)
+    got, want = paged_logits(model, [sequence], [[299], [1]])[0], eager_logits(model, sequence)
+    assert float((got - want).abs().max()) <= 2e-5 * float(want.abs().max())
 
 
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {

@@ -29,7 +29,15 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen3_moe": ("qwen3_moe", MOE),
 }
 
-METADATA: dict[str, dict[str, Any]] = {}
+METADATA: dict[str, dict[str, Any]] = {
+    "qwen3_moe": {
+        "attention.key_length": 16,
+        "attention.value_length": 16,
+        "expert_count": 3,
+        "expert_used_count": 2,
+        "expert_feed_forward_length": 32,
+    }
+}
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +121,7 @@ def test_no_tensor_of_a_folder_may_be_changed(
 
 
 @pytest.mark.parametrize("how", HOW)
-@pytest.mark.parametrize(("model", "architecture"), [("llama", "llama"), ("qwen2", "qwen2")])
+@pytest.mark.parametrize(("model", "architecture"), [("llama", "llama"), ("qwen2", "qwen2"), ("qwen3_moe", "qwen3moe")])
 def test_no_tensor_of_a_gguf_file_may_be_changed(
     model: str, architecture: str, how: str, modules: Callable[[str], Any], tmp_path: Path, cpu: Device
 ) -> None:

@@ -12,6 +12,7 @@ from .build import build
 from .configuration import MODEL_DTYPES, model_dtype, read_config
 from .fingerprint import fingerprint
 from .progress import Progress, gguf_read_once
+from .rope import context_tokens
 from .source import LOAD_FORMATS, MODEL_CONFIGS, Source, find_source, known_configs
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "Progress",
     "Source",
     "build",
+    "context_tokens",
     "find_source",
     "fingerprint",
     "gguf_read_once",

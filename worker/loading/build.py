@@ -7,12 +7,13 @@ from typing import Any
 import torch
 import transformers
 
-from kvforge.model_files import gguf_model, stored_tensors
+from kvforge.model_files import stored_tensors
 from protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
 
 from ..device import Device, as_worker_error
 from .configuration import sentence
 from .gguf import noted_names
+from .gguf_config import check_rotation
 from .progress import Bars, Progress, bars_to
 from .report import check_experts, check_finite, check_unpacked, judge, reported
 from .source import Source
@@ -68,10 +69,12 @@ def _load(source: Source, config: Any, dtype: torch.dtype) -> Any:
             judge(report, source.name, names.of)
             raise
     if source.format == "gguf":
-        names.complete(report, gguf_model(source.path))
+        names.complete(report, source.gguf_header)
     judge(report, source.name, names.of)
     if getattr(module, "hf_quantizer", None) is None:
         check_unpacked(module, stored, source.name)
+    if source.format == "gguf":
+        check_rotation(source, module)
     check_finite(module, source.name, names.of)
     return module
 

@@ -9,10 +9,11 @@ import torch
 import transformers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from kvforge.model_files import gguf_model, stored_tensors
+from kvforge.model_files import stored_tensors
 from protocol.errors import InvalidConfiguration, KvforgeError, ModelNotFound, UnsupportedModel
 
 from ..device import Device
+from .gguf_config import apply_metadata
 from .source import Source
 
 MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
@@ -39,7 +40,9 @@ def read_config(source: Source) -> Any:
     except Exception as error:  # an unknown architecture or a wrong field: transformers has many errors for these
         raise UnsupportedModel(source.name, sentence(error)) from error
     _refuse_kinds(config)
-    if source.format != "gguf":
+    if source.format == "gguf":
+        apply_metadata(source, config)
+    else:
         _check_quantisation(source, config)
     return config
 
@@ -57,7 +60,7 @@ def model_dtype(name: str, config: Any, source: Source, device: Device) -> torch
     if source.format == "gguf":
         if not device.owns_memory:
             return torch.float32
-        kinds = {tensor.type_name for tensor in gguf_model(source.path).tensors}
+        kinds = {tensor.type_name for tensor in source.gguf_header.tensors}
         is_half = "F16" in kinds and kinds <= {"F16", "F32"}
         return torch.float16 if is_half else device.half_dtype
     wanted = getattr(config, "dtype", None)

@@ -30,7 +30,8 @@ class GgufNames:
     def of(self, name: str) -> str:
         """The name in the file of a model's tensor; where there are several, all of them."""
         found = sorted(stored for stored, wanted in self.stored.items() if wanted == name)
-        return " and ".join(found) or name
+        whole = [f"{stored}.weight" if EXPERTS.fullmatch(f"{stored}.weight") else stored for stored in found]
+        return " and ".join(whole) or name
 
     def complete(self, report: LoadReport, header: GgufHeader) -> None:
         """Puts into the report what transformers leaves out of it: it looks up each tensor of the file in its table,

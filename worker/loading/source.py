@@ -6,11 +6,13 @@ Three formats: a GGUF file (dequantised by transformers on load), a Hugging Face
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvforge.model_files import ModelFiles, check_files, find_files
+from kvforge.gguf_header import GgufHeader
+from kvforge.model_files import ModelFiles, check_files, find_files, gguf_model
 from protocol.errors import InvalidConfiguration, ModelNotFound
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
@@ -35,6 +37,11 @@ class Source:
     @property
     def model_files(self) -> ModelFiles:
         return ModelFiles(self.format, self.path, self.files)
+
+    @functools.cached_property
+    def gguf_header(self) -> GgufHeader:
+        """Of a GGUF file. Errors: UnsupportedModel, OSError."""
+        return gguf_model(self.path)
 
     @property
     def keywords(self) -> dict[str, Any]:

@@ -1,0 +1,132 @@
+"""What a GGUF file says of the model's form, key by key: applied to the configuration, or refused.
+
+transformers turns some keys of a file into its configuration, other ones for each architecture, and passes over the
+rest, so that its defaults, which are one model's own values, stand in for them.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Any
+
+from protocol.errors import UnsupportedModel
+
+from .gguf_rope import GgufRope
+from .source import Source
+
+# Key after the architecture's name -> what transformers calls it, in one configuration or another.
+FIELDS: dict[str, tuple[str, ...]] = {
+    "context_length": ("max_position_embeddings",),
+    "embedding_length": ("hidden_size",),
+    "block_count": ("num_hidden_layers",),
+    "feed_forward_length": ("intermediate_size", "n_inner"),
+    "attention.head_count": ("num_attention_heads",),
+    "attention.head_count_kv": ("num_key_value_heads",),
+    "attention.key_length": ("head_dim",),
+    "attention.value_length": ("head_dim",),
+    "attention.layer_norm_rms_epsilon": ("rms_norm_eps", "norm_eps", "layer_norm_epsilon"),
+    "attention.layer_norm_epsilon": ("layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"),
+    "attention.sliding_window": ("sliding_window",),
+    "vocab_size": ("vocab_size",),
+    "expert_count": ("num_experts", "num_local_experts"),
+    "expert_used_count": ("num_experts_per_tok",),
+    "expert_feed_forward_length": ("moe_intermediate_size",),
+    "expert_shared_feed_forward_length": ("shared_expert_intermediate_size",),
+    "expert_weights_norm": ("norm_topk_prob",),
+    "attn_logit_softcapping": ("attn_logit_softcapping",),
+    "final_logit_softcapping": ("final_logit_softcapping",),
+    "logit_scale": ("logit_scale",),
+    "use_parallel_residual": ("use_parallel_residual",),
+}
+# Values at which a key asks for nothing.
+NOTHING: dict[str, Any] = {
+    "attention.causal": True,
+    "pooling_type": 0,
+    "expert_count": 0,
+    "expert_used_count": 0,
+    "expert_gating_func": 1,  # softmax
+    "expert_weights_scale": 1.0,
+    "feed_forward_length": 0,
+    "attention.sliding_window": 0,
+    "nextn_predict_layers": 0,
+    "attention.clamp_kqv": 0.0,
+}
+# How rows were ordered before the file was written; said by old converters.
+IRRELEVANT = frozenset({"tensor_data_layout"})
+# A window in the configuration of other types is not one in their layers.
+WINDOWED = frozenset({"gemma2", "gemma3_text", "mistral", "phi3", "starcoder2"})
+# transformers reads these architectures' files in another way, which leaves nothing out.
+READ_WHOLE = frozenset({"qwen35", "qwen35moe", "lfm2"})
+# Gemma's largest models scale queries by the size that a head would have; by the number of layers, as llama.cpp does.
+UNUSUAL_SCALING = {("gemma2", 46), ("gemma3", 62)}
+
+
+def apply_metadata(source: Source, config: Any) -> None:
+    """Brings the configuration that transformers made of a GGUF file in line with the file.
+
+    Errors: UnsupportedModel, which names the key that cannot be applied.
+    """
+    header = source.gguf_header
+    architecture = header.metadata["general.architecture"]
+    if architecture in READ_WHOLE:
+        return
+    keys = {
+        key.removeprefix(f"{architecture}."): _single(value)
+        for key, value in header.metadata.items()
+        if key.startswith(f"{architecture}.")
+    }
+    if heads := keys.get("attention.head_count"):  # as llama.cpp has it where a file says nothing
+        keys.setdefault("attention.head_count_kv", heads)
+        if getattr(config, "head_dim", None) and isinstance(heads, int):
+            keys.setdefault("attention.key_length", config.hidden_size // heads)
+    for key, value in keys.items():
+        if not key.startswith("rope.") and key not in IRRELEVANT and not _same(value, NOTHING.get(key)):
+            _apply(config, key, value, f"{architecture}.{key}", source.name)
+    if (architecture, config.num_hidden_layers) in UNUSUAL_SCALING:
+        config.query_pre_attn_scalar = config.hidden_size // config.num_attention_heads
+    if rope := _rope(source, config):
+        rope.apply(config, _head_size(config))
+
+
+def check_rotation(source: Source, module: Any) -> None:
+    """Compares a model's rotary embedding with its GGUF file's. Errors: UnsupportedModel."""
+    if rope := _rope(source, module.config):
+        rope.check(module, source.name)
+
+
+def _rope(source: Source, config: Any) -> GgufRope | None:
+    is_read = source.gguf_header.metadata["general.architecture"] in READ_WHOLE
+    if is_read or not getattr(config, "rope_parameters", None):
+        return None
+    return GgufRope.read(source.gguf_header, source.path, source.name, _head_size(config))
+
+
+def _apply(config: Any, key: str, value: Any, full: str, model: str) -> None:
+    if key == "attention.max_alibi_bias":
+        raise UnsupportedModel(model, f"it uses ALiBi ({full} = {value:g}), which kvforge's attention has not")
+    names = [name for name in FIELDS.get(key, ()) if hasattr(config, name)]
+    if not names and FIELDS.get(key) == ("head_dim",) and value == _head_size(config):
+        return
+    if key == "attention.sliding_window" and value >= config.max_position_embeddings:
+        return
+    is_window_of_none = key == "attention.sliding_window" and config.model_type not in WINDOWED
+    if not names or isinstance(value, (list, str)) or is_window_of_none:
+        shown = f"{value!r}" if len(repr(value)) < 80 else f"{len(value)} values"
+        raise UnsupportedModel(model, f"its {full} = {shown} cannot be applied")
+    if not _same(getattr(config, names[0]), value):
+        setattr(config, names[0], value)
+
+
+def _head_size(config: Any) -> int:
+    return int(getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads)
+
+
+def _single(value: Any) -> Any:
+    """One value for every layer is one value."""
+    return value[0] if isinstance(value, list) and value and all(each == value[0] for each in value) else value
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, float) and isinstance(other, int | float):
+        return math.isclose(one, other, rel_tol=1e-6)  # a file has float32
+    return bool(one == other)
