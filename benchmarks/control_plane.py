@@ -167,17 +167,17 @@ class Shell:
         )
         self.machine = Machine(Boot("benchmark", b"key", bounds), 0)
         self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
-        self.clients = Peers(self.context, f"ipc://{folder}/c", self._number)
-        self.workers = Peers(self.context, f"ipc://{folder}/w", self._number)
+        self.clients = Peers(f"ipc://{folder}/c", self._number)
+        self.workers = Peers(f"ipc://{folder}/w", self._number)
         self._epoll = select.epoll()
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
-        turn_limits, sides = TurnLimits(messages_per_turn_max=1 << 16), (self.clients, self.workers)
-        self.loop = TurnLoop(
-            self.machine, self.tables, *sides, lambda: 1, lambda: perf_counter_ns() // 1000, turn_limits
-        )
+        turn_limits = TurnLimits(messages_per_turn_max=1 << 16)
+        self.loop = TurnLoop(self.machine, self.tables, self.clients, self.workers, lambda: 1, turn_limits)
         self.client, self.worker = dealer(self.context), dealer(self.context)
         self.client.connect(f"ipc://{folder}/c")
         self.worker.connect(f"ipc://{folder}/w")
+        while not (self.client.poll(1, zmq.POLLOUT) and self.worker.poll(1, zmq.POLLOUT)):
+            assert not self.waiting(0), "nobody has said anything yet"  # answers the handshakes
         self.now_us = 0
 
     def _number(self) -> int:

@@ -12,26 +12,29 @@ from protocol.layout import Geometry
 from protocol.settings import convert, expand, load
 from protocol.transport import default_runtime_dir, default_state_dir
 
+from .connection import Room
 from .core.limits import Limits, Quota
+from .peers import PeerLimits
 
 # Sections, names and least values of durations. A microsecond is the least that the core can count.
 SECONDS = (
     ("limits", "deadline_max_s", 1e-6),
     ("limits", "lease_s", 0.0),
-    ("limits", "client_ms_per_turn_max", 1e-3),
     ("schedule", "ageing_s", 1e-6),
     ("schedule", "step_timeout_s", 1e-6),
     ("schedule", "decode_gap_ms", 1e-3),
 )
+BUFFER_BYTES_MIN = 1 << 20
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[limits]: counts unless the name says otherwise.
 
     finished_bytes_max: what the answers of ended requests may take; then the oldest are forgotten.
-    client_buffer_messages: so many unread messages may wait for a client; then its streams pause.
-    messages_per_turn_max, client_bytes_per_turn_max, client_ms_per_turn_max: so much of what clients send is looked at,
-    connection by connection in turn, before workers are looked at again.
+    clients_max: connections that have said hello; strangers_max: those that have not yet, of clients and of workers.
+    client_buffer_messages, client_buffer_bytes: so much may wait for a client that does not read; then its streams
+    pause, and what it asks for is not looked at until it has read half of that. partial_bytes_max: held for messages of
+    clients, or of workers, that have begun and not ended.
     """
 
     sequences_max: int = 256
@@ -44,10 +47,11 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     finished_ttl_s: float = 600.0
     finished_bytes_max: int = 256 << 20
     clients_max: int = 256
+    strangers_max: int = 64
     messages_per_turn_max: int = 1024
-    client_bytes_per_turn_max: int = 8 << 20
-    client_ms_per_turn_max: float = 2.0
     client_buffer_messages: int = 1024
+    client_buffer_bytes: int = 16 << 20
+    partial_bytes_max: int = 256 << 20
     samples_max: int = 256
     deadline_max_s: float = 86_400.0
     lease_s: float = 10.0
@@ -102,9 +106,12 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise InvalidConfiguration(f"{section}.{name}", f"must be at least {lowest:g}")
         if not -1 <= self.schedule.spin_us <= 1_000_000:
             raise InvalidConfiguration("schedule.spin_us", "must be -1 (chosen by the number of cores) to 1000000")
-        for name in ("clients_max", "messages_per_turn_max", "client_bytes_per_turn_max", "client_buffer_messages"):
+        for name in ("clients_max", "strangers_max", "messages_per_turn_max", "client_buffer_messages"):
             if getattr(self.limits, name) < 1:
                 raise InvalidConfiguration(f"limits.{name}", "must be at least 1")
+        for name in ("client_buffer_bytes", "partial_bytes_max"):
+            if getattr(self.limits, name) < BUFFER_BYTES_MIN:
+                raise InvalidConfiguration(f"limits.{name}", f"must be at least {BUFFER_BYTES_MIN} bytes")
 
     @property
     def runtime_path(self) -> Path:
@@ -115,6 +122,30 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def state_path(self) -> Path:
         """Folder of what outlives the process."""
         return expand(self.state_dir) if self.state_dir else default_state_dir().absolute()
+
+    def client_limits(self) -> PeerLimits:
+        """Bounds of the clients' socket."""
+        limits = self.limits
+        room = Room(queue_messages_max=limits.client_buffer_messages, queue_bytes_max=limits.client_buffer_bytes)
+        return self._peer_limits(limits.clients_max, room)
+
+    def worker_limits(self) -> PeerLimits:
+        """Bounds of the workers' socket."""
+        return self._peer_limits(self.limits.pools_max, Room())
+
+    @property
+    def descriptors(self) -> int:
+        """How many connections need: those of both sockets, and one for the process of each worker."""
+        return self.client_limits().descriptors + self.worker_limits().descriptors + self.limits.pools_max
+
+    def _peer_limits(self, admitted_max: int, room: Room) -> PeerLimits:
+        limits = self.limits
+        return PeerLimits(
+            admitted_max=admitted_max,
+            strangers_max=limits.strangers_max,
+            partial_bytes_max=limits.partial_bytes_max,
+            room=room,
+        )
 
     def core_limits(self) -> Limits:
         """The core's bounds. Raises InvalidConfiguration naming the field."""

@@ -48,6 +48,9 @@ class Transport(Protocol):
     def send_to(self, identity: bytes, frames: Frames) -> Sent:
         """Sends to a connection that has no number (yet), without waiting."""
 
+    def flush(self) -> None:
+        """The turn is over: what was sent and still waits leaves now."""
+
 
 class Outbox:
     """What goes to clients. Replies to one that takes nothing more for now are kept, in order; streams are not."""

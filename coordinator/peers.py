@@ -1,141 +1,196 @@
-"""One ROUTER socket and who is behind it: numbers for connections, noticing those that end.
+"""One listening socket and who is behind it: numbers for connections, their messages in turn, noticing those that end.
 
-ROUTER names connections by random identities and does not tell when one ends. ZeroMQ's own monitor does, by file
-descriptor, and every received frame knows the descriptor it came through: the two together give exact ends, a killed
-process within milliseconds and a silent one within the ZMTP heartbeat timeout. Descriptors are reused, so events are
-always read before a connection is bound to its descriptor; a hello that outlived its connection is not bound at all.
+Whatever a peer does, it costs a bounded amount, and those beside it do not notice:
 
-Asking a ZeroMQ socket whether it holds something costs more than a system call. Once a loop watches the descriptors by
-which ZeroMQ signals (`watch`), a socket is asked only where it may hold something: it was signalled, or used since by
-ourselves (whatever is done with a socket may take in its signal).
+- so many connections are open at once, each within its process's descriptors; those that have not said hello yet are
+  few, and the oldest of them goes when there are too many, or after `STRANGER_S`;
+- messages are handed out one from each connection in turn, however many one of them has sent;
+- a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
+  goes with its connection. One that does not end within `MESSAGE_S` goes too;
+- what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
+  that it costs nothing more until it reads;
+- a process that is gone is noticed at once, one from which nothing comes (heartbeats neither) after their timeout.
+  Time in which we stood still ourselves does not count.
+
+A peer that breaks a bound is disconnected, with a line in the log.
 """
 
 from __future__ import annotations
 
 import errno
+import fcntl
+import logging
+import os
 import select
+import socket as sockets
+import stat
+import termios
+import time
+from collections import deque
 from collections.abc import Callable
+from pathlib import Path
 
-import zmq
-from zmq.utils.monitor import parse_monitor_message
+import msgspec
 
-from protocol.transport import SEND_MESSAGES_MAX, router
+from protocol import transport
+from protocol.errors import InvalidConfiguration
 
+from . import zmtp
+from .connection import Connection, Room
 from .outbox import Frames, Sent
 
-LAST_WORDS_MS = 500
-# Plain integers: operations on the enumerations of pyzmq cost more than the calls that they are for.
-EVENTS, READABLE = int(zmq.EVENTS), int(zmq.POLLIN)
-NOBLOCK, PART = int(zmq.NOBLOCK), int(zmq.NOBLOCK) | int(zmq.SNDMORE)
-# What a ROUTER that must not drop says when a peer's queue is full, and when it knows no such peer.
-OUTCOMES = {errno.EAGAIN: Sent.FULL, errno.EHOSTUNREACH: Sent.GONE}
+STRANGER_S = 10.0
+MESSAGE_S = 30.0
+STALL_S = 60.0
+DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not read: heartbeats may be stuck behind them
+ACCEPTS_MAX = 16
+ACCEPT_PAUSE_S = 0.1
+BACKLOG = 128
+CLIENT, WORKER = "client", "worker"
+NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
+log = logging.getLogger("coordinator")
+
+
+class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one listening socket, all its connections together.
+
+    strangers_max: connections that have not said hello. partial_bytes_max: held for messages that have not ended.
+    """
+
+    admitted_max: int = 256
+    strangers_max: int = 64
+    partial_bytes_max: int = 256 << 20
+    room: Room = Room()
+
+    @property
+    def descriptors(self) -> int:
+        """How many are needed: connections, the listening socket, its epoll, and one to refuse with."""
+        return self.admitted_max + self.strangers_max + 4
+
+
+def _nothing(_number: int) -> None: ...
 
 
 class Peers:
-    """The connections of one socket. A connection has a number once `admit` gave it one."""
+    """The connections of one socket. A connection has a number once `admit` gave it one.
+
+    kind: what they are, for the log. on_silent: told the number of an admitted one from which nothing came for so long
+    that it is taken for gone, though its process may be there, before `take_gone` names it.
+    """
 
     def __init__(
         self,
-        context: zmq.Context[zmq.Socket[bytes]],
         endpoint: str,
         numbers: Callable[[], int],
-        send_messages_max: int = SEND_MESSAGES_MAX,
+        limits: PeerLimits | None = None,
+        kind: str = CLIENT,
+        on_silent: Callable[[int], None] = _nothing,
+        together: bool = False,
     ) -> None:
-        """Binds. send_messages_max: how many messages wait for each peer. Raises zmq.ZMQError."""
-        self.socket = router(context, send_messages_max)
-        self.monitor = self.socket.get_monitor_socket(zmq.EVENT_ACCEPTED | zmq.EVENT_DISCONNECTED)
-        self._numbers = numbers
-        self._number_of: dict[bytes, int] = {}
-        self._identity_of: dict[int, bytes] = {}
-        self._by_fd: dict[int, set[int]] = {}
-        self._fd_of: dict[int, int] = {}
-        self._open: set[int] = set()
+        """Binds. together: messages wait for `flush`, and leave together. Raises OSError."""
+        self.limits = limits if limits is not None else PeerLimits()
+        self.kind = kind
+        self._numbers, self._on_silent = numbers, on_silent
+        self._beat_ns = transport.HEARTBEAT_INTERVAL_MS * 1_000_000
+        self._silence_ns = transport.HEARTBEAT_TIMEOUT_MS * 1_000_000
+        self._greeting = zmtp.GREETING + zmtp.ready()
+        self._ping = zmtp.ping(transport.HEARTBEAT_TIMEOUT_MS)
+        self._by_identity: dict[bytes, Connection] = {}
+        self._by_number: dict[int, Connection] = {}
+        self._by_descriptor: dict[int, Connection] = {}
+        self._strangers: dict[bytes, Connection] = {}  # the oldest first
+        self._ready: deque[Connection] = deque()  # may have a message
+        self._over: list[Connection] = []  # have ended, and their last message was handed out
         self._gone: list[int] = []
-        self._watched, self._stirred, self._monitor_stirred = False, True, True
-        self._taken = 0  # messages since connections were last looked at
-        self.socket.bind(endpoint)
+        self._together = together
+        self._unsent: set[Connection] = set()
+        self._partial_bytes = 0
+        self._made = 0
+        self._watched, self._stirred, self._turned, self._eased = False, True, False, False
+        self._now_ns = self._beaten_ns = time.monotonic_ns()
+        self._accept_again_ns = 0
+        self._listener = _listen(endpoint)
+        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        self._epoll = select.epoll()
+        self._epoll.register(self._listener, select.EPOLLIN)
 
     def __len__(self) -> int:
-        return len(self._number_of)
+        return len(self._by_number)
+
+    # ------------------------------------------------------------------------------------------------- for the loop
+
+    def fileno(self) -> int:
+        """Readable when something may have arrived."""
+        return self._epoll.fileno()
 
     def watch(self, epoll: select.epoll) -> dict[int, Callable[[], None]]:
         """From now on what `epoll` reports is passed on: by descriptor, what to call."""
         self._watched = True
-        calls = {int(self.socket.fileno()): self._stir, int(self.monitor.fileno()): self._stir_monitor}
-        for descriptor in calls:
-            epoll.register(descriptor, select.EPOLLIN)
-        return calls
+        epoll.register(self._epoll, select.EPOLLIN)
+        return {self._epoll.fileno(): self._stir}
 
     def _stir(self) -> None:
         self._stirred = True
 
-    def _stir_monitor(self) -> None:
-        self._monitor_stirred = True
-
     @property
     def waiting(self) -> bool:
-        """Whether a message, or the end of a connection, is there to be received."""
-        return ((self._stirred or not self._watched) and self._holds()) or (self._watched and self._monitor_stirred)
+        """Whether a message, the end of a connection, or room for one that had none is there to be looked at."""
+        if (self._stirred or not self._watched) and not self._ready:
+            self._look()
+        return bool(self._ready or self._over or self._gone or self._eased)
 
-    def _holds(self) -> bool:
-        """Asks ZeroMQ."""
-        self._stirred = bool(int(self.socket.get(EVENTS)) & READABLE)
-        return self._stirred
+    # --------------------------------------------------------------------------------------------------- for the turn
 
-    def receive(self) -> tuple[bytes, int, list[memoryview | bytes]] | None:
-        """The next message: (identity, descriptor, frames); None where none is waiting. The descriptor is that of a
-        connection which is not admitted yet, else -1."""
-        if self._watched and not self._stirred:
-            return None
-        self._taken += 1
-        if self._taken == 2 and not self._holds():  # one message a turn is common, and asking is cheaper than an error
-            return None
-        try:
-            identity = self.socket.recv(NOBLOCK)
-        except zmq.Again:
-            self._stirred = False
-            return None
-        part = self.socket.recv(NOBLOCK, copy=False)  # the parts of a message are there together
-        descriptor = -1 if identity in self._number_of else int(part.get(zmq.SRCFD))
-        frames: list[memoryview | bytes] = [part.buffer]
-        while part.more:  # a frame knows this; asking the socket takes longer
-            part = self.socket.recv(NOBLOCK, copy=False)
-            frames.append(part.bytes)  # a copy: arrays are kept, and would keep all that ZeroMQ read together with them
-        return identity, descriptor, frames
+    def receive(self) -> tuple[bytes, int, list[zmtp.Frame]] | None:
+        """The next message: (identity, descriptor, frames); None where none is waiting."""
+        if not self._turned:
+            self._turned = True
+            self._look()  # also where messages are left from before: others may have come meanwhile
+        while True:
+            if not self._ready:
+                if self._watched and not self._stirred:
+                    return None
+                self._look()
+                if not self._ready:
+                    return None
+            connection = self._ready.popleft()
+            connection.listed = False
+            if connection.identity not in self._by_identity or connection.full:
+                continue  # one that is full comes again when it is not
+            if (frames := self._next(connection)) is not None:
+                if connection.holds:
+                    self._list(connection)
+                else:
+                    self._note_end(connection)
+                return connection.identity, connection.descriptor, frames
+            self._note_end(connection)
 
     def number(self, identity: bytes) -> int | None:
         """The number of an admitted connection."""
-        return self._number_of.get(identity)
+        connection = self._by_identity.get(identity)
+        return connection.number or None if connection is not None else None
 
     def admit(self, identity: bytes, descriptor: int) -> int | None:
         """Gives a connection its number; None where it has ended already."""
-        self._monitor_stirred = True  # whatever the loop has seen so far
         self.note_ends()
-        if descriptor not in self._open:
+        connection = self._by_identity.get(identity)
+        if connection is None or connection.ended:
             return None
-        number = self._numbers()
-        self._number_of[identity] = number
-        self._identity_of[number] = identity
-        self._fd_of[number] = descriptor
-        self._by_fd.setdefault(descriptor, set()).add(number)
-        return number
+        assert connection.descriptor == descriptor, "a connection has one descriptor"
+        if not connection.number:
+            connection.number = self._numbers()
+            self._by_number[connection.number] = self._strangers.pop(identity)
+        return connection.number
 
     def note_ends(self) -> None:
-        """Reads the monitor: connections that ended are forgotten here and reported by `take_gone`."""
-        self._taken = 0
-        if self._watched and not self._monitor_stirred:
-            return
-        self._monitor_stirred = False
-        while int(self.monitor.get(EVENTS)) & READABLE:
-            event = parse_monitor_message(self.monitor.recv_multipart())
-            descriptor = int(event["value"])
-            if event["event"] == zmq.EVENT_ACCEPTED:
-                self._open.add(descriptor)
-                continue
-            self._open.discard(descriptor)
-            for number in list(self._by_fd.get(descriptor, ())):
-                self.forget(number)
-                self._gone.append(number)
+        """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
+        self._turned = self._eased = False
+        self._look()
+        over, self._over = self._over, []
+        for connection in over:
+            self._end(connection)
+        if self._now_ns - self._beaten_ns >= self._beat_ns:
+            self._beat()
 
     def take_gone(self) -> list[int]:
         """Numbers of the connections that ended since the last call."""
@@ -143,43 +198,279 @@ class Peers:
         return gone
 
     def forget(self, number: int) -> None:
-        """The connection is no longer ours to talk to. Idempotent."""
-        identity = self._identity_of.pop(number, None)
-        if identity is None:
-            return
-        del self._number_of[identity]
-        descriptor = self._fd_of.pop(number)
-        self._by_fd[descriptor].discard(number)
-        if not self._by_fd[descriptor]:
-            del self._by_fd[descriptor]
+        """Disconnects: what was sent before still reaches a peer that reads. Idempotent."""
+        connection = self._by_number.get(number)
+        if connection is not None:
+            self._close(connection)
 
     def send(self, number: int, frames: Frames) -> Sent:
         """Sends without waiting. A peer that is found to be gone is forgotten and reported by `take_gone`."""
-        identity = self._identity_of.get(number)
-        if identity is None:
-            return Sent.GONE
-        sent = self.send_to(identity, frames)
-        if sent is Sent.GONE:
-            self.forget(number)
-            self._gone.append(number)
-        return sent
+        connection = self._by_number.get(number)
+        return self._send(connection, frames) if connection is not None else Sent.GONE
 
     def send_to(self, identity: bytes, frames: Frames) -> Sent:
         """Sends to a connection that has no number (yet), without waiting."""
-        self._stirred = True
-        try:
-            last = len(frames) - 1
-            self.socket.send(identity, PART)
-            for i, frame in enumerate(frames):
-                self.socket.send(frame, NOBLOCK if i == last else PART)
-        except zmq.ZMQError as error:
-            if error.errno not in OUTCOMES:
-                raise
-            return OUTCOMES[error.errno]
-        return Sent.DONE
+        connection = self._by_identity.get(identity)
+        return self._send(connection, frames) if connection is not None else Sent.GONE
+
+    def flush(self) -> None:
+        """Writes what was sent since the last call, where that is to leave together."""
+        unsent, self._unsent = self._unsent, set()
+        for connection in unsent:
+            if connection.identity in self._by_identity:
+                self._write(connection)
 
     def close(self) -> None:
-        """Closes the socket; `ipc` files are removed by the server. What was sent last has a moment to leave."""
-        self.socket.disable_monitor()
-        self.monitor.close(0)
-        self.socket.close(LAST_WORDS_MS)
+        """Closes everything; the socket's file is removed by the server. Idempotent."""
+        for connection in list(self._by_identity.values()):
+            self._close(connection)
+        if not self._epoll.closed:
+            self._epoll.close()
+            self._listener.close()
+            os.close(self._spare)
+
+    # ----------------------------------------------------------------------------------------------------- what comes
+
+    def _look(self) -> None:
+        """Takes in what has come: some of it from each connection."""
+        self._stirred = False
+        self._now_ns = now_ns = time.monotonic_ns()
+        if self._accept_again_ns and now_ns >= self._accept_again_ns:
+            self._accept_again_ns = 0
+            self._epoll.register(self._listener, select.EPOLLIN)
+        for descriptor, what in self._epoll.poll(0):
+            connection = self._by_descriptor.get(descriptor)
+            if connection is None:
+                if descriptor == self._listener.fileno():
+                    self._accept()
+                continue
+            if what & select.EPOLLHUP and connection.full:
+                connection.discard()  # it has closed, and reads nothing more
+                self._ease(connection)
+            elif what & select.EPOLLOUT and connection.flush(now_ns):
+                self._ease(connection)
+            if connection.ended:
+                self._over.append(connection)
+            if what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and not connection.full:
+                self._take_in(connection)
+            self._register(connection)
+
+    def _take_in(self, connection: Connection) -> None:
+        """Reads from a connection, unless what it sent before was not looked at yet."""
+        if connection.ended or connection.listed:
+            return
+        if connection.read(self._now_ns):
+            self._stirred = True
+        connection.head = self._next(connection)
+        if connection.head is not None:
+            self._list(connection)
+        else:
+            self._note_end(connection)
+
+    def _note_end(self, connection: Connection) -> None:
+        """If nothing more comes from it, it is over with the message that was handed out last."""
+        if connection.ended:
+            self._over.append(connection)
+
+    def _list(self, connection: Connection) -> None:
+        """It may have a message."""
+        if not connection.listed:
+            connection.listed = True
+            self._ready.append(connection)
+
+    def _next(self, connection: Connection) -> list[zmtp.Frame] | None:
+        """The next message of a connection. One that breaks the protocol is disconnected."""
+        try:
+            frames = connection.next(self._now_ns)
+        except zmtp.Violation as violation:
+            self._drop(connection, str(violation))
+            return None
+        held = connection.reader.held
+        if held != connection.counted:
+            self._partial_bytes += held - connection.counted
+            connection.counted = held
+            if self._partial_bytes > self.limits.partial_bytes_max:
+                oldest = min((c for c in self._by_identity.values() if c.counted), key=lambda c: c.begun_ns)
+                self._drop(oldest, f"{self._partial_bytes} bytes are held for messages that have not ended, its first")
+        return frames
+
+    def _accept(self) -> None:
+        for _ in range(ACCEPTS_MAX):
+            try:
+                socket, _address = self._listener.accept()
+            except BlockingIOError:
+                return
+            except OSError as error:
+                if error.errno in NO_DESCRIPTOR and self._refuse():
+                    continue
+                log.error("a connection cannot be accepted: %s; the next try is in %g s", error, ACCEPT_PAUSE_S)
+                self._epoll.unregister(self._listener)
+                self._accept_again_ns = self._now_ns + int(ACCEPT_PAUSE_S * 1e9)
+                return
+            self._welcome(socket)
+
+    def _refuse(self) -> bool:
+        """Where no descriptor is left: closes the next connection, with the one that is kept for this."""
+        os.close(self._spare)
+        try:
+            self._listener.accept()[0].close()
+            log.warning("a connection was refused: this process has no descriptor left for it")
+        except OSError:
+            return False
+        finally:
+            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
+        return True
+
+    def _welcome(self, socket: sockets.socket) -> None:
+        """A new connection: a stranger until it is admitted."""
+        if len(self._strangers) >= self.limits.strangers_max:
+            self._drop(next(iter(self._strangers.values())), "it said no hello, and others want to")
+        socket.setblocking(False)
+        self._made += 1
+        connection = Connection(socket, b"%d" % self._made, self.limits.room, self._now_ns)
+        self._by_identity[connection.identity] = self._strangers[connection.identity] = connection
+        self._by_descriptor[connection.descriptor] = connection
+        connection.command(self._greeting, self._now_ns)
+        self._register(connection)
+
+    # ------------------------------------------------------------------------------------------------------ what goes
+
+    def _send(self, connection: Connection, frames: Frames) -> Sent:
+        sent = connection.send(frames, self._now_ns)
+        if sent is Sent.GONE:
+            self._end(connection)
+        elif connection.queued_bytes:
+            if self._together:
+                self._unsent.add(connection)
+            else:
+                self._write(connection)
+        return sent
+
+    def _write(self, connection: Connection) -> None:
+        if connection.flush(self._now_ns):
+            self._ease(connection)
+        if connection.ended:
+            self._end(connection)
+        else:
+            self._register(connection)
+
+    def _register(self, connection: Connection) -> None:
+        """Has epoll look for what is of interest now: nothing more of one that has ended, or that does not read."""
+        if connection.ended or connection.identity not in self._by_identity:
+            wanted = 0
+        else:
+            wanted = 0 if connection.full else select.EPOLLIN
+            if connection.queued_bytes:
+                wanted |= select.EPOLLOUT
+        if wanted == connection.registered:
+            return
+        if not wanted:
+            self._epoll.unregister(connection.descriptor)
+        elif connection.registered:
+            self._epoll.modify(connection.descriptor, wanted)
+        else:
+            self._epoll.register(connection.descriptor, wanted)
+        connection.registered = wanted
+
+    def _ease(self, connection: Connection) -> None:
+        """It takes something again: what it had asked for meanwhile is looked at, what waits for it can be sent."""
+        self._eased = True
+        if connection.holds:
+            self._list(connection)
+
+    # ------------------------------------------------------------------------------------------------------- the ends
+
+    def _beat(self) -> None:
+        """Sends heartbeats, and ends whatever has taken too long. Time in which nobody looked does not count."""
+        late_ns = self._now_ns - self._beaten_ns - 2 * self._beat_ns
+        self._beaten_ns = self._now_ns
+        for connection in list(self._by_identity.values()):
+            if late_ns > 0:
+                connection.heard_ns += late_ns
+                connection.moved_ns += late_ns
+                connection.opened_ns += late_ns
+                connection.begun_ns += late_ns if connection.begun_ns else 0
+            problem, silent = self._problem(connection)
+            if problem:
+                if silent and connection.number:
+                    self._on_silent(connection.number)
+                self._drop(connection, problem)
+            elif connection.reader.ready and not connection.queued_bytes:
+                connection.command(self._ping, self._now_ns)
+                self._write(connection)
+
+    def _problem(self, connection: Connection) -> tuple[str, bool]:
+        """Why a connection is to be ended, "" where it is not; and whether that is because nothing comes from it."""
+        now_ns = self._now_ns
+        if not connection.queued_bytes:
+            connection.moved_ns = now_ns
+        if connection.ended or (connection.holds and not connection.full):
+            return "", False  # its turn will come
+        if connection.full:
+            unread_bytes = _unread_bytes(connection.descriptor)
+            if unread_bytes > connection.unread_bytes:  # not taken, but it came
+                connection.heard_ns = now_ns
+            connection.unread_bytes = unread_bytes
+            if unread_bytes > DEAF_BYTES:
+                stalled = now_ns - connection.moved_ns > STALL_S * 1e9
+                words = f"it has asked for much and read nothing of {connection.queued_bytes} bytes for {STALL_S:g} s"
+                return (words if stalled else ""), False
+        if now_ns - connection.heard_ns > self._silence_ns:
+            return f"nothing came from it for {self._silence_ns / 1e9:g} s", True
+        if not connection.number and now_ns - connection.opened_ns > STRANGER_S * 1e9:
+            return f"it said no hello within {STRANGER_S:g} s", False
+        if connection.begun_ns and now_ns - connection.begun_ns > MESSAGE_S * 1e9 and not connection.full:
+            return f"a message did not end within {MESSAGE_S:g} s", False
+        return "", False
+
+    def _drop(self, connection: Connection, why: str) -> None:
+        """Disconnects a peer that broke a bound, and says so."""
+        who = f"connection {connection.number}" if connection.number else "connection that is not admitted"
+        log.warning("%s %s dropped: %s", self.kind, who, why, extra={"peer": connection.number})
+        self._end(connection)
+
+    def _end(self, connection: Connection) -> None:
+        """A connection is over, and not because we were told to forget it."""
+        if connection.identity in self._by_identity:
+            if connection.number:
+                self._gone.append(connection.number)
+            self._close(connection)
+
+    def _close(self, connection: Connection) -> None:
+        identity = connection.identity
+        del self._by_identity[identity], self._by_descriptor[connection.descriptor]
+        self._strangers.pop(identity, None)
+        self._by_number.pop(connection.number, None)
+        self._partial_bytes -= connection.counted
+        self._register(connection)
+        connection.socket.close()
+        connection.head = None
+        connection.discard()
+
+
+def _listen(endpoint: str) -> sockets.socket:
+    """Listens at an endpoint `ipc://PATH`; the socket that a dead coordinator left is replaced. Raises OSError."""
+    scheme, _, path = endpoint.partition("://")
+    if scheme != "ipc" or not path:
+        raise InvalidConfiguration("endpoint", f"{endpoint!r} is not ipc://PATH")
+    if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
+        Path(path).unlink()
+    listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    try:
+        listener.setblocking(False)
+        listener.bind(path)
+        listener.listen(BACKLOG)
+    except OSError:
+        listener.close()
+        raise
+    return listener
+
+
+def _unread_bytes(descriptor: int) -> int:
+    """How many bytes have come that nobody has read."""
+    count = bytearray(4)
+    try:
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        return 0
+    return int.from_bytes(count, "little")

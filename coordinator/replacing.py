@@ -33,12 +33,14 @@ class Replacer:
     """Worker processes by the number of their connection: coordinator.turn.Processes. Times in microseconds."""
 
     def __init__(self) -> None:
+        self._pids: dict[int, int] = {}
         self._pidfds: dict[int, int] = {}
         self._left: list[int] = []
         self._kills: list[Kill] = []
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
         """A worker that says it is process `pid` connected; `descriptor`: its connection, our end of it."""
+        self._pids[worker] = pid
         try:
             peer = _peer(descriptor)
             if pid <= 1 or pid == os.getpid() or pid != peer:
@@ -52,6 +54,12 @@ class Replacer:
         """Its connection ended. What is known of its process is kept for the rest of the turn: it may be the very one
         that is to be replaced. Idempotent."""
         self._left.append(worker)
+
+    def silent(self, worker: int, reason: str, now_us: int) -> None:
+        """Nothing comes from it any more, and its connection is ended for that: its process is replaced too, for it
+        keeps its memory, and whoever keeps workers running sees that it is there."""
+        if (pid := self._pids.get(worker)) is not None:
+            self.replace(worker, pid, reason, now_us)
 
     def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
         """Has the process write its stack to its own log, and kills it `GRACE_S` later."""
@@ -73,6 +81,7 @@ class Replacer:
             self._end(due)
         left, self._left = self._left, []
         for worker in left:
+            self._pids.pop(worker, None)
             pidfd = self._pidfds.pop(worker, None)
             if pidfd is not None:
                 os.close(pidfd)

@@ -19,8 +19,6 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-import zmq
-
 from protocol import codec
 from protocol.errors import CoordinatorInUse, InvalidConfiguration
 from protocol.messages import Stop
@@ -28,6 +26,7 @@ from protocol.notify import notify
 from protocol.tables import TablesWriter
 from protocol.transport import (
     CLIENT_SOCKET,
+    HEARTBEAT_TIMEOUT_MS,
     TABLES_FILE,
     WORKER_SOCKET,
     client_endpoint,
@@ -39,8 +38,9 @@ from .config import CoordinatorConfig
 from .core.events import Boot
 from .core.machine import Machine
 from .pauses import Pauses
-from .peers import Peers
+from .peers import WORKER, Peers
 from .replacing import Replacer
+from .resources import check_descriptors, return_large_blocks
 from .turn import TurnLimits, TurnLoop
 
 LOCK_FILE = "coordinator.lock"
@@ -87,6 +87,8 @@ class Server:
         self.config = config
         self.runtime = config.runtime_path
         limits, geometry = config.core_limits(), config.geometry()
+        check_descriptors(config.descriptors)
+        return_large_blocks()
         client_address, worker_address = client_endpoint(self.runtime), worker_endpoint(self.runtime)
         prepare_runtime_dir(self.runtime)
         self._lock = RuntimeLock(self.runtime)
@@ -102,11 +104,9 @@ class Server:
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         try:
             self.tables = TablesWriter(self.runtime / TABLES_FILE, geometry, self.boot)
-            self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-            buffer = config.limits.client_buffer_messages
-            self.clients = Peers(self.context, client_address, self._next_number, buffer)
-            self.workers = Peers(self.context, worker_address, self._next_number)
-        except (OSError, zmq.ZMQError) as error:
+            self.clients = Peers(client_address, self._next_number, config.client_limits(), together=True)
+            self.workers = Peers(worker_address, self._next_number, config.worker_limits(), WORKER, self._silent)
+        except OSError as error:
             self._lock.release()
             raise InvalidConfiguration("runtime_dir", f"{self.runtime} cannot be used: {error}") from None
         self._epoll = select.epoll()
@@ -114,16 +114,19 @@ class Server:
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         bounds = TurnLimits(
             messages_per_turn_max=config.limits.messages_per_turn_max,
-            client_bytes_per_turn_max=config.limits.client_bytes_per_turn_max,
-            client_ms_per_turn_max=config.limits.client_ms_per_turn_max,
             clients_max=config.limits.clients_max,
+            workers_max=config.limits.pools_max,
         )
-        entropy, sides = partial(secrets.randbits, 64), (self.clients, self.workers)
-        self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, bounds, self._replacer)
+        entropy = partial(secrets.randbits, 64)
+        self._turns = TurnLoop(self.machine, self.tables, self.clients, self.workers, entropy, bounds, self._replacer)
 
     @staticmethod
     def _now_us() -> int:
         return time.monotonic_ns() // 1000
+
+    def _silent(self, worker: int) -> None:
+        """Nothing comes from a worker any more, and its process may be there: one that was stopped, for example."""
+        self._replacer.silent(worker, f"nothing came from it for {HEARTBEAT_TIMEOUT_MS / 1000:g} s", self._now_us())
 
     def _next_number(self) -> int:
         self._numbers += 1
@@ -157,7 +160,7 @@ class Server:
         Right after something arrived, more is likely: for `spin_us` it is looked for without sleeping, since waking a
         sleeping core takes longer than a turn. An idle coordinator sleeps.
         """
-        if self._look(0):  # at every socket, whatever is known to wait at one: who is busy must not hide the others
+        if self.clients.waiting or self.workers.waiting:
             self._arrived_ns = time.monotonic_ns()
             return True
         spin_until_ns = self._arrived_ns + self._spin_ns
@@ -176,7 +179,7 @@ class Server:
         return False
 
     def _look(self, wait_ms: int) -> bool:
-        """Waits so long at most. Returns whether anything waits; ZeroMQ's descriptors are readable for less, too."""
+        """Waits so long at most. Returns whether something arrived; descriptors are readable for heartbeats, too."""
         for descriptor, _ in self._epoll.poll(wait_ms / 1000):
             stir = self._stirs.get(descriptor)
             if stir is not None:
@@ -184,8 +187,7 @@ class Server:
         return self.clients.waiting or self.workers.waiting
 
     def _let_leave(self, peers: Peers, wait_ns: int) -> None:
-        """They get a moment to read what was sent last, and to go; it is over when the last of them has left. A ROUTER
-        that is closed right after it was given a message loses it in one of five cases, whatever its linger."""
+        """They get a moment to read what was sent last, and to go; it is over when the last of them has left."""
         end_ns = time.monotonic_ns() + wait_ns
         while len(peers) and (left_ns := end_ns - time.monotonic_ns()) > 0:
             self._look(-(-left_ns // 1_000_000))
@@ -248,7 +250,6 @@ class Server:
         self._epoll.close()
         self.clients.close()
         self.workers.close()
-        self.context.term()
         self.tables.close()
         for name in (CLIENT_SOCKET, WORKER_SOCKET):
             (self.runtime / name).unlink(missing_ok=True)

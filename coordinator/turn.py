@@ -84,16 +84,11 @@ class Processes(Protocol):
 
 
 class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one turn, and of the connections it admits.
-
-    messages_per_turn_max: of each side. client_bytes_per_turn_max, client_ms_per_turn_max: then no more is taken from
-    clients in this turn; one message is always taken. client_backlog_max: replies that wait for one client.
-    """
+    """Bounds of one turn, and of the connections it admits. client_backlog_max: replies that wait for one client."""
 
     messages_per_turn_max: int = 1024
-    client_bytes_per_turn_max: int = 8 << 20
-    client_ms_per_turn_max: float = 2.0
     clients_max: int = 256
+    workers_max: int = 64
     client_backlog_max: int = 1024
 
 
@@ -113,8 +108,7 @@ class Mail:
 class TurnLoop:
     """What happens in one turn. Time and entropy (64 bit, for seeds) come from the caller.
 
-    clock_us: says how long clients have been served in this turn. processes: ends worker processes that hang; None:
-    nobody does.
+    processes: ends worker processes that hang; None: nobody does.
     """
 
     def __init__(
@@ -124,17 +118,17 @@ class TurnLoop:
         clients: Transport,
         workers: Transport,
         entropy: Callable[[], int],
-        clock_us: Callable[[], int],
         limits: TurnLimits,
         processes: Processes | None = None,
     ) -> None:
         self.machine, self.tables = machine, tables
         self.clients, self.workers = clients, workers
-        self._entropy, self._clock_us, self._limits, self._processes = entropy, clock_us, limits, processes
+        self._entropy, self._limits, self._processes = entropy, limits, processes
         self._outbox = Outbox(clients, limits.client_backlog_max)
         self._watching: set[int] = set()  # workers that look for their steps in shared memory too
         self._mail: dict[int, Mail] = {}
         self._owed: list[Effect] = []
+        self._dropping: set[int] = set()  # workers that the core has given up in this turn
         self._core_due_us: int | None = None
         self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
         self._worker_decoder = codec.Decoder(WORKER_MESSAGES)
@@ -154,12 +148,15 @@ class TurnLoop:
         for _ in range(self._limits.messages_per_turn_max):
             if not self._take_worker(effects, now_us):
                 break
-        self._take_clients(effects, now_us)
+        for _ in range(self._limits.messages_per_turn_max):
+            if not self._take_client(effects, now_us):
+                break
         self._note_ends(effects, now_us)
         if self._core_due_us is not None and self._core_due_us <= now_us:
             effects += self._apply(Turn(), now_us)
         publish(self.machine, self.tables, now_us)
         self._carry_out(effects, now_us)
+        self.clients.flush()
         wakes = [now_us + BEAT_US, self._core_due_us]
         if self._processes is not None:
             wakes.append(self._processes.act(now_us))
@@ -187,6 +184,7 @@ class TurnLoop:
             return self._to_worker(effect.worker, effect.message, now_us)
         if isinstance(effect, DropWorker):
             log.debug("worker connection %d dropped: %s", effect.worker, effect.reason)  # the core has told why
+            self._dropping.discard(effect.worker)
             self.workers.forget(effect.worker)
             self._left(effect.worker)
         elif isinstance(effect, ReplaceWorker):
@@ -247,25 +245,11 @@ class TurnLoop:
 
     # -------------------------------------------------------------------------------------------------------- clients
 
-    def _take_clients(self, effects: list[Effect], now_us: int) -> None:
-        """Takes messages of clients as far as the turn's budget goes: workers must not wait longer for their next turn.
-
-        The connections share it: of those that have any waiting the socket hands out one message each, in turn.
-        """
-        limits, bytes_left = self._limits, self._limits.client_bytes_per_turn_max
-        until_us = self._clock_us() + limits.client_ms_per_turn_max * 1000
-        for _ in range(limits.messages_per_turn_max):
-            received = self.clients.receive()
-            if received is None:
-                return
-            self._take_client(*received, effects, now_us)
-            bytes_left -= sum(map(len, received[2]))
-            if bytes_left <= 0 or self._clock_us() >= until_us:
-                return
-
-    def _take_client(
-        self, identity: bytes, descriptor: int, frames: Frames, effects: list[Effect], now_us: int
-    ) -> None:
+    def _take_client(self, effects: list[Effect], now_us: int) -> bool:
+        received = self.clients.receive()
+        if received is None:
+            return False
+        identity, descriptor, frames = received
         message: Message | None = None
         try:
             message = self._client_decoder.decode(frames)
@@ -273,7 +257,7 @@ class TurnLoop:
             if isinstance(message, Hello):
                 effects += self._greet_client(identity, descriptor, number, message)
             elif isinstance(message, Goodbye) and number is None:
-                return  # the end of its connection was noticed first
+                return True  # the end of its connection was noticed first
             elif number is None:
                 raise ProtocolError("a client's first message is hello")
             elif isinstance(message, Goodbye):
@@ -289,6 +273,7 @@ class TurnLoop:
                 self.clients.send_to(identity, codec.encode(refused))
             else:
                 effects.append(ToClient(number, refused))
+        return True
 
     def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> list[Effect]:
         version = negotiate(message.version_min, message.version_max)
@@ -322,26 +307,36 @@ class TurnLoop:
                 self._greet_worker(identity, descriptor, message, effects, now_us)
             elif number is None:
                 raise ProtocolError("a worker's first message is worker_hello")
+            elif number in self._dropping:
+                return True  # what it sent before it could know
             elif isinstance(message, Goodbye):
                 self.workers.forget(number)
                 effects += self._worker_gone(number, goodbye=True, now_us=now_us)
             else:
                 if isinstance(message, WorkerReady) and message.watches:
                     self._watching.add(number)
-                effects += self._apply(FromWorker(number, message), now_us)
+                effects += self._from_worker(number, message, now_us)
         except KvforgeError as error:
             self.workers.send_to(identity, codec.encode(_refusal(error, message)))
         return True
+
+    def _from_worker(self, number: int, message: Message, now_us: int) -> list[Effect]:
+        """One that the core gives up has no say from then on: what it had sent already could register it again."""
+        effects = self._apply(FromWorker(number, message), now_us)
+        self._dropping.update(effect.worker for effect in effects if isinstance(effect, DropWorker))
+        return effects
 
     def _greet_worker(
         self, identity: bytes, descriptor: int, message: WorkerHello, effects: list[Effect], now_us: int
     ) -> None:
         version = negotiate(message.version_min, message.version_max)
         self._note_ends(effects, now_us)  # a successor of the same name may be faster than its end
+        if len(self.workers) >= self._limits.workers_max:
+            raise CapacityExceeded("workers", 1, 0, "raise limits.pools_max")
         number = self.workers.admit(identity, descriptor)
         if number is None:
             return
-        answers = self._apply(FromWorker(number, message), now_us)
+        answers = self._from_worker(number, message, now_us)
         if number in self.machine.workers:
             if self._processes is not None:
                 self._processes.watch(number, message.pid, descriptor)

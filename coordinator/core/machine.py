@@ -232,6 +232,11 @@ class Machine:
     def _why_not_ready(self) -> str:
         if self.draining:
             return "draining: no new requests are admitted"
+        if not self.workers and self._reports.last_gone:
+            return (
+                f"no worker is connected any more, the last one, {self._reports.last_gone}: `kvforge up` and systemd "
+                "start the next, else start one with `python -m worker --config FILE`"
+            )
         if not self.workers:
             return "no worker has connected yet: start one with `python -m worker --config FILE` or `kvforge up`"
         loading = ", ".join(f"{w.name} ({w.phase}, {w.progress:.0%})" for w in self.workers.values())

@@ -74,6 +74,7 @@ class WorkerReports:
         self._limits = cache.limits
         self.on_first_model: Callable[[int], None] = _nothing
         self.workers: dict[int, Worker] = {}
+        self.last_gone = ""  # who went last, and how
         self.model: ModelInfo | None = None
         self._effects: list[Effect] = []
         self._reports: dict[type[Message], Callable[[Worker, Any, int], None]] = {
@@ -205,6 +206,7 @@ class WorkerReports:
             return
         requests = worker.group.running if worker.group is not None else 0
         how = "worker left" if goodbye else "worker lost"
+        self.last_gone = f"{worker.name} (process {worker.pid}) {'left' if goodbye else 'was lost'}"
         self._log("info" if goodbye else "warning", how, how.replace(" ", "_"), worker, running=requests)
         group, s = worker.group, self._cache.sequences
         if group is None:

@@ -13,8 +13,9 @@ from time import monotonic
 
 import zmq
 
-from coordinator.outbox import Sent
-from coordinator.peers import Peers
+from coordinator.connection import Room
+from coordinator.outbox import Frames, Sent
+from coordinator.peers import PeerLimits, Peers
 from protocol import transport
 
 PAYLOAD = b"x" * 8192  # large enough that the kernel's buffers are soon full
@@ -47,11 +48,12 @@ class Net:
 
     def __init__(self, folder: Path) -> None:
         self.endpoint = f"ipc://{folder}/s"
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealers: list[zmq.Socket[bytes]] = []
         numbers = itertools.count(1)
-        self.peers = Peers(self._context, self.endpoint, lambda: next(numbers), QUEUE)
+        limits = PeerLimits(room=Room(queue_messages_max=QUEUE))
+        self.silent: list[int] = []
+        self.peers = Peers(self.endpoint, lambda: next(numbers), limits, on_silent=self.silent.append)
 
     def connect(self) -> tuple[zmq.Socket[bytes], int]:
         """A peer with a small queue of its own, and its number."""
@@ -60,17 +62,29 @@ class Net:
         dealer.setsockopt(zmq.RCVTIMEO, int(DEADLINE_S * 1000))
         self._dealers.append(dealer)
         dealer.connect(self.endpoint)
+        until(lambda: (self.peers.note_ends(), bool(dealer.poll(0, zmq.POLLOUT)))[1])  # type: ignore[func-returns-value]  # the handshake is ours to answer
         dealer.send(b"hello")
         return dealer, self.admit()
 
     def admit(self) -> int:
         """Admits whoever comes next."""
-        assert self.peers.socket.poll(int(DEADLINE_S * 1000))
-        received = self.peers.receive()
-        assert received is not None
-        number = self.peers.admit(received[0], received[1])
+        received: list[tuple[bytes, int, Frames]] = []
+
+        def came() -> bool:
+            if (message := self.peers.receive()) is not None:
+                received.append(message)
+            return bool(received)
+
+        until(came)
+        identity, descriptor, _ = received[0]
+        number = self.peers.admit(identity, descriptor)
         assert number is not None
         return number
+
+    def read(self, dealer: zmq.Socket[bytes]) -> list[bytes]:
+        """What a peer reads next, while our side writes what it has for it."""
+        until(lambda: (self.peers.note_ends(), bool(dealer.poll(0)))[1])  # type: ignore[func-returns-value]
+        return dealer.recv_multipart()
 
     def fill(self, number: int) -> int:
         """Fills one that does not read; each message starts with its place. Returns how many it took."""
@@ -81,7 +95,6 @@ class Net:
             dealer.close(0)
         self._theirs.term()
         self.peers.close()
-        self._context.term()
 
 
 @contextmanager

@@ -2,17 +2,23 @@
 
 from __future__ import annotations
 
+import itertools
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator
 
 import pytest
 
+from coordinator import zmtp
+from coordinator.connection import Room
 from coordinator.outbox import Sent
+from coordinator.peers import PeerLimits, Peers
 from protocol import transport
 from tests.coordinator.net import QUEUE, Net, short_lived_net, until
+from tests.hostile.raw import RawPeer, part
 
 
 @pytest.fixture
@@ -35,7 +41,7 @@ def test_one_that_does_not_read_is_full_and_nobody_else_notices(net: Net) -> Non
     for i in range(200):
         # ZeroMQ hears with a delay that a queue has room again, and these are short.
         until(lambda i=i: net.peers.send(reader_number, [b"%d" % i]) is Sent.DONE)  # type: ignore[misc]
-        assert reader.recv() == b"%d" % i
+        assert net.read(reader)[0] == b"%d" % i
         assert net.peers.send(slow_number, [b"more"]) is Sent.FULL
     net.peers.note_ends()
     assert net.peers.take_gone() == []
@@ -45,9 +51,9 @@ def test_one_that_does_not_read_is_full_and_nobody_else_notices(net: Net) -> Non
 def test_one_that_reads_again_takes_again_and_has_lost_nothing(net: Net) -> None:
     slow, number = net.connect()
     count = net.fill(number)
-    assert [slow.recv_multipart()[0] for _ in range(count)] == [b"%d" % i for i in range(count)]
+    assert [net.read(slow)[0] for _ in range(count)] == [b"%d" % i for i in range(count)]
     until(lambda: net.peers.send(number, [b"again"]) is Sent.DONE)
-    assert slow.recv() == b"again"
+    assert net.read(slow) == [b"again"]
 
 
 def test_one_that_is_gone_is_told_apart_and_reported_once(net: Net) -> None:
@@ -70,7 +76,7 @@ def test_a_reader_that_stalls_keeps_its_connection_beyond_the_heartbeats(short_h
     select.select([], [], [], 3.0)  # long enough that an unanswered heartbeat would have ended it
     net.peers.note_ends()
     assert net.peers.take_gone() == []
-    assert [slow.recv_multipart()[0] for _ in range(count)] == [b"%d" % i for i in range(count)]
+    assert [net.read(slow)[0] for _ in range(count)] == [b"%d" % i for i in range(count)]
 
 
 SILENT = """
@@ -99,3 +105,138 @@ def test_a_peer_whose_process_stands_still_is_noticed(short_heartbeats: None, ne
         finally:
             process.kill()
     assert gone == [number]
+    assert net.silent == [number]  # its process is there
+
+
+class Hostile:
+    """A socket with tight bounds, and raw peers."""
+
+    def __init__(self, folder: str, limits: PeerLimits) -> None:
+        self.path = f"{folder}/s"
+        numbers = itertools.count(1)
+        self.peers = Peers(f"ipc://{self.path}", lambda: next(numbers), limits)
+        self._raw: list[RawPeer] = []
+
+    def connect(self, hello: bool = True) -> RawPeer:
+        """hello: it says something, and is admitted."""
+        peer = RawPeer(self.path)
+        self._raw.append(peer)
+        if hello:
+            peer.send(part(b"hello", more=False))
+            identity, descriptor, _ = self.receive()
+            assert self.peers.admit(identity, descriptor) is not None
+        return peer
+
+    def receive(self) -> tuple[bytes, int, list[zmtp.Frame]]:
+        """The next message; waits for it."""
+        found: list[tuple[bytes, int, list[zmtp.Frame]]] = []
+
+        def came() -> bool:
+            if (message := self.peers.receive()) is not None:
+                found.append(message)
+            self.peers.note_ends()
+            return bool(found)
+
+        until(came)
+        return found[0]
+
+    def texts(self, count: int) -> list[bytes]:
+        """The next messages of one part."""
+        return [bytes(self.receive()[2][0]) for _ in range(count)]
+
+    def close(self) -> None:
+        for peer in self._raw:
+            peer.close()
+        self.peers.close()
+
+
+@pytest.fixture
+def hostile() -> Iterator[Hostile]:
+    limits = PeerLimits(
+        admitted_max=8,
+        strangers_max=3,
+        partial_bytes_max=1 << 20,
+        room=Room(message_bytes_max=800_000, queue_messages_max=QUEUE, queue_bytes_max=1 << 20),
+    )
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
+        made = Hostile(folder, limits)
+        yield made
+        made.close()
+
+
+def ends(hostile: Hostile, peer: RawPeer) -> list[int]:
+    """Waits until a peer's connection was ended. Returns who is reported as gone by then."""
+    until(lambda: (hostile.peers.note_ends(), peer.ended())[1])  # type: ignore[func-returns-value]
+    return hostile.peers.take_gone()
+
+
+def test_messages_are_taken_from_each_connection_in_turn(hostile: Hostile) -> None:
+    busy, other = hostile.connect(), hostile.connect()
+    busy.send(part(b"busy", more=False) * 1000)
+    assert hostile.texts(3) == [b"busy"] * 3
+    other.send(part(b"other", more=False))
+    assert b"other" in hostile.texts(3)  # though hundreds were there before it
+
+
+def test_a_message_whose_parts_never_end_ends_its_connection_alone(hostile: Hostile) -> None:
+    endless, other = hostile.connect(), hostile.connect()
+    endless.send(part(b"x" * 200) * 3)
+    assert ends(hostile, endless) == [1]
+    other.send(part(b"other", more=False))
+    assert hostile.texts(1) == [b"other"]
+
+
+def test_what_all_unfinished_messages_hold_is_bounded_and_the_oldest_goes(hostile: Hostile) -> None:
+    peers = [hostile.connect() for _ in range(3)]
+    for i, peer in enumerate(peers[:2]):
+        peer.send(part(bytes([i]) * 600_000)[:500_000])
+        while peer.waits:
+            hostile.peers.note_ends()
+            peer.send(b"")
+        hostile.peers.note_ends()
+    assert hostile.peers.take_gone() == []
+    peers[2].send(part(b"x" * 600_000)[:100_000])
+    assert ends(hostile, peers[0]) == [1]
+    peers[1].send(bytes([1]) * 100_009 + part(b"", more=False))
+    assert hostile.texts(1)[0][:600_000] == bytes([1]) * 600_000
+
+
+def test_what_is_announced_and_not_sent_costs_nothing_and_more_than_the_bound_ends_it(hostile: Hostile) -> None:
+    for _ in range(5):
+        hostile.connect().send(b"\x02" + (800_000).to_bytes(8, "big"))
+    greedy = hostile.connect()
+    greedy.send(b"\x02" + (800_001).to_bytes(8, "big"))
+    assert ends(hostile, greedy) == [6]
+
+
+def test_strangers_are_few_and_the_oldest_makes_room(hostile: Hostile) -> None:
+    known = hostile.connect()
+    strangers = [hostile.connect(hello=False) for _ in range(10)]
+    for peer in strangers[:7]:
+        assert ends(hostile, peer) == []
+    assert [peer.ended() for peer in [known, *strangers[7:]]] == [False] * 4
+    strangers[9].send(part(b"hello", more=False))
+    assert hostile.texts(1) == [b"hello"]
+
+
+def test_one_that_asks_and_does_not_read_is_not_looked_at_until_it_does(hostile: Hostile) -> None:
+    deaf, other = hostile.connect(), hostile.connect()
+    while hostile.peers.send(1, [b"y" * 100_000]) is Sent.DONE:
+        pass
+    for _ in range(5):
+        deaf.send(part(b"deaf", more=False))
+        other.send(part(b"other", more=False))
+        assert hostile.texts(1) == [b"other"]
+    assert hostile.peers.receive() is None
+    until(lambda: (deaf.ended(), hostile.peers.note_ends(), hostile.peers.waiting)[2])  # type: ignore[func-returns-value]
+    assert hostile.texts(5) == [b"deaf"] * 5
+    assert hostile.peers.send(1, [b"again"]) is Sent.DONE
+
+
+def test_what_was_said_before_the_end_is_heard(hostile: Hostile) -> None:
+    peer = hostile.connect()
+    peer.send(part(b"last", more=False) * 3 + part(b"cut")[:-1])
+    peer.close()
+    assert hostile.texts(3) == [b"last"] * 3
+    until(lambda: (hostile.peers.note_ends(), len(hostile.peers) == 0)[1])  # type: ignore[func-returns-value]
+    assert hostile.peers.take_gone() == [1]

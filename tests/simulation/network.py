@@ -236,3 +236,6 @@ class SimulatedPeers:
             return Sent.FULL
         connection.to_peer(self._decoder.decode([bytes(frame) for frame in frames]))
         return Sent.DONE
+
+    def flush(self) -> None:
+        pass

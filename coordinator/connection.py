@@ -1,0 +1,190 @@
+"""One peer's connection: what it sends, message by message, and what waits to be written to it. Never waits for it."""
+
+from __future__ import annotations
+
+import socket as sockets
+from collections import deque
+
+from . import zmtp
+from .outbox import Frames, Sent
+
+READ_BYTES = 64 << 10
+READ_LARGE_BYTES = 1 << 20
+WRITE_BYTES = 128 << 10
+
+
+class Room(zmtp.Bounds, frozen=True, kw_only=True):
+    """What one connection may make us keep: its messages (zmtp.Bounds), and what is to be written to it.
+
+    Where so many messages or bytes wait to be written, the peer is full: nothing more is taken from it, until half of
+    them are gone. What was asked of it before that is still answered: that is what may come on top.
+    """
+
+    queue_messages_max: int = 10_000
+    queue_bytes_max: int = 16 << 20
+
+
+class Connection:
+    """One accepted connection. Times in nanoseconds, monotonic.
+
+    identity: names it within its socket. number: what it was given when it was admitted, 0 before. head: the next
+    message, if it was taken apart already. ended: nothing more comes. full: nothing more is to be written for now.
+    """
+
+    __slots__ = (
+        "_queue",
+        "_room",
+        "begun_ns",
+        "counted",
+        "descriptor",
+        "ended",
+        "full",
+        "head",
+        "heard_ns",
+        "identity",
+        "listed",
+        "moved_ns",
+        "number",
+        "opened_ns",
+        "queued_bytes",
+        "queued_messages",
+        "reader",
+        "registered",
+        "socket",
+        "unread_bytes",
+    )
+
+    def __init__(self, socket: sockets.socket, identity: bytes, room: Room, now_ns: int) -> None:
+        self.socket, self.descriptor, self.identity = socket, socket.fileno(), identity
+        self.number = 0
+        self.reader = zmtp.Reader(room)
+        self.head: list[zmtp.Frame] | None = None
+        self.ended = self.full = False
+        self.opened_ns = self.heard_ns = self.moved_ns = now_ns
+        self.begun_ns = now_ns  # when the message that has not ended began; 0: none has begun
+        self.counted = self.unread_bytes = self.registered = 0  # these are kept by `Peers`
+        self.listed = False
+        self.queued_bytes = self.queued_messages = 0
+        self._room = room
+        # What is still to be written, with whether a message ends there.
+        self._queue: deque[tuple[zmtp.Frame, bool]] = deque()
+
+    def read(self, now_ns: int) -> bool:
+        """Takes in some of what has come. Returns whether there may be more."""
+        try:
+            if (room := self.reader.room) is not None:
+                count = self.socket.recv_into(room[:READ_LARGE_BYTES])
+                self.reader.filled(count)
+            else:
+                chunk = self.socket.recv(READ_BYTES)
+                count = len(chunk)
+                if count:
+                    self.reader.feed(chunk)
+        except BlockingIOError:
+            return False
+        except OSError:
+            count = 0
+        if not count:
+            self.ended = True
+            return False
+        self.heard_ns = now_ns
+        return count >= READ_BYTES
+
+    def next(self, now_ns: int) -> list[zmtp.Frame] | None:
+        """The next message of those that have come; None: none has come whole. Raises zmtp.Violation."""
+        message, self.head = self.head, None
+        if message is None:
+            message = self.reader.next(self.number > 0)
+            if message is not None or not self.reader.begun:
+                self.begun_ns = 0
+            elif not self.begun_ns:
+                self.begun_ns = now_ns
+            if self.reader.pong is not None:
+                context, self.reader.pong = self.reader.pong, None
+                self.command(zmtp.pong(context), now_ns)
+        return message
+
+    @property
+    def holds(self) -> bool:
+        """Whether bytes that have come were not looked at yet."""
+        return self.head is not None or self.reader.left
+
+    def send(self, frames: Frames, now_ns: int) -> Sent:
+        """Has a message written with the next `flush`, behind what waits."""
+        if self.full:
+            return Sent.FULL
+        pieces = zmtp.message(frames)
+        last = len(pieces) - 1
+        for i, piece in enumerate(pieces):
+            self._queue.append((piece, i == last))
+            self.queued_bytes += len(piece)
+        self.queued_messages += 1
+        if self._too_much():
+            self.full = True
+            self.flush(now_ns)  # perhaps it only was not tried yet
+        return Sent.GONE if self.ended else Sent.DONE
+
+    def command(self, data: bytes, now_ns: int) -> None:
+        """Writes a command of ours, or keeps it."""
+        self._queue.append((data, False))
+        self.queued_bytes += len(data)
+        self.flush(now_ns)
+
+    def _too_much(self) -> bool:
+        room = self._room
+        return self.queued_bytes >= room.queue_bytes_max or self.queued_messages >= room.queue_messages_max
+
+    def flush(self, now_ns: int) -> bool:
+        """Writes what waits, as far as it is taken. Returns whether the peer was full and is not any more."""
+        queue = self._queue
+        while queue:
+            pieces, count = self._together()
+            try:
+                sent = self.socket.send(pieces[0] if count == 1 else b"".join(pieces))
+            except BlockingIOError:
+                break
+            except OSError:
+                self.ended = True  # what it sent last is not looked at: it does not read what would be answered
+                self.discard()
+                return False
+            self.moved_ns = now_ns
+            if not self._taken(sent):
+                break
+        room = self._room
+        if not self.full or self.queued_bytes > room.queue_bytes_max // 2:
+            return False
+        if self.queued_messages > room.queue_messages_max // 2:
+            return False
+        self.full = False
+        return True
+
+    def _together(self) -> tuple[list[zmtp.Frame], int]:
+        """What is written next: small pieces together, up to as much as is taken at once."""
+        pieces: list[zmtp.Frame] = []
+        size = 0
+        for piece, _ in self._queue:
+            size += len(piece)
+            if pieces and size > WRITE_BYTES:
+                break
+            pieces.append(piece)
+        return pieces, len(pieces)
+
+    def _taken(self, sent: int) -> bool:
+        """So many bytes were written. Returns whether more may be."""
+        queue = self._queue
+        self.queued_bytes -= sent
+        while sent:
+            piece, ends = queue[0]
+            if sent < len(piece):
+                queue[0] = memoryview(piece)[sent:], ends
+                return False
+            sent -= len(piece)
+            queue.popleft()
+            self.queued_messages -= ends
+        return True
+
+    def discard(self) -> None:
+        """Nobody reads what waits any more."""
+        self._queue.clear()
+        self.queued_bytes = self.queued_messages = 0
+        self.full = False

@@ -1,0 +1,281 @@
+"""ZeroMQ's wire protocol (ZMTP 3.1, https://rfc.zeromq.org/spec/37/), the accepting side, without any input or output.
+
+The coordinator speaks it itself, as a ROUTER to the DEALERs of clients and workers, because libzmq has no bound for
+what one peer may make it keep: it accepts connections until descriptors run out and then aborts, keeps every part of a
+message that never ends, and queues so many messages of whatever size. Here every bound is checked before anything is
+kept: a size when it is announced, a part when it begins.
+
+Connections: a greeting of 64 bytes from both sides, then a READY command, then messages and commands. A frame is one
+byte of flags, its size in one byte or eight, and its body; a message is one frame or several.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+
+Frame = bytes | memoryview
+
+MORE, LONG, COMMAND = 1, 2, 4
+GREETING_BYTES = 64
+GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+PEERS = (b"DEALER", b"REQ", b"ROUTER")  # the types of socket that may talk to a ROUTER
+LARGE_BYTES = 16 << 10  # a frame above this is read to its own place, and is not copied
+COMMAND_BYTES_MAX = 4096
+COMMANDS_MAX = 1024  # in a row, in what was read at once: heartbeats come one in two seconds
+CONTEXT_BYTES_MAX = 16
+LONG_HEADER = struct.Struct(">BQ")
+
+
+class Violation(Exception):
+    """A peer broke the protocol or a bound: the connection is of no use."""
+
+
+class Bounds(msgspec.Struct, frozen=True, kw_only=True):
+    """What one message may be. Sizes in bytes; of a peer that nobody has admitted yet: stranger_bytes_max."""
+
+    parts_max: int = 2
+    message_bytes_max: int = (64 << 20) + (1 << 20)
+    stranger_bytes_max: int = 64 << 10
+
+
+class Reader:
+    """What one peer sends, from its greeting on.
+
+    Feed what was read (`feed`, or into `room` where a large frame is under way), then take messages with `next` until
+    it gives None. `pong` is the context of a PING that is to be answered, None where there is none.
+    """
+
+    __slots__ = (
+        "_at",
+        "_bounds",
+        "_data",
+        "_filled",
+        "_flags",
+        "_greeted",
+        "_large",
+        "_parts",
+        "_ready",
+        "held",
+        "pong",
+    )
+
+    def __init__(self, bounds: Bounds) -> None:
+        self._bounds = bounds
+        self._data = b""
+        self._at = 0
+        self._greeted = self._ready = False
+        self._parts: list[Frame] = []
+        self._large: memoryview | None = None
+        self._filled = self._flags = 0
+        self.held = 0  # bytes of the message that has begun and not ended
+        self.pong: bytes | None = None
+
+    @property
+    def ready(self) -> bool:
+        """Whether the handshake is over."""
+        return self._ready
+
+    @property
+    def left(self) -> bool:
+        """Whether bytes are there that were not looked at, or not understood yet."""
+        return self._at < len(self._data)
+
+    @property
+    def begun(self) -> bool:
+        """Where `next` gave None: whether something has begun that has not ended, a handshake, a frame or a message."""
+        return not self._ready or bool(self._parts) or self._large is not None or self.left
+
+    @property
+    def room(self) -> memoryview | None:
+        """Where the next bytes belong if a large frame is under way; say how many came with `filled`."""
+        return self._large[self._filled :] if self._large is not None else None
+
+    def filled(self, count: int) -> None:
+        """So many bytes were read into `room`."""
+        assert self._large is not None, "there is no room to fill"
+        self._filled += count
+        self.held += count
+
+    def feed(self, chunk: bytes) -> None:
+        """These bytes were read."""
+        assert self._large is None, "what comes now belongs into its room"
+        self._data = self._data[self._at :] + chunk if self._at < len(self._data) else chunk
+        self._at = 0
+
+    def next(self, admitted: bool) -> list[Frame] | None:
+        """The next whole message; None: more bytes are needed. admitted: the peer is no stranger. Raises Violation."""
+        if not self._ready and not self._shake_hands():
+            return None
+        if self._large is not None:
+            if self._filled < len(self._large):
+                return None
+            large, self._large = self._large.toreadonly(), None
+            if (message := self._add(large, self._flags)) is not None:
+                return message
+        commands = 0
+        while (frame := self._frame(admitted)) is not None:
+            flags, part = frame
+            if flags & COMMAND:
+                commands += 1
+                if commands > COMMANDS_MAX:
+                    raise Violation(f"it sent more than {COMMANDS_MAX} commands at once")
+                self._command(part)
+            elif (message := self._add(part, flags)) is not None:
+                return message
+        return None
+
+    def _add(self, part: Frame, flags: int) -> list[Frame] | None:
+        """Adds a part to the message. Returns the message if this was its last."""
+        parts = self._parts
+        parts.append(part)
+        if flags & MORE:
+            if len(parts) >= self._bounds.parts_max:
+                raise Violation(f"a message has at most {self._bounds.parts_max} parts")
+            return None
+        self._parts, self.held = [], 0
+        return parts
+
+    def _frame(self, admitted: bool) -> tuple[int, bytes] | None:
+        """The next frame that has come whole; None: it has not, and where it is a large one it has got its room."""
+        data, at = self._data, self._at
+        there = len(data) - at
+        if there < 2:
+            return None
+        flags = data[at]
+        if flags & LONG:
+            if there < LONG_HEADER.size:
+                return None
+            size, start = int.from_bytes(data[at + 1 : at + 9], "big"), at + 9
+        else:
+            size, start = data[at + 1], at + 2
+        if flags > (COMMAND | LONG):
+            raise Violation(f"it sent a frame with flags {flags:#04x}")
+        self._check_size(flags, size, admitted)
+        end = start + size
+        if end <= len(data):
+            self._at = end
+            if not flags & COMMAND:
+                self.held += size
+            return flags, data[start:end]
+        if size > LARGE_BYTES:
+            self._begin_large(flags, size, data[start:])
+        return None
+
+    def _check_size(self, flags: int, size: int, admitted: bool) -> None:
+        if flags & COMMAND:
+            if size > COMMAND_BYTES_MAX:
+                raise Violation(f"a command is at most {COMMAND_BYTES_MAX} bytes, this one is to have {size}")
+            return
+        bytes_max = self._bounds.message_bytes_max if admitted else self._bounds.stranger_bytes_max
+        if self.held + size > bytes_max:
+            who = "a message" if admitted else "a message before the hello is answered"
+            raise Violation(f"{who} is at most {bytes_max} bytes, this one is to have {self.held + size}")
+
+    def _begin_large(self, flags: int, size: int, begin: bytes) -> None:
+        try:
+            # Memory that was never written to costs nothing: what a peer announces and does not send.
+            self._large = memoryview(np.empty(size, np.uint8).data)
+        except MemoryError:
+            raise Violation(f"there is no memory for a message of {size} bytes") from None
+        self._large[: len(begin)] = begin
+        self._flags, self._filled = flags, len(begin)
+        self.held += len(begin)
+        self._data, self._at = b"", 0
+
+    # ------------------------------------------------------------------------------------------------------- handshake
+
+    def _shake_hands(self) -> bool:
+        if not self._greeted:
+            seen = self._data[self._at : self._at + GREETING_BYTES]
+            if seen[:1] not in (b"", b"\xff") or (len(seen) > 9 and not seen[9] & 1):
+                raise Violation("it does not speak ZMTP")
+            if len(seen) < GREETING_BYTES:
+                return False
+            if seen[10] < 3 or seen[12:32].rstrip(b"\0") != b"NULL":
+                raise Violation(f"it speaks ZMTP {seen[10]} with {seen[12:32].rstrip(bytes(1))!r}, not 3 with NULL")
+            self._greeted = True
+            self._at += GREETING_BYTES
+        frame = self._frame(False)
+        if frame is None:
+            if self._large is not None:
+                raise Violation("its first frame is not READY")
+            return False
+        flags, body = frame
+        if not flags & COMMAND or not body.startswith(b"\x05READY"):
+            raise Violation("its first frame is not READY")
+        kind = _properties(body[6:]).get(b"socket-type", b"")
+        if kind not in PEERS:
+            raise Violation(f"it is a socket of type {kind[:16]!r}, which cannot talk to a ROUTER")
+        self._ready = True
+        return True
+
+    def _command(self, body: bytes) -> None:
+        """PING is to be answered; whatever else there is is for others."""
+        if body.startswith(b"\x04PING"):
+            if not 7 <= len(body) <= 7 + CONTEXT_BYTES_MAX:
+                raise Violation("it sent a PING of a wrong size")
+            self.pong = body[7:]
+        elif body.startswith(b"\x05ERROR"):
+            raise Violation("it sent an ERROR")
+
+
+def ready() -> bytes:
+    """The READY command of a ROUTER."""
+    return _frame_of(COMMAND, b"\x05READY" + _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""))
+
+
+def ping(ttl_ms: int) -> bytes:
+    """A PING. The peer takes us for gone if nothing comes from us for `ttl_ms` after it, to a tenth of a second."""
+    return _frame_of(COMMAND, b"\x04PING" + min(ttl_ms // 100, 0xFFFF).to_bytes(2, "big"))
+
+
+def pong(context: bytes) -> bytes:
+    """The answer to a PING."""
+    return _frame_of(COMMAND, b"\x04PONG" + context)
+
+
+def message(frames: Sequence[Frame]) -> list[Frame]:
+    """A message as bytes to be written: what is small is put together, a large frame stands alone, uncopied."""
+    pieces: list[Frame] = []
+    small: list[Frame] = []
+    last = len(frames) - 1
+    for i, frame in enumerate(frames):
+        size = len(frame)
+        more = MORE if i < last else 0
+        small.append(bytes((more, size)) if size < 256 else LONG_HEADER.pack(more | LONG, size))
+        if size <= LARGE_BYTES:
+            small.append(frame)
+            continue
+        pieces += (b"".join(small), frame)
+        small = []
+    if small:
+        pieces.append(b"".join(small))
+    return pieces
+
+
+def _frame_of(flags: int, body: bytes) -> bytes:
+    assert len(body) < 256, "commands are short"
+    return bytes((flags, len(body))) + body
+
+
+def _property(name: bytes, value: bytes) -> bytes:
+    return bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
+
+
+def _properties(data: bytes) -> dict[bytes, bytes]:
+    """The metadata of a READY command, names in lower case. Raises Violation."""
+    found: dict[bytes, bytes] = {}
+    at = 0
+    while at < len(data):
+        name_end = at + 1 + data[at]
+        value_start = name_end + 4
+        value_end = value_start + int.from_bytes(data[name_end:value_start], "big")
+        if value_start > len(data) or value_end > len(data):
+            raise Violation("its READY is cut short")
+        found[data[at + 1 : name_end].lower()] = data[value_start:value_end]
+        at = value_end
+    return found
