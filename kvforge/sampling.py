@@ -25,7 +25,7 @@ class Sampling:
     penalties.
 
     None: as the model's own generation_config has it (`Health.model.sampling`, or `kvforge health`); a model that says
-    nothing of itself is drawn from with temperature 0.6 and top_p 0.9. Everything else that is not given is off.
+    nothing of itself is drawn from at temperature 0.6. Everything else that is not given is off.
 
     temperature: 0 is greedy; otherwise logits are divided by it (0 to 100).
     seed: 64-bit; the same request with the same seed draws the same. None: the coordinator draws one.

@@ -134,6 +134,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     """What a worker serves. All workers of one coordinator must agree on it.
 
     source: the path or name it was loaded from (a client on the same host may load its tokenizer from there).
+    sampling: what a request gets that names nothing; only fields of MODEL_DEFAULTS are not off.
     fingerprint: hex digest of what determines the tokens (weights file or configuration, architecture, dtype).
     """
 
@@ -144,6 +145,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     vocab_size: int
     context_tokens_max: int
     eos_tokens: tuple[int, ...] = ()
+    sampling: Sampling = Sampling()
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

@@ -34,6 +34,7 @@ from .loading import (
     fingerprint,
     gguf_read_once,
     model_dtype,
+    model_sampling,
     read_config,
 )
 from .pool import KV_DTYPES, KvGeometry, KvPool
@@ -233,6 +234,7 @@ def load_model(
         vocab_size=vocab_size,
         context_tokens_max=served_tokens,
         eos_tokens=_eos_tokens(module),
+        sampling=model_sampling(found),
     )
     model = LoadedModel(
         info=info,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,6 +35,7 @@ from protocol.messages import (
     PurgeFinished,
     RequestInfo,
     RequestList,
+    Sampling,
     Stream,
     Submit,
 )
@@ -110,6 +112,9 @@ class RequestCommands:
     ) -> Message:
         seed = event.entropy if message.sampling.seed is None else message.sampling.seed
         deadline_us = now_us + (message.deadline_ms * 1000 or self._limits.deadline_max_us)
+        model = self._model()
+        sampling = message.sampling if model is None else settled(message.sampling, message.model_defaults, model)
+        unsettled = message.model_defaults if model is None else ()
         first = self._request_ids + 1
         self._request_ids += message.count
         tenant = self._cache.tenants.intern(name, now_us)
@@ -121,6 +126,7 @@ class RequestCommands:
                 first + i, event.client, tenant, name, prompt, message, own_seed, now_us, salt, deadline_us
             )
             request.key = entry
+            request.sampling, request.model_defaults = sampling, unsettled
             made.append(request)
             self._requests.add(request)
             self._admission.enqueue(request)
@@ -321,7 +327,17 @@ class RequestCommands:
         model = self._model()
         for request in list(self._admission.waiting):
             try:
+                if model is not None:
+                    request.sampling = settled(request.sampling, request.model_defaults, model)
+                    request.model_defaults = ()
                 validate.sampling(request.sampling, self._limits, model)
                 validate.fits(request.prompt, request.max_tokens, request.tenant_name, self._limits, model, self._cache)
             except KvforgeError as error:
                 self._outcomes.end(request, "fail", "failed", error, now_us)
+
+
+def settled(sampling: Sampling, model_defaults: tuple[str, ...], model: ModelInfo) -> Sampling:
+    """The sampling of a request, with the model's own values for the fields that it did not choose."""
+    if not model_defaults:
+        return sampling
+    return msgspec.structs.replace(sampling, **{name: getattr(model.sampling, name) for name in model_defaults})

@@ -58,6 +58,7 @@ class Request:
     computed: of how many tokens its KV was computed when it was preempted; redone_tokens: how many were computed again.
     crashes: how many workers in a row died with it, without a token in between; crash_length: how far it was then.
     cut: how many of its tokens a FinishAt took back.
+    model_defaults: fields of `sampling` that the model decides, as long as none is known.
     prompt_tokens: the length of its prompt. The prompt itself is not kept beyond its end, nor how it sampled.
     """
 
@@ -83,6 +84,7 @@ class Request:
         "key",
         "logprobs",
         "max_tokens",
+        "model_defaults",
         "orphan_us",
         "passed",
         "paused",
@@ -125,6 +127,7 @@ class Request:
         self.id, self.client, self.tenant, self.tenant_name = request_id, client, tenant, tenant_name
         self.prompt_tokens = int(prompt.size)
         self.prompt, self.max_tokens, self.sampling = prompt, message.max_tokens, message.sampling
+        self.model_defaults: tuple[str, ...] = ()
         self.seed, self.stream, self.submitted_us = seed, message.stream, now_us
         self.sequence_id, self.salt = message.sequence_id, salt
         self.priority, self.detached, self.deadline_us = message.priority, message.detached, deadline_us

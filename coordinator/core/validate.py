@@ -11,6 +11,7 @@ from protocol.errors import InvalidRequest, ProtocolError, QuotaExceeded
 from protocol.messages import (
     LOGIT_BIAS_LIMIT,
     LOGIT_BIAS_MAX,
+    MODEL_DEFAULTS,
     SAMPLING_RANGES,
     ModelInfo,
     Sampling,
@@ -58,6 +59,8 @@ def submit(
         most = limits.deadline_max_us // 1000
         if not 0 <= getattr(message, field) <= most:
             raise InvalidRequest(field, f"must be 0 (no limit of its own) to {most} ms, not {getattr(message, field)}")
+    if not set(message.model_defaults) <= set(MODEL_DEFAULTS):
+        raise InvalidRequest("model_defaults", f"a model has defaults of its own for {', '.join(MODEL_DEFAULTS)}")
     sampling(message.sampling, limits, model)
     fits(prompt, message.max_tokens, tenant, limits, model, cache)
 
@@ -154,6 +157,10 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
         raise ProtocolError(f"worker {name}: at most {EOS_TOKENS_MAX} end tokens")
     if message.blocks > limits.blocks_max:
         raise ProtocolError(f"worker {name}: {message.blocks} blocks exceed blocks_max = {limits.blocks_max}")
+    try:
+        sampling(message.model.sampling, limits, message.model)
+    except InvalidRequest as error:
+        raise ProtocolError(f"worker {name}: {error}") from None
     _device_bytes(name, message.device_bytes)
 
 

@@ -13,7 +13,7 @@ import numpy as np
 
 from protocol import transport
 from protocol.errors import InvalidRequest
-from protocol.messages import WorkerHealth
+from protocol.messages import MODEL_DEFAULTS, ModelInfo, WorkerHealth
 
 from ..client import Client
 
@@ -135,6 +135,12 @@ def print_device_bytes(worker: WorkerHealth) -> None:
     if worker.device_bytes:
         parts = ", ".join(f"{purpose} {size(held)}" for purpose, held in worker.device_bytes.items())
         print(f"    device memory: {parts}")
+
+
+def print_sampling(model: ModelInfo) -> None:
+    """The line that says what a request gets that names no sampling of its own."""
+    chosen = [f"{name} {getattr(model.sampling, name):g}" for name in MODEL_DEFAULTS]
+    print(f"sampling unless a request says otherwise: {', '.join(chosen)}")
 
 
 def say(text: str) -> None:

@@ -50,6 +50,8 @@ def _show(health: Health) -> None:
     print(f"ready: {_yes(health.ready)}{model}")
     if health.draining:
         print("draining: yes")
+    if health.model is not None:
+        common.print_sampling(health.model)
     for worker in health.workers:
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
         common.print_device_bytes(worker)

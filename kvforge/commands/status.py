@@ -44,6 +44,8 @@ def _show(health: Health) -> None:
         print(f"ready: {health.model.name}" if health.model is not None else "ready")
     else:
         print(f"not ready: {health.reason}")
+    if health.model is not None:
+        common.print_sampling(health.model)
     for worker in health.workers:
         doing = f"{worker.phase} {100 * worker.progress:.0f} %" if worker.state == "loading" else ""
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {doing}".rstrip())

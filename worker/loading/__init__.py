@@ -4,6 +4,7 @@ source.py       what a path is
 configuration.py, gguf.py, rope.py   what its files say about the model
 build.py        transformers builds it and fills in the weights
 report.py       nothing of the files may be left over, nothing of the model left out
+sampling.py     how the model wants its tokens drawn
 fingerprint.py  what was loaded, as one number
 progress.py     what transformers draws on the terminal, as fractions
 """
@@ -13,6 +14,7 @@ from .configuration import MODEL_DTYPES, model_dtype, read_config
 from .fingerprint import fingerprint
 from .progress import Progress, gguf_read_once
 from .rope import context_tokens
+from .sampling import model_sampling
 from .source import LOAD_FORMATS, MODEL_CONFIGS, Source, find_source, known_configs
 
 __all__ = [
@@ -28,5 +30,6 @@ __all__ = [
     "gguf_read_once",
     "known_configs",
     "model_dtype",
+    "model_sampling",
     "read_config",
 ]
