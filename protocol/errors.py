@@ -229,10 +229,11 @@ class QueueFull(CapacityExceeded):
 class QuotaExceeded(CapacityExceeded):
     code = "quota_exceeded"
 
-    def __init__(self, tenant: str, needed: int, ceiling: int) -> None:
+    def __init__(self, tenant: str, needed: int, ceiling: int, hint: str = "") -> None:
+        problem = f"tenant {tenant!r} would hold {needed} blocks; its ceiling is {ceiling}"
         KvforgeError.__init__(
             self,
-            f"tenant {tenant!r} would hold {needed} blocks; its ceiling is {ceiling}",
+            f"{problem}; {hint}" if hint else problem,
             tenant=tenant,
             needed=needed,
             ceiling=ceiling,

@@ -7,20 +7,23 @@ requests wait that it could serve, and none waits for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Container
 
+import msgspec
 import numpy as np
 
 from protocol.errors import CapacityExceeded, QuotaExceeded
 
 from .cache import Cache
 from .groups import Group
-from .pool import Spare
+from .pool import NO_SPARE, Spare, short_of
+from .pressure import supply_when_idle
 from .queue import WaitingQueue
-from .requests import NO_SLOT, RUNNING, Request, RequestTable
+from .requests import NO_SLOT, RUNNING, TENANT_CEILING, Request, RequestTable
 from .residence import Residence
 from .runs import Runs
 from .sequences import NO_POOL
+from .waits import FRONT, SLOT, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, prompt_of, rows_of
 
 BLOCKED_MAX = 16  # behind so many requests that found no room, only the groups are tried that none of them could use
 ALONE_CRASHES = 2
@@ -38,8 +41,7 @@ class Admission:
         self.running_total = 0
         self._orders = 0
         self._starts = 0
-        self._blocked: dict[int, Request] = {}
-        self._blocked_at: tuple[object, ...] = ()
+        self.waits = cache.waits
         cache.tenants.in_use = self._tenants_in_use
         cache.tenants.on_forget.append(self._forget_tenant)
 
@@ -52,8 +54,18 @@ class Admission:
     # ---------------------------------------------------------------------------------------------------------- queue
 
     def enqueue(self, request: Request) -> None:
-        """A new request waits."""
+        """A new request waits: for its turn, or for the first of its siblings to compute the prompt."""
+        self.waits.stirred = True
+        if self.waits_for_sibling(request):
+            self.waiting.park(request)
+            self._await_sibling(request)
+            return
         self.waiting.add(request)
+        if request.sequence_id:  # where nobody is evicted but who has a request, there is one more now
+            s = self._cache.sequences
+            group = self._cache.groups.get(int(s.pool[s.find(request.sequence_id)]))
+            if group is not None:
+                self.waits.wake(blocks_of(group.epoch))
 
     def requeue(self, request: Request, now_us: int) -> None:
         """A running request gives up its slot and waits again."""
@@ -67,58 +79,80 @@ class Admission:
         request.preemptions += 1
         self._requests.preemptions_total += 1
         self.waiting.put_back(request)
+        self.waits.stirred = True
 
     def forget(self, request: Request) -> None:
         """A waiting request ended."""
         self.waiting.remove(request)
-        if self._blocked.pop(request.id, None) is not None:
-            self._blocked_at = ()  # room may have been kept for it
+        self.waits.clear(request)
+
+    # ----------------------------------------------------------------------------------------------------------- waits
+
+    def waits_for_sibling(self, request: Request) -> bool:
+        """Of several answers to one prompt the first computes the prompt; the others start when it has."""
+        if not request.siblings or request.admitted_order or request.prompt_known:
+            return False
+        first = request.siblings[0]
+        return first is not request and first.first_token_us < 0
+
+    def prompt_is_known(self, request: Request) -> None:
+        """The request has its first token, or has ended: its siblings go on, or wait for the next of them."""
+        for other in self.waits.wake(prompt_of(request.id)):
+            if self.waits_for_sibling(other):
+                self._await_sibling(other)
+            else:
+                self.waiting.unpark(other)
+
+    def _await_sibling(self, request: Request) -> None:
+        first = request.siblings[0].id
+        self.waits.put(request, Wait("sibling", (prompt_of(first),), other=first))
+
+    def look_at_suspect(self, group: Group) -> None:
+        """The request that had to run alone in the group may be past its crash point: then others may join it."""
+        if group.suspect and not self._runs_alone(group):
+            group.suspect = 0
+            self.waits.wake(rows_of(group.epoch))
 
     # ------------------------------------------------------------------------------------------------------ admission
-
-    def admit(self, now_us: int) -> None:
-        """Starts waiting requests where there is room."""
-        if not self._could_start():
-            return
-        if not self.running_total or self._mark() != self._blocked_at:
-            self._blocked.clear()
-        while (found := self._next_to_start(now_us)) is not None:
-            request, residence = found
-            for earlier in self._blocked.values():
-                if earlier.admitted_order or not request.admitted_order:
-                    earlier.passed += 1
-            self._start(request, residence, now_us)
-        self._blocked_at = self._mark()
 
     @property
     def stirred(self) -> bool:
         """Whether something that a waiting request may start by has changed since `admit` looked."""
-        return self._could_start() and self._blocked_at != self._mark()
+        return self.waits.stirred and self._could_start()
 
     def _could_start(self) -> bool:
         return bool(self.waiting) and any(self._takes_rows(group) for group in self._cache.groups.values())
 
-    def _mark(self) -> tuple[object, ...]:
-        """What decides whether a blocked request can start: equal marks, equal answers."""
-        pools = tuple((group.epoch, group.pool.gains, group.running) for group in self._cache.groups.values())
-        return (self._cache.sequences.slots_free, pools)
+    def admit(self, now_us: int) -> None:
+        """Starts waiting requests where there is room."""
+        if not self.stirred:
+            return
+        self.waits.stirred = False
+        while (found := self._next_to_start(now_us)) is not None:
+            self._start(*found, now_us)
 
     def _next_to_start(self, now_us: int) -> tuple[Request, Residence] | None:
         """The first request of the queue that finds room, and its place."""
         kept: set[int] = set()
         at_ceiling: set[int] = set()
+        blocked: list[Request] = []
         others, largest = 0, self._cache.limits.blocks_max
+        if not self._could_start():
+            self.waits.stirred = True  # whoever was not tried now is tried when a row ends
+            return None
         for request in self.waiting:
-            if request.tenant in at_ceiling or self.waits_for_sibling(request):
+            if request.tenant in at_ceiling or request.awaits_sibling:
                 continue
-            if request.id not in self._blocked:
+            if request.wait is None:
                 if self._most_blocks(request) > largest:
                     continue
                 self._leave_small_pool(request, now_us)
-                residence = self._choose(request, kept)
-                if residence is not None:
-                    return request, residence
-                self._blocked[request.id] = request
+                found = self.choose(request, kept)
+                if isinstance(found, Residence):
+                    self._passes(request, blocked)
+                    return request, found
+                self.waits.put(request, found)
+            blocked.append(request)
             if request.at_ceiling:
                 at_ceiling.add(request.tenant)
                 continue
@@ -127,21 +161,32 @@ class Admission:
                 kept.add(number)
             if others % BLOCKED_MAX == 0:
                 groups = self._cache.groups.values()
-                kept |= {g.number for g in groups if any(self.could_hold(g, r) for r in self._blocked.values())}
+                kept |= {g.number for g in groups if any(self.could_hold(g, r) for r in blocked)}
                 largest = max((group.pool.count for group in groups if group.number not in kept), default=0)
                 if not largest:
                     return None
         return None
 
+    def _passes(self, request: Request, blocked: list[Request]) -> None:
+        """The request is about to start before those that found no room."""
+        for earlier in blocked:
+            if earlier.admitted_order or not request.admitted_order:
+                earlier.passed += 1
+
     def _kept_for(self, request: Request) -> int | None:
-        """The group that takes nobody else until this blocked request has started there."""
+        """The group that takes nobody else until this blocked request has started there.
+
+        Not one where it would find no room though everything that runs there had ended: others would wait for what only
+        a client can give back.
+        """
         if request.passed < self._limits.passes_max and not self.must_be_alone(request):
             return None
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
         if slot != NO_SLOT and s.pool[slot] != NO_POOL:
             return int(s.pool[slot])
-        candidates = [group for group in cache.groups.values() if self.could_hold(group, request)]
+        able = [group for group in cache.groups.values() if self.could_hold(group, request)]
+        candidates = [group for group in able if self._fits_when_idle(group, request)]
         if not candidates:
             return None
         if request.kept_epoch not in {group.epoch for group in candidates}:  # once chosen, it stays the one
@@ -149,12 +194,14 @@ class Admission:
             request.kept_epoch = best.epoch
         return next(group.number for group in candidates if group.epoch == request.kept_epoch)
 
-    def waits_for_sibling(self, request: Request) -> bool:
-        """Of several answers to one prompt the first computes the prompt; the others start when it has."""
-        if not request.siblings or request.admitted_order or self.prompt_holder(request) is not None:
-            return False
-        first = request.siblings[0]
-        return first is not request and first.first_token_us < 0 and not request.prompt_known
+    def _fits_when_idle(self, group: Group, request: Request) -> bool:
+        """Whether the request would find room if everything that runs in the group had ended."""
+        residence = self.plan(group, request)
+        supply, held = supply_when_idle(self._cache, group)
+        shared = int(np.count_nonzero(held[residence.hits - group.pool.base]))
+        first = self._cache.sequences.blocks_for(self._length(request) + 1)
+        needed = max(first, residence.needed + residence.hits.size) - shared
+        return supply.has(request.tenant, needed, NO_SPARE)
 
     def prompt_holder(self, request: Request) -> Request | None:
         """A sibling that runs and has the KV of the whole prompt."""
@@ -166,34 +213,47 @@ class Admission:
 
     # --------------------------------------------------------------------------------------------------------- choice
 
-    def _choose(self, request: Request, kept: set[int]) -> Residence | None:
-        """The group for a request: the longest cached prefix first, the most free blocks second."""
+    def choose(self, request: Request, kept: Container[int]) -> Residence | Wait:
+        """The group for a request, by the longest cached prefix and then the most free blocks; or what it waits for."""
         cache, s = self._cache, self._cache.sequences
         slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
-        if not s.slots_free if slot == NO_SLOT else cache.still_read(slot):
-            return None
+        if slot == NO_SLOT and not s.slots_free:
+            return Wait("sequences_max", (SLOT,))
+        if slot != NO_SLOT and cache.still_read(slot):
+            return Wait("step", (blocks_of(cache.groups[int(s.read_pool[slot])].epoch),))
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
         best, best_rank = None, (-1, -1)
-        refused = quota_refused = 0
+        lacks: list[Wait] = []
         for group in cache.groups.values():
-            if group.number in kept or (resident and s.pool[slot] != group.number):
+            if (resident and s.pool[slot] != group.number) or not self.could_hold(group, request):
                 continue
-            if not self._takes_rows(group) or not self.could_hold(group, request) or not self._suits(group, request):
+            if (obstacle := self._obstacle(group, request, kept)) is not None:
+                lacks.append(obstacle)
                 continue
             residence = Residence(group, np.zeros(0, np.int64), (-1, 0), 0) if resident else self.plan(group, request)
             asking = np.array([] if slot == NO_SLOT else [slot], np.int64)
             try:
                 residence = cache.with_room(residence, request.tenant, self.spare(group, request), asking)
             except CapacityExceeded as error:
-                refused += 1  # the error itself is not kept: with its traceback it would keep all of this alive
-                quota_refused += isinstance(error, QuotaExceeded)
+                lacks.append(_lack(group, request, residence, error))
                 continue
             cached = residence.cached_tokens(self._limits.block_size)
             rank = (cached, group.pool.available(request.tenant) - group.running)
             if rank > best_rank:
                 best, best_rank = residence, rank
-        request.at_ceiling = 0 < refused == quota_refused
-        return best
+        if best is not None:
+            return best
+        return _nearest(lacks, (eviction_of(request.sequence_id),) if resident else ())
+
+    def _obstacle(self, group: Group, request: Request, kept: Container[int]) -> Wait | None:
+        """What keeps the request out of the group, whatever room there is."""
+        if group.number in kept:
+            return Wait("kept", (FRONT,), group.epoch)
+        if not self._takes_rows(group):
+            return Wait("step_rows_max", (rows_of(group.epoch),), group.epoch)
+        if group.running and (self.must_be_alone(request) or self._runs_alone(group)):
+            return Wait("alone", (rows_of(group.epoch),), group.epoch, other=group.suspect)
+        return None
 
     def plan(self, group: Group, request: Request) -> Residence:
         """What a request that lives nowhere would share with, and need from, the group's pool."""
@@ -209,12 +269,6 @@ class Admission:
 
     def _takes_rows(self, group: Group) -> bool:
         return group.running < self._limits.step_rows_max
-
-    def _suits(self, group: Group, request: Request) -> bool:
-        """Whether nobody of the two would have to run alone: the request, or one that runs there."""
-        if not group.running:
-            return True
-        return not self.must_be_alone(request) and not self._runs_alone(group)
 
     def must_be_alone(self, request: Request) -> bool:
         """A request with which workers died runs by itself until it is past that point: nobody else fails with it."""
@@ -267,6 +321,7 @@ class Admission:
         cache, s, group = self._cache, self._cache.sequences, residence.group
         again = request.admitted_order > 0
         self.waiting.take(request, now_us)
+        self.waits.wake(FRONT)
         if request.sequence_id:
             slot = s.find(request.sequence_id)
             cache.rewind(slot)
@@ -333,6 +388,8 @@ class Admission:
         self.running_total -= 1
         group.running -= 1
         group.version += 1
+        request.wait = None
+        self.waits.wake(rows_of(group.epoch))
         self.runs.serial[slot] = 0
         s.request[slot] = 0
         if slot in group.started_slots:
@@ -359,7 +416,34 @@ class Admission:
             counted = int(np.count_nonzero(s.running & (s.pool == group.number)))
             assert group.running == counted, "the count of a group's running requests"
         assert len(running) + len(waiting) == len(self._requests.live), "a request is neither running nor waiting"
-        assert all(not request.ended for request in self._blocked.values()), "an ended request is kept in mind"
+        self.waits.check_invariants(waiting)
+        for request in waiting:
+            parked = request.awaits_sibling
+            assert parked == self.waiting.is_parked(request), (
+                "one that waits for a sibling is in the queue, or another is not"
+            )
+            assert not parked or self.waits_for_sibling(request), "a sibling waits for a prompt that is known"
         for slot, request in running.items():
             assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a place"
             assert s.length[slot] + s.pending[slot] <= runs.limit[slot], "more tokens planned than asked for"
+
+
+def _lack(group: Group, request: Request, residence: Residence, error: CapacityExceeded) -> Wait:
+    """The request finds no room in the group: it waits for blocks, for a row that ends and what is kept for it, and for
+    a block that it would share. The error itself is not kept: with its traceback it would keep all of this alive."""
+    events = [blocks_of(group.epoch), rows_of(group.epoch)]
+    hits = int(residence.hits.size)
+    if request.hashes is not None and hits < request.hashes.size:
+        events.append(prefix_of(int(request.hashes[hits])))
+    limit = TENANT_CEILING if isinstance(error, QuotaExceeded) else "blocks"
+    return Wait(limit, tuple(events), group.epoch, short_of(error), residence.needed, str(error))
+
+
+def _nearest(lacks: list[Wait], besides: tuple[Event, ...]) -> Wait:
+    """One record of what keeps a request out of each group: the words of the one where it lacks least, all events."""
+    if not lacks:
+        return Wait("workers", (WORKER, *besides))
+    room = [wait for wait in lacks if wait.limit == "blocks"] or [w for w in lacks if w.limit == TENANT_CEILING]
+    told = min(room, key=lambda wait: wait.short) if room else lacks[0]
+    events = dict.fromkeys(event for wait in lacks for event in wait.events)
+    return msgspec.structs.replace(told, events=(*events, *besides))

@@ -8,6 +8,8 @@ Rules kept by every method:
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -25,6 +27,7 @@ from .refs import Refs
 from .residence import Residence
 from .sequences import NO_POOL, Sequences, Slots
 from .tenants import Tenants
+from .waits import SLOT, Gain, Waits, eviction_of, prefix_of
 
 Tokens = npt.NDArray[np.int32]
 NO_BLOCKS = np.zeros(0, np.int64)
@@ -43,6 +46,8 @@ class Cache:
         self.sequences = Sequences(limits)
         self.refs = Refs(self.blocks, self.tenants, limits.holders_per_block_max)
         self.groups: dict[int, Group] = {}
+        self.waits = Waits()
+        self.sequences.on_slot = self._slot_is_free
         self.store = PrefixStore(limits.blocks_max, limits.block_size)
         self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
         self._epochs = 0
@@ -72,7 +77,10 @@ class Cache:
         group = new_group(
             number, worker, name, self._epochs, base, blocks, stores, model, bytes_per_block, kv_dtype, device
         )
+        group.pool.on_gain = Gain(self.waits, group.epoch)
+        group.index.on_entry = self._indexed
         self.groups[number] = group
+        self.waits.wake_all()
         self.largest_pool = max(self.largest_pool, blocks)
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
@@ -95,7 +103,16 @@ class Cache:
         s.read_step[s.read_pool == group.number] = 0
         self.past_steps_total += group.steps_total
         del self.groups[group.number]
+        self.waits.wake_all()
         return slots
+
+    def _slot_is_free(self) -> None:
+        self.waits.wake(SLOT)
+
+    def _indexed(self, values: Iterable[int]) -> None:
+        """Blocks with these chained hashes can be shared from now on."""
+        for value in values if self.waits.awaits_prefix else ():
+            self.waits.wake(prefix_of(value))
 
     def tenants_in_use(self) -> set[int]:
         """Tenants that have a sequence, or are charged for a block that is not merely cached."""
@@ -190,6 +207,7 @@ class Cache:
             s.hashed[slot], s.chain[slot], s.parent[slot] = 0, s.salt[slot], root_key(int(s.salt[slot]))
         if common:
             s.last_step[slot] = group.next_step
+            pool.await_step(group.next_step)  # until then it is not evicted
         self._row_changed(slot)
 
     def release_kv(self, slot: int, now_us: int) -> int:
@@ -201,6 +219,8 @@ class Cache:
         if s.computed[slot] // s.block_size > s.hashed[slot]:  # what it has filled is worth more indexed than free
             self._index_many(group, slot, now_us)
         dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]), now_us)
+        if s.request[slot]:
+            self.waits.wake(eviction_of(int(s.id[slot])))
         if s.last_step[slot] > group.pool.settled_step:
             s.read_pool[slot], s.read_step[slot] = group.number, s.last_step[slot]
         self._forget_kv(slot)
@@ -344,6 +364,11 @@ class Cache:
         kept = alone & (last[which] == np.arange(rows.size))
         return rows[~kept], columns[~kept]
 
+    def needed(self, slot: int, start: int, end: int, length: int) -> int:
+        """How many blocks one resident sequence takes to write positions [start, end) and to hold `length` tokens."""
+        copies = self.unwritable(np.array([slot]), np.array([start]), np.array([end]))[0].size
+        return self.sequences.blocks_for(length) - int(self.sequences.used[slot]) + int(copies)
+
     def grow(self, group: Group, slots: Slots, now_us: int) -> bool:
         """One more block for each of `slots`, all of the group, where that takes nothing from anybody.
 
@@ -403,6 +428,7 @@ class Cache:
         if with_kv > 0:
             origin = group.copy_block(old, fresh, with_kv)
             last = s.last_step[slot] = group.next_step
+            group.pool.await_step(last)
             self.blocks.touch[origin] = max(int(self.blocks.touch[origin]), last)
         self._release(group, np.array([old], np.int64), last, now_us)
         s.table[slot, column] = fresh

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound, QuotaExceeded
+from protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound
 from protocol.messages import Explain, Explanation, Message
 
 from .admission import Admission
@@ -12,14 +12,15 @@ from .block_commands import BlockCommands
 from .cache import Cache
 from .events import FromClient
 from .groups import Group
-from .pool import STATE_NAMES
-from .requests import NO_SLOT, RUNNING, Request, RequestTable
+from .holders import LISTED_MAX, who_holds
+from .pool import STATE_NAMES, short_of
+from .requests import NO_SLOT, RUNNING, SIBLING, Request, RequestTable
 from .sequence_commands import SequenceCommands
 from .sequences import Sequences
 from .statistics import live_tokens
 from .tenants import NO_CEILING
+from .waits import Wait
 
-LISTED_MAX = 5
 Facts = dict[str, Field]
 Told = tuple[str, list[str], Facts]
 
@@ -114,51 +115,75 @@ class Explainer:
         left = int(self._admission.runs.limit[slot] - s.length[slot])
         facts.update({"worker": request.worker, "blocks": int(s.used[slot]), "tokens_left_max": left})
         told = f"it runs on {request.worker}: {s.length[slot]} tokens in {s.used[slot]} blocks, at most {left} to come"
+        if request.wait is not None:
+            facts.update({"limit": request.wait.limit, "blocks_short": request.wait.short})
+            group = self._cache.groups[int(s.pool[slot])]
+            still = f"it stands still: {request.wait.short} blocks are missing ({request.wait.problem})"
+            return subject, [told, still, *self._what_would_free(group)], facts
         prefill = int(s.length[slot] - s.scheduled[slot])
         if prefill > 1:
             return subject, [told, f"{prefill} tokens of its prompt are still to be computed"], facts
         return subject, [told], facts
 
     def _why_waiting(self, request: Request) -> tuple[str, list[str], Facts]:
-        """The limit that a request waits for: (name, sentences, facts); "" where it would find room."""
-        cache, s = self._cache, self._cache.sequences
-        if not cache.groups:
-            return "workers", ["no worker is ready: it starts when one has registered its pool"], {}
-        if not request.sequence_id and not s.slots_free:
-            return "sequences_max", [f"all {s.id.size} sequence slots are taken: it starts when one is freed"], {}
-        if self._admission.waits_for_sibling(request):
-            first = request.siblings[0].id
-            return "sibling", [f"request {first} computes the prompt that it shares: it starts when that is done"], {}
-        full = [g for g in cache.groups.values() if g.running >= cache.limits.step_rows_max]
-        if len(full) == len(cache.groups):
-            rows = cache.limits.step_rows_max
-            return "step_rows_max", [f"every worker runs its limit of {rows} requests: it starts when one ends"], {}
-        if self._admission.must_be_alone(request) and all(group.running for group in cache.groups.values()):
-            told = f"{request.crashes} workers in a row died while running it: it runs alone, when a worker is idle"
-            return "alone", [told], {"crashes": request.crashes}
-        shortages = [(self._short(request, group), group) for group in cache.groups.values() if group not in full]
-        (short, error), group = min(shortages, key=lambda entry: entry[0][0])
-        if short <= 0:
+        """The limit that a request waits for: (name, sentences, facts); "" where it will be tried next."""
+        wait, cache = request.wait or self._untried(request), self._cache
+        if wait is None:
             return "", ["nothing holds it back: it starts with the next turn of the loop"], {"blocks_short": 0}
-        limit = "tenant ceiling" if isinstance(error, QuotaExceeded) else "blocks"
-        sentences = [f"{short} blocks are missing on {group.name} ({error})", *self._what_would_free(group)]
-        return limit, sentences, {"blocks_short": short, "worker": group.name}
+        if wait.limit == "workers":
+            return "workers", ["no worker is ready: it starts when one has registered its pool"], {}
+        if wait.limit == "sequences_max":
+            slots = cache.sequences.id.size
+            return wait.limit, [f"all {slots} sequence slots are taken: it starts when one is freed"], {}
+        if wait.limit == SIBLING:
+            told = f"request {wait.other} computes the prompt that it shares: it starts when that is done"
+            return wait.limit, [told], {"other": wait.other}
+        if wait.limit == "step_rows_max":
+            rows = cache.limits.step_rows_max
+            return wait.limit, [f"every worker runs its limit of {rows} requests: it starts when one ends"], {}
+        if wait.limit == "alone":
+            return self._alone(request, wait)
+        if wait.limit == "step":
+            return wait.limit, ["a step that is under way still reads its sequence: it starts when that is done"], {}
+        if wait.limit == "kept":
+            return wait.limit, ["room is kept for requests before it: it is tried when one of them has started"], {}
+        group = next(group for group in cache.groups.values() if group.epoch == wait.group)
+        short, problem = self._short(request, group)
+        sentences = [f"{short} blocks are missing on {group.name} ({problem})", *self._what_would_free(group)]
+        return wait.limit, sentences, {"blocks_short": short, "worker": group.name}
 
-    def _short(self, request: Request, group: Group) -> tuple[int, CapacityExceeded | None]:
-        """How many blocks the request lacks in the group, and the refusal it would meet."""
+    def _untried(self, request: Request) -> Wait | None:
+        """What keeps requests from being tried at all."""
+        groups, rows_max = self._cache.groups.values(), self._cache.limits.step_rows_max
+        if not groups:
+            return Wait("workers")
+        if not request.sequence_id and not self._cache.sequences.slots_free:
+            return Wait("sequences_max")
+        if all(group.running >= rows_max for group in groups):
+            return Wait("step_rows_max")
+        return None
+
+    def _alone(self, request: Request, wait: Wait) -> tuple[str, list[str], Facts]:
+        if self._admission.must_be_alone(request):
+            told = f"{request.crashes} workers in a row died while running it: it runs alone, when a worker is idle"
+            return wait.limit, [told], {"crashes": request.crashes}
+        told = f"workers died while running request {wait.other}: that one runs alone until it has its next token"
+        return wait.limit, [told], {"other": wait.other}
+
+    def _short(self, request: Request, group: Group) -> tuple[int, str]:
+        """How many blocks the request lacks in the group by now, and the refusal that it would meet."""
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
         hashes = request.hashes
         residence = self._admission.plan(group, request)
         request.hashes = hashes  # asking leaves nothing behind, not even a faster next time
-        asking = np.array([slot] if slot >= 0 else [], int)
-        spare = self._admission.spare(group, request)
+        needed = 0 if slot != NO_SLOT and s.pool[slot] == group.number else residence.needed
+        asking, spare = np.array([slot] if slot >= 0 else [], int), self._admission.spare(group, request)
         try:
-            cache.check_room(group, request.tenant, residence.needed, residence.keep, asking, spare)
+            cache.check_room(group, request.tenant, needed, residence.hits, asking, spare)
         except CapacityExceeded as error:
-            limit = error.ceiling if isinstance(error, QuotaExceeded) else error.available
-            return error.needed - limit, error
-        return 0, None
+            return short_of(error), str(error)
+        return 0, "there is room by now: it is tried next"
 
     def _what_would_free(self, group: Group) -> list[str]:
         s, pool = self._cache.sequences, group.pool
@@ -170,13 +195,7 @@ class Explainer:
         for slot in soonest.tolist():
             left = int(self._admission.runs.limit[slot] - s.length[slot])
             sentences.append(f"request {s.request[slot]} holds {s.used[slot]} blocks and ends within {left} tokens")
-        idle = np.flatnonzero(s.owned & (s.pool == group.number) & ~s.running)
-        largest = idle[np.argsort(-s.used[idle])][:LISTED_MAX].tolist()
-        sentences += [f"sequence {s.id[slot]} is idle and holds {s.used[slot]} blocks" for slot in largest]
-        held = sum(pool.base <= block < pool.base + pool.count for block in self._cache.blocks.external)
-        if held:
-            sentences.append(f"{held} blocks have external holders")
-        return sentences
+        return sentences + who_holds(self._cache, group, running=False)
 
     # ---------------------------------------------------------------------------------------------- sequences, tenants
 

@@ -13,6 +13,7 @@ from protocol.messages import Int32Array, ModelInfo
 from .hashing import BlockHasher
 from .pool import BlockIds, Blocks, Pool
 from .prefix import PrefixIndex, PrefixStore
+from .requests import Request
 from .steady import Steady
 from .tenants import Tenants
 
@@ -43,6 +44,7 @@ class Group:
 
     running: rows that run; version: grows when one starts or leaves. steady: they decode, step after step.
     suspect: the request that runs alone because workers died with it, 0 for none.
+    stopped: rows that found no room for their next token when the last step was planned.
     settled_us: when its last result came. chunk_tokens: prefill tokens of a step beside decodes, 0 before the first.
     """
 
@@ -71,6 +73,7 @@ class Group:
         self.version = 0
         self.steady: Steady | None = None
         self.suspect = 0
+        self.stopped: list[Request] = []
         self.settled_us = 0
         self.chunk_tokens = 0
 
@@ -110,7 +113,7 @@ class Group:
     def skip_step(self) -> bool:
         """With nothing under way and nothing owed, no step can touch a block: gives up the next id so that what
         waits for it is settled. Returns whether it did."""
-        if self.sent or self._copies or not self.pool.quarantined:
+        if self.sent or self._copies or not self.pool.awaits_step:
             return False
         self.last_step += 1
         return True

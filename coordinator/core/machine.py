@@ -101,6 +101,7 @@ class Machine:
             self.cache, self.requests, self.admission, self.outcomes, self.streams, self.sequences, self._served
         )
         self._reports.on_first_model = asked.recheck
+        self.scheduler.give_up = self.outcomes.give_up
         self.workers = self._reports.workers
         self.clients: set[int] = set()
         self.turns = 0
@@ -165,6 +166,7 @@ class Machine:
             self.admission.admit(now_us)
             for number in sorted(self.cache.groups):
                 self._plan(self.cache.groups[number], now_us)
+            self._asked.timers.drop_ended(self.requests.live)  # planning ends rows that can never go on
             due_us = self._due_us()
             self._stirred = self.admission.stirred or (due_us is not None and due_us <= now_us)
             if not self._stirred:

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from protocol.errors import (
     AlreadyFinished,
+    CapacityExceeded,
     Field,
     InvalidRequest,
     KvforgeError,
@@ -62,6 +63,8 @@ class Outcomes:
             tops = None if tops is None else tops.pick(np.flatnonzero(sampled))
         s.computed[slots] += counts
         self._append(rows, tokens, logprobs, tops, sent.tenant, now_us)
+        if group.suspect:
+            self._admission.look_at_suspect(group)
         # Blocks that decodes fill are not looked for at once: several steps' are indexed together, which costs less.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
             self._cache.index_filled(group, now_us)
@@ -157,7 +160,10 @@ class Outcomes:
         offsets = at - runs.base[rows]
         first = offsets == 0
         for slot in rows[first].tolist() if some(first) else ():
-            self._requests.live[int(s.request[slot])].first_token_us = now_us
+            request = self._requests.live[int(s.request[slot])]
+            request.first_token_us = now_us
+            if request.siblings:
+                self._admission.prompt_is_known(request)
         self._requests.generated_tokens_total += rows.size
         if tenant >= 0:
             self._admission.waiting.charge(tenant, rows.size)
@@ -171,6 +177,10 @@ class Outcomes:
             tops = None if tops is None else tops.pick(np.flatnonzero(streamed))
         if rows.size:
             self._streams.add_step(runs.client[rows], s.request[rows], offsets, tokens, logprobs, tops)
+
+    def give_up(self, request: Request, error: CapacityExceeded, now_us: int) -> None:
+        """A row that can never go on fails."""
+        self.end(request, "fail", "failed", error, now_us)
 
     def finish_at(self, request: Request, count: int, generated: int, now_us: int) -> None:
         """Ends a request as stopped after its first `count` of `generated` tokens. Asking again changes nothing.
@@ -217,7 +227,10 @@ class Outcomes:
         request.generated = request.tokens.size
         if request.tops is not None:
             request.tops.cut(request.generated)
+        siblings = bool(request.siblings)
         self._requests.retire(request, now_us)
+        if siblings:
+            self._admission.prompt_is_known(request)
         self._ends.append(end_entry(request, self._cache.tenants.names[request.tenant]))
         if request.paused:
             return  # its client is told when it reads again, and asks for what it lacks

@@ -13,6 +13,7 @@ A generation is bumped whenever a block's content is given up, so an old name fo
 
 from __future__ import annotations
 
+from bisect import insort
 from collections import OrderedDict, deque
 from collections.abc import Callable
 from typing import NamedTuple
@@ -100,11 +101,19 @@ class Supply:
             self._free += 1
             self._usage[owner] -= 1
 
+    def gain_each(self, owners: npt.NDArray[np.int32], indexed: npt.NDArray[np.bool_]) -> None:
+        """`gain` for each of [n] blocks."""
+        for owner, count in zip(*np.unique(owners[indexed], return_counts=True), strict=True):
+            self._cached[int(owner)] = self._cached.get(int(owner), 0) + int(count)
+        freed = owners[~indexed]
+        self._free += freed.size
+        self._usage -= np.bincount(freed, minlength=self._usage.size)
+
 
 class Pool:
     """One worker's blocks: [base, base + count). All ids are global.
 
-    gains: grows whenever somebody who found no room may find some now.
+    on_gain: called whenever somebody who found no room may find some now.
     """
 
     def __init__(self, blocks: Blocks, tenants: Tenants, base: int, count: int) -> None:
@@ -126,8 +135,8 @@ class Pool:
         self.allocated_total = 0
         self.freed_total = 0
         self.evicted_total = 0
-        self.gains = 0
-        self._awaited = 0
+        self._awaited: deque[int] = deque()
+        self.on_gain: Callable[[], object] = _no_one
         self.on_evict: Callable[[int], None] = _nothing
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
@@ -261,7 +270,7 @@ class Pool:
             self._charge(owner, -1, now_us)
             self._charge(tenant, 1, now_us)
             self.blocks.owner[block] = tenant
-            self.gains += 1  # the one it was charged to has room for another
+            self.on_gain()  # the one it was charged to has room for another
             self.blocks.changed.append(np.array([block], np.int64))
 
     # ---------------------------------------------------------------------------------------------------- holders
@@ -311,9 +320,10 @@ class Pool:
     def settle(self, step: int, now_us: int) -> None:
         """Every step up to `step` is over: what only they could touch leaves quarantine."""
         self.settled_step = max(self.settled_step, step)
-        if 0 < self._awaited <= self.settled_step:
-            self._awaited = 0
-            self.gains += 1
+        if self._awaited and self._awaited[0] <= self.settled_step:
+            while self._awaited and self._awaited[0] <= self.settled_step:
+                self._awaited.popleft()
+            self.on_gain()
         for _ in range(len(self._quarantine)):
             ids = self._quarantine.popleft()
             ids = ids[self.blocks.state[ids] == QUARANTINED]
@@ -326,11 +336,17 @@ class Pool:
 
     def await_step(self, step: int) -> None:
         """Something that waits can go on when this step is over: an idle sequence may be evicted, a row reused."""
-        if step > self.settled_step:
-            self._awaited = max(self._awaited, step)
+        if step > self.settled_step and not (self._awaited and self._awaited[-1] == step):
+            insort(self._awaited, step)
+
+    @property
+    def awaits_step(self) -> bool:
+        """Whether anything waits for a step to be over."""
+        return self.quarantined > 0 or bool(self._awaited)
 
     def _settle(self, ids: BlockIds, now_us: int) -> None:
-        self.gains += 1
+        if not ids.size:
+            return
         indexed = self.blocks.indexed[ids]
         if indexed.any():
             kept = ids[indexed]
@@ -342,6 +358,7 @@ class Pool:
                 self._lru.setdefault(owner, OrderedDict())[block] = self._stamp
             ids = ids[~indexed]
         self._to_free(ids, now_us)
+        self.on_gain()
 
     def _to_free(self, ids: BlockIds, now_us: int) -> None:
         if not ids.size:
@@ -395,5 +412,15 @@ class Pool:
         assert (self.usage <= self._tenants.ceiling).all(), "a tenant is above its ceiling"
 
 
+def short_of(error: CapacityExceeded) -> int:
+    """How many blocks more it would have taken."""
+    available = error.ceiling if isinstance(error, QuotaExceeded) else error.available
+    return int(error.needed) - int(available)
+
+
 def _nothing(_block: int) -> None:
+    return None
+
+
+def _no_one() -> None:
     return None

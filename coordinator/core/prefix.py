@@ -8,6 +8,8 @@ acknowledged, and never for a free block.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterable
+
 import numpy as np
 import numpy.typing as npt
 
@@ -37,6 +39,7 @@ class PrefixIndex:
         self._by_hash: dict[int, int] = {}
         self._children: dict[int, dict[int, None]] = {}
         pool.on_evict = self.remove
+        self.on_entry: Callable[[Iterable[int]], object] = _no_one  # called with the hashes of new entries
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -126,6 +129,7 @@ class PrefixIndex:
         self._by_hash[value] = block
         self._children.setdefault(parent, {})[block] = None
         self._blocks.indexed[block] = True
+        self.on_entry((value,))
         return self.key(block)
 
     def add_each(
@@ -148,6 +152,7 @@ class PrefixIndex:
         for parent, block in zip(parents.tolist(), new, strict=True):
             self._children.setdefault(parent, {})[block] = None
         self._blocks.indexed[ids] = True
+        self.on_entry(hashes)
         keys: npt.NDArray[np.int64] = ids | self._blocks.generation[ids].astype(np.int64) << 32
         return keys
 
@@ -181,6 +186,10 @@ class PrefixIndex:
                 start = -parent - 1 if parent < 0 else int(store.hash[parent & 0xFFFFFFFF])
                 expected = int(self._hasher.extend(np.array([start], np.uint64), store.tokens[block][None])[0])
                 assert expected == int(store.hash[block]), "an entry's hash is not the hash of its content"
+
+
+def _no_one(_values: Iterable[int]) -> None:
+    return None
 
 
 def root_key(salt: int) -> int:

@@ -1,17 +1,23 @@
-"""Whom to evict when blocks run out: idle client sequences, least recently used first and whole."""
+"""Whom to evict when blocks run out: idle client sequences, least recently used first and whole.
+
+And what there would be if nothing ran any more.
+"""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 import numpy as np
+import numpy.typing as npt
 
 from .groups import Group
-from .pool import BlockIds, Spare, Supply
+from .pool import QUARANTINED, BlockIds, Spare, Supply
 from .sequences import Slots
 
 if TYPE_CHECKING:
     from .cache import Cache
+
+NO_ROW = -1
 
 
 def idle_victims(
@@ -45,3 +51,25 @@ def idle_victims(
             if left == 0 and blocks.touch[block] <= pool.settled_step and not (keep == block).any():
                 trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
     return np.array(taken, np.int64), trial
+
+
+def supply_when_idle(cache: Cache, group: Group, but: int = NO_ROW) -> tuple[Supply, npt.NDArray[np.bool_]]:
+    """What there would be to give if all that ends by itself had ended: every row but `but`, every step, and the idle
+    sequences that may be evicted. The rest is held by clients. With it, [blocks of the pool]: which would be held.
+    """
+    s, blocks, pool = cache.sequences, cache.blocks, group.pool
+    ends = (s.pool == group.number) & (s.id != 0)
+    if cache.limits.policy == "none":
+        ends &= s.running | (s.request != 0)
+    if but != NO_ROW:
+        ends[but] = False
+    slots = np.flatnonzero(ends)
+    columns = np.arange(int(s.used[slots].max(initial=0)))
+    cells = s.table[slots][:, : columns.size][columns < s.used[slots][:, None]]
+    given = np.bincount(cells - pool.base, minlength=pool.count)
+    region = slice(pool.base, pool.base + pool.count)
+    held = blocks.refcount[region] > given
+    back = (~held & (given > 0)) | (blocks.state[region] == QUARANTINED)
+    supply = pool.supply()
+    supply.gain_each(blocks.owner[region][back], blocks.indexed[region][back])
+    return supply, held

@@ -29,12 +29,16 @@ RETRY_MS_MIN, RETRY_MS_DEFAULT, RETRY_MS_MAX = 10, 1000, 60_000
 
 
 class WaitingQueue:
-    """Every request that is pending or preempted. Iterating gives them in the order in which they will be tried."""
+    """Every request that is pending or preempted. Iterating gives them in the order in which they will be tried.
+
+    Those that are parked wait for another request, and are not tried: they come last.
+    """
 
     def __init__(self, limits: Limits, tenants: Tenants) -> None:
         self._limits, self._tenants = limits, tenants
         self._returned: list[tuple[int, Request]] = []
         self._fresh: dict[int, list[tuple[int, int, Request]]] = {}
+        self._parked: dict[int, Request] = {}
         self._size = 0
         self.service = np.zeros(limits.tenants_max + 1, np.float64)
         self._virtual = 0.0
@@ -56,16 +60,18 @@ class WaitingQueue:
                 charged = service + request.prompt.size / self._tenants.weight[tenant]
                 heapq.heappush(heap, (float(charged), tenant, place + 1))
             yield request
+        yield from self._parked.values()
 
     def by_tenant(self) -> Counter[int]:
         """How many requests of each tenant wait."""
         waiting = Counter(request.tenant for _, request in self._returned)
         waiting.update({tenant: len(entries) for tenant, entries in self._fresh.items()})
+        waiting.update(request.tenant for request in self._parked.values())
         return waiting
 
     def forget_tenant(self, tenant: int) -> None:
         """The tenant's number will be another's, which starts where the queue is when it first waits."""
-        assert tenant not in self._fresh
+        assert not self.by_tenant()[tenant]
         self.service[tenant] = 0.0
 
     def add(self, request: Request) -> None:
@@ -75,6 +81,21 @@ class WaitingQueue:
             self.service[tenant] = max(self.service[tenant], self._virtual)
         insort(self._fresh.setdefault(tenant, []), self._entry(request), key=_by_time)
         self._size += 1
+
+    def park(self, request: Request) -> None:
+        """A new request waits, and is not to be tried before another one is further."""
+        self._parked[request.id] = request
+        self._size += 1
+
+    def unpark(self, request: Request) -> None:
+        """It takes its place in the queue: that of the time when it came."""
+        del self._parked[request.id]
+        self._size -= 1
+        self.add(request)
+
+    def is_parked(self, request: Request) -> bool:
+        """Whether it is not to be tried."""
+        return request.id in self._parked
 
     def put_back(self, request: Request) -> None:
         """A request that ran waits again."""
@@ -90,6 +111,9 @@ class WaitingQueue:
 
     def remove(self, request: Request) -> None:
         """The request does not wait any more."""
+        if self._parked.pop(request.id, None) is not None:
+            self._size -= 1
+            return
         if request.admitted_order:
             self._returned.remove((request.admitted_order, request))
         else:
@@ -120,7 +144,8 @@ class WaitingQueue:
 
     def check_invariants(self) -> None:
         """The lists agree with the count, and each is in order."""
-        assert self._size == len(self._returned) + sum(map(len, self._fresh.values())), "the count of waiting requests"
+        queued = len(self._returned) + sum(map(len, self._fresh.values()))
+        assert self._size == queued + len(self._parked), "the count of waiting requests"
         assert all(self._fresh.values()), "an empty list of a tenant"
         for entries in self._fresh.values():
             assert entries == sorted(entries, key=_by_time), "a tenant's queue is out of order"

@@ -128,13 +128,13 @@ class RequestCommands:
             request.key = entry
             request.sampling, request.model_defaults = sampling, unsettled
             made.append(request)
+            if message.count > 1:
+                request.siblings = made
             self._requests.add(request)
             self._admission.enqueue(request)
             self.timers.set(deadline_us, request.id, DEADLINE)
             if message.first_token_ms:
                 self.timers.set(now_us + message.first_token_ms * 1000, request.id, FIRST_TOKEN)
-            if message.count > 1:
-                request.siblings = made
         if message.sequence_id:
             s = self._cache.sequences
             slot = s.find(message.sequence_id)

@@ -20,6 +20,7 @@ from .hashing import Hashes
 from .keys import KeyEntry, Keys
 from .limits import Limits
 from .tops import TopRecord
+from .waits import Wait
 
 PENDING, RUNNING, PREEMPTED = "pending", "running", "preempted"
 FINISHED, FAILED, CANCELLED, EXPIRED = "finished", "failed", "cancelled", "expired"
@@ -43,6 +44,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 }
 
 NO_SLOT = -1
+TENANT_CEILING, SIBLING = "tenant ceiling", "sibling"
 NO_SAMPLING = Sampling()
 
 
@@ -54,7 +56,7 @@ class Request:
     client: who reads it, 0 for nobody. paused: its stream to it is, until it asks again. orphan_us: since when its
     connection is gone, -1 where it is not.
     passed: how many requests started before it since it found no room; kept_epoch: the group that room is kept in for
-    it, 0 for none. at_ceiling: it found none because of its tenant's ceiling.
+    it, 0 for none. wait: what it waits for, None where it was not tried since something changed for it.
     computed: of how many tokens its KV was computed when it was preempted; redone_tokens: how many were computed again.
     crashes: how many workers in a row died with it, without a token in between; crash_length: how far it was then.
     cut: how many of its tokens a FinishAt took back.
@@ -64,7 +66,6 @@ class Request:
 
     __slots__ = (
         "admitted_order",
-        "at_ceiling",
         "cached_tokens",
         "client",
         "computed",
@@ -108,6 +109,7 @@ class Request:
         "tenant_name",
         "tokens",
         "tops",
+        "wait",
         "worker",
     )
 
@@ -142,7 +144,8 @@ class Request:
         self.cached_tokens = self.computed = self.redone_tokens = 0
         self.admitted_order = self.passed = self.preemptions = self.kept_epoch = 0
         self.crashes = self.crash_length = 0
-        self.at_ceiling = self.paused = self.prompt_known = False
+        self.paused = self.prompt_known = False
+        self.wait: Wait | None = None
         self.hashes: Hashes | None = None
         self.reason = ""
         self.worker = ""
@@ -153,6 +156,16 @@ class Request:
     def ended(self) -> bool:
         """Whether the state is terminal."""
         return self.state in TERMINAL
+
+    @property
+    def at_ceiling(self) -> bool:
+        """Whether it waits because of its tenant's ceiling."""
+        return self.wait is not None and self.wait.limit == TENANT_CEILING
+
+    @property
+    def awaits_sibling(self) -> bool:
+        """Whether it waits for a sibling to compute the prompt."""
+        return self.wait is not None and self.wait.limit == SIBLING
 
     def move(self, event: str) -> None:
         """Takes the transition for `event`. Raises AlreadyFinished or InvalidTransition and changes nothing."""

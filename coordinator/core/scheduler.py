@@ -7,6 +7,8 @@ the next one's input and stays on the device, so the next step is planned before
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -18,9 +20,13 @@ from . import victims
 from .admission import Admission
 from .cache import Cache
 from .groups import Group, SentStep
-from .requests import RequestTable
+from .holders import who_holds
+from .pool import NO_SPARE, short_of
+from .pressure import supply_when_idle
+from .requests import NO_SLOT, TENANT_CEILING, Request, RequestTable
 from .sequences import Slots
 from .steady import Steady
+from .waits import Wait
 
 CHUNK_TOKENS_MIN = 16
 NO_SLOTS = np.zeros(0, np.int64)
@@ -33,9 +39,19 @@ class Scheduler:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._limits = cache.limits
         self._runs = admission.runs
+        self.give_up: Callable[[Request, CapacityExceeded, int], None] = _nothing
 
     def plan(self, group: Group, now_us: int) -> Step | None:
-        """The group's next step, or None where it has nothing to do or enough under way."""
+        """The group's next step, or None where it has nothing to do or enough under way.
+
+        A row that finds no room for its next token, and never would though all else that runs had ended, fails.
+        """
+        while True:
+            step = self._plan(group, now_us)
+            if not group.stopped or not self._give_up_stopped(group, step, now_us) or step is not None:
+                return step
+
+    def _plan(self, group: Group, now_us: int) -> Step | None:
         if len(group.sent) >= self._limits.steps_in_flight_max:
             return None
         if not group.running and not group.owes_copies:
@@ -45,6 +61,8 @@ class Scheduler:
             if step is not None:
                 return step
         group.steady = None
+        if group.stopped:
+            self._try_stopped(group)
         s, runs = self._cache.sequences, self._runs
         mine = np.flatnonzero(s.running & (s.pool == group.number))
         target = s.length[mine] + s.pending[mine]
@@ -214,15 +232,61 @@ class Scheduler:
                     # What a tenant within its floor gave back would be kept for it.
                     floor = self._cache.tenants.floor
                     helps |= ((floor == 0) | (group.pool.usage > floor))[s.tenant[mine]]
-                victim = victims.choose(self._cache, self._requests, self._runs.order, mine[helps], _short(error))
+                victim = victims.choose(self._cache, self._requests, self._runs.order, mine[helps], short_of(error))
                 if victim is None:
                     if not self._cache.unwritable(np.array([slot]), start, start + count)[0].size:
+                        end, length = int(start[0]) + count, int(target[0] + samples[0])
+                        self._stop(group, slot, error, self._cache.needed(slot, int(start[0]), end, length))
                         return False
                     victim = slot  # alone, and it shares: it starts again on blocks of its own
                 self._admission.requeue(self._requests.live[int(s.request[victim])], now_us)
                 continue
             return True
         return False
+
+    # --------------------------------------------------------------------------------------------------- standing still
+
+    def _stop(self, group: Group, slot: int, error: CapacityExceeded, needed: int) -> None:
+        """The row stands still: nobody is preempted for it."""
+        request = self._requests.live[int(self._cache.sequences.request[slot])]
+        limit = TENANT_CEILING if isinstance(error, QuotaExceeded) else "blocks"
+        request.wait = Wait(limit, (), group.epoch, short_of(error), needed, str(error))
+        group.stopped.append(request)
+
+    def _try_stopped(self, group: Group) -> None:
+        """The rows that stood still are planned like all others."""
+        for request in group.stopped:
+            if request.slot != NO_SLOT:
+                request.wait = None
+        group.stopped.clear()
+
+    def _give_up_stopped(self, group: Group, step: Step | None, now_us: int) -> bool:
+        """Ends the rows that stand still for good: whose room only a client could give back, or, where the whole group
+        stands still, the youngest. Returns whether it ended any."""
+        still = [request for request in group.stopped if request.slot != NO_SLOT and request.wait is not None]
+        lost = [request for request in still if not self._can_go_on(group, request)]
+        if still and not lost and step is None and not group.sent and not group.pool.awaits_step:
+            lost = [max(still, key=lambda request: request.admitted_order)]
+        for request in lost:
+            self.give_up(request, self._hopeless(group, request), now_us)
+        return bool(lost)
+
+    def _can_go_on(self, group: Group, request: Request) -> bool:
+        """Whether the row would find room if everything else that ends by itself had ended."""
+        supply, _ = supply_when_idle(self._cache, group, request.slot)
+        return request.wait is None or supply.has(request.tenant, request.wait.needed, NO_SPARE)
+
+    def _hopeless(self, group: Group, request: Request) -> CapacityExceeded:
+        """Why the row cannot go on, and who holds what it lacks."""
+        wait, tenants = request.wait, self._cache.tenants
+        assert wait is not None
+        needed, at_ceiling = wait.needed, wait.limit == TENANT_CEILING
+        holders = who_holds(self._cache, group, request.tenant if at_ceiling else 0, request.slot)
+        hint = f"request {request.id} cannot go on: {'; '.join(holders)}"
+        if at_ceiling:
+            usage, ceiling = int(group.pool.usage[request.tenant]), int(tenants.ceiling[request.tenant])
+            return QuotaExceeded(request.tenant_name, usage + needed, ceiling, hint)
+        return CapacityExceeded("blocks", needed, max(0, needed - wait.short), hint)
 
     def _send(self, group: Group, slots: Slots, counts: Slots, now_us: int) -> Step:
         """Commits the plan: counters move, and the step becomes a message."""
@@ -306,7 +370,5 @@ class Scheduler:
         return tuple(begins), np.concatenate(history)
 
 
-def _short(error: CapacityExceeded) -> int:
-    """How many blocks more it would have taken."""
-    available = error.ceiling if isinstance(error, QuotaExceeded) else error.available
-    return int(error.needed) - int(available)
+def _nothing(_request: Request, _error: CapacityExceeded, _now_us: int) -> None:
+    return None

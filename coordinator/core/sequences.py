@@ -12,6 +12,7 @@ whose blocks were taken away get others before that. `read_step` of pool `read_p
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -67,6 +68,7 @@ class Sequences:
         self.slot_of: dict[int, int] = {}
         self.version = 0
         self.expiry_us: int | None = None
+        self.on_slot: Callable[[], object] = _no_one  # one is free again
         self._free = list(range(n - 1, -1, -1))
         self._quarantine: deque[tuple[int, int, int]] = deque()
         self.changed_rows: list[Slots] = []
@@ -129,6 +131,7 @@ class Sequences:
             self._quarantine.append((pool, quarantine_step, slot))
         else:
             self._free.append(slot)
+            self.on_slot()
 
     def settle(self, pool: int, step: int) -> None:
         """Every step of `pool` up to `step` is over: slots that only they could read are free again."""
@@ -136,6 +139,7 @@ class Sequences:
             entry = self._quarantine.popleft()
             if entry[0] == pool and entry[1] <= step:
                 self._free.append(entry[2])
+                self.on_slot()
             else:
                 self._quarantine.append(entry)
 
@@ -197,6 +201,10 @@ class Sequences:
         assert not self.scheduled[~resident].any() and not self.pending[~resident].any(), "KV without a pool"
         assert not self.pending[~self.running].any(), "tokens pending without a running request"
         assert (self.request[self.running] != 0).all(), "a running sequence without a request"
+
+
+def _no_one() -> None:
+    return None
 
 
 def _rows(count: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

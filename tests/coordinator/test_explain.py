@@ -130,7 +130,7 @@ def test_a_request_is_short_of_an_exact_number_of_blocks_and_is_told_what_would_
     held = driver.machine.cache.sequences.used[driver.machine.requests.live[running].slot]
     assert f"request {running} holds {held} blocks and ends within {left} tokens" in told.sentences
     assert f"sequence {idle} is idle and holds 2 blocks" in told.sentences
-    assert "1 blocks have external holders" in told.sentences
+    assert "'pin' holds 1 block by name" in told.sentences
 
 
 @pytest.mark.parametrize("pinned", [6, 7, 9])

@@ -176,11 +176,14 @@ def test_nobody_is_preempted_whose_blocks_its_floor_would_keep() -> None:
     within = driver.submit(range(50, 58), max_tokens=6, tenant="b")
     for _ in range(40):
         driver.step()
-    assert (driver.request(stuck).state, driver.request(within).state) == ("running", "finished")
+    assert (driver.request(stuck).state, driver.request(within).state) == ("failed", "finished")
     assert driver.request(within).preemptions == 0
-    driver.remove(idle)
-    driver.run_until_idle()
-    assert driver.answer_of(stuck) == continuation(range(20, 24), 20)
+    error = driver.request(stuck).error
+    assert error is not None and error.code == "capacity_exceeded"
+    assert f"sequence {idle} is idle and holds 4 blocks" in error.message
+    assert driver.request(within).preemptions == 0
+    generated = driver.answer_of(stuck)
+    assert generated == continuation(range(20, 24), 20)[: len(generated)]
 
 
 def test_of_three_the_one_within_its_floor_is_spared_though_it_costs_least() -> None:

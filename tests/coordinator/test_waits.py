@@ -2,7 +2,14 @@
 
 from __future__ import annotations
 
+import pytest
+
+from coordinator.core.admission import Admission
+from coordinator.core.limits import Limits, Quota
+from coordinator.core.pool import Blocks, Pool
+from coordinator.core.tenants import Tenants
 from tests.coordinator.conftest import MakePool
+from tests.coordinator.driver import Driver, continuation
 
 
 def test_a_request_starts_when_the_step_is_over_that_kept_an_idle_sequence_from_being_evicted(
@@ -23,3 +30,157 @@ def test_a_request_starts_when_the_step_is_over_that_kept_an_idle_sequence_from_
     assert driver.free() == free
     driver.turn()
     assert (driver.request(waiting).state, driver.request(other).state) == ("running", "running")
+
+
+# ---------------------------------------------------------------------------------------------- exactly what is awaited
+
+
+def test_others_start_as_soon_as_the_one_that_runs_alone_is_past_its_crash_point(make_pool: MakePool) -> None:
+    driver, worker = make_pool(40, crashes_max=5, blocks_max=128)
+    suspect = driver.submit([1, 2, 3], 40)
+    for _ in range(2):
+        driver.turn()
+        driver.lose(worker)
+        worker = driver.add_worker(40)
+    driver.turn()
+    others = [driver.submit([9, i], 2) for i in range(2)]
+    driver.turn()
+    assert [driver.request(other).state for other in others] == ["pending", "pending"]
+    told = driver.explain(request_id=others[0])
+    assert (told.facts["limit"], told.facts["other"]) == ("alone", suspect)
+    driver.answer(worker)
+    driver.turn()
+    assert [driver.request(other).state for other in others] == ["running", "running"]
+    assert driver.request(suspect).state == "running"
+
+
+def test_who_waits_for_one_step_is_not_put_off_by_who_waits_for_a_later_one() -> None:
+    tenants = Tenants(Limits())
+    pool = Pool(Blocks(4, 4), tenants, 0, 4)
+    told: list[int] = []
+    pool.on_gain = lambda: told.append(pool.settled_step)
+    for step in (2, 1, 4):
+        pool.await_step(step)
+    for step in range(1, 6):
+        pool.await_step(step + 4)
+        pool.settle(step, 0)
+    assert told == [1, 2, 4, 5]
+
+
+def test_a_request_that_waits_is_tried_when_what_it_would_share_is_there(make_pool: MakePool) -> None:
+    driver, worker = make_pool(12, steps_in_flight_max=1, step_tokens_max=8)
+    text = list(range(100, 124))
+    first = driver.submit(text, 8)
+    driver.step()
+    second = driver.submit([*text, 7], 1)
+    driver.turn()
+    assert driver.request(second).state == "pending"
+    assert driver.explain(request_id=second).facts["limit"] == "blocks"
+    while driver.request(second).state == "pending":
+        assert driver.request(first).state == "running", "it needs no more blocks than are free from the second step on"
+        driver.answer(worker)
+        driver.turn()
+    assert driver.request(second).cached_tokens >= 16
+    driver.run_until_idle()
+    assert driver.answer_of(second) == continuation([*text, 7], 1)
+
+
+def test_siblings_that_wait_cost_a_turn_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    driver = Driver(queue_max=600, samples_max=256, blocks_per_sequence_max=64, blocks_max=1024)
+    worker = driver.add_worker(1024)
+    driver.submit([5], 30)
+    driver.turn()
+    first = driver.submit(range(200), 2, count=256)
+    driver.turn()
+    looked: list[int] = []
+    real = Admission.waits_for_sibling
+    monkeypatch.setattr(Admission, "waits_for_sibling", lambda self, r: looked.append(r.id) or real(self, r))
+    iterated: list[int] = []
+    tried = Admission.choose
+    monkeypatch.setattr(Admission, "choose", lambda self, r, kept: iterated.append(r.id) or tried(self, r, kept))
+    monkeypatch.setattr(driver.machine, "check_invariants", lambda: None)  # that one looks at all of them
+    for _ in range(3):
+        driver.answer(worker)
+        driver.turn()
+    assert driver.request(first).state == "running"
+    assert (looked, iterated) == ([], [])
+
+
+# ------------------------------------------------------------------------------------------- rows that can never go on
+
+
+def test_a_row_that_pinned_blocks_stop_fails_and_says_who_pins_them(make_pool: MakePool) -> None:
+    driver, _ = make_pool(10)
+    sequence = driver.create(range(1, 13))
+    driver.submit(sequence_id=sequence, max_tokens=1)
+    driver.run_until_idle()
+    for block in driver.blocks_of(sequence)[:3]:
+        driver.ref(block, "pin", client=2)
+    driver.remove(sequence)
+    stopped = driver.submit([50, 51, 52, 53], 32)
+    for _ in range(20):
+        driver.step()
+    other = driver.submit([60, 61], 2)
+    driver.run_until_idle()
+    ended = driver.request(stopped)
+    assert (ended.state, ended.error.code) == ("failed", "capacity_exceeded")
+    assert "'pin' holds 3 blocks by name" in ended.error.message
+    assert ended.error.fields["resource"] == "blocks"
+    assert driver.answer_of(stopped) == continuation([50, 51, 52, 53], 32)[:24]
+    assert driver.answer_of(other) == continuation([60, 61], 2)
+    assert driver.streamed[stopped] == driver.answer_of(stopped)
+
+
+def test_a_row_that_its_own_ceiling_stops_fails_while_others_run_and_takes_nothing_from_them() -> None:
+    driver = Driver(quotas={"a": Quota(ceiling=5)}, policy="none")
+    driver.add_worker(30)
+    sequence = driver.create(range(8), tenant="a")
+    stopped = driver.submit([50, 51, 52], 15, tenant="a")
+    other = driver.submit([60, 61], 60, tenant="b")
+    driver.step()
+    driver.append((sequence, range(4)))
+    for _ in range(10):
+        driver.step()
+    ended = driver.request(stopped)
+    assert (ended.state, ended.error.code) == ("failed", "quota_exceeded")
+    assert f"sequence {sequence} is idle and holds 3 blocks" in ended.error.message
+    assert (ended.error.fields["tenant"], ended.error.fields["ceiling"]) == ("a", 5)
+    assert (driver.request(other).state, driver.request(other).preemptions) == ("running", 0)
+    driver.run_until_idle()
+    assert driver.answer_of(other) == continuation([60, 61], 60)
+
+
+def test_a_row_at_its_ceiling_waits_for_what_ends_by_itself_and_explain_says_so() -> None:
+    driver = Driver(quotas={"a": Quota(ceiling=4)}, partial_tokens_min=100)
+    driver.add_worker(30)
+    prompt = list(range(8))
+    driver.submit([*prompt, 1], 1, tenant="a", salt="s")
+    driver.run_until_idle()
+    holder = driver.submit([*prompt, 2], 50, tenant="b", salt="s")  # two blocks that are charged to a
+    driver.step()
+    waits = driver.submit([50, 51, 52], 10, tenant="a")
+    for _ in range(8):
+        driver.step()
+    assert (driver.request(waits).state, driver.request(holder).state) == ("running", "running")
+    told = driver.explain(request_id=waits)
+    assert told.facts["limit"] == "tenant ceiling"
+    assert any("it stands still" in sentence for sentence in told.sentences)
+    driver.run_until_idle()
+    assert driver.answer_of(waits) == continuation([50, 51, 52], 10)
+    assert driver.answer_of(holder) == continuation([*prompt, 2], 50)
+
+
+def test_no_room_is_kept_for_a_request_that_only_a_client_could_make_room_for(make_pool: MakePool) -> None:
+    driver, _ = make_pool(10, passes_max=1, policy="none")
+    held = driver.create(range(16))
+    large = driver.submit(range(100, 128), 2)
+    for i in range(6):
+        small = driver.submit([i], 2)
+        driver.step()
+        driver.step()
+        driver.step()
+        assert driver.request(small).state == "finished", "the pool idles for one that cannot start"
+    assert driver.request(large).state == "pending"
+    driver.remove(held)
+    driver.run_until_idle()
+    assert driver.answer_of(large) == continuation(range(100, 128), 2)

@@ -33,6 +33,7 @@ from coordinator.core.sequences import Sequences
 from coordinator.core.streams import Streams
 from coordinator.core.timers import Timers
 from coordinator.core.tops import TopRecord, Tops
+from coordinator.core.waits import Gain, Waits
 from coordinator.core.worker_reports import WorkerReports
 
 Patch = tuple[Any, str, Any]
@@ -607,16 +608,34 @@ def oldest_may_be_the_victim() -> list[Patch]:
 
 
 @fault
+def blocks_that_came_back_not_told() -> list[Patch]:
+    """Nobody who waits for blocks is told when some come back."""
+    return [(Gain, "__call__", lambda self: None)]
+
+
+@fault
+def end_of_a_row_not_told() -> list[Patch]:
+    """A row ends, and who waits for one goes on waiting."""
+    real = Waits.wake
+    return [(Waits, "wake", lambda self, event: [] if event[0] == "rows" else real(self, event))]
+
+
+@fault
+def suspect_alone_beyond_its_crash_point() -> list[Patch]:
+    """A request with which workers died keeps the others out though it is past that point."""
+    return [(Admission, "look_at_suspect", lambda self, group: None)]
+
+
+@fault
+def row_that_cannot_go_on_kept() -> list[Patch]:
+    """A row that finds no room holds its blocks until its deadline, and nothing else runs."""
+    return [(Scheduler, "_give_up_stopped", lambda self, group, step, now_us: False)]
+
+
+@fault
 def passed_never_counted() -> list[Patch]:
     """A request that finds no room is passed by smaller ones for ever."""
-    real = Admission._start
-
-    def start(self: Admission, request: Any, residence: Any, now_us: int) -> None:
-        real(self, request, residence, now_us)
-        for earlier in self._blocked.values():
-            earlier.passed = 0
-
-    return [(Admission, "_start", start)]
+    return [(Admission, "_passes", lambda self, request, blocked: None)]
 
 
 @fault

@@ -77,6 +77,7 @@ class Ledger:
         self._keys: dict[tuple[str, str], BookedKey] = {}
         self.sequences: dict[int, BookedSequence] = {}
         self.accepted = self.ended = self.refused = 0
+        self.hopeless: set[int] = set()  # rows that were seen to stand still for good
         self.gone_clients: set[int] = set()
         self.model_known = False
         self.prompt_sizes: dict[int, int] = {}
@@ -317,6 +318,8 @@ class Ledger:
         error: Any = request.error
         if error.code == "draining":
             allowed = self.dues.drained(now_us)
+        elif error.code in ("capacity_exceeded", "quota_exceeded") and request.id in self.hopeless:
+            allowed = True
         elif error.code == "worker_error":  # in a deadly world, workers fail and die for those who deserve it alone
             crashes = "crashes" in error.fields
             allowed = booked.oracle.deadly if crashes else booked.oracle.poisoned or not self._settings.deadly

@@ -12,6 +12,7 @@ from coordinator.core.groups import Group
 from coordinator.core.machine import Machine
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.requests import NO_SLOT, Request
+from coordinator.core.residence import Residence
 from coordinator.core.sequences import NO_POOL
 from protocol.messages import Step
 from tests.simulation.settings import Settings
@@ -72,6 +73,49 @@ class Progress:
         """A worker died or a request ended from outside: who is the oldest of a pool may be another one now."""
         self._fruitless.clear()
 
+    def turned(self, now_us: int) -> None:
+        """A turn is over: a group that has rows works on them, and nobody waits for what has come."""
+        if self._machine.due_us() is not None and self._machine.due_us() == now_us:
+            return  # there is more to do at once
+        for group in self._machine.cache.groups.values():
+            if group.running and not group.sent:
+                raise Violation(f"{group.running} rows of {group.name} stand still, and nothing is under way")
+        admission = self._machine.admission
+        kept = [r for r in admission.waiting if r.wait is not None and admission._kept_for(r) is not None]
+        for request in admission.waiting if not kept else ():
+            if request.wait is None or request.awaits_sibling:
+                continue
+            hashes, found = request.hashes, admission.choose(request, ())
+            request.hashes = hashes
+            if isinstance(found, Residence) and request.wait.limit != "kept":
+                raise Violation(f"request {request.id} waits for {request.wait}, and would find room")
+
+    def hopeless(self, request: Request) -> None:
+        """A row is ended because it can never go on: a second opinion, with sets.
+
+        Rightly where even alone it would find no block, or where nothing is under way in its group.
+        """
+        assert request.wait is not None, "a row that did not stand still was ended"
+        cache = self._machine.cache
+        group = cache.groups[int(cache.sequences.pool[request.slot])]
+        could = self._could_have(group, request.tenant, {request.slot})
+        if group.sent and could >= max(1, request.wait.needed):
+            raise Violation(f"request {request.id} was ended though {could} blocks would come: {request.wait}")
+
+    def _could_have(self, group: Group, tenant: int, stay: set[int]) -> int:
+        """Blocks that the tenant could get if every row but those in `stay` had ended: clients hold the others."""
+        cache, s, pool = self._machine.cache, self._machine.cache.sequences, group.pool
+        if self._settings.policy == "none":
+            stay = stay | {
+                t for t in np.flatnonzero(s.pool == group.number).tolist() if s.owned[t] and not s.request[t]
+            }
+        kept = {block for slot in stay for block in s.blocks_of(slot).tolist()} | set(cache.blocks.external)
+        owner = cache.blocks.owner
+        used = Counter(int(owner[block]) for block in kept if pool.base <= block < pool.base + pool.count)
+        floors = {t: int(floor) for t, floor in enumerate(cache.tenants.floor.tolist()) if t != tenant}
+        free = pool.count - used.total() - sum(max(0, floor - used[t]) for t, floor in floors.items())
+        return min(free, int(cache.tenants.ceiling[tenant]) - used[tenant])
+
     # ------------------------------------------------------------------------------------------------------- fairness
 
     def starts(self, request: Request, group: Group) -> None:
@@ -85,13 +129,19 @@ class Progress:
         for earlier in admission.waiting:
             if earlier is request:
                 break
-            if earlier.tenant in at_ceiling or admission.waits_for_sibling(earlier):
+            if earlier.tenant in at_ceiling or earlier.awaits_sibling:
                 continue
             if earlier.at_ceiling:
                 at_ceiling.add(earlier.tenant)
-            elif self._only_group(earlier) == group.number:
+            elif self._only_group(earlier) == group.number and self._could_start(earlier, group):
                 self._pass(earlier, request)
         self._passed.pop(request.id, None)
+
+    def _could_start(self, request: Request, group: Group) -> bool:
+        """Whether it would find room if all rows had ended: else only a client can help it, and none waits for that."""
+        s = self._machine.cache.sequences
+        needed = s.blocks_for(request.prompt.size + request.tokens.size + 1)
+        return self._could_have(group, request.tenant, set()) >= needed
 
     def _pass(self, earlier: Request, request: Request) -> None:
         if self._passed[earlier.id] >= self._settings.passes_max:

@@ -39,7 +39,7 @@ from coordinator.core.residence import Residence
 from coordinator.outbox import Sent
 from coordinator.turn import TurnLimits, TurnLoop
 from protocol import codec
-from protocol.errors import KvforgeError
+from protocol.errors import CapacityExceeded, KvforgeError
 from protocol.messages import (
     CLIENT_REPLIES,
     WORKER_REPLIES,
@@ -278,6 +278,9 @@ class World:
         keep: int | None = None,
     ) -> None:
         """Ends a request, and asks why."""
+        if event == "fail" and isinstance(error, CapacityExceeded):
+            self._progress.hopeless(request)
+            self.ledger.hopeless.add(request.id)
         self._end(request, event, reason, error, now_us, keep)
         self.ledger.over(request, now_us, self.cause)
         self._progress.over(request)
@@ -359,6 +362,7 @@ class World:
         self._turned_us, before_us = now_us, self._turned_us
         if self._flushed:
             self.ledger.telling.turn_ends(self.machine.clients)
+        self._progress.turned(self.clock.now_us)
         # A change that nobody told of shows in the next turn that tells of one.
         if self._mark != (0, 0, 0) and not self._unpublished:
             self._checker.published()

@@ -1,0 +1,40 @@
+"""Who holds the blocks of a pool, in words: for those who wait for some."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import numpy as np
+
+from .cache import Cache
+from .groups import Group
+
+LISTED_MAX = 5
+
+
+def who_holds(cache: Cache, group: Group, tenant: int = 0, but: int = -1, running: bool = True) -> list[str]:
+    """Names, idle sequences and rows that hold blocks of the group, a few of each, those with most first.
+
+    tenant: only blocks that are charged to it; 0: all. but: a slot that is left out. running: rows too.
+    """
+    s, blocks, pool = cache.sequences, cache.blocks, group.pool
+    names: Counter[str] = Counter()
+    for block, holders in blocks.external.items():
+        if pool.base <= block < pool.base + pool.count and tenant in (0, int(blocks.owner[block])):
+            names.update(list(holders))
+    told = [f"{name!r} holds {_blocks(count)} by name" for name, count in names.most_common(LISTED_MAX)]
+    resident = np.flatnonzero((s.pool == group.number) & (s.id != 0))
+    held = {}
+    for slot in resident[resident != but].tolist():
+        ids = s.blocks_of(slot)
+        held[slot] = int(ids.size if not tenant else np.count_nonzero(blocks.owner[ids] == tenant))
+    largest = sorted((slot for slot in held if held[slot]), key=lambda slot: -held[slot])
+    idle = [slot for slot in largest if not s.running[slot]][:LISTED_MAX]
+    rows = [slot for slot in largest if s.running[slot]][: LISTED_MAX if running else 0]
+    told += [f"sequence {s.id[slot]} is idle and holds {_blocks(held[slot])}" for slot in idle]
+    told += [f"request {s.request[slot]} runs and holds {_blocks(held[slot])}" for slot in rows]
+    return told
+
+
+def _blocks(count: int) -> str:
+    return f"{count} block" if count == 1 else f"{count} blocks"
