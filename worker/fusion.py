@@ -7,7 +7,7 @@ table of transformers' classes whose layers compute exactly
     x += output(attention(rotate(q_norm(q)), rotate(k_norm(k)), v));  x += down(silu(gate(norm x)) * up(norm x))
 
 with q, k, v of the norm of x, with or without biases, q and k norms, and rotation. Any other class keeps the path
-through transformers, and `probe.verify` compares either with transformers' own attention before a model is served.
+through transformers, and `verification` compares either with transformers' own attention before a model is served.
 
 No weight is held twice: the parts of a fused matrix become views of it, layer by layer, so that the transformers
 module stays whole: it computes what it did, and its state has the names it had.

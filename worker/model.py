@@ -3,7 +3,8 @@
 kvforge registers one attention function with transformers (`AttentionInterface.register`). A forward pass takes a
 flattened ragged batch [1, tokens] with position ids; the function finds the batch's structure and the layer's place in
 the pool through a `ForwardContext` that hangs on each attention module. No transformers cache and no mask is used:
-causality comes from the batch alone. What a model must be like for that to be right is checked in `probe`.
+causality comes from the batch alone. What a model must be like for that to be right is checked in `probe`, and what it
+computes in `verification`.
 """
 
 from __future__ import annotations
@@ -194,7 +195,8 @@ def load_model(
     kv_dtype, attention, block_size, context_tokens_max); WorkerError where a kernel is wrong on this device;
     WorkerError or GpuError where memory runs out.
     """
-    from .probe import bind_layers, bound_options, bound_shapes, verify  # probe needs our classes
+    from .probe import bind_layers, bound_options, bound_shapes  # these two need our classes
+    from .verification import verify
 
     progress("reading the configuration", 0.0)
     found = find_source(source, load_format)

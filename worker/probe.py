@@ -1,32 +1,28 @@
-"""What must be true of a model before it is served, found out by running it.
+"""What each layer of a model asks of attention, found out by running it; `verification` then compares what it computes.
 
-1. Recording: one pass with an attention function that only notes what it is given. Every layer must call it exactly
-   once, with keywords we honour, and with a mask that is causal, or causal within a window. A model asks for its mask
-   through transformers' mask interface, which hands over the mask as a function of two positions: evaluating it far
-   out tells the window of layers whose window is longer than any probe could be, and unmasks chunked attention.
-2. Verification: a ragged batch in two chunks through what will serve (fused layers where there are any, paged
-   attention), against transformers' own layers and eager attention on each sequence alone. This catches what no rule
-   foresees: state carried outside attention, positions computed from the batch's layout, a bias added elsewhere.
+One pass with an attention function that only notes what it is given. Every layer must call it exactly once, with
+keywords we honour, and with a mask that is causal, or causal within a window. A model asks for its mask through
+transformers' mask interface, which hands over the mask as a function of two positions: evaluating it far out tells the
+window of layers whose window is longer than any probe could be, and unmasks chunked attention.
 """
 
 from __future__ import annotations
 
 import inspect
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
 from protocol.errors import KvforgeError, UnsupportedModel
 
-from .attention import AttentionOptions, PagedBatch
+from .attention import AttentionOptions
 from .attention.selftest import AttentionShape
 from .device import Device
 from .loading.rope import context_range
-from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, LoadedModel, use_attention
-from .pool import KvPool, LayerShape
+from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, use_attention
+from .pool import LayerShape
 
 RECORDING_NAME = "kvforge_recording"
 RECORDED_TOKENS = 4
@@ -34,8 +30,6 @@ MASK_POSITIONS_MAX = 1 << 18
 # Keywords that say nothing attention must honour; all others must be absent, None or False.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
 HONOURED = frozenset({"scaling", "sliding_window", "softcap", "dropout", "is_causal"})
-# Largest difference of logits, relative to the largest logit, that rounding explains.
-TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
 
 
 @dataclass(frozen=True)
@@ -183,71 +177,6 @@ def _window(call: _Call, name: str) -> int:
     if call.mask.numel() != 1 or call.mask.dtype != torch.int64:
         raise UnsupportedModel(name, "its layers build an attention mask or bias of their own")
     return int(call.mask)
-
-
-@torch.inference_mode()
-def verify(model: LoadedModel) -> None:
-    """Compares paged with eager attention on two short sequences. Errors: UnsupportedModel.
-
-    Sequences of 7 and 4 tokens; first pass 4 and 3 of them, second pass the rest (a chunk and a decode), with blocks
-    of the model's own size handed out in falling order.
-    """
-    lengths = np.array([7, 4], np.int32)
-    if model.info.context_tokens_max < lengths.max():
-        raise UnsupportedModel(_name(model.module.config), "its context is shorter than 8 tokens")
-    first = np.array([4, 3], np.int32)
-    blocks = -(-int(lengths.max()) // model.geometry.block_size)
-    tables = np.arange(2 * blocks, dtype=np.int32)[::-1].reshape(2, blocks).copy()
-    rng = np.random.default_rng(0)
-    sequences = [rng.integers(0, model.vocab_size, n) for n in lengths]
-    geometry = model.geometry
-    if geometry.dtype.scale_bytes:  # what is in question here is the model: quantisation has tests of its own
-        geometry = replace(geometry, kv_dtype=str(model.dtype).removeprefix("torch."))
-    pool = KvPool(geometry, 2 * blocks, model.device)
-    try:
-        starts = np.zeros(2, np.int32)
-        got: list[list[torch.Tensor]] = [[], []]
-        for counts in (first, lengths - first):
-            logits = _paged_logits(model, pool, tables, starts, counts, sequences)
-            for row, part in enumerate(torch.split(logits, counts.tolist())):
-                got[row].append(part)
-            starts = starts + counts
-        use_attention(model.module, "eager")
-        wanted = [_eager_logits(model, sequence) for sequence in sequences]
-    finally:
-        use_attention(model.module, ATTENTION_NAME)
-        pool.close()
-    for row, want in enumerate(wanted):
-        difference = float((torch.cat(got[row]) - want).abs().max() / want.abs().max().clamp_min(1e-6))
-        if not difference <= _tolerance(model):
-            problem = f"paged attention differs from transformers' own by {difference:.1e} of the largest logit"
-            raise UnsupportedModel(_name(model.module.config), problem)
-
-
-def _tolerance(model: LoadedModel) -> float:
-    return max(TOLERANCE[model.dtype], TOLERANCE.get(model.geometry.dtype.torch_dtype, 0.0))
-
-
-def _paged_logits(
-    model: LoadedModel,
-    pool: KvPool,
-    tables: np.ndarray[Any, np.dtype[np.int32]],
-    starts: np.ndarray[Any, np.dtype[np.int32]],
-    counts: np.ndarray[Any, np.dtype[np.int32]],
-    sequences: list[np.ndarray[Any, np.dtype[np.int64]]],
-) -> torch.Tensor:
-    batch = PagedBatch.build(tables, starts, counts, model.geometry.block_size, model.device)
-    spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
-    token_ids = np.concatenate([sequence[span] for sequence, span in zip(sequences, spans, strict=True)])
-    upload = model.device.upload
-    every = upload(np.arange(batch.tokens))
-    return model.forward(upload(token_ids), upload(np.concatenate(spans)), every, batch, pool)
-
-
-def _eager_logits(model: LoadedModel, sequence: np.ndarray[Any, np.dtype[np.int64]]) -> torch.Tensor:
-    token_ids = model.device.upload(sequence)[None]
-    logits: torch.Tensor = model.module(input_ids=token_ids, use_cache=False, return_dict=True).logits[0].float()
-    return logits
 
 
 def _name(config: Any) -> str:

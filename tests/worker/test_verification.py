@@ -1,0 +1,109 @@
+"""The comparison at load: what is nearer to float32 than transformers is accepted, what is wrong is not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from protocol.errors import UnsupportedModel
+from tests.worker.conftest import TINY
+from worker.device import Device
+from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
+from worker.verification import TOLERANCE, distance, in_float32
+
+SEQUENCES = [np.random.default_rng(0).integers(0, TINY["vocab_size"], 7)]
+
+
+def like_qwen(folder: Path, dtype: torch.dtype) -> Path:
+    """A tiny Qwen2 whose scores are large and differ little, through biases of Q and K in their slowest dimension."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("qwen2", **TINY)
+    module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in module.model.layers:
+        for projection, size in ((layer.self_attn.q_proj, 256.0), (layer.self_attn.k_proj, 64.0)):
+            projection.weight.data.view(-1, 16, 64)[:, [7, 15]] = 0
+            projection.bias.data.view(-1, 16)[:, 7] = size
+    module.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@torch.no_grad()
+def eager(module: Any) -> list[torch.Tensor]:
+    ids = torch.as_tensor(SEQUENCES[0])[None]
+    return [module(input_ids=ids, use_cache=False).logits[0].float()]
+
+
+def load(folder: Path, device: Device, **settings: Any) -> LoadedModel:
+    return load_model(folder, device=device, block_size=4, **settings)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_model_that_16_bits_round_hard_is_served(
+    dtype: torch.dtype, tmp_path: Path, cpu: Device, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = like_qwen(tmp_path, dtype)
+    keywords: dict[str, Any] = {"attn_implementation": "eager"}
+    narrow = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, **keywords)
+    wide = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keywords)
+    theirs = distance(eager(narrow), eager(wide))
+    assert theirs > TOLERANCE[dtype], "else it would be no such model"
+    with caplog.at_level("INFO", "worker.verification"):
+        assert load(folder, cpu).dtype == dtype
+    assert "of the largest from float32, transformers' own" in caplog.text
+
+
+def test_weights_that_are_widened_for_a_moment_give_float32(tmp_path: Path, cpu: Device) -> None:
+    """Exactly what the same weights give that are float32 from the start; then all is as it was."""
+    folder = like_qwen(tmp_path, torch.bfloat16)
+    narrow = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.bfloat16, attn_implementation="eager"
+    )
+    wide = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, attn_implementation="eager")
+    before = {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in narrow.state_dict().items()}
+    with in_float32(narrow):
+        assert distance(eager(narrow), eager(wide)) < 1e-5
+    assert {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in narrow.state_dict().items()} == before
+    with pytest.raises(IndexError), in_float32(narrow):
+        narrow(input_ids=torch.tensor([[TINY["vocab_size"]]]))
+    assert {name: (tensor.data_ptr(), tensor.dtype) for name, tensor in narrow.state_dict().items()} == before
+
+
+@pytest.mark.parametrize("kind", ["rounded hard", "plain"])
+def test_a_wrong_answer_in_16_bits_is_refused(
+    kind: str, tmp_path: Path, cpu: Device, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also of the model with which transformers itself is far from float32: the distance is not a free pass."""
+    forward = LoadedModel.forward
+
+    def wrong(self: LoadedModel, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return forward(self, token_ids.flip(0), positions, *rest)
+
+    monkeypatch.setattr(LoadedModel, "forward", wrong)
+    with pytest.raises(UnsupportedModel, match=r"in bfloat16 its logits are \S+ of the largest away .* own attention"):
+        if kind == "plain":
+            tiny("llama", dtype="bfloat16")
+        else:
+            load(like_qwen(tmp_path, torch.bfloat16), cpu)
+
+
+def test_numbers_that_a_dtype_cannot_hold_are_said(tmp_path: Path, cpu: Device) -> None:
+    """Every weight is finite, what is computed with them is not."""
+    torch.manual_seed(0)
+    module = transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **TINY))
+    module.lm_head.weight.data *= 60_000 / module.lm_head.weight.abs().max()
+    module.save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match="in float16 are not finite: load it with dtype bfloat16 or float32"):
+        load(tmp_path, cpu, dtype="float16")
+    assert load(tmp_path, cpu, dtype="bfloat16").dtype == torch.bfloat16
+
+
+def test_the_model_is_left_with_paged_attention(tiny: Callable[..., LoadedModel]) -> None:
+    model = tiny("llama")
+    assert model.module.config._attn_implementation == ATTENTION_NAME
+    use_attention(model.module, ATTENTION_NAME)

@@ -1,0 +1,180 @@
+"""Does what will serve compute what the model is? Found out by running both, before anything is served.
+
+A ragged batch in two chunks through what will serve (fused layers where there are any, paged attention), against
+transformers' own layers and eager attention on each sequence alone. This catches what no rule foresees: state carried
+outside attention, positions computed from the batch's layout, a bias added elsewhere.
+
+In 16 bits transformers' own attention is no measure where it is itself far from what the weights mean (Qwen2.5 in
+bfloat16, whose K has large biases: 11 % of the largest logit, ours 2 %). Where the two differ by more than rounding
+usually explains, both are compared with the same weights in float32, and ours must not be the further one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import math
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from protocol.errors import UnsupportedModel
+
+from .attention import PagedBatch
+from .model import ATTENTION_NAME, LoadedModel, use_attention
+from .pool import KvPool
+
+log = logging.getLogger(__name__)
+
+# Largest difference of logits, relative to the largest logit, that rounding explains.
+TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# So far from float32 right and wrong look alike: whatever transformers does, this is too far.
+NOTHING_PROVED = 0.5
+# Of a batch of two: tokens of each, and how many of them the first pass feeds (the second: a chunk and a decode).
+LENGTHS, FIRST = np.array([7, 4], np.int32), np.array([4, 3], np.int32)
+
+Sequences = list[npt.NDArray[np.int64]]
+Logits = list[torch.Tensor]  # of each sequence, [tokens, vocab] float32
+
+
+@torch.no_grad()
+def verify(model: LoadedModel) -> None:
+    """Compares paged with eager attention on two short sequences, in blocks handed out in falling order.
+
+    Errors: UnsupportedModel.
+    """
+    name = type(model.module).__name__
+    if model.info.context_tokens_max < LENGTHS.max():
+        raise UnsupportedModel(name, "its context is shorter than 8 tokens")
+    rng = np.random.default_rng(0)
+    sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
+    got, wanted = _paged_logits(model, sequences), _eager_logits(model, sequences)
+    tolerance = max(TOLERANCE[model.dtype], TOLERANCE.get(model.geometry.dtype.torch_dtype, 0.0))
+    apart = distance(got, wanted)
+    if apart <= tolerance:
+        return
+    dtype = str(model.dtype).removeprefix("torch.")
+    if not _finite(got) and not _finite(wanted):
+        other = "float32" if dtype == "bfloat16" else "bfloat16 or float32"
+        raise UnsupportedModel(name, f"its logits in {dtype} are not finite: load it with dtype {other}")
+    if model.dtype == torch.float32:
+        problem = f"paged attention differs from transformers' own by {apart:.1e} of the largest logit"
+        raise UnsupportedModel(name, problem)
+    exact = _exact_logits(model, sequences)
+    ours, theirs = distance(got, exact), distance(wanted, exact)
+    if not ours <= max(tolerance, min(theirs, NOTHING_PROVED) if math.isfinite(theirs) else 0.0):
+        problem = f"in {dtype} its logits are {ours:.1e} of the largest away from those in float32, with transformers'"
+        raise UnsupportedModel(name, f"{problem} own attention {theirs:.1e}")
+    log.info("in %s logits are %.1e of the largest from float32, transformers' own %.1e", dtype, ours, theirs)
+
+
+def distance(got: Logits, wanted: Logits) -> float:
+    """The largest difference, as a part of each sequence's largest logit; NaN where a number is."""
+    parts = [
+        (one - other).abs().max() / other.abs().max().clamp_min(1e-6) for one, other in zip(got, wanted, strict=True)
+    ]
+    return float(torch.stack(parts).max())
+
+
+def _finite(logits: Logits) -> bool:
+    return all(bool(each.isfinite().all()) for each in logits)
+
+
+@contextlib.contextmanager
+def in_float32(module: Any) -> Iterator[None]:
+    """Inside, a model computes in float32 from the weights that it has: those of each part are widened when it is
+    called and put back when it returns, so that no more than one part's are there twice."""
+    kept: dict[int, list[tuple[dict[str, Any], dict[str, Any]]]] = {}
+
+    def widen(part: Any, _arguments: Any) -> None:
+        for held in (part._parameters, part._buffers):
+            narrow = {name: tensor for name, tensor in held.items() if _is_narrow(tensor)}
+            kept.setdefault(id(part), []).append((held, narrow))
+            for name, tensor in narrow.items():
+                wide = tensor.detach().float()
+                held[name] = torch.nn.Parameter(wide, requires_grad=False) if held is part._parameters else wide
+
+    def put_back(part: Any, *_: Any) -> None:
+        for _table in range(2):
+            held, narrow = kept[id(part)].pop()
+            held.update(narrow)
+
+    hooks = []
+    try:
+        for part in module.modules():
+            hooks.append(part.register_forward_pre_hook(widen))
+            hooks.append(part.register_forward_hook(put_back, always_call=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+        for left in kept.values():  # of parts that were left by an exception before the hooks were reached
+            for held, narrow in left:
+                held.update(narrow)
+
+
+def _is_narrow(tensor: torch.Tensor | None) -> bool:
+    return tensor is not None and tensor.is_floating_point() and tensor.dtype != torch.float32
+
+
+def _exact_logits(model: LoadedModel, sequences: Sequences) -> Logits:
+    """Errors: UnsupportedModel where the model cannot be computed so."""
+    try:
+        with in_float32(model.module):
+            return _eager_logits(model, sequences)
+    except RuntimeError as error:  # parts that take each other's weights, or no memory for a part
+        problem = f"paged attention differs from transformers' own, and float32 cannot tell which is right: {error}"
+        raise UnsupportedModel(type(model.module).__name__, problem) from error
+
+
+def _eager_logits(model: LoadedModel, sequences: Sequences) -> Logits:
+    use_attention(model.module, "eager")
+    try:
+        found = []
+        for sequence in sequences:
+            token_ids = model.device.upload(sequence)[None]
+            output = model.module(input_ids=token_ids, use_cache=False, return_dict=True)
+            found.append(output.logits[0].float())
+        return found
+    finally:
+        use_attention(model.module, ATTENTION_NAME)
+
+
+def _paged_logits(model: LoadedModel, sequences: Sequences) -> Logits:
+    geometry = model.geometry
+    if geometry.dtype.scale_bytes:  # what is in question here is the model: quantisation has tests of its own
+        geometry = replace(geometry, kv_dtype=str(model.dtype).removeprefix("torch."))
+    blocks = -(-int(LENGTHS.max()) // geometry.block_size)
+    tables = np.arange(2 * blocks, dtype=np.int32)[::-1].reshape(2, blocks).copy()
+    pool = KvPool(geometry, 2 * blocks, model.device)
+    try:
+        starts = np.zeros(2, np.int32)
+        got: list[list[torch.Tensor]] = [[], []]
+        for counts in (FIRST, LENGTHS - FIRST):
+            logits = _pass(model, pool, tables, starts, counts, sequences)
+            for row, part in enumerate(torch.split(logits, counts.tolist())):
+                got[row].append(part)
+            starts = starts + counts
+        return [torch.cat(parts) for parts in got]
+    finally:
+        pool.close()
+
+
+def _pass(
+    model: LoadedModel,
+    pool: KvPool,
+    tables: npt.NDArray[np.int32],
+    starts: npt.NDArray[np.int32],
+    counts: npt.NDArray[np.int32],
+    sequences: Sequences,
+) -> torch.Tensor:
+    batch = PagedBatch.build(tables, starts, counts, model.geometry.block_size, model.device)
+    spans = [np.arange(start, start + count) for start, count in zip(starts, counts, strict=True)]
+    token_ids = np.concatenate([sequence[span] for sequence, span in zip(sequences, spans, strict=True)])
+    upload = model.device.upload
+    every = upload(np.arange(batch.tokens))
+    return model.forward(upload(token_ids), upload(np.concatenate(spans)), every, batch, pool)
