@@ -6,6 +6,7 @@ The wait ends when something arrives, and exactly when the turn before said that
 
 from __future__ import annotations
 
+import errno
 import fcntl
 import logging
 import os
@@ -21,6 +22,7 @@ from types import FrameType
 
 from protocol import codec
 from protocol.errors import CoordinatorInUse, InvalidConfiguration
+from protocol.layout import Geometry, file_bytes
 from protocol.messages import Stop
 from protocol.notify import notify
 from protocol.tables import TablesWriter
@@ -103,7 +105,7 @@ class Server:
         self._spin_ns, self._arrived_ns = spin_us(config.schedule.spin_us) * 1000, 0
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         try:
-            self.tables = TablesWriter(self.runtime / TABLES_FILE, geometry, self.boot)
+            self.tables = self._make_tables(geometry)
             self.clients = Peers(client_address, self._next_number, config.client_limits(), together=True)
             self.workers = Peers(worker_address, self._next_number, config.worker_limits(), WORKER, self._silent)
         except OSError as error:
@@ -119,6 +121,20 @@ class Server:
         )
         entropy = partial(secrets.randbits, 64)
         self._turns = TurnLoop(self.machine, self.tables, self.clients, self.workers, entropy, bounds, self._replacer)
+
+    def _make_tables(self, geometry: Geometry) -> TablesWriter:
+        """The shared tables, with room for all of them. Raises InvalidConfiguration, OSError."""
+        try:
+            return TablesWriter(self.runtime / TABLES_FILE, geometry, self.boot)
+        except OSError as error:
+            if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+                raise
+            self._lock.release()
+            raise InvalidConfiguration(
+                "runtime_dir",
+                f"{self.runtime} has no room for the shared tables, {file_bytes(geometry)} bytes ({error.strerror}): "
+                "make room there, or lower limits.sequences_max, blocks_max or blocks_per_sequence_max",
+            ) from None
 
     @staticmethod
     def _now_us() -> int:

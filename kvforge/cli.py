@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import os
 import signal
 import sys
@@ -33,6 +34,7 @@ from .exits import FAILED, INTERRUPTED, OK, Interrupted, Stopped, status_of, tab
 
 COMMANDS = (pull, up, generate, attach, status, health, stats, top, requests, cancel, drain, demo, version)
 DEBUG = "KVFORGE_DEBUG"
+UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a write to standard output may say
 
 
 def parser() -> argparse.ArgumentParser:
@@ -58,21 +60,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         options = parser().parse_args(argv)
     except SystemExit as ended:  # argparse has printed why, or the help
-        return ended.code if isinstance(ended.code, int) else FAILED
+        return _flushed(ended.code if isinstance(ended.code, int) else FAILED)
     try:
         result: int = options.run(options)
-        sys.stdout.flush()
-        return result
+        return _flushed(result)
     except KeyboardInterrupt as interrupt:
         return interrupt.status if isinstance(interrupt, Interrupted) else INTERRUPTED
     except BrokenPipeError:
-        return _reader_left()
+        return _no_output()
     except KvforgeError as error:
         return _fail(error, status_of(error))
     except Stopped as stopped:
         return _fail(stopped, stopped.status)
+    except OSError as error:
+        if error.errno not in UNWRITABLE or error.filename is not None:
+            return _internal(error)
+        return _unwritable(error)
     except Exception as error:  # noqa: BLE001 - the last line of defence: a user is told in one sentence
-        return _fail(error, FAILED, f"internal error: {type(error).__name__}: {error} ({DEBUG}=1 shows where)")
+        return _internal(error)
+
+
+def _internal(error: Exception) -> int:
+    return _fail(error, FAILED, f"internal error: {type(error).__name__}: {error} ({DEBUG}=1 shows where)")
+
+
+def _flushed(status: int) -> int:
+    """The status, once all output is where it belongs."""
+    try:
+        sys.stdout.flush()
+    except BrokenPipeError:
+        return _no_output() or status
+    except OSError as error:
+        return _unwritable(error)
+    return status
+
+
+def _unwritable(error: OSError) -> int:
+    """Standard output takes nothing: its disk is full, for example."""
+    _no_output()
+    return _fail(error, FAILED, f"the output cannot be written: {error.strerror}")
 
 
 def _fail(error: Exception, status: int, message: str = "") -> int:
@@ -84,7 +110,7 @@ def _fail(error: Exception, status: int, message: str = "") -> int:
     return status
 
 
-def _reader_left() -> int:
+def _no_output() -> int:
     """Whoever read our output has gone, as `head` does: no error. Python must not flush into it at exit."""
     with suppress(OSError, ValueError):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -39,13 +39,14 @@ class TablesWriter:
     """The coordinator's side: creates the file, writes it, removes it."""
 
     def __init__(self, path: Path, geometry: Geometry, boot: str) -> None:
-        """Creates `path` (0600, replacing a stale file of a dead boot). Raises OSError."""
+        """Creates `path` (0600, replacing a stale file of a dead boot). Raises OSError, where it has no room too."""
         self.path = path
         self.geometry = geometry
         size = file_bytes(geometry)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
         try:
-            os.ftruncate(handle, size)
+            # Not ftruncate: a file with holes is killed by SIGBUS at the first write that finds the disk full.
+            os.posix_fallocate(handle, 0, size)
             self._map = mmap.mmap(handle, size)
             header = np.frombuffer(self._map, HEADER, 1)
             header["layout_version"] = LAYOUT_VERSION

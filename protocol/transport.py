@@ -79,11 +79,14 @@ def _ipc(path: Path) -> str:
 def prepare_runtime_dir(runtime_dir: Path) -> None:
     """Makes the folder (0700) or checks that the one that exists is ours and not writable by everyone.
 
-    Raises InvalidConfiguration naming `runtime_dir`.
+    Raises InvalidConfiguration naming `runtime_dir`. A symbolic link is not followed: who made it may lead us anywhere.
     """
     try:
+        if runtime_dir.is_symlink():
+            problem = f"{runtime_dir} is a symbolic link, to {runtime_dir.readlink()}: name the folder itself"
+            raise InvalidConfiguration("runtime_dir", problem)
         runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
-        status = runtime_dir.stat()
+        status = runtime_dir.lstat()
     except OSError as error:
         raise InvalidConfiguration("runtime_dir", f"{runtime_dir} cannot be used: {error.strerror}") from None
     if status.st_uid not in (os.geteuid(), 0):

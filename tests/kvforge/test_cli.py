@@ -519,3 +519,18 @@ def test_a_model_does_not_steer_the_terminal() -> None:
 def test_a_table_lines_numbers_up(capsys: pytest.CaptureFixture[str]) -> None:
     common.print_table(("name", "n"), [("a", 5), ("long", 10)])
     assert capsys.readouterr().out == "name   n\na      5\nlong  10\n"
+
+
+@pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "at once"])
+def test_output_that_cannot_be_written_is_said_in_one_line(unbuffered: str) -> None:
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(
+            [sys.executable, "-m", "kvforge", "version"],
+            stdout=full,
+            stderr=subprocess.PIPE,
+            env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
+            text=True,
+            timeout=60,
+        )
+    assert done.stderr == "kvforge: the output cannot be written: No space left on device\n"
+    assert done.returncode == exits.FAILED

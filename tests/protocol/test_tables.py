@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import tempfile
 import textwrap
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -147,13 +148,14 @@ def test_a_reader_cannot_write(writer: TablesWriter) -> None:
     assert writer.block_refcount[0] == 0
 
 
-def test_the_file_is_private_sparse_and_removed_at_the_end(tmp_path: Path) -> None:
-    large = Geometry(slots=4096, blocks=1_000_000, blocks_per_sequence=65_536, block_size=16)
-    writer = TablesWriter(tmp_path / "t.shm", large, "b")
+def test_the_file_is_private_has_its_room_from_the_start_and_is_removed_at_the_end(tmp_path: Path) -> None:
+    """One with holes ends its writer by SIGBUS if the disk is full by the time they are written to."""
+    geometry = Geometry(slots=64, blocks=4096, blocks_per_sequence=64, block_size=16)
+    writer = TablesWriter(tmp_path / "t.shm", geometry, "b")
     status = writer.path.stat()
     assert status.st_mode & 0o777 == 0o600
-    assert status.st_size == file_bytes(large) > 1 << 30
-    assert status.st_blocks * 512 < 1 << 20  # untouched pages take no memory
+    assert status.st_size == file_bytes(geometry)
+    assert status.st_blocks * 512 >= status.st_size
     writer.close()
     writer.close()
     assert list(tmp_path.iterdir()) == []
@@ -352,3 +354,21 @@ def test_gauges_that_are_written_while_they_are_read_are_read_again(
 
     monkeypatch.setattr(reader, "_gauges", Torn(reader._gauges))
     assert list(reader.gauges().values()) == list(new)
+
+
+def test_where_there_is_no_room_nothing_is_left() -> None:
+    code = (
+        "import resource, signal, sys; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)\n"
+        "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
+        "from coordinator.config import CoordinatorConfig\n"
+        "from coordinator.server import Server\n"
+        "from protocol.errors import InvalidConfiguration\n"
+        "try: Server(CoordinatorConfig(runtime_dir=sys.argv[1]))\n"
+        "except InvalidConfiguration as error: print(error)\n"
+    )
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
+        done = subprocess.run([sys.executable, "-c", code, folder], capture_output=True, text=True, timeout=60)
+        assert list(Path(folder).iterdir()) == []
+    assert (done.returncode, done.stderr) == (0, "")
+    assert f"runtime_dir: {folder} has no room for the shared tables" in done.stdout
+    assert "lower limits.sequences_max" in done.stdout
