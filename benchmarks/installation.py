@@ -66,7 +66,7 @@ class Installation:
             "schedule": schedule,
         }
         runtime = str(self.runtime)
-        coordinator = toml({"runtime_dir": runtime, "state_dir": str(self.folder / "s"), "drain_s": 0.0}, tables)
+        coordinator = toml({"runtime_dir": runtime, "drain_s": 0.0}, tables)
         tiny: dict[str, Value] = {
             "model": str(model),
             "device": "cpu",

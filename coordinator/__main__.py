@@ -1,6 +1,6 @@
 """python -m coordinator --config FILE.toml
 
-Exit status: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 could not start (folder in use).
+Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 folder in use.
 """
 
 from __future__ import annotations
@@ -10,7 +10,8 @@ import sys
 from pathlib import Path
 
 from protocol import logs
-from protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError
+from protocol.errors import KvforgeError
+from protocol.exits import OK, status_of
 
 from .config import load_config
 from .server import Server
@@ -25,17 +26,20 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.config)
         logs.configure("coordinator", config.log_level, config.log_format)
         server = Server(config)
-    except (InvalidConfiguration, CoordinatorInUse) as error:
-        print(f"coordinator: {error}", file=sys.stderr)
-        return 3 if isinstance(error, CoordinatorInUse) else 2
+    except KvforgeError as error:
+        return _fail(error)
     try:
         server.run()
     except KvforgeError as error:
-        print(f"coordinator: {error}", file=sys.stderr)
-        return 1
+        return _fail(error)
     finally:
         server.close()
-    return 0
+    return OK
+
+
+def _fail(error: KvforgeError) -> int:
+    print(f"coordinator: {error}", file=sys.stderr)
+    return status_of(error)
 
 
 if __name__ == "__main__":

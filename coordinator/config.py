@@ -10,7 +10,7 @@ from protocol import logs
 from protocol.errors import InvalidConfiguration
 from protocol.layout import Geometry
 from protocol.settings import convert, expand, load
-from protocol.transport import default_runtime_dir, default_state_dir
+from protocol.transport import default_runtime_dir
 
 from .connection import Room
 from .core.limits import Limits, Quota
@@ -83,10 +83,9 @@ class ScheduleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a coordinator can be told. Empty folders mean the defaults of protocol.transport."""
+    """Everything a coordinator can be told. An empty folder means the default of protocol.transport."""
 
     runtime_dir: str = ""
-    state_dir: str = ""
     log_level: str = "info"
     log_format: str = "text"
     drain_s: float = 30.0
@@ -117,11 +116,6 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def runtime_path(self) -> Path:
         """Folder of the sockets and the shared tables."""
         return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
-
-    @property
-    def state_path(self) -> Path:
-        """Folder of what outlives the process."""
-        return expand(self.state_dir) if self.state_dir else default_state_dir().absolute()
 
     def client_limits(self) -> PeerLimits:
         """Bounds of the clients' socket."""

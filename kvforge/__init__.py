@@ -12,58 +12,62 @@
 Importing it loads neither torch nor transformers; text in and out (`generate`) needs the extra `text`.
 """
 
-from protocol.errors import (
-    AlreadyFinished,
-    AlreadyHolder,
-    BlockNotFound,
-    BlockNotHeld,
-    CapacityExceeded,
-    Conflict,
-    CoordinatorInUse,
-    CoordinatorUnavailable,
-    DeadlineExceeded,
-    Draining,
-    GpuError,
-    InternalError,
-    InvalidConfiguration,
-    InvalidRequest,
-    InvalidTransition,
-    KeyReused,
-    KvforgeError,
-    ModelNotFound,
-    NotAHolder,
-    NotFound,
-    NotReady,
-    ProtocolError,
-    QueueFull,
-    QuotaExceeded,
-    RequestNotFound,
-    SequenceBusy,
-    SequenceNotFound,
-    StaleGeneration,
-    Unavailable,
-    UnsupportedModel,
-    VersionMismatch,
-    WorkerError,
-)
-from protocol.messages import (
-    BlockCount,
-    BlockInfo,
-    Explanation,
-    Health,
-    RequestInfo,
-    RequestList,
-    SequenceInfo,
-    Stats,
-    Timings,
-)
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
 
-from .aio import AsyncClient, AsyncRequest, AsyncTextRequest
-from .client import Client, Request, TextRequest
-from .results import Completion, Finished, Token
-from .sampling import Sampling
-from .sequences import CachedSequence
-from .tables import BlockCounts, SequenceRow, Tables
+if TYPE_CHECKING:
+    from protocol.errors import (
+        AlreadyFinished,
+        AlreadyHolder,
+        BlockNotFound,
+        BlockNotHeld,
+        CapacityExceeded,
+        Conflict,
+        CoordinatorInUse,
+        CoordinatorUnavailable,
+        DeadlineExceeded,
+        Draining,
+        GpuError,
+        InternalError,
+        InvalidConfiguration,
+        InvalidRequest,
+        InvalidTransition,
+        KeyReused,
+        KvforgeError,
+        ModelNotFound,
+        NotAHolder,
+        NotFound,
+        NotReady,
+        ProtocolError,
+        QueueFull,
+        QuotaExceeded,
+        RequestNotFound,
+        SequenceBusy,
+        SequenceNotFound,
+        StaleGeneration,
+        Unavailable,
+        UnsupportedModel,
+        VersionMismatch,
+        WorkerError,
+    )
+    from protocol.messages import (
+        BlockCount,
+        BlockInfo,
+        Explanation,
+        Health,
+        RequestInfo,
+        RequestList,
+        SequenceInfo,
+        Stats,
+        Timings,
+    )
+
+    from .aio import AsyncClient, AsyncRequest, AsyncTextRequest
+    from .client import Client, Request, TextRequest
+    from .results import Completion, Finished, Token
+    from .sampling import Sampling
+    from .sequences import CachedSequence
+    from .tables import BlockCounts, SequenceRow, Tables
 
 __version__ = "0.1.0"
 
@@ -124,3 +128,41 @@ __all__ = [
     "VersionMismatch",
     "WorkerError",
 ]
+
+# Loaded when they are asked for: whoever needs a part of this package does not wait for all of it. Errors are the rest.
+_HOMES = {
+    "AsyncClient": ".aio",
+    "AsyncRequest": ".aio",
+    "AsyncTextRequest": ".aio",
+    "Client": ".client",
+    "Request": ".client",
+    "TextRequest": ".client",
+    "Completion": ".results",
+    "Finished": ".results",
+    "Token": ".results",
+    "Sampling": ".sampling",
+    "CachedSequence": ".sequences",
+    "BlockCounts": ".tables",
+    "SequenceRow": ".tables",
+    "Tables": ".tables",
+    "BlockCount": "protocol.messages",
+    "BlockInfo": "protocol.messages",
+    "Explanation": "protocol.messages",
+    "Health": "protocol.messages",
+    "RequestInfo": "protocol.messages",
+    "RequestList": "protocol.messages",
+    "SequenceInfo": "protocol.messages",
+    "Stats": "protocol.messages",
+    "Timings": "protocol.messages",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in __all__:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(import_module(_HOMES.get(name, "protocol.errors"), __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

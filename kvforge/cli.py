@@ -54,16 +54,16 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs one command; returns its exit status. Without `argv`, this is the process's own command line."""
-    if argv is None:
-        # Being asked to end is like Ctrl-C: a request is cancelled, a download removed.
-        signal.signal(signal.SIGTERM, _interrupt)
     try:
+        if argv is None:
+            # Being asked to end is like Ctrl-C: a request is cancelled, a download removed.
+            signal.signal(signal.SIGTERM, _interrupt)
+            signal.signal(signal.SIGINT, signal.default_int_handler)
         options = parser().parse_args(argv)
-    except SystemExit as ended:  # argparse has printed why, or the help
-        return _flushed(ended.code if isinstance(ended.code, int) else FAILED)
-    try:
         result: int = options.run(options)
         return _flushed(result)
+    except SystemExit as ended:  # argparse has printed why, or the help
+        return _flushed(ended.code if isinstance(ended.code, int) else FAILED)
     except KeyboardInterrupt as interrupt:
         return interrupt.status if isinstance(interrupt, Interrupted) else INTERRUPTED
     except BrokenPipeError:

@@ -63,7 +63,6 @@ def run_demo(model: str, max_tokens: int) -> int:
         settings = Settings(
             model=path,
             runtime_dir=folder / "run",
-            state_dir=folder / "state",
             worker={"blocks": BLOCKS},
             log_dir=folder / "log",
             stop_s=STOP_S,

@@ -27,7 +27,6 @@ class Settings:
 
     model: Path
     runtime_dir: Path
-    state_dir: Path | None = None
     workers: int = 1
     threads: int | None = None
     devices: tuple[int, ...] = ()
@@ -56,8 +55,6 @@ class Settings:
             "log_format": self.log_format,
             "drain_s": 0.0,
         }
-        if self.state_dir is not None:
-            top["state_dir"] = _path(self.state_dir)
         return toml(top, {"limits": self.limits, "cache": self.cache})
 
     def worker_file(self, index: int) -> str:

@@ -43,14 +43,6 @@ def default_runtime_dir() -> Path:
     return Path(f"/tmp/kvforge-{os.getuid()}")  # noqa: S108 - made 0700 and its ownership checked below
 
 
-def default_state_dir() -> Path:
-    """KVFORGE_STATE_DIR, else kvforge/ under XDG_STATE_HOME or ~/.local/state."""
-    if configured := os.environ.get("KVFORGE_STATE_DIR"):
-        return Path(configured)
-    base = os.environ.get("XDG_STATE_HOME")
-    return (Path(base) if base else Path.home() / ".local" / "state") / "kvforge"
-
-
 def client_endpoint(runtime_dir: Path) -> str:
     """Where clients of the coordinator in `runtime_dir` connect."""
     return _ipc(runtime_dir / CLIENT_SOCKET)

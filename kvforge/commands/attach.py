@@ -40,9 +40,14 @@ def run(options: argparse.Namespace) -> int:
             # Loads the tokenizer: where there is none, nobody who reads the request now must lose it.
             kv.encode("-", raw=True)
         request = kv.attach(options.request_id, options.offset)
-        answer = Answer(request, None if options.ids else request.text(options.stop), options.generate_timeout)
-        if options.json:
-            common.print_json(answer.document())
-        else:
+        afterwards = "it goes on: attach again" if kv.status(request.id).detached else "it is cancelled"
+        text = None if options.ids else request.text(options.stop)
+        answer = Answer(request, text, options.generate_timeout, afterwards)
+        if not options.json:
             answer.show(stream=True)
+            return 0
+        document, error = answer.document()
+        common.print_json(document)
+        if error is not None:
+            raise error
     return 0

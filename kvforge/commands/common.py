@@ -34,9 +34,6 @@ def global_options(parser: argparse.ArgumentParser, *, top: bool) -> None:
         help="sockets and shared tables [KVFORGE_RUNTIME_DIR]",
     )
     group.add_argument(
-        "--state-dir", type=Path, metavar="DIR", default=default, help="what outlives the processes [KVFORGE_STATE_DIR]"
-    )
-    group.add_argument(
         "--endpoint", metavar="URL", default=default, help="the coordinator, as ipc://PATH [KVFORGE_ENDPOINT]"
     )
     group.add_argument(

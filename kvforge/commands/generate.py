@@ -159,7 +159,10 @@ def _leave(requests: tuple[Request, ...], options: argparse.Namespace) -> int:
 def _show(answers: list[Answer], options: argparse.Namespace) -> int:
     """One answer as it is; several each with a heading, or as a list of documents."""
     if options.json:
-        common.print_json(answers[0].document() if options.samples is None else [one.document() for one in answers])
+        documents, errors = zip(*(answer.document() for answer in answers), strict=True)
+        common.print_json(documents[0] if options.samples is None else documents)
+        if wrong := [error for error in errors if error is not None]:
+            raise wrong[0]
         return 0
     for number, answer in enumerate(answers, 1):
         if options.samples is not None:

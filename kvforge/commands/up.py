@@ -100,7 +100,6 @@ def settings_of(options: argparse.Namespace, model: Path) -> Settings:
     return Settings(
         model=model,
         runtime_dir=common.runtime_dir(options),
-        state_dir=options.state_dir,
         workers=options.workers,
         threads=options.threads,
         devices=tuple(common.token_ids(options.devices, "devices")),

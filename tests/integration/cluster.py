@@ -68,9 +68,7 @@ class Cluster:
     def start_coordinator(self) -> None:
         """Starts the coordinator; `client` waits for it."""
         config = self.folder / "coordinator.toml"
-        config.write_text(
-            f'runtime_dir = "{self.runtime}"\nstate_dir = "{self.folder / "s"}"\n{self._coordinator_extra}'
-        )
+        config.write_text(f'runtime_dir = "{self.runtime}"\n{self._coordinator_extra}')
         self._start("coordinator", "coordinator", config)
 
     def start_worker(self, name: str) -> None:

@@ -71,7 +71,6 @@ def test_example_configurations_agree_with_the_units() -> None:
     coordinator = tomllib.loads((DEPLOY / "coordinator.toml").read_text())
     worker = tomllib.loads((DEPLOY / "worker.toml").read_text())
     assert coordinator["runtime_dir"] == worker["runtime_dir"] == "/run/kvforge"
-    assert coordinator["state_dir"] == "/var/lib/kvforge"
     assert settings("kvforge-worker@.service")["ExecStart"][0].endswith("--config /etc/kvforge/worker-%i.toml")
     assert coordinator["limits"]["blocks_per_sequence_max"] <= coordinator["limits"]["blocks_max"]
 

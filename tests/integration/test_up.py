@@ -36,8 +36,6 @@ def up(folder: Path, *arguments: str, **environment: str) -> Process:
     return Process(
         "--runtime-dir",
         str(folder / "run"),
-        "--state-dir",
-        str(folder / "state"),
         "up",
         *options,
         *arguments,
@@ -51,7 +49,7 @@ def client(folder: Path, **settings: Any) -> Client:
 
 def assert_nothing_left(folder: Path) -> None:
     assert processes_of(folder) == {}
-    assert sorted(path.name for path in folder.iterdir() if path.name not in ("model", "state", "log")) == []
+    assert sorted(path.name for path in folder.iterdir() if path.name not in ("model", "log")) == []
 
 
 def cli(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:

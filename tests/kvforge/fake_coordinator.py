@@ -180,6 +180,7 @@ class Fake:
             "garbage": lambda: self.garbage(job),
             "gap": lambda: self.rows(job, (job.sent + 1,)),
             "slow": lambda: self.pause(job),
+            "expires": lambda: self.finish(job, "expired"),
         }
         job.end = ends.get(job.tenant)
         if job.end is not None:
@@ -250,7 +251,7 @@ class Fake:
             elif job.end is not None:
                 end, job.end = job.end, None
                 end()
-                job.reason = "" if job.paused else "hanging"
+                job.reason = "" if job.paused else job.reason or "hanging"
             else:
                 self.finish(job, "failed" if job.tenant == "fails" else "length")
 

@@ -612,6 +612,14 @@ def test_every_error_can_be_caught_by_its_name() -> None:
         assert cls.__name__ in kvforge.__all__
 
 
+def test_the_names_of_the_package_are_found_where_they_are() -> None:
+    assert set(kvforge.__all__) <= set(dir(kvforge))
+    for name in kvforge.__all__:
+        assert getattr(kvforge, name).__name__ == name
+    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
+        kvforge.nothing_of_the_kind  # noqa: B018
+
+
 def test_importing_the_client_loads_neither_torch_nor_transformers() -> None:
     script = """
 import sys

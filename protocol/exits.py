@@ -1,0 +1,48 @@
+"""How processes end: the exit statuses that all of kvforge's commands share, and which error means which."""
+
+from __future__ import annotations
+
+import signal
+
+from .errors import (
+    DeadlineExceeded,
+    InvalidConfiguration,
+    InvalidRequest,
+    KvforgeError,
+    NotFound,
+    Unavailable,
+    UnsupportedModel,
+)
+
+OK, FAILED, USAGE, UNAVAILABLE, TIMED_OUT = 0, 1, 2, 3, 4
+INTERRUPTED = 128 + signal.SIGINT
+
+MEANINGS: dict[int, str] = {
+    OK: "done; for `status` and `health`: ready to serve; for `up`: stopped as asked",
+    FAILED: "failed, refused, or (`status`, `health`) not ready",
+    USAGE: "wrong usage or input: an argument, a setting, or a name of a model, request or file that is not there",
+    UNAVAILABLE: "not available: no coordinator or worker, the runtime folder in use, a model that cannot be served",
+    TIMED_OUT: "no answer in time",
+    INTERRUPTED: "interrupted by Ctrl-C (128 + the signal's number; 143 for SIGTERM)",
+}
+
+# The first class that an error is an instance of decides.
+STATUSES: tuple[tuple[type[KvforgeError], int], ...] = (
+    (InvalidRequest, USAGE),
+    (InvalidConfiguration, USAGE),
+    (NotFound, USAGE),
+    (Unavailable, UNAVAILABLE),
+    (UnsupportedModel, UNAVAILABLE),
+    (DeadlineExceeded, TIMED_OUT),
+    (KvforgeError, FAILED),
+)
+
+
+def status_of(error: KvforgeError) -> int:
+    """The exit status for an error."""
+    return next(status for cls, status in STATUSES if isinstance(error, cls))
+
+
+def table() -> str:
+    """The statuses, for the help of a command."""
+    return "exit status:\n" + "\n".join(f"  {status:<4} {meaning}" for status, meaning in MEANINGS.items())
