@@ -5,6 +5,8 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 
@@ -16,6 +18,7 @@ from worker.config import CPU_KV_BYTES, WorkerConfig
 from worker.device import Device, open_device
 from worker.engine import Engine
 from worker.model import LoadedModel
+from worker.runner import Runner
 
 
 def welcome(**fields: int) -> WorkerWelcome:
@@ -63,6 +66,28 @@ def test_the_largest_step_is_tried_within_all_limits(
     taken = memory._trial_bytes(model, limits, graph_rows_max=8)
     assert taken > 0
     assert taken >= sizes << 20
+
+
+@pytest.mark.parametrize(("rows_max", "step_rows_max"), [(1, 8), (2, 8), (8, 8), (64, 20), (300, 512)])
+def test_the_graphs_that_are_tried_tell_what_all_will_take(rows_max: int, step_rows_max: int) -> None:
+    """The largest graph brings the places that all share, each further one its own nodes."""
+    free, captured = [10**9], []
+
+    def capture_one(rows: int) -> None:
+        free[0] -= 10**4 if captured else 10**7 + rows * 10**4
+        captured.append(rows)
+
+    runner = SimpleNamespace(
+        graphs=SimpleNamespace(capture_one=capture_one),
+        model=SimpleNamespace(device=SimpleNamespace(free_bytes=lambda: free[0])),
+        limits=SimpleNamespace(step_rows_max=step_rows_max),
+    )
+    told = memory._graph_bytes(cast(Runner, runner), rows_max)
+    sizes = memory.bucket_sizes(min(rows_max, step_rows_max))
+    assert captured == list(sizes[::-1][:2])
+    for rows in sizes[::-1][2:]:
+        capture_one(rows)
+    assert told == 10**9 - free[0]
 
 
 def test_a_report_is_one_line() -> None:

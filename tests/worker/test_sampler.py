@@ -127,6 +127,36 @@ def test_distribution(temperature: float, cpu: Device) -> None:
     assert float(((counts - expected) ** 2 / expected).sum()) < 24.3
 
 
+@pytest.mark.parametrize("temperature", [5e-324, 1e-310, 7e-46])
+def test_a_temperature_below_the_smallest_float32_is_greedy(temperature: float, cpu: Device) -> None:
+    """Divided by the smaller two, the first three logits would all be infinite."""
+    slots = np.arange(2)
+    state = SamplingState(2, 4, cpu)
+    begin(state, *(start(slot, temperature, seed=slot) for slot in range(2)))
+    assert state.plain(slots).all()
+    assert state.sample(torch.tensor([[2.0, 3.0, 3.0, -1.0]]).expand(2, 4), slots).tokens.tolist() == [1, 1]
+    begin(state, *(start(slot, 1.5e-45, seed=slot) for slot in range(2)))
+    assert not state.plain(slots).any()
+
+
+def test_a_temperature_is_what_float32_makes_of_it(cpu: Device) -> None:
+    """Shown by draws of two tokens that float64's 0.7 would decide otherwise: a window of 2e-8 of the logit."""
+    exact, rounded = 0.7, float(np.float32(0.7))
+    seeds, logits, expected = [], [], []
+    for seed in range(400):
+        first, second = (-np.log(-np.log(uniforms(torch.tensor([seed]), torch.tensor([0]), 2)[0].numpy()))).tolist()
+        logit = float(np.float32((first - second) * (exact + rounded) / 2))
+        choices = [int(logit / temperature + second > first) for temperature in (exact, rounded)]
+        if choices[0] != choices[1]:
+            seeds.append(seed)
+            logits.append([0.0, logit])
+            expected.append(choices[1])
+    assert len(seeds) >= 20
+    state = SamplingState(len(seeds), 2, cpu)
+    begin(state, *(start(slot, exact, seed) for slot, seed in enumerate(seeds)))
+    assert state.sample(torch.tensor(logits), np.arange(len(seeds))).tokens.tolist() == expected
+
+
 @pytest.mark.parametrize("poison", [float("nan"), float("inf"), float("-inf")])
 def test_a_row_that_is_not_finite_changes_nothing(poison: float, cpu: Device) -> None:
     state = SamplingState(2, VOCAB, cpu)
