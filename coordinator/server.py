@@ -38,7 +38,9 @@ from protocol.transport import (
 
 from .config import CoordinatorConfig
 from .core.events import Boot
+from .core.limits import Limits
 from .core.machine import Machine
+from .ids import first_id
 from .pauses import Pauses
 from .peers import WORKER, Peers
 from .replacing import Replacer
@@ -46,6 +48,7 @@ from .resources import check_descriptors, return_large_blocks
 from .turn import TurnLimits, TurnLoop
 
 LOCK_FILE = "coordinator.lock"
+GENERATION_BITS = 30  # of 31: the rest is for counting on
 PROGRESS_US = 3_000_000
 SPIN_US, SPIN_CORES_MIN = 200, 4
 CLIENTS_LEAVE_NS, WORKERS_LEAVE_NS = 200_000_000, 500_000_000
@@ -95,7 +98,7 @@ class Server:
         prepare_runtime_dir(self.runtime)
         self._lock = RuntimeLock(self.runtime)
         self.boot = secrets.token_hex(16)
-        self.machine = Machine(Boot(self.boot, secrets.token_bytes(32), limits), self._now_us())
+        self.machine = Machine(self._birth(limits), self._now_us())
         self._numbers = 0
         self._signals = self._signals_taken = 0
         self._ending: Ending | None = None
@@ -135,6 +138,11 @@ class Server:
                 f"{self.runtime} has no room for the shared tables, {file_bytes(geometry)} bytes ({error.strerror}): "
                 "make room there, or lower limits.sequences_max, blocks_max or blocks_per_sequence_max",
             ) from None
+
+    def _birth(self, limits: Limits) -> Boot:
+        """What distinguishes this life from every other one."""
+        first, generation = first_id(time.time_ns() // 1_000_000), secrets.randbits(GENERATION_BITS)
+        return Boot(self.boot, secrets.token_bytes(32), limits, first, generation)
 
     @staticmethod
     def _now_us() -> int:

@@ -18,7 +18,7 @@ from typing import Protocol
 import msgspec
 
 from protocol import codec
-from protocol.errors import CapacityExceeded, KvforgeError, ProtocolError, VersionMismatch
+from protocol.errors import CapacityExceeded, KvforgeError, ProtocolError, StateLost, VersionMismatch
 from protocol.handover import StepMail
 from protocol.logs import tell
 from protocol.messages import (
@@ -277,6 +277,8 @@ class TurnLoop:
 
     def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> list[Effect]:
         version = negotiate(message.version_min, message.version_max)
+        if message.boot not in ("", self.machine.boot):
+            raise StateLost(message.boot, self.machine.boot)
         if number is None:
             if len(self.clients) >= self._limits.clients_max:
                 raise CapacityExceeded("clients", 1, 0, "raise limits.clients_max")

@@ -17,6 +17,7 @@ KvforgeError
  │   ├─ KeyReused             key_reused             this idempotency key named another command; carries key
  │   ├─ AlreadyHolder         already_holder         this holder already holds the block
  │   ├─ NotAHolder            not_a_holder           this holder does not hold the block
+ │   ├─ StateLost             state_lost             the coordinator was started anew since; carries boot
  │   ├─ BlockNotHeld          block_not_held         nobody holds the block: it cannot be freed again
  │   └─ StaleGeneration       stale_generation       the block was recycled since its id was read
  ├─ CapacityExceeded          capacity_exceeded      a pool, table or limit is full; carries resource
@@ -112,10 +113,10 @@ class BlockNotFound(NotFound):
 class RequestNotFound(NotFound):
     code = "request_not_found"
 
-    def __init__(self, request_id: int) -> None:
-        super().__init__(
-            f"there is no request {request_id} (never submitted, or finished and purged)", request_id=request_id
-        )
+    def __init__(self, request_id: int, why: str = "") -> None:
+        problem = f"there is no request {request_id}"
+        told = f"{problem}: {why}" if why else f"{problem} (never submitted, or finished and purged)"
+        super().__init__(told, request_id=request_id)
 
 
 class ModelNotFound(NotFound):
@@ -190,6 +191,16 @@ class BlockNotHeld(Conflict):
 
     def __init__(self, block_id: int) -> None:
         super().__init__(f"nobody holds block {block_id}: it is free already", block_id=block_id)
+
+
+class StateLost(Conflict):
+    """Whoever names a boot names another one: what it was told then is not known any more."""
+
+    code = "state_lost"
+
+    def __init__(self, named: str, boot: str) -> None:
+        problem = f"the coordinator was started anew: you name boot {named[:8]!r}, this is {boot[:8]!r}"
+        super().__init__(f"{problem}; its requests, sequences and blocks of before are lost", boot=boot)
 
 
 class StaleGeneration(Conflict):

@@ -13,7 +13,8 @@ the other. `FRAMES` lists them in that order with their little-endian dtype. Who
     coordinator -> worker    WorkerWelcome, PoolRegistered, Step, Refused, Stop
 
 Every command carries `rid`, chosen by its sender; the reply to it carries the same `rid`.
-Times are integers with the unit in the name. Ids are integers and are never reused within a boot.
+Times are integers with the unit in the name. Ids are integers below 2^53 and are never
+reused, not by a later boot either.
 """
 
 from __future__ import annotations
@@ -160,7 +161,7 @@ class Timings(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message on every connection. A boot other than "" must be the coordinator's: else its state was lost."""
+    """First message on every connection. A boot other than "" must be the coordinator's, else it answers StateLost."""
 
     rid: int
     version_min: int = PROTOCOL_VERSION_MIN

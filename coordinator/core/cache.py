@@ -39,10 +39,10 @@ class Cache:
     largest_pool: blocks of the largest pool so far; a worker that is away for a while may come back.
     """
 
-    def __init__(self, limits: Limits, hash_key: bytes) -> None:
+    def __init__(self, limits: Limits, hash_key: bytes, first_generation: int = 0) -> None:
         self.limits = limits
         self.tenants = Tenants(limits)
-        self.blocks = Blocks(limits.blocks_max, limits.block_size)
+        self.blocks = Blocks(limits.blocks_max, limits.block_size, first_generation)
         self.sequences = Sequences(limits)
         self.refs = Refs(self.blocks, self.tenants, limits.holders_per_block_max)
         self.groups: dict[int, Group] = {}

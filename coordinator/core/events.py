@@ -22,11 +22,15 @@ class Boot(msgspec.Struct, frozen=True):
 
     boot: names this life to whoever talks to it; hash_key: 1 to 64 secret bytes that nobody can foresee the hashes
     of the prefix index without.
+    first_id: the ids of requests and sequences are larger, and first_generation: those of blocks are not smaller; so
+    that no name of one life means something in another.
     """
 
     boot: str
     hash_key: bytes
     limits: Limits
+    first_id: int = 0
+    first_generation: int = 0
 
 
 class FromClient(msgspec.Struct, frozen=True):

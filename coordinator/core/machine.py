@@ -85,8 +85,8 @@ class Machine:
     def __init__(self, event: Boot, now_us: int) -> None:
         limits = self.limits = event.limits
         self.boot, self.start_us = event.boot, now_us
-        self.cache = Cache(limits, event.hash_key)
-        self.requests = RequestTable(limits)
+        self.cache = Cache(limits, event.hash_key, event.first_generation)
+        self.requests = RequestTable(limits, event.first_id)
         self.admission = Admission(self.cache, self.requests, self._next_sequence_id)
         self.scheduler = Scheduler(self.cache, self.requests, self.admission)
         self.streams = Streams()
@@ -105,7 +105,7 @@ class Machine:
         self.workers = self._reports.workers
         self.clients: set[int] = set()
         self.turns = 0
-        self._sequence_ids = 0
+        self._sequence_ids = event.first_id
         self._effects: list[Effect] = []
         self._stirred = False  # something has happened that a Turn must follow
         self._commands: dict[type[Message], Callable[[FromClient, Any, int], Message]] = {

@@ -37,10 +37,10 @@ class Blocks:
     holds: grows with every new holder of a block that had one.
     """
 
-    def __init__(self, blocks_max: int, block_size: int) -> None:
+    def __init__(self, blocks_max: int, block_size: int, first_generation: int = 0) -> None:
         self.block_size = block_size
         self.refcount = np.zeros(blocks_max, np.int32)
-        self.generation = np.zeros(blocks_max, np.int32)
+        self.generation = np.full(blocks_max, first_generation, np.int32)
         self.owner = np.zeros(blocks_max, np.int32)
         self.state = np.zeros(blocks_max, np.int8)
         self.indexed = np.zeros(blocks_max, np.bool_)

@@ -72,7 +72,7 @@ class RequestCommands:
         self.timers = Timers()
         self.draining = False
         self.drain_deadline_us = 0
-        self._request_ids = 0
+        self._request_ids = requests.first_id
 
     # --------------------------------------------------------------------------------------------------------- submit
 

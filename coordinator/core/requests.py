@@ -46,6 +46,7 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 NO_SLOT = -1
 TENANT_CEILING, SIBLING = "tenant ceiling", "sibling"
 NO_SAMPLING = Sampling()
+LOST = "it is of a time before the coordinator was started, and lost"
 
 
 class Request:
@@ -196,10 +197,13 @@ class Request:
 
 
 class RequestTable:
-    """Every request that is alive, and the most recent ones that ended. kept_bytes: what the answers of those take."""
+    """Every request that is alive, and the most recent ones that ended. kept_bytes: what the answers of those take.
 
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+    first_id: ids up to this one are of an earlier life of the coordinator.
+    """
+
+    def __init__(self, limits: Limits, first_id: int = 0) -> None:
+        self._limits, self.first_id = limits, first_id
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
         self.kept_bytes = 0
@@ -223,7 +227,7 @@ class RequestTable:
         """Raises RequestNotFound."""
         request = self.known(request_id)
         if request is None:
-            raise RequestNotFound(request_id)
+            raise RequestNotFound(request_id, LOST if 0 < request_id <= self.first_id else "")
         return request
 
     def add(self, request: Request) -> None:

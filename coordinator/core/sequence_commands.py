@@ -33,7 +33,7 @@ from .cache import Cache
 from .events import FromClient
 from .outcomes import Outcomes
 from .pool import NO_SPARE
-from .requests import RequestTable
+from .requests import LOST, RequestTable
 from .residence import Residence
 from .sequences import NO_POOL, Slots
 
@@ -55,7 +55,8 @@ class SequenceCommands:
         s = self._cache.sequences
         slot = s.slot_of.get(sequence_id)
         if slot is None or not s.owned[slot]:
-            raise SequenceNotFound(sequence_id, self._gone.get(sequence_id, ""))
+            lost = LOST if 0 < sequence_id <= self._requests.first_id else ""
+            raise SequenceNotFound(sequence_id, self._gone.get(sequence_id, lost))
         return slot
 
     # --------------------------------------------------------------------------------------------------------- create

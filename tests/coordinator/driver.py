@@ -215,8 +215,9 @@ class Driver:
 
     worker_type: type[FakeWorker] = FakeWorker
 
-    def __init__(self, start_us: int = 1_000_000, **limits: Any) -> None:
-        self.machine = Machine(Boot("boot", b"a key", Limits(**{**SMALL, **limits})), start_us)
+    def __init__(self, start_us: int = 1_000_000, first_id: int = 0, first_generation: int = 0, **limits: Any) -> None:
+        boot = Boot("boot", b"a key", Limits(**{**SMALL, **limits}), first_id, first_generation)
+        self.machine = Machine(boot, start_us)
         self.now_us = start_us
         self.workers: list[FakeWorker] = []
         self.streamed: dict[int, list[int]] = {}

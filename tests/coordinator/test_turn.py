@@ -328,6 +328,21 @@ def test_a_refusal_and_a_welcome_wait_like_any_reply(bench: Bench) -> None:
     assert [type(message) for message in bench.clients.take(1)] == [Done, Refused, Welcome, Done]
 
 
+def test_who_names_another_boot_is_told_that_its_state_is_lost_and_may_come_without_one(bench: Bench) -> None:
+    boot = bench.machine.boot
+    for rid, named in enumerate((boot, "", "a" * 32, ""), 1):
+        bench.clients.arrive(8, Hello(rid=rid, boot=named))
+    bench.turn()
+    first, second, lost, third = bench.clients.take(8)
+    assert [type(message) for message in (first, second, third)] == [Welcome] * 3
+    assert isinstance(lost, Refused)
+    assert (lost.rid, lost.error.code, lost.error.fields) == (3, "state_lost", {"boot": boot})
+    bench.clients.arrive(9, Hello(rid=1, boot="a" * 32))
+    bench.turn()
+    assert [type(message) for message in bench.clients.take(9)] == [Refused]
+    assert 9 not in bench.clients.known
+
+
 def test_over_real_sockets_one_that_does_not_read_stalls_nobody(net: Net, bench: Bench) -> None:
     slow, slow_number = net.connect()
     reader, reader_number = net.connect()

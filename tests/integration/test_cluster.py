@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import textwrap
+from collections.abc import Sequence
 from contextlib import ExitStack
 from time import monotonic
 from types import TracebackType
@@ -76,7 +77,7 @@ class RawPeer:
         self.socket.setsockopt(zmq.SNDTIMEO, 20_000)
         self.socket.connect(endpoint)
 
-    def ask(self, frames: list[bytes]) -> object:
+    def ask(self, frames: Sequence[bytes | memoryview]) -> object:
         self.socket.send_multipart(frames)
         return codec.Decoder(CLIENT_REPLIES).decode(self.socket.recv_multipart())
 

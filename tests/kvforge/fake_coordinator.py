@@ -100,7 +100,7 @@ class Fake:
             return
         match message:
             case m.Hello(boot=boot) if boot not in ("", self.boot):
-                self.refuse(peer, message.rid, errors.Conflict("the coordinator was started anew"))
+                self.refuse(peer, message.rid, errors.StateLost(boot, self.boot))
             case m.Hello(name="old"):
                 self.refuse(peer, message.rid, errors.VersionMismatch("spoken here: 7 to 8; you speak 1"))
             case m.Hello():

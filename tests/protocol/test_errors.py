@@ -26,6 +26,7 @@ EXAMPLES: list[KvforgeError] = [
     errors.NotAHolder(3, "me"),
     errors.BlockNotHeld(3),
     errors.StaleGeneration(3, 1, 2),
+    errors.StateLost("before", "now"),
     errors.CapacityExceeded("blocks", 5, 2, "wait"),
     errors.QueueFull(10, 500),
     errors.QuotaExceeded("a", 12, 8),
@@ -37,7 +38,7 @@ STABLE_CODES = {
     "sequence_not_found", "block_not_found", "request_not_found", "model_not_found", "conflict",
     "invalid_transition", "already_finished", "sequence_busy",
     "key_reused", "already_holder", "not_a_holder", "block_not_held",
-    "stale_generation", "capacity_exceeded", "queue_full", "quota_exceeded", "unavailable",
+    "stale_generation", "state_lost", "capacity_exceeded", "queue_full", "quota_exceeded", "unavailable",
     "coordinator_unavailable", "coordinator_in_use", "draining", "not_ready", "deadline_exceeded",
     "unsupported_model", "worker_error", "gpu_error", "internal_error",
 }  # fmt: skip
