@@ -33,7 +33,7 @@ SPLITMIX_0: tl.constexpr = tl.constexpr(0xBF58476D1CE4E5B9)
 SPLITMIX_1: tl.constexpr = tl.constexpr(0x94D049BB133111EB)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=["packed", "fed"])  # any number of any rows
 def feed_kernel(packed, last_token, fed, rows, ROWS: tl.constexpr):  # type: ignore[no-untyped-def]  # noqa: N803
     """Grid: [cdiv(rows, ROWS)]. packed: [4, rows] int32, fed: [4, rows] int64; see `feed_tokens`."""
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
@@ -123,7 +123,7 @@ def _scan(  # type: ignore[no-untyped-def]
     return best, token, greatest, tl.where(tl.max(broken, axis=0) > 0, float("nan"), total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["slots"])  # one number of them is loaded, wherever they begin
 def scan_kernel(  # type: ignore[no-untyped-def]
     logits,
     slots,
@@ -164,7 +164,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     tl.store(sums + 2 * place + 1, total)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["slots", "wanted", "packed"])
 def settle_kernel(  # type: ignore[no-untyped-def]
     logits,
     slots,

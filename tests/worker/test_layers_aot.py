@@ -20,7 +20,7 @@ from worker.attention.specialise import recorded
 from worker.attention.targets import TARGETS
 from worker.device import Device
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
-from worker.kernels.aot import layer_configurations
+from worker.kernels.aot import layer_configurations, sampling_configurations
 from worker.kernels.fused import FusedOperations
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
@@ -40,7 +40,8 @@ def test_every_configuration_compiles(name: str, tmp_path: Path) -> None:
     )
     assert made.returncode == 0, made.stdout + made.stderr
     lines = made.stdout.splitlines()
-    assert len(lines) == len(layer_configurations(TARGETS[name])) > 100
+    target = TARGETS[name]
+    assert len(lines) == len(layer_configurations(target) + sampling_configurations(target)) > 100
     for line in lines:
         local, matrix = (int(re.findall(rf"{word} +(\d+)", line)[0]) for word in ("local", "matrix"))
         # On NVIDIA, cos and sin of large angles keep 28 bytes of pi's digits in local memory, and two sums of parts 8.

@@ -2,7 +2,8 @@
 
     python -m worker.kernels.aot [--target gfx942 ...]
 
-prints a line for each configuration that `FusedOperations` can launch; the exit status is 1 where one does not compile.
+prints a line for each configuration that `FusedOperations`, the sampler and small copies can launch; the exit status is
+1 where one does not compile.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import argparse
 import itertools
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import torch
 
@@ -18,6 +20,9 @@ from worker.attention import KvLayer
 from worker.attention.aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, compile_one, once
 from worker.attention.specialise import recorded
 from worker.attention.targets import HEAD_CLASSES, TARGETS, Target
+from worker.choice import PIECE, choose_tokens, feed_tokens
+from worker.copies import copy_numbers
+from worker.sampler import COLUMNS
 
 from . import HIDDEN_MAX, activation, norm, rotary
 from .linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
@@ -36,7 +41,9 @@ BLOCKS = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() -
 HIDDEN = tuple(size for block in BLOCKS for size in (block, block - 8))
 HEADS = tuple(size for head in HEAD_CLASSES for size in (head, head - 8))
 PARTS = (1, 2, 3, OTHER_PARTS_MAX)
-FAR = (False, True)  # whether a weight, or K and V, take 2 GiB or more: nothing else does
+FAR = (False, True)  # whether a weight, K and V, or the logits take 2 GiB or more: nothing else does
+VOCABS = tuple(size for pieces in (1, 2, 4, 8, 16, 32, 64) for size in (PIECE * pieces, PIECE * pieces - 5))
+COPIED = (1, 16, 17)  # numbers
 
 
 def layer_configurations(target: Target) -> list[Configuration]:
@@ -55,6 +62,30 @@ def layer_configurations(target: Target) -> list[Configuration]:
         made += [_rotary(target, dtype, head) for head in HEADS]
         made += [_silu(target, dtype, size) for size in (14336, 1000)]
     return once(each for each in made if each is not None)
+
+
+def sampling_configurations(target: Target) -> list[Configuration]:
+    """What the sampler and small copies can launch on `target`, equal ones once. Vocabularies: up to 262,144."""
+    made: list[Configuration] = []
+    for vocab, far in itertools.product(VOCABS, FAR):
+        with recorded(target) as launched:
+            _choose(vocab, far, target.chained)
+        scan, settle = launched
+        for name, each in (("scan", scan), ("settle", settle)):
+            made.append(Configuration(f"choice: {name} {vocab}{' far' * far}", each, False))
+    packed, last_token = _numbers(4, 1, dtype=torch.int32), _numbers(1, dtype=torch.int64)
+    made.append(_configuration(target, "choice: feed", lambda: feed_tokens(packed, last_token)))
+    for count in COPIED:
+        numbers = _numbers(count, dtype=torch.int32)
+        made.append(_configuration(target, f"copy {count}", partial(copy_numbers, numbers, numbers)))
+    return once(made)
+
+
+def _choose(vocab: int, far: bool, overlap: bool) -> None:
+    rows = 1 + FAR_BYTES // (4 * vocab) if far else 1
+    slots, packed = _numbers(rows, dtype=torch.int64), _numbers(3 * rows, dtype=torch.int32)
+    values = _numbers(rows, len(COLUMNS), dtype=torch.float64)
+    choose_tokens(_numbers(rows, vocab, dtype=F32), slots, slots, values, slots, slots, slots, packed, overlap)
 
 
 def _product(
@@ -167,7 +198,7 @@ def main() -> int:
     parser.add_argument("--target", nargs="*", choices=names, default=names)
     failures = 0
     for name in parser.parse_args().target:
-        for configuration in layer_configurations(TARGETS[name]):
+        for configuration in layer_configurations(TARGETS[name]) + sampling_configurations(TARGETS[name]):
             try:
                 print(compile_one(configuration, TARGETS[name]).line(), flush=True)
             except Exception as error:  # noqa: BLE001 - the compiler raises what it likes; the others are wanted too
