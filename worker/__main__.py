@@ -18,6 +18,7 @@ from protocol import logs
 from protocol.errors import InvalidConfiguration, KvforgeError, WorkerError
 
 from .config import load_config
+from .model_path import find_model
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -30,7 +31,8 @@ def main(arguments: list[str] | None = None) -> int:
         logs.configure(config.name, config.log_level, config.log_format)
         # torch makes this folder as soon as it is imported, in /tmp unless it is told where compiled code may stay.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
-        from .loop import Worker  # torch takes seconds to import: a wrong configuration is told before
+        find_model(config)
+        from .loop import Worker  # torch takes seconds to import: what is wrong with settings and files is told before
 
         Worker(config).run()
     except InvalidConfiguration as error:

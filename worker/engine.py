@@ -8,11 +8,10 @@ from __future__ import annotations
 import contextlib
 import logging
 import time
-from pathlib import Path
 
 import torch
 
-from protocol.errors import ModelNotFound, ProtocolError
+from protocol.errors import ProtocolError
 from protocol.messages import WorkerWelcome
 
 from .config import WorkerConfig
@@ -20,6 +19,7 @@ from .device import Device, open_device
 from .loading import Progress
 from .memory import Accounts, DeviceBytes, make_runner, pool_blocks, weight_bytes
 from .model import LoadedModel, load_model
+from .model_path import find_model
 from .pool import KvPool
 from .runner import Runner
 
@@ -38,7 +38,7 @@ class Engine:
         self._accounts = Accounts(self.device)
         self._progress = progress
         self.model: LoadedModel = load_model(
-            _find_model(config),
+            find_model(config),
             load_format=config.load_format,
             dtype=config.dtype,
             device=self.device,
@@ -97,20 +97,6 @@ class Engine:
         self._accounts.graphs = max(0, free_before - self.device.free_bytes()) if self.device.owns_memory else 0
         log.info("%s", self.device_bytes().line())
         return runner
-
-
-def _find_model(config: WorkerConfig) -> str:
-    """A path, the name of a shape (for dummy weights), or a name that `kvforge pull` has fetched before.
-
-    Raises ModelNotFound.
-    """
-    if config.load_format == "dummy" or Path(config.model).exists():
-        return config.model
-    try:
-        from kvforge.models import find
-    except ImportError:
-        raise ModelNotFound(config.model, "there is no such file or folder") from None
-    return str(find(config.model))
 
 
 def _limits(welcome: WorkerWelcome) -> tuple[int, ...]:

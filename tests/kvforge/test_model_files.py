@@ -18,6 +18,7 @@ from kvforge.gguf_header import TENSOR_TYPES, read_header
 from kvforge.model_files import find_files, stored_tensors
 from kvforge.models import find, pull
 from protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
+from worker.__main__ import main as worker_main
 
 TENSORS = {name: np.arange(96, dtype=np.float32).reshape(3, 32) + i for i, name in enumerate(("one", "two", "three"))}
 
@@ -234,3 +235,17 @@ def test_up_says_it_once_before_a_process_is_started(tmp_path: Path) -> None:
     assert ran.stderr.count("damaged") == 1 and "half.gguf" in ran.stderr, ran.stderr
     assert "Traceback" not in ran.stderr
     assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("load_format", ["auto", "gguf"])
+def test_a_worker_says_it_before_it_imports_torch(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], load_format: str
+) -> None:
+    path = write_gguf(tmp_path / "half.gguf")
+    path.write_bytes(path.read_bytes()[:-200])
+    config = tmp_path / "worker.toml"
+    config.write_text(f'name = "w"\nmodel = "{path}"\nload_format = "{load_format}"\nruntime_dir = "{tmp_path}"\n')
+    monkeypatch.setitem(sys.modules, "worker.loop", None)  # whoever imports it fails otherwise
+    assert worker_main(["--config", str(config)]) == 3
+    said = capsys.readouterr().err
+    assert said.count("damaged") == 1 and "half.gguf" in said

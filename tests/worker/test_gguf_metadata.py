@@ -142,6 +142,7 @@ def test_only_the_full_layers_of_gemma_3_are_scaled(tmp_path: Path, cpu: Device)
     plain = {"rope_type": "default", "rope_theta": 500.0}
     other = reference("gemma3_text", rope_parameters={"sliding_attention": local, "full_attention": plain}, **fields)
     keys = {"attention.key_length": 16, "attention.value_length": 16, "attention.sliding_window": 512}
+    keys |= {"attention.sliding_window_pattern": 6}
     rope = {"rope.freq_base": 500.0, "rope.scaling.type": "linear", "rope.scaling.factor": 8.0}
     assert_same(write_gguf(wanted, tmp_path / "tiny.gguf", "gemma3", keys | rope), wanted, other, cpu)
 
@@ -190,6 +191,7 @@ def test_starcoder2_has_the_base_of_its_file(tmp_path: Path, cpu: Device) -> Non
         ({"attention.causal": False}, {}, "llama.attention.causal = False cannot be applied"),
         ({"attention.sliding_window": 9}, {}, "llama.attention.sliding_window = 9 cannot be applied"),
         ({"attention.head_count_kv": [2, 1]}, {}, "num_key_value_heads"),
+        ({"attention.sliding_window_pattern": 6}, {}, "llama.attention.sliding_window_pattern = 6 cannot be applied"),
         ({"residual_scale": 0.5}, {}, "llama.residual_scale = 0.5 cannot be applied"),
         ({"something.new": "x"}, {}, "llama.something.new = 'x' cannot be applied"),
     ],

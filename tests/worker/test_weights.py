@@ -16,8 +16,9 @@ from safetensors.torch import load_file, save_file
 
 from protocol.errors import KvforgeError, UnsupportedModel
 from tests.worker.gguf_files import Tensors, write_gguf
-from worker.device import Device
+from worker.device import Device, open_device
 from worker.loading import build, find_source, fingerprint, read_config
+from worker.loading.fingerprint import PIECE_WORDS, _on_device, _sums
 from worker.model import LoadedModel, load_model
 
 Weights = dict[str, torch.Tensor]
@@ -44,7 +45,6 @@ METADATA: dict[str, dict[str, Any]] = {
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
     """modules(name) -> one of MODELS with random weights, made once."""
     from tests.worker.conftest import TINY
-    from worker.device import open_device
 
     made: dict[str, LoadedModel] = {}
 
@@ -97,6 +97,7 @@ def changed(weights: Weights, name: str, how: str) -> tuple[Weights, str]:
             return others | {name: broken}, name
 
 
+on_a_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 HOW = ("dropped", "renamed", "reshaped", "NaN", "infinite")
 
 
@@ -282,6 +283,35 @@ def test_every_bit_of_what_was_loaded_is_in_the_fingerprint(modules: Callable[[s
     assert fingerprint(module, "float32") != before
     module.config.rms_norm_eps /= 2
     assert fingerprint(module, "float32") == before
+
+
+def test_a_device_sums_as_a_cpu_does() -> None:
+    """Also a last piece that is not full, a word that is not, and nothing at all."""
+    for octets in (0, 1, 7, 4 * PIECE_WORDS, 4 * PIECE_WORDS * 300 + 10):
+        tensor = torch.randint(0, 256, (octets,), dtype=torch.uint8, generator=torch.Generator().manual_seed(octets))
+        words = np.zeros(-(-octets // (4 * PIECE_WORDS)) * PIECE_WORDS, "<u4")
+        words.view(np.uint8)[:octets] = tensor.numpy()
+        pieces = torch.from_numpy(words.view("<i4")).view(len(words) // PIECE_WORDS, PIECE_WORDS)
+        assert np.array_equal(_sums(tensor), _on_device(pieces))
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_the_fingerprint_is_that_of_a_cpu(modules: Callable[[str], Any], tmp_path: Path, cpu: Device) -> None:
+    modules("llama").save_pretrained(tmp_path)
+    gpu = open_device("auto")
+    assert gpu.owns_memory
+    assert fingerprint(fill(tmp_path, gpu), "") == fingerprint(fill(tmp_path, cpu), "")
+
+
+@pytest.mark.gpu
+@on_a_gpu
+def test_a_gguf_file_is_served_in_16_bits(modules: Callable[[str], Any], tmp_path: Path) -> None:
+    path = write_gguf(modules("llama"), tmp_path / "tiny.gguf")
+    gpu = open_device("auto")
+    model = load_model(path, device=gpu, block_size=16)
+    assert model.dtype == gpu.half_dtype != torch.float32
+    assert {tensor.dtype for tensor in model.module.parameters()} == {gpu.half_dtype}
 
 
 def test_no_memory_is_not_the_models_fault(

@@ -102,6 +102,8 @@ def _rope(source: Source, config: Any) -> GgufRope | None:
 
 
 def _apply(config: Any, key: str, value: Any, full: str, model: str) -> None:
+    if key == "attention.sliding_window_pattern" and value == _window_pattern(config, value):
+        return
     if key == "attention.max_alibi_bias":
         raise UnsupportedModel(model, f"it uses ALiBi ({full} = {value:g}), which kvforge's attention has not")
     names = [name for name in FIELDS.get(key, ()) if hasattr(config, name)]
@@ -115,6 +117,16 @@ def _apply(config: Any, key: str, value: Any, full: str, model: str) -> None:
         raise UnsupportedModel(model, f"its {full} = {shown} cannot be applied")
     if not _same(getattr(config, names[0]), value):
         setattr(config, names[0], value)
+
+
+def _window_pattern(config: Any, like: Any) -> Any:
+    """Which layers have a window: as flags, or as the distance of those that have none."""
+    windows = [kind == "sliding_attention" for kind in getattr(config, "layer_types", None) or ()]
+    if isinstance(like, list):
+        return windows
+    if not windows or type(like) is not int or like < 1:
+        return None
+    return like if windows == [bool((index + 1) % like) for index in range(len(windows))] else None
 
 
 def _head_size(config: Any) -> int:
