@@ -1,7 +1,7 @@
 """python -m worker --config FILE.toml
 
-Exit status: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 could not start (model missing or not
-supported, no coordinator, refused by it).
+Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 the device or a kernel failed (a new start may help), 2
+wrong configuration or no such model, 3 could not start (model not supported, no torch, no coordinator, refused by it).
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from pathlib import Path
 
 from kvforge.models import default_cache_dir
 from protocol import logs
-from protocol.errors import InvalidConfiguration, KvforgeError, WorkerError
+from protocol.errors import InternalError, KvforgeError, Unavailable, WorkerError
+from protocol.exits import FAILED, OK, UNAVAILABLE, status_of
 
 from .config import load_config
 from .model_path import find_model
@@ -35,16 +36,19 @@ def main(arguments: list[str] | None = None) -> int:
         from .loop import Worker  # torch takes seconds to import: what is wrong with settings and files is told before
 
         Worker(config).run()
-    except InvalidConfiguration as error:
-        print(f"worker: {error}", file=sys.stderr)
-        return 2
-    except WorkerError as error:
-        print(f"worker: {error}", file=sys.stderr)
-        return 1
+    except ImportError as error:
+        problem = f"a worker needs torch and transformers ({error}): pip install 'kvforge[worker]'"
+        return _fail(Unavailable(problem))
     except KvforgeError as error:
-        print(f"worker: {error}", file=sys.stderr)
-        return 3
-    return 0
+        return _fail(error)
+    return OK
+
+
+def _fail(error: KvforgeError) -> int:
+    print(f"worker: {error}", file=sys.stderr)
+    status = status_of(error)
+    # What is no fault of this machine is a coordinator's refusal: it would refuse a new start too.
+    return UNAVAILABLE if status == FAILED and not isinstance(error, WorkerError | InternalError) else status
 
 
 if __name__ == "__main__":
