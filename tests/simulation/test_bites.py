@@ -8,27 +8,71 @@ from tests.simulation.faults import FAULTS, plant
 from tests.simulation.runner import run_seed
 
 EVENTS = 800
-SEEDS_MAX = 30
+SEEDS_MAX = 60
+SEEDS_SOUND = 30
+# Seeds that are tried first, because they found the fault when this was written. A change of the core or of the
+# simulator makes them wrong: that costs time, nothing else. `pytest -rP` tells the ones that would be right.
+LIKELY = {
+    "copy_one_token_short": 2,
+    "slot_reused_early": 1,
+    "appended_token_lost": 3,
+    "stream_repeated_after_preemption": 2,
+    "sequence_settles_while_its_row_is_read": 1,
+    "preempted_sequence_not_busy": 16,
+    "first_token_timer_lost": 2,
+    "lease_never_ends": 2,
+    "lease_survives_an_attach": 8,
+    "end_of_a_drain_not_due": 2,
+    "forgetting_not_due": 2,
+    "time_to_live_forgotten_while_a_request_runs": 30,
+    "paused_stream_not_due": 2,
+    "one_round_a_turn": 3,
+    "drain_without_end": 2,
+    "attach_replays_from_the_next": 1,
+    "paused_stream_goes_on": 2,
+    "end_told_while_paused": 2,
+    "pause_not_told": 2,
+    "taken_told_to_who_has_it_back": 3,
+    "oldest_may_be_the_victim": 11,
+    "end_of_a_row_not_told": 3,
+    "row_that_cannot_go_on_kept": 5,
+    "passed_never_counted": 4,
+    "sibling_never_released": 5,
+    "cut_not_told": 1,
+    "cut_not_made": 1,
+    "tops_of_another_row": 1,
+    "tops_lost_in_a_replay": 1,
+    "crash_never_counted": 5,
+    "suspect_runs_among_others": 19,
+}
 
 
-def found_after(name: str) -> tuple[int, str]:
-    """How many seeds it took, and what was seen; (0, "") where nothing was."""
+def found_by(name: str) -> tuple[int | None, str]:
+    """The seed that showed the fault, and what was seen; (None, "") where none did."""
+    likely = LIKELY.get(name, 0)
     with plant(name):
-        for seed in range(SEEDS_MAX):
+        for seed in (likely, *(seed for seed in range(SEEDS_MAX) if seed != likely)):
             outcome = run_seed(seed, EVENTS, check_every=4)
             if outcome.error:
-                return seed + 1, outcome.error
-    return 0, ""
+                return seed, outcome.error
+    return None, ""
 
 
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_simulator_finds_a_planted_fault(name: str) -> None:
-    seeds, error = found_after(name)
-    assert seeds, f"{name} went unnoticed for {SEEDS_MAX} seeds"
+    seed, error = found_by(name)
+    assert seed is not None, f"{name} went unnoticed for {SEEDS_MAX} seeds"
     assert error
+    if seed != LIKELY.get(name, 0):
+        print(f'sooner with LIKELY["{name}"] = {seed}')
+
+
+def test_seeds_that_are_tried_first_are_of_faults_that_exist() -> None:
+    assert set(LIKELY) <= set(FAULTS)
+    assert max(LIKELY.values()) < SEEDS_MAX
 
 
 def test_the_core_without_faults_passes_the_same_seeds() -> None:
-    for seed in range(SEEDS_MAX):
+    for seed in sorted({*range(SEEDS_SOUND), *LIKELY.values()}):
         outcome = run_seed(seed, EVENTS, check_every=4)
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
