@@ -24,8 +24,8 @@ def main(arguments: list[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config)
-        logs.configure("coordinator", config.log_level, config.log_format)
-        server = Server(config)
+        output = logs.configure("coordinator", config.log_level, config.log_format)
+        server = Server(config, output.flush)
     except KvforgeError as error:
         return _fail(error)
     try:

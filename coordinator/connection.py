@@ -38,6 +38,7 @@ class Connection:
         "counted",
         "descriptor",
         "ended",
+        "faults",
         "full",
         "head",
         "heard_ns",
@@ -63,6 +64,7 @@ class Connection:
         self.opened_ns = self.heard_ns = self.moved_ns = now_ns
         self.begun_ns = now_ns  # when the message that has not ended began; 0: none has begun
         self.counted = self.unread_bytes = self.registered = 0  # these are kept by `Peers`
+        self.faults = 0
         self.listed = False
         self.queued_bytes = self.queued_messages = 0
         self._room = room

@@ -48,6 +48,9 @@ class Transport(Protocol):
     def send_to(self, identity: bytes, frames: Frames) -> Sent:
         """Sends to a connection that has no number (yet), without waiting."""
 
+    def fault(self, identity: bytes) -> None:
+        """What it sent is no message at all, and was refused. One that goes on so is disconnected."""
+
     def flush(self) -> None:
         """The turn is over: what was sent and still waits leaves now."""
 

@@ -9,6 +9,7 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
   goes with its connection. One that does not end within `MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
   that it costs nothing more until it reads;
+- one that sends what is no message goes on so `FAULTS_MAX` times;
 - a process that is gone is noticed at once, one from which nothing comes (heartbeats neither) after their timeout.
   Time in which we stood still ourselves does not count.
 
@@ -43,6 +44,7 @@ STRANGER_S = 10.0
 MESSAGE_S = 30.0
 STALL_S = 60.0
 DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not read: heartbeats may be stuck behind them
+FAULTS_MAX = 64
 ACCEPTS_MAX = 16
 ACCEPT_PAUSE_S = 0.1
 BACKLOG = 128
@@ -212,6 +214,14 @@ class Peers:
         """Sends to a connection that has no number (yet), without waiting."""
         connection = self._by_identity.get(identity)
         return self._send(connection, frames) if connection is not None else Sent.GONE
+
+    def fault(self, identity: bytes) -> None:
+        """What it sent is no message at all, and was refused. One that goes on so is disconnected."""
+        connection = self._by_identity.get(identity)
+        if connection is not None:
+            connection.faults += 1
+            if connection.faults > FAULTS_MAX:
+                self._drop(connection, f"{connection.faults} of its messages were none")
 
     def flush(self) -> None:
         """Writes what was sent since the last call, where that is to leave together."""

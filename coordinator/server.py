@@ -15,6 +15,7 @@ import select
 import signal
 import socket as sockets
 import time
+from collections.abc import Callable
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -84,12 +85,18 @@ class Ending:
         return min(self._say_us, self.deadline_us)
 
 
+def _nothing() -> None: ...
+
+
 class Server:
     """Owns the sockets, the shared tables and the machine. `run` serves until told to stop."""
 
-    def __init__(self, config: CoordinatorConfig) -> None:
-        """Binds and creates the tables. Raises InvalidConfiguration, or Unavailable where the folder is in use."""
-        self.config = config
+    def __init__(self, config: CoordinatorConfig, flush_log: Callable[[], None] = _nothing) -> None:
+        """Binds and creates the tables. flush_log: called in each turn, writes log lines that wait.
+
+        Raises InvalidConfiguration, or Unavailable where the folder is in use.
+        """
+        self.config, self._flush_log = config, flush_log
         self.runtime = config.runtime_path
         limits, geometry = config.core_limits(), config.geometry()
         check_descriptors(config.descriptors)
@@ -222,6 +229,7 @@ class Server:
         """One turn of the loop; does not wait."""
         self._turned_us = self._now_us()
         self._due_us = self._turns.turn(self._turned_us)
+        self._flush_log()
 
     def _wait_ms(self) -> int:
         """How long nothing has to be done if nothing arrives. Rounded up: a turn before its time would find nothing."""

@@ -267,8 +267,10 @@ class TurnLoop:
                 entropy = self._entropy() if isinstance(message, Submit) else 0
                 effects += self._apply(FromClient(number, message, entropy), now_us)
         except KvforgeError as error:
-            refused = _refusal(error, message)
             number = self.clients.number(identity)
+            refused = _refusal("client", number, error, message)
+            if isinstance(error, ProtocolError):
+                self.clients.fault(identity)
             if number is None:
                 self.clients.send_to(identity, codec.encode(refused))
             else:
@@ -319,7 +321,10 @@ class TurnLoop:
                     self._watching.add(number)
                 effects += self._from_worker(number, message, now_us)
         except KvforgeError as error:
-            self.workers.send_to(identity, codec.encode(_refusal(error, message)))
+            refused = _refusal("worker", self.workers.number(identity), error, message)
+            self.workers.send_to(identity, codec.encode(refused))
+            if isinstance(error, ProtocolError):
+                self.workers.fault(identity)
         return True
 
     def _from_worker(self, number: int, message: Message, now_us: int) -> list[Effect]:
@@ -360,9 +365,9 @@ class TurnLoop:
         )
 
 
-def _refusal(error: KvforgeError, message: Message | None) -> Refused:
+def _refusal(kind: str, number: int | None, error: KvforgeError, message: Message | None) -> Refused:
     rid = error.rid if isinstance(error, codec.InvalidMessage) else getattr(message, "rid", 0)
-    log.warning("refused a message: %s", error)
+    log.warning("refused a message of %s connection %s: %s", kind, number or "(new)", error, extra={"peer": number})
     return Refused(rid=rid, error=ErrorInfo.of(error))
 
 

@@ -19,6 +19,7 @@ from collections.abc import Mapping
 from datetime import UTC, datetime
 
 from .errors import Field, InvalidConfiguration
+from .log_output import Limited, LogOutput
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
@@ -34,11 +35,16 @@ def check(level: str, log_format: str) -> None:
         raise InvalidConfiguration("log_format", f"must be one of {', '.join(FORMATS)}")
 
 
-def configure(process: str, level: str, log_format: str) -> None:
-    """Sends what this process logs to standard error, from `level` on. process: its name in each line."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(formatter(process, log_format))
-    logging.basicConfig(level=level.upper(), handlers=[handler])
+def configure(process: str, level: str, log_format: str) -> LogOutput:
+    """Sends what this process logs to standard error, from `level` on. process: its name in each line.
+
+    Nobody waits for standard error: what it does not take leaves with the next line, or with the result's `flush`.
+    """
+    output = LogOutput(sys.stderr.fileno())
+    output.setFormatter(formatter(process, log_format))
+    output.addFilter(Limited())
+    logging.basicConfig(level=level.upper(), handlers=[output])
+    return output
 
 
 def formatter(process: str, log_format: str) -> logging.Formatter:

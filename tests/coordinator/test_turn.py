@@ -141,6 +141,9 @@ class Wire:
     def flush(self) -> None:
         pass
 
+    def fault(self, identity: bytes) -> None:
+        pass
+
     def take(self, number: int) -> list[Message]:
         """What was sent to a connection since the last call."""
         return self.sent.pop(number, [])

@@ -239,3 +239,6 @@ class SimulatedPeers:
 
     def flush(self) -> None:
         pass
+
+    def fault(self, identity: bytes) -> None:
+        pass

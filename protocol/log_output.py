@@ -1,0 +1,125 @@
+"""Where log lines go: written without waiting, bounded in memory, and limited in rate where they are about one thing.
+
+Whoever reads standard error may stop doing so (a terminal under Ctrl-S, a supervisor under Ctrl-Z), and a process whose
+log waits for that stands still, with all that it serves. What cannot be written now is kept, up to a bound; beyond it
+lines are lost, and the log says how many.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import re
+import socket as sockets
+import stat
+import time
+from collections import OrderedDict, deque
+from collections.abc import Callable
+from contextlib import suppress
+
+BUFFER_BYTES_MAX = 1 << 20
+SAME_MAX, SAME_S, KINDS_MAX = 10, 10.0, 256
+NUMBERS = re.compile(r"\d+")
+
+
+class LogOutput(logging.Handler):
+    """Writes to a descriptor. A line that was kept leaves with the next one, or with `flush`."""
+
+    def __init__(self, descriptor: int = 2, buffer_bytes_max: int = BUFFER_BYTES_MAX) -> None:
+        super().__init__()
+        self._write, self._close = _writer(descriptor)
+        self._lines: deque[bytes] = deque()
+        self._kept_bytes = self.lost = 0
+        self._buffer_bytes_max = buffer_bytes_max
+
+    def emit(self, record: logging.LogRecord) -> None:
+        try:
+            line = (self.format(record) + "\n").encode(errors="backslashreplace")
+        except Exception:  # noqa: BLE001 - as logging does it: a line that cannot be made must not end the program
+            self.handleError(record)
+            return
+        if self._kept_bytes + len(line) > self._buffer_bytes_max:
+            self.flush()
+        if self._kept_bytes + len(line) > self._buffer_bytes_max:
+            self.lost += 1
+            return
+        if self.lost:
+            told = f"{self.lost} lines of the log are lost: nobody read them"
+            self.lost = 0
+            gap = logging.LogRecord(record.name, logging.WARNING, record.pathname, record.lineno, told, (), None)
+            self._keep((self.format(gap) + "\n").encode())
+        self._keep(line)
+        self.flush()
+
+    def _keep(self, line: bytes) -> None:
+        self._lines.append(line)
+        self._kept_bytes += len(line)
+
+    def flush(self) -> None:
+        """Writes what is kept, as far as it is taken now."""
+        while self._lines:
+            try:
+                count = self._write(self._lines[0])
+            except BlockingIOError:
+                return
+            except OSError:
+                count = len(self._lines[0])  # nobody will ever read it
+            self._kept_bytes -= count
+            if count == len(self._lines[0]):
+                self._lines.popleft()
+            else:
+                self._lines[0] = self._lines[0][count:]
+
+    def close(self) -> None:
+        self.flush()
+        self._close()
+        super().close()
+
+
+class Limited(logging.Filter):
+    """Lets so many warnings and errors of one kind pass in so many seconds, and tells how many more there were.
+
+    A kind is what a line says but for the numbers in it, and whom it is about (`extra={"peer": ...}`): nobody can fill
+    the log, nor have the lines about others left out. What is told for information comes once for each event that is
+    worth it, and passes.
+    """
+
+    def __init__(self, clock_s: Callable[[], float] = time.monotonic) -> None:
+        super().__init__()
+        self._clock_s = clock_s
+        self._kinds: OrderedDict[tuple[object, str], tuple[float, int]] = OrderedDict()  # since when, and how many
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        if record.levelno < logging.WARNING:
+            return True
+        now_s = self._clock_s()
+        kind = getattr(record, "peer", None), NUMBERS.sub("0", record.getMessage())[:80]
+        since_s, count = self._kinds.pop(kind, (now_s, 0))
+        left_out = 0
+        if now_s - since_s >= SAME_S:
+            left_out, since_s, count = max(0, count - SAME_MAX), now_s, 0
+        self._kinds[kind] = since_s, count + 1
+        if len(self._kinds) > KINDS_MAX:
+            self._kinds.popitem(last=False)
+        if left_out:
+            record.msg, record.args = f"{record.getMessage()} ({left_out} more like it were left out)", ()
+        return count < SAME_MAX
+
+
+def _writer(descriptor: int) -> tuple[Callable[[bytes], int], Callable[[], None]]:
+    """What writes to a descriptor without waiting, and what closes it.
+
+    The descriptor itself may be shared with other processes, which must not find that it does not wait any more: pipes
+    and terminals are opened anew, a socket is told for each write.
+    """
+    mode = os.fstat(descriptor).st_mode
+    if stat.S_ISSOCK(mode):
+        socket = sockets.socket(fileno=os.dup(descriptor))
+        return lambda data: socket.send(data, sockets.MSG_DONTWAIT), socket.close
+    own = os.dup(descriptor)
+    if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
+        with suppress(OSError):  # not ours to open: it is written to as it is
+            own_again = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
+            os.close(own)
+            own = own_again
+    return lambda data: os.write(own, data), lambda: os.close(own)

@@ -1,0 +1,125 @@
+"""The log never waits: what nobody reads is kept, then lost and counted, and one peer cannot fill it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import pty
+import select
+import socket as sockets
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+
+from protocol.log_output import SAME_MAX, SAME_S, Limited, LogOutput
+
+LINE = "x" * 999
+
+
+class Reader:
+    """A descriptor that is written to, and what reads it."""
+
+    def __init__(self, kind: str) -> None:
+        if kind == "pipe":
+            self.read_end, self.write_end = os.pipe()
+        elif kind == "terminal":
+            self.read_end, self.write_end = pty.openpty()
+        else:
+            ours, theirs = sockets.socketpair()
+            self.read_end, self.write_end = ours.detach(), theirs.detach()
+
+    def read(self) -> bytes:
+        """All that is there."""
+        found = b""
+        while select.select([self.read_end], [], [], 0)[0]:
+            found += os.read(self.read_end, 1 << 16)
+        return found.replace(b"\r\n", b"\n")
+
+    def close(self) -> None:
+        os.close(self.read_end)
+        os.close(self.write_end)
+
+
+@pytest.fixture(params=["pipe", "socket", "terminal"])
+def reader(request: pytest.FixtureRequest) -> Iterator[Reader]:
+    made = Reader(request.param)
+    yield made
+    made.close()
+
+
+def record(text: str, level: int = logging.WARNING, peer: int | None = None) -> logging.LogRecord:
+    made = logging.LogRecord("t", level, "f", 1, text, (), None)
+    if peer is not None:
+        made.peer = peer
+    return made
+
+
+def test_what_nobody_reads_is_kept_in_order_then_lost_and_counted(reader: Reader) -> None:
+    output = LogOutput(reader.write_end, buffer_bytes_max=50_000)
+    total = 2000
+    for i in range(total):
+        output.emit(record(f"{i:05d} {LINE}"))  # would wait for ever if it waited
+    lost = output.lost
+    assert 0 < lost < total
+    assert os.get_blocking(reader.write_end)  # who shares it finds it as it was
+    text = b""
+    while (chunk := reader.read()) or not text:
+        text += chunk
+        output.flush()
+    output.emit(record("after"))
+    lines = (text + reader.read()).decode().splitlines()
+    assert [int(line[:5]) for line in lines[:-2]] == list(range(total - lost))
+    assert lines[-2:] == [f"{lost} lines of the log are lost: nobody read them", "after"]
+    output.close()
+
+
+def test_a_reader_that_is_gone_is_no_fault() -> None:
+    reader = Reader("pipe")
+    os.close(reader.read_end)
+    output = LogOutput(reader.write_end)
+    output.emit(record("nobody"))
+    output.close()
+    os.close(reader.write_end)
+
+
+def test_lines_about_one_thing_are_limited_and_those_about_others_are_not() -> None:
+    now_s = [0.0]
+    limited = Limited(lambda: now_s[0])
+    passed = [limited.filter(record(f"refused message {i}: bad tag", peer=1)) for i in range(100)]
+    assert passed == [True] * SAME_MAX + [False] * (100 - SAME_MAX)
+    assert limited.filter(record("refused message 7: bad tag", peer=2))
+    assert limited.filter(record("something else", peer=1))
+    assert all(limited.filter(record("request ended", logging.INFO)) for _ in range(100))
+    now_s[0] = SAME_S
+    later = record("refused message 100: bad tag", peer=1)
+    assert limited.filter(later)
+    assert later.getMessage() == "refused message 100: bad tag (90 more like it were left out)"
+
+
+def test_kinds_are_bounded() -> None:
+    limited = Limited(lambda: 0.0)
+    for peer in range(10_000):
+        assert limited.filter(record("refused", peer=peer))
+    assert len(limited._kinds) <= 256
+
+
+CHATTY = """
+import logging
+from protocol import logs
+logs.configure("test", "info", "text")
+for i in range(5000):
+    logging.getLogger("x").info("line %d %s", i, "y" * 200)
+print("done", flush=True)
+"""
+
+
+def test_a_process_whose_standard_error_is_not_read_goes_on() -> None:
+    with subprocess.Popen([sys.executable, "-c", CHATTY], stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert select.select([process.stdout], [], [], 60)[0], "it waits for somebody to read its log"
+            assert process.stdout.readline() == b"done\n"
+        finally:
+            process.kill()
