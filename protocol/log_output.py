@@ -29,7 +29,7 @@ class LogOutput(logging.Handler):
         super().__init__()
         self._write, self._close = _writer(descriptor)
         self._lines: deque[bytes] = deque()
-        self._kept_bytes = self.lost = 0
+        self.kept_bytes = self.lost = 0
         self._buffer_bytes_max = buffer_bytes_max
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -38,9 +38,9 @@ class LogOutput(logging.Handler):
         except Exception:  # noqa: BLE001 - as logging does it: a line that cannot be made must not end the program
             self.handleError(record)
             return
-        if self._kept_bytes + len(line) > self._buffer_bytes_max:
+        if self.kept_bytes + len(line) > self._buffer_bytes_max:
             self.flush()
-        if self._kept_bytes + len(line) > self._buffer_bytes_max:
+        if self.kept_bytes + len(line) > self._buffer_bytes_max:
             self.lost += 1
             return
         if self.lost:
@@ -53,7 +53,7 @@ class LogOutput(logging.Handler):
 
     def _keep(self, line: bytes) -> None:
         self._lines.append(line)
-        self._kept_bytes += len(line)
+        self.kept_bytes += len(line)
 
     def flush(self) -> None:
         """Writes what is kept, as far as it is taken now."""
@@ -64,7 +64,7 @@ class LogOutput(logging.Handler):
                 return
             except OSError:
                 count = len(self._lines[0])  # nobody will ever read it
-            self._kept_bytes -= count
+            self.kept_bytes -= count
             if count == len(self._lines[0]):
                 self._lines.popleft()
             else:
