@@ -10,7 +10,7 @@ from pathlib import Path
 
 from protocol.errors import InvalidConfiguration
 
-Value = str | int | float
+Value = str | int | float | bool
 WORKERS_MAX = 64
 DRAIN_S = 30.0
 STOP_S = 10.0
@@ -18,7 +18,8 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """One installation in the foreground. worker, limits, cache: settings that differ from the children's defaults.
+    """One installation in the foreground. worker, limits, cache, schedule, quotas (by tenant): settings that differ
+    from the children's defaults.
 
     devices: the device index of each worker in turn; empty: worker i takes device i. threads: CPU threads of each
     worker; None: the machine's cores, shared out. drain_s: how long running requests may take to end when asked to
@@ -33,19 +34,13 @@ class Settings:
     worker: Mapping[str, Value] = field(default_factory=dict)
     limits: Mapping[str, Value] = field(default_factory=dict)
     cache: Mapping[str, Value] = field(default_factory=dict)
+    schedule: Mapping[str, Value] = field(default_factory=dict)
+    quotas: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     log_level: str = "info"
     log_format: str = "text"
     log_dir: Path | None = None
     drain_s: float = DRAIN_S
     stop_s: float = STOP_S
-
-    def __post_init__(self) -> None:
-        if not 1 <= self.workers <= WORKERS_MAX:
-            raise InvalidConfiguration("workers", f"is {self.workers}; it must be 1 to {WORKERS_MAX}")
-        if self.threads is not None and self.threads < 1:
-            raise InvalidConfiguration("threads", f"is {self.threads}; it must be at least 1")
-        if any(device < 0 for device in self.devices):
-            raise InvalidConfiguration("devices", "are indices from 0")
 
     def coordinator_file(self) -> str:
         """Text of coordinator.toml. The supervisor drains by itself: told to end, the coordinator ends at once."""
@@ -55,7 +50,8 @@ class Settings:
             "log_format": self.log_format,
             "drain_s": 0.0,
         }
-        return toml(top, {"limits": self.limits, "cache": self.cache})
+        quotas = {f"quotas.{_scalar('quotas', tenant)}": quota for tenant, quota in self.quotas.items()}
+        return toml(top, {"limits": self.limits, "cache": self.cache, "schedule": self.schedule, **quotas})
 
     def worker_file(self, index: int) -> str:
         """Text of the configuration of worker `index`."""
@@ -83,6 +79,8 @@ def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Value]]) ->
 
 
 def _scalar(key: str, value: Value) -> str:
+    if isinstance(value, bool):
+        return "true" if value else "false"
     if not isinstance(value, str):
         return repr(value)
     try:

@@ -4,19 +4,57 @@ from __future__ import annotations
 
 import argparse
 import shlex
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol import logs
+import msgspec
+
+from protocol import choices, logs
 from protocol.errors import InvalidConfiguration
 
+from ..machine import check_device, check_installed, check_threads
 from ..models import find, pull
 from ..progress import Progress
-from ..settings import DRAIN_S, STOP_S, Settings
+from ..settings import DRAIN_S, STOP_S, WORKERS_MAX, Settings, Value
 from ..signals import Signals
 from ..up import run_up
+from ..up_file import UpFile, load_up_file
 from ..voice import Voice
 from . import common
+
+MODEL = "smollm2-135m"
+UP_OPTIONS = (
+    "model",
+    "model_config",
+    "workers",
+    "devices",
+    "threads",
+    "drain_s",
+    "stop_s",
+    "log_dir",
+    "log_level",
+    "log_format",
+)
+WORKER_OPTIONS = (
+    "device",
+    "dtype",
+    "kv_dtype",
+    "kv_bytes",
+    "blocks",
+    "load_format",
+    "attention",
+    "kernels",
+    "graphs",
+    "context_tokens_max",
+)
+NAMES = {
+    "device": choices.DEVICES,
+    "dtype": choices.DTYPES,
+    "kv_dtype": choices.KV_DTYPES,
+    "load_format": choices.LOAD_FORMATS,
+}
+COUNTS = ("blocks", "kv_bytes", "block_size", "sequences_max", "queue_max", "context_tokens_max")
 
 
 def add(subparsers: Any) -> None:
@@ -24,19 +62,20 @@ def add(subparsers: Any) -> None:
     parser = common.add(
         subparsers, "up", run, "Run a coordinator and workers in the foreground; Ctrl-C drains, twice stops at once."
     )
-    parser.add_argument("--model", default="smollm2-135m", help="smollm2-135m, a file, a folder or a Hugging Face name")
-    parser.add_argument("--workers", type=int, default=1, metavar="N", help="[1]")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda", "hip"), help="[auto]")
     parser.add_argument(
-        "--devices", default="", metavar="LIST", help="device index of each worker, like 0,1 [0,1,2,...]"
+        "--config", type=Path, metavar="FILE", help="TOML: these options by name, [worker], [limits], [schedule], ..."
     )
-    parser.add_argument("--dtype", help="of weights and activations: float32, bfloat16, ... [auto]")
-    parser.add_argument("--kv-dtype", help="of the KV cache [auto]")
+    parser.add_argument("--model", help=f"{MODEL}, a file, a folder or a Hugging Face name [{MODEL}]")
+    parser.add_argument("--workers", type=int, metavar="N", help="[1]")
+    parser.add_argument("--device", choices=choices.DEVICES, help="[auto]")
+    parser.add_argument("--devices", metavar="LIST", help="device index of each worker, like 0,1 [0,1,2,...]")
+    parser.add_argument("--dtype", choices=choices.DTYPES, help="of weights and activations [auto]")
+    parser.add_argument("--kv-dtype", choices=choices.KV_DTYPES, help="of the KV cache [auto]")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--kv-bytes", type=int, metavar="N", help="size of each worker's KV pool in bytes")
     size.add_argument("--blocks", type=int, metavar="N", help="size of each worker's KV pool in blocks")
     parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a block [16]")
-    parser.add_argument("--load-format", help="auto, or dummy for random weights from a config.json [auto]")
+    parser.add_argument("--load-format", choices=choices.LOAD_FORMATS, help="dummy: random weights [auto]")
     parser.add_argument(
         "--model-config", metavar="NAME", help="a known shape for random weights, like llama-3.1-8b; instead of --model"
     )
@@ -47,35 +86,77 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker [cores / workers]")
     parser.add_argument("--sequences-max", type=int, metavar="N", help="requests that may run at once [256]")
     parser.add_argument("--queue-max", type=int, metavar="N", help="requests that may wait [1024]")
-    parser.add_argument("--drain-s", type=common.seconds, default=DRAIN_S, metavar="S", help=f"to drain [{DRAIN_S:g}]")
-    parser.add_argument("--stop-s", type=common.seconds, default=STOP_S, metavar="S", help=f"then to end [{STOP_S:g}]")
+    parser.add_argument("--drain-s", type=common.seconds, metavar="S", help=f"to drain [{DRAIN_S:g}]")
+    parser.add_argument("--stop-s", type=common.seconds, metavar="S", help=f"then to end [{STOP_S:g}]")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="logs of the processes; else on standard error")
-    parser.add_argument("--log-level", default="info", choices=logs.LEVELS)
-    parser.add_argument("--log-format", default="text", choices=logs.FORMATS, help="of standard error and logs [text]")
+    parser.add_argument("--log-level", choices=logs.LEVELS, help="[info]")
+    parser.add_argument("--log-format", choices=logs.FORMATS, help="of standard error and logs [text]")
 
 
 def run(options: argparse.Namespace) -> int:
     """Serves until it is told to stop."""
+    file = load_up_file(options.config)
+    _take_up(options, file)
+    check(options, file)
     progress = Progress(say=Voice("json").say if options.log_format == "json" else None)
     with Signals() as signals:
         try:
             with signals.interrupting():
-                model = known_shape(options) or model_path(options.model, options.load_format, progress)
-            return run_up(settings_of(options, model), signals, progress.health, _hint(options))
+                model = _shape(options) or model_path(options.model or MODEL, options.load_format, progress)
+            return run_up(settings_of(options, file, model), signals, progress.health, _hint(options))
         finally:
             progress.close()
 
 
-def known_shape(options: argparse.Namespace) -> Path | None:
-    """What --model-config names, for the worker to find: shapes come with it. None where it is not given.
+def _take_up(options: argparse.Namespace, file: UpFile) -> None:
+    """What the options do not say, the file does, else the defaults."""
+    if options.model is not None or options.model_config is not None:
+        file = msgspec.structs.replace(file, model=None, model_config=None)
+    defaults = {"workers": 1, "drain_s": DRAIN_S, "stop_s": STOP_S, "log_level": "info", "log_format": "text"}
+    for name in UP_OPTIONS:
+        if getattr(options, name) is None:
+            said = getattr(file, name)
+            setattr(options, name, defaults.get(name) if said is None else said)
+    if options.load_format is None:
+        options.load_format = file.worker.get("load_format")
+    if isinstance(options.devices, str):
+        options.devices = tuple(common.token_ids(options.devices, "--devices"))
+    options.log_dir = None if options.log_dir is None else Path(options.log_dir)
 
-    Raises InvalidConfiguration where weights are asked for, which a shape has none of.
+
+def check(options: argparse.Namespace, file: UpFile) -> None:
+    """Refuses what cannot work, in the option's own words, before anything is fetched or started.
+
+    Raises InvalidConfiguration, or Unavailable where the extra `worker` is not installed.
     """
+    for option in COUNTS:
+        value = getattr(options, option)
+        if value is not None and value < 1:
+            raise InvalidConfiguration(f"--{option.replace('_', '-')}", f"is {value}; it must be at least 1")
+    if not 1 <= options.workers <= WORKERS_MAX:
+        raise InvalidConfiguration("--workers", f"is {options.workers}; it must be 1 to {WORKERS_MAX}")
+    if any(device < 0 for device in options.devices or ()):
+        raise InvalidConfiguration("--devices", "are indices from 0")
+    if options.threads is not None:
+        check_threads("--threads", options.threads)
+    if options.model is not None and options.model_config is not None:
+        problem = "names a shape to be filled with random weights, and --model names weights: give one of them"
+        raise InvalidConfiguration("--model-config", problem)
+    if options.model_config is not None and options.load_format not in (None, "dummy"):
+        problem = f"a shape has no weights: use --load-format dummy, not {options.load_format}, or give --model"
+        raise InvalidConfiguration("--model-config", problem)
+    for name, known in NAMES.items():
+        if (said := file.worker.get(name, known[0])) not in known:
+            raise InvalidConfiguration(f"worker.{name}", f"is {said!r}; it must be one of {', '.join(known)}")
+    logs.check(options.log_level, options.log_format)
+    check_device("--device", options.device or str(file.worker.get("device", "auto")))
+    check_installed()
+
+
+def _shape(options: argparse.Namespace) -> Path | None:
+    """What --model-config names, for the worker to find: shapes come with it. None where it is not given."""
     if options.model_config is None:
         return None
-    if options.load_format not in (None, "dummy"):
-        problem = f"a shape has no weights: use --load-format dummy, not {options.load_format}, or give --model"
-        raise InvalidConfiguration("model_config", problem)
     options.load_format = "dummy"
     return Path(options.model_config)
 
@@ -90,33 +171,28 @@ def model_path(name: str, load_format: str | None, progress: Progress) -> Path:
         progress.close()
 
 
-def settings_of(options: argparse.Namespace, model: Path) -> Settings:
-    """The settings that the options name. Raises InvalidConfiguration."""
+def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Settings:
+    """The settings that the options and the file name. Raises InvalidConfiguration."""
     given = vars(options)
 
-    def chosen(*names: str) -> dict[str, Any]:
-        return {name: given[name] for name in names if given[name] is not None}
+    def chosen(said: Mapping[str, Value], *names: str) -> dict[str, Value]:
+        return {**said, **{name: given[name] for name in names if given[name] is not None}}
+
+    # The size of the pool is said once: an option goes before both of the file's.
+    sized = options.blocks is not None or options.kv_bytes is not None
+    worker = {name: value for name, value in file.worker.items() if not (sized and name in ("blocks", "kv_bytes"))}
 
     return Settings(
         model=model,
         runtime_dir=common.runtime_dir(options),
         workers=options.workers,
         threads=options.threads,
-        devices=tuple(common.token_ids(options.devices, "devices")),
-        worker=chosen(
-            "device",
-            "dtype",
-            "kv_dtype",
-            "kv_bytes",
-            "blocks",
-            "load_format",
-            "attention",
-            "kernels",
-            "graphs",
-            "context_tokens_max",
-        ),
-        limits=chosen("sequences_max", "queue_max"),
-        cache=chosen("block_size"),
+        devices=tuple(options.devices or ()),
+        worker=chosen(worker, *WORKER_OPTIONS),
+        limits=chosen(file.limits, "sequences_max", "queue_max"),
+        cache=chosen(file.cache, "block_size"),
+        schedule=file.schedule,
+        quotas=file.quotas,
         log_level=options.log_level,
         log_format=options.log_format,
         log_dir=options.log_dir,

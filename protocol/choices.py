@@ -1,0 +1,8 @@
+"""Names that settings may have, known without torch: the command line refuses others before a process is started."""
+
+from __future__ import annotations
+
+DEVICES = ("auto", "cpu", "cuda", "hip")
+DTYPES = ("auto", "float32", "float16", "bfloat16")
+KV_DTYPES = (*DTYPES, "int8", "fp8")
+LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")

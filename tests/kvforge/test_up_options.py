@@ -1,0 +1,182 @@
+"""What `kvforge up` refuses before a process is started, in the option's own words; and what its file reaches."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvforge import cli, machine
+from kvforge.commands import up
+from kvforge.settings import Settings
+from kvforge.up_file import load_up_file
+from protocol import choices
+from protocol.errors import InvalidConfiguration, Unavailable
+from protocol.settings import convert
+
+MANY = str(10 * (os.cpu_count() or 1))
+
+
+@pytest.fixture(autouse=True)
+def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
+    def started(*_: Any) -> int:
+        pytest.fail("something was fetched or started")
+
+    monkeypatch.setattr(up, "run_up", started)
+    monkeypatch.setattr(up, "pull", started)
+    monkeypatch.setattr(machine, "DEVICE_FILES", {"cuda": ("no-such-device",), "hip": ("no-such-device",)})
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--blocks", "0"], "--blocks: is 0; it must be at least 1"),
+        (["--kv-bytes", "-5"], "--kv-bytes: is -5"),
+        (["--block-size", "0"], "--block-size: is 0"),
+        (["--sequences-max", "0"], "--sequences-max: is 0"),
+        (["--queue-max", "0"], "--queue-max: is 0"),
+        (["--context-tokens-max", "0"], "--context-tokens-max: is 0"),
+        (["--workers", "0"], "--workers: is 0"),
+        (["--workers", "65"], "--workers: is 65"),
+        (["--threads", "0"], "--threads: is 0"),
+        (["--threads", MANY], f"--threads: is {MANY}; it must be 1 to"),
+        (["--model", "smollm2-135m", "--model-config", "llama-3.1-8b"], "--model-config: names a shape"),
+        (["--model-config", "llama-3.1-8b", "--load-format", "gguf"], "--model-config: a shape has no weights"),
+        (["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
+        (["--kv-dtype", "int7"], "argument --kv-dtype: invalid choice: 'int7'"),
+        (["--load-format", "zip"], "argument --load-format: invalid choice: 'zip'"),
+        (["--device", "cuda"], "--device: is cuda, and this machine shows no NVIDIA GPU"),
+        (["--device", "hip"], "--device: is hip, and this machine shows no AMD GPU"),
+        (["--devices", "0,x"], "--devices: '0,x' is not a list"),
+        (["--devices", "-1"], "--devices: are indices from 0"),
+        (["--blocks", "5", "--kv-bytes", "5"], "argument --kv-bytes: not allowed with argument --blocks"),
+        (["--config", "/no/such/file"], "/no/such/file: cannot be read"),
+    ],
+)
+def test_what_cannot_work_is_refused_in_the_options_own_words(
+    capsys: pytest.CaptureFixture[str], arguments: list[str], words: str
+) -> None:
+    assert cli.main(["up", *arguments]) == 2
+    assert words in capsys.readouterr().err.replace("\n", " ")
+
+
+@pytest.mark.parametrize("missing", machine.NEEDED)
+def test_without_what_workers_need_it_says_once_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str
+) -> None:
+    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    assert cli.main(["up"]) == 3
+    expected = f"kvforge: workers need {missing}, not installed here: pip install 'kvforge[worker]'\n"
+    assert capsys.readouterr().err == expected
+    with pytest.raises(Unavailable):
+        machine.check_installed()
+
+
+def test_a_device_is_seen_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(machine, "DEVICE_FILES", {"cuda": ("nvidia[0-9]*",)})
+    (tmp_path / "nvidiactl").touch()
+    with pytest.raises(InvalidConfiguration, match="no NVIDIA GPU"):
+        machine.check_device("--device", "cuda", tmp_path)
+    (tmp_path / "nvidia3").touch()
+    machine.check_device("--device", "cuda", tmp_path)
+    for always in ("cpu", "auto"):
+        machine.check_device("--device", always, tmp_path)
+
+
+def test_the_names_are_those_that_workers_know() -> None:
+    from worker.loading import LOAD_FORMATS
+    from worker.loading.configuration import MODEL_DTYPES
+    from worker.pool import KV_DTYPES
+
+    assert ("auto", *MODEL_DTYPES) == choices.DTYPES
+    assert ("auto", *KV_DTYPES) == choices.KV_DTYPES
+    assert choices.LOAD_FORMATS == LOAD_FORMATS
+
+
+# --------------------------------------------------------------------------------------------------------------- file
+
+
+def settings(folder: Path, text: str, *arguments: str) -> tuple[argparse.Namespace, Settings]:
+    """What `up` makes of a file and of options beside it."""
+    path = folder / "up.toml"
+    path.write_text(text)
+    options = cli.parser().parse_args(["up", "--runtime-dir", str(folder), "--config", str(path), *arguments])
+    file = load_up_file(options.config)
+    up._take_up(options, file)
+    up.check(options, file)
+    return options, up.settings_of(options, file, Path("/model"))
+
+
+def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> None:
+    """Taken from the structures themselves, so that a setting that is added is reached too."""
+    from coordinator.config import CacheSection, CoordinatorConfig, LimitsSection, ScheduleSection
+    from worker.config import WorkerConfig
+
+    sections = {"limits": LimitsSection(), "cache": CacheSection(), "schedule": ScheduleSection()}
+    ours = ("name", "model", "runtime_dir", "log_level", "log_format")
+    tables = {name: {key: getattr(value, key) for key in value.__struct_fields__} for name, value in sections.items()}
+    worker = WorkerConfig(name="w", model="m")
+    tables["worker"] = {key: getattr(worker, key) for key in worker.__struct_fields__ if key not in ours}
+    tables['quotas."a b"'] = {"floor": 1, "ceiling": 9, "weight": 2.5}
+    tables["limits"]["queue_max"], tables["worker"]["watch_us"] = 77, 123
+    lines = [f"[{name}]\n" + "\n".join(f"{k} = {_toml(v)}" for k, v in table.items()) for name, table in tables.items()]
+    _, made = settings(tmp_path, "\n".join(lines))
+    coordinator = convert(tomllib.loads(made.coordinator_file()), CoordinatorConfig)
+    assert coordinator.limits.queue_max == 77
+    assert coordinator.core_limits().quotas["a b"].weight == 2.5
+    read = convert(tomllib.loads(made.worker_file(0)), WorkerConfig)
+    assert read.watch_us == 123
+    assert (coordinator.cache, coordinator.schedule) == (sections["cache"], sections["schedule"])
+
+
+def _toml(value: object) -> str:
+    return str(value).lower() if isinstance(value, bool) else repr(value)
+
+
+FILE = """
+model = "here"
+workers = 3
+devices = [2, 3]
+drain_s = 7.0
+log_level = "debug"
+log_format = "json"
+log_dir = "/tmp/logs"
+[worker]
+kv_bytes = 4096
+dtype = "float32"
+[limits]
+queue_max = 7
+"""
+
+
+def test_an_option_goes_before_the_file(tmp_path: Path) -> None:
+    options, made = settings(tmp_path, FILE)
+    assert (options.model, made.workers, made.devices, made.drain_s, made.stop_s) == ("here", 3, (2, 3), 7.0, 10.0)
+    assert (made.log_level, made.log_format, made.log_dir) == ("debug", "json", Path("/tmp/logs"))
+    assert made.worker == {"kv_bytes": 4096, "dtype": "float32"}
+    arguments = ("--model-config", "llama-3.1-8b", "--workers", "1", "--blocks", "8", "--queue-max", "9")
+    options, made = settings(tmp_path, FILE, *arguments, "--log-level", "error", "--devices", "0")
+    assert (options.model, options.model_config) == (None, "llama-3.1-8b")
+    assert (made.workers, made.devices, made.log_level, made.limits) == (1, (0,), "error", {"queue_max": 9})
+    assert made.worker == {"blocks": 8, "dtype": "float32"}
+
+
+@pytest.mark.parametrize(
+    ("text", "field"),
+    [
+        ("colour = 1", "colour"),
+        ("[worker]\nname = 'x'", "worker.name"),
+        ("[worker]\ndtype = 'float99'", "worker.dtype"),
+        ("workers = 'two'", "workers"),
+        ("log_level = 'loud'", "log_level"),
+        ("[quotas]\na = 1", "quotas"),
+    ],
+)
+def test_a_wrong_key_of_the_file_is_named(tmp_path: Path, text: str, field: str) -> None:
+    with pytest.raises(InvalidConfiguration) as raised:
+        settings(tmp_path, text)
+    assert raised.value.field.startswith(field)
