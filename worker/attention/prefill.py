@@ -28,7 +28,7 @@ from .targets import PrefillTiles, Target, TileKey, head_class, in_units
 FIELDS = 8  # int32 of one tile, see `plan_prefill`
 PACK_MAX = 16
 HOPPER_QUERIES = 128
-GLUON = triton.__version__.startswith("3.6.")  # Gluon is experimental: what `prefill_hopper` is written in may change
+GLUON_VERSIONS = ((3, 6), (3, 9))  # of Triton, that `prefill_hopper` was compiled with: see `gluon_names`
 NO_WINDOW = 1 << 30  # tokens: more than any row has
 LOG2_E = 1.4426950408889634
 
@@ -67,7 +67,7 @@ def prefill_shape(
     block_size = PAGE if copied else block_size
     hopper = (
         target.hopper
-        and GLUON
+        and not gluon_problem()
         and stored == query_dtype
         and query_dtype in (torch.float16, torch.bfloat16)
         and head_size % 8 == 0
@@ -80,6 +80,15 @@ def prefill_shape(
         return PrefillShape(True, HOPPER_QUERIES // pack, pack, tiles)
     queries = max(tiles.queries, pack)
     return PrefillShape(False, queries // pack, pack, PrefillTiles(queries, tiles.keys, tiles.warps, tiles.stages))
+
+
+def gluon_problem(version: str = triton.__version__) -> str:
+    """Why this Triton does not take `prefill_hopper`; "" where it does."""
+    first, last = (".".join(map(str, each)) for each in GLUON_VERSIONS)
+    major, minor = (int(part) for part in version.split(".")[:2])
+    if GLUON_VERSIONS[0] <= (major, minor) <= GLUON_VERSIONS[1]:
+        return ""
+    return f"the kernel for Hopper is written for Triton {first} to {last}, this is {version}"
 
 
 def packed_heads(group: int) -> int:

@@ -26,6 +26,7 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from .gluon_names import thread_barrier
 from .interface import AttentionOptions, KvLayer
 from .prefill_hopper_work import COLUMNS, Buffers, Sizes, Work, box_layout, constants, copy_tiles
 
@@ -76,7 +77,7 @@ def _await_turn(buffers, turn, WHICH: gl.constexpr):
 @gluon.jit
 def _arrive(barrier):
     """Every warp of the group has come this far. Without the first line, a late one could miss a phase for good."""
-    gl.thread_barrier()
+    thread_barrier()
     mbarrier.arrive(barrier, count=1)
 
 

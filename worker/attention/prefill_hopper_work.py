@@ -14,9 +14,10 @@ import torch
 import triton
 from triton.experimental import gluon
 from triton.experimental.gluon import language as gl
-from triton.experimental.gluon.language.nvidia.hopper import mbarrier, tma
+from triton.experimental.gluon.language.nvidia.hopper import mbarrier
 from triton.language.core import _aggregate as aggregate
 
+from .gluon_names import as_boxes, copy_box
 from .interface import AttentionOptions
 from .prefill import hopper_keys
 
@@ -176,7 +177,7 @@ def _copy_step(desc, target, ready, step, row, sizes):
     table, page, kv_head, first_key, length, beyond = row
     CHUNKS: gl.constexpr = sizes.KEYS // sizes.CHUNK
     PARTS: gl.constexpr = sizes.HEAD_PAD // 64
-    view = target._reinterpret(target.dtype, [PARTS * CHUNKS, 1, sizes.CHUNK, 1, 64], desc.layout)
+    view = as_boxes(target, [PARTS * CHUNKS, 1, sizes.CHUNK, 1, 64], desc.layout)
     mbarrier.expect(ready, sizes.KEYS * sizes.HEAD_PAD * 2)
     for chunk in gl.static_range(CHUNKS):
         key = step * sizes.KEYS + chunk * sizes.CHUNK
@@ -191,7 +192,7 @@ def _copy_step(desc, target, ready, step, row, sizes):
         if sizes.WINDOW:
             offset += gl.maximum(gl.minimum(first_key - key, sizes.CHUNK - 1), 0)
         for part in gl.static_range(PARTS):
-            tma.async_copy_global_to_shared(
+            copy_box(
                 desc, [block, offset, kv_head, part * 64], ready, view.index(part * CHUNKS + chunk)
             )
 
@@ -214,9 +215,9 @@ def copy_tiles(q_desc, k_desc, v_desc, tables, table_stride, beyond, work, buffe
             mbarrier.wait(buffers.q_empty.index(half), (index & 1) ^ 1)
             ready = buffers.q_ready.index(half)
             mbarrier.expect(ready, 64 * sizes.HEAD_PAD * 2)
-            view = buffers.q.index(half)._reinterpret(buffers.q.dtype, [PARTS, HALF, 1, sizes.PACK, 64], q_desc.layout)
+            view = as_boxes(buffers.q.index(half), [PARTS, HALF, 1, sizes.PACK, 64], q_desc.layout)
             for part in gl.static_range(PARTS):
-                tma.async_copy_global_to_shared(
+                copy_box(
                     q_desc, [token + half * HALF, pack, 0, part * 64], ready, view.index(part)
                 )
         for i in range(last - low + 1):
