@@ -192,9 +192,7 @@ def _copy_step(desc, target, ready, step, row, sizes):
         if sizes.WINDOW:
             offset += gl.maximum(gl.minimum(first_key - key, sizes.CHUNK - 1), 0)
         for part in gl.static_range(PARTS):
-            copy_box(
-                desc, [block, offset, kv_head, part * 64], ready, view.index(part * CHUNKS + chunk)
-            )
+            copy_box(desc, [block, offset, kv_head, part * 64], ready, view.index(part * CHUNKS + chunk))
 
 
 @gluon.jit
@@ -217,9 +215,7 @@ def copy_tiles(q_desc, k_desc, v_desc, tables, table_stride, beyond, work, buffe
             mbarrier.expect(ready, 64 * sizes.HEAD_PAD * 2)
             view = as_boxes(buffers.q.index(half), [PARTS, HALF, 1, sizes.PACK, 64], q_desc.layout)
             for part in gl.static_range(PARTS):
-                copy_box(
-                    q_desc, [token + half * HALF, pack, 0, part * 64], ready, view.index(part)
-                )
+                copy_box(q_desc, [token + half * HALF, pack, 0, part * 64], ready, view.index(part))
         for i in range(last - low + 1):
             if i < last - low:
                 at = done + i
