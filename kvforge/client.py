@@ -47,7 +47,9 @@ from .stop_text import TextCursor
 from .tables import Tables
 
 T = TypeVar("T")
-POLL_S_MAX = 3600.0
+# A signal that comes just before a wait begins does not end it, and its handler runs when the wait is over: Ctrl-C
+# during a long answer would be lost. So no wait is longer than this.
+POLL_S_MAX = 1.0
 
 
 class Request(Handle):

@@ -105,6 +105,24 @@ def test_an_argument_that_is_wrong_is_never_sent(folder: Path) -> None:
     assert raised.value.field == "prompt"
 
 
+def test_no_wait_is_so_long_that_a_signal_that_came_just_before_it_seems_lost(
+    kv: Client, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    waits: list[int] = []
+
+    def poll(_poller: zmq.Poller, timeout: int) -> list[object]:
+        waits.append(timeout)
+        if len(waits) == 100:
+            raise KeyboardInterrupt
+        return []
+
+    request = kv.submit([1], max_tokens=9, tenant="hang")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(zmq.Poller, "poll", poll)
+        request.result()
+    assert max(waits) <= 1000
+
+
 def test_cancelling_ends_a_request_as_cancelled(kv: Client) -> None:
     request = kv.submit([1], max_tokens=9, tenant="hang")
     tokens = iter(request)
