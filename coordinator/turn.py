@@ -63,6 +63,7 @@ from .outbox import Frames, Outbox, Sent, Transport
 from .publish import publish
 
 RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
+RESULT_BYTES_MAX = 16 << 20  # of a result in which each of thousands of rows has an error to tell
 BEAT_US = 1_000_000  # the published gauges are never older: whoever reads them sees that the loop lives
 log = logging.getLogger("coordinator")
 
@@ -131,7 +132,7 @@ class TurnLoop:
         self._dropping: set[int] = set()  # workers that the core has given up in this turn
         self._core_due_us: int | None = None
         self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
-        self._worker_decoder = codec.Decoder(WORKER_MESSAGES)
+        self._worker_decoder = codec.Decoder(WORKER_MESSAGES, body_bytes_max=RESULT_BYTES_MAX)
 
     def begin_drain(self, now_us: int, deadline_us: int) -> None:
         """The process is told to stop: what follows is done by the next turn, which is due at once."""

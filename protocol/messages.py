@@ -119,6 +119,9 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
 
+ERROR_TEXT_MAX = 2000
+
+
 class ErrorInfo(msgspec.Struct, frozen=True):
     """An error on the wire; `protocol.errors.restore` makes the exception of it again."""
 
@@ -128,7 +131,8 @@ class ErrorInfo(msgspec.Struct, frozen=True):
 
     @classmethod
     def of(cls, error: KvforgeError) -> ErrorInfo:
-        return cls(error.code, error.message, error.fields)
+        text = error.message if len(error.message) <= ERROR_TEXT_MAX else error.message[: ERROR_TEXT_MAX - 3] + "..."
+        return cls(error.code, text, error.fields)
 
 
 class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
@@ -509,7 +513,10 @@ class Holder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class BlockInfo(Message, frozen=True, tag="block_info"):
-    """One block. state: free, referenced, quarantined or cached. since_us of a holder: how long it has held it."""
+    """One block. state: free, referenced, quarantined or cached. since_us of a holder: how long it has held it.
+
+    holders: those that have held it longest, a thousand at most; refcount says how many there are.
+    """
 
     rid: int
     block_id: int
@@ -681,7 +688,7 @@ class Ended(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Stream(Message, frozen=True, tag="stream"):
-    """What happened to this connection's requests in one loop turn: one message, however many requests.
+    """What happened to this connection's requests in one loop turn: one message, and more where it would be too large.
 
     Row i: request `request_ids[i]` generated token `tokens[i]` (log-probability `logprobs[i]`, nats) at `offsets[i]`
     (0 is the first generated token). `ended` comes after all rows.

@@ -14,6 +14,7 @@ import numpy as np
 
 from protocol.errors import CapacityExceeded, QuotaExceeded
 
+from . import sizes
 from .cache import Cache
 from .groups import Group
 from .pool import NO_SPARE, Spare, short_of
@@ -268,7 +269,7 @@ class Admission:
         return cache.plan_residence(group, request.salt, tokens, request.hashes)
 
     def _takes_rows(self, group: Group) -> bool:
-        return group.running < self._limits.step_rows_max
+        return group.running < self._limits.step_rows_max and group.begins_bytes < sizes.BEGINS_BYTES_MAX
 
     def must_be_alone(self, request: Request) -> bool:
         """A request with which workers died runs by itself until it is past that point: nobody else fails with it."""
@@ -349,6 +350,7 @@ class Admission:
         self.runs.serial[slot] = self._starts
         self.runs.start(slot, request, request.prompt.size, group.model.eos_tokens, request.admitted_order)
         group.started_slots.append(slot)
+        group.begins_bytes += sizes.begin_bytes(request.sampling, int(s.length[slot]))
 
     def _take_slot(self, request: Request, now_us: int) -> int:
         s = self._cache.sequences

@@ -9,6 +9,7 @@ from protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, Message, 
 from .cache import Cache
 from .events import FromClient
 from .pool import STATE_NAMES
+from .sizes import HOLDERS_LISTED_MAX
 
 
 class BlockCommands:
@@ -30,7 +31,7 @@ class BlockCommands:
             generation=int(cache.blocks.generation[block]),
             tenant=cache.tenants.names[int(cache.blocks.owner[block])],
             indexed=bool(cache.blocks.indexed[block]),
-            holders=tuple(self.holders(block, now_us)),
+            holders=tuple(self.holders(block, now_us)[:HOLDERS_LISTED_MAX]),
         )
 
     def holders(self, block: int, now_us: int) -> list[Holder]:

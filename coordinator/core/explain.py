@@ -17,6 +17,7 @@ from .pool import STATE_NAMES, short_of
 from .requests import NO_SLOT, RUNNING, SIBLING, Request, RequestTable
 from .sequence_commands import SequenceCommands
 from .sequences import Sequences
+from .sizes import HOLDERS_LISTED_MAX
 from .statistics import live_tokens
 from .tenants import NO_CEILING
 from .waits import Wait
@@ -63,7 +64,9 @@ class Explainer:
         state = STATE_NAMES[int(blocks.state[block])]
         tenant = cache.tenants.names[int(blocks.owner[block])]
         sentences = [f"block {block} of worker {group.name} is {state}, generation {blocks.generation[block]}"]
-        sentences += [f"held by {holder.name} for {_time(holder.since_us)}" for holder in holders]
+        sentences += [f"held by {one.name} for {_time(one.since_us)}" for one in holders[:HOLDERS_LISTED_MAX]]
+        if len(holders) > HOLDERS_LISTED_MAX:
+            sentences.append(f"and by {len(holders) - HOLDERS_LISTED_MAX} more")
         if state == "cached":
             sentences.append(
                 "nobody holds it; it is kept because its prefix may be used again, and evicted when needed"

@@ -44,6 +44,7 @@ class Group:
 
     running: rows that run; version: grows when one starts or leaves. steady: they decode, step after step.
     suspect: the request that runs alone because workers died with it, 0 for none.
+    begins_bytes: what the rows that begin with the next step take in it.
     stopped: rows that found no room for their next token when the last step was planned.
     settled_us: when its last result came. chunk_tokens: prefill tokens of a step beside decodes, 0 before the first.
     """
@@ -68,6 +69,7 @@ class Group:
         self.last_step = 0
         self._copies: dict[int, tuple[int, int]] = {}
         self.started_slots: list[int] = []
+        self.begins_bytes = 0
         self.steps_total = 0
         self.running = 0
         self.version = 0

@@ -6,6 +6,8 @@ import msgspec
 
 from protocol.errors import InvalidConfiguration
 
+from . import sizes
+
 POLICIES = ("lru", "none")
 MAY_BE_ZERO = ("lease_us",)
 WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
@@ -77,6 +79,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfiguration(
                 "blocks_per_sequence_max", f"{self.context_tokens_max} tokens of context do not fit 32 bits"
             )
+        sizes.check(self.context_tokens_max, self.step_tokens_max, self.tenants_max, self.pools_max)
         if len(self.quotas) > self.tenants_max:
             raise InvalidConfiguration("quotas", f"more than tenants_max = {self.tenants_max} tenants")
         for tenant, quota in self.quotas.items():

@@ -172,6 +172,7 @@ class Machine:
             if not self._stirred:
                 break
         self._effects += [ToClient(client, message) for client, message in self.streams.flush()]
+        self._stirred = self._stirred or self.streams.more
 
     def _pass_time(self, now_us: int) -> None:
         """Everything that is over by now: requests before the sequences that they kept."""

@@ -16,7 +16,7 @@ from protocol.errors import (
     WorkerError,
     restore,
 )
-from protocol.messages import Ended, ErrorInfo, StepResult, Timings
+from protocol.messages import ERROR_TEXT_MAX, Ended, ErrorInfo, StepResult, Timings
 
 from .admission import Admission
 from .cache import Cache
@@ -29,6 +29,7 @@ from .streams import Streams
 from .tops import Tops
 
 INDEX_STEPS = 8
+FIELD_MAX, FIELDS_MAX = 200, 16
 
 
 class Outcomes:
@@ -89,7 +90,7 @@ class Outcomes:
         self, group: Group, sent: SentStep, result: StepResult
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], dict[int, KvforgeError]]:
         """Tokens and log-probabilities of the sampled rows in the step's own order, and the errors by slot."""
-        errors = {row.slot: restore(row.error.code, row.error.message, row.error.fields) for row in result.errors}
+        errors = {row.slot: _restored(row.error) for row in result.errors}
         expected = sent.sampled
         if not result.slots.size == result.tokens.size == result.logprobs.size:
             raise ProtocolError("step_result: slots, tokens and logprobs differ in length")
@@ -300,6 +301,12 @@ def forgotten(request_id: int) -> Ended:
         timings=Timings(),
         error=ErrorInfo.of(RequestNotFound(request_id)),
     )
+
+
+def _restored(error: ErrorInfo) -> KvforgeError:
+    """What a worker says of a row, no longer than what this coordinator itself would tell a client."""
+    fields = {name: value[:FIELD_MAX] if isinstance(value, str) else value for name, value in error.fields.items()}
+    return restore(error.code, error.message[:ERROR_TEXT_MAX], dict(list(fields.items())[:FIELDS_MAX]))
 
 
 def _same(slots: npt.NDArray[np.int32], expected: Slots) -> bool:

@@ -8,6 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from protocol import codec
 from protocol.errors import (
     CapacityExceeded,
     Conflict,
@@ -47,6 +48,7 @@ from .events import FromClient
 from .outcomes import Outcomes, ended, forgotten
 from .requests import CANCELLED, NO_SLOT, Request, RequestTable
 from .sequence_commands import SequenceCommands
+from .sizes import LISTED_BYTES
 from .streams import Streams
 from .timers import DEADLINE, FIRST_TOKEN, LEASE, Timers
 
@@ -313,6 +315,7 @@ class RequestCommands:
             raise InvalidRequest("count_max", f"must be 1 to {self._limits.list_max}")
         known = {**self._requests.finished, **self._requests.live}
         newest = sorted(known, reverse=True)[: message.count_max]
+        newest = newest[: codec.BODY_BYTES_MAX // LISTED_BYTES]
         rows = [statistics.row(known[i], self._generated(known[i]), now_us) for i in newest]
         return RequestList(rid=message.rid, requests=tuple(rows), total=len(known))
 

@@ -16,7 +16,7 @@ import numpy.typing as npt
 from protocol.errors import CapacityExceeded, QuotaExceeded
 from protocol.messages import NO_INT32, RowStart, Step
 
-from . import victims
+from . import sizes, victims
 from .admission import Admission
 from .cache import Cache
 from .groups import Group, SentStep
@@ -26,7 +26,7 @@ from .pressure import supply_when_idle
 from .requests import NO_SLOT, TENANT_CEILING, Request, RequestTable
 from .sequences import Slots
 from .steady import Steady
-from .waits import Wait
+from .waits import Wait, rows_of
 
 CHUNK_TOKENS_MIN = 16
 NO_SLOTS = np.zeros(0, np.int64)
@@ -345,6 +345,9 @@ class Scheduler:
 
     def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
         """The slots that change hands, and what penalties count of their tokens: the worker may never have seen it."""
+        if group.begins_bytes >= sizes.BEGINS_BYTES_MAX:
+            self._admission.waits.wake(rows_of(group.epoch))  # others may begin in the step after this one
+        group.begins_bytes = 0
         if not group.started_slots:
             return (), NO_INT32
         begins, history = [], [NO_INT32]

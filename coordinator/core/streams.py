@@ -1,5 +1,8 @@
 """What each client is to be told at the end of this turn: at most one Stream message a connection.
 
+A message has what the client's decoder takes and no more; what does not fit is told in the next turn, which is due at
+once. So a message that is lost takes with it what was to follow of the same requests, and nothing else.
+
 Nothing is kept for a client that does not read: what could not be sent is lost, its requests are paused, and the client
 is told so as soon as it takes a message again. It asks for what it lacks by offset; the tokens are with the requests.
 """
@@ -7,19 +10,45 @@ is told so as soon as it takes a message again. It asks for what it lacks by off
 from __future__ import annotations
 
 from collections.abc import Set as AbstractSet
+from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
+from protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
 from protocol.messages import Ended, Stream
 
 from .masks import every
+from .sizes import END_BYTES, error_bytes
 from .tops import Tops
 
-Rows = tuple[npt.NDArray[np.int64], npt.NDArray[np.int32], npt.NDArray[np.int32], npt.NDArray[np.float32]]
+ROW_BYTES, TOP_BYTES = 24, 8
+ARRAY_BYTES_MAX = FRAME_BYTES_MAX // 4
+BODY_BYTES = BODY_BYTES_MAX // 2
+IDS_MAX = 16_384  # of requests that were paused or taken: 9 bytes each, in the body
 
 RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
 NO_TOPS = Tops.none(0)
+
+
+class Rows(NamedTuple):
+    """Tokens of one or more requests: [n] each, tops of n rows or None."""
+
+    requests: npt.NDArray[np.int64]
+    offsets: npt.NDArray[np.int32]
+    tokens: npt.NDArray[np.int32]
+    logprobs: npt.NDArray[np.float32]
+    tops: Tops | None
+
+    @property
+    def bytes(self) -> int:
+        """What they take in a message."""
+        return ROW_BYTES * self.tokens.size + (TOP_BYTES * self.tops.tokens.size if self.tops is not None else 0)
+
+    def pick(self, rows: npt.NDArray[np.integer]) -> Rows:
+        """Some of them."""
+        tops = None if self.tops is None else self.tops.pick(rows)
+        return Rows(self.requests[rows], self.offsets[rows], self.tokens[rows], self.logprobs[rows], tops)
 
 
 class Streams:
@@ -28,7 +57,6 @@ class Streams:
     def __init__(self) -> None:
         self._rows: dict[int, list[Rows]] = {}
         self._ended: dict[int, list[Ended]] = {}
-        self._tops: dict[int, dict[int, Tops]] = {}  # by client and place in its rows
         self._paused: dict[int, set[int]] = {}
         self._taken: dict[int, list[int]] = {}
         self._retry_us = 0
@@ -46,13 +74,12 @@ class Streams:
         first = int(clients[0])
         if every(clients == first):
             if first:
-                self._add(first, (requests, offsets.astype(np.int32), tokens, logprobs), tops)
+                self._add(first, Rows(requests, offsets.astype(np.int32), tokens, logprobs, tops))
             return
         for client in sorted(set(clients.tolist())):
             if client:
-                mine = clients == client
-                rows = (requests[mine], offsets[mine].astype(np.int32), tokens[mine], logprobs[mine])
-                self._add(client, rows, None if tops is None else tops.pick(np.flatnonzero(mine)))
+                mine = np.flatnonzero(clients == client)
+                self._add(client, Rows(requests, offsets.astype(np.int32), tokens, logprobs, tops).pick(mine))
 
     def add_tokens(
         self,
@@ -66,13 +93,10 @@ class Streams:
         """Several tokens of one request from `offset` on: [n] each."""
         if client and tokens.size:
             offsets = np.arange(offset, offset + tokens.size, dtype=np.int32)
-            self._add(client, (np.full(tokens.size, request_id, np.int64), offsets, tokens, logprobs), tops)
+            self._add(client, Rows(np.full(tokens.size, request_id, np.int64), offsets, tokens, logprobs, tops))
 
-    def _add(self, client: int, rows: Rows, tops: Tops | None) -> None:
-        parts = self._rows.setdefault(client, [])
-        if tops is not None and tops.tokens.size:
-            self._tops.setdefault(client, {})[len(parts)] = tops
-        parts.append(rows)
+    def _add(self, client: int, rows: Rows) -> None:
+        self._rows.setdefault(client, []).append(rows)
 
     def add_end(self, client: int, ended: Ended) -> None:
         """A request of the client ended."""
@@ -89,15 +113,16 @@ class Streams:
         self._resumed(client, request_id)
         if (taken := self._taken.get(client)) is not None:
             self._taken[client] = [other for other in taken if other != request_id]
+        self._drop(client, {request_id})
+
+    def _drop(self, client: int, request_ids: set[int]) -> None:
+        """What the client was still to be told of these requests."""
         if (ended := self._ended.get(client)) is not None:
-            self._ended[client] = [end for end in ended if end.request_id != request_id]
-        tops = self._tops.get(client, {})
-        for i, (ids, offsets, tokens, logprobs) in enumerate(self._rows.get(client, ())):
-            others = np.flatnonzero(ids != request_id)
-            if others.size < ids.size:
-                self._rows[client][i] = (ids[others], offsets[others], tokens[others], logprobs[others])
-                if i in tops:
-                    tops[i] = tops[i].pick(others)
+            self._ended[client] = [end for end in ended if end.request_id not in request_ids]
+        for i, rows in enumerate(self._rows.get(client, ())):
+            others = np.flatnonzero(~np.isin(rows.requests, list(request_ids)))
+            if others.size < rows.requests.size:
+                self._rows[client][i] = rows.pick(others)
 
     def _resumed(self, client: int, request_id: int) -> None:
         """The client need not be told that the request was paused."""
@@ -114,6 +139,7 @@ class Streams:
         """
         self._retry_us = now_us + RETRY_US
         missed = {*stream.request_ids.tolist(), *(ended.request_id for ended in stream.ended)}
+        self._drop(client, missed)
         ids = sorted(missed - set(stream.taken))
         self._paused.setdefault(client, set()).update(ids, stream.paused)
         if stream.taken:
@@ -125,9 +151,14 @@ class Streams:
         """When to try again to tell a client what it missed; None where nobody waits for that."""
         return self._retry_us if self._paused or self._taken else None
 
+    @property
+    def more(self) -> bool:
+        """Whether something is left to be told that can be told at once."""
+        return bool(self._rows or self._ended)
+
     def forget(self, client: int) -> None:
         """The client is gone."""
-        for news in (self._rows, self._tops, self._ended, self._paused, self._taken):
+        for news in (self._rows, self._ended, self._paused, self._taken):
             news.pop(client, None)
 
     def flush(self) -> list[tuple[int, Stream]]:
@@ -137,33 +168,74 @@ class Streams:
             clients = clients | self._ended.keys() | self._paused.keys() | self._taken.keys()
         if not clients:
             return []
-        messages = [(client, self._message(client)) for client in sorted(clients)]
-        for news in (self._rows, self._tops, self._ended, self._paused, self._taken):
-            news.clear()
-        return messages
+        return [(client, self._message(client)) for client in sorted(clients)]
 
     def _message(self, client: int) -> Stream:
-        ended = tuple(self._ended.get(client, ()))
-        paused, taken = tuple(sorted(self._paused.get(client, ()))), tuple(self._taken.get(client, ()))
-        rows = self._rows.get(client)
-        if rows is None:
-            return Stream(ended=ended, paused=paused, taken=taken)
-        if len(rows) == 1:
-            ids, offsets, tokens, logprobs = rows[0]
-        else:
-            ids, offsets, tokens, logprobs = (np.concatenate(column) for column in zip(*rows, strict=True))
-        found, top = self._tops.get(client), NO_TOPS
-        if found:
-            top = Tops.joined([found.get(i) or Tops.none(part[0].size) for i, part in enumerate(rows)])
-        return Stream(
-            ended=ended,
-            paused=paused,
-            taken=taken,
-            request_ids=ids,
-            offsets=offsets,
-            tokens=tokens,
-            logprobs=logprobs,
-            top_counts=top.counts,
-            top_tokens=top.tokens,
-            top_logprobs=top.logprobs,
-        )
+        """What comes next for the client, as much as fits: first what was paused, then tokens, ends, and what others
+        took."""
+        if not (self._ended or self._paused or self._taken):
+            return _stream(self._next_rows(client), (), (), ())  # as in most turns
+        paused = sorted(self._paused.pop(client, ()))
+        if len(paused) > IDS_MAX:
+            self._paused[client] = set(paused[IDS_MAX:])
+            return Stream(paused=tuple(paused[:IDS_MAX]))
+        rows = self._next_rows(client)
+        ended: list[Ended] = []
+        taken: list[int] = []
+        if client not in self._rows:
+            ended = self._next_ends(client)
+            if client not in self._ended:
+                taken = self._taken.pop(client, [])
+                if len(taken) > IDS_MAX:
+                    self._taken[client] = taken[IDS_MAX:]
+        return _stream(rows, tuple(ended), tuple(paused), tuple(taken[:IDS_MAX]))
+
+    def _next_rows(self, client: int) -> Rows | None:
+        """The next of its rows; what does not fit stays."""
+        parts = self._rows.pop(client, None)
+        if parts is None:
+            return None
+        if len(parts) == 1 and parts[0].bytes <= ARRAY_BYTES_MAX:
+            return parts[0]
+        chosen: list[Rows] = []
+        room = ARRAY_BYTES_MAX
+        for i, part in enumerate(parts):
+            if part.bytes > room:
+                fits = max(0 if chosen else 1, int(room * part.tokens.size // max(part.bytes, 1)))
+                every_row = np.arange(part.tokens.size)
+                chosen += [part.pick(every_row[:fits])] if fits else []
+                self._rows[client] = [part.pick(every_row[fits:]), *parts[i + 1 :]]
+                break
+            chosen.append(part)
+            room -= part.bytes
+        return _joined(chosen)
+
+    def _next_ends(self, client: int) -> list[Ended]:
+        """The next of its ends; what does not fit stays."""
+        ends = self._ended.pop(client, [])
+        room = BODY_BYTES
+        for i, end in enumerate(ends):
+            room -= END_BYTES + (0 if end.error is None else error_bytes(end.error))
+            if room < 0 and i:
+                self._ended[client] = ends[i:]
+                return ends[:i]
+        return ends
+
+
+def _stream(rows: Rows | None, ended: tuple[Ended, ...], paused: tuple[int, ...], taken: tuple[int, ...]) -> Stream:
+    if rows is None:
+        return Stream(ended, paused, taken)
+    top = rows.tops if rows.tops is not None else NO_TOPS
+    columns = (rows.requests, rows.offsets, rows.tokens, rows.logprobs, top.counts, top.tokens, top.logprobs)
+    return Stream(ended, paused, taken, *columns)
+
+
+def _joined(parts: list[Rows]) -> Rows:
+    """All rows of the parts."""
+    if len(parts) == 1:
+        return parts[0]
+    requests, offsets, tokens, logprobs = (np.concatenate([part[i] for part in parts]) for i in range(4))
+    tops = None
+    if any(part.tops is not None and part.tops.tokens.size for part in parts):
+        tops = Tops.joined([part.tops or Tops.none(part.tokens.size) for part in parts])
+    return Rows(requests, offsets, tokens, logprobs, tops)

@@ -250,7 +250,8 @@ class Driver:
                 self._ends_told += effect.event == "request_ended"
         assert self._ends_told == sum(self.machine.requests.ended_total.values()), "an end was not told, or told twice"
         if isinstance(event, Turn):
-            assert due_us is None or due_us > self.now_us, "a time that has come was not seen to"
+            seen_to = due_us is None or due_us > self.now_us
+            assert seen_to != self.machine.streams.more, "a time that has come was not seen to, or news do not follow"
         return effects
 
     def _to_client(self, effect: ToClient) -> None:

@@ -111,7 +111,9 @@ def hello_and_ready(driver: Driver, worker: FakeWorker, **fields: object) -> Non
 
 # behaviour 2 (the core's part of it: positions and contexts fit 32 bits)
 def test_a_context_that_does_not_fit_32_bits_is_refused() -> None:
-    assert Limits(block_size=1 << 15, blocks_per_sequence_max=(1 << 16) - 1).context_tokens_max < 1 << 31
+    with pytest.raises(InvalidConfiguration, match="do not fit a message"):
+        Limits(block_size=1 << 15, blocks_per_sequence_max=(1 << 8) + 1)
+    assert Limits(block_size=1 << 15, blocks_per_sequence_max=1 << 8).context_tokens_max == 1 << 23
     with pytest.raises(InvalidConfiguration) as caught:
         Limits(block_size=1 << 15, blocks_per_sequence_max=1 << 16)
     assert caught.value.field == "blocks_per_sequence_max"
