@@ -77,8 +77,10 @@ def converted(module: Any, architecture: str) -> Tensors:
             array = permuted(array, config.num_attention_heads)
         elif architecture == "llama" and "k_proj" in name:
             array = permuted(array, config.num_key_value_heads)
-        elif architecture.startswith("gemma") and name.endswith("norm.weight"):
+        elif architecture.startswith(("gemma", "nemotron")) and name.endswith("norm.weight"):
             array = array + 1
+        elif name.endswith("shared_expert_gate.weight"):
+            array = array[0]
         stored = names.get_name(name, try_suffixes=(".weight", ".bias"))
         assert stored is not None, name
         found[stored if stored.endswith((".weight", ".bias")) else f"{stored}.weight"] = array

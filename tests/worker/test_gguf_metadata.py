@@ -8,6 +8,7 @@ import math
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -24,13 +25,16 @@ TOKENS = torch.arange(3, 103)[None] % TINY["vocab_size"]
 ROTARY = {"rope_theta": 10000.0}
 WIDE = {"max_position_embeddings": 128}
 WINDOWS = ["sliding_attention", "full_attention"]
+NO_HEAD_SIZE = ("qwen2_moe", "stablelm")
 Values = dict[str, Any]
 
 
 def reference(model_type: str, **fields: Any) -> Any:
     """A transformers model with random weights."""
     torch.manual_seed(0)
-    config = transformers.AutoConfig.for_model(model_type, **(TINY | {"head_dim": 16} | fields))
+    config = transformers.AutoConfig.for_model(
+        model_type, **(TINY | ({} if model_type in NO_HEAD_SIZE else {"head_dim": 16}) | fields)
+    )
     return transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
 
 
@@ -168,6 +172,74 @@ def test_starcoder2_has_the_base_of_its_file(tmp_path: Path, cpu: Device) -> Non
     keys = {"rope.freq_base": 500.0, "attention.layer_norm_epsilon": 1e-3, "attention.layer_norm_rms_epsilon": None}
     path = write_gguf(wanted, tmp_path / "tiny.gguf", "starcoder2", keys)
     assert_same(path, wanted, reference("starcoder2", norm_epsilon=1e-3, tie_word_embeddings=False), cpu)
+
+
+HEAD_OF_32 = {"attention.key_length": 32, "attention.value_length": 32}
+EXPERTS = {"expert_count": 4, "expert_used_count": 2, "expert_feed_forward_length": 32}
+SOFT = {"attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0, "attention.sliding_window": 9}
+LAYER_NORM = {"attention.layer_norm_rms_epsilon": None, "attention.layer_norm_epsilon": 1e-3}
+FORMS: dict[str, tuple[str, str, Values, Values]] = {
+    "llama": ("llama", "llama", {"head_dim": 32}, {**HEAD_OF_32, "rope.dimension_count": 32}),
+    "qwen3": ("qwen3", "qwen3", {"head_dim": 32}, HEAD_OF_32),
+    "qwen2 MoE": (
+        "qwen2_moe",
+        "qwen2moe",
+        {
+            "num_experts": 4,
+            "num_experts_per_tok": 2,
+            "moe_intermediate_size": 32,
+            "shared_expert_intermediate_size": 40,
+        },
+        {**EXPERTS, "expert_shared_feed_forward_length": 40},
+    ),
+    "gemma2": (
+        "gemma2",
+        "gemma2",
+        {"head_dim": 32, "sliding_window": 9, "attn_logit_softcapping": 40.0, "final_logit_softcapping": 20.0},
+        {**HEAD_OF_32, **SOFT},
+    ),
+    "nemotron": (
+        "nemotron",
+        "nemotron",
+        {"norm_eps": 1e-3, "partial_rotary_factor": 0.25},
+        {**LAYER_NORM, "rope.dimension_count": 4, "rope.scaling.type": "none"},
+    ),
+    "stablelm": (
+        "stablelm",
+        "stablelm",
+        {"layer_norm_eps": 1e-3, "partial_rotary_factor": 0.75, "use_qkv_bias": True},
+        {**LAYER_NORM, "rope.dimension_count": 12, "use_parallel_residual": False},
+    ),
+}
+
+
+@pytest.mark.parametrize(("model_type", "architecture", "fields", "metadata"), FORMS.values(), ids=FORMS)
+def test_forms_that_are_not_the_usual_ones(
+    model_type: str, architecture: str, fields: Values, metadata: Values, tmp_path: Path, cpu: Device
+) -> None:
+    """None of these numbers is the default of its class."""
+    wanted = reference(model_type, **fields)
+    path = write_gguf(wanted, tmp_path / "tiny.gguf", architecture, metadata)
+    got, right = logits(fill(path, cpu)), logits(wanted)
+    assert float((got - right).abs().max()) <= 1e-4 * float(right.abs().max())
+
+
+def test_a_file_without_key_value_heads_and_rotation(tmp_path: Path) -> None:
+    """GPT-2's, as it is found."""
+    writer = gguf.GGUFWriter(tmp_path / "gpt2.gguf", "gpt2")
+    for key, value in (("context_length", 128), ("embedding_length", 64), ("feed_forward_length", 200)):
+        writer.add_uint32(f"gpt2.{key}", value)
+    for key, value in (("block_count", 2), ("attention.head_count", 4)):
+        writer.add_uint32(f"gpt2.{key}", value)
+    writer.add_layer_norm_eps(1e-3)
+    writer.add_token_list(["a", "b"])
+    writer.add_tensor("token_embd.weight", np.zeros((2, 64), np.float32))
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    config = read_config(find_source(tmp_path, "auto"))
+    assert (config.n_positions, config.n_inner, config.layer_norm_epsilon) == (128, 200, pytest.approx(1e-3))
 
 
 @pytest.mark.parametrize(

@@ -76,7 +76,8 @@ def apply_metadata(source: Source, config: Any) -> None:
         if key.startswith(f"{architecture}.")
     }
     if heads := keys.get("attention.head_count"):  # as llama.cpp has it where a file says nothing
-        keys.setdefault("attention.head_count_kv", heads)
+        if hasattr(config, "num_key_value_heads"):
+            keys.setdefault("attention.head_count_kv", heads)
         if getattr(config, "head_dim", None) and isinstance(heads, int):
             keys.setdefault("attention.key_length", config.hidden_size // heads)
     for key, value in keys.items():
@@ -110,6 +111,8 @@ def _apply(config: Any, key: str, value: Any, full: str, model: str) -> None:
     if not names and FIELDS.get(key) == ("head_dim",) and value == _head_size(config):
         return
     if key == "attention.sliding_window" and value >= config.max_position_embeddings:
+        return
+    if not names and key == "attention.head_count_kv" and value == config.num_attention_heads:
         return
     is_window_of_none = key == "attention.sliding_window" and config.model_type not in WINDOWED
     if not names or isinstance(value, (list, str)) or is_window_of_none:

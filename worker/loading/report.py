@@ -91,9 +91,12 @@ def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str) 
     stored: the files' tensors, of a model without quantization_config. Raises UnsupportedModel.
     """
     ignored = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
-    held = module.state_dict()
+    # By the last part of their names, which conversions keep.
+    integers = {
+        name.rpartition(".")[2] for name, tensor in module.state_dict().items() if not tensor.is_floating_point()
+    }
     for name, tensor in stored.items():
-        is_integer = name in held and not held[name].is_floating_point()
+        is_integer = name.rpartition(".")[2] in integers
         if tensor.type_name in PLAIN or is_integer or any(pattern.search(name) for pattern in ignored):
             continue
         problem = f"its tensor {name} is stored as {tensor.type_name}, and config.json has no quantization_config"
