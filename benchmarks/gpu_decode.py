@@ -9,9 +9,9 @@ median over replays of a replay's time divided by its calls.
 
 FlashInfer runs with and without tensor cores, and the better time is shown. Its backend is the one it chooses (fa2).
 
-Share: bytes of K and V (with scales, where there are any) / time / read bandwidth, which a plain read of 4 GiB reaches
-in the same run. Error: greatest difference from attention in float64 over the same stored K and V, for a few rows,
-relative to the greatest number of the result.
+Share: bytes of K and V (with scales, if any) / time / read bandwidth, which `gpu_roof` measures in the same
+run, as for every benchmark here. Error: greatest difference from attention in float64 over the same stored K and V, for
+a few rows, relative to the greatest number of the result.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ import numpy as np
 import numpy.typing as npt
 import torch
 import triton
-import triton.language as tl
 
 from worker.attention import AttentionOptions, KvLayer
 from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
@@ -37,11 +36,11 @@ from worker.attention.quantised import dequantise, is_quantised, quantise
 from worker.attention.targets import Target, current_target
 from worker.device import open_device
 
+from .gpu_roof import read_bandwidth
 from .report import report
 
 HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
 SCALING = HEAD_SIZE**-0.5
-READ_BYTES = 4 << 30
 POOLS_BYTES_MIN = 1 << 29  # of all pools of a case together: several times any L2
 REPLAY_MS = 4.0
 FLASHINFER_TENSOR_CORES = (True, False)  # the better of them is reported
@@ -156,30 +155,6 @@ def time_us(call: Callable[[int], object], pools: int, repeats: int) -> float:
     return statistics.median(times)
 
 
-@triton.jit
-def _read_kernel(numbers, sums, TILE: tl.constexpr, TILES: tl.constexpr):  # noqa: N803
-    first = tl.program_id(0).to(tl.int64) * TILE * TILES
-    total = tl.zeros([TILE], tl.int32)
-    for tile in tl.static_range(TILES):
-        total += tl.load(numbers + first + tile * TILE + tl.arange(0, TILE))
-    tl.store(sums + tl.program_id(0), tl.sum(total, 0))
-
-
-def read_bandwidth(device: torch.device, repeats: int) -> float:
-    """Bytes per second of a kernel that only reads; the best of a few ways to cut the work."""
-    numbers = torch.ones(READ_BYTES // 4, dtype=torch.int32, device=device)
-    sums = torch.empty(READ_BYTES // 4 // 2048, dtype=torch.int32, device=device)
-    best = float("inf")
-    for tile, tiles, warps in [(2048, 4, 4), (4096, 4, 8), (4096, 8, 4), (8192, 4, 8)]:
-        programs = numbers.numel() // (tile * tiles)
-
-        def call(_: int, grid: int = programs, tile: int = tile, tiles: int = tiles, warps: int = warps) -> None:
-            _read_kernel[(grid,)](numbers, sums, tile, tiles, num_warps=warps)
-
-        best = min(best, time_us(call, 1, repeats))
-    return READ_BYTES / best * 1e6
-
-
 class Ours:
     """Calls of `paged_decode` on the pools of a setup."""
 
@@ -275,7 +250,8 @@ def main() -> int:
         return 1
     device = open_device("auto")
     target = current_target(device)
-    bandwidth = read_bandwidth(device.torch_device, arguments.repeats)
+    bandwidth = read_bandwidth(device)
+    device.release_cached()
     results = []
     wanted = [(name, torch.bfloat16) for name in CASES]
     wanted += [(QUANTISED_CASE, torch.int8), (QUANTISED_CASE, torch.float8_e4m3fn)]

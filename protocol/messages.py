@@ -80,7 +80,7 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     penalties: the filters keep that one always. Each default means "off"; ranges are in SAMPLING_RANGES.
 
     temperature: 0 is greedy; otherwise logits are divided by it (finite, 0 to 100).
-    seed: 64-bit; the same request with the same seed gives the same tokens. None: the coordinator draws one.
+    seed: 64-bit; the same request with the same seed draws the same numbers. None: the coordinator draws one.
     stop_tokens: token ids that end the request with reason `stop`; the stop token itself is the last token.
     ignore_eos: do not end at the model's own end-of-sequence tokens.
     top_k: only the k most likely tokens; of equal ones the lowest ids (0: off; more than the vocabulary: all).

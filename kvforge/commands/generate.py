@@ -24,7 +24,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--raw", action="store_true", help="give the text as it is, without the chat template")
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"[{MAX_TOKENS}]")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy [the model's own]")
-    parser.add_argument("--seed", type=int, metavar="N", help="the same seed gives the same tokens")
+    parser.add_argument("--seed", type=int, metavar="N", help="the same seed draws the same numbers")
     parser.add_argument("--stop-tokens", metavar="IDS", default="", help="token ids that end the answer")
     parser.add_argument("--top-k", type=int, metavar="K", help="only the K most likely; 0: all [the model's]")
     parser.add_argument(
