@@ -1,0 +1,54 @@
+"""A worker without a model: it registers a pool and does no step, so that sequences have blocks to be kept in."""
+
+from __future__ import annotations
+
+from types import TracebackType
+from typing import Self
+
+import zmq
+
+from protocol import codec
+from protocol.messages import (
+    WORKER_REPLIES,
+    Message,
+    ModelInfo,
+    PoolRegistered,
+    WorkerHello,
+    WorkerReady,
+    WorkerWelcome,
+)
+from protocol.transport import dealer
+
+WAIT_MS = 30_000
+BLOCKS = 1024
+
+
+class StandIn:
+    """One worker, while entered."""
+
+    def __init__(self, endpoint: str, name: str = "honest", pid: int = 1) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = dealer(self._context)
+        self._socket.setsockopt(zmq.RCVTIMEO, WAIT_MS)
+        self._socket.setsockopt(zmq.SNDTIMEO, WAIT_MS)
+        self._socket.connect(endpoint)
+        self._decoder = codec.Decoder(WORKER_REPLIES)
+        self._hello = WorkerHello(rid=1, name=name, pid=pid)
+
+    def __enter__(self) -> Self:
+        assert isinstance(self._ask(self._hello), WorkerWelcome)
+        model = ModelInfo(
+            name="m", source="", architecture="any", fingerprint="1", vocab_size=100, context_tokens_max=1 << 20
+        )
+        ready = WorkerReady(
+            rid=2, model=model, blocks=BLOCKS, bytes_per_block=1024, kv_dtype="float32", device="none", watches=False
+        )
+        assert isinstance(self._ask(ready), PoolRegistered)
+        return self
+
+    def _ask(self, message: Message) -> Message:
+        self._socket.send_multipart(codec.encode(message))
+        return self._decoder.decode(self._socket.recv_multipart())
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._context.destroy(linger=0)
