@@ -171,8 +171,10 @@ class Shell:
         self.workers = Peers(f"ipc://{folder}/w", self._number)
         self._epoll = select.epoll()
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
-        turn_limits = TurnLimits(messages_per_turn_max=1 << 16)
-        self.loop = TurnLoop(self.machine, self.tables, self.clients, self.workers, lambda: 1, turn_limits)
+        turn_limits, sides = TurnLimits(messages_per_turn_max=1 << 16), (self.clients, self.workers)
+        self.loop = TurnLoop(
+            self.machine, self.tables, *sides, lambda: 1, lambda: perf_counter_ns() // 1000, turn_limits
+        )
         self.client, self.worker = dealer(self.context), dealer(self.context)
         self.client.connect(f"ipc://{folder}/c")
         self.worker.connect(f"ipc://{folder}/w")

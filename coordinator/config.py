@@ -20,6 +20,7 @@ from .peers import PeerLimits
 SECONDS = (
     ("limits", "deadline_max_s", 1e-6),
     ("limits", "lease_s", 0.0),
+    ("limits", "client_ms_per_turn_max", 1e-3),
     ("schedule", "ageing_s", 1e-6),
     ("schedule", "step_timeout_s", 1e-6),
     ("schedule", "decode_gap_ms", 1e-3),
@@ -35,6 +36,8 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     client_buffer_messages, client_buffer_bytes: so much may wait for a client that does not read; then its streams
     pause, and what it asks for is not looked at until it has read half of that. partial_bytes_max: held for messages of
     clients, or of workers, that have begun and not ended.
+    messages_per_turn_max, client_bytes_per_turn_max, client_ms_per_turn_max: so much of what clients send is looked at,
+    connection by connection in turn, before workers are looked at again.
     """
 
     sequences_max: int = 256
@@ -49,6 +52,8 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     clients_max: int = 256
     strangers_max: int = 64
     messages_per_turn_max: int = 1024
+    client_bytes_per_turn_max: int = 8 << 20
+    client_ms_per_turn_max: float = 2.0
     client_buffer_messages: int = 1024
     client_buffer_bytes: int = 16 << 20
     partial_bytes_max: int = 256 << 20
@@ -105,7 +110,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
                 raise InvalidConfiguration(f"{section}.{name}", f"must be at least {lowest:g}")
         if not -1 <= self.schedule.spin_us <= 1_000_000:
             raise InvalidConfiguration("schedule.spin_us", "must be -1 (chosen by the number of cores) to 1000000")
-        for name in ("clients_max", "strangers_max", "messages_per_turn_max", "client_buffer_messages"):
+        counts = ("clients_max", "strangers_max", "messages_per_turn_max", "client_bytes_per_turn_max")
+        for name in (*counts, "client_buffer_messages"):
             if getattr(self.limits, name) < 1:
                 raise InvalidConfiguration(f"limits.{name}", "must be at least 1")
         for name in ("client_buffer_bytes", "partial_bytes_max"):

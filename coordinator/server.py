@@ -126,11 +126,13 @@ class Server:
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         bounds = TurnLimits(
             messages_per_turn_max=config.limits.messages_per_turn_max,
+            client_bytes_per_turn_max=config.limits.client_bytes_per_turn_max,
+            client_ms_per_turn_max=config.limits.client_ms_per_turn_max,
             clients_max=config.limits.clients_max,
             workers_max=config.limits.pools_max,
         )
-        entropy = partial(secrets.randbits, 64)
-        self._turns = TurnLoop(self.machine, self.tables, self.clients, self.workers, entropy, bounds, self._replacer)
+        entropy, sides = partial(secrets.randbits, 64), (self.clients, self.workers)
+        self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, bounds, self._replacer)
 
     def _make_tables(self, geometry: Geometry) -> TablesWriter:
         """The shared tables, with room for all of them. Raises InvalidConfiguration, OSError."""

@@ -85,9 +85,15 @@ class Processes(Protocol):
 
 
 class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one turn, and of the connections it admits. client_backlog_max: replies that wait for one client."""
+    """Bounds of one turn, and of the connections it admits.
+
+    messages_per_turn_max: of each side. client_bytes_per_turn_max, client_ms_per_turn_max: then no more is taken from
+    clients in this turn; one message is always taken. client_backlog_max: replies that wait for one client.
+    """
 
     messages_per_turn_max: int = 1024
+    client_bytes_per_turn_max: int = 8 << 20
+    client_ms_per_turn_max: float = 2.0
     clients_max: int = 256
     workers_max: int = 64
     client_backlog_max: int = 1024
@@ -109,7 +115,8 @@ class Mail:
 class TurnLoop:
     """What happens in one turn. Time and entropy (64 bit, for seeds) come from the caller.
 
-    processes: ends worker processes that hang; None: nobody does.
+    clock_us: says how long clients have been served in this turn. processes: ends worker processes that hang; None:
+    nobody does.
     """
 
     def __init__(
@@ -119,12 +126,13 @@ class TurnLoop:
         clients: Transport,
         workers: Transport,
         entropy: Callable[[], int],
+        clock_us: Callable[[], int],
         limits: TurnLimits,
         processes: Processes | None = None,
     ) -> None:
         self.machine, self.tables = machine, tables
         self.clients, self.workers = clients, workers
-        self._entropy, self._limits, self._processes = entropy, limits, processes
+        self._entropy, self._clock_us, self._limits, self._processes = entropy, clock_us, limits, processes
         self._outbox = Outbox(clients, limits.client_backlog_max)
         self._watching: set[int] = set()  # workers that look for their steps in shared memory too
         self._mail: dict[int, Mail] = {}
@@ -149,9 +157,7 @@ class TurnLoop:
         for _ in range(self._limits.messages_per_turn_max):
             if not self._take_worker(effects, now_us):
                 break
-        for _ in range(self._limits.messages_per_turn_max):
-            if not self._take_client(effects, now_us):
-                break
+        self._take_clients(effects, now_us)
         self._note_ends(effects, now_us)
         if self._core_due_us is not None and self._core_due_us <= now_us:
             effects += self._apply(Turn(), now_us)
@@ -246,11 +252,25 @@ class TurnLoop:
 
     # -------------------------------------------------------------------------------------------------------- clients
 
-    def _take_client(self, effects: list[Effect], now_us: int) -> bool:
-        received = self.clients.receive()
-        if received is None:
-            return False
-        identity, descriptor, frames = received
+    def _take_clients(self, effects: list[Effect], now_us: int) -> None:
+        """Takes messages of clients as far as the turn's budget goes: workers must not wait longer for their next turn.
+
+        The connections share it: of those that have any waiting the socket hands out one message each, in turn.
+        """
+        limits, bytes_left = self._limits, self._limits.client_bytes_per_turn_max
+        until_us = self._clock_us() + limits.client_ms_per_turn_max * 1000
+        for _ in range(limits.messages_per_turn_max):
+            received = self.clients.receive()
+            if received is None:
+                return
+            self._take_client(*received, effects, now_us)
+            bytes_left -= sum(map(len, received[2]))
+            if bytes_left <= 0 or self._clock_us() >= until_us:
+                return
+
+    def _take_client(
+        self, identity: bytes, descriptor: int, frames: Frames, effects: list[Effect], now_us: int
+    ) -> None:
         message: Message | None = None
         try:
             message = self._client_decoder.decode(frames)
@@ -258,7 +278,7 @@ class TurnLoop:
             if isinstance(message, Hello):
                 effects += self._greet_client(identity, descriptor, number, message)
             elif isinstance(message, Goodbye) and number is None:
-                return True  # the end of its connection was noticed first
+                return  # the end of its connection was noticed first
             elif number is None:
                 raise ProtocolError("a client's first message is hello")
             elif isinstance(message, Goodbye):
@@ -276,7 +296,6 @@ class TurnLoop:
                 self.clients.send_to(identity, codec.encode(refused))
             else:
                 effects.append(ToClient(number, refused))
-        return True
 
     def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> list[Effect]:
         version = negotiate(message.version_min, message.version_max)

@@ -21,6 +21,7 @@ from coordinator.core.events import (
     Effect,
     Event,
     FromClient,
+    FromWorker,
     Log,
     ReplaceWorker,
     ToClient,
@@ -47,8 +48,10 @@ from protocol.messages import (
     SequenceTokens,
     Stop,
     Stream,
+    Submit,
     Welcome,
     WorkerHello,
+    WorkerLoading,
     WorkerWelcome,
 )
 from protocol.tables import TablesReader, TablesWriter
@@ -68,6 +71,11 @@ class Scripted(Machine):
         self.answers: dict[type, list[Effect]] = {}
         self.due: int | None = None
         self.turned_at: list[int] = []
+        self.took_us = 0  # to apply everything so far
+        self.takes_us = 0  # to apply one command
+
+    def clock(self) -> int:
+        return self.took_us
 
     def apply(self, event: Event, now_us: int) -> Applied:
         if isinstance(event, Turn):
@@ -79,6 +87,7 @@ class Scripted(Machine):
         if isinstance(event, ClientGone | WorkerGone | BeginDrain):
             return Applied(self.answers.pop(type(event), []), now_us)
         if isinstance(event, FromClient):
+            self.took_us += self.takes_us
             return Applied([ToClient(event.client, Done(rid=getattr(event.message, "rid", 0)))], now_us)
         return super().apply(event, now_us)
 
@@ -181,8 +190,14 @@ class Bench:
         self.clients, self.workers = Wire(CLIENT_REPLIES), Wire(WORKER_REPLIES)
         geometry = Geometry(slots=4, blocks=64, blocks_per_sequence=8, block_size=16)
         self.tables = TablesWriter(folder / "tables", geometry, self.machine.boot)
-        limits = TurnLimits(client_backlog_max=BACKLOG)
-        self.loop = TurnLoop(self.machine, self.tables, self.clients, self.workers, lambda: 7, limits, self.processes)
+        limits = TurnLimits(
+            client_backlog_max=BACKLOG,
+            messages_per_turn_max=20,
+            client_bytes_per_turn_max=10_000,
+            client_ms_per_turn_max=2,
+        )
+        sockets = (self.clients, self.workers)
+        self.loop = TurnLoop(self.machine, self.tables, *sockets, lambda: 7, self.machine.clock, limits, self.processes)
         self.now_us = self.wait_us = 0
         self.clients.known |= {1, 2}
         self.workers.known.add(3)
@@ -349,7 +364,7 @@ def test_who_names_another_boot_is_told_that_its_state_is_lost_and_may_come_with
 def test_over_real_sockets_one_that_does_not_read_stalls_nobody(net: Net, bench: Bench) -> None:
     slow, slow_number = net.connect()
     reader, reader_number = net.connect()
-    loop = TurnLoop(bench.machine, bench.tables, net.peers, bench.workers, lambda: 7, TurnLimits())
+    loop = TurnLoop(bench.machine, bench.tables, net.peers, bench.workers, lambda: 7, bench.machine.clock, TurnLimits())
 
     def full(number: int, *request_ids: int) -> bool:
         """Whether a stream to this client was not taken, in a turn that has one for it."""
@@ -379,6 +394,62 @@ def decoded(frames: Frames) -> int:
     message = codec.Decoder(CLIENT_REPLIES).decode(frames)
     assert isinstance(message, Stream)
     return int(message.request_ids[0])
+
+
+# ------------------------------------------------------------------------------------------------------- busy clients
+
+
+def answered(bench: Bench) -> int:
+    """Commands that the last turn answered."""
+    return len(bench.clients.take(1))
+
+
+def test_a_turn_takes_so_many_messages_of_clients(bench: Bench) -> None:
+    for rid in range(50):
+        bench.clients.arrive(1, GetStats(rid=rid))
+    taken = []
+    for _ in range(3):
+        bench.turn()
+        taken.append(answered(bench))
+    assert taken == [20, 20, 10]
+
+
+def test_a_turn_takes_so_much_time_for_clients_and_goes_on_with_one_of_them_at_least(bench: Bench) -> None:
+    for rid in range(9):
+        bench.clients.arrive(1, GetStats(rid=rid))
+    taken = []
+    for bench.machine.takes_us in (700, 2_000, 30_000, 1):
+        bench.turn()
+        taken.append(answered(bench))
+    assert taken == [3, 1, 1, 4]
+
+
+def test_a_turn_takes_so_many_bytes_of_clients_and_goes_on_with_one_message_at_least(bench: Bench) -> None:
+    small, large = np.zeros(1_000, np.int32), np.zeros(100_000, np.int32)
+    for tokens in (small, small, small, small, large, large, small):
+        bench.clients.arrive(1, Submit(rid=1, max_tokens=1, prompt=tokens))
+    taken = []
+    for _ in range(4):
+        bench.turn()
+        taken.append(answered(bench))
+    assert taken == [3, 2, 1, 1]
+
+
+def test_the_results_of_workers_come_before_whatever_clients_have_waiting(bench: Bench) -> None:
+    bench.machine.takes_us = 5_000
+    for rid in range(4):
+        bench.clients.arrive(1, GetStats(rid=rid))
+    bench.turn()
+    bench.workers.arrive(3, WorkerLoading(phase="reading", progress=0.5))
+    bench.turn()
+    assert [type(event) for event in bench.machine.events] == [FromClient, FromWorker, FromClient]
+
+
+def test_a_message_that_is_refused_counts_too(bench: Bench) -> None:
+    for _ in range(30):
+        bench.clients.arrive(1, Stop(reason="no client says that"))
+    bench.turn()
+    assert answered(bench) == 20
 
 
 # --------------------------------------------------------------------------------------------------------------- ends

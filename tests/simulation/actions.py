@@ -228,7 +228,7 @@ class Drawer:
         client, settings = self._client(), self._settings
         label = self._new_sequence(client)
         self._requests += 1
-        yield (at_us, "create", client, label, self._text(self._size(0.5)), self._tenant(), 100, "")
+        yield (at_us, "create", client, label, self._text(self._size(0.5)), self._tenant(), 5, "")
         at_us += 2 * settings.short_us + settings.turn_us
         yield (at_us, "submit_on", client, f"r{self._requests}", label, (), self._size(0.4), ())
         for _ in range(4):

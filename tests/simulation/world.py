@@ -139,6 +139,7 @@ class World:
             self._client_side,
             self._worker_side,
             lambda: self._entropy.getrandbits(64),
+            lambda: self.clock.now_us,
             TurnLimits(messages_per_turn_max=8, clients_max=16, client_backlog_max=settings.backlog_max),
             self,
         )

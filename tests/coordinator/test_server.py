@@ -1,0 +1,119 @@
+"""The loop over real sockets, turn by turn: whoever is busy keeps nobody else waiting. What is counted is turns and
+messages, never time."""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import zmq
+
+from coordinator.config import CoordinatorConfig, LimitsSection
+from coordinator.server import Server
+from protocol import codec, transport
+from protocol.messages import GetHealth, Hello, WorkerHello
+
+UNDER_WAY = 4000
+TURNS_MAX = 5_000
+
+
+class Peer:
+    """A client or a worker over a real socket."""
+
+    def __init__(self, context: zmq.Context[zmq.Socket[bytes]], endpoint: str) -> None:
+        self.socket = transport.dealer(context)
+        self.socket.connect(endpoint)
+        self.answers = 0
+
+    def send(self, *messages: object) -> None:
+        for message in messages:
+            self.socket.send_multipart(codec.encode(message))  # type: ignore[arg-type]
+
+    def read(self) -> None:
+        """Takes in what has come."""
+        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+            self.socket.recv_multipart()
+            self.answers += 1
+
+
+class Bench:
+    """A server whose loop the test turns, and its peers."""
+
+    def __init__(self, folder: Path) -> None:
+        limits = LimitsSection(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8, messages_per_turn_max=4)
+        self.server = Server(CoordinatorConfig(runtime_dir=str(folder), limits=limits))
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._peers: list[Peer] = []
+        self._folder = folder
+
+    def turn(self) -> None:
+        self.server._wait()
+        self.server.turn()
+
+    def worker(self) -> Peer:
+        return self._peer(transport.worker_endpoint(self._folder))
+
+    def client(self) -> Peer:
+        """One that has been greeted."""
+        made = self._peer(transport.client_endpoint(self._folder))
+        made.send(Hello(rid=1))
+        while not made.answers:
+            self.turn()
+            made.read()
+        return made
+
+    def _peer(self, endpoint: str) -> Peer:
+        made = Peer(self._context, endpoint)
+        self._peers.append(made)
+        return made
+
+    def close(self) -> None:
+        for peer in self._peers:
+            peer.socket.close(0)
+        self._context.term()
+        self.server.close()
+
+
+@pytest.fixture
+def bench() -> Iterator[Bench]:
+    folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))  # a socket's path must be short
+    made = Bench(folder)
+    yield made
+    made.close()
+    shutil.rmtree(folder)
+
+
+def test_a_client_that_always_has_more_hides_no_worker(bench: Bench) -> None:
+    busy = bench.client()
+    busy.send(*[GetHealth(rid=2)] * UNDER_WAY)
+    while busy.answers < 100:
+        bench.turn()
+        busy.read()
+    worker = bench.worker()
+    worker.send(WorkerHello(rid=1, name="w", pid=1))
+    for _ in range(TURNS_MAX):
+        busy.send(*[GetHealth(rid=2)] * 4)  # what a turn takes
+        bench.turn()
+        busy.read()
+        if bench.server.machine.workers:
+            break
+    assert bench.server.machine.workers, f"not seen in {TURNS_MAX} turns"
+    assert bench.server.clients.waiting, "the client's messages ran out"
+
+
+def test_a_client_with_few_messages_does_not_wait_for_one_with_many(bench: Bench) -> None:
+    busy, other = bench.client(), bench.client()
+    busy.answers = other.answers = 0
+    busy.send(*[GetHealth(rid=2)] * UNDER_WAY)
+    while not busy.answers:
+        bench.turn()
+        busy.read()
+    other.send(*[GetHealth(rid=2)] * 8)
+    while other.answers < 8:
+        bench.turn()
+        busy.read()
+        other.read()
+    assert busy.answers < UNDER_WAY // 2, "the few were answered after the many"
