@@ -71,8 +71,13 @@ class Keys:
 
 
 def _digest(command: Submit) -> bytes:
-    """Two commands have the same where they ask for the same, whatever their numbers: 16 bytes."""
-    fields = [getattr(command, name) for name in command.__struct_fields__ if name not in ("rid", "prompt")]
+    """Two commands have the same where they ask for the same, whatever their numbers: 16 bytes.
+
+    Of tuples: of a struct msgspec leaves out what is the very object that its default is, and writes an equal one.
+    """
+    apart = ("rid", "prompt", "sampling")
+    fields = [getattr(command, name) for name in command.__struct_fields__ if name not in apart]
+    fields += msgspec.structs.astuple(command.sampling)
     digest = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16)
     digest.update(np.ascontiguousarray(command.prompt).data)
     return digest.digest()

@@ -57,6 +57,15 @@ def test_the_same_command_again_is_the_same_request_streamed_from_its_start(stat
     assert entries(driver) == 1
 
 
+def test_a_command_that_names_what_is_the_default_is_the_same_command() -> None:
+    """Another client, or a replay, may write what this one leaves out."""
+    driver = Driver()
+    first = keyed(driver, sampling=Sampling(seed=3))
+    again = keyed(driver, sampling=Sampling(seed=3, top_p=float("1"), presence_penalty=float("0"), top_k=0))
+    assert (again.request_id, again.repeated) == (first.request_id, True)
+    driver.refused(driver.submit_message(PROMPT, 6, key="k", sampling=Sampling(seed=3, top_p=0.5)), KeyReused)
+
+
 def test_the_same_command_on_the_same_connection_takes_nothing_from_anyone(make_pool: MakePool) -> None:
     driver, _ = make_pool()
     keyed(driver)

@@ -23,6 +23,8 @@ import numpy as np
 PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "changed_cells", "world"})
 # A refusal is counted, and its sender is known from then on; nothing else may change.
 REFUSAL_COUNTERS = frozenset({"refused_total", "clients"})
+# What the simulator puts between the parts of a machine.
+WATCHERS = frozenset({"world", "plan", "end", "_start", "add", "requeue"})
 _ATOMS = (int, float, str, bytes, bool, type(None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
 
@@ -34,6 +36,12 @@ def digest(value: Any, ignore: frozenset[str] = PUBLISH_LISTS) -> str:
     hasher = hashlib.blake2b(digest_size=16)
     _walk(value, hasher.update, ignore, {})
     return hasher.hexdigest()
+
+
+def state_digest(machine: Any) -> str:
+    """The digest of a machine, whichever class it is of and whoever watches it."""
+    state = {name: value for name, value in vars(machine).items() if name not in WATCHERS}
+    return digest(state, PUBLISH_LISTS | WATCHERS)
 
 
 def refusal_digest(machine: Any) -> str:
@@ -67,6 +75,8 @@ def _walk(value: Any, feed: Feed, ignore: frozenset[str], seen: dict[int, int]) 
         feed(repr(value).encode())
     elif isinstance(value, _FUNCTIONS):
         return
+    elif isinstance(value, tuple | msgspec.Struct):  # values: whether two are the same object means nothing
+        _walk_container(value, feed, ignore, seen)
     elif id(value) in seen:
         feed(f"again{seen[id(value)]};".encode())
     else:

@@ -23,7 +23,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     """Drawn from a seed, or given in full. Times in microseconds, shares 0 to 1.
 
     deadly: some prompts kill every worker that runs them; nothing else kills one in such a world, so that whoever else
-    was on board must finish. drain_ms: -1, the run does not end with a Drain; 0, with one that has no deadline.
+    was on board must finish. drain_ms: -1, the run does not end with a Drain; 0, with one that has no deadline;
+    drain_by_signal: nobody sends that one.
     backlog_max: replies kept for a client that does not read.
     """
 
@@ -46,6 +47,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     crashes_max: int = 1000
     deadly: bool = False
     drain_ms: int = -1
+    drain_by_signal: bool = False
     backlog_max: int = 1024
     policy: str = "lru"
     quotas: dict[str, Quota] = {}
@@ -158,6 +160,7 @@ def draw_settings(random: Random) -> Settings:
         deadly=deadly,
         drain_ms=random.choice((-1, -1, -1, 0, 1, 20)),
         backlog_max=random.choice((1, 4, 1024)),
+        drain_by_signal=random.random() < 0.4,
     )
 
 

@@ -68,6 +68,7 @@ from tests.simulation.model import Oracle
 from tests.simulation.network import Clock, Delays, SimulatedPeers
 from tests.simulation.performing import Performer
 from tests.simulation.progress import Progress
+from tests.simulation.replay import Recording
 from tests.simulation.settings import Settings
 from tests.simulation.workers import SimulatedWorker, Violation
 
@@ -93,6 +94,8 @@ class WatchedMachine(Machine):
         self.world.cause = event
         applied = super().apply(event, now_us)
         self.world.core_due_us = applied.due_us
+        if self.world.recording is not None:
+            self.world.recording.applied(self, event, now_us, applied)
         self.world.applied(event, applied.effects, before)
         return applied
 
@@ -110,6 +113,7 @@ class World:
         self.calm = False
         self.events = self.turns = 0
         self.trace: list[str] | None = None
+        self.recording: Recording | None = None
         self.clock = Clock()
         self.cause: Event | None = None
         self.core_due_us: int | None = None
@@ -124,7 +128,8 @@ class World:
         self._delays = Delays(settings.short_us, settings.long_us, settings.long_share)
         self._entropy = Random(f"{seed}/entropy")
         key = hashlib.blake2b(seed.encode()).digest()[:32]
-        self.machine = WatchedMachine(Boot("b" * 32, key, settings.limits()), 0)
+        self.boot = Boot("b" * 32, key, settings.limits())
+        self.machine = WatchedMachine(self.boot, 0)
         self.machine.world = self
         self.ledger = Ledger(settings, self.machine.requests.known)
         self._replies = codec.Decoder(CLIENT_REPLIES)
@@ -457,10 +462,16 @@ class World:
         self._empty()
 
     def _drain(self) -> None:
-        """Some runs end with a Drain; a request that comes after it is refused."""
-        if self.settings.drain_ms >= 0:
+        """Some runs end with a Drain, or a signal; a request that comes after it is refused."""
+        drain_ms, now_us = self.settings.drain_ms, self.clock.now_us
+        if drain_ms >= 0:
             client = next(iter(self.clients.values()))
-            client.send(Drain, deadline_ms=self.settings.drain_ms)
+            if self.settings.drain_by_signal:
+                self.loop.begin_drain(now_us, now_us + drain_ms * 1000 if drain_ms else 0)
+                self.ledger.dues.drain(drain_ms, now_us)
+                self.wake()
+            else:
+                client.send(Drain, deadline_ms=drain_ms)
             client.send(Submit, ("never",), max_tokens=1, prompt=np.array([1], np.int32))
 
     def _all_read(self) -> bool:

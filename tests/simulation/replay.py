@@ -1,0 +1,72 @@
+"""python -m tests.simulation.replay FILE: applies recorded events to a new machine, and prints what came of them.
+
+What a journal of the coordinator would hold: the events, from the Boot on, and their times. Applied again, whatever the
+process, they make the same effects and the same state.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import pickle
+import sys
+from pathlib import Path
+from typing import Any
+
+from coordinator.core.events import Applied, Boot, Event
+from coordinator.core.machine import Machine
+from tests.simulation.digest import digest, state_digest
+
+STATE_EVERY = 20
+
+
+class Recording:
+    """The events of one machine and their digests: a line for every so many events, of their effects, when a turn was
+    due then, and of the state after them."""
+
+    def __init__(self, boot: Boot, start_us: int) -> None:
+        self._events: list[bytes] = [pickle.dumps((boot, start_us), protocol=5)]
+        self.lines: list[str] = []
+        self._effects = hashlib.blake2b(digest_size=16)
+
+    def applied(self, machine: Machine, event: Event, now_us: int, applied: Applied) -> None:
+        """One more event was applied."""
+        self._events.append(pickle.dumps((event, now_us), protocol=5))
+        self._note(machine, applied)
+
+    def _note(self, machine: Machine, applied: Applied) -> None:
+        self._effects.update(digest(applied).encode())
+        if len(self._events) % STATE_EVERY == 0:
+            self._line(machine)
+
+    def _line(self, machine: Machine) -> None:
+        self.lines.append(f"{len(self._events)} {self._effects.hexdigest()} {state_digest(machine)}")
+
+    def write(self, machine: Machine, path: Path) -> None:
+        """It is over."""
+        self._line(machine)
+        path.write_bytes(pickle.dumps(self._events, protocol=5))
+
+
+def replayed(path: Path) -> list[str]:
+    """The lines of a recording, found out anew."""
+    first, *rest = pickle.loads(path.read_bytes())  # noqa: S301 - written by the test that reads it
+    boot, start_us = pickle.loads(first)  # noqa: S301
+    machine, recording = Machine(boot, start_us), Recording(boot, start_us)
+    for entry in rest:
+        event, now_us = pickle.loads(entry)  # noqa: S301
+        recording.applied(machine, event, now_us, machine.apply(event, now_us))
+        _forget_published(machine.cache)
+    machine.check_invariants()
+    recording._line(machine)
+    return recording.lines
+
+
+def _forget_published(cache: Any) -> None:
+    """What the publisher does after a turn."""
+    for changes in (cache.sequences.changed_rows, cache.sequences.changed_lengths, cache.sequences.changed_cells):
+        changes.clear()
+    cache.blocks.changed.clear()
+
+
+if __name__ == "__main__":
+    print("\n".join(replayed(Path(sys.argv[1]))))
