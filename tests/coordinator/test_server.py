@@ -8,13 +8,16 @@ import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import zmq
 
 from coordinator.config import CoordinatorConfig, LimitsSection
 from coordinator.server import Server
+from coordinator.turn import BEAT_US
 from protocol import codec, transport
-from protocol.messages import GetHealth, Hello, WorkerHello
+from protocol.messages import CreateSequence, GetHealth, Hello, Submit, WorkerHello
+from protocol.tables import TablesReader
 
 UNDER_WAY = 4000
 TURNS_MAX = 5_000
@@ -44,7 +47,7 @@ class Bench:
 
     def __init__(self, folder: Path) -> None:
         limits = LimitsSection(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8, messages_per_turn_max=4)
-        self.server = Server(CoordinatorConfig(runtime_dir=str(folder), limits=limits))
+        self.server = Server(CoordinatorConfig(runtime_dir=str(folder), limits=limits, drain_s=0.2))
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._peers: list[Peer] = []
         self._folder = folder
@@ -59,11 +62,17 @@ class Bench:
     def client(self) -> Peer:
         """One that has been greeted."""
         made = self._peer(transport.client_endpoint(self._folder))
-        made.send(Hello(rid=1))
-        while not made.answers:
-            self.turn()
-            made.read()
+        self.ask(made, Hello(rid=1))
         return made
+
+    def ask(self, peer: Peer, message: object) -> None:
+        """Turns until there is an answer."""
+        peer.answers = 0
+        peer.send(message)
+        while not peer.answers:
+            self.server._look(10)
+            self.server.turn()
+            peer.read()
 
     def _peer(self, endpoint: str) -> Peer:
         made = Peer(self._context, endpoint)
@@ -84,6 +93,38 @@ def bench() -> Iterator[Bench]:
     yield made
     made.close()
     shutil.rmtree(folder)
+
+
+def test_a_server_that_hears_nothing_wakes_for_what_is_due_and_for_nothing_else(bench: Bench) -> None:
+    client, gauges = bench.client(), TablesReader(bench.server.tables.path).gauges
+    bench.ask(client, CreateSequence(rid=2, idle_ttl_ms=300, tokens=np.arange(3, dtype=np.int32)))
+    assert bench.server.machine.cache.sequences.version >= 1  # it was there
+    waits = 0
+    while gauges()["sequences"]:
+        bench.turn()
+        waits += 1
+    assert waits <= 2
+    turns, uptime_us = gauges()["turns"], gauges()["uptime_us"]
+    bench.turn()  # nothing is due: only the gauges would grow old
+    assert gauges()["turns"] == turns
+    assert gauges()["uptime_us"] >= uptime_us + BEAT_US
+
+
+def test_a_drain_by_signal_is_taken_up_at_once_and_ends_when_it_was_said(bench: Bench) -> None:
+    client = bench.client()
+    bench.ask(client, Submit(rid=2, max_tokens=1, prompt=np.array([1], np.int32)))  # no worker will ever come
+    bench.server._on_signal(15, None)
+    bench.server._write_wakeup.send(b"\x0f")
+    bench.server._take_signals()
+    assert bench.server.machine.draining
+    turns = 0
+    while not bench.server._finished():
+        bench.turn()
+        bench.server._take_signals()
+        turns += 1
+    assert turns <= 3
+    assert not bench.server.machine.requests.live
+    assert [request.reason for request in bench.server.machine.requests.finished.values()] == ["failed"]
 
 
 def test_a_client_that_always_has_more_hides_no_worker(bench: Bench) -> None:
