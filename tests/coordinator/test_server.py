@@ -35,9 +35,12 @@ class Peer:
         for message in messages:
             self.socket.send_multipart(codec.encode(message))  # type: ignore[arg-type]
 
+    def has(self, event: int) -> bool:
+        return bool(int(self.socket.getsockopt(zmq.EVENTS)) & event)  # type: ignore[arg-type]
+
     def read(self) -> None:
         """Takes in what has come."""
-        while self.socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:  # type: ignore[operator]
+        while self.has(zmq.POLLIN):
             self.socket.recv_multipart()
             self.answers += 1
 
@@ -75,8 +78,12 @@ class Bench:
             peer.read()
 
     def _peer(self, endpoint: str) -> Peer:
+        """One that has connected: both ends are here, so that the server must turn for it."""
         made = Peer(self._context, endpoint)
         self._peers.append(made)
+        while not made.has(zmq.POLLOUT):
+            self.server._look(10)
+            self.server.turn()
         return made
 
     def close(self) -> None:
