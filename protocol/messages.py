@@ -646,7 +646,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     """state: connecting, loading or ready. progress: 0 to 1 while loading.
 
     steps: how many it has done; since_step_us: how long it has worked on the oldest one it was sent, 0 where on none.
-    device_bytes: its device's memory in bytes by purpose, as in WorkerReady; empty until it is ready.
+    device_bytes: its device's memory in bytes by purpose, and kernels: what serves, as in WorkerReady; empty until it
+    is ready.
     """
 
     name: str
@@ -657,6 +658,7 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     steps: int = 0
     since_step_us: int = 0
     device_bytes: dict[str, int] = {}
+    kernels: dict[str, str] = {}
 
 
 class Health(Message, frozen=True, tag="health"):
@@ -747,6 +749,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     the sampler's state) and `other` (what steps work in, compiled kernels, the driver's own). What takes nothing or is
     not counted is left out: of a CPU's memory only weights and pool are counted. As it was when this was sent: weights,
     pool and graphs stay as they are until the worker registers again, `other` may grow.
+    kernels: which ones serve, and why not others, by what they do (decode, prefill, layers, sampling): for people.
     """
 
     rid: int
@@ -757,6 +760,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     device: str
     watches: bool = False
     device_bytes: dict[str, int] = {}
+    kernels: dict[str, str] = {}
 
 
 class RowError(msgspec.Struct, frozen=True):

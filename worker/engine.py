@@ -14,6 +14,7 @@ import torch
 from protocol.errors import ProtocolError
 from protocol.messages import WorkerWelcome
 
+from .chosen import chosen_kernels
 from .config import WorkerConfig
 from .device import Device, open_device
 from .loading import Progress
@@ -55,6 +56,8 @@ class Engine:
         blocks = pool_blocks(config, self.model, welcome, self._graph_rows)
         self.pool = KvPool(self.model.geometry, blocks, self.device)
         log.info("%s on %s: %d blocks, %d bytes of KV", self.model.info.name, self.device.name, blocks, self.pool.bytes)
+        for what, kernel in self.kernels().items():
+            log.info("kernels: %s by %s", what, kernel)
         self.runner: Runner = self._make_runner(welcome)
         self._limits = _limits(welcome)
 
@@ -71,6 +74,10 @@ class Engine:
             self.runner.close()
             self.runner = self._make_runner(welcome)
             self._limits = _limits(welcome)
+
+    def kernels(self) -> dict[str, str]:
+        """Which kernels serve, by what they do: for people."""
+        return chosen_kernels(self.model)
 
     def device_bytes(self) -> DeviceBytes:
         """What the device's memory is for, now."""

@@ -162,6 +162,7 @@ class Worker:
             device=model.device.name,
             watches=self.config.watched_us > 0,
             device_bytes=self._engine.device_bytes().by_purpose(),
+            kernels=self._engine.kernels(),
         )
         self._link.watch(None, 0)
         reply = self._ask(ready)

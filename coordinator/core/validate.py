@@ -30,6 +30,7 @@ PRIORITY_MAX = 100
 VOCABULARY_UNKNOWN = 1 << 31
 DEVICE_PURPOSES_MAX = 16
 DEVICE_PURPOSE_LENGTH_MAX = 32
+KERNELS_MAX, KERNEL_LENGTH_MAX = 16, 1000
 DEVICE_BYTES_MAX = (1 << 63) - 1
 
 
@@ -162,6 +163,14 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
     except InvalidRequest as error:
         raise ProtocolError(f"worker {name}: {error}") from None
     _device_bytes(name, message.device_bytes)
+    _kernels(name, message.kernels)
+
+
+def _kernels(name: str, kernels: dict[str, str]) -> None:
+    if len(kernels) > KERNELS_MAX:
+        raise ProtocolError(f"worker {name}: kernels: at most {KERNELS_MAX}")
+    if not all(0 < len(word) <= KERNEL_LENGTH_MAX and word.isprintable() for each in kernels.items() for word in each):
+        raise ProtocolError(f"worker {name}: kernels: 1 to {KERNEL_LENGTH_MAX} printable characters each")
 
 
 def _device_bytes(name: str, device_bytes: dict[str, int]) -> None:

@@ -40,6 +40,7 @@ class Worker:
         self.number, self.name, self.pid = number, name, pid
         self.phase, self.progress = "connecting", 0.0
         self.device_bytes: dict[str, int] = {}
+        self.kernels: dict[str, str] = {}
         self.group: Group | None = None
 
     def health(self, now_us: int) -> WorkerHealth:
@@ -54,6 +55,7 @@ class Worker:
             steps=self.group.steps_total - len(self.group.sent) if self.group else 0,
             since_step_us=working_us(self.group, now_us),
             device_bytes=self.device_bytes,
+            kernels=self.kernels,
         )
 
 
@@ -165,7 +167,7 @@ class WorkerReports:
             message.device,
         )
         worker.phase, worker.progress = "ready", 1.0
-        worker.device_bytes = message.device_bytes
+        worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
         first, self.model = self.model is None, message.model
         self._sequences.vocab_size = message.model.vocab_size
         group = worker.group

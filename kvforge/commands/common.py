@@ -134,6 +134,12 @@ def print_device_bytes(worker: WorkerHealth) -> None:
         print(f"    device memory: {parts}")
 
 
+def print_kernels(worker: WorkerHealth) -> None:
+    """The lines below a worker's own that say which kernels serve, and why not others."""
+    for what, kernel in worker.kernels.items():
+        print(f"    {what}: {kernel}")
+
+
 def print_sampling(model: ModelInfo) -> None:
     """The line that says what a request gets that names no sampling of its own."""
     chosen = [f"{name} {getattr(model.sampling, name):g}" for name in MODEL_DEFAULTS]

@@ -55,6 +55,7 @@ def _show(health: Health) -> None:
     for worker in health.workers:
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
         common.print_device_bytes(worker)
+        common.print_kernels(worker)
 
 
 def _doing(worker: WorkerHealth) -> str:

@@ -94,6 +94,24 @@ def test_a_worker_whose_device_bytes_cannot_be_is_refused(device_bytes: dict[str
     assert driver.ask(GetHealth(rid=1)).workers == ()
 
 
+@pytest.mark.parametrize(
+    ("kernels", "problem"),
+    [
+        ({"decode": "x" * 1001}, "kernels: 1 to 1000 printable characters each"),
+        ({"": "x"}, "kernels: 1 to 1000 printable"),
+        ({"decode": "\x1b[2J"}, "kernels: 1 to 1000 printable"),
+        ({f"kernel {i}": "x" for i in range(17)}, "kernels: at most 16"),
+    ],
+)
+def test_a_worker_whose_kernels_cannot_be_told_is_refused(kernels: dict[str, str], problem: str) -> None:
+    driver = Driver()
+    worker = FakeWorker(driver.machine, 9, "odd", 4, model_info())
+    driver.workers.append(worker)
+    hello_and_ready(driver, worker, kernels=kernels)
+    assert f"worker odd: {problem}" in worker.dropped
+    assert driver.ask(GetHealth(rid=1)).workers == ()
+
+
 def test_device_bytes_are_as_many_purposes_and_as_large_as_the_bounds_say() -> None:
     driver = Driver()
     worker = FakeWorker(driver.machine, 9, "full", 4, model_info())

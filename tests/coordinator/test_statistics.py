@@ -85,8 +85,10 @@ def test_what_each_workers_device_memory_is_for_is_told_from_its_ready_to_its_en
         driver.workers.append(worker)
         driver.report(worker, WorkerHello(rid=1, name=name, pid=1))
         assert driver.ask(GetHealth(rid=1)).workers[-1].device_bytes == {}
-        driver.report(worker, msgspec.structs.replace(driver.ready(worker), device_bytes=device_bytes))
+        ready = msgspec.structs.replace(driver.ready(worker), device_bytes=device_bytes, kernels={"decode": name})
+        driver.report(worker, ready)
     assert {worker.name: worker.device_bytes for worker in driver.ask(GetHealth(rid=1)).workers} == held
+    assert [worker.kernels for worker in driver.ask(GetHealth(rid=1)).workers] == [{"decode": "one"}, {"decode": "two"}]
     driver.lose(driver.workers[0])
     assert {worker.name: worker.device_bytes for worker in driver.ask(GetHealth(rid=1)).workers} == {"two": held["two"]}
     driver.add_worker(4, "one")  # its successor is of a kind that says nothing

@@ -12,6 +12,7 @@ serves quantised K and V, where the caller gives a workspace into which `prefill
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -65,23 +66,33 @@ def prefill_shape(
     tiles = target.prefill[TileKey(head_class(head_size), itemsize)]
     stored = query_dtype if copied and is_quantised(layer.keys.dtype) else layer.keys.dtype
     block_size = PAGE if copied else block_size
-    hopper = (
-        target.hopper
-        and not gluon_problem()
-        and stored == query_dtype
-        and query_dtype in (torch.float16, torch.bfloat16)
-        and head_size % 8 == 0
-        and head_size <= 256
-        and block_size in (8, 16, 32, 64, 128)
-        # The row's first and last chunk must differ, and the first be a whole block (see `prefill_hopper`).
-        and (options.window == 0 or (block_size < options.window and block_size <= hopper_keys(head_size)))
-    )
+    hopper = not hopper_problem(query_dtype, stored, head_size, block_size, options.window, target)
     if hopper:
         return PrefillShape(True, HOPPER_QUERIES // pack, pack, tiles)
     queries = max(tiles.queries, pack)
     return PrefillShape(False, queries // pack, pack, PrefillTiles(queries, tiles.keys, tiles.warps, tiles.stages))
 
 
+def hopper_problem(
+    query_dtype: torch.dtype, stored: torch.dtype, head_size: int, block_size: int, window: int, target: Target
+) -> str:
+    """Why `prefill_hopper` is not for such a layer; "" where it is. stored: dtype of K and V as it would read them."""
+    if not target.hopper:
+        return "this device is no Hopper"
+    if problem := gluon_problem():
+        return problem
+    if stored != query_dtype or query_dtype not in (torch.float16, torch.bfloat16):
+        return "the kernel for Hopper reads 16-bit K and V of the model's dtype"
+    if head_size % 8 or head_size > 256:
+        return f"the kernel for Hopper takes no heads of {head_size}"
+    # With a window the row's first and last chunk must differ, and the first be a whole block (see `prefill_hopper`).
+    fits_window = window == 0 or (block_size < window and block_size <= hopper_keys(head_size))
+    if block_size not in (8, 16, 32, 64, 128) or not fits_window:
+        return f"the kernel for Hopper takes no blocks of {block_size}" + f" with a window of {window}" * (window > 0)
+    return ""
+
+
+@lru_cache(maxsize=1)
 def gluon_problem(version: str = triton.__version__) -> str:
     """Why this Triton does not take `prefill_hopper`; "" where it does."""
     first, last = (".".join(map(str, each)) for each in GLUON_VERSIONS)

@@ -25,8 +25,8 @@ from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode
 from .decode_plan import DecodePlanner
 from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
-from .prefill import FIELDS, paged_prefill, plan_prefill, prefill_shape
-from .prefill_copy import PAGES_MAX, copy_groups, plan_copies, workspace_for
+from .prefill import FIELDS, hopper_problem, paged_prefill, plan_prefill, prefill_shape
+from .prefill_copy import PAGE, PAGES_MAX, copy_groups, plan_copies, workspace_for
 from .quantised import is_quantised
 from .reference import ReferenceAttention, rotate
 from .targets import HEAD_CLASSES, HEAD_UNIT, Target, current_target
@@ -71,6 +71,20 @@ class TritonAttention:
         self._current: weakref.ref[PagedBatch] | None = None
         self._workspaces: dict[tuple[int, int], list[DecodeWorkspace]] = {}
         self._copies: dict[tuple[int | torch.dtype, ...], torch.Tensor] = {}
+
+    def describe(
+        self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, window: int
+    ) -> tuple[str, str]:
+        """Which kernel decodes such a layer, and which prefills it, and why: for people."""
+        if not supports(head_size):
+            reason = f"plain torch: no kernel takes heads of {head_size}"
+            return reason, reason
+        decode = f"Triton, tiles for {self._target.name}"
+        copied = is_quantised(kv_dtype) and not hopper_problem(dtype, dtype, head_size, PAGE, window, self._target)
+        problem = hopper_problem(dtype, kv_dtype, head_size, block_size, window, self._target)
+        if copied:
+            return decode, "Triton for Hopper behind a copy, portable where few tokens are new"
+        return decode, f"Triton, portable: {problem}" if problem else "Triton for Hopper"
 
     def slots(self, batch: PagedBatch) -> torch.Tensor:
         self._preload(batch)

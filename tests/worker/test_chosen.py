@@ -1,0 +1,81 @@
+"""What the log and `kvforge health` say of the kernels that serve: which, and why not others."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from worker.attention import AttentionOptions, KvLayer, prefill, triton_attention
+from worker.attention.prefill import gluon_problem, hopper_problem, prefill_shape
+from worker.attention.targets import TARGETS
+from worker.attention.triton_attention import TritonAttention
+from worker.chosen import chosen_kernels
+from worker.device import Device
+from worker.model import LoadedModel
+
+F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
+HOPPER = TARGETS["sm_90"]
+
+
+@pytest.mark.parametrize("version", ["3.4.0", "3.5.1", "3.10.0", "4.0.0", "3.6.0", "3.9.1+git1"])
+def test_other_versions_of_triton_do_without_the_kernel_for_hopper(version: str) -> None:
+    takes = version.startswith(("3.6", "3.9"))
+    assert gluon_problem(version) == (
+        "" if takes else f"the kernel for Hopper is written for Triton 3.6 to 3.9, this is {version}"
+    )
+
+
+@pytest.mark.parametrize(
+    ("arguments", "reason"),
+    [
+        ((BF16, BF16, 128, 16, 0, HOPPER), ""),
+        ((BF16, BF16, 128, 16, 100, HOPPER), ""),
+        ((BF16, BF16, 128, 16, 0, TARGETS["sm_89"]), "this device is no Hopper"),
+        ((F32, F32, 128, 16, 0, HOPPER), "the kernel for Hopper reads 16-bit K and V of the model's dtype"),
+        ((BF16, I8, 128, 16, 0, HOPPER), "the kernel for Hopper reads 16-bit K and V of the model's dtype"),
+        ((BF16, BF16, 128, 12, 0, HOPPER), "the kernel for Hopper takes no blocks of 12"),
+        ((BF16, BF16, 128, 16, 10, HOPPER), "the kernel for Hopper takes no blocks of 16 with a window of 10"),
+        ((BF16, BF16, 512, 16, 0, HOPPER), "the kernel for Hopper takes no heads of 512"),
+    ],
+)
+def test_what_is_said_is_what_is_chosen(arguments: Any, reason: str) -> None:
+    query, stored, head_size, block_size, window, target = arguments
+    assert hopper_problem(*arguments) == reason
+    if head_size <= 256:
+        cache = torch.empty((3, block_size, 2, head_size), dtype=stored, device="meta")
+        layer, options = KvLayer(cache, cache), AttentionOptions(1.0, window=window)
+        assert prefill_shape(8, query, layer, options, target).hopper == (not reason)
+
+
+def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    def told(target: str, *arguments: Any) -> tuple[str, str]:
+        monkeypatch.setattr(triton_attention, "current_target", lambda _: TARGETS[target])
+        return TritonAttention(cpu).describe(*arguments)
+
+    assert told("sm_90", 128, BF16, BF16, 16, 0) == ("Triton, tiles for sm_90", "Triton for Hopper")
+    assert (
+        told("sm_90", 128, BF16, I8, 16, 0)[1] == "Triton for Hopper behind a copy, portable where few tokens are new"
+    )
+    assert told("sm_86", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: this device is no Hopper"
+    assert told("sm_90", 300, BF16, BF16, 16, 0) == ("plain torch: no kernel takes heads of 300",) * 2
+    monkeypatch.setattr(prefill, "gluon_problem", lambda: "Triton is too old")
+    assert told("sm_90", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: Triton is too old"
+
+
+def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    model = tiny("llama")
+    plain = f"plain torch: {model.device.name} runs no kernels"
+    assert chosen_kernels(model) == dict.fromkeys(("decode", "prefill", "layers", "sampling"), plain)
+    without = replace(model, device=replace(model.device, kernels=False), fused=None)
+    told = chosen_kernels(without)
+    assert told["decode"] == told["sampling"] == "plain torch: kernels = 'reference'"
+    assert told["layers"] == "transformers' own: LlamaForCausalLM is run one operation at a time"
+    monkeypatch.setattr(Device, "runs_kernels", True)
+    told = chosen_kernels(model)
+    assert (told["prefill"], told["sampling"]) == ("plain torch: attention = 'reference'", "Triton")

@@ -1,0 +1,49 @@
+"""Which kernels serve a model, and why not faster ones: for the log and for `kvforge health`."""
+
+from __future__ import annotations
+
+from .attention import ReferenceAttention
+from .kernels import PlainOperations
+from .model import LoadedModel
+from .probe import bound_options
+
+LENGTH_MAX = 500  # a coordinator takes 1000
+
+
+def chosen_kernels(model: LoadedModel) -> dict[str, str]:
+    """For decode, prefill, layers and sampling: a few words each. Where layers differ, all that there are."""
+    decodes: dict[str, None] = {}
+    prefills: dict[str, None] = {}
+    for shape, options in zip(model.geometry.layers, bound_options(model.module), strict=True):
+        decode, prefill = _attention(model, shape.head_size, options.window)
+        decodes[decode], prefills[prefill] = None, None
+    told = {
+        "decode": "; ".join(decodes),
+        "prefill": "; ".join(prefills),
+        "layers": _layers(model),
+        "sampling": "Triton" if model.device.runs_kernels else _plain(model),
+    }
+    return {what: kernel[:LENGTH_MAX] for what, kernel in told.items()}
+
+
+def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, str]:
+    attention, geometry = model.context.attention, model.geometry
+    if not isinstance(attention, ReferenceAttention):
+        from .attention.triton_attention import TritonAttention  # imports triton
+
+        if isinstance(attention, TritonAttention):
+            return attention.describe(head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, window)
+    reason = "plain torch: attention = 'reference'" if model.device.runs_kernels else _plain(model)
+    return reason, reason
+
+
+def _layers(model: LoadedModel) -> str:
+    if model.fused is None:
+        return f"transformers' own: {model.info.architecture} is run one operation at a time"
+    return _plain(model) if isinstance(model.fused.operations, PlainOperations) else "Triton"
+
+
+def _plain(model: LoadedModel) -> str:
+    return "plain torch: " + (
+        f"{model.device.name} runs no kernels" if model.device.kernels else "kernels = 'reference'"
+    )
