@@ -84,15 +84,16 @@ def gguf_model(path: Path) -> GgufHeader:
     """The header of a GGUF file that holds a whole model. Raises UnsupportedModel, OSError."""
     header = gguf_header.read_header(path)
     metadata = header.metadata
-    kind = metadata.get("general.type", "model")
+    kind = str(metadata.get("general.type", "model"))
     if kind != "model" or "adapter.type" in metadata:
         what = GENERAL_TYPES.get("adapter" if "adapter.type" in metadata else kind, f"general.type {kind!r}")
         raise UnsupportedModel(str(path), f"the GGUF file holds {what}, no model")
-    parts = metadata.get("split.count", 0)
+    parts, before = metadata.get("split.count", 0), metadata.get("split.no", 0)
+    if not isinstance(parts, int) or not isinstance(before, int):
+        raise UnsupportedModel(str(path), f"it is damaged: its split.count is {parts!r} and its split.no {before!r}")
     if parts > 1:
-        part = metadata.get("split.no", 0) + 1
         join = "join the parts first (llama-gguf-split --merge)"
-        raise UnsupportedModel(str(path), f"the GGUF file is part {part} of {parts} of a split one: {join}")
+        raise UnsupportedModel(str(path), f"the GGUF file is part {before + 1} of {parts} of a split one: {join}")
     if not header.tensors:
         raise UnsupportedModel(str(path), "the GGUF file holds no tensors")
     if not isinstance(metadata.get("general.architecture"), str):

@@ -281,6 +281,42 @@ def test_what_cannot_be_applied_is_refused_by_name(
     assert "model tiny cannot be served" in str(caught.value)
 
 
+HOSTILE = ("x", 0, 2**32 - 1, -1.0, float("nan"), float("inf"), [1, 2], ["a", "b"], True)
+KEYS = (
+    "context_length",
+    "embedding_length",
+    "block_count",
+    "attention.head_count",
+    "attention.head_count_kv",
+    "attention.key_length",
+    "attention.layer_norm_rms_epsilon",
+    "attention.sliding_window",
+    "attention.sliding_window_pattern",
+    "expert_count",
+    "rope.freq_base",
+    "rope.dimension_count",
+    "rope.scaling.type",
+    "rope.scaling.factor",
+    "rope.scaling.original_context_length",
+)
+
+
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")
+@pytest.mark.parametrize("key", KEYS)
+def test_hostile_values_end_in_a_typed_error(key: str, tmp_path: Path, cpu: Device) -> None:
+    """Any value of any type: refused, or a configuration that is like the file."""
+    module = reference("llama")
+    refused = 0
+    for value in HOSTILE:
+        rope = {} if not key.startswith("rope.scaling") else {"rope.scaling.type": "yarn", "rope.scaling.factor": 2.0}
+        path = write_gguf(module, tmp_path / "tiny.gguf", "llama", rope | {key: value})
+        try:
+            read_config(find_source(path, "auto"))
+        except UnsupportedModel:
+            refused += 1
+    assert refused >= 2
+
+
 def test_what_says_nothing_is_passed_over(tmp_path: Path, cpu: Device) -> None:
     keys = {
         "attention.causal": True,

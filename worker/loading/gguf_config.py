@@ -66,6 +66,15 @@ def apply_metadata(source: Source, config: Any) -> None:
 
     Errors: UnsupportedModel, which names the key that cannot be applied.
     """
+    try:
+        _apply_all(source, config)
+    except UnsupportedModel:
+        raise
+    except Exception as error:  # a text for a number, or nothing: transformers has errors of its own for these
+        raise UnsupportedModel(source.name, f"its GGUF metadata cannot be applied: {error}") from error
+
+
+def _apply_all(source: Source, config: Any) -> None:
     header = source.gguf_header
     architecture = header.metadata["general.architecture"]
     if architecture in READ_WHOLE:
