@@ -8,10 +8,11 @@ TORCH  ?= torch==2.13.0
 PYTEST_ARGS ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test check venv clean help
+.PHONY: demo test amd check venv clean help
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
 	@echo "make test   every check and every test"
+	@echo "make amd    every kernel interpreted for AMD's GPUs: half an hour of one core"
 	@echo "make venv   the environment alone      make check   ruff, mypy, import contracts"
 
 $(VENV)/.ready: pyproject.toml
@@ -35,6 +36,10 @@ check: venv
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+# `make amd TARGETS=gfx942` for one of them.
+amd: venv
+	$(BIN)/python -m tests.amdgcn.suite $(addprefix --target ,$(TARGETS))
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

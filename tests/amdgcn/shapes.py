@@ -1,0 +1,145 @@
+"""Checks of the suite that a worker runs itself at its start: attention, the layers' operations, sampling, copies."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+import torch
+
+from worker import selftest as sampling_selftest
+from worker.attention import selftest
+from worker.attention.interface import AttentionOptions
+from worker.attention.triton_attention import TritonAttention
+from worker.kernels import selftest as layers_selftest
+from worker.kernels.fused import FusedOperations
+
+from .driver import Emulated
+
+Run = Callable[[Emulated], str]
+BF16, F16, F32, I8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.int8, torch.float8_e4m3fn
+# Rows of the worker's self-test are longer; here every instruction costs a thousand times as much.
+DECODES = ((0, 0), (0, 1), (1, -1), (3, 2), (12, 5))
+PREFILLS = ((0, 0, 3), (1, -1, 2), (2, 3, 40), (0, 0, 20))
+FEW_DECODES, FEW_PREFILLS = ((0, 0), (12, 5)), ((0, 0, 3), (1, 3, 18))
+MULTIPROCESSORS, FEW_MULTIPROCESSORS = 64, 4  # rows are split over many of them, and are many for few
+KERNELS = ("write", "rotary write", "decode", "decode of many rows", "padded decode", "prefill", "mixed-batch")
+# model's and pool's dtype, query heads, KV heads, head size, options
+CASES: tuple[tuple[torch.dtype, torch.dtype, int, int, int, dict[str, Any]], ...] = (
+    (BF16, BF16, 8, 2, 64, {}),
+    (BF16, I8, 8, 2, 64, {}),
+    (BF16, FP8, 8, 2, 64, {}),
+    (F16, FP8, 4, 2, 80, {"window": 20}),
+    (F32, F32, 4, 2, 64, {}),
+    (BF16, BF16, 4, 1, 128, {"softcap": 30.0}),
+)
+# tokens, dtype, inner size, with a bias, with norms of heads
+LAYERS = ((3, BF16, 384, False, False), (16, F16, 2048, True, True))
+HIDDEN, HEADS, KV_HEADS, HEAD_SIZE, VOCAB = 256, 8, 2, 64, 320
+
+
+def attention(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
+    """whole: all kernels, where it is quick, and not only two."""
+    if not quick:
+        chosen = [(case, kernel) for case in CASES for kernel in KERNELS]
+    elif whole:
+        chosen = [(CASES[0], "rotary write"), (CASES[0], "decode"), (CASES[0], "prefill"), (CASES[1], "mixed-batch")]
+    else:
+        chosen = [(CASES[2], "write"), (CASES[2], "decode")]
+    for case, kernel in chosen:
+        dtype, kv_dtype, heads, kv_heads, head_size, options = case
+        stored = _name(kv_dtype)
+        name = f"{kernel} {_name(dtype)}/{stored} heads {heads}/{kv_heads} x {head_size}"
+        name += "".join(f" {option} {number:g}" for option, number in options.items())
+        rows = (FEW_DECODES, FEW_PREFILLS) if quick else (DECODES, PREFILLS)
+        shape = selftest.AttentionShape(heads, kv_heads, head_size, AttentionOptions(head_size**-0.5, **options))
+        yield name, partial(_attend, kernel, shape, dtype, kv_dtype, rows)
+
+
+def _attend(
+    kernel: str,
+    shape: selftest.AttentionShape,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
+    rows: tuple[Any, Any],
+    emulated: Emulated,
+) -> str:
+    device = emulated.device(FEW_MULTIPROCESSORS if kernel == "decode of many rows" else MULTIPROCESSORS)
+    with patch.object(selftest, "_DECODES", rows[0]), patch.object(selftest, "_PREFILLS", rows[1]):
+        found = dict(selftest._checks(TritonAttention(device), device, shape, dtype, kv_dtype, block_size=16))
+    return found[kernel]()
+
+
+def layers(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
+    wanted = ("embedding norm", "gate", "sum and norm", "projection into the cache") if whole else ("sum and norm",)
+    for number, (tokens, dtype, inner, biased, normed) in enumerate(LAYERS[:1] if quick else LAYERS):
+        names = [name for name, _ in layers_selftest._runs(_decoder(None, dtype, inner, biased, normed), tokens)]
+        for name in names:
+            if not quick or name in wanted:
+                run = partial(_layer, LAYERS[number], name)
+                yield f"{name} {_name(dtype)} {tokens} tokens{' biased' * biased}", run
+
+
+def _layer(case: tuple[int, torch.dtype, int, bool, bool], name: str, emulated: Emulated) -> str:
+    tokens, dtype, inner, biased, normed = case
+    decoder = _decoder(FusedOperations(emulated.device(304)), dtype, inner, biased, normed)
+    run = dict(layers_selftest._runs(decoder, tokens))[name]
+    return layers_selftest._compare(run, decoder.operations, layers_selftest.TOLERANCE[dtype])
+
+
+def _decoder(operations: Any, dtype: torch.dtype, inner: int, biased: bool, normed: bool) -> Any:
+    """What the self-test of the layers reads of a FusedDecoder, with random weights."""
+    generator = torch.Generator().manual_seed(1)
+
+    def random(*shape: int, scale: float = 1.0) -> torch.Tensor:
+        return (torch.randn(shape, generator=generator) * scale).to(dtype)
+
+    def projection(n: int, k: int) -> Any:
+        return SimpleNamespace(weight=random(n, k, scale=k**-0.5), bias=random(n) if biased else None)
+
+    layer = SimpleNamespace(
+        rotates=True,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        head_size=HEAD_SIZE,
+        input_norm=random(HIDDEN),
+        inner_norm=random(HIDDEN),
+        projected=projection((HEADS + 2 * KV_HEADS) * HEAD_SIZE, HIDDEN),
+        output=projection(HIDDEN, HEADS * HEAD_SIZE),
+        gate_up=projection(2 * inner, HIDDEN),
+        down=projection(HIDDEN, inner),
+        head_norms=(random(HEAD_SIZE), random(HEAD_SIZE)) if normed else None,
+    )
+    return SimpleNamespace(
+        operations=operations,
+        table=random(VOCAB, HIDDEN),
+        layers=(layer,),
+        head=SimpleNamespace(weight=random(VOCAB, HIDDEN, scale=HIDDEN**-0.5), bias=None),
+        frequencies=1.0 / 500000.0 ** (torch.arange(0, HEAD_SIZE, 2).float() / HEAD_SIZE),
+        rotary_scaling=1.0,
+        epsilon=1e-5,
+    )
+
+
+def sampling(quick: bool) -> Iterator[tuple[str, Run]]:
+    for vocab in (97,) if quick else (5, 97, 4097, 9000):
+        yield f"sampling, vocabulary {vocab}", partial(_sample, vocab)
+    yield "token feeding", lambda emulated: sampling_selftest._feeding(emulated.device(MULTIPROCESSORS), 97)
+    for count in (1025,) if quick else (1, 1023, 1025, 5000):
+        yield f"copy of {count}", partial(_copy, count)
+
+
+def _sample(vocab: int, emulated: Emulated) -> str:
+    with torch.inference_mode():
+        return sampling_selftest._choosing(emulated.device(MULTIPROCESSORS), vocab)
+
+
+def _copy(count: int, emulated: Emulated) -> str:
+    return sampling_selftest._copying(emulated.device(MULTIPROCESSORS), count)()
+
+
+def _name(dtype: torch.dtype) -> str:
+    return {BF16: "bf16", F16: "fp16", F32: "fp32", I8: "int8", FP8: "fp8"}[dtype]

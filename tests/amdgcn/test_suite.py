@@ -1,0 +1,51 @@
+"""The worker's kernels on AMD's GPUs, as far as they can be run where there is none; and that faults in them are seen.
+
+In processes of their own: in this one kernels are interpreted by Triton. `make amd` runs more of it.
+"""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+from tests.amdgcn.suite import NAMES, WHOLE, checks
+from tests.worker.launches import compiler_environment
+
+
+def run(module: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", f"tests.amdgcn.{module}", *arguments]
+    environment = compiler_environment(cache)
+    return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
+
+
+@pytest.mark.parametrize("name", NAMES)
+def test_kernels_agree_with_their_references(name: str, tmp_path: Path) -> None:
+    found = run("suite", "--quick", "--target", name, cache=tmp_path)
+    lines = found.stdout.splitlines()
+    assert found.returncode == 0, found.stdout + found.stderr
+    assert len(lines) == len(list(checks(name, quick=True))) >= (11 if name in WHOLE else 3)
+    assert all(" agrees " in line for line in lines), found.stdout
+
+
+def test_faults_in_kernels_are_seen(tmp_path: Path) -> None:
+    found = run("planted", cache=tmp_path)
+    assert found.returncode == 0, found.stderr
+    seen = json.loads(found.stdout)
+    assert seen.pop("nothing") == ""
+    words = {
+        "wrong arithmetic": "differs from the reference",
+        "store outside the arguments": "store outside the arguments",
+        "no barrier between waves": "race in LDS",
+        "no wait before an atomic": "stores that nothing waited for",
+        "LDS that nobody wrote": "uninitialised LDS",
+    }
+    for fault, word in words.items():
+        assert word in seen.pop(fault), fault
+    # Pointers that are chosen in an `if`, marked as Triton's launcher marks them: refused on every target.
+    assert seen == dict.fromkeys((f"chosen pointers on {name}" for name in NAMES), "PassManager::run failed")
