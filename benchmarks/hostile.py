@@ -48,7 +48,8 @@ def attack(runtime: str, seed: int, stop: Event) -> None:
     """The crowd's process."""
     crowd = Crowd(Path(runtime), seed)
     while not stop.is_set():
-        crowd.go_on()
+        if not crowd.go_on():
+            crowd.wait()
     print(f"crowd: {crowd.sent_bytes / 1e6:.1f} MB were taken from it, it was disconnected {crowd.ended} times")
     crowd.close()
 

@@ -4,7 +4,8 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
 
 - so many connections are open at once, each within its process's descriptors; those that have not said hello yet are
   few, and the oldest of them goes when there are too many, or after `STRANGER_S`;
-- messages are handed out one from each connection in turn, however many one of them has sent;
+- messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
+  loop only for a while: what was asked by then is answered before more is looked at;
 - a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
   goes with its connection. One that does not end within `MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
@@ -57,11 +58,13 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one listening socket, all its connections together.
 
     strangers_max: connections that have not said hello. partial_bytes_max: held for messages that have not ended.
+    turn_us: for so long messages are handed out in one turn, but for one.
     """
 
     admitted_max: int = 256
     strangers_max: int = 64
     partial_bytes_max: int = 256 << 20
+    turn_us: int = 2_000
     room: Room = Room()
 
     @property
@@ -109,7 +112,7 @@ class Peers:
         self._partial_bytes = 0
         self._made = 0
         self._watched, self._stirred, self._turned, self._eased = False, True, False, False
-        self._now_ns = self._beaten_ns = time.monotonic_ns()
+        self._now_ns = self._beaten_ns = self._turn_ends_ns = time.monotonic_ns()
         self._accept_again_ns = 0
         self._listener = _listen(endpoint)
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
@@ -148,6 +151,9 @@ class Peers:
         if not self._turned:
             self._turned = True
             self._look()  # also where messages are left from before: others may have come meanwhile
+            self._turn_ends_ns = self._now_ns + self.limits.turn_us * 1000
+        elif time.monotonic_ns() >= self._turn_ends_ns:
+            return None  # what is left is for the next turn: what was asked so far is answered first
         while True:
             if not self._ready:
                 if self._watched and not self._stirred:
@@ -174,7 +180,9 @@ class Peers:
 
     def admit(self, identity: bytes, descriptor: int) -> int | None:
         """Gives a connection its number; None where it has ended already."""
+        turned = self._turned
         self.note_ends()
+        self._turned = turned
         connection = self._by_identity.get(identity)
         if connection is None or connection.ended:
             return None

@@ -73,6 +73,7 @@ class Net:
         def came() -> bool:
             if (message := self.peers.receive()) is not None:
                 received.append(message)
+            self.peers.note_ends()  # the turn is over
             return bool(received)
 
         until(came)

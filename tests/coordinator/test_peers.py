@@ -10,6 +10,7 @@ import sys
 import tempfile
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 
 from coordinator import zmtp
@@ -176,6 +177,16 @@ def test_messages_are_taken_from_each_connection_in_turn(hostile: Hostile) -> No
     assert hostile.texts(3) == [b"busy"] * 3
     other.send(part(b"other", more=False))
     assert b"other" in hostile.texts(3)  # though hundreds were there before it
+
+
+def test_a_turn_takes_messages_for_a_while_and_at_least_one(hostile: Hostile) -> None:
+    busy = hostile.connect()
+    hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=0)
+    busy.send(part(b"busy", more=False) * 3)
+    for _ in range(3):
+        assert hostile.texts(1) == [b"busy"]
+        assert hostile.peers.waiting or hostile.peers.receive() is None
+        hostile.peers.note_ends()
 
 
 def test_a_message_whose_parts_never_end_ends_its_connection_alone(hostile: Hostile) -> None:

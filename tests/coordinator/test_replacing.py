@@ -133,6 +133,22 @@ def test_a_stopped_process_is_killed(replacer: Replacer, hung: Hung) -> None:
     assert hung.process.wait(WAIT_S) == -signal.SIGKILL
 
 
+def test_a_worker_from_which_nothing_comes_is_killed_too(
+    replacer: Replacer, hung: Hung, caplog: pytest.LogCaptureFixture
+) -> None:
+    """It was stopped (SIGSTOP): heartbeats end its connection, and whoever keeps workers running sees that it lives."""
+    watched(replacer, hung)
+    hung.process.send_signal(signal.SIGSTOP)
+    replacer.silent(WORKER, "nothing came from it for 10 s", 0)
+    replacer.leave(WORKER)
+    replacer.act(0)
+    replacer.act(GRACE_US)
+    assert hung.process.wait(WAIT_S) == -signal.SIGKILL
+    assert "nothing came from it for 10 s" in caplog.records[0].getMessage()
+    replacer.silent(WORKER, "again", GRACE_US)  # it is known no more
+    assert len([record for record in caplog.records if record.levelname == "ERROR"]) == 1
+
+
 def test_a_process_that_ended_before_or_meanwhile_is_fine(
     replacer: Replacer, hung: Hung, caplog: pytest.LogCaptureFixture
 ) -> None:

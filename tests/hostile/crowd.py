@@ -31,10 +31,17 @@ class Crowd:
         """How often one of them was disconnected."""
         return sum(member.ended for member in self._members)
 
-    def go_on(self) -> None:
-        """Each sends a little more, if what it sent before was taken."""
+    def go_on(self) -> bool:
+        """Each sends a little more, if what it sent before was taken. Returns whether anything was taken."""
+        before = self.sent_bytes
         for member in self._members:
             member.go_on()
+        return self.sent_bytes > before
+
+    def wait(self) -> None:
+        """Until something more is taken, for a moment at most."""
+        waiting = [member.peer.socket for member in self._members if member.peer.waits]
+        select.select([], waiting, [], 0.01)
 
     def close(self) -> None:
         for member in self._members:
