@@ -138,8 +138,9 @@ class Machine:
 
         Returns what is to be done, in order, and when a Turn is due: at once after anything that somebody may go on by.
         """
+        due_us = None
         if isinstance(event, Turn):
-            self._turn(now_us)
+            due_us = self._turn(now_us)
         elif isinstance(event, FromClient):
             self._from_client(event, now_us)
         elif isinstance(event, ClientFull):
@@ -156,10 +157,14 @@ class Machine:
                 self._asked.begin_drain(now_us, event.deadline_us)
         effects, self._effects = self._effects, []
         effects = [*self.outcomes.take_ends(), *effects]  # a reply is the last effect of its command
-        return Applied(effects, now_us if self._stirred else self.due_us())
+        if self._stirred:
+            due_us = now_us
+        elif not isinstance(event, Turn):
+            due_us = self.due_us()
+        return Applied(effects, due_us)
 
-    def _turn(self, now_us: int) -> None:
-        """Lets time pass and plans until nothing more follows."""
+    def _turn(self, now_us: int) -> int | None:
+        """Lets time pass and plans until nothing more follows. Returns `due_us` as it is then."""
         self.turns += 1
         for _ in range(ROUNDS_MAX):
             self._pass_time(now_us)
@@ -173,6 +178,7 @@ class Machine:
                 break
         self._effects += [ToClient(client, message) for client, message in self.streams.flush()]
         self._stirred = self._stirred or self.streams.more
+        return due_us
 
     def _pass_time(self, now_us: int) -> None:
         """Everything that is over by now: requests before the sequences that they kept."""
@@ -308,4 +314,8 @@ class Machine:
 
 
 def _earliest(*times_us: int | None) -> int | None:
-    return min((at_us for at_us in times_us if at_us is not None), default=None)
+    earliest_us = None
+    for at_us in times_us:
+        if at_us is not None and (earliest_us is None or at_us < earliest_us):
+            earliest_us = at_us
+    return earliest_us

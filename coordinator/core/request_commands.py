@@ -246,7 +246,6 @@ class RequestCommands:
                 self._outcomes.end(request, "cancel", "cancelled", None, now_us)
         if self.drain_deadline_us and now_us >= self.drain_deadline_us:
             self.hand_back(now_us)
-        self.timers.drop_ended(self._requests.live)
 
     def due_us(self) -> int | None:
         """When `pass_time` has something to do; None where nothing waits for time to pass."""

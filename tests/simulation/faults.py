@@ -408,7 +408,7 @@ def lease_survives_an_attach() -> list[Patch]:
 @fault
 def time_slept_through() -> list[Patch]:
     """The core does not say that anything is due."""
-    return [(Machine, "due_us", lambda self: None)]
+    return [(Machine, "_due_us", lambda self: None)]
 
 
 @fault
