@@ -8,7 +8,7 @@ TORCH  ?= torch==2.13.0
 PYTEST_ARGS ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test amd check venv clean help
+.PHONY: demo test amd check venv clean help triton-versions
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
 	@echo "make test   every check and every test"
@@ -40,6 +40,10 @@ test: check
 # `make amd TARGETS=gfx942` for one of them.
 amd: venv
 	$(BIN)/python -m tests.amdgcn.suite $(addprefix --target ,$(TARGETS))
+
+# Every Triton that torch's releases bring, fetched for a look at its names (1.3 GB): see tests/worker/triton_names.py.
+triton-versions: venv
+	$(BIN)/python -m tests.worker.triton_names "$${TMPDIR:-/tmp}/kvforge-triton"
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache
