@@ -27,8 +27,8 @@ import zmq
 
 from coordinator.config import CoordinatorConfig, LimitsSection
 from coordinator.server import Server
-from protocol import codec
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     Append,
     Appended,
@@ -40,7 +40,7 @@ from protocol.messages import (
     WorkerHello,
     WorkerReady,
 )
-from protocol.transport import client_endpoint, dealer, worker_endpoint
+from kvforge.protocol.transport import client_endpoint, dealer, worker_endpoint
 
 from .control_plane import MODEL
 from .report import report

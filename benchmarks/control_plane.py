@@ -31,9 +31,9 @@ from coordinator.core.machine import Machine
 from coordinator.pauses import TURNS_MIN, Pauses
 from coordinator.peers import Peers
 from coordinator.turn import TurnLimits, TurnLoop
-from protocol import codec
-from protocol.layout import Geometry
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.messages import (
     WORKER_REPLIES,
     Hello,
     ModelInfo,
@@ -44,8 +44,8 @@ from protocol.messages import (
     WorkerHello,
     WorkerReady,
 )
-from protocol.tables import TablesWriter
-from protocol.transport import dealer
+from kvforge.protocol.tables import TablesWriter
+from kvforge.protocol.transport import dealer
 
 from . import vllm_scheduler
 from .report import report

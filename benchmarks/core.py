@@ -24,7 +24,7 @@ from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.core.pool import Blocks, Pool
 from coordinator.core.tenants import Tenants
-from protocol.messages import (
+from kvforge.protocol.messages import (
     Accepted,
     Cancel,
     CreateSequence,

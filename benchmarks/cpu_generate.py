@@ -21,7 +21,7 @@ import torch
 import transformers
 
 from benchmarks.report import report
-from protocol.messages import RowStart, Sampling, Step
+from kvforge.protocol.messages import RowStart, Sampling, Step
 from worker.device import open_device
 from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
 from worker.pool import KvPool

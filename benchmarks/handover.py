@@ -22,11 +22,11 @@ from time import perf_counter_ns
 import numpy as np
 import zmq
 
-from protocol import codec
-from protocol.layout import Geometry
-from protocol.messages import Step, WorkerHello
-from protocol.tables import TablesReader, TablesWriter
-from protocol.transport import router, worker_endpoint
+from kvforge.protocol import codec
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.messages import Step, WorkerHello
+from kvforge.protocol.tables import TablesReader, TablesWriter
+from kvforge.protocol.transport import router, worker_endpoint
 from worker.link import Link
 
 from .report import report

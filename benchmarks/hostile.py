@@ -24,8 +24,8 @@ import numpy as np
 from coordinator.config import CoordinatorConfig
 from coordinator.server import Server
 from kvforge import CachedSequence, Client
-from protocol import logs
-from protocol.transport import client_endpoint, worker_endpoint
+from kvforge.protocol import logs
+from kvforge.protocol.transport import client_endpoint, worker_endpoint
 from tests.hostile.crowd import Crowd
 from tests.hostile.standin import StandIn
 

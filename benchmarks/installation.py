@@ -14,9 +14,9 @@ from typing import Self
 
 from kvforge import AsyncClient, CoordinatorUnavailable, DeadlineExceeded
 from kvforge.processes import Child
+from kvforge.protocol.errors import Unavailable
+from kvforge.protocol.transport import client_endpoint
 from kvforge.settings import Value, toml
-from protocol.errors import Unavailable
-from protocol.transport import client_endpoint
 
 BLOCK_SIZE = 16
 VOCABULARY = 256

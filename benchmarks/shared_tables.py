@@ -25,9 +25,9 @@ from typing import Any
 
 import numpy as np
 
-from protocol.layout import Geometry
-from protocol.messages import Int64Array
-from protocol.tables import TablesReader, TablesWriter
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.messages import Int64Array
+from kvforge.protocol.tables import TablesReader, TablesWriter
 
 from .report import report
 

@@ -88,7 +88,7 @@ class _Limits:
 
 def _steps_of(plan: Plan, batch: int, width: int) -> tuple[Any, Callable[[int], Any]]:
     """Block tables [batch, width], and the step at an index: rows of `context` tokens and more, fed with -1."""
-    from protocol.messages import RowStart, Sampling, Step
+    from kvforge.protocol.messages import RowStart, Sampling, Step
 
     order = np.random.default_rng(0).permutation(batch * width).astype(np.int32)
     tables = order.reshape(batch, width)

@@ -49,7 +49,7 @@ def measure_served(plan: Plan, save: Save) -> dict[str, Any]:
 
 
 def _wait_ready(kv: Any, installation: Any) -> None:
-    from protocol.errors import KvforgeError
+    from kvforge.protocol.errors import KvforgeError
 
     deadline = monotonic() + READY_S
     while monotonic() < deadline:

@@ -9,9 +9,9 @@ import argparse
 import sys
 from pathlib import Path
 
-from protocol import logs
-from protocol.errors import KvforgeError
-from protocol.exits import OK, status_of
+from kvforge.protocol import logs
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.exits import OK, status_of
 
 from .config import load_config
 from .server import Server

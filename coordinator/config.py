@@ -6,11 +6,11 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import logs
-from protocol.errors import InvalidConfiguration
-from protocol.layout import Geometry
-from protocol.settings import convert, expand, load
-from protocol.transport import default_runtime_dir
+from kvforge.protocol import logs
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.settings import convert, expand, load
+from kvforge.protocol.transport import default_runtime_dir
 
 from .connection import Room
 from .core.limits import Limits, Quota

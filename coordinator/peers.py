@@ -34,8 +34,8 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import transport
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol import transport
+from kvforge.protocol.errors import InvalidConfiguration
 
 from . import zmtp
 from .connection import Connection, Room

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.tables import TablesWriter
+from kvforge.protocol.tables import TablesWriter
 
 from .core.machine import Machine
 from .core.sequences import Sequences

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import resource
 
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 
 OTHER_DESCRIPTORS = 32  # standard streams, tables, lock, wake-ups, and what the interpreter opens for a moment
 DESCRIPTORS_MAX = 1 << 20  # where there is no limit at all

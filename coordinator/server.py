@@ -21,13 +21,13 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from protocol import codec
-from protocol.errors import CoordinatorInUse, InvalidConfiguration
-from protocol.layout import Geometry, file_bytes
-from protocol.messages import Stop
-from protocol.notify import notify
-from protocol.tables import TablesWriter
-from protocol.transport import (
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
+from kvforge.protocol.layout import Geometry, file_bytes
+from kvforge.protocol.messages import Stop
+from kvforge.protocol.notify import notify
+from kvforge.protocol.tables import TablesWriter
+from kvforge.protocol.transport import (
     CLIENT_SOCKET,
     HEARTBEAT_TIMEOUT_MS,
     TABLES_FILE,

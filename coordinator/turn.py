@@ -17,11 +17,11 @@ from typing import Protocol
 
 import msgspec
 
-from protocol import codec
-from protocol.errors import CapacityExceeded, KvforgeError, ProtocolError, StateLost, VersionMismatch
-from protocol.handover import StepMail
-from protocol.logs import tell
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CapacityExceeded, KvforgeError, ProtocolError, StateLost, VersionMismatch
+from kvforge.protocol.handover import StepMail
+from kvforge.protocol.logs import tell
+from kvforge.protocol.messages import (
     CLIENT_MESSAGES,
     PROTOCOL_VERSION,
     PROTOCOL_VERSION_MIN,
@@ -40,7 +40,7 @@ from protocol.messages import (
     WorkerReady,
     WorkerWelcome,
 )
-from protocol.tables import TablesWriter
+from kvforge.protocol.tables import TablesWriter
 
 from .core.events import (
     BeginDrain,

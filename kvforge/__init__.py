@@ -16,7 +16,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from protocol.errors import (
+    from kvforge.protocol.errors import (
         AlreadyFinished,
         AlreadyHolder,
         BlockNotFound,
@@ -51,7 +51,7 @@ if TYPE_CHECKING:
         VersionMismatch,
         WorkerError,
     )
-    from protocol.messages import (
+    from kvforge.protocol.messages import (
         BlockCount,
         BlockInfo,
         Explanation,
@@ -147,22 +147,22 @@ _HOMES = {
     "BlockCounts": ".tables",
     "SequenceRow": ".tables",
     "Tables": ".tables",
-    "BlockCount": "protocol.messages",
-    "BlockInfo": "protocol.messages",
-    "Explanation": "protocol.messages",
-    "Health": "protocol.messages",
-    "RequestInfo": "protocol.messages",
-    "RequestList": "protocol.messages",
-    "SequenceInfo": "protocol.messages",
-    "Stats": "protocol.messages",
-    "Timings": "protocol.messages",
+    "BlockCount": ".protocol.messages",
+    "BlockInfo": ".protocol.messages",
+    "Explanation": ".protocol.messages",
+    "Health": ".protocol.messages",
+    "RequestInfo": ".protocol.messages",
+    "RequestList": ".protocol.messages",
+    "SequenceInfo": ".protocol.messages",
+    "Stats": ".protocol.messages",
+    "Timings": ".protocol.messages",
 }
 
 
 def __getattr__(name: str) -> Any:
     if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(import_module(_HOMES.get(name, "protocol.errors"), __name__), name)
+    value = globals()[name] = getattr(import_module(_HOMES.get(name, ".protocol.errors"), __name__), name)
     return value
 
 

@@ -17,8 +17,8 @@ from typing import Any, Self
 import numpy as np
 import zmq
 
-from protocol.errors import Conflict
-from protocol.messages import (
+from kvforge.protocol.errors import Conflict
+from kvforge.protocol.messages import (
     BlockCount,
     BlockInfo,
     Explanation,

@@ -8,9 +8,9 @@ from typing import Any
 
 import numpy as np
 
-from protocol.codec import FRAME_BYTES_MAX
-from protocol.errors import InvalidRequest
-from protocol.messages import Int32Array
+from kvforge.protocol.codec import FRAME_BYTES_MAX
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import Int32Array
 
 from .sampling import Sampling
 from .values import INT32_MAX, INT64_MAX, flag, number, shown, whole

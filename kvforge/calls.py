@@ -18,8 +18,8 @@ from typing import TYPE_CHECKING, Any, Generic, TypeVar
 
 import numpy as np
 
-from protocol import transport
-from protocol.errors import (
+from kvforge.protocol import transport
+from kvforge.protocol.errors import (
     AlreadyFinished,
     Conflict,
     CoordinatorUnavailable,
@@ -30,7 +30,7 @@ from protocol.errors import (
     ProtocolError,
     QueueFull,
 )
-from protocol.messages import (
+from kvforge.protocol.messages import (
     Accepted,
     Attach,
     Attached,

@@ -12,7 +12,7 @@ from contextlib import suppress
 from types import FrameType
 from typing import NoReturn
 
-from protocol.errors import KvforgeError
+from kvforge.protocol.errors import KvforgeError
 
 from .commands import (
     attach,

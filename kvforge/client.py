@@ -13,7 +13,7 @@ from typing import Any, Self, TypeVar
 import numpy as np
 import zmq
 
-from protocol.messages import (
+from kvforge.protocol.messages import (
     BlockCount,
     BlockInfo,
     Explanation,

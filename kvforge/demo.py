@@ -10,9 +10,9 @@ from contextlib import contextmanager
 from pathlib import Path
 from time import monotonic
 
-from protocol import transport
-from protocol.errors import InvalidConfiguration, KvforgeError
-from protocol.messages import Stats
+from kvforge.protocol import transport
+from kvforge.protocol.errors import InvalidConfiguration, KvforgeError
+from kvforge.protocol.messages import Stats
 
 from .client import Client, Request
 from .commands.stats import hit_rate

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from protocol.exits import (
+from kvforge.protocol.exits import (
     FAILED,
     INTERRUPTED,
     MEANINGS,

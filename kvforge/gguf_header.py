@@ -16,7 +16,7 @@ from math import prod
 from pathlib import Path
 from typing import Any, TypeVar
 
-from protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import UnsupportedModel
 
 _SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
 _STRING, _ARRAY = 8, 9

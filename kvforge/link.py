@@ -11,10 +11,10 @@ from collections.abc import Callable
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from protocol import transport
-from protocol.codec import encode
-from protocol.errors import CoordinatorUnavailable, InvalidConfiguration, ProtocolError
-from protocol.messages import Goodbye, Message
+from kvforge.protocol import transport
+from kvforge.protocol.codec import encode
+from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration, ProtocolError
+from kvforge.protocol.messages import Goodbye, Message
 
 from .session import Session, Watched
 

@@ -6,7 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
-from protocol.errors import InvalidConfiguration, Unavailable
+from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 
 NEEDED = ("torch", "transformers")
 # Where the drivers show their devices: of NVIDIA's boards, of its integrated chips and of Windows' subsystem; of AMD.

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import ModelNotFound, UnsupportedModel
+from kvforge.protocol.errors import ModelNotFound, UnsupportedModel
 
 from . import gguf_header, safetensors_header
 from .gguf_header import GgufHeader

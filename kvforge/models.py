@@ -28,7 +28,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from protocol.errors import InvalidRequest, ModelNotFound, Unavailable
+from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
 from .leash import leashed
 from .model_files import CONFIG, check_files, find_files

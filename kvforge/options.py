@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import NO_INT32, Int32Array, Submit
+from kvforge.protocol.messages import NO_INT32, Int32Array, Submit
 
 from .arguments import check_request, check_submit, milliseconds
 from .sampling import Sampling

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from typing import TextIO
 
-from protocol.messages import Health
+from kvforge.protocol.messages import Health
 
 STEP_PERCENT = 25
 

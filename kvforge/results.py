@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from protocol.messages import Timings
+from kvforge.protocol.messages import Timings
 
 from .session import Track
 

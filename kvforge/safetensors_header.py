@@ -13,7 +13,7 @@ from math import prod
 from pathlib import Path
 from typing import Any
 
-from protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import UnsupportedModel
 
 _HEADER_BYTES_MAX = 100_000_000  # as the safetensors library has it
 _BITS = {

@@ -7,9 +7,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
 from typing import Any
 
-from protocol import messages
-from protocol.errors import InvalidRequest
-from protocol.messages import LOGIT_BIAS_LIMIT, LOGIT_BIAS_MAX, MODEL_DEFAULTS, SAMPLING_RANGES
+from kvforge.protocol import messages
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import LOGIT_BIAS_LIMIT, LOGIT_BIAS_MAX, MODEL_DEFAULTS, SAMPLING_RANGES
 
 from .values import INT32_MAX, flag, number, whole
 

@@ -10,8 +10,8 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from protocol.errors import InvalidRequest
-from protocol.messages import (
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import (
     Append,
     Appended,
     BlockCount,

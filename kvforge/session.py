@@ -18,9 +18,9 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from typing import TypeVar
 
-from protocol.codec import Decoder, InvalidMessage
-from protocol.errors import Conflict, DeadlineExceeded, InternalError, KvforgeError, ProtocolError, restore
-from protocol.messages import (
+from kvforge.protocol.codec import Decoder, InvalidMessage
+from kvforge.protocol.errors import Conflict, DeadlineExceeded, InternalError, KvforgeError, ProtocolError, restore
+from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     Accepted,
     Attach,

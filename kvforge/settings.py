@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 
 Value = str | int | float | bool
 WORKERS_MAX = 64

@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from protocol.errors import AlreadyFinished, RequestNotFound
-from protocol.messages import Done, FinishAt
+from kvforge.protocol.errors import AlreadyFinished, RequestNotFound
+from kvforge.protocol.messages import Done, FinishAt
 
 from .results import Finished
 

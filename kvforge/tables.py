@@ -13,10 +13,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Self
 
-from protocol import transport
-from protocol.errors import BlockNotFound, CoordinatorUnavailable, SequenceNotFound, Unavailable
-from protocol.messages import Int32Array, Int64Array, Welcome
-from protocol.tables import TablesReader
+from kvforge.protocol import transport
+from kvforge.protocol.errors import BlockNotFound, CoordinatorUnavailable, SequenceNotFound, Unavailable
+from kvforge.protocol.messages import Int32Array, Int64Array, Welcome
+from kvforge.protocol.tables import TablesReader
 
 from .sequences import SequenceRef, sequence_id
 from .values import INT64_MAX, whole

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import InvalidRequest, Unavailable, UnsupportedModel
+from kvforge.protocol.errors import InvalidRequest, Unavailable, UnsupportedModel
 
 from .gguf_header import read_metadata
 from .model_files import is_gguf

@@ -8,7 +8,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import TYPE_CHECKING, Any
 
-from protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from .text import Tokenizer

@@ -22,9 +22,9 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
-from protocol import transport
-from protocol.errors import CoordinatorInUse, DeadlineExceeded, InvalidConfiguration, KvforgeError, Unavailable
-from protocol.messages import Health
+from kvforge.protocol import transport
+from kvforge.protocol.errors import CoordinatorInUse, DeadlineExceeded, InvalidConfiguration, KvforgeError, Unavailable
+from kvforge.protocol.messages import Health
 
 from .client import Client
 from .exits import FAILED, UNAVAILABLE, USAGE, Interrupted, Stopped
@@ -34,6 +34,7 @@ from .signals import Signals
 from .voice import Voice
 
 PRIVATE_FOLDER = "up"
+ENTRY = Path(__file__).parent / "entry.py"
 ASK_TIMEOUT_S = 0.5
 ASK_CONNECT_S = 0.1
 TURN_S = 1.0
@@ -163,7 +164,7 @@ class Supervisor:
         file = self._folder.path / f"{name}.toml"
         file.write_text(config, encoding="utf-8")
         log = self.settings.log_dir / f"{name}.log" if self.settings.log_dir is not None else None
-        command = ["-m", module, "--config", str(file)]
+        command = [str(ENTRY), module, "--config", str(file)]
         return Child(name, command, self._folder.temporary, partial(self._voice.child, name), log)
 
     def _on_end(self, child: Child, status: int) -> None:

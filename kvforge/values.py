@@ -8,7 +8,7 @@ import operator
 
 import numpy as np
 
-from protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidRequest
 
 INT32_MAX = (1 << 31) - 1
 INT64_MAX = (1 << 63) - 1

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from contextlib import suppress
 
-from protocol.logs import json_line
+from kvforge.protocol.logs import json_line
 
 UP = "up"
 

@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvforge.exits import FAILED, INTERRUPTED, OK, status_of
-from protocol import transport
-from protocol.errors import InvalidRequest, KvforgeError, NotReady, restore
-from protocol.messages import ModelInfo
+from kvforge.protocol import transport
+from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotReady, restore
+from kvforge.protocol.messages import ModelInfo
 
 from . import report
 from .arrivals import PATTERNS, arrival_times

@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidRequest
 
 FloatArray = npt.NDArray[np.float64]
 PATTERNS = ("poisson", "fixed")

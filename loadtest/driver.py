@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from typing import Self
 
 from kvforge import AsyncClient, AsyncRequest, Health, Sampling, Stats
-from protocol.errors import (
+from kvforge.protocol.errors import (
     CapacityExceeded,
     DeadlineExceeded,
     Draining,

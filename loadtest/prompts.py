@@ -7,8 +7,8 @@ from typing import Self
 
 import numpy as np
 
-from protocol.errors import InvalidRequest
-from protocol.messages import Int32Array
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import Int32Array
 
 LENGTH_MAX = 1 << 24
 PREFIX_STREAM, PROMPT_STREAM = 1, 2

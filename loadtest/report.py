@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import QueueFull
-from protocol.messages import ModelInfo, Stats
+from kvforge.protocol.errors import QueueFull
+from kvforge.protocol.messages import ModelInfo, Stats
 
 from .driver import ENDS, FINISHED, TIMED_OUT, Depth, Measured, Outcome
 from .machine import machine, table, versions

@@ -14,9 +14,9 @@ import sys
 from pathlib import Path
 
 from kvforge.models import default_cache_dir
-from protocol import logs
-from protocol.errors import InternalError, KvforgeError, Unavailable, WorkerError
-from protocol.exits import FAILED, OK, UNAVAILABLE, status_of
+from kvforge.protocol import logs
+from kvforge.protocol.errors import InternalError, KvforgeError, Unavailable, WorkerError
+from kvforge.protocol.exits import FAILED, OK, UNAVAILABLE, status_of
 
 from .config import load_config
 from .model_path import find_model

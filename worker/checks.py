@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import InvalidRequest, KvforgeError
-from protocol.messages import Int32Array, Step
+from kvforge.protocol.errors import InvalidRequest, KvforgeError
+from kvforge.protocol.messages import Int32Array, Step
 
 from .sampler import NO_TOKEN
 from .starts import split_history

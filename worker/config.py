@@ -7,10 +7,10 @@ from pathlib import Path
 
 import msgspec
 
-from protocol import logs
-from protocol.errors import InvalidConfiguration
-from protocol.settings import expand, load
-from protocol.transport import default_runtime_dir
+from kvforge.protocol import logs
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.settings import expand, load
+from kvforge.protocol.transport import default_runtime_dir
 
 ATTENTIONS = ("auto", "triton", "reference")
 KERNELS = ("auto", "reference")

@@ -24,7 +24,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.errors import GpuError, InvalidConfiguration, WorkerError
+from kvforge.protocol.errors import GpuError, InvalidConfiguration, WorkerError
 
 KINDS = ("cpu", "cuda", "hip", "auto")
 # Two steps are under way at most, and a third is being packed.

@@ -11,8 +11,8 @@ import time
 
 import torch
 
-from protocol.errors import ProtocolError
-from protocol.messages import WorkerWelcome
+from kvforge.protocol.errors import ProtocolError
+from kvforge.protocol.messages import WorkerWelcome
 
 from .chosen import chosen_kernels
 from .config import WorkerConfig

@@ -13,11 +13,11 @@ from pathlib import Path
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from protocol import codec
-from protocol.errors import CoordinatorUnavailable
-from protocol.handover import StepWatch
-from protocol.messages import WORKER_REPLIES, Goodbye, Message
-from protocol.transport import dealer, worker_endpoint
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CoordinatorUnavailable
+from kvforge.protocol.handover import StepWatch
+from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
+from kvforge.protocol.transport import dealer, worker_endpoint
 
 SEND_WAIT_MS = 1000
 LOOKS = 64  # at the word in memory for each one at the socket, which takes as long as several of them

@@ -20,8 +20,8 @@ from types import FrameType
 
 import numpy as np
 
-from protocol.errors import GpuError, InternalError, KvforgeError, restore
-from protocol.messages import (
+from kvforge.protocol.errors import GpuError, InternalError, KvforgeError, restore
+from kvforge.protocol.messages import (
     ErrorInfo,
     Int32Array,
     Message,
@@ -36,8 +36,8 @@ from protocol.messages import (
     WorkerReady,
     WorkerWelcome,
 )
-from protocol.notify import notify
-from protocol.tables import TablesReader
+from kvforge.protocol.notify import notify
+from kvforge.protocol.tables import TablesReader
 
 from .config import WorkerConfig
 from .engine import Engine

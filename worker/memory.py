@@ -12,8 +12,8 @@ from itertools import chain
 
 import numpy as np
 
-from protocol.errors import GpuError
-from protocol.messages import RowStart, Sampling, Step, WorkerWelcome
+from kvforge.protocol.errors import GpuError
+from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
 
 from .config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
 from .device import Device

@@ -18,8 +18,8 @@ from typing import Any
 import torch
 import transformers
 
-from protocol.errors import UnsupportedModel
-from protocol.messages import ModelInfo
+from kvforge.protocol.errors import UnsupportedModel
+from kvforge.protocol.messages import ModelInfo
 
 from .attention import AttentionOptions, PagedAttention, PagedBatch, choose_attention
 from .attention.targets import check_dtypes

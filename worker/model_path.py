@@ -6,7 +6,7 @@ from pathlib import Path
 
 from kvforge.model_files import check_files, find_files
 from kvforge.models import find
-from protocol.errors import ModelNotFound
+from kvforge.protocol.errors import ModelNotFound
 
 from .config import WorkerConfig
 

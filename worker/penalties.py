@@ -8,7 +8,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.messages import Int32Array
+from kvforge.protocol.messages import Int32Array
 
 from .device import Device
 

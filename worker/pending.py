@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from protocol.errors import KvforgeError
-from protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
 
 from .device import Fetched, Mark
 from .sampler import HostRows

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 
 from .attention import KvLayer
 from .attention.quantised import as_bytes

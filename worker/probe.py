@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from protocol.errors import KvforgeError, UnsupportedModel
+from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 
 from .attention import AttentionOptions
 from .attention.selftest import AttentionShape

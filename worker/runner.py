@@ -21,8 +21,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.errors import InvalidRequest, KvforgeError, WorkerError
-from protocol.messages import Int32Array, RowStart, Step
+from kvforge.protocol.errors import InvalidRequest, KvforgeError, WorkerError
+from kvforge.protocol.messages import Int32Array, RowStart, Step
 
 from .attention import PagedBatch
 from .checks import Rows, StepLimits, bad_copies, check_rows, malformed

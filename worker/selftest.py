@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, Sampling
 
 from .device import Device, Landing, Mark, Staging
 from .kernels.check import WAY_OUT, require_right

@@ -6,8 +6,8 @@ import math
 
 import numpy as np
 
-from protocol.errors import InvalidRequest
-from protocol.messages import LOGIT_BIAS_MAX, SAMPLING_RANGES, Int32Array, RowStart, Sampling, Step
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import LOGIT_BIAS_MAX, SAMPLING_RANGES, Int32Array, RowStart, Sampling, Step
 
 SEED_MAX = 2**64 - 1
 Histories = tuple[tuple[Int32Array, Int32Array], ...]

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import UnsupportedModel
 
 from .attention import PagedBatch
 from .model import ATTENTION_NAME, LoadedModel, use_attention

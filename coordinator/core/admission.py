@@ -12,7 +12,7 @@ from collections.abc import Callable, Container
 import msgspec
 import numpy as np
 
-from protocol.errors import CapacityExceeded, QuotaExceeded
+from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from . import sizes
 from .cache import Cache

@@ -13,8 +13,8 @@ from collections.abc import Iterable
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import BlockNotFound, CapacityExceeded
-from protocol.messages import ModelInfo
+from kvforge.protocol.errors import BlockNotFound, CapacityExceeded
+from kvforge.protocol.messages import ModelInfo
 
 from .groups import Group, new_group
 from .hashing import BlockHasher, Hashes

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 import msgspec
 
-from protocol.errors import Field
-from protocol.messages import Message, Stream
+from kvforge.protocol.errors import Field
+from kvforge.protocol.messages import Message, Stream
 
 from .limits import Limits
 

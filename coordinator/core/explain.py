@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound
-from protocol.messages import Explain, Explanation, Message
+from kvforge.protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound
+from kvforge.protocol.messages import Explain, Explanation, Message
 
 from .admission import Admission
 from .block_commands import BlockCommands

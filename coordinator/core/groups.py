@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.messages import Int32Array, ModelInfo
+from kvforge.protocol.messages import Int32Array, ModelInfo
 
 from .hashing import BlockHasher
 from .pool import BlockIds, Blocks, Pool

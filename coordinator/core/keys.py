@@ -11,8 +11,8 @@ from collections import Counter
 import msgspec
 import numpy as np
 
-from protocol.errors import InvalidRequest, KeyReused
-from protocol.messages import Submit
+from kvforge.protocol.errors import InvalidRequest, KeyReused
+from kvforge.protocol.messages import Submit
 
 KEY_LENGTH_MAX = 128
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 
 from . import sizes
 

@@ -15,8 +15,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-from protocol.errors import InvalidRequest, KvforgeError
-from protocol.messages import (
+from kvforge.protocol.errors import InvalidRequest, KvforgeError
+from kvforge.protocol.messages import (
     Append,
     Attach,
     Cancel,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import (
+from kvforge.protocol.errors import (
     AlreadyFinished,
     CapacityExceeded,
     Field,
@@ -16,7 +16,7 @@ from protocol.errors import (
     WorkerError,
     restore,
 )
-from protocol.messages import ERROR_TEXT_MAX, Ended, ErrorInfo, StepResult, Timings
+from kvforge.protocol.messages import ERROR_TEXT_MAX, Ended, ErrorInfo, StepResult, Timings
 
 from .admission import Admission
 from .cache import Cache

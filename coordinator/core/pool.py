@@ -21,7 +21,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import CapacityExceeded, QuotaExceeded
+from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from .tenants import Tenants
 

@@ -12,7 +12,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.errors import AlreadyHolder, BlockNotHeld, CapacityExceeded, InvalidRequest, NotAHolder, StaleGeneration
+from kvforge.protocol.errors import (
+    AlreadyHolder,
+    BlockNotHeld,
+    CapacityExceeded,
+    InvalidRequest,
+    NotAHolder,
+    StaleGeneration,
+)
 
 from .groups import Group
 from .pool import FREE, QUARANTINED, Blocks

@@ -8,8 +8,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol import codec
-from protocol.errors import (
+from kvforge.protocol import codec
+from kvforge.protocol.errors import (
     CapacityExceeded,
     Conflict,
     DeadlineExceeded,
@@ -19,7 +19,7 @@ from protocol.errors import (
     QueueFull,
     SequenceBusy,
 )
-from protocol.messages import (
+from kvforge.protocol.messages import (
     NO_INT32,
     Accepted,
     Attach,

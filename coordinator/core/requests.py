@@ -13,8 +13,8 @@ from collections import OrderedDict
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError, RequestNotFound
-from protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Timings
+from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError, RequestNotFound
+from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Timings
 
 from .hashing import Hashes
 from .keys import KeyEntry, Keys

@@ -13,8 +13,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import CapacityExceeded, QuotaExceeded
-from protocol.messages import NO_INT32, RowStart, Step
+from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
+from kvforge.protocol.messages import NO_INT32, RowStart, Step
 
 from . import sizes, victims
 from .admission import Admission

@@ -7,13 +7,13 @@ from collections.abc import Callable
 
 import numpy as np
 
-from protocol.errors import (
+from kvforge.protocol.errors import (
     CapacityExceeded,
     InvalidRequest,
     SequenceBusy,
     SequenceNotFound,
 )
-from protocol.messages import (
+from kvforge.protocol.messages import (
     Append,
     Appended,
     CreateSequence,

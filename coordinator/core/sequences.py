@@ -18,7 +18,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import CapacityExceeded, SequenceNotFound
+from kvforge.protocol.errors import CapacityExceeded, SequenceNotFound
 
 from .limits import Limits
 

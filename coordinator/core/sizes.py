@@ -6,9 +6,9 @@ What grows with a limit of the configuration is either told in several messages 
 
 from __future__ import annotations
 
-from protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
-from protocol.errors import InvalidConfiguration
-from protocol.messages import ErrorInfo, Sampling
+from kvforge.protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.messages import ErrorInfo, Sampling
 
 CHARACTER_BYTES = 4
 NAME_BYTES = 128 * CHARACTER_BYTES

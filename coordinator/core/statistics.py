@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from protocol.messages import PoolStats, RequestRow, RequestStats, Stats, TenantStats
+from kvforge.protocol.messages import PoolStats, RequestRow, RequestStats, Stats, TenantStats
 
 from .cache import Cache
 from .groups import Group

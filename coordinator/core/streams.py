@@ -15,8 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
-from protocol.messages import Ended, Stream
+from kvforge.protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
+from kvforge.protocol.messages import Ended, Stream
 
 from .masks import every
 from .sizes import END_BYTES, error_bytes

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 import numpy as np
 
-from protocol.errors import CapacityExceeded, InvalidRequest
+from kvforge.protocol.errors import CapacityExceeded, InvalidRequest
 
 from .limits import Limits
 

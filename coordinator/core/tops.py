@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import ProtocolError
-from protocol.messages import NO_FLOAT32, NO_INT32, TOP_LOGPROBS_MAX
+from kvforge.protocol.errors import ProtocolError
+from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, TOP_LOGPROBS_MAX
 
 
 class Tops(msgspec.Struct, frozen=True, eq=False):

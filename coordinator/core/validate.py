@@ -7,8 +7,8 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from protocol.errors import InvalidRequest, ProtocolError, QuotaExceeded
-from protocol.messages import (
+from kvforge.protocol.errors import InvalidRequest, ProtocolError, QuotaExceeded
+from kvforge.protocol.messages import (
     LOGIT_BIAS_LIMIT,
     LOGIT_BIAS_MAX,
     MODEL_DEFAULTS,

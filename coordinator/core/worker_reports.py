@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
-from protocol.errors import Conflict, Field, KvforgeError, ProtocolError, WorkerError, restore
-from protocol.messages import (
+from kvforge.protocol.errors import Conflict, Field, KvforgeError, ProtocolError, WorkerError, restore
+from kvforge.protocol.messages import (
     ErrorInfo,
     Message,
     ModelInfo,

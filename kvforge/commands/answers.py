@@ -7,7 +7,7 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
-from protocol.errors import DeadlineExceeded, KvforgeError
+from kvforge.protocol.errors import DeadlineExceeded, KvforgeError
 
 from ..client import Request, TextRequest
 from ..results import Finished

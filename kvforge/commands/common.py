@@ -11,9 +11,9 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from protocol import transport
-from protocol.errors import InvalidRequest
-from protocol.messages import MODEL_DEFAULTS, ModelInfo, WorkerHealth
+from kvforge.protocol import transport
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import MODEL_DEFAULTS, ModelInfo, WorkerHealth
 
 from ..client import Client
 

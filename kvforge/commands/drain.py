@@ -7,7 +7,7 @@ import time
 from typing import Any
 
 from kvforge.client import Client
-from protocol.errors import DeadlineExceeded
+from kvforge.protocol.errors import DeadlineExceeded
 
 from . import common
 

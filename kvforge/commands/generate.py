@@ -6,7 +6,7 @@ import argparse
 import sys
 from typing import Any
 
-from protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidRequest
 
 from ..arguments import stop_strings
 from ..client import Client, Request

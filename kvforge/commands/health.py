@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from protocol.messages import Health, WorkerHealth
+from kvforge.protocol.messages import Health, WorkerHealth
 
 from ..exits import FAILED, OK
 from . import common

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from protocol.messages import RequestStats, Stats
+from kvforge.protocol.messages import RequestStats, Stats
 
 from . import common
 

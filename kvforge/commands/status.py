@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from protocol.errors import DeadlineExceeded
-from protocol.messages import Health
+from kvforge.protocol.errors import DeadlineExceeded
+from kvforge.protocol.messages import Health
 
 from ..exits import FAILED, OK
 from ..progress import Progress

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from protocol import transport
-from protocol.errors import CoordinatorUnavailable, InvalidConfiguration
+from kvforge.protocol import transport
+from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration
 
 from ..exits import OK
 from ..tables import Tables

@@ -10,8 +10,8 @@ from typing import Any
 
 import msgspec
 
-from protocol import choices, logs
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol import choices, logs
+from kvforge.protocol.errors import InvalidConfiguration
 
 from ..machine import check_device, check_installed, check_threads
 from ..models import find, pull

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from protocol.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
+from kvforge.protocol.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 
 from . import common
 

@@ -31,8 +31,8 @@ from coordinator.core.events import (
 )
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
-from protocol.errors import GpuError, KvforgeError, restore
-from protocol.messages import (
+from kvforge.protocol.errors import GpuError, KvforgeError, restore
+from kvforge.protocol.messages import (
     Accepted,
     Append,
     Attach,

@@ -16,7 +16,7 @@ import zmq
 from coordinator.connection import Room
 from coordinator.outbox import Frames, Sent
 from coordinator.peers import PeerLimits, Peers
-from protocol import transport
+from kvforge.protocol import transport
 
 PAYLOAD = b"x" * 8192  # large enough that the kernel's buffers are soon full
 QUEUE = 8

@@ -7,8 +7,8 @@ from typing import Any
 import msgspec
 import pytest
 
-from protocol.errors import Conflict, InvalidRequest, RequestNotFound
-from protocol.messages import FinishAt, Sampling, Stream
+from kvforge.protocol.errors import Conflict, InvalidRequest, RequestNotFound
+from kvforge.protocol.messages import FinishAt, Sampling, Stream
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, logprob_of
 from tests.coordinator.test_sampling import TopDriver, tops_of, with_tops

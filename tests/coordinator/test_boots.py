@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from coordinator.ids import EPOCH_MS, ID_MAX, first_id
-from protocol.errors import RequestNotFound, SequenceNotFound, StaleGeneration
-from protocol.messages import Cancel, GetRequest, GetSequence, RefBlock
+from kvforge.protocol.errors import RequestNotFound, SequenceNotFound, StaleGeneration
+from kvforge.protocol.messages import Cancel, GetRequest, GetSequence, RefBlock
 from tests.coordinator.driver import Driver, continuation
 
 DAY_MS = 86_400_000

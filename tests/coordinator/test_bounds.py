@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from coordinator.core.limits import Quota
-from protocol.errors import CapacityExceeded, NotFound, RequestNotFound
-from protocol.messages import Sampling
+from kvforge.protocol.errors import CapacityExceeded, NotFound, RequestNotFound
+from kvforge.protocol.messages import Sampling
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 

@@ -7,8 +7,8 @@ from typing import Any
 import pytest
 
 from coordinator.core.events import DropWorker, ReplaceWorker, WorkerGone
-from protocol.errors import GpuError
-from protocol.messages import ErrorInfo, GetHealth, StepResult, WorkerFailed
+from kvforge.protocol.errors import GpuError
+from kvforge.protocol.messages import ErrorInfo, GetHealth, StepResult, WorkerFailed
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 

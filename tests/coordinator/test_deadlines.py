@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import DeadlineExceeded, InvalidRequest, QueueFull, SequenceNotFound
-from protocol.messages import GetSequence
+from kvforge.protocol.errors import DeadlineExceeded, InvalidRequest, QueueFull, SequenceNotFound
+from kvforge.protocol.messages import GetSequence
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 

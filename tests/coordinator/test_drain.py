@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core.events import BeginDrain
-from protocol.errors import Draining, InvalidRequest
-from protocol.messages import Drain, GetHealth
+from kvforge.protocol.errors import Draining, InvalidRequest
+from kvforge.protocol.messages import Drain, GetHealth
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 

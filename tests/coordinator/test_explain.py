@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core.limits import Quota
-from protocol.errors import InvalidRequest, NotFound
-from protocol.messages import Explain
+from kvforge.protocol.errors import InvalidRequest, NotFound
+from kvforge.protocol.messages import Explain
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import BYTES_PER_BLOCK, Driver
 

@@ -8,7 +8,7 @@ import numpy as np
 from coordinator.core.events import Boot, FromClient, FromWorker, ToClient, ToWorker, Turn
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
-from protocol.messages import Accepted, Step, StepResult, Stream, Submit, WorkerHello, WorkerReady
+from kvforge.protocol.messages import Accepted, Step, StepResult, Stream, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import GREEDY, model_info
 
 BLOCKS = 1_000_000

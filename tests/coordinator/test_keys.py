@@ -6,8 +6,8 @@ from typing import Any
 
 import pytest
 
-from protocol.errors import Draining, InvalidRequest, KeyReused, QueueFull
-from protocol.messages import Accepted, Drain, PurgeFinished, Sampling
+from kvforge.protocol.errors import Draining, InvalidRequest, KeyReused, QueueFull
+from kvforge.protocol.messages import Accepted, Drain, PurgeFinished, Sampling
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, continuation
 

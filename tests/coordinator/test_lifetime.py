@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.errors import CapacityExceeded, InvalidRequest, SequenceNotFound
-from protocol.messages import GetTokens
+from kvforge.protocol.errors import CapacityExceeded, InvalidRequest, SequenceNotFound
+from kvforge.protocol.messages import GetTokens
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import continuation
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from typing import Any
 
 from coordinator.core.events import Log
-from protocol.errors import GpuError
-from protocol.messages import ErrorInfo, WorkerFailed
+from kvforge.protocol.errors import GpuError
+from kvforge.protocol.messages import ErrorInfo, WorkerFailed
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
 

@@ -6,8 +6,8 @@ import msgspec
 import pytest
 
 from coordinator.core.events import DropWorker
-from protocol.errors import InvalidRequest, KeyReused
-from protocol.messages import MODEL_DEFAULTS, RowStart, Sampling
+from kvforge.protocol.errors import InvalidRequest, KeyReused
+from kvforge.protocol.messages import MODEL_DEFAULTS, RowStart, Sampling
 from tests.coordinator.driver import Driver, FakeWorker, model_info
 
 MODELS = Sampling(temperature=0.7, top_k=20, top_p=0.8, repetition_penalty=1.05)

@@ -16,8 +16,15 @@ from coordinator.core.limits import Limits, Quota
 from coordinator.core.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
 from coordinator.core.prefix import PrefixIndex, PrefixStore, root_key
 from coordinator.core.tenants import Tenants
-from protocol.errors import AlreadyHolder, CapacityExceeded, KvforgeError, NotAHolder, QuotaExceeded, SequenceBusy
-from protocol.messages import Cancel, Fork, RefBlock, UnrefBlock
+from kvforge.protocol.errors import (
+    AlreadyHolder,
+    CapacityExceeded,
+    KvforgeError,
+    NotAHolder,
+    QuotaExceeded,
+    SequenceBusy,
+)
+from kvforge.protocol.messages import Cancel, Fork, RefBlock, UnrefBlock
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.naive import NaiveBlock, NaivePool, NaiveSequences, NaiveTrie, Refused, WeakHasher
 from tests.simulation.digest import digest, refusal_digest

@@ -86,7 +86,7 @@ def test_the_core_leaves_nothing_to_the_collector() -> None:
         driver.run_until_idle(2000)
         gc.collect()
         kinds = {type(thing) for thing in gc.garbage}
-        ours = {kind.__name__ for kind in kinds if kind.__module__.startswith(("coordinator", "protocol"))}
+        ours = {kind.__name__ for kind in kinds if kind.__module__.startswith(("coordinator", "kvforge"))}
         frames = [thing.f_code.co_name for thing in gc.garbage if isinstance(thing, FrameType)]
     finally:
         gc.set_debug(0)

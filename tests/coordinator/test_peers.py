@@ -17,7 +17,7 @@ from coordinator import zmtp
 from coordinator.connection import Room
 from coordinator.outbox import Sent
 from coordinator.peers import PeerLimits, Peers
-from protocol import transport
+from kvforge.protocol import transport
 from tests.coordinator.net import QUEUE, Net, short_lived_net, until
 from tests.hostile.raw import RawPeer, part
 
@@ -82,7 +82,7 @@ def test_a_reader_that_stalls_keeps_its_connection_beyond_the_heartbeats(short_h
 
 SILENT = """
 import sys, time, zmq
-from protocol.transport import dealer
+from kvforge.protocol.transport import dealer
 socket = dealer(zmq.Context())
 socket.connect(sys.argv[1])
 socket.send(b"hello")

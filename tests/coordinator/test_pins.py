@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from coordinator.core.limits import Quota
-from protocol.errors import CapacityExceeded, QuotaExceeded
-from protocol.messages import RefBlock
+from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
+from kvforge.protocol.messages import RefBlock
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 

@@ -8,7 +8,7 @@ import pytest
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
 from coordinator.core.tenants import Tenants
-from protocol.errors import (
+from kvforge.protocol.errors import (
     AlreadyHolder,
     BlockNotFound,
     BlockNotHeld,
@@ -18,7 +18,7 @@ from protocol.errors import (
     QuotaExceeded,
     StaleGeneration,
 )
-from protocol.messages import Explain, GetBlock, RefBlock, UnrefBlock
+from kvforge.protocol.messages import Explain, GetBlock, RefBlock, UnrefBlock
 from tests.coordinator.conftest import MakePool
 from tests.simulation.digest import digest
 

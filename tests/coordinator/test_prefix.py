@@ -8,7 +8,7 @@ import pytest
 from coordinator.core import cache as cache_module
 from coordinator.core.hashing import BlockHasher
 from coordinator.core.prefix import root_key
-from protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidRequest
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, int32
 from tests.coordinator.naive import WeakHasher

@@ -15,8 +15,8 @@ from coordinator.core.limits import Limits, Quota
 from coordinator.core.queue import WaitingQueue
 from coordinator.core.requests import Request
 from coordinator.core.tenants import Tenants
-from protocol.errors import QueueFull
-from protocol.messages import Submit
+from kvforge.protocol.errors import QueueFull
+from kvforge.protocol.messages import Submit
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, continuation, int32
 

@@ -7,7 +7,7 @@ from typing import Any
 import pytest
 
 from coordinator.core.limits import Quota
-from protocol.errors import CapacityExceeded, QuotaExceeded
+from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from tests.coordinator.driver import Driver, continuation
 
 

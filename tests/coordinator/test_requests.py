@@ -12,7 +12,7 @@ import pytest
 from coordinator.core.events import DropWorker, FromWorker, Log, ToWorker
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.requests import PENDING, TERMINAL, TRANSITIONS, Request, RequestTable
-from protocol.errors import (
+from kvforge.protocol.errors import (
     AlreadyFinished,
     Draining,
     GpuError,
@@ -24,7 +24,7 @@ from protocol.errors import (
     RequestNotFound,
     SequenceBusy,
 )
-from protocol.messages import (
+from kvforge.protocol.messages import (
     Cancel,
     Drain,
     ErrorInfo,

@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import pytest
 
 from coordinator.core.limits import Quota
-from protocol.errors import InvalidRequest, QueueFull
-from protocol.messages import Sampling
+from kvforge.protocol.errors import InvalidRequest, QueueFull
+from kvforge.protocol.messages import Sampling
 from tests.coordinator.driver import MASK, VOCABULARY, Driver, FakeWorker, choose, fingerprint
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3]  # two blocks of four and half a third

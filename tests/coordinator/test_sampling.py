@@ -9,8 +9,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from protocol.errors import AlreadyFinished, InvalidRequest, RequestNotFound
-from protocol.messages import NO_INT32, FinishAt, RowStart, Sampling, Step, StepResult, Stream
+from kvforge.protocol.errors import AlreadyFinished, InvalidRequest, RequestNotFound
+from kvforge.protocol.messages import NO_INT32, FinishAt, RowStart, Sampling, Step, StepResult, Stream
 from tests.coordinator.driver import GREEDY, VOCABULARY, Driver, FakeWorker, continuation, int32
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]

@@ -5,14 +5,14 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protocol.errors import (
+from kvforge.protocol.errors import (
     CapacityExceeded,
     InvalidRequest,
     RequestNotFound,
     SequenceBusy,
     SequenceNotFound,
 )
-from protocol.messages import Append, Cancel, Explain, Fork, GetRequest, GetSequence, GetTokens
+from kvforge.protocol.messages import Append, Cancel, Explain, Fork, GetRequest, GetSequence, GetTokens
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, fingerprint, int32
 from tests.simulation.digest import digest

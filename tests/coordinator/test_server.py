@@ -15,9 +15,9 @@ import zmq
 from coordinator.config import CoordinatorConfig, LimitsSection
 from coordinator.server import Server
 from coordinator.turn import BEAT_US
-from protocol import codec, transport
-from protocol.messages import CreateSequence, GetHealth, Hello, Submit, WorkerHello
-from protocol.tables import TablesReader
+from kvforge.protocol import codec, transport
+from kvforge.protocol.messages import CreateSequence, GetHealth, Hello, Submit, WorkerHello
+from kvforge.protocol.tables import TablesReader
 
 UNDER_WAY = 4000
 TURNS_MAX = 5_000

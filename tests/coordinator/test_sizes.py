@@ -11,9 +11,9 @@ from coordinator.core import sizes, streams
 from coordinator.core.events import Applied, Event, ToClient, ToWorker
 from coordinator.core.limits import Limits
 from coordinator.turn import RESULT_BYTES_MAX
-from protocol import codec
-from protocol.errors import InvalidConfiguration, WorkerError
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.errors import InvalidConfiguration, WorkerError
+from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     LOGIT_BIAS_MAX,
     WORKER_MESSAGES,

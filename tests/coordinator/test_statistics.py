@@ -13,10 +13,10 @@ import pytest
 from coordinator.core import statistics
 from coordinator.core.limits import Quota
 from coordinator.publish import publish
-from protocol.errors import KvforgeError
-from protocol.layout import GAUGES, Geometry
-from protocol.messages import GetHealth, RequestStats, WorkerHello
-from protocol.tables import TablesWriter
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.layout import GAUGES, Geometry
+from kvforge.protocol.messages import GetHealth, RequestStats, WorkerHello
+from kvforge.protocol.tables import TablesWriter
 from tests.coordinator import naive
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import BYTES_PER_BLOCK, Driver, FakeWorker, model_info

@@ -34,9 +34,9 @@ from coordinator.core.machine import Machine
 from coordinator.outbox import Sent
 from coordinator.server import PROGRESS_US, Ending
 from coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
-from protocol import codec
-from protocol.layout import Geometry
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     WORKER_REPLIES,
     Done,
@@ -54,7 +54,7 @@ from protocol.messages import (
     WorkerLoading,
     WorkerWelcome,
 )
-from protocol.tables import TablesReader, TablesWriter
+from kvforge.protocol.tables import TablesReader, TablesWriter
 from tests.coordinator.net import Net, fill, short_lived_net, until
 
 Frames = Sequence[bytes | memoryview]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from protocol.errors import RequestNotFound, SequenceNotFound
-from protocol.messages import GetRequest, GetSequence
+from kvforge.protocol.errors import RequestNotFound, SequenceNotFound
+from kvforge.protocol.messages import GetRequest, GetSequence
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 from tests.simulation.digest import digest

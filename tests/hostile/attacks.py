@@ -9,8 +9,18 @@ import msgpack
 import numpy as np
 
 from coordinator import zmtp
-from protocol import codec
-from protocol.messages import Append, GetBlock, GetHealth, GetStats, Goodbye, Hello, Message, Submit, WorkerHello
+from kvforge.protocol import codec
+from kvforge.protocol.messages import (
+    Append,
+    GetBlock,
+    GetHealth,
+    GetStats,
+    Goodbye,
+    Hello,
+    Message,
+    Submit,
+    WorkerHello,
+)
 from tests.hostile.raw import frames, part
 
 Attack = Callable[[Random], Iterator[bytes]]

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from random import Random
 
-from protocol.transport import CLIENT_SOCKET, WORKER_SOCKET
+from kvforge.protocol.transport import CLIENT_SOCKET, WORKER_SOCKET
 from tests.hostile.attacks import CLIENTS, WORKERS, Attack
 from tests.hostile.raw import RawPeer
 

@@ -7,8 +7,8 @@ import socket as sockets
 from time import monotonic
 
 from coordinator import zmtp
-from protocol import codec
-from protocol.messages import Message
+from kvforge.protocol import codec
+from kvforge.protocol.messages import Message
 
 WAIT_S = 30.0
 READY = zmtp.ready().replace(b"ROUTER", b"DEALER")

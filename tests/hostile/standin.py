@@ -7,8 +7,8 @@ from typing import Self
 
 import zmq
 
-from protocol import codec
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.messages import (
     WORKER_REPLIES,
     Message,
     ModelInfo,
@@ -17,7 +17,7 @@ from protocol.messages import (
     WorkerReady,
     WorkerWelcome,
 )
-from protocol.transport import dealer
+from kvforge.protocol.transport import dealer
 
 WAIT_MS = 30_000
 BLOCKS = 1024

@@ -19,7 +19,7 @@ from time import monotonic
 import pytest
 
 from kvforge import CapacityExceeded, Client
-from protocol.transport import CLIENT_SOCKET, client_endpoint, worker_endpoint
+from kvforge.protocol.transport import CLIENT_SOCKET, client_endpoint, worker_endpoint
 from tests.hostile.crowd import Crowd
 from tests.hostile.raw import WAIT_S, RawPeer
 from tests.hostile.standin import StandIn

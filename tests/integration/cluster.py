@@ -16,7 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from kvforge import Client
-from protocol.transport import client_endpoint, worker_endpoint
+from kvforge.protocol.transport import client_endpoint, worker_endpoint
 
 from .nursery import Child, nursery
 from .running import tiny_model

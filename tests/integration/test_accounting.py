@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 
 from kvforge import Client, Sampling
-from protocol.errors import CapacityExceeded, InvalidRequest, QuotaExceeded, SequenceNotFound, StaleGeneration
-from protocol.messages import PoolStats
+from kvforge.protocol.errors import CapacityExceeded, InvalidRequest, QuotaExceeded, SequenceNotFound, StaleGeneration
+from kvforge.protocol.messages import PoolStats
 
 from .cluster import Cluster
 from .test_cluster import wait_empty

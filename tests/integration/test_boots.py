@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from protocol import codec
-from protocol.errors import CoordinatorUnavailable, RequestNotFound, SequenceNotFound
-from protocol.messages import Hello, Refused
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CoordinatorUnavailable, RequestNotFound, SequenceNotFound
+from kvforge.protocol.messages import Hello, Refused
 
 from .cluster import Cluster
 from .test_cluster import RawPeer

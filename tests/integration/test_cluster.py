@@ -20,8 +20,8 @@ import pytest
 import zmq
 
 from kvforge import Client, Sampling
-from protocol import codec
-from protocol.errors import (
+from kvforge.protocol import codec
+from kvforge.protocol.errors import (
     AlreadyFinished,
     CapacityExceeded,
     InvalidRequest,
@@ -30,7 +30,7 @@ from protocol.errors import (
     RequestNotFound,
     VersionMismatch,
 )
-from protocol.messages import (
+from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     WORKER_REPLIES,
     GetHealth,
@@ -42,8 +42,8 @@ from protocol.messages import (
     Welcome,
     WorkerHello,
 )
-from protocol.tables import TablesReader
-from protocol.transport import TABLES_FILE, configure_dealer
+from kvforge.protocol.tables import TablesReader
+from kvforge.protocol.transport import TABLES_FILE, configure_dealer
 
 from .cluster import Cluster
 

@@ -6,7 +6,7 @@ import pytest
 
 from kvforge import Client, InvalidRequest, Request, Sampling
 from kvforge.client import drive
-from protocol.messages import Done, FinishAt, Stats
+from kvforge.protocol.messages import Done, FinishAt, Stats
 
 from .cluster import Cluster
 

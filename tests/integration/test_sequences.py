@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import pytest
 
 from kvforge import Client, Sampling
-from protocol.errors import (
+from kvforge.protocol.errors import (
     AlreadyHolder,
     BlockNotFound,
     BlockNotHeld,
@@ -22,7 +22,7 @@ from protocol.errors import (
     SequenceNotFound,
     StaleGeneration,
 )
-from protocol.messages import Stats
+from kvforge.protocol.messages import Stats
 
 from .cluster import Cluster
 from .test_cluster import wait_empty

@@ -9,7 +9,7 @@ import sys
 from collections import Counter
 
 from kvforge import AsyncClient, Client
-from protocol.errors import AlreadyFinished
+from kvforge.protocol.errors import AlreadyFinished
 
 from .cluster import Cluster
 from .mixed import Shape, shapes

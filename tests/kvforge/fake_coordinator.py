@@ -21,9 +21,9 @@ from typing import Self
 import numpy as np
 import zmq
 
-from protocol import errors, transport
-from protocol import messages as m
-from protocol.codec import Decoder, encode
+from kvforge.protocol import errors, transport
+from kvforge.protocol import messages as m
+from kvforge.protocol.codec import Decoder, encode
 
 DEADLINE_S = 20.0
 ASKED = ("count", "priority", "deadline_ms", "first_token_ms", "detached", "key")

@@ -19,10 +19,10 @@ import pytest
 from kvforge import cli, exits
 from kvforge.commands import common
 from kvforge.progress import Progress
+from kvforge.protocol import errors
+from kvforge.protocol.settings import convert
 from kvforge.screen import Columns, InTurn, printable, screen
 from kvforge.settings import Settings, toml
-from protocol import errors
-from protocol.settings import convert
 from tests.kvforge.fake_coordinator import Running
 
 Output = tuple[int, str, str]

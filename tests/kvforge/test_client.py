@@ -34,7 +34,7 @@ from kvforge import (
     WorkerError,
 )
 from kvforge.client import drive
-from protocol import errors
+from kvforge.protocol import errors
 from tests.kvforge.fake_coordinator import Running
 
 

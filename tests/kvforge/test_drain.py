@@ -10,7 +10,7 @@ import pytest
 from kvforge.cli import main
 from kvforge.commands import common, drain
 from kvforge.exits import OK, TIMED_OUT, UNAVAILABLE
-from protocol.errors import CoordinatorUnavailable
+from kvforge.protocol.errors import CoordinatorUnavailable
 
 
 class Played:

@@ -17,7 +17,7 @@ import pytest
 
 from kvforge import models
 from kvforge.models import KnownModel, find, pull
-from protocol.errors import InvalidRequest, ModelNotFound, Unavailable
+from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
 NO_TENSORS = (2).to_bytes(8, "little") + b"{}"  # a whole safetensors file

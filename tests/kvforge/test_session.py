@@ -13,11 +13,9 @@ from kvforge import Client, Request, Sampling
 from kvforge.arguments import prompt_array
 from kvforge.calls import Feed
 from kvforge.options import RequestOptions
-from kvforge.results import finished
-from kvforge.session import Pending, Session, Track
-from protocol import messages as m
-from protocol.codec import encode
-from protocol.errors import (
+from kvforge.protocol import messages as m
+from kvforge.protocol.codec import encode
+from kvforge.protocol.errors import (
     CoordinatorUnavailable,
     DeadlineExceeded,
     InternalError,
@@ -26,6 +24,8 @@ from protocol.errors import (
     QueueFull,
     WorkerError,
 )
+from kvforge.results import finished
+from kvforge.session import Pending, Session, Track
 
 
 def take(session: Session, message: m.Message) -> list[m.Message]:

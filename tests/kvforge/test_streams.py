@@ -10,10 +10,8 @@ from hypothesis import strategies as st
 
 from kvforge import Client, Request
 from kvforge.calls import Feed
-from kvforge.results import finished, token_at
-from kvforge.session import Pending, Session, Track
-from protocol import messages as m
-from protocol.errors import (
+from kvforge.protocol import messages as m
+from kvforge.protocol.errors import (
     Conflict,
     CoordinatorUnavailable,
     DeadlineExceeded,
@@ -21,6 +19,8 @@ from protocol.errors import (
     ProtocolError,
     RequestNotFound,
 )
+from kvforge.results import finished, token_at
+from kvforge.session import Pending, Session, Track
 from tests.kvforge.test_session import accepted, end, rows, take
 
 

@@ -29,10 +29,10 @@ from kvforge import (
     Tables,
     Unavailable,
 )
-from protocol.layout import GAUGES, HEADER, LAYOUT_VERSION, Geometry
-from protocol.messages import Welcome
-from protocol.tables import TablesReader, TablesWriter
-from protocol.transport import TABLES_FILE
+from kvforge.protocol.layout import GAUGES, HEADER, LAYOUT_VERSION, Geometry
+from kvforge.protocol.messages import Welcome
+from kvforge.protocol.tables import TablesReader, TablesWriter
+from kvforge.protocol.transport import TABLES_FILE
 from tests.kvforge.fake_coordinator import Running
 
 GEOMETRY = Geometry(slots=8, blocks=64, blocks_per_sequence=16, block_size=4)
@@ -164,7 +164,7 @@ def test_a_row_that_never_comes_to_rest_is_given_up(
     writer: TablesWriter, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the coordinator was killed in the middle of a write."""
-    monkeypatch.setattr("protocol.tables.READ_WAIT_S", 0.0)
+    monkeypatch.setattr("kvforge.protocol.tables.READ_WAIT_S", 0.0)
     write_row(writer, 2, [1, 2], 8, 7)
     write_row(writer, 3, [4], 4, 8)
     writer.begin_rows(np.array([2]))
@@ -211,8 +211,8 @@ BUSY = """
 import sys
 import numpy as np
 from pathlib import Path
-from protocol.layout import Geometry
-from protocol.tables import TablesWriter
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.tables import TablesWriter
 tables = TablesWriter(Path(sys.argv[1]), Geometry(slots=8, blocks=64, blocks_per_sequence=16, block_size=4), "busy")
 count = 0
 while True:

@@ -19,8 +19,8 @@ from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from kvforge.gguf_header import read_metadata
+from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable, UnsupportedModel
 from kvforge.text import TextStream, Tokenizer
-from protocol.errors import InvalidRequest, ModelNotFound, Unavailable, UnsupportedModel
 
 SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text())
 UNICODE = "naïve café — 日本語 👩‍👩‍👧 \N{COMBINING ACUTE ACCENT} مرحبا\t\r\n  end"

@@ -15,9 +15,9 @@ import pytest
 
 from kvforge import Tables, cli, exits
 from kvforge.commands import top
-from protocol.layout import GAUGES, Geometry
-from protocol.tables import TablesWriter
-from protocol.transport import TABLES_FILE
+from kvforge.protocol.layout import GAUGES, Geometry
+from kvforge.protocol.tables import TablesWriter
+from kvforge.protocol.transport import TABLES_FILE
 
 GEOMETRY = Geometry(slots=8, blocks=64, blocks_per_sequence=16, block_size=4)
 FIRST = {
@@ -171,8 +171,8 @@ def test_nobody_is_there(run: Any, tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-from protocol.layout import Geometry
-from protocol.tables import TablesWriter
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.tables import TablesWriter
 tables = TablesWriter(Path(sys.argv[1]), Geometry(slots=8, blocks=64, blocks_per_sequence=16, block_size=4), "other")
 print("ready", flush=True)
 sys.stdin.read()

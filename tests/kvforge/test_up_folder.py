@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.up import MARK, PRIVATE_FOLDER, PrivateFolder
-from protocol.errors import InvalidConfiguration
 
 
 def names(folder: Path) -> list[str]:

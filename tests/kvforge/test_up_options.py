@@ -12,11 +12,11 @@ import pytest
 
 from kvforge import cli, machine
 from kvforge.commands import up
+from kvforge.protocol import choices
+from kvforge.protocol.errors import InvalidConfiguration, Unavailable
+from kvforge.protocol.settings import convert
 from kvforge.settings import Settings
 from kvforge.up_file import load_up_file
-from protocol import choices
-from protocol.errors import InvalidConfiguration, Unavailable
-from protocol.settings import convert
 
 MANY = str(10 * (os.cpu_count() or 1))
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvforge.protocol.errors import InvalidRequest
 from loadtest.arrivals import REQUESTS_MAX, arrival_times
-from protocol.errors import InvalidRequest
 
 
 def test_the_same_seed_gives_the_same_times_however_many_are_asked_for() -> None:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from kvforge.protocol.errors import InvalidRequest
 from loadtest.prompts import Lengths, Prompts
-from protocol.errors import InvalidRequest
 
 
 def prompts(**changes: object) -> Prompts:

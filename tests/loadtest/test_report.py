@@ -10,9 +10,9 @@ import msgspec
 import numpy as np
 import pytest
 
+from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 from loadtest import report
 from loadtest.driver import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT, Depth, Measured, Outcome
-from protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 
 
 def zeros(kind: type[msgspec.Struct], **values: Any) -> Any:

@@ -10,10 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from protocol import codec, messages
-from protocol.codec import Decoder, InvalidMessage, encode
-from protocol.errors import InvalidRequest, ProtocolError
-from protocol.messages import (
+from kvforge.protocol import codec, messages
+from kvforge.protocol.codec import Decoder, InvalidMessage, encode
+from kvforge.protocol.errors import InvalidRequest, ProtocolError
+from kvforge.protocol.messages import (
     CLIENT_MESSAGES,
     CLIENT_REPLIES,
     WORKER_MESSAGES,

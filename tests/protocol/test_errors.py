@@ -8,9 +8,9 @@ import pickle
 import msgspec
 import pytest
 
-from protocol import errors
-from protocol.errors import BY_CODE, KvforgeError, restore
-from protocol.messages import ErrorInfo
+from kvforge.protocol import errors
+from kvforge.protocol.errors import BY_CODE, KvforgeError, restore
+from kvforge.protocol.messages import ErrorInfo
 
 EXAMPLES: list[KvforgeError] = [
     errors.InvalidConfiguration("blocks", "must be at least 1"),

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from coordinator.__main__ import main as coordinator
-from protocol import errors
-from protocol.exits import FAILED, UNAVAILABLE, USAGE
+from kvforge.protocol import errors
+from kvforge.protocol.exits import FAILED, UNAVAILABLE, USAGE
 from tests.integration.running import tiny_model
 from worker.__main__ import _fail
 from worker.__main__ import main as worker
@@ -43,7 +43,8 @@ def test_what_ends_a_worker_for_good_and_what_a_new_start_may_mend(capsys: pytes
 
 def test_a_worker_without_torch_says_what_to_install(tmp_path: Path) -> None:
     config = tmp_path / "w.toml"
-    config.write_text(f'name = "w"\nmodel = "{tiny_model(tmp_path)}"\nruntime_dir = "{tmp_path}"')
+    model = tiny_model(tmp_path)
+    config.write_text(f'name = "w"\nmodel = "{model}"\nruntime_dir = "{tmp_path}"\nload_format = "dummy"')
     script = "import sys; sys.modules['torch'] = None; from worker.__main__ import main; sys.exit(main(sys.argv[1:]))"
     command = [sys.executable, "-c", script, "--config", str(config)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)

@@ -11,11 +11,11 @@ from time import monotonic
 import numpy as np
 import pytest
 
-from protocol import codec
-from protocol.handover import StepWatch
-from protocol.layout import MAIL_BYTES, MAIL_RING, Geometry
-from protocol.messages import WORKER_REPLIES, Step, Stop
-from protocol.tables import TablesReader, TablesWriter
+from kvforge.protocol import codec
+from kvforge.protocol.handover import StepWatch
+from kvforge.protocol.layout import MAIL_BYTES, MAIL_RING, Geometry
+from kvforge.protocol.messages import WORKER_REPLIES, Step, Stop
+from kvforge.protocol.tables import TablesReader, TablesWriter
 
 GEOMETRY = Geometry(slots=4, blocks=16, blocks_per_sequence=4, block_size=4, pools=3)
 POOL, EPOCH = 1, 7
@@ -94,8 +94,8 @@ def test_a_step_is_known_by_its_first_bytes() -> None:
 BUSY = """
 import sys
 from pathlib import Path
-from protocol.layout import Geometry
-from protocol.tables import TablesWriter
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.tables import TablesWriter
 geometry = Geometry(slots=4, blocks=16, blocks_per_sequence=4, block_size=4, pools=3)
 tables = TablesWriter(Path(sys.argv[1]), geometry, "busy")
 number = 0

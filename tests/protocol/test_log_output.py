@@ -13,7 +13,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from protocol.log_output import SAME_MAX, SAME_S, Limited, LogOutput
+from kvforge.protocol.log_output import SAME_MAX, SAME_S, Limited, LogOutput
 
 LINE = "x" * 999
 WAIT_S = 30.0
@@ -114,7 +114,7 @@ def test_kinds_are_bounded() -> None:
 
 CHATTY = """
 import logging
-from protocol import logs
+from kvforge.protocol import logs
 logs.configure("test", "info", "text")
 for i in range(5000):
     logging.getLogger("x").info("line %d %s", i, "y" * 200)

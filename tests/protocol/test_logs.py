@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from protocol import logs
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol import logs
+from kvforge.protocol.errors import InvalidConfiguration
 
 HOSTILE = 'a"\n2026-01-01 00:00:00,000 coordinator ERROR all is lost\r\u2028\x1b[2J'
 

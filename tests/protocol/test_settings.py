@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import CoordinatorConfig, load_config
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 from worker.config import WorkerConfig
 from worker.config import load_config as load_worker
 
@@ -78,6 +78,6 @@ def test_the_defaults_are_valid_and_ones_are_accepted() -> None:
 
 
 def load_ones(limits: dict[str, int]) -> CoordinatorConfig:
-    from protocol.settings import convert
+    from kvforge.protocol.settings import convert
 
     return convert({"limits": limits, "cache": {"block_size": 1}}, CoordinatorConfig)

@@ -17,9 +17,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.errors import DeadlineExceeded, InvalidConfiguration, ProtocolError
-from protocol.layout import GAUGES, PAGE_BYTES, Geometry, arrays, file_bytes
-from protocol.tables import TablesReader, TablesWriter
+from kvforge.protocol.errors import DeadlineExceeded, InvalidConfiguration, ProtocolError
+from kvforge.protocol.layout import GAUGES, PAGE_BYTES, Geometry, arrays, file_bytes
+from kvforge.protocol.tables import TablesReader, TablesWriter
 
 GEOMETRY = Geometry(slots=8, blocks=64, blocks_per_sequence=16, block_size=4)
 
@@ -61,9 +61,9 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for_and_the_others_are_not(
     write_row(writer, 1, [1, 2], 8, 1)
     write_row(writer, 2, [3, 4], 8, 2)
     writer.begin_rows(np.array([2]))
-    monkeypatch.setattr("protocol.tables.READ_WAIT_S", 0.0)
-    monkeypatch.setattr("protocol.tables.TOGETHER_MAX", 10)
-    monkeypatch.setattr("protocol.tables.SPINS_MAX", 39)
+    monkeypatch.setattr("kvforge.protocol.tables.READ_WAIT_S", 0.0)
+    monkeypatch.setattr("kvforge.protocol.tables.TOGETHER_MAX", 10)
+    monkeypatch.setattr("kvforge.protocol.tables.SPINS_MAX", 39)
     reader = TablesReader(writer.path)
     assert reader.rows(np.array([1]), 2)[0].tolist() == [[1, 2]]
     assert reader.retries == 0
@@ -139,7 +139,7 @@ def test_a_reader_cannot_write(writer: TablesWriter) -> None:
     script = f"""
         import ctypes, sys
         from pathlib import Path
-        from protocol.tables import TablesReader
+        from kvforge.protocol.tables import TablesReader
         reader = TablesReader(Path({str(writer.path)!r}))
         ctypes.memset(reader.block_refcount.ctypes.data, 1, 4)
     """
@@ -222,8 +222,8 @@ WRITER = """
 import sys
 import numpy as np
 from pathlib import Path
-from protocol.layout import Geometry
-from protocol.tables import TablesWriter
+from kvforge.protocol.layout import Geometry
+from kvforge.protocol.tables import TablesWriter
 tables = TablesWriter(Path(sys.argv[1]), Geometry(slots=64, blocks=64, blocks_per_sequence=32, block_size=4), "busy")
 length = np.arange(64)
 moved = slots = np.arange(64)
@@ -244,7 +244,7 @@ READER = """
 import json, sys, time
 import numpy as np
 from pathlib import Path
-from protocol.tables import TablesReader
+from kvforge.protocol.tables import TablesReader
 
 class Trusting(TablesReader):
     def _read_again(self, *_):
@@ -300,7 +300,7 @@ STOPPED_READER = """
 import os, signal, sys
 import numpy as np
 from pathlib import Path
-from protocol.tables import TablesReader
+from kvforge.protocol.tables import TablesReader
 
 class Stopping(TablesReader):
     def _copy(self, at):
@@ -363,7 +363,7 @@ def test_where_there_is_no_room_nothing_is_left() -> None:
         "resource.setrlimit(resource.RLIMIT_FSIZE, (65536, 65536))\n"
         "from coordinator.config import CoordinatorConfig\n"
         "from coordinator.server import Server\n"
-        "from protocol.errors import InvalidConfiguration\n"
+        "from kvforge.protocol.errors import InvalidConfiguration\n"
         "try: Server(CoordinatorConfig(runtime_dir=sys.argv[1]))\n"
         "except InvalidConfiguration as error: print(error)\n"
     )

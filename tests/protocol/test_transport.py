@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from protocol.errors import InvalidConfiguration
-from protocol.transport import prepare_runtime_dir
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.transport import prepare_runtime_dir
 
 
 def test_a_runtime_folder_is_made_private(tmp_path: Path) -> None:

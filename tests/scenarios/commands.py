@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from protocol.messages import (
+from kvforge.protocol.messages import (
     Append,
     Cancel,
     CreateSequence,

@@ -42,7 +42,7 @@ from coordinator.core.events import (
 )
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.machine import Machine
-from protocol.messages import (
+from kvforge.protocol.messages import (
     ErrorInfo,
     Message,
     ModelInfo,

@@ -9,7 +9,7 @@ import numpy as np
 
 from coordinator.core.machine import Machine
 from coordinator.core.pool import FREE, STATE_NAMES
-from protocol.messages import (
+from kvforge.protocol.messages import (
     Accepted,
     Appended,
     BlockCount,

@@ -9,8 +9,8 @@ import numpy as np
 
 from coordinator.core.machine import Machine
 from coordinator.core.pool import CACHED, FREE, QUARANTINED, REFERENCED
-from protocol.messages import Step
-from protocol.tables import TablesWriter
+from kvforge.protocol.messages import Step
+from kvforge.protocol.tables import TablesWriter
 from tests.simulation.settings import tenant_of
 
 

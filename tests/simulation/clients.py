@@ -6,8 +6,8 @@ from collections.abc import Callable
 from random import Random
 from typing import Any
 
-from protocol import codec
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.messages import (
     Accepted,
     Attach,
     Attached,

@@ -6,7 +6,7 @@ import heapq
 from collections.abc import Callable
 
 from coordinator.core.requests import Request
-from protocol.messages import Submit
+from kvforge.protocol.messages import Submit
 from tests.simulation.settings import Settings
 from tests.simulation.telling import BookedRequest
 from tests.simulation.workers import Violation

@@ -13,7 +13,7 @@ from typing import Any
 
 from coordinator.core.events import ClientGone, FromClient
 from coordinator.core.requests import Request
-from protocol.messages import (
+from kvforge.protocol.messages import (
     Accepted,
     Appended,
     Attached,

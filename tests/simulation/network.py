@@ -14,8 +14,8 @@ from random import Random
 from typing import Any
 
 from coordinator.outbox import Sent
-from protocol.codec import Decoder
-from protocol.messages import Message
+from kvforge.protocol.codec import Decoder
+from kvforge.protocol.messages import Message
 
 Frames = Sequence[bytes | memoryview]
 Call = Callable[[], None]

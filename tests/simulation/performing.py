@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from protocol.messages import (
+from kvforge.protocol.messages import (
     Append,
     Attach,
     Cancel,

@@ -14,7 +14,7 @@ from coordinator.core.queue import WaitingQueue
 from coordinator.core.requests import NO_SLOT, Request
 from coordinator.core.residence import Residence
 from coordinator.core.sequences import NO_POOL
-from protocol.messages import Step
+from kvforge.protocol.messages import Step
 from tests.simulation.settings import Settings
 from tests.simulation.workers import Violation
 

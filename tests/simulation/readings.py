@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from protocol.messages import Stream
+from kvforge.protocol.messages import Stream
 from tests.simulation.workers import Violation
 
 

@@ -7,7 +7,7 @@ from random import Random
 import msgspec
 
 from coordinator.core.limits import Limits, Quota
-from protocol.layout import Geometry
+from kvforge.protocol.layout import Geometry
 
 TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000

@@ -16,8 +16,8 @@ from typing import Any, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from protocol import codec
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.messages import (
     ErrorInfo,
     Message,
     ModelInfo,
@@ -32,7 +32,7 @@ from protocol.messages import (
     WorkerReady,
     WorkerWelcome,
 )
-from protocol.tables import TablesReader
+from kvforge.protocol.tables import TablesReader
 from tests.simulation.model import DEADLY, WEIGHTS, Oracle, choose, poison, tops_of
 from tests.simulation.network import Clock, Connection, SimulatedPeers
 from tests.simulation.settings import Settings

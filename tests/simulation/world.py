@@ -38,9 +38,9 @@ from coordinator.core.requests import Request
 from coordinator.core.residence import Residence
 from coordinator.outbox import Sent
 from coordinator.turn import TurnLimits, TurnLoop
-from protocol import codec
-from protocol.errors import CapacityExceeded, KvforgeError
-from protocol.messages import (
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CapacityExceeded, KvforgeError
+from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     WORKER_REPLIES,
     Accepted,
@@ -58,7 +58,7 @@ from protocol.messages import (
     Welcome,
     WorkerWelcome,
 )
-from protocol.tables import TablesWriter
+from kvforge.protocol.tables import TablesWriter
 from tests.simulation.actions import Action
 from tests.simulation.checks import Checker, Generations
 from tests.simulation.clients import SimulatedClient

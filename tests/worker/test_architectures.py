@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import InvalidConfiguration, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 from worker.device import Device
 from worker.model import BINDING, LoadedModel, load_model
 

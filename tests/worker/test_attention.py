@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import InvalidConfiguration, InvalidRequest
+from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from tests.worker.cases import HEADS, STEPS, Case, compare
 from worker.attention import AttentionOptions, KvLayer, PagedBatch, ReferenceAttention, choose_attention
 from worker.device import Device

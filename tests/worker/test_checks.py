@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from protocol.errors import InvalidRequest, KvforgeError
+from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from worker import checks
 from worker.checks import Rows, StepLimits, bad_copies, check_rows
 

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, Sampling
 from worker.device import Device, open_device
 from worker.sampler import COLUMNS, HostRows, SamplingState
 

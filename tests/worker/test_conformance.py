@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.messages import RowStart, Sampling, Step
+from kvforge.protocol.messages import RowStart, Sampling, Step
 from worker.device import Device
 from worker.model import LoadedModel, load_model
 from worker.pool import KvPool

@@ -9,8 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import InvalidConfiguration
-from protocol.messages import RowStart, Sampling, Step, WorkerWelcome
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
 from worker.config import WorkerConfig
 from worker.device import open_device
 from worker.engine import Engine

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, Sampling
 from worker.device import Device
 from worker.draws import uniforms
 from worker.filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs

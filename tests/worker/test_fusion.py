@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import ModelNotFound, WorkerError
+from kvforge.protocol.errors import ModelNotFound, WorkerError
 from worker.attention import PagedBatch
 from worker.device import Device, open_device
 from worker.kernels import LayerOperations, PlainOperations

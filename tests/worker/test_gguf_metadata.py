@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import UnsupportedModel
 from tests.worker.conftest import TINY
 from tests.worker.gguf_files import Tensors, write_gguf
 from worker.device import Device

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.messages import Sampling, Step
+from kvforge.protocol.messages import Sampling, Step
 from tests.worker.conftest import TINY
 from tests.worker.test_runner import BLOCK_SIZE, begin, i4, replace_start
 from worker.attention import ReferenceAttention

@@ -13,11 +13,11 @@ import numpy as np
 import pytest
 import zmq
 
-from protocol import codec
-from protocol.layout import MAIL_BYTES, Geometry
-from protocol.messages import Step, Stop, WorkerHello
-from protocol.tables import TablesReader, TablesWriter
-from protocol.transport import router, worker_endpoint
+from kvforge.protocol import codec
+from kvforge.protocol.layout import MAIL_BYTES, Geometry
+from kvforge.protocol.messages import Step, Stop, WorkerHello
+from kvforge.protocol.tables import TablesReader, TablesWriter
+from kvforge.protocol.transport import router, worker_endpoint
 from worker.link import Link
 
 POOL, EPOCH = 0, 3

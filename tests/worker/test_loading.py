@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import worker.model as model_module
-from protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel, WorkerError
+from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel, WorkerError
 from tests.worker.gguf_files import write_gguf
 from worker.attention import ReferenceAttention
 from worker.device import Device

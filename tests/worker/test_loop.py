@@ -12,8 +12,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from protocol.errors import GpuError
-from protocol.messages import (
+from kvforge.protocol.errors import GpuError
+from kvforge.protocol.messages import (
     NO_FLOAT32,
     NO_INT32,
     ErrorInfo,

@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from protocol.errors import InvalidConfiguration
-from protocol.messages import WorkerWelcome
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.messages import WorkerWelcome
 from tests.worker.conftest import TINY
 from worker import memory
 from worker.config import CPU_KV_BYTES, WorkerConfig

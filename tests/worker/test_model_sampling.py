@@ -9,7 +9,7 @@ from typing import Any
 import gguf
 import pytest
 
-from protocol.messages import Sampling
+from kvforge.protocol.messages import Sampling
 from worker.loading import Source, model_sampling
 from worker.loading.sampling import UNSAID
 

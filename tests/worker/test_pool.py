@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import worker
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 from worker.device import Device, open_device
 from worker.pool import KV_DTYPES, KvGeometry, KvPool, LayerShape
 

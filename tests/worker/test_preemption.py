@@ -7,7 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, Sampling
 from tests.worker.test_runner import BLOCK_SIZE, PROMPTS, Bench, i4
 from worker.model import LoadedModel
 

@@ -19,8 +19,8 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 import worker
-from protocol.errors import GpuError, InvalidConfiguration, WorkerError
-from protocol.messages import WorkerWelcome
+from kvforge.protocol.errors import GpuError, InvalidConfiguration, WorkerError
+from kvforge.protocol.messages import WorkerWelcome
 from tests.worker.conftest import TINY
 from tests.worker.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
 from worker.attention import AttentionOptions, choose_attention, selftest

@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.errors import InvalidConfiguration
-from protocol.messages import RowStart, Sampling, Step
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.messages import RowStart, Sampling, Step
 from worker.model import LoadedModel
 from worker.pool import KvPool
 from worker.runner import PendingStep, Runner, StepOutcome

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from protocol.messages import RowStart, Sampling
+from kvforge.protocol.messages import RowStart, Sampling
 from worker.device import Device
 from worker.draws import philox, splitmix64, uniforms
 from worker.sampler import NO_TOKEN, SamplingState

@@ -10,7 +10,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from protocol.errors import WorkerError
+from kvforge.protocol.errors import WorkerError
 from worker.attention import AttentionOptions, ReferenceAttention, selftest, triton_attention
 from worker.attention.decode_plan import FIELDS
 from worker.attention.selftest import AttentionShape, self_test

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 from worker import model
 from worker.attention import AttentionOptions, triton_attention
 from worker.attention.selftest import AttentionShape, self_test

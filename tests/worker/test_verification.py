@@ -11,7 +11,7 @@ import pytest
 import torch
 import transformers
 
-from protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import UnsupportedModel
 from tests.worker.conftest import TINY
 from worker.device import Device
 from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention

@@ -14,7 +14,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from protocol.errors import KvforgeError, UnsupportedModel
+from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 from tests.worker.gguf_files import Tensors, write_gguf
 from worker.device import Device, open_device
 from worker.loading import build, find_source, fingerprint, read_config

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 from worker.device import Device
 
 from .batch import PagedBatch

@@ -17,7 +17,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidRequest
 from worker.device import Device, Staging
 
 PLANS_MAX = 1 << 18  # numbers of all plans of a static batch, each some 10,000 at most: a megabyte

@@ -16,7 +16,7 @@ from typing import Protocol
 
 import torch
 
-from protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidRequest
 
 from .batch import PagedBatch
 from .quantised import is_quantised

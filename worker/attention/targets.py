@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration
 from worker.device import Device
 
 HEAD_CLASSES = (64, 128, 256)  # head sizes are padded to the next one: powers of two, as Triton's tiles must be

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from protocol.errors import GpuError, KvforgeError, WorkerError
+from kvforge.protocol.errors import GpuError, KvforgeError, WorkerError
 from worker.device import Device, as_worker_error
 
 WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"

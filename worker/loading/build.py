@@ -8,7 +8,7 @@ import torch
 import transformers
 
 from kvforge.model_files import stored_tensors
-from protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
+from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
 
 from ..device import Device, as_worker_error
 from .configuration import sentence

@@ -10,7 +10,7 @@ import transformers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from kvforge.model_files import stored_tensors
-from protocol.errors import InvalidConfiguration, KvforgeError, ModelNotFound, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, ModelNotFound, UnsupportedModel
 
 from ..device import Device
 from .gguf_config import apply_metadata

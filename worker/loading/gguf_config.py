@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from typing import Any
 
-from protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import UnsupportedModel
 
 from .gguf_rope import GgufRope
 from .source import Source

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from kvforge.gguf_header import GgufHeader, GgufTensor
-from protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import UnsupportedModel
 
 from .rope import DIVIDED
 

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from protocol.errors import InvalidConfiguration, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, UnsupportedModel
 
 # Of `rope_parameters`: every frequency of the plain embedding is divided by a number of its own, in "divisors".
 DIVIDED = "kvforge_divided"

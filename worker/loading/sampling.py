@@ -12,9 +12,9 @@ import logging
 from typing import Any
 
 from kvforge.gguf_header import read_metadata
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import MODEL_DEFAULTS, Sampling
 from kvforge.sampling import Sampling as Choice
-from protocol.errors import InvalidRequest
-from protocol.messages import MODEL_DEFAULTS, Sampling
 
 from .source import Source
 

@@ -13,7 +13,7 @@ from typing import Any
 
 from kvforge.gguf_header import GgufHeader
 from kvforge.model_files import ModelFiles, check_files, find_files, gguf_model
-from protocol.errors import InvalidConfiguration, ModelNotFound
+from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
 # Configurations of known shapes, for dummy weights: MODEL_CONFIGS / "NAME.json".

@@ -1,0 +1,107 @@
+"""kvforge as it is installed: a wheel, used from a folder whose modules have the names of our own packages."""
+
+from __future__ import annotations
+
+import ast
+import os
+import subprocess
+import sys
+import zipfile
+from pathlib import Path
+
+import pytest
+
+from tests.integration.running import Process, tiny_model
+
+pytest.importorskip("hatchling", reason="builds the wheel; it is in the extra dev")
+REPOSITORY = Path(__file__).parents[2]
+OURS = ("protocol", "coordinator", "worker", "loadtest")
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder into which the wheel was installed: a wheel is a zip of what belongs there."""
+    folder = tmp_path_factory.mktemp("installed")
+    command = [sys.executable, "-m", "hatchling", "build", "-t", "wheel", "-d", str(folder / "dist")]
+    subprocess.run(command, cwd=REPOSITORY, check=True, capture_output=True, timeout=120)
+    (wheel,) = (folder / "dist").glob("*.whl")
+    with zipfile.ZipFile(wheel) as archive:
+        archive.extractall(folder / "site")
+    return folder / "site"
+
+
+@pytest.fixture
+def users(tmp_path: Path) -> Path:
+    """A user's folder: modules of these names are theirs, and whoever of us imports one of them by mistake fails."""
+    for name in OURS:
+        (tmp_path / f"{name}.py").write_text(
+            f"if __name__ != {name!r}: raise SystemExit('the wrong {name}')\nWHOSE = 'the user'\n"
+        )
+    return tmp_path
+
+
+def environment(installed: Path, *before: Path) -> dict[str, str]:
+    """The wheel instead of the checkout; `before` it what the user has in PYTHONPATH."""
+    paths = [str(path) for path in (*before, installed)]
+    return {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "PYTHONDONTWRITEBYTECODE": "1"}
+
+
+SCRIPT = """
+import sys
+from kvforge import Client, Sampling, KvforgeError
+import kvforge, kvforge.cli, kvforge.up, kvforge.text
+assert kvforge.__file__.startswith(sys.argv[1]), kvforge.__file__
+assert sys.modules[Client.__module__].__file__.startswith(sys.argv[1])
+ours = [name for name in sys.modules if name.partition(".")[0] in ("protocol", "coordinator", "worker", "loadtest")]
+assert not ours, ours
+import protocol, coordinator, worker, loadtest
+assert {module.WHOSE for module in (protocol, coordinator, worker, loadtest)} == {"the user"}
+with Client("ipc:///nobody") as kv:
+    assert kv.endpoint
+print("served")
+"""
+
+
+@pytest.mark.parametrize("first", ["beside the script", "in PYTHONPATH"])
+def test_a_client_and_the_users_modules_do_not_meet(installed: Path, users: Path, first: str) -> None:
+    script = (users if first == "beside the script" else users / "elsewhere") / "script.py"
+    script.parent.mkdir(exist_ok=True)
+    script.write_text(SCRIPT)
+    before = () if first == "beside the script" else (users,)
+    ran = subprocess.run(
+        [sys.executable, str(script), str(installed)],
+        env=environment(installed, *before),
+        cwd=users,
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "served\n", "")
+
+
+def test_up_starts_our_processes_wherever_it_is_called(
+    installed: Path, users: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(users)
+    model, runtime = tiny_model(users), users / "r"
+    options = ("--model", str(model), "--load-format", "dummy", "--device", "cpu", "--blocks", "64", "--threads", "1")
+    with Process("--runtime-dir", str(runtime), "up", *options, **environment(installed, users)) as running:
+        running.expect("ready: 1 worker")
+    assert "the wrong" not in running.text
+
+
+def test_the_wheel_is_typed_and_holds_nothing_twice(installed: Path) -> None:
+    assert (installed / "kvforge" / "py.typed").is_file()
+    assert (installed / "kvforge" / "protocol" / "messages.py").is_file()
+    top = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
+    assert top == {"kvforge", "coordinator", "worker", "loadtest"}
+
+
+def test_the_protocol_imports_only_itself() -> None:
+    """By relative imports: so it is the same package whatever it lies in."""
+    for path in sorted((REPOSITORY / "protocol").glob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
+            if isinstance(node, ast.ImportFrom) and not node.level:
+                names = [node.module or ""]
+            assert not [name for name in names if name.partition(".")[0] in ("kvforge", *OURS)], (path.name, names)
