@@ -250,7 +250,7 @@ class GetRequest(Message, frozen=True, tag="get_request"):
 
 
 class ListRequests(Message, frozen=True, tag="list_requests"):
-    """Newest first; `count_max` is bounded by the coordinator's configuration."""
+    """Newest first; `count_max` is bounded by the coordinator's configuration, the answer by what a message holds."""
 
     rid: int
     count_max: int = 100

@@ -9,6 +9,7 @@ acknowledged, and never for a free block.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -28,7 +29,19 @@ class PrefixStore:
         self.hash = np.zeros(blocks_max, np.uint64)
         self.parent = np.zeros(blocks_max, np.int64)
         self.tokens = np.zeros((blocks_max, block_size), np.int32)
-        self.contents = self.tokens.view(f"V{4 * block_size}")[:, 0]  # the same, an item a block: quicker to gather
+        self._show()
+
+    def _show(self) -> None:
+        width = 4 * self.tokens.shape[1]
+        self.contents = self.tokens.view(f"V{width}")[:, 0]  # the same, an item a block: quicker to gather
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "contents"}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        """A copy shows its own tokens: a hit must never be compared with another store's."""
+        self.__dict__.update(state)
+        self._show()
 
 
 class PrefixIndex:

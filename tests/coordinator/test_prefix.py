@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import numpy as np
 import pytest
 
@@ -249,3 +251,14 @@ def test_a_candidate_with_the_same_tokens_after_another_parent_is_no_hit(make_po
     assert index.match(salt, tokens, own).size == 2
     forged = np.array([own[0], other[1]])  # as if the two chains had collided: the same tokens, after another block
     assert index.match(salt, tokens, forged).tolist() == index.match(salt, tokens, own)[:1].tolist()
+
+
+def test_a_copy_of_the_entries_is_compared_with_its_own_tokens(make_pool: MakePool) -> None:
+    driver, _ = make_pool()
+    served(driver, PROMPT)
+    store = driver.machine.cache.store
+    copy = pickle.loads(pickle.dumps(store))  # noqa: S301 - our own bytes
+    assert np.shares_memory(copy.tokens, copy.contents)
+    copy.tokens[0, 0] += 1
+    assert copy.contents[0].tobytes() == copy.tokens[0].tobytes() != store.contents[0].tobytes()
+    assert len(pickle.dumps(store)) < store.tokens.nbytes + store.hash.nbytes + store.parent.nbytes + 2000

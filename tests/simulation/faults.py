@@ -633,6 +633,19 @@ def row_that_cannot_go_on_kept() -> list[Patch]:
 
 
 @fault
+def floor_spares_nobody() -> list[Patch]:
+    """A row is preempted for another tenant's, though all that its own tenant holds is kept for that one."""
+    real = victims.choose
+
+    def choose(cache: Any, requests: Any, order: Any, candidates: Any, short: int) -> int | None:
+        s = cache.sequences
+        asked = candidates[:1]
+        return real(cache, requests, order, np.flatnonzero(s.running & (s.pool == s.pool[asked])), short)
+
+    return [(victims, "choose", choose)]
+
+
+@fault
 def passed_never_counted() -> list[Patch]:
     """A request that finds no room is passed by smaller ones for ever."""
     return [(Admission, "_passes", lambda self, request, blocked: None)]

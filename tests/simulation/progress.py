@@ -58,12 +58,19 @@ class Progress:
                 f"livelock: {self._fruitless_max} steps of {group.name} only computed again what had been computed"
             )
 
-    def preempted(self, request: Request) -> None:
-        """The scheduler is about to preempt a running request: never the oldest of a pool, unless it is alone there.
+    def preempted(self, request: Request, asking: int) -> None:
+        """The scheduler is about to preempt a running request for the row in slot `asking`: never the oldest of a pool,
+        unless it is alone there, and never one of another tenant that is within its floor.
 
         At a tenant's ceiling it is alone where no other request of the tenant runs in the pool.
         """
         s, order = self._machine.cache.sequences, self._machine.admission.runs.order
+        floor = int(self._machine.cache.tenants.floor[request.tenant])
+        usage = int(self._machine.cache.groups[int(s.pool[request.slot])].pool.usage[request.tenant])
+        if s.tenant[asking] != request.tenant and 0 < usage <= floor:
+            raise Violation(
+                f"request {request.id} is preempted though its tenant holds {usage} of its floor of {floor}"
+            )
         sharing = s.running & (s.pool == s.pool[request.slot])
         rivals = sharing & (s.tenant == request.tenant) if self._settings.quotas else sharing
         if np.count_nonzero(rivals) > 1 and order[sharing].min() == order[request.slot]:

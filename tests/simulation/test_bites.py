@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from random import Random
+
 import pytest
 
+from coordinator.core.limits import Quota
+from tests.simulation.actions import Drawer
 from tests.simulation.faults import FAULTS, plant
-from tests.simulation.runner import run_seed
+from tests.simulation.runner import Outcome, play, run_seed
+from tests.simulation.settings import Settings
 
 EVENTS = 800
 SEEDS_MAX = 60
@@ -45,6 +50,27 @@ LIKELY = {
     "crash_never_counted": 5,
     "suspect_runs_among_others": 19,
 }
+# A world for what the drawn ones hardly meet: many rows in a pool that is too small for them, and floors.
+CROWDED = Settings(
+    block_size=1,
+    context_blocks=16,
+    sequences_max=12,
+    queue_max=12,
+    step_rows_max=6,
+    step_tokens_max=24,
+    workers=(26,),
+    clients=3,
+    quotas={"ant": Quota(floor=9), "bee": Quota(floor=4)},
+    long_us=5_000,
+    gap_us=250,
+)
+IN_A_CROWD = {"floor_spares_nobody"}
+
+
+def run_crowded(seed: int) -> Outcome:
+    """The crowded world, with actions drawn from the seed."""
+    drawer = Drawer(CROWDED, Random(f"crowded/{seed}"))
+    return play(seed, CROWDED, drawer.actions(), EVENTS, check_every=4)
 
 
 def found_by(name: str) -> tuple[int | None, str]:
@@ -52,7 +78,7 @@ def found_by(name: str) -> tuple[int | None, str]:
     likely = LIKELY.get(name, 0)
     with plant(name):
         for seed in (likely, *(seed for seed in range(SEEDS_MAX) if seed != likely)):
-            outcome = run_seed(seed, EVENTS, check_every=4)
+            outcome = run_crowded(seed) if name in IN_A_CROWD else run_seed(seed, EVENTS, check_every=4)
             if outcome.error:
                 return seed, outcome.error
     return None, ""
@@ -76,3 +102,6 @@ def test_the_core_without_faults_passes_the_same_seeds() -> None:
     for seed in sorted({*range(SEEDS_SOUND), *LIKELY.values()}):
         outcome = run_seed(seed, EVENTS, check_every=4)
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
+    for seed in range(4):
+        outcome = run_crowded(seed)
+        assert not outcome.error, f"crowded, seed {seed}: {outcome.error}\n{outcome.where}"

@@ -34,7 +34,7 @@ from coordinator.core.events import (
 )
 from coordinator.core.groups import Group
 from coordinator.core.machine import Machine
-from coordinator.core.requests import Request
+from coordinator.core.requests import NO_SLOT, Request
 from coordinator.core.residence import Residence
 from coordinator.outbox import Sent
 from coordinator.turn import TurnLimits, TurnLoop
@@ -174,6 +174,8 @@ class World:
         machine.admission.waiting.add = self._added  # type: ignore[method-assign]
         self._requeue = machine.admission.requeue
         machine.admission.requeue = self._requeued  # type: ignore[method-assign]
+        self._make_way, self._asking = machine.scheduler._make_way, NO_SLOT
+        machine.scheduler._make_way = self._making_way  # type: ignore[method-assign]
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Snapshots of the core end here: it holds references to the world that watches it."""
@@ -298,10 +300,15 @@ class World:
         self._start(request, residence, now_us)
         self._progress.started(request)
 
+    def _making_way(self, group: Group, slot: int, count: int, now_us: int) -> bool:
+        """Room is made for a row: whoever is preempted meanwhile is preempted for it."""
+        self._asking = slot
+        return self._make_way(group, slot, count, now_us)
+
     def _requeued(self, request: Request, now_us: int) -> None:
         """A running request waits again: because its worker is gone, or because the scheduler wants its blocks."""
         if isinstance(self.cause, Turn) and request.worker in self._names():
-            self._progress.preempted(request)
+            self._progress.preempted(request, self._asking)
         self._requeue(request, now_us)
 
     def _names(self) -> set[str]:
