@@ -178,6 +178,15 @@ def masked(scores: list[float], top_k: int = 0, top_p: float = 1.0) -> list[int]
     return mask[0].nonzero().flatten().tolist()
 
 
+def test_each_row_keeps_its_own_number_of_tokens_beside_any_other() -> None:
+    """top_k of 1 above all: whoever asks for it is greedy, whatever else is in the batch."""
+    top_k = torch.arange(VOCAB + 1)
+    scores = torch.randn((VOCAB + 1, VOCAB), dtype=torch.float64, generator=torch.Generator().manual_seed(3))
+    mask = most_likely_mask(scores, top_k, torch.ones(VOCAB + 1, dtype=torch.float64), VOCAB)
+    for count, row, kept_here in zip([VOCAB, *range(1, VOCAB + 1)], scores, mask, strict=True):
+        assert set(kept_here.nonzero().flatten().tolist()) == set(row.topk(count).indices.tolist())
+
+
 def test_edges_of_the_filters() -> None:
     assert masked([1.0, 5.0, 5.0, 5.0, 0.0], top_k=2) == [1, 2]  # of equal ones the lowest ids
     assert masked([1.0, 5.0, 2.0], top_p=1e-9) == [1]
