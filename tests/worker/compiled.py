@@ -1,0 +1,169 @@
+"""What the compiler makes of every kernel in every configuration, kept in tests/data/compiled, so that only what has
+changed is compiled again.
+
+    python -m tests.worker.compiled [--target gfx942 ...]      # compiles what is missing, and writes the files anew
+    python -m tests.worker.compiled --print --target gfx942    # a line of JSON for each configuration: for the tests
+
+To compile all of them takes a core three minutes for each target. So a result is kept under a *fingerprint*, which
+covers all that it depends on: Triton's version, the target, what the launcher says of the arguments, the code of the
+kernel and of every function it calls (without comments), and the code that reads the assembly. A result whose
+fingerprint is not in the file is compiled on the spot: a file that is out of date makes the tests slow, never wrong.
+That what is kept is true is seen by compiling a share of it again each time (`anew`), another one whenever anything
+changes.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import hashlib
+import inspect
+import json
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import asdict, astuple, replace
+from functools import cache
+from pathlib import Path
+from random import Random
+from typing import Any
+
+import triton
+import triton.language as tl
+
+from worker.attention import aot
+from worker.attention.aot import Compiled, Configuration, compile_one, configurations
+from worker.attention.targets import TARGETS, Target
+from worker.kernels.aot import layer_configurations, sampling_configurations
+
+FOLDER = Path(__file__).parents[1] / "data" / "compiled"
+SHARE = 1  # of each kernel, compiled again each time
+READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)
+
+
+def every(target: Target) -> list[Configuration]:
+    return configurations(target) + layer_configurations(target) + sampling_configurations(target)
+
+
+def fingerprint(configuration: Configuration, target: Target) -> str:
+    """Equal where the compiler and what is read from its work would be equal."""
+    made = configuration.specialisation
+    options = {name: value for name, value in made.options.items() if name != "extern_libs"}  # paths of this machine
+    parts = (
+        *(triton.__version__, target.backend, target.arch, target.warp_size, target.matrix, code_of(made.kernel.fn)),
+        *(made.types, made.constants, made.attributes, options, [_plain(function) for function in READING]),
+    )
+    return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
+
+
+@cache
+def code_of(function: Any) -> str:
+    """The code of a kernel and of every function of ours that it calls, and the constants that they read."""
+    done: dict[str, str] = {}
+    waiting = [function]
+    while waiting:
+        here = waiting.pop()
+        name = f"{here.__module__}.{here.__qualname__}"
+        if name in done:
+            continue
+        done[name] = _plain(here)
+        for used in sorted({node.id for node in ast.walk(ast.parse(done[name])) if isinstance(node, ast.Name)}):
+            found = here.__globals__.get(used)
+            called = getattr(found, "fn", None)
+            if called is not None and not called.__module__.startswith("triton."):
+                waiting.append(called)
+            elif isinstance(found, tl.constexpr):
+                done[f"{here.__module__}.{used}"] = repr(found.value)
+            elif isinstance(found, (int, float, str)):
+                done[f"{here.__module__}.{used}"] = repr(found)
+    return repr(sorted(done.items()))
+
+
+@cache
+def _plain(function: Any) -> str:
+    """Its code without comments, docstring and decorators."""
+    tree = ast.parse(textwrap.dedent(inspect.getsource(function)))
+    definition = tree.body[0]
+    assert isinstance(definition, ast.FunctionDef)
+    definition.decorator_list.clear()
+    if ast.get_docstring(definition) is not None:
+        del definition.body[0]
+    return ast.unparse(tree)
+
+
+def kept(target: Target) -> dict[str, Compiled]:
+    """By fingerprint."""
+    path = FOLDER / f"{target.name}.txt"
+    results = {}
+    for line in path.read_text().splitlines() if path.exists() else ():
+        key, *found, label = line.split(" ", 8)
+        registers, spills, scalar, local, unordered, shared, matrix = map(int, found)
+        numbers = (registers, spills, scalar, local, unordered, shared, matrix)
+        results[key] = Compiled(target.name, label, *numbers, wants_matrix=matrix > 0, seconds=0.0)
+    return results
+
+
+def results(target: Target) -> Iterator[tuple[str, Compiled, bool]]:
+    """(fingerprint, result, whether it was kept and not compiled now) of every configuration."""
+    before = kept(target)
+    for configuration in every(target):
+        key = fingerprint(configuration, target)
+        if key in before:
+            told = replace(before[key], label=configuration.label, wants_matrix=configuration.matrix)
+            yield key, told, True
+        else:
+            yield key, compile_one(configuration, target), False
+
+
+def anew(target: Target) -> Iterator[tuple[Compiled, Compiled]]:
+    """Of some configurations of each kernel what is kept, and what the compiler makes of them now."""
+    before = kept(target)
+    random = Random("".join(before))
+    kernels: dict[str, list[Configuration]] = {}
+    for configuration in every(target):
+        if fingerprint(configuration, target) in before:
+            kernels.setdefault(configuration.specialisation.kernel.__name__, []).append(configuration)
+    for each in kernels.values():
+        for configuration in random.sample(each, min(SHARE, len(each))):
+            yield before[fingerprint(configuration, target)], compile_one(configuration, target)
+
+
+def numbers(result: Compiled) -> tuple[int, ...]:
+    """What is kept of it."""
+    return tuple(int(number) for number in astuple(result)[2:9])
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile every kernel in every configuration that has changed.")
+    names = [name for name, target in TARGETS.items() if target.backend != "cpu" and (FOLDER / f"{name}.txt").exists()]
+    parser.add_argument("--target", nargs="+", choices=TARGETS, default=names)
+    parser.add_argument(
+        "--print", action="store_true", help="a line of JSON for each configuration; nothing is written"
+    )
+    arguments = parser.parse_args()
+    if arguments.print:
+        (target,) = (TARGETS[name] for name in arguments.target)
+        for _, result, _ in results(target):
+            print(json.dumps(["all", asdict(result)]))
+        for before, now in anew(target):
+            print(json.dumps(["anew", numbers(before), numbers(now), now.label]))
+        return 0
+    if len(arguments.target) == 1:
+        return _renew(TARGETS[arguments.target[0]])
+    # A process for each: after gfx950, Triton 3.6 uses some of its instructions for other targets as well.
+    command = [sys.executable, "-m", "tests.worker.compiled", "--target"]
+    return max(subprocess.run([*command, name], check=False).returncode for name in arguments.target)
+
+
+def _renew(target: Target) -> int:
+    found = list(results(target))
+    lines = {key: f"{key} {' '.join(map(str, numbers(result)))} {result.label}\n" for key, result, _ in found}
+    FOLDER.mkdir(exist_ok=True)
+    (FOLDER / f"{target.name}.txt").write_text("".join(lines.values()))
+    print(f"{target.name}: {len(lines)} configurations, {sum(not was_kept for *_, was_kept in found)} compiled now")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
