@@ -4,13 +4,22 @@ from __future__ import annotations
 
 import asyncio
 import gc
-from collections.abc import Awaitable, Callable
+import tempfile
+from collections.abc import Awaitable, Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from kvforge import AsyncClient, AsyncRequest, Client, Finished
 from tests.kvforge.fake_coordinator import DEADLINE_S, Running
+
+
+@pytest.fixture(scope="module")
+def fake() -> Iterator[Running]:
+    """One for all of these tests: they do it no harm."""
+    with tempfile.TemporaryDirectory(prefix="kvf", dir="/tmp") as folder, Running(Path(folder)) as running:
+        yield running
 
 
 def test_a_request_is_cancelled_by_its_handle(kv: Client) -> None:
@@ -103,7 +112,7 @@ def test_a_cancelled_task_cancels_what_it_read(fake: Running, reader: Reader) ->
 @pytest.mark.parametrize("how", ["detached", "key", "attached", "two readers"])
 def test_what_can_be_asked_for_again_goes_on(fake: Running, reader: Reader, how: str) -> None:
     async def main(kv: AsyncClient) -> None:
-        options: dict[str, Any] = {"detached": {"detached": True}, "key": {"key": "k"}}.get(how, {})
+        options: dict[str, Any] = {"detached": {"detached": True}, "key": {"key": reader.__name__}}.get(how, {})
         request = await kv.submit([1], max_tokens=9, tenant="hang", **options)
         async with AsyncClient(fake.endpoint, timeout_s=5) as other:
             if how == "attached":
