@@ -127,7 +127,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         """Bounds of the clients' socket."""
         limits = self.limits
         room = Room(queue_messages_max=limits.client_buffer_messages, queue_bytes_max=limits.client_buffer_bytes)
-        return self._peer_limits(limits.clients_max, room)
+        turn_us = int(limits.client_ms_per_turn_max * 1000)  # the loop's own budget is the same: it counts answers, too
+        return msgspec.structs.replace(self._peer_limits(limits.clients_max, room), turn_us=turn_us)
 
     def worker_limits(self) -> PeerLimits:
         """Bounds of the workers' socket."""

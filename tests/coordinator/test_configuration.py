@@ -11,6 +11,7 @@ import msgspec
 import pytest
 
 import coordinator.core
+from coordinator.config import CoordinatorConfig, LimitsSection
 from coordinator.core.limits import MAY_BE_ZERO, Limits, Quota
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from kvforge.protocol.messages import GetHealth, WorkerHello
@@ -270,3 +271,8 @@ def test_the_import_contracts_hold() -> None:
         cwd=root,
     )
     assert "the core is pure: no I/O, no clock, no randomness, no sockets, no threads KEPT" in done.stdout, done.stderr
+
+
+def test_the_time_of_a_turn_for_clients_is_one_setting() -> None:
+    config = CoordinatorConfig(limits=LimitsSection(client_ms_per_turn_max=7.5))
+    assert config.client_limits().turn_us == 7_500
