@@ -12,7 +12,7 @@ MAKEFLAGS += --no-print-directory
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
 	@echo "make test   every check and every test"
-	@echo "make amd    every kernel interpreted for AMD's GPUs: half an hour of one core"
+	@echo "make amd    every kernel interpreted for AMD's GPUs: a quarter of an hour of one core"
 	@echo "make venv   the environment alone      make check   ruff, mypy, import contracts"
 
 $(VENV)/.ready: pyproject.toml
@@ -39,7 +39,7 @@ test: check
 
 # `make amd TARGETS=gfx942` for one of them.
 amd: venv
-	$(BIN)/python -m tests.amdgcn.suite $(addprefix --target ,$(TARGETS))
+	$(BIN)/python -m tests.amdgcn.suite $(if $(TARGETS),--target $(TARGETS))
 
 # Every Triton that torch's releases bring, fetched for a look at its names (1.3 GB): see tests/worker/triton_names.py.
 triton-versions: venv
