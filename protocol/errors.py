@@ -31,7 +31,8 @@ KvforgeError
  ├─ DeadlineExceeded          deadline_exceeded      the wait or the request ran out of time
  ├─ UnsupportedModel          unsupported_model      refused at load, by name
  ├─ WorkerError               worker_error           a worker failed while running a request
- │   └─ GpuError              gpu_error              the device failed (out of memory, fault)
+ │   ├─ GpuError              gpu_error              the device failed (out of memory, fault)
+ │   └─ KernelError           kernel_error           a kernel is wrong on this device, or does not compile for it
  └─ InternalError             internal_error         a fault of kvforge's own
 """
 
@@ -288,6 +289,12 @@ class WorkerError(KvforgeError):
 
 class GpuError(WorkerError):
     code = "gpu_error"
+
+
+class KernelError(WorkerError):
+    """A new start would find the same: the message says what to set instead."""
+
+    code = "kernel_error"
 
 
 class InternalError(KvforgeError):

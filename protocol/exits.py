@@ -8,6 +8,7 @@ from .errors import (
     DeadlineExceeded,
     InvalidConfiguration,
     InvalidRequest,
+    KernelError,
     KvforgeError,
     NotFound,
     Unavailable,
@@ -21,7 +22,8 @@ MEANINGS: dict[int, str] = {
     OK: "done; for `status` and `health`: ready to serve; for `up`: stopped as asked",
     FAILED: "failed, refused, or (`status`, `health`) not ready",
     USAGE: "wrong usage or input: an argument, a setting, or a name of a model, request or file that is not there",
-    UNAVAILABLE: "not available: no coordinator or worker, the runtime folder in use, a model that cannot be served",
+    UNAVAILABLE: "not available: no coordinator or worker, the runtime folder in use, a model that cannot be served "
+    "here (or a kernel that it needs)",
     TIMED_OUT: "no answer in time",
     INTERRUPTED: "interrupted by Ctrl-C (128 + the signal's number; 143 for SIGTERM)",
 }
@@ -33,6 +35,7 @@ STATUSES: tuple[tuple[type[KvforgeError], int], ...] = (
     (NotFound, USAGE),
     (Unavailable, UNAVAILABLE),
     (UnsupportedModel, UNAVAILABLE),
+    (KernelError, UNAVAILABLE),
     (DeadlineExceeded, TIMED_OUT),
     (KvforgeError, FAILED),
 )

@@ -1,7 +1,8 @@
 """python -m worker --config FILE.toml
 
-Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 the device or a kernel failed (a new start may help), 2
-wrong configuration or no such model, 3 could not start (model not supported, no torch, no coordinator, refused by it).
+Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 the device failed (a new start may help), 2 wrong
+configuration or no such model, 3 could not start, and would not again (model not supported, a kernel that is wrong here
+or does not compile, no torch, no coordinator, refused by it).
 """
 
 from __future__ import annotations

@@ -24,9 +24,10 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvforge.protocol.errors import GpuError, InvalidConfiguration, WorkerError
+from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
 
 KINDS = ("cpu", "cuda", "hip", "auto")
+WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"
 # Two steps are under way at most, and a third is being packed.
 STAGING_RING = 3
 KERNEL_COPY_MAX = 1 << 18  # numbers; more go by a copy engine. Where that is the faster one was not measured
@@ -373,14 +374,13 @@ class Device:
 
     @contextlib.contextmanager
     def errors(self, doing: str) -> Iterator[None]:
-        """Turns a failure of torch or of Triton while `doing` something into WorkerError, or GpuError where the device
-        failed."""
+        """Turns a failure of torch or of Triton while `doing` something into what `as_worker_error` says."""
         try:
             yield
         except (RuntimeError, MemoryError) as error:
             raise as_worker_error(error, doing, self) from error
         except Exception as error:
-            if type(error).__module__.partition(".")[0] != "triton":
+            if not _is_tritons(error):
                 raise
             raise as_worker_error(error, doing, self) from error
 
@@ -393,12 +393,27 @@ def _capture_stream(device: torch.device) -> torch.cuda.Stream:
 
 
 def as_worker_error(error: BaseException, doing: str, device: Device) -> WorkerError:
-    """The typed error for what torch raised: GpuError for a device's own failures, else WorkerError."""
+    """The typed error for what torch or Triton raised: GpuError for a device's own failures, KernelError for a kernel
+    that does not compile, else WorkerError."""
+    if _is_tritons(error):
+        return KernelError(f"{doing} failed on {device.name}: {compilers_words(error)}; {WAY_OUT}")
     first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
     message = f"{doing} failed on {device.name}: {type(error).__name__}: {first_line}"
     accelerator_error: type[BaseException] = getattr(torch, "AcceleratorError", torch.OutOfMemoryError)
     device_failed = isinstance(error, (torch.OutOfMemoryError, accelerator_error))  # a CPU raises neither
-    return GpuError(message) if device_failed else WorkerError(message)
+    no_memory = first_line.startswith("Triton Error [") and "out of memory" in first_line  # to load a kernel into
+    return GpuError(message) if device_failed or no_memory else WorkerError(message)
+
+
+def compilers_words(error: BaseException) -> str:
+    """Its class, and its last line: a compiler quotes the source first, and then says what is wrong with it."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip(" \t^")]
+    return ": ".join([type(error).__name__, *lines[-1:]])
+
+
+def _is_tritons(error: BaseException) -> bool:
+    """What its compiler raises, and a launch that asks for more than the device has."""
+    return type(error).__module__.partition(".")[0] == "triton"
 
 
 def open_device(kind: str = "auto", index: int = 0, kernels: bool = True) -> Device:

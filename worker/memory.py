@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from kvforge.protocol.errors import GpuError
+from kvforge.protocol.errors import GpuError, KernelError
 from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
 
 from .config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
@@ -79,7 +79,7 @@ def weight_bytes(model: LoadedModel) -> int:
 
 
 def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
-    """Blocks of the pool: as configured, else what fits. Errors: InvalidConfiguration, GpuError."""
+    """Blocks of the pool: as configured, else what fits. Errors: InvalidConfiguration, GpuError, KernelError."""
     device = model.device
     if config.blocks:
         return config.blocks
@@ -97,7 +97,7 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
 
 
 def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
-    """Bytes that the largest step and all graphs will take beside the pool. Errors: GpuError."""
+    """Bytes that the largest step and all graphs will take beside the pool. Errors: GpuError, KernelError."""
     device, block_size = model.device, model.geometry.block_size
     row_tokens = min(
         welcome.step_tokens_max, model.info.context_tokens_max, welcome.blocks_per_sequence_max * block_size
@@ -118,7 +118,8 @@ def _trial_bytes(model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int
             runner = make_runner(model, pool, welcome, graph_rows_max)
             outcome = runner.run(_largest_step(counts), tables)
             for error in outcome.errors[:1]:
-                raise GpuError(f"the largest step, {counts.sum()} tokens in {len(counts)} rows: {error.error.message}")
+                kind = KernelError if error.error.code == KernelError.code else GpuError
+                raise kind(f"the largest step, {counts.sum()} tokens in {len(counts)} rows: {error.error.message}")
             device.synchronize()
             step_bytes = free_before - device.free_bytes()
             graph_bytes = _graph_bytes(runner, graph_rows_max) if runner.graphs is not None else 0

@@ -192,7 +192,7 @@ def load_model(
     dummy weights. context_tokens_max: positions to serve, 0: what the model is said to have (see `loading.rope`).
     progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
     Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
-    kv_dtype, attention, block_size, context_tokens_max); WorkerError where a kernel is wrong on this device;
+    kv_dtype, attention, block_size, context_tokens_max); KernelError where one is wrong or does not compile;
     WorkerError or GpuError where memory runs out.
     """
     from .probe import bind_layers, bound_options, bound_shapes  # these two need our classes
@@ -249,14 +249,15 @@ def load_model(
         takes_logits_to_keep="logits_to_keep" in inspect.signature(module.forward).parameters,
         fused=fused,
     )
-    try:
-        verify(model)
-    except UnsupportedModel as error:
-        if fused is None:
-            raise
-        log.warning("%s; its layers are run one operation at a time", error)
-        model = replace(model, fused=None)
-        verify(model)
+    with device.errors("comparing the model with transformers' own"):
+        try:
+            verify(model)
+        except UnsupportedModel as error:
+            if fused is None:
+                raise
+            log.warning("%s; its layers are run one operation at a time", error)
+            model = replace(model, fused=None)
+            verify(model)
     progress("model loaded", 1.0)
     return model
 

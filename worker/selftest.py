@@ -13,8 +13,8 @@ import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
 
-from .device import Device, Landing, Mark, Staging
-from .kernels.check import WAY_OUT, require_right
+from .device import WAY_OUT, Device, Landing, Mark, Staging
+from .kernels.check import require_right
 from .sampler import NO_TOKEN, HostRows, SamplingState
 
 TEMPERATURES = (0.0, 1.0, 0.7, 0.0, 1.0)  # of the rows; the last two are not finite
@@ -24,14 +24,14 @@ LOGPROB_TOLERANCE = 1e-5
 
 @torch.inference_mode()
 def sampling_test(device: Device, vocab_size: int) -> None:
-    """Greedy rows, rows that draw, rows of NaN. Errors: WorkerError names the kernel and the vocabulary; GpuError."""
+    """Greedy rows, rows that draw, rows of NaN. Errors: KernelError names the kernel and the vocabulary; GpuError."""
     where = f"a vocabulary of {vocab_size}"
     require_right(device, "sampling", where, lambda: _choosing(device, vocab_size), WAY_OUT)
     require_right(device, "token feeding", where, lambda: _feeding(device, vocab_size), WAY_OUT)
 
 
 def copies_test(device: Device) -> None:
-    """There and back. Errors: WorkerError names the kernel and the number of numbers; GpuError."""
+    """There and back. Errors: KernelError names the kernel and the number of numbers; GpuError."""
     for count in COPIED:
         require_right(device, "copy", f"{count} numbers", _copying(device, count), WAY_OUT)
 

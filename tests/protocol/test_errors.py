@@ -40,7 +40,7 @@ STABLE_CODES = {
     "key_reused", "already_holder", "not_a_holder", "block_not_held",
     "stale_generation", "state_lost", "capacity_exceeded", "queue_full", "quota_exceeded", "unavailable",
     "coordinator_unavailable", "coordinator_in_use", "draining", "not_ready", "deadline_exceeded",
-    "unsupported_model", "worker_error", "gpu_error", "internal_error",
+    "unsupported_model", "worker_error", "gpu_error", "kernel_error", "internal_error",
 }  # fmt: skip
 
 

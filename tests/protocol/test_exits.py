@@ -34,7 +34,8 @@ def test_what_ends_a_worker_for_good_and_what_a_new_start_may_mend(capsys: pytes
         errors.Conflict("a worker of that name is connected already"): UNAVAILABLE,
         errors.ProtocolError("another version"): UNAVAILABLE,
         errors.GpuError("the device is lost"): FAILED,
-        errors.WorkerError("a kernel is wrong"): FAILED,
+        errors.KernelError("a kernel is wrong"): UNAVAILABLE,
+        errors.WorkerError("a forward pass failed"): FAILED,
         errors.InternalError("stopped by a second signal"): FAILED,
     }
     assert {error: _fail(error) for error in ends} == ends

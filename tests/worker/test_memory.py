@@ -10,8 +10,8 @@ from typing import cast
 
 import pytest
 
-from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.messages import WorkerWelcome
+from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, KvforgeError, WorkerError
+from kvforge.protocol.messages import ErrorInfo, RowError, WorkerWelcome
 from tests.worker.conftest import TINY
 from worker import memory
 from worker.config import CPU_KV_BYTES, WorkerConfig
@@ -66,6 +66,19 @@ def test_the_largest_step_is_tried_within_all_limits(
     taken = memory._trial_bytes(model, limits, graph_rows_max=8)
     assert taken > 0
     assert taken >= sizes << 20
+
+
+@pytest.mark.parametrize(
+    ("failed", "kind"), [(WorkerError("no room"), GpuError), (KernelError("no such instruction"), KernelError)]
+)
+def test_why_the_largest_step_failed_decides_whether_a_new_start_may_help(
+    failed: KvforgeError, kind: type[KvforgeError], model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    outcome = SimpleNamespace(errors=(RowError(0, ErrorInfo.of(failed)),))
+    monkeypatch.setattr(memory, "make_runner", lambda *_: SimpleNamespace(run=lambda *_: outcome))
+    with pytest.raises(kind, match=f"the largest step, 39 tokens in 8 rows: {failed}") as caught:
+        memory._trial_bytes(model, welcome(), graph_rows_max=8)
+    assert type(caught.value) is kind
 
 
 @pytest.mark.parametrize(("rows_max", "step_rows_max"), [(1, 8), (2, 8), (8, 8), (64, 20), (300, 512)])

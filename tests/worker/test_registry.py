@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
+import re
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import replace
 from importlib import import_module
@@ -19,7 +20,7 @@ from triton.compiler.errors import CompilationError
 from triton.runtime.errors import OutOfResources
 
 import worker
-from kvforge.protocol.errors import GpuError, InvalidConfiguration, WorkerError
+from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
 from kvforge.protocol.messages import WorkerWelcome
 from tests.worker.conftest import TINY
 from tests.worker.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
@@ -187,9 +188,8 @@ def test_a_kernel_that_is_wrong_or_does_not_compile_is_refused_at_start(
         started = replace(started, dtype=torch.float32, kv_dtype=torch.float32)
     stand_in = fault(kernel.function) if fault is Spoilt else fault()
     monkeypatch.setattr(import_module(kernel.module), kernel.name, stand_in)
-    with pytest.raises(WorkerError, match=r"kernels = 'reference'") as caught:
+    with pytest.raises(KernelError, match=r"kernels = 'reference'") as caught:
         kernel.check(started)
-    assert type(caught.value) is WorkerError
     words = str(caught.value)
     if fault is Spoilt:
         assert "kernel is wrong for" in words and stand_in.launches
@@ -205,12 +205,40 @@ def test_right_kernels_pass(model_type: str, serving: Callable[[str], Serving]) 
     registry.check_kernels(serving(model_type))
 
 
-def test_what_the_device_itself_fails_at_stays_its_failure(cpu: Device) -> None:
-    def fail() -> str:
-        raise torch.OutOfMemoryError("CUDA out of memory")
+DEVICE_FAILURES: list[Exception] = [  # a new start may find a device that is well, or has memory
+    torch.OutOfMemoryError("CUDA out of memory"),
+    torch.AcceleratorError("CUDA error: uncorrectable ECC error encountered"),
+    RuntimeError("Triton Error [CUDA]: out of memory"),
+]
+KERNEL_FAILURES: list[Exception] = [  # every start would find these again
+    torch.AcceleratorError("CUDA error: an illegal memory access was encountered"),
+    torch.AcceleratorError("CUDA error: misaligned address"),
+    RuntimeError("Triton Error [CUDA]: an illegal memory access was encountered"),
+    RuntimeError("PassManager::run failed"),
+    OutOfResources(140288, 101376, "shared memory"),
+]
 
-    with pytest.raises(GpuError, match="out of memory"):
-        require_right(cpu, "decode", "any", fail, "")
+
+@pytest.mark.parametrize("error", [*DEVICE_FAILURES, *KERNEL_FAILURES], ids=str)
+def test_what_the_device_itself_fails_at_stays_its_failure(error: Exception, cpu: Device) -> None:
+    def fail() -> str:
+        raise error
+
+    with pytest.raises(WorkerError, match=re.escape(str(error))) as caught:
+        require_right(cpu, "decode", "any", fail, "do this")
+    assert type(caught.value) is (GpuError if error in DEVICE_FAILURES else KernelError)
+    assert ("do this" in str(caught.value)) == (error in KERNEL_FAILURES)
+
+
+def test_a_kernel_that_does_not_compile_after_the_check_is_told_alike(cpu: Device) -> None:
+    """As in a trial of the largest step, whose tiles may be others."""
+    with pytest.raises(KernelError, match=r"shared memory.*; set kernels = 'reference'"), cpu.errors("trying"):
+        raise OutOfResources(140288, 101376, "shared memory")
+    with (
+        pytest.raises(KernelError, match=r"trying failed on .*: CompilationError: no such type; set"),
+        cpu.errors("trying"),
+    ):
+        raise CompilationError("def f():\n    x = 1\n", ast.parse("x = 1").body[0], "no such type")
 
 
 def test_a_compilers_quotation_is_left_out(cpu: Device) -> None:
@@ -218,7 +246,7 @@ def test_a_compilers_quotation_is_left_out(cpu: Device) -> None:
         raise CompilationError("def f():\n    x = 1\n", ast.parse("x = 1").body[0], "no such type")
 
     with pytest.raises(
-        WorkerError, match=r"the decode kernel cannot be .* for heads of 7: CompilationError: no such type; do"
+        KernelError, match=r"the decode kernel cannot be .* for heads of 7: CompilationError: no such type; do"
     ):
         require_right(cpu, "decode", "heads of 7", fail, "do")
 
@@ -259,9 +287,9 @@ def engine(folder: Path, **fields: Any) -> Engine:
 def test_the_way_out_launches_no_kernel(kv_dtype: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the start to sampled, filtered and copied rows. Without it the first kernel of the start is refused."""
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))  # nothing is remembered
-    with pytest.raises(WorkerError, match=r"AssertionError: .* was launched; .* kernels = 'reference'"):
+    with pytest.raises(KernelError, match=r"AssertionError: .* was launched; .* kernels = 'reference'"):
         engine(tmp_path, kv_dtype=kv_dtype)
-    with pytest.raises(WorkerError, match=r"AssertionError: .* was launched; set kernels = 'reference'"):
+    with pytest.raises(KernelError, match=r"AssertionError: .* was launched; set kernels = 'reference'"):
         engine(tmp_path, kv_dtype=kv_dtype, attention="reference")  # leaves the others to kernels
     made = engine(tmp_path, kv_dtype=kv_dtype, kernels="reference")
     assert [len(tokens) for tokens in tokens_of(made)] == [ROWS] * 5

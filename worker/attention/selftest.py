@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kvforge.models import default_cache_dir
-from worker.device import Device
-from worker.kernels.check import WAY_OUT, require_right
+from worker.device import WAY_OUT, Device
+from worker.kernels.check import require_right
 
 from .batch import Int32Array, PagedBatch
 from .interface import AttentionOptions, KvLayer, PagedAttention
@@ -63,7 +63,7 @@ def self_test(
     """Runs every kernel that layers of these shapes use. dtype: of the model; kv_dtype: of the pool.
 
     remembered_in: the folder for what has passed; None: `selftest` in the user's cache folder. The reference itself
-    has nothing to prove. Errors: WorkerError names the kernel and the shape that are wrong, or cannot be compiled;
+    has nothing to prove. Errors: KernelError names the kernel and the shape that are wrong, or cannot be compiled;
     GpuError.
     """
     if isinstance(attention, ReferenceAttention):

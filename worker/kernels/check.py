@@ -8,16 +8,24 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from kvforge.protocol.errors import GpuError, KvforgeError, WorkerError
-from worker.device import Device, as_worker_error
+from kvforge.protocol.errors import GpuError, KernelError, KvforgeError
+from worker.device import Device, as_worker_error, compilers_words
 
-WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"
+# What a kernel that is wrong makes a GPU report: a new start would end in the same way.
+KERNEL_FAULTS = (
+    "illegal memory access",
+    "illegal address",
+    "misaligned address",
+    "illegal instruction",
+    "invalid program counter",
+    "device-side assert",
+)
 
 
 def require_right(device: Device, kernel: str, configuration: str, check: Callable[[], str], way_out: str) -> None:
     """Runs `check`, which says what is wrong ("" where nothing is).
 
-    kernel, configuration: for people. way_out: what to do. Errors: WorkerError names all of them where the kernel is
+    kernel, configuration: for people. way_out: what to do. Errors: KernelError names all of them where the kernel is
     wrong, or does not compile, or cannot be launched; GpuError where the device itself fails.
     """
     try:
@@ -26,16 +34,10 @@ def require_right(device: Device, kernel: str, configuration: str, check: Callab
         raise
     except Exception as error:
         failure = as_worker_error(error, f"the self-test of the {kernel} kernel", device)
-        if isinstance(failure, GpuError):
+        if isinstance(failure, GpuError) and not any(fault in str(error) for fault in KERNEL_FAULTS):
             raise failure from error
         what = f"the {kernel} kernel cannot be compiled or launched for {configuration}"
-        raise WorkerError(f"self-test on {device.name}: {what}: {_said(error)}; {way_out}") from error
+        raise KernelError(f"self-test on {device.name}: {what}: {compilers_words(error)}; {way_out}") from error
     if problem:
         what = f"the {kernel} kernel is wrong for {configuration}"
-        raise WorkerError(f"self-test on {device.name}: {what}: {problem}; {way_out}")
-
-
-def _said(error: Exception) -> str:
-    """Its class, and its last line: a compiler quotes the source first, and then says what is wrong with it."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip(" \t^")]
-    return ": ".join([type(error).__name__, *lines[-1:]])
+        raise KernelError(f"self-test on {device.name}: {what}: {problem}; {way_out}")

@@ -69,7 +69,7 @@ class Kernel:
 
 
 def check_kernels(serving: Serving) -> None:
-    """Runs the check of every kernel that may be launched. Errors: WorkerError names the kernel; GpuError."""
+    """Runs the check of every kernel that may be launched. Errors: KernelError names the kernel; GpuError."""
     for check in dict.fromkeys(kernel.check for kernel in KERNELS):
         check(serving)
 

@@ -15,10 +15,10 @@ import torch
 
 from worker.attention import KvLayer
 from worker.attention.reference import rotate
-from worker.device import Device
+from worker.device import WAY_OUT, Device
 
 from . import LayerOperations, PlainOperations
-from .check import WAY_OUT, require_right
+from .check import require_right
 
 if TYPE_CHECKING:
     from worker.fusion import FusedDecoder
@@ -33,7 +33,7 @@ _Run = Callable[[LayerOperations], Any]
 def self_test(fused: FusedDecoder, device: Device) -> None:
     """Runs every operation of the first layer, and the head.
 
-    Errors: WorkerError names the kernel and the shape; GpuError.
+    Errors: KernelError names the kernel and the shape; GpuError.
     """
     if isinstance(fused.operations, PlainOperations):
         return
