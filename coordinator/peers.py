@@ -46,6 +46,7 @@ MESSAGE_S = 30.0
 STALL_S = 60.0
 DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not read: heartbeats may be stuck behind them
 FAULTS_MAX = 64
+TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
 ACCEPTS_MAX = 16
 ACCEPT_PAUSE_S = 0.1
 BACKLOG = 128
@@ -358,7 +359,7 @@ class Peers:
         if sent is Sent.GONE:
             self._end(connection)
         elif connection.queued_bytes:
-            if self._together:
+            if self._together and connection.queued_messages < TOGETHER_MAX:
                 self._unsent.add(connection)
             else:
                 self._write(connection)

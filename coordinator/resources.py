@@ -10,7 +10,7 @@ from kvforge.protocol.errors import InvalidConfiguration
 OTHER_DESCRIPTORS = 32  # standard streams, tables, lock, wake-ups, and what the interpreter opens for a moment
 DESCRIPTORS_MAX = 1 << 20  # where there is no limit at all
 M_MMAP_THRESHOLD = -3
-LARGE_BYTES = 256 << 10
+LARGE_BYTES = 4 << 20  # what comes and goes with every message is smaller
 
 
 def raise_descriptor_limit() -> int:

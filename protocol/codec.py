@@ -27,6 +27,9 @@ FRAME_BYTES_MAX = 64 << 20
 FRAMES_MAX = 2
 ITEMS_MAX = 1 << 16
 DEPTH_MAX = 12
+# One for all: its buffer is kept, where a new one would be asked of the system for each message. The interpreter's lock
+# is held while it packs what `_plain` made.
+_pack = msgpack.Packer(buf_size=16 << 10).pack
 INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 
 M = TypeVar("M", bound=Message)
@@ -47,7 +50,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
     for name in _FIELDS[cls]:
         body[name] = _plain(getattr(message, name))
     if not cls.FRAMES:
-        return [msgpack.packb(body)]
+        return [_pack(body)]
     sizes, parts = [], []
     for name, dtype in _ARRAYS[cls]:
         array = getattr(message, name)
@@ -55,9 +58,9 @@ def encode(message: Message) -> list[bytes | memoryview]:
         if array.size:
             parts.append(array.tobytes() if array.dtype == dtype else array.astype(dtype).tobytes())
     if not parts:
-        return [msgpack.packb(body)]
+        return [_pack(body)]
     body["n"] = sizes
-    return [msgpack.packb(body), parts[0] if len(parts) == 1 else b"".join(parts)]
+    return [_pack(body), parts[0] if len(parts) == 1 else b"".join(parts)]
 
 
 def is_step(frames: Sequence[bytes | memoryview]) -> bool:

@@ -56,6 +56,13 @@ def packed(message: Message, **changes: object) -> list[bytes]:
     return [msgpack.packb({key: value for key, value in body.items() if value is not ...}), *frames[1:]]
 
 
+def test_a_message_that_cannot_be_packed_leaves_nothing_in_the_next() -> None:
+    whole = encode(submit())
+    with pytest.raises(OverflowError):
+        encode(submit(tenant="a" * 100, rid=1 << 70))
+    assert encode(submit()) == whole
+
+
 def test_arrays_and_scalars_survive_the_round_trip() -> None:
     step = Step(
         step_id=9,
