@@ -1,8 +1,8 @@
 """Endpoints and socket options: the one place that knows how kvforge processes reach each other.
 
 `ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise.
-Every socket has a linger of zero, bounded queues and ZMTP heartbeats, so that a peer that is gone is noticed by
-ZeroMQ's own I/O thread and nothing waits for it.
+The coordinator speaks ZMTP itself (coordinator.peers). Clients and workers have a DEALER of ZeroMQ, made here: with a
+linger of zero, bounded queues and heartbeats, so that nothing waits for a coordinator that is gone.
 
 A client that reads too slowly fills its own queue, and from then on ZeroMQ takes nothing in for it, the answers to its
 heartbeats included. It must not take that for a dead coordinator and end its connection, with all that it had not read
@@ -87,20 +87,6 @@ def prepare_runtime_dir(runtime_dir: Path) -> None:
         raise InvalidConfiguration("runtime_dir", f"{runtime_dir} is writable by everyone: chmod 0700 it")
 
 
-def router(context: zmq.Context[zmq.Socket[bytes]], send_messages_max: int = SEND_MESSAGES_MAX) -> zmq.Socket[bytes]:
-    """A coordinator's socket. A send to a peer that is gone, or whose queue is full, raises instead of dropping.
-
-    send_messages_max: so many may wait here for each peer, besides those in the kernel and in the peer's own queue.
-    """
-    socket = context.socket(zmq.ROUTER)
-    _common(socket)
-    socket.setsockopt(zmq.SNDHWM, send_messages_max)
-    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
-    socket.setsockopt(zmq.ROUTER_HANDOVER, 0)
-    return socket
-
-
 def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     """A client's or worker's socket. It reconnects by itself, at growing intervals."""
     socket = context.socket(zmq.DEALER)
@@ -110,18 +96,14 @@ def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
 
 def configure_dealer(socket: zmq.Socket[bytes]) -> None:
     """Sets a DEALER's options (a zmq.asyncio socket takes the same)."""
-    _common(socket)
+    socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES_MAX)
+    socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
     socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
     socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
     # Nothing is queued for a coordinator that is not there: a send waits, bounded by its own timeout.
     socket.setsockopt(zmq.IMMEDIATE, 1)
-
-
-def _common(socket: zmq.Socket[bytes]) -> None:
-    socket.setsockopt(zmq.LINGER, 0)
-    socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES_MAX)
-    socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
-    socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
-    socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)

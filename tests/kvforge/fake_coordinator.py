@@ -21,9 +21,10 @@ from typing import Self
 import numpy as np
 import zmq
 
-from kvforge.protocol import errors, transport
+from kvforge.protocol import errors
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import Decoder, encode
+from tests.router import router
 
 DEADLINE_S = 20.0
 ASKED = ("count", "priority", "deadline_ms", "first_token_ms", "detached", "key")
@@ -70,7 +71,7 @@ class Fake:
     def serve(self) -> None:
         """Answers until killed."""
         context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = transport.router(context)
+        self.socket = router(context)
         self.socket.bind(self.endpoint)
         print("listening", flush=True)
         decoder = Decoder(m.CLIENT_MESSAGES)

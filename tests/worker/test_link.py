@@ -17,7 +17,8 @@ from kvforge.protocol import codec
 from kvforge.protocol.layout import MAIL_BYTES, Geometry
 from kvforge.protocol.messages import Step, Stop, WorkerHello
 from kvforge.protocol.tables import TablesReader, TablesWriter
-from kvforge.protocol.transport import router, worker_endpoint
+from kvforge.protocol.transport import worker_endpoint
+from tests.router import router
 from worker.link import Link
 
 POOL, EPOCH = 0, 3

@@ -1,0 +1,20 @@
+"""A coordinator's socket for stand-ins of a coordinator: ZeroMQ's own, where the real one speaks ZMTP itself."""
+
+from __future__ import annotations
+
+import zmq
+
+from kvforge.protocol import transport
+
+
+def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
+    """A ROUTER. A send to a peer that is gone, or whose queue is full, raises instead of dropping."""
+    socket = context.socket(zmq.ROUTER)
+    socket.setsockopt(zmq.LINGER, 0)
+    socket.setsockopt(zmq.SNDHWM, transport.SEND_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, transport.RECEIVE_MESSAGES_MAX)
+    socket.setsockopt(zmq.HEARTBEAT_IVL, transport.HEARTBEAT_INTERVAL_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TTL, transport.HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, transport.HEARTBEAT_TIMEOUT_MS)
+    socket.setsockopt(zmq.ROUTER_MANDATORY, 1)
+    return socket
