@@ -10,7 +10,7 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import NoReturn
+from typing import IO, NoReturn
 
 from kvforge.protocol.errors import KvforgeError
 
@@ -37,9 +37,16 @@ DEBUG = "KVFORGE_DEBUG"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a write to standard output may say
 
 
+class Parser(argparse.ArgumentParser):
+    """Its help is output like any other: where it cannot be written, that is an error (argparse passes over it)."""
+
+    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
+        print(self.format_help(), end="", file=file)
+
+
 def parser() -> argparse.ArgumentParser:
     """All commands and options."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="kvforge",
         description="Serve language models from a paged KV cache.",
         epilog=f"{table()}\n\n{DEBUG}=1 shows where an error came from.",

@@ -566,11 +566,12 @@ def test_a_table_lines_numbers_up(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out == "name   n\na      5\nlong  10\n"
 
 
+@pytest.mark.parametrize("words", [["version"], ["--help"], ["generate", "--help"]], ids=" ".join)
 @pytest.mark.parametrize("unbuffered", ["", "1"], ids=["at the end", "at once"])
-def test_output_that_cannot_be_written_is_said_in_one_line(unbuffered: str) -> None:
+def test_output_that_cannot_be_written_is_said_in_one_line(unbuffered: str, words: list[str]) -> None:
     with Path("/dev/full").open("w") as full:
         done = subprocess.run(
-            [sys.executable, "-m", "kvforge", "version"],
+            [sys.executable, "-m", "kvforge", *words],
             stdout=full,
             stderr=subprocess.PIPE,
             env={**os.environ, "PYTHONUNBUFFERED": unbuffered},
