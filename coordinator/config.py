@@ -10,7 +10,7 @@ from kvforge.protocol import logs
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.settings import convert, expand, load
-from kvforge.protocol.transport import default_runtime_dir
+from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir
 
 from .connection import Room
 from .core.limits import Limits, Quota
@@ -20,6 +20,7 @@ from .peers import PeerLimits
 SECONDS = (
     ("limits", "deadline_max_s", 1e-6),
     ("limits", "lease_s", 0.0),
+    ("limits", "silence_s", 2.0),  # an idle loop looks once a second
     ("limits", "client_ms_per_turn_max", 1e-3),
     ("schedule", "ageing_s", 1e-6),
     ("schedule", "step_timeout_s", 1e-6),
@@ -38,6 +39,8 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     clients, or of workers, that have begun and not ended.
     messages_per_turn_max, client_bytes_per_turn_max, client_ms_per_turn_max: so much of what clients send is looked at,
     connection by connection in turn, before workers are looked at again.
+    silence_s: a client or worker from which nothing comes for so long, heartbeats neither, is taken for gone; the
+    process of a worker is killed then, for its successor.
     """
 
     sequences_max: int = 256
@@ -60,6 +63,7 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     samples_max: int = 256
     deadline_max_s: float = 86_400.0
     lease_s: float = 10.0
+    silence_s: float = HEARTBEAT_TIMEOUT_MS / 1000
 
 
 class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -145,6 +149,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             admitted_max=admitted_max,
             strangers_max=limits.strangers_max,
             partial_bytes_max=limits.partial_bytes_max,
+            silence_ms=int(limits.silence_s * 1000),
             room=room,
         )
 

@@ -59,13 +59,15 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one listening socket, all its connections together.
 
     strangers_max: connections that have not said hello. partial_bytes_max: held for messages that have not ended.
-    turn_us: for so long messages are handed out in one turn, but for one.
+    turn_us: for so long messages are handed out in one turn, but for one. silence_ms: a peer from which nothing comes
+    for so long, heartbeats neither, is taken for gone.
     """
 
     admitted_max: int = 256
     strangers_max: int = 64
     partial_bytes_max: int = 256 << 20
     turn_us: int = 2_000
+    silence_ms: int = transport.HEARTBEAT_TIMEOUT_MS
     room: Room = Room()
 
     @property
@@ -97,8 +99,9 @@ class Peers:
         self.limits = limits if limits is not None else PeerLimits()
         self.kind = kind
         self._numbers, self._on_silent = numbers, on_silent
-        self._beat_ns = transport.HEARTBEAT_INTERVAL_MS * 1_000_000
-        self._silence_ns = transport.HEARTBEAT_TIMEOUT_MS * 1_000_000
+        # Several of our heartbeats, each of which is answered, fall into the time that a peer may be silent.
+        self._beat_ns = min(transport.HEARTBEAT_INTERVAL_MS * 1_000_000, self.limits.silence_ms * 1_000_000 // 4)
+        self._silence_ns = self.limits.silence_ms * 1_000_000
         self._greeting = zmtp.GREETING + zmtp.ready()
         self._ping = zmtp.ping(transport.HEARTBEAT_TIMEOUT_MS)
         self._by_identity: dict[bytes, Connection] = {}

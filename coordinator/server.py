@@ -29,7 +29,6 @@ from kvforge.protocol.notify import notify
 from kvforge.protocol.tables import TablesWriter
 from kvforge.protocol.transport import (
     CLIENT_SOCKET,
-    HEARTBEAT_TIMEOUT_MS,
     TABLES_FILE,
     WORKER_SOCKET,
     client_endpoint,
@@ -159,7 +158,7 @@ class Server:
 
     def _silent(self, worker: int) -> None:
         """Nothing comes from a worker any more, and its process may be there: one that was stopped, for example."""
-        self._replacer.silent(worker, f"nothing came from it for {HEARTBEAT_TIMEOUT_MS / 1000:g} s", self._now_us())
+        self._replacer.silent(worker, f"nothing came from it for {self.config.limits.silence_s:g} s", self._now_us())
 
     def _next_number(self) -> int:
         self._numbers += 1

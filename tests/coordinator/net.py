@@ -51,7 +51,8 @@ class Net:
         self._theirs: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._dealers: list[zmq.Socket[bytes]] = []
         numbers = itertools.count(1)
-        limits = PeerLimits(room=Room(queue_messages_max=QUEUE))
+        silence_ms = transport.HEARTBEAT_TIMEOUT_MS  # as it is now: a test may have shortened it
+        limits = PeerLimits(room=Room(queue_messages_max=QUEUE), silence_ms=silence_ms)
         self.silent: list[int] = []
         self.peers = Peers(self.endpoint, lambda: next(numbers), limits, on_silent=self.silent.append)
 

@@ -485,7 +485,7 @@ def test_without_a_worker_requests_wait_and_the_core_is_not_ready(driver: Driver
     driver.turn()
     health = driver.ask(GetHealth(rid=1))
     assert (health.live, health.ready, health.workers) == (True, False, ())
-    assert "no worker has connected" in health.reason
+    assert "no worker has connected" in health.reason and "start one with" in health.reason
     assert driver.request(request).state == "pending"
     worker = FakeWorker(driver.machine, 9, "w", 4, model_info())
     driver.workers.append(worker)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import signal
 import subprocess
 import sys
 import tempfile
+import termios
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -21,6 +24,7 @@ from kvforge import Client, CoordinatorUnavailable, Draining, KvforgeError, Samp
 from tests.integration.running import Process, processes_of, tiny_model, wait_gone
 
 READY_S = 90.0
+PIPE_BYTES, LINE_BYTES_MAX = 4096, 400
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
@@ -125,6 +129,61 @@ def restarts_the_coordinator(folder: Path, running: Process) -> None:
         running.expect("coordinator ended (killed by SIGKILL)", "restarting coordinator")
         assert kv.wait_ready(READY_S).ready
         assert kv.submit([1], max_tokens=3, sampling=GREEDY).result(timeout_s=30).reason == "length"
+
+
+def test_a_worker_that_stands_still_is_killed_and_its_successor_serves(folder: Path) -> None:
+    """By its silence: no step is under way, so no step can take too long."""
+    (folder / "up.toml").write_text("[limits]\nsilence_s = 2\n")
+    with up(folder, "--config", str(folder / "up.toml")) as running:
+        running.expect("ready: 1 worker")
+        before = pid_of(folder, "worker-0")
+        os.kill(before, signal.SIGSTOP)
+        running.expect(f"worker process {before} hangs (nothing came from it for 2 s)")
+        with client(folder) as kv:
+            health = kv.health()
+            assert not health.ready
+            lost = f"no worker is connected any more, the last one, worker-0 (process {before}) was lost: "
+            assert health.reason.startswith(lost + "`kvforge up` and systemd start the next")
+            running.expect(f"worker process {before} was killed", "worker-0 ended (killed by SIGKILL); it is started")
+            assert kv.wait_ready(READY_S).workers[0].pid == pid_of(folder, "worker-0") != before
+            assert kv.submit([1], max_tokens=3, sampling=GREEDY).result(timeout_s=30).reason == "length"
+        running.signal(signal.SIGTERM)
+        assert running.end() == 0
+
+
+def test_a_supervisor_that_stands_still_with_its_pipes_full_is_not_waited_for(folder: Path) -> None:
+    """As after Ctrl-Z: nobody reads what the coordinator and the worker log."""
+    with up(folder, "--log-level", "debug") as running:
+        running.expect("ready: 1 worker")
+        with client(folder, timeout_s=30.0) as kv, ExitStack() as opened:
+            outputs = [small_pipe(pid_of(folder, name), opened) for name in ("coordinator", "worker-0")]
+            running.signal(signal.SIGSTOP)
+            try:
+                deadline = monotonic() + READY_S
+                while any(unread_bytes(output) < PIPE_BYTES - LINE_BYTES_MAX for output in outputs):
+                    assert monotonic() < deadline, [unread_bytes(output) for output in outputs]
+                    kv.submit([1, 2, 3], max_tokens=20, sampling=GREEDY).result(timeout_s=30)
+                for _ in range(3):
+                    assert len(kv.submit([1], max_tokens=20, sampling=GREEDY).result(timeout_s=30).tokens) == 20
+                    assert kv.health().ready
+            finally:
+                running.signal(signal.SIGCONT)
+        running.signal(signal.SIGTERM)
+        assert running.end() == 0
+
+
+def small_pipe(pid: int, opened: ExitStack) -> int:
+    """A process's standard error, opened here too, and made small. The process notices nothing of it."""
+    output = os.open(f"/proc/{pid}/fd/2", os.O_WRONLY | os.O_NONBLOCK | os.O_CLOEXEC)
+    opened.callback(os.close, output)
+    fcntl.fcntl(output, fcntl.F_SETPIPE_SZ, PIPE_BYTES)
+    return output
+
+
+def unread_bytes(pipe: int) -> int:
+    count = bytearray(4)
+    fcntl.ioctl(pipe, termios.FIONREAD, count)
+    return int.from_bytes(count, sys.byteorder)
 
 
 def test_a_second_signal_stops_at_once_and_every_line_of_the_log_is_a_document(folder: Path) -> None:
