@@ -24,7 +24,7 @@ PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "change
 # A refusal is counted, and its sender is known from then on; nothing else may change.
 REFUSAL_COUNTERS = frozenset({"refused_total", "clients"})
 # What the simulator puts between the parts of a machine.
-WATCHERS = frozenset({"world", "plan", "end", "_start", "add", "requeue"})
+WATCHERS = frozenset({"world", "plan", "end", "_start", "add", "requeue", "_make_way"})
 _ATOMS = (int, float, str, bytes, bool, type(None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
 
