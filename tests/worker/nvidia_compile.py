@@ -77,6 +77,7 @@ def to_compile(target: Target, made: list[Configuration]) -> list[Configuration]
     kinds = [f"{kernel} {number} head" for kernel in ("decode", "prefill") for number in (narrow, f"{narrow}/fp8e4nv")]
     kinds += [f"decode {narrow}/i8" if turn % 2 else f"prefill {narrow}/i8", f"write {narrow}/i8"]
     kinds += ["decode fp32" if turn % 2 else "prefill fp32", f"linear {narrow}", f"project {narrow}", "sum of 2 fp32"]
+    kinds += [f"copy {narrow}/i8", f"copy {narrow}/fp8e4nv"]
     chosen = []
     for number, kind in enumerate(kinds):
         if those := [each for each in made if each.label.startswith(kind)]:

@@ -33,6 +33,7 @@ from triton.compiler import ASTSource
 from .decode import DecodeWorkspace, decode_planner, is_few, paged_decode
 from .interface import AttentionOptions, KvLayer
 from .prefill import FIELDS, paged_prefill
+from .prefill_copy import PAGE, copy_rows
 from .quantised import is_quantised
 from .specialise import Specialisation, gpu_target, recorded
 from .targets import TARGETS, Target, head_class
@@ -53,6 +54,7 @@ ROTATED = (1, 2)  # whole heads, or half of each
 # step. (Scales are as large at times, but no kernel is specialised for that.)
 FAR = (False, True)
 FAR_BYTES = 1 << 31
+COPIED = DTYPES[3:]  # to a workspace, for Hopper's kernel
 ADDRESSING = (
     "HEADS",
     "KV_HEADS",
@@ -126,6 +128,8 @@ def configurations(target: Target) -> list[Configuration]:
     made = [_decode(target, *each) for each in product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW, FAR)]
     made += [_prefill(target, *each) for each in product(DTYPES, HEAD_SIZES, FAR)]
     made += [_write(target, *each) for each in product(WRITTEN, PADDED.values(), ROTATED, FAR)]
+    if target.hopper:
+        made += [_copy(target, *each) for each in product(COPIED, HEAD_SIZES)]
     return once(made)
 
 
@@ -226,6 +230,18 @@ def _prefill(target: Target, dtypes: Dtypes, head_size: int, far: bool) -> Confi
         paged_prefill(query, layer, tables, items, torch.empty_like(query), options, target)
     label = f"prefill {_dtypes(dtypes)} head {head_size}{' far' * far}"
     return Configuration(label, launched[0], _has_matrix(model, target))
+
+
+def _copy(target: Target, dtypes: Dtypes, head_size: int) -> Configuration:
+    """Of one page: Triton makes a constant of a 1."""
+    (model, stored), pages = dtypes, 1
+    layer = _layer(stored, KV_HEADS, head_size, far=False)
+    tables, copies = _numbers(pages, pages, dtype=torch.int32), _numbers(pages, FIELDS, dtype=torch.int32)
+    workspace = _numbers(2, pages, PAGE, KV_HEADS, head_size, dtype=model)
+    with recorded(target) as launched:
+        copy_rows(layer, tables, copies, workspace, window=0)
+    label = f"copy {_dtypes(dtypes)} head {head_size}"
+    return Configuration(label, launched[0], False)
 
 
 def _write(target: Target, dtypes: Dtypes, head_size: int, rotated: int, far: bool) -> Configuration:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from .interface import KvLayer
+from .targets import head_class
 
 IntArray = npt.NDArray[np.int64]
 PAGE = 128  # tokens of a block of the workspace
@@ -31,7 +32,7 @@ def _dequantised(cache, scales, rows, inside, columns, HEAD: tl.constexpr):
     return stored.to(tl.float32) * tl.load(scales + rows, mask=inside, other=0.0)[:, None]
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride", "pages", "window"])  # one compilation for any number; `pages` may be 1
 def copy_kernel(
     keys,
     values,
@@ -44,7 +45,7 @@ def copy_kernel(
     pages,
     window,
     KV_HEADS: tl.constexpr,
-    BLOCK: tl.constexpr,
+    POOL_BLOCK: tl.constexpr,
     HEAD: tl.constexpr,
     HEAD_PAD: tl.constexpr,
     TOKENS: tl.constexpr,
@@ -61,8 +62,8 @@ def copy_kernel(
         inside = inside & (token > tl.load(copy + 4) - window)  # blocks that the window has left may be gone
     page = tl.load(copy + 3).to(tl.int64)
     columns = tl.arange(0, HEAD_PAD)
-    block = tl.load(tables + row * table_stride + token // BLOCK, mask=inside, other=0).to(tl.int64)
-    source = (block * BLOCK + token % BLOCK) * KV_HEADS + kv_head
+    block = tl.load(tables + row * table_stride + token // POOL_BLOCK, mask=inside, other=0).to(tl.int64)
+    source = (block * POOL_BLOCK + token % POOL_BLOCK) * KV_HEADS + kv_head
     target = (page * PAGE + place) * KV_HEADS + kv_head
     at = workspace + target[:, None] * HEAD + columns[None, :]
     mask = inside[:, None] & (columns < HEAD)[None, :]
@@ -130,9 +131,9 @@ def copy_rows(
         workspace.shape[1],
         window,
         KV_HEADS=kv_heads,
-        BLOCK=block_size,
+        POOL_BLOCK=block_size,
         HEAD=head_size,
-        HEAD_PAD=triton.next_power_of_2(head_size),
+        HEAD_PAD=head_class(head_size),
         TOKENS=TOKENS,
         PAGE=PAGE,
         num_warps=4,
