@@ -9,6 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
+from hypothesis import settings
 
 from kvforge import models
 
@@ -18,6 +19,10 @@ if INDUCTOR not in os.environ:
     # torch makes a folder for compiled code as soon as it is imported, which other conftest files do: ours is removed.
     _made.append(tempfile.mkdtemp(prefix="kvforge-inductor-"))
     os.environ[INDUCTOR] = _made[0]
+
+# Nothing that is drawn differs from run to run, and how long an example takes says nothing on a busy machine.
+settings.register_profile("suite", deadline=None, derandomize=True)
+settings.load_profile("suite")
 
 # A shell makes what it starts in the background ignore SIGINT; the processes that tests interrupt would inherit that.
 signal.signal(signal.SIGINT, signal.default_int_handler)
