@@ -312,7 +312,7 @@ def test_too_many_clients_and_a_second_worker_of_the_same_name_are_refused() -> 
 @pytest.mark.parametrize(
     ("setting", "status", "words"),
     [
-        ('model = "/nowhere/model"', 3, "nowhere"),
+        ('model = "/nowhere/model"', 2, "nowhere"),
         ("blocks = -5", 2, "blocks"),
         ('devise = "cpu"', 2, "devise"),
         ('device = "cuda"', 2, "device"),
