@@ -10,7 +10,7 @@ from typing import Any, Generic, TypeVar
 import msgspec
 import numpy as np
 
-from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.errors import BlockNotFound, InvalidRequest
 from kvforge.protocol.messages import (
     Append,
     Appended,
@@ -203,8 +203,11 @@ def requests(count_max: int) -> Command[RequestList]:
 
 
 def block_number(block_id: object, field: str = "block_id") -> int:
-    """The id of a block. Raises InvalidRequest naming `field`."""
-    return whole(field, block_id, 0, INT32_MAX)
+    """The id of a block. Raises InvalidRequest naming `field`, BlockNotFound where no block has such a number."""
+    integer = whole(field, block_id, -INT32_MAX, INT32_MAX)
+    if integer < 0:
+        raise BlockNotFound(integer)  # an id like any other that is not there; on the wire -1 says that none is meant
+    return integer
 
 
 def _several(sequences: object) -> list[Any] | None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import fcntl
 import json
 from collections.abc import Callable, Iterator
@@ -13,19 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    with contextlib.suppress(ImportError), pytest.MonkeyPatch.context() as environment:
-        # Read when Triton is imported, and again when a kernel's module is. Kept in this process alone: a `kvforge up`
-        # that a test elsewhere starts is to find what a user's environment says.
-        environment.setenv("TRITON_INTERPRET", "1")
-        from triton import knobs
-
-        environment.setattr(knobs, "propagate_env", False)
-        knobs.runtime.interpret = True
-        from tests.worker import interpreting
-
-        interpreting.prepare()
-
+import tests.interpreted  # noqa: F401 - before a kernel is imported
 from worker.attention import PagedBatch
 from worker.device import Device, open_device
 from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
