@@ -45,7 +45,9 @@ def test_every_configuration_compiles(name: str, tmp_path: Path) -> None:
     for line in lines:
         local, matrix = (int(re.findall(rf"{word} +(\d+)", line)[0]) for word in ("local", "matrix"))
         # On NVIDIA, cos and sin of large angles keep 28 bytes of pi's digits in local memory, and two sums of parts 8.
-        bound = 32 if "rotary" in line else 8 if "sum of" in line and name == "sm_90" else 0
+        # Up to 184 for hidden sizes above 8,192 that are no multiple of 16 (16,376 stands for them).
+        sums = 184 if "16376" in line else 8
+        bound = 32 if "rotary" in line else sums if "sum of" in line and name == "sm_90" else 0
         assert local <= bound, line
         assert matrix > 0 or not re.search(r"\b(linear|project) ", line), line
 
