@@ -8,6 +8,8 @@ from enum import Enum
 from typing import Protocol
 
 Frames = Sequence[bytes | memoryview]
+# Kept for one client that does not read, beside what its connection holds. A longer reply is kept alone.
+BACKLOG_BYTES_MAX = 16 << 20
 
 
 class Sent(Enum):
@@ -61,6 +63,7 @@ class Outbox:
     def __init__(self, clients: Transport, backlog_max: int) -> None:
         self._clients, self._backlog_max = clients, backlog_max
         self._backlogs: dict[int, deque[list[bytes]]] = {}
+        self._bytes: dict[int, int] = {}  # of each backlog
 
     @property
     def waiting(self) -> bool:
@@ -74,9 +77,13 @@ class Outbox:
             if self._clients.send(client, frames) is not Sent.FULL:
                 return True
             backlog = self._backlogs[client] = deque()
-        if len(backlog) >= self._backlog_max:
+            self._bytes[client] = 0
+        copied = [bytes(frame) for frame in frames]  # a frame shows an array that may change
+        size = sum(map(len, copied))
+        if backlog and (len(backlog) >= self._backlog_max or self._bytes[client] + size > BACKLOG_BYTES_MAX):
             return False
-        backlog.append([bytes(frame) for frame in frames])  # copied: a frame shows an array that may change
+        backlog.append(copied)
+        self._bytes[client] += size
         return True
 
     def stream(self, client: int, frames: Frames) -> bool:
@@ -90,10 +97,15 @@ class Outbox:
             while backlog and sent is Sent.DONE:
                 sent = self._clients.send(client, backlog[0])
                 if sent is Sent.DONE:
-                    backlog.popleft()
+                    self._bytes[client] -= sum(map(len, backlog.popleft()))
             if sent is Sent.GONE or not backlog:
-                del self._backlogs[client]
+                self.forget(client)
+
+    def kept(self, client: int) -> str:
+        """How much is, for the log."""
+        return f"{len(self._backlogs[client])} replies of {self._bytes[client]} bytes wait for it"
 
     def forget(self, client: int) -> None:
         """The client is gone. Idempotent."""
         self._backlogs.pop(client, None)
+        self._bytes.pop(client, None)

@@ -209,8 +209,7 @@ class TurnLoop:
             return self._apply(ClientFull(client, message), now_us)
         if self._outbox.reply(client, frames):
             return []
-        backlog_max = self._limits.client_backlog_max
-        log.warning("client connection %d dropped: it does not read, and %d replies wait for it", client, backlog_max)
+        log.warning("client connection %d dropped: it does not read, and %s", client, self._outbox.kept(client))
         self.clients.forget(client)
         return self._client_gone(client, goodbye=False, now_us=now_us)
 

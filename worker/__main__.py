@@ -1,8 +1,9 @@
 """python -m worker --config FILE.toml
 
-Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 the device failed (a new start may help), 2 wrong
-configuration or no such model, 3 could not start, and would not again (model not supported, a kernel that is wrong here
-or does not compile, no torch, no coordinator, refused by it).
+Exit status: as `protocol.exits` has it: 0 stopped as asked; 1 the device failed, or the coordinator has no room for
+this worker at present (a new start may help); 2 wrong configuration or no such model; 3 could not start, and would not
+again (model not supported, a kernel that is wrong here or does not compile, no torch, refused by the coordinator); 4 no
+coordinator in time. Whoever restarts workers does so after 1 and 4.
 """
 
 from __future__ import annotations
@@ -16,8 +17,16 @@ from pathlib import Path
 
 from kvforge.models import default_cache_dir
 from kvforge.protocol import logs
-from kvforge.protocol.errors import InternalError, KvforgeError, Unavailable, WorkerError
-from kvforge.protocol.exits import FAILED, OK, UNAVAILABLE, status_of
+from kvforge.protocol.errors import (
+    CapacityExceeded,
+    Conflict,
+    CoordinatorUnavailable,
+    InternalError,
+    KvforgeError,
+    Unavailable,
+    WorkerError,
+)
+from kvforge.protocol.exits import FAILED, OK, TIMED_OUT, UNAVAILABLE, status_of
 
 from .config import load_config
 from .model_path import find_model
@@ -45,11 +54,17 @@ def main(arguments: list[str] | None = None) -> int:
     return OK
 
 
+# What may be over when this worker is started again: a device, or which other workers are connected.
+PASSING = WorkerError, InternalError, Conflict, CapacityExceeded
+
+
 def _fail(error: KvforgeError) -> int:
     print(f"worker: {error}", file=sys.stderr)
+    if isinstance(error, CoordinatorUnavailable):
+        return TIMED_OUT
     status = status_of(error)
     # What is no fault of this machine is a coordinator's refusal: it would refuse a new start too.
-    return UNAVAILABLE if status == FAILED and not isinstance(error, WorkerError | InternalError) else status
+    return UNAVAILABLE if status == FAILED and not isinstance(error, PASSING) else status
 
 
 if __name__ == "__main__":

@@ -31,7 +31,7 @@ from coordinator.core.events import (
 )
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
-from coordinator.outbox import Sent
+from coordinator.outbox import BACKLOG_BYTES_MAX, Sent
 from coordinator.server import PROGRESS_US, Ending
 from coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
 from kvforge.protocol import codec
@@ -289,6 +289,27 @@ def test_a_client_that_goes_on_reading_in_the_middle_of_its_backlog_keeps_the_or
     assert rids(bench.clients.take(1)) == [2, 3, 4]
 
 
+def test_what_waits_for_a_client_that_does_not_read_is_bounded_in_bytes(bench: Bench) -> None:
+    """One reply may be longer than the bound, as its request was taken; nothing more is kept beside it."""
+    tokens = np.zeros(BACKLOG_BYTES_MAX // 4, np.int32)
+    bench.clients.full.add(1)
+    bench.turn(ToClient(1, SequenceTokens(rid=1, tokens=tokens)))
+    assert 1 in bench.clients.known
+    bench.turn(*done(2))
+    assert 1 not in bench.clients.known
+    assert ClientGone(1, False) in bench.machine.events
+    bench.clients.full.add(2)
+    half = SequenceTokens(rid=1, tokens=tokens[: len(tokens) // 2 - 100])
+    bench.turn(ToClient(2, half), ToClient(2, half))
+    bench.clients.full.clear()
+    bench.turn()
+    bench.clients.full.add(2)
+    bench.turn(ToClient(2, half), ToClient(2, half), *done(3, client=2))
+    assert 2 in bench.clients.known
+    bench.turn(ToClient(2, half))
+    assert 2 not in bench.clients.known
+
+
 def test_a_stream_that_is_not_taken_is_the_cores_and_what_it_says_then_is_done(bench: Bench) -> None:
     bench.clients.full.add(1)
     lost = rows(4, 5)
@@ -324,7 +345,7 @@ def test_a_client_for_which_too_much_waits_is_dropped(bench: Bench, caplog: pyte
         bench.turn(*done(98, 99))
     assert bench.machine.events == [ClientGone(1, goodbye=False)]
     assert [record.getMessage() for record in caplog.records] == [
-        f"client connection 1 dropped: it does not read, and {BACKLOG} replies wait for it"
+        f"client connection 1 dropped: it does not read, and {BACKLOG} replies of 52 bytes wait for it"
     ]
     assert bench.clients.known == {2}
     assert rids(bench.clients.take(2)) == [8]

@@ -59,11 +59,11 @@ def test_only_the_coordinator_owns_the_runtime_folder() -> None:
 
 
 def test_services_say_when_they_serve_and_give_up_on_a_wrong_configuration() -> None:
-    for unit in SERVICES[:2]:
+    for unit, final in zip(SERVICES[:2], (["2"], ["2 3"]), strict=True):
         found = settings(unit)
         assert found["Type"] == ["notify"]
         assert found["Restart"] == ["on-failure"]
-        assert found["RestartPreventExitStatus"] == ["2"]
+        assert found["RestartPreventExitStatus"] == final
         assert found["KillSignal"] == ["SIGTERM"]
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from coordinator.__main__ import main as coordinator
 from kvforge.protocol import errors
-from kvforge.protocol.exits import FAILED, UNAVAILABLE, USAGE
+from kvforge.protocol.exits import FAILED, TIMED_OUT, UNAVAILABLE, USAGE
 from tests.integration.running import tiny_model
 from worker.__main__ import _fail
 from worker.__main__ import main as worker
@@ -30,8 +30,9 @@ def test_what_ends_a_worker_for_good_and_what_a_new_start_may_mend(capsys: pytes
         errors.ModelNotFound("m", "is not there"): USAGE,
         errors.InvalidConfiguration("dtype", "no"): USAGE,
         errors.UnsupportedModel("m", "no"): UNAVAILABLE,
-        errors.CoordinatorUnavailable("nobody"): UNAVAILABLE,
-        errors.Conflict("a worker of that name is connected already"): UNAVAILABLE,
+        errors.CoordinatorUnavailable("nobody"): TIMED_OUT,
+        errors.Conflict("a worker of that name is connected already"): FAILED,
+        errors.CapacityExceeded("workers", 1, 0, "too many are connected"): FAILED,
         errors.ProtocolError("another version"): UNAVAILABLE,
         errors.GpuError("the device is lost"): FAILED,
         errors.KernelError("a kernel is wrong"): UNAVAILABLE,
