@@ -159,7 +159,7 @@ def main() -> None:
 
 
 def _default_model() -> Path:
-    from kvforge.models import pull
+    from kvforge.models.store import pull
 
     return Path(pull("smollm2-135m"))
 

@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge import AsyncClient, AsyncRequest, Sampling
-from kvforge.exits import INTERRUPTED
+from kvforge.protocol.exits import INTERRUPTED
 
 from .installation import BLOCK_SIZE, VOCABULARY, Installation
 from .report import report

@@ -13,10 +13,10 @@ from types import TracebackType
 from typing import Self
 
 from kvforge import AsyncClient, CoordinatorUnavailable, DeadlineExceeded
-from kvforge.processes import Child
+from kvforge.launch.child import Child
+from kvforge.launch.settings import Value, toml
 from kvforge.protocol.errors import Unavailable
 from kvforge.protocol.transport import client_endpoint
-from kvforge.settings import Value, toml
 
 BLOCK_SIZE = 16
 VOCABULARY = 256

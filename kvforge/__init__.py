@@ -64,12 +64,12 @@ if TYPE_CHECKING:
         Timings,
     )
 
-    from .aio import AsyncClient, AsyncRequest, AsyncTextRequest
-    from .client import Client, Request, TextRequest
-    from .results import Completion, Finished, Token
-    from .sampling import Sampling
-    from .sequences import CachedSequence
-    from .tables import BlockCounts, SequenceRow, Tables
+    from .client.aio import AsyncClient, AsyncRequest, AsyncTextRequest
+    from .client.blocking import Client, Request, TextRequest
+    from .client.exchanges import CachedSequence
+    from .client.results import Completion, Finished, Token
+    from .client.sampling import Sampling
+    from .client.tables import BlockCounts, SequenceRow, Tables
 
 __version__ = "0.1.0"
 
@@ -135,20 +135,20 @@ __all__ = [
 
 # Loaded when they are asked for: whoever needs a part of this package does not wait for all of it. Errors are the rest.
 _HOMES = {
-    "AsyncClient": ".aio",
-    "AsyncRequest": ".aio",
-    "AsyncTextRequest": ".aio",
-    "Client": ".client",
-    "Request": ".client",
-    "TextRequest": ".client",
-    "Completion": ".results",
-    "Finished": ".results",
-    "Token": ".results",
-    "Sampling": ".sampling",
-    "CachedSequence": ".sequences",
-    "BlockCounts": ".tables",
-    "SequenceRow": ".tables",
-    "Tables": ".tables",
+    "AsyncClient": ".client.aio",
+    "AsyncRequest": ".client.aio",
+    "AsyncTextRequest": ".client.aio",
+    "Client": ".client.blocking",
+    "Request": ".client.blocking",
+    "TextRequest": ".client.blocking",
+    "Completion": ".client.results",
+    "Finished": ".client.results",
+    "Token": ".client.results",
+    "Sampling": ".client.sampling",
+    "CachedSequence": ".client.exchanges",
+    "BlockCounts": ".client.tables",
+    "SequenceRow": ".client.tables",
+    "Tables": ".client.tables",
     "BlockCount": ".protocol.messages",
     "BlockInfo": ".protocol.messages",
     "Explanation": ".protocol.messages",

@@ -19,7 +19,7 @@ def main() -> int:
     """Runs the process's own command line; returns its exit status."""
     for number in ENDING:
         signal.signal(number, _leave)
-    from .cli import main as run
+    from .commands.cli import main as run
 
     try:
         return run()

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from kvforge.exits import FAILED, INTERRUPTED, OK, status_of
 from kvforge.protocol import transport
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotReady, restore
+from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
 from kvforge.protocol.messages import ModelInfo
 
 from . import report

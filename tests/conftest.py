@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 from hypothesis import settings
 
-from kvforge import models
+from kvforge.models import store
 
 INDUCTOR = "TORCHINDUCTOR_CACHE_DIR"
 _made: list[str] = []
@@ -39,4 +39,4 @@ def pytest_unconfigure() -> None:
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
     """The SmolLM2-135M-Instruct GGUF file, fetched into the user's cache folder the first time. For `model` tests."""
-    return models.pull("smollm2-135m")
+    return store.pull("smollm2-135m")

@@ -15,7 +15,7 @@ import signal
 import sys
 from pathlib import Path
 
-from kvforge.models import default_cache_dir
+from kvforge.models.store import default_cache_dir
 from kvforge.protocol import logs
 from kvforge.protocol.errors import (
     CapacityExceeded,

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from kvforge.model_files import check_files, find_files
-from kvforge.models import find
+from kvforge.models.files import check_files, find_files
+from kvforge.models.store import find
 from kvforge.protocol.errors import ModelNotFound
 
 from .config import WorkerConfig

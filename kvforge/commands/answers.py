@@ -7,12 +7,12 @@ import sys
 from dataclasses import dataclass
 from typing import Any
 
+from kvforge.client.blocking import Request, TextRequest
+from kvforge.client.results import Finished
 from kvforge.protocol.errors import DeadlineExceeded, KvforgeError
 
-from ..client import Request, TextRequest
-from ..results import Finished
-from ..screen import printable
 from . import common
+from .screen import printable
 
 
 @dataclass(frozen=True)

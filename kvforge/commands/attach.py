@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvforge.client.arguments import stop_strings
 from kvforge.protocol.errors import InvalidRequest
 
-from ..arguments import stop_strings
 from . import common
 from .answers import Answer, add_reading
 

@@ -11,11 +11,10 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from kvforge.client.blocking import Client
 from kvforge.protocol import transport
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import MODEL_DEFAULTS, ModelInfo, WorkerHealth
-
-from ..client import Client
 
 TIMEOUT_S = 10.0
 Run = Callable[[argparse.Namespace], int]

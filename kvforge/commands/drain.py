@@ -6,7 +6,7 @@ import argparse
 import time
 from typing import Any
 
-from kvforge.client import Client
+from kvforge.client.blocking import Client
 from kvforge.protocol.errors import DeadlineExceeded
 
 from . import common

@@ -6,12 +6,12 @@ import argparse
 import sys
 from typing import Any
 
+from kvforge.client.arguments import stop_strings
+from kvforge.client.blocking import Client, Request
+from kvforge.client.options import MAX_TOKENS
+from kvforge.client.sampling import Sampling
 from kvforge.protocol.errors import InvalidRequest
 
-from ..arguments import stop_strings
-from ..client import Client, Request
-from ..options import MAX_TOKENS
-from ..sampling import Sampling
 from . import common
 from .answers import Answer, add_reading
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
+from kvforge.protocol.exits import FAILED, OK
 from kvforge.protocol.messages import Health, WorkerHealth
 
-from ..exits import FAILED, OK
 from . import common
 
 

@@ -5,9 +5,10 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from ..models import pull
-from ..progress import Progress
+from kvforge.models.store import pull
+
 from . import common
+from .progress import Progress
 
 
 def add(subparsers: Any) -> None:

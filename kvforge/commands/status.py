@@ -6,11 +6,11 @@ import argparse
 from typing import Any
 
 from kvforge.protocol.errors import DeadlineExceeded
+from kvforge.protocol.exits import FAILED, OK
 from kvforge.protocol.messages import Health
 
-from ..exits import FAILED, OK
-from ..progress import Progress
 from . import common
+from .progress import Progress
 
 
 def add(subparsers: Any) -> None:

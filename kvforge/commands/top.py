@@ -8,11 +8,11 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from kvforge.client.tables import Tables
 from kvforge.protocol import transport
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration
+from kvforge.protocol.exits import OK
 
-from ..exits import OK
-from ..tables import Tables
 from . import common
 
 EVERY_S, EVERY_S_MIN = 1.0, 0.1

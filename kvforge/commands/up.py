@@ -10,18 +10,18 @@ from typing import Any
 
 import msgspec
 
+from kvforge.launch.machine import check_device, check_installed, check_threads
+from kvforge.launch.settings import DRAIN_S, STOP_S, WORKERS_MAX, Settings, Value
+from kvforge.launch.supervisor import run_up
+from kvforge.launch.up_file import UpFile, load_up_file
+from kvforge.launch.voice import Voice
+from kvforge.models.store import find, pull
+from kvforge.process.signals import Signals
 from kvforge.protocol import choices, logs
 from kvforge.protocol.errors import InvalidConfiguration
 
-from ..machine import check_device, check_installed, check_threads
-from ..models import find, pull
-from ..progress import Progress
-from ..settings import DRAIN_S, STOP_S, WORKERS_MAX, Settings, Value
-from ..signals import Signals
-from ..up import run_up
-from ..up_file import UpFile, load_up_file
-from ..voice import Voice
 from . import common
+from .progress import Progress
 
 MODEL = "smollm2-135m"
 UP_OPTIONS = (

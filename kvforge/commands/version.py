@@ -17,7 +17,7 @@ def add(subparsers: Any) -> None:
 
 def run(_options: argparse.Namespace) -> int:
     """Prints one line."""
-    from .. import __version__
+    from kvforge import __version__
 
     print(f"kvforge {__version__} (protocol {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION})")
     return 0

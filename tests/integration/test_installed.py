@@ -49,7 +49,7 @@ def environment(installed: Path, *before: Path) -> dict[str, str]:
 SCRIPT = """
 import sys
 from kvforge import Client, Sampling, KvforgeError
-import kvforge, kvforge.cli, kvforge.up, kvforge.text
+import kvforge, kvforge.commands.cli, kvforge.launch.supervisor, kvforge.text.tokenizer
 assert kvforge.__file__.startswith(sys.argv[1]), kvforge.__file__
 assert sys.modules[Client.__module__].__file__.startswith(sys.argv[1])
 ours = [name for name in sys.modules if name.partition(".")[0] in ("protocol", "coordinator", "worker", "loadtest")]

@@ -11,7 +11,8 @@ from time import monotonic
 
 import pytest
 
-from kvforge import AsyncClient, Client, CoordinatorUnavailable, Sampling, SequenceNotFound, Tables, cli
+from kvforge import AsyncClient, Client, CoordinatorUnavailable, Sampling, SequenceNotFound, Tables
+from kvforge.commands import cli
 
 from .cluster import Cluster
 from .test_cluster import wait_empty

@@ -16,13 +16,12 @@ from typing import Any
 
 import pytest
 
-from kvforge import cli, exits
-from kvforge.commands import common
-from kvforge.progress import Progress
-from kvforge.protocol import errors
+from kvforge.commands import cli, common
+from kvforge.commands.progress import Progress
+from kvforge.commands.screen import Columns, InTurn, printable, screen
+from kvforge.launch.settings import Settings, toml
+from kvforge.protocol import errors, exits
 from kvforge.protocol.settings import convert
-from kvforge.screen import Columns, InTurn, printable, screen
-from kvforge.settings import Settings, toml
 from tests.kvforge.fake_coordinator import Running
 
 Output = tuple[int, str, str]
@@ -375,7 +374,7 @@ def test_leaving_a_detached_request_says_that_it_goes_on(run: Any, shared: Runni
     "entry", [["-m", "kvforge"], ["-c", "import kvforge.__main__ as m; raise SystemExit(m.main())"]]
 )
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("when", ["kvforge.cli", "zmq", "numpy", "kvforge.commands.up"])
+@pytest.mark.parametrize("when", ["kvforge.commands.cli", "zmq", "numpy", "kvforge.commands.up"])
 def test_a_signal_while_it_is_imported_ends_it_without_a_word(
     tmp_path: Path, entry: list[str], number: signal.Signals, when: str
 ) -> None:

@@ -33,7 +33,7 @@ from kvforge import (
     VersionMismatch,
     WorkerError,
 )
-from kvforge.client import drive
+from kvforge.client.blocking import drive
 from kvforge.protocol import errors
 from tests.kvforge.fake_coordinator import Running
 
@@ -642,7 +642,7 @@ def test_importing_the_client_loads_neither_torch_nor_transformers() -> None:
     script = """
 import sys
 sys.modules["torch"] = sys.modules["transformers"] = None
-import kvforge, kvforge.cli
+import kvforge, kvforge.commands.cli
 with kvforge.Client("ipc:///nowhere") as kv:
     assert kv.endpoint
 print("imported")

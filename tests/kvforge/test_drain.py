@@ -7,10 +7,10 @@ from typing import Any, Self
 
 import pytest
 
-from kvforge.cli import main
 from kvforge.commands import common, drain
-from kvforge.exits import OK, TIMED_OUT, UNAVAILABLE
+from kvforge.commands.cli import main
 from kvforge.protocol.errors import CoordinatorUnavailable
+from kvforge.protocol.exits import OK, TIMED_OUT, UNAVAILABLE
 
 
 class Played:

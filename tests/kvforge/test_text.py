@@ -18,9 +18,9 @@ from tokenizers import Tokenizer as Backend
 from tokenizers import decoders, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from kvforge.gguf_header import read_metadata
+from kvforge.models.gguf_header import read_metadata
 from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable, UnsupportedModel
-from kvforge.text import TextStream, Tokenizer
+from kvforge.text.tokenizer import TextStream, Tokenizer
 
 SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text())
 UNICODE = "naïve café — 日本語 👩‍👩‍👧 \N{COMBINING ACUTE ACCENT} مرحبا\t\r\n  end"
@@ -192,7 +192,7 @@ def test_loading_needs_no_torch(smollm2_path: Path) -> None:
     """In a process where torch cannot be imported, as in an environment that has only the text extra."""
     program = (
         "import sys; sys.modules['torch'] = None\n"
-        "from kvforge.text import Tokenizer\n"
+        "from kvforge.text.tokenizer import Tokenizer\n"
         "print(Tokenizer.load(sys.argv[1]).encode('a  1'))"
     )
     done = subprocess.run([sys.executable, "-c", program, smollm2_path], capture_output=True, text=True, timeout=120)
@@ -213,7 +213,7 @@ def test_the_split_is_mended_only_where_the_name_asks_for_it(tmp_path: Path) -> 
 
 
 def test_a_split_that_is_there_is_not_put_in_twice(tiny: Tokenizer) -> None:
-    from kvforge.text import _split_digits
+    from kvforge.text.tokenizer import _split_digits
 
     backend = tiny._tokenizer.backend_tokenizer
     before = backend.pre_tokenizer.__getstate__()

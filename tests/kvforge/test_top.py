@@ -13,8 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvforge import Tables, cli, exits
-from kvforge.commands import top
+from kvforge import Tables
+from kvforge.commands import cli, top
+from kvforge.protocol import exits
 from kvforge.protocol.layout import GAUGES, Geometry
 from kvforge.protocol.tables import TablesWriter
 from kvforge.protocol.transport import TABLES_FILE

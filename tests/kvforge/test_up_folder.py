@@ -7,8 +7,8 @@ from pathlib import Path
 
 import pytest
 
+from kvforge.launch.supervisor import MARK, PRIVATE_FOLDER, PrivateFolder
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.up import MARK, PRIVATE_FOLDER, PrivateFolder
 
 
 def names(folder: Path) -> list[str]:

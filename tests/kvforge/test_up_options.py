@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from kvforge import cli, machine
-from kvforge.commands import up
+from kvforge.commands import cli, up
+from kvforge.launch import machine
+from kvforge.launch.settings import Settings
+from kvforge.launch.up_file import load_up_file
 from kvforge.protocol import choices
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 from kvforge.protocol.settings import convert
-from kvforge.settings import Settings
-from kvforge.up_file import load_up_file
 
 MANY = str(10 * (os.cpu_count() or 1))
 

@@ -15,10 +15,10 @@ import numpy as np
 import pytest
 
 from kvforge import AsyncClient, CachedSequence, Client, InvalidRequest, Sampling
-from kvforge.calls import Calls
+from kvforge.client.calls import Calls
+from kvforge.client.exchanges import sequence_id
 from kvforge.protocol import messages
 from kvforge.protocol.codec import Decoder, encode
-from kvforge.sequences import sequence_id
 
 WHOLE: list[Callable[[int], Any]] = [np.int64, np.int32, np.uint8, np.uint64, lambda value: np.array([value])[0]]
 NO_WHOLE = [1.0, np.float32(1), "1", True, np.True_, None, -(1 << 70)]

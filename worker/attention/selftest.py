@@ -18,7 +18,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from kvforge.models import default_cache_dir
+from kvforge.models.store import default_cache_dir
 from worker.device import WAY_OUT, Device
 from worker.kernels.check import require_right
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 import transformers
 
-from kvforge.model_files import stored_tensors
+from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
 
 from ..device import Device, as_worker_error

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
-from kvforge.model_files import stored_tensors
+from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, ModelNotFound, UnsupportedModel
 
 from ..device import Device

@@ -10,7 +10,7 @@ from typing import Any
 
 from transformers import modeling_gguf_pytorch_utils
 
-from kvforge.gguf_header import GgufHeader
+from kvforge.models.gguf_header import GgufHeader
 
 from .report import LoadReport
 

@@ -13,7 +13,7 @@ from typing import Any
 
 import numpy as np
 
-from kvforge.gguf_header import GgufHeader, GgufTensor
+from kvforge.models.gguf_header import GgufHeader, GgufTensor
 from kvforge.protocol.errors import UnsupportedModel
 
 from .rope import DIVIDED

@@ -15,8 +15,8 @@ from typing import Any
 import torch
 from transformers import modeling_utils
 
+from kvforge.models.safetensors_header import StoredTensor
 from kvforge.protocol.errors import UnsupportedModel
-from kvforge.safetensors_header import StoredTensor
 
 NAMES_MAX = 4
 PLAIN = frozenset({"F64", "F32", "F16", "BF16"})

@@ -11,10 +11,10 @@ import json
 import logging
 from typing import Any
 
-from kvforge.gguf_header import read_metadata
+from kvforge.client.sampling import Sampling as Choice
+from kvforge.models.gguf_header import read_metadata
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import MODEL_DEFAULTS, Sampling
-from kvforge.sampling import Sampling as Choice
 
 from .source import Source
 

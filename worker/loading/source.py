@@ -11,8 +11,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvforge.gguf_header import GgufHeader
-from kvforge.model_files import ModelFiles, check_files, find_files, gguf_model
+from kvforge.models.files import ModelFiles, check_files, find_files, gguf_model
+from kvforge.models.gguf_header import GgufHeader
 from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")

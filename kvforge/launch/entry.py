@@ -10,7 +10,7 @@ from pathlib import Path
 
 def main() -> None:
     """Runs the package that the first argument names, as `python -m` would."""
-    root = str(Path(__file__).resolve().parents[1])
+    root = str(Path(__file__).resolve().parents[2])
     del sys.argv[0]
     sys.path.insert(0, root)
     for name in ("kvforge", sys.argv[0]):

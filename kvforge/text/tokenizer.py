@@ -12,12 +12,12 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from kvforge.models.files import is_gguf
+from kvforge.models.gguf_header import read_metadata
+from kvforge.models.store import find
 from kvforge.protocol.errors import InvalidRequest, Unavailable, UnsupportedModel
 
-from .gguf_header import read_metadata
-from .model_files import is_gguf
-from .models import find
-from .text_stream import Pieces, TextStream, checked_ids
+from .stream import Pieces, TextStream, checked_ids
 
 if TYPE_CHECKING:
     from types import ModuleType
@@ -41,7 +41,7 @@ class Tokenizer:
 
     @classmethod
     def load(cls, source: str | Path) -> Tokenizer:
-        """Loads the tokenizer of a model: a path or a name that `kvforge.models.find` knows. No network, no torch.
+        """Loads the tokenizer of a model: a path, or a name that `models.store.find` knows. No network, no torch.
 
         Raises ModelNotFound, UnsupportedModel (there is no tokenizer that can be read), or Unavailable (the extra
         `text` is not installed).

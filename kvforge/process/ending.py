@@ -1,34 +1,6 @@
-"""How the command line ends early. The exit statuses are those of all processes (`protocol.exits`)."""
+"""How a process of the command line ends early. What the exit statuses mean: `kvforge.protocol.exits`."""
 
 from __future__ import annotations
-
-from kvforge.protocol.exits import (
-    FAILED,
-    INTERRUPTED,
-    MEANINGS,
-    OK,
-    STATUSES,
-    TIMED_OUT,
-    UNAVAILABLE,
-    USAGE,
-    status_of,
-    table,
-)
-
-__all__ = [
-    "FAILED",
-    "INTERRUPTED",
-    "MEANINGS",
-    "OK",
-    "STATUSES",
-    "TIMED_OUT",
-    "UNAVAILABLE",
-    "USAGE",
-    "Interrupted",
-    "Stopped",
-    "status_of",
-    "table",
-]
 
 
 class Stopped(Exception):

@@ -1,4 +1,4 @@
-"""The command line. Every command ends with one of the statuses in `kvforge.exits`, and never with a traceback."""
+"""The command line. Each command ends with a status of `kvforge.protocol.exits`, and never with a traceback."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from contextlib import suppress
 from types import FrameType
 from typing import IO, NoReturn
 
+from kvforge.process.ending import Interrupted, Stopped
 from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of, table
 
-from .commands import (
+from . import (
     attach,
     cancel,
     common,
@@ -30,7 +32,6 @@ from .commands import (
     up,
     version,
 )
-from .exits import FAILED, INTERRUPTED, OK, Interrupted, Stopped, status_of, table
 
 COMMANDS = (pull, up, generate, attach, status, health, stats, top, requests, cancel, drain, demo, version)
 DEBUG = "KVFORGE_DEBUG"

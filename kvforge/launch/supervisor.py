@@ -22,15 +22,16 @@ from time import monotonic
 from types import TracebackType
 from typing import Self
 
+from kvforge.client.blocking import Client
+from kvforge.process.ending import Interrupted, Stopped
+from kvforge.process.signals import Signals
 from kvforge.protocol import transport
 from kvforge.protocol.errors import CoordinatorInUse, DeadlineExceeded, InvalidConfiguration, KvforgeError, Unavailable
+from kvforge.protocol.exits import FAILED, UNAVAILABLE, USAGE
 from kvforge.protocol.messages import Health
 
-from .client import Client
-from .exits import FAILED, UNAVAILABLE, USAGE, Interrupted, Stopped
-from .processes import Child
+from .child import Child
 from .settings import Settings
-from .signals import Signals
 from .voice import Voice
 
 PRIVATE_FOLDER = "up"

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from kvforge.protocol.errors import InvalidRequest
 
 if TYPE_CHECKING:
-    from .text import Tokenizer
+    from .tokenizer import Tokenizer
 
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 

@@ -45,17 +45,17 @@ from kvforge.protocol.messages import (
 )
 
 from .arguments import answer_count, milliseconds, prompt_array, request_number, stop_strings
+from .exchanges import Command, SequenceRef, cancel, sequence_id
 from .link import Link
 from .options import RequestOptions
 from .results import Completion, Finished, Token, finished, token_at
-from .sequences import Command, SequenceRef, cancel, sequence_id
 from .session import Pending, Session, Track, Watched
 from .stop_text import StopText, TextCursor
 from .tables import Tables
 from .values import INT32_MAX, number, shown, whole
 
 if TYPE_CHECKING:
-    from .text import Tokenizer
+    from kvforge.text.tokenizer import Tokenizer
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
@@ -278,7 +278,7 @@ class Calls(ABC):
             if not source:
                 problem = "no worker has said which model it serves; name one with Client(tokenizer=...)"
                 raise InvalidConfiguration("tokenizer", f"{problem} or KVFORGE_TOKENIZER")
-            from .text import Tokenizer  # only for those who ask: it goes on to load transformers
+            from kvforge.text.tokenizer import Tokenizer  # only for those who ask: it goes on to load transformers
 
             self._tokenizer = Tokenizer.load(os.fspath(source))
         return self._tokenizer

@@ -28,11 +28,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from kvforge.process.leash import leashed
+from kvforge.process.signals import held_back
 from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
-from .leash import leashed
-from .model_files import CONFIG, check_files, find_files
-from .signals import held_back
+from .files import CONFIG, check_files, find_files
 
 Progress = Callable[[str, float], None]
 

@@ -11,7 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
-from .leash import leashed
+from kvforge.process.leash import leashed
 
 BACKOFF_S_MIN = 0.5
 BACKOFF_S_MAX = 30.0

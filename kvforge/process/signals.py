@@ -14,7 +14,7 @@ from contextlib import contextmanager, suppress
 from types import FrameType, TracebackType
 from typing import Any, Self
 
-from .exits import Interrupted
+from .ending import Interrupted
 
 ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 

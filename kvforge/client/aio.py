@@ -31,7 +31,7 @@ from kvforge.protocol.messages import (
     Stats,
 )
 
-from . import sequences
+from . import exchanges
 from .arguments import stop_strings
 from .calls import (
     CONNECT_TIMEOUT_S,
@@ -43,11 +43,11 @@ from .calls import (
     Handle,
     Prompt,
 )
+from .exchanges import CachedSequence, SequenceRef
 from .options import MAX_TOKENS, RequestOptions
 from .reading import Reading, read
 from .results import Completion, Finished, Token
 from .sampling import Sampling
-from .sequences import CachedSequence, SequenceRef
 from .session import Watched
 from .stop_text import TextCursor
 from .tables import Tables
@@ -247,17 +247,17 @@ class AsyncClient:
 
     async def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """As `Client.cancel`."""
-        await self._calls.run(sequences.cancel(request_id), timeout_s)
+        await self._calls.run(exchanges.cancel(request_id), timeout_s)
 
     async def status(
         self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None
     ) -> RequestInfo:
         """As `Client.status`."""
-        return await self._calls.run(sequences.status(request_id, with_tokens), timeout_s)
+        return await self._calls.run(exchanges.status(request_id, with_tokens), timeout_s)
 
     async def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
         """As `Client.requests`."""
-        return await self._calls.run(sequences.requests(count_max), timeout_s)
+        return await self._calls.run(exchanges.requests(count_max), timeout_s)
 
     async def stats(self, *, timeout_s: float | None = None) -> Stats:
         """As `Client.stats`."""
@@ -281,7 +281,7 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> CachedSequence:
         """As `Client.create_sequence`."""
-        return await self._calls.run(sequences.create(tokens, tenant, salt, idle_ttl_s), timeout_s)
+        return await self._calls.run(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s)
 
     async def append(
         self,
@@ -291,29 +291,29 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
         """As `Client.append`."""
-        return await self._calls.run(sequences.append(sequence, tokens), timeout_s)
+        return await self._calls.run(exchanges.append(sequence, tokens), timeout_s)
 
     async def fork(
         self, sequence: SequenceRef, count: int = 1, *, timeout_s: float | None = None
     ) -> tuple[CachedSequence, ...]:
         """As `Client.fork`."""
-        return await self._calls.run(sequences.fork(sequence, count), timeout_s)
+        return await self._calls.run(exchanges.fork(sequence, count), timeout_s)
 
     async def info(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> SequenceInfo:
         """As `Client.info`."""
-        return await self._calls.run(sequences.info(sequence), timeout_s)
+        return await self._calls.run(exchanges.info(sequence), timeout_s)
 
     async def tokens(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> tuple[int, ...]:
         """As `Client.tokens`."""
-        return await self._calls.run(sequences.tokens(sequence), timeout_s)
+        return await self._calls.run(exchanges.tokens(sequence), timeout_s)
 
     async def remove(self, sequence: SequenceRef | Iterable[SequenceRef], *, timeout_s: float | None = None) -> int:
         """As `Client.remove`."""
-        return await self._calls.run(sequences.remove(sequence), timeout_s)
+        return await self._calls.run(exchanges.remove(sequence), timeout_s)
 
     async def block(self, block_id: int, *, timeout_s: float | None = None) -> BlockInfo:
         """As `Client.block`."""
-        return await self._calls.run(sequences.block(block_id), timeout_s)
+        return await self._calls.run(exchanges.block(block_id), timeout_s)
 
     async def ref(
         self,
@@ -325,13 +325,13 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> BlockCount:
         """As `Client.ref`."""
-        return await self._calls.run(sequences.ref(block_id, holder, generation, tenant), timeout_s)
+        return await self._calls.run(exchanges.ref(block_id, holder, generation, tenant), timeout_s)
 
     async def unref(
         self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
     ) -> BlockCount:
         """As `Client.unref`."""
-        return await self._calls.run(sequences.unref(block_id, holder, generation), timeout_s)
+        return await self._calls.run(exchanges.unref(block_id, holder, generation), timeout_s)
 
     async def explain(
         self,
@@ -343,11 +343,11 @@ class AsyncClient:
         timeout_s: float | None = None,
     ) -> Explanation:
         """As `Client.explain`."""
-        return await self._calls.run(sequences.explain(block, request, sequence, tenant), timeout_s)
+        return await self._calls.run(exchanges.explain(block, request, sequence, tenant), timeout_s)
 
     async def purge_finished(self, older_than_s: float = 0.0, *, timeout_s: float | None = None) -> int:
         """As `Client.purge_finished`."""
-        return await self._calls.run(sequences.purge_finished(older_than_s), timeout_s)
+        return await self._calls.run(exchanges.purge_finished(older_than_s), timeout_s)
 
     async def drain(self, deadline_s: float | None = None, *, timeout_s: float | None = None) -> None:
         """As `Client.drain`."""

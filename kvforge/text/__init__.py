@@ -1,0 +1,7 @@
+"""Text in and out, with the extra `text`: prompts to tokens, tokens to text as they come, stop strings in it.
+
+Its law: it knows models as files and nothing of a connection; torch is never loaded, and transformers only when a
+tokenizer is. Text that has been given out is never taken back.
+
+From outside: `tokenizer.Tokenizer`, `stream.TextStream` and `stop.StopText`.
+"""
