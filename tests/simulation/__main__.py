@@ -10,7 +10,7 @@ import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
-from tests.simulation.runner import Outcome, run_seed, shrunk_text, trace_seed
+from tests.simulation.runner import Outcome, digest_seed, run_seed, shrunk_text, trace_seed
 from tests.simulation.world import FULL_CHECK_EVERY
 
 COLLECT_EVERY = 8
@@ -27,6 +27,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
         "--check-every", type=int, default=FULL_CHECK_EVERY, help="full invariants after every so many events"
     )
     parser.add_argument("--seed", type=int, help="this one alone")
+    parser.add_argument("--digests", action="store_true", help="print a digest of each seed: of all that left the core")
     parser.add_argument("--trace", action="store_true", help="print what happened, with digests; needs --seed")
     return parser.parse_args(arguments)
 
@@ -40,6 +41,11 @@ def main() -> int:
     gc.freeze()
     gc.disable()  # a world is one large cycle: it is collected after its end, not in the middle of its life
     seeds = [options.seed] if options.seed is not None else range(options.start, options.start + options.seeds)
+    if options.digests:
+        for seed in seeds:
+            print(seed, digest_seed(seed, options.events), flush=True)
+            gc.collect()
+        return 0
     began = time.perf_counter()
     events = 0
     failed: Outcome | None = None

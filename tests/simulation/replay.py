@@ -17,6 +17,7 @@ from coordinator.core.machine import Machine
 from tests.simulation.digest import digest, state_digest
 
 STATE_EVERY = 20
+NOT_SAID = frozenset({"tables"})  # a field of Step that is always empty
 
 
 class Recording:
@@ -66,6 +67,35 @@ def _forget_published(cache: Any) -> None:
     for changes in (cache.sequences.changed_rows, cache.sequences.changed_lengths, cache.sequences.changed_cells):
         changes.clear()
     cache.blocks.changed.clear()
+
+
+class Left:
+    """All that has left the core, as one digest: what each peer is sent, what is asked of the shell, what the operator
+    is told, when, and when the next turn is due. It knows nothing of how the core is built, only messages and log
+    entries, destination by destination."""
+
+    def __init__(self) -> None:
+        self._hash = hashlib.blake2b(digest_size=16)
+
+    def applied(self, _machine: Machine, event: Event, now_us: int, applied: Applied) -> None:
+        """One more event was applied."""
+        by_destination: dict[str, list[str]] = {}
+        for effect in applied.effects:
+            kind = type(effect).__name__
+            whom = getattr(effect, "client", None) or getattr(effect, "worker", 0)
+            side = "worker" if kind.endswith("Worker") else kind
+            by_destination.setdefault(f"{side} {whom}", []).append(f"{kind} {digest(effect, NOT_SAID)}")
+        by_destination.get("Log 0", []).sort()  # what the operator is told of one moment has no order
+        told = (now_us, type(event).__name__, sorted(by_destination.items()), applied.due_us)
+        self._hash.update(repr(told).encode())
+
+    def over(self, tables: Any) -> str:
+        """It is over: the digest, the published tables included."""
+        for array in (tables.row_length, tables.row_blocks, tables.row_sequence, tables.block_table):
+            self._hash.update(array.tobytes())
+        for array in (tables.block_refcount, tables.block_generation, tables.block_owner):
+            self._hash.update(array.tobytes())
+        return self._hash.hexdigest()
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ from random import Random
 import msgspec
 
 from tests.simulation.actions import Action, Drawer, text
+from tests.simulation.replay import Left
 from tests.simulation.settings import Settings, draw_settings
 from tests.simulation.shrink import shrink
 from tests.simulation.world import FULL_CHECK_EVERY, World
@@ -82,6 +83,20 @@ def trace_seed(seed: int, events: int) -> list[str]:
         finally:
             world.tables.close()
         return world.trace
+
+
+def digest_seed(seed: int, events: int) -> str:
+    """One digest of all that leaves the core in a seed's world, however the core is built."""
+    settings, drawer = drawn(seed)
+    logging.getLogger("coordinator").setLevel(logging.CRITICAL)
+    with tempfile.TemporaryDirectory() as folder:
+        world = World(settings, str(seed), Path(folder))
+        world.recording = left = Left()
+        try:
+            world.run(drawer.actions(), events)
+            return left.over(world.tables)
+        finally:
+            world.tables.close()
 
 
 def shrunk(outcome: Outcome) -> list[Action]:

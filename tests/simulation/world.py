@@ -68,7 +68,7 @@ from tests.simulation.model import Oracle
 from tests.simulation.network import Clock, Delays, SimulatedPeers
 from tests.simulation.performing import Performer
 from tests.simulation.progress import Progress
-from tests.simulation.replay import Recording
+from tests.simulation.replay import Left, Recording
 from tests.simulation.settings import Settings
 from tests.simulation.workers import SimulatedWorker, Violation
 
@@ -113,7 +113,7 @@ class World:
         self.calm = False
         self.events = self.turns = 0
         self.trace: list[str] | None = None
-        self.recording: Recording | None = None
+        self.recording: Recording | Left | None = None
         self.clock = Clock()
         self.cause: Event | None = None
         self.core_due_us: int | None = None
