@@ -28,7 +28,7 @@ import zmq
 from coordinator.core.events import Boot, FromClient, FromWorker, ToWorker, Turn
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
-from coordinator.pauses import TURNS_MIN, Pauses
+from coordinator.garbage import TURNS_MIN, Pauses
 from coordinator.peers import Peers
 from coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec

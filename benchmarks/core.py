@@ -17,13 +17,13 @@ from time import perf_counter_ns
 
 import numpy as np
 
-from coordinator.core.cache import Cache
+from coordinator.core.cache.cache import Cache
+from coordinator.core.cache.groups import Group
+from coordinator.core.cache.pool import Blocks, Pool
+from coordinator.core.cache.tenants import Tenants
 from coordinator.core.events import Boot, FromClient, FromWorker, Turn
-from coordinator.core.groups import Group
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
-from coordinator.core.pool import Blocks, Pool
-from coordinator.core.tenants import Tenants
 from kvforge.protocol.messages import (
     Accepted,
     Cancel,

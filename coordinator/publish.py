@@ -6,8 +6,8 @@ import numpy as np
 
 from kvforge.protocol.tables import TablesWriter
 
+from .core.cache.sequences import Sequences
 from .core.machine import Machine
-from .core.sequences import Sequences
 
 
 def publish(machine: Machine, tables: TablesWriter, now_us: int) -> None:

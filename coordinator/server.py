@@ -40,8 +40,8 @@ from .config import CoordinatorConfig
 from .core.events import Boot
 from .core.limits import Limits
 from .core.machine import Machine
+from .garbage import Pauses
 from .ids import first_id
-from .pauses import Pauses
 from .peers import WORKER, Peers
 from .replacing import Replacer
 from .resources import check_descriptors, return_large_blocks

@@ -1,1 +1,5 @@
-"""The heart: an event in, effects out, same input same output. No I/O, no clock, no randomness, no threads."""
+"""The pure heart: an event in, effects out. No I/O, no clock, no randomness.
+
+Rooms, each below those before it: machine; reporting, workers; commands; scheduling; requests; cache. A room imports
+only from those below it, and from the files beside this one. docs/step.md follows one decode step through them.
+"""

@@ -45,10 +45,11 @@ from kvforge.protocol.messages import (
     UnrefBlock,
 )
 
-from . import statistics
-from .admission import Admission
-from .block_commands import BlockCommands
-from .cache import Cache
+from .cache.cache import Cache
+from .cache.groups import Group
+from .commands.blocks import BlockCommands
+from .commands.requests import RequestCommands
+from .commands.sequences import SequenceCommands
 from .events import (
     Applied,
     Boot,
@@ -63,15 +64,14 @@ from .events import (
     Turn,
     WorkerGone,
 )
-from .explain import Explainer
-from .groups import Group
-from .outcomes import Outcomes
-from .request_commands import RequestCommands
-from .requests import RequestTable
-from .scheduler import Scheduler
-from .sequence_commands import SequenceCommands
-from .streams import Streams
-from .worker_reports import WorkerReports
+from .reporting import statistics
+from .reporting.explain import Explainer
+from .requests.lifecycle import RequestTable
+from .requests.streams import Streams
+from .scheduling.admission import Admission
+from .scheduling.outcomes import Outcomes
+from .scheduling.plan import Scheduler
+from .workers.reports import WorkerReports
 
 ROUNDS_MAX = 16  # of one turn; what follows even then is done by the next one, after what has arrived meanwhile
 # What only reads makes nothing possible for anybody, and needs no turn.

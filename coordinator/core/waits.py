@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 if TYPE_CHECKING:
-    from .requests import Request
+    from .requests.lifecycle import Request
 
 Event = tuple[str, int]
 PREFIX = "prefix"

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.hashing import BlockHasher, Hashes
+from coordinator.core.cache.hashing import BlockHasher, Hashes
 
 
 class Refused(Exception):

@@ -27,7 +27,7 @@ IMPURE = frozenset(
     | {"subprocess", "multiprocessing", "mmap"}
 )
 CORE = Path(coordinator.core.__file__).parent
-MODULES = sorted(CORE.glob("*.py"))
+MODULES = sorted(CORE.rglob("*.py"))
 
 
 # behaviour 1
@@ -194,7 +194,7 @@ def test_a_request_larger_than_the_largest_pool_is_refused_at_submit() -> None:
 # ------------------------------------------------------------------------------------------------------------- purity
 
 
-@pytest.mark.parametrize("path", MODULES, ids=[path.stem for path in MODULES])
+@pytest.mark.parametrize("path", MODULES, ids=[str(path.relative_to(CORE)) for path in MODULES])
 def test_no_module_of_the_core_imports_the_outside_world(path: Path) -> None:
     imported = set()
     for node in ast.walk(ast.parse(path.read_text())):

@@ -10,12 +10,12 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.core import cache as cache_module
-from coordinator.core.hashing import BlockHasher
+from coordinator.core.cache import cache as cache_module
+from coordinator.core.cache.hashing import BlockHasher
+from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
+from coordinator.core.cache.prefix import PrefixIndex, PrefixStore, root_key
+from coordinator.core.cache.tenants import Tenants
 from coordinator.core.limits import Limits, Quota
-from coordinator.core.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
-from coordinator.core.prefix import PrefixIndex, PrefixStore, root_key
-from coordinator.core.tenants import Tenants
 from kvforge.protocol.errors import (
     AlreadyHolder,
     CapacityExceeded,

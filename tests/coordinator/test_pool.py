@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
+from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
+from coordinator.core.cache.tenants import Tenants
 from coordinator.core.limits import Limits, Quota
-from coordinator.core.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
-from coordinator.core.tenants import Tenants
 from kvforge.protocol.errors import (
     AlreadyHolder,
     BlockNotFound,

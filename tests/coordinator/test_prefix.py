@@ -7,9 +7,9 @@ import pickle
 import numpy as np
 import pytest
 
-from coordinator.core import cache as cache_module
-from coordinator.core.hashing import BlockHasher
-from coordinator.core.prefix import root_key
+from coordinator.core.cache import cache as cache_module
+from coordinator.core.cache.hashing import BlockHasher
+from coordinator.core.cache.prefix import root_key
 from kvforge.protocol.errors import InvalidRequest
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation, int32

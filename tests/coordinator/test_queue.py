@@ -10,11 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coordinator.core.admission import BLOCKED_MAX
+from coordinator.core.cache.tenants import Tenants
 from coordinator.core.limits import Limits, Quota
-from coordinator.core.queue import WaitingQueue
-from coordinator.core.requests import Request
-from coordinator.core.tenants import Tenants
+from coordinator.core.requests.lifecycle import Request
+from coordinator.core.scheduling.admission import BLOCKED_MAX
+from coordinator.core.scheduling.queue import WaitingQueue
 from kvforge.protocol.errors import QueueFull
 from kvforge.protocol.messages import Submit
 from tests.coordinator.conftest import MakePool

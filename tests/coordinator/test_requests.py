@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.core.events import DropWorker, FromWorker, Log, ToWorker
 from coordinator.core.limits import Limits, Quota
-from coordinator.core.requests import PENDING, TERMINAL, TRANSITIONS, Request, RequestTable
+from coordinator.core.requests.lifecycle import PENDING, TERMINAL, TRANSITIONS, Request, RequestTable
 from kvforge.protocol.errors import (
     AlreadyFinished,
     Draining,

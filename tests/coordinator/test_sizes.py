@@ -7,9 +7,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from coordinator.core import sizes, streams
+from coordinator.core import sizes
 from coordinator.core.events import Applied, Event, ToClient, ToWorker
 from coordinator.core.limits import Limits
+from coordinator.core.requests import streams
 from coordinator.turn import RESULT_BYTES_MAX
 from kvforge.protocol import codec
 from kvforge.protocol.errors import InvalidConfiguration, WorkerError

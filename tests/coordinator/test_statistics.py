@@ -10,8 +10,8 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.core import statistics
 from coordinator.core.limits import Quota
+from coordinator.core.reporting import statistics
 from coordinator.publish import publish
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.layout import GAUGES, Geometry

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.admission import Admission
+from coordinator.core.cache.pool import Blocks, Pool
+from coordinator.core.cache.tenants import Tenants
 from coordinator.core.limits import Limits, Quota
-from coordinator.core.pool import Blocks, Pool
-from coordinator.core.tenants import Tenants
+from coordinator.core.scheduling.admission import Admission
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 

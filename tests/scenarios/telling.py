@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.core.cache.pool import FREE, STATE_NAMES
 from coordinator.core.machine import Machine
-from coordinator.core.pool import FREE, STATE_NAMES
 from kvforge.protocol.messages import (
     Accepted,
     Appended,

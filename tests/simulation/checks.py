@@ -7,8 +7,8 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED
 from coordinator.core.machine import Machine
-from coordinator.core.pool import CACHED, FREE, QUARANTINED, REFERENCED
 from kvforge.protocol.messages import Step
 from kvforge.protocol.tables import TablesWriter
 from tests.simulation.settings import tenant_of

@@ -14,27 +14,28 @@ import numpy as np
 
 from coordinator import publish as publishing
 from coordinator import turn as turns
-from coordinator.core import outcomes, timers, victims
-from coordinator.core.admission import Admission
-from coordinator.core.block_commands import BlockCommands
-from coordinator.core.cache import Cache
-from coordinator.core.groups import Group
-from coordinator.core.hashing import BlockHasher
+from coordinator.core.cache.cache import Cache
+from coordinator.core.cache.groups import Group
+from coordinator.core.cache.hashing import BlockHasher
+from coordinator.core.cache.pins import Refs
+from coordinator.core.cache.pool import Pool, Supply
+from coordinator.core.cache.prefix import PrefixIndex
+from coordinator.core.cache.sequences import Sequences
+from coordinator.core.commands.blocks import BlockCommands
+from coordinator.core.commands.requests import RequestCommands
 from coordinator.core.machine import Machine
-from coordinator.core.outcomes import Outcomes
-from coordinator.core.pool import Pool, Supply
-from coordinator.core.prefix import PrefixIndex
-from coordinator.core.queue import WaitingQueue
-from coordinator.core.refs import Refs
-from coordinator.core.request_commands import RequestCommands
-from coordinator.core.requests import RequestTable
-from coordinator.core.scheduler import Scheduler
-from coordinator.core.sequences import Sequences
-from coordinator.core.streams import Streams
-from coordinator.core.timers import Timers
-from coordinator.core.tops import TopRecord, Tops
+from coordinator.core.requests import deadlines
+from coordinator.core.requests.deadlines import Timers
+from coordinator.core.requests.lifecycle import RequestTable
+from coordinator.core.requests.streams import Streams
+from coordinator.core.requests.top_logprobs import TopRecord, Tops
+from coordinator.core.scheduling import outcomes, preemption
+from coordinator.core.scheduling.admission import Admission
+from coordinator.core.scheduling.outcomes import Outcomes
+from coordinator.core.scheduling.plan import Scheduler
+from coordinator.core.scheduling.queue import WaitingQueue
 from coordinator.core.waits import Gain, Waits
-from coordinator.core.worker_reports import WorkerReports
+from coordinator.core.workers.reports import WorkerReports
 
 Patch = tuple[Any, str, Any]
 FAULTS: dict[str, Callable[[], list[Patch]]] = {}
@@ -377,19 +378,19 @@ def _without_timer(lost: int) -> list[Patch]:
 @fault
 def deadline_timer_lost() -> list[Patch]:
     """Nobody looks when a request's time is over."""
-    return _without_timer(timers.DEADLINE)
+    return _without_timer(deadlines.DEADLINE)
 
 
 @fault
 def first_token_timer_lost() -> list[Patch]:
     """Nobody looks whether a request has its first token in time."""
-    return _without_timer(timers.FIRST_TOKEN)
+    return _without_timer(deadlines.FIRST_TOKEN)
 
 
 @fault
 def lease_never_ends() -> list[Patch]:
     """A request whose client is gone goes on for ever."""
-    return _without_timer(timers.LEASE)
+    return _without_timer(deadlines.LEASE)
 
 
 @fault
@@ -600,11 +601,11 @@ def oldest_may_be_the_victim() -> list[Patch]:
     def choose(cache: Any, requests: Any, order: Any, candidates: Any, short: int) -> int | None:
         if candidates.size < 2:
             return None
-        gain, cost = victims._gain_and_cost(cache, candidates)
+        gain, cost = preemption._gain_and_cost(cache, candidates)
         enough = np.flatnonzero(gain >= min(short, int(gain.max())))
         return int(candidates[enough[np.argmin(cost[enough])]])
 
-    return [(victims, "choose", choose)]
+    return [(preemption, "choose", choose)]
 
 
 @fault
@@ -635,14 +636,14 @@ def row_that_cannot_go_on_kept() -> list[Patch]:
 @fault
 def floor_spares_nobody() -> list[Patch]:
     """A row is preempted for another tenant's, though all that its own tenant holds is kept for that one."""
-    real = victims.choose
+    real = preemption.choose
 
     def choose(cache: Any, requests: Any, order: Any, candidates: Any, short: int) -> int | None:
         s = cache.sequences
         asked = candidates[:1]
         return real(cache, requests, order, np.flatnonzero(s.running & (s.pool == s.pool[asked])), short)
 
-    return [(victims, "choose", choose)]
+    return [(preemption, "choose", choose)]
 
 
 @fault

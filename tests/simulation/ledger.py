@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from coordinator.core.events import ClientGone, FromClient
-from coordinator.core.requests import Request
+from coordinator.core.requests.lifecycle import Request
 from kvforge.protocol.messages import (
     Accepted,
     Appended,

@@ -8,12 +8,12 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.groups import Group
+from coordinator.core.cache.groups import Group
+from coordinator.core.cache.placement import Residence
+from coordinator.core.cache.sequences import NO_POOL
 from coordinator.core.machine import Machine
-from coordinator.core.queue import WaitingQueue
-from coordinator.core.requests import NO_SLOT, Request
-from coordinator.core.residence import Residence
-from coordinator.core.sequences import NO_POOL
+from coordinator.core.requests.lifecycle import NO_SLOT, Request
+from coordinator.core.scheduling.queue import WaitingQueue
 from kvforge.protocol.messages import Step
 from tests.simulation.settings import Settings
 from tests.simulation.workers import Violation

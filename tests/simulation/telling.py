@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from coordinator.core.streams import RETRY_US
+from coordinator.core.requests.streams import RETRY_US
 from kvforge.protocol.messages import Ended, Stream
 from tests.simulation.model import Oracle
 from tests.simulation.workers import Violation

@@ -20,6 +20,8 @@ from typing import Any
 
 import numpy as np
 
+from coordinator.core.cache.groups import Group
+from coordinator.core.cache.placement import Residence
 from coordinator.core.events import (
     Applied,
     Boot,
@@ -32,10 +34,8 @@ from coordinator.core.events import (
     Turn,
     WorkerGone,
 )
-from coordinator.core.groups import Group
 from coordinator.core.machine import Machine
-from coordinator.core.requests import NO_SLOT, Request
-from coordinator.core.residence import Residence
+from coordinator.core.requests.lifecycle import NO_SLOT, Request
 from coordinator.outbox import Sent
 from coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .requests import Request
-from .sequences import Slots
+from ..cache.sequences import Slots
+from ..requests.lifecycle import Request
 
 EOS_TOKENS_MAX = 16
 

@@ -20,7 +20,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded, SequenceNotFound
 
-from .limits import Limits
+from ..limits import Limits
 
 Slots = npt.NDArray[np.int64]
 NO_POOL = -1

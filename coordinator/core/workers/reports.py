@@ -22,15 +22,15 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 
-from . import validate
-from .admission import Admission
-from .cache import Cache
-from .events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
-from .groups import Group
-from .outcomes import Outcomes
-from .requests import Request, RequestTable
-from .scheduler import Scheduler
-from .sequence_commands import SequenceCommands
+from ..cache.cache import Cache
+from ..cache.groups import Group
+from ..commands import validate
+from ..commands.sequences import SequenceCommands
+from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
+from ..requests.lifecycle import Request, RequestTable
+from ..scheduling.admission import Admission
+from ..scheduling.outcomes import Outcomes
+from ..scheduling.plan import Scheduler
 
 
 class Worker:

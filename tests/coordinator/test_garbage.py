@@ -9,7 +9,7 @@ from types import FrameType
 import pytest
 
 from coordinator.core.limits import Quota
-from coordinator.pauses import TURNS_MAX, TURNS_MIN, Pauses
+from coordinator.garbage import TURNS_MAX, TURNS_MIN, Pauses
 from coordinator.server import SPIN_CORES_MIN, SPIN_US, spin_us
 from tests.coordinator.driver import Driver
 

@@ -6,12 +6,12 @@ import numpy as np
 
 from kvforge.protocol.messages import PoolStats, RequestRow, RequestStats, Stats, TenantStats
 
-from .cache import Cache
-from .groups import Group
-from .pool import REFERENCED
-from .queue import WaitingQueue
-from .requests import CANCELLED, EXPIRED, FAILED, FINISHED, Request, RequestTable
-from .tenants import NO_CEILING
+from ..cache.cache import Cache
+from ..cache.groups import Group
+from ..cache.pool import REFERENCED
+from ..cache.tenants import NO_CEILING
+from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, Request, RequestTable
+from ..scheduling.queue import WaitingQueue
 
 
 def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:

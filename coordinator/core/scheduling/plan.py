@@ -16,17 +16,18 @@ import numpy.typing as npt
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from kvforge.protocol.messages import NO_INT32, RowStart, Step
 
-from . import sizes, victims
+from .. import sizes
+from ..cache.cache import Cache
+from ..cache.eviction import supply_when_idle
+from ..cache.groups import Group, SentStep
+from ..cache.holders import who_holds
+from ..cache.pool import NO_SPARE, short_of
+from ..cache.sequences import Slots
+from ..cache.steady import Steady
+from ..requests.lifecycle import NO_SLOT, TENANT_CEILING, Request, RequestTable
+from ..waits import Wait, rows_of
+from . import preemption
 from .admission import Admission
-from .cache import Cache
-from .groups import Group, SentStep
-from .holders import who_holds
-from .pool import NO_SPARE, short_of
-from .pressure import supply_when_idle
-from .requests import NO_SLOT, TENANT_CEILING, Request, RequestTable
-from .sequences import Slots
-from .steady import Steady
-from .waits import Wait, rows_of
 
 CHUNK_TOKENS_MIN = 16
 NO_SLOTS = np.zeros(0, np.int64)
@@ -232,7 +233,7 @@ class Scheduler:
                     # What a tenant within its floor gave back would be kept for it.
                     floor = self._cache.tenants.floor
                     helps |= ((floor == 0) | (group.pool.usage > floor))[s.tenant[mine]]
-                victim = victims.choose(self._cache, self._requests, self._runs.order, mine[helps], short_of(error))
+                victim = preemption.choose(self._cache, self._requests, self._runs.order, mine[helps], short_of(error))
                 if victim is None:
                     if not self._cache.unwritable(np.array([slot]), start, start + count)[0].size:
                         end, length = int(start[0]) + count, int(target[0] + samples[0])

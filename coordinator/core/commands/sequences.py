@@ -28,14 +28,14 @@ from kvforge.protocol.messages import (
     SequenceTokens,
 )
 
+from ..cache.cache import Cache
+from ..cache.placement import Residence
+from ..cache.pool import NO_SPARE
+from ..cache.sequences import NO_POOL, Slots
+from ..events import FromClient
+from ..requests.lifecycle import LOST, RequestTable
+from ..scheduling.outcomes import Outcomes
 from . import validate
-from .cache import Cache
-from .events import FromClient
-from .outcomes import Outcomes
-from .pool import NO_SPARE
-from .requests import LOST, RequestTable
-from .residence import Residence
-from .sequences import NO_POOL, Slots
 
 IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
 

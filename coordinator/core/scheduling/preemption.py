@@ -11,9 +11,9 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from .cache import Cache
-from .requests import RequestTable
-from .sequences import Slots
+from ..cache.cache import Cache
+from ..cache.sequences import Slots
+from ..requests.lifecycle import RequestTable
 
 
 def choose(

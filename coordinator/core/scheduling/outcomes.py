@@ -18,15 +18,15 @@ from kvforge.protocol.errors import (
 )
 from kvforge.protocol.messages import ERROR_TEXT_MAX, Ended, ErrorInfo, StepResult, Timings
 
+from ..bool_arrays import every, some
+from ..cache.cache import Cache
+from ..cache.groups import Group, SentStep
+from ..cache.sequences import Slots
+from ..events import Log
+from ..requests.lifecycle import FINISHED, NO_SLOT, Request, RequestTable
+from ..requests.streams import Streams
+from ..requests.top_logprobs import Tops
 from .admission import Admission
-from .cache import Cache
-from .events import Log
-from .groups import Group, SentStep
-from .masks import every, some
-from .requests import FINISHED, NO_SLOT, Request, RequestTable
-from .sequences import Slots
-from .streams import Streams
-from .tops import Tops
 
 INDEX_STEPS = 8
 FIELD_MAX, FIELDS_MAX = 200, 16

@@ -14,8 +14,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from ..bool_arrays import every
 from .hashing import BlockHasher, Hashes
-from .masks import every
 from .pool import FREE, BlockIds, Blocks, Pool
 
 Tokens = npt.NDArray[np.int32]

@@ -20,9 +20,9 @@ from collections.abc import Iterator
 import numpy as np
 import numpy.typing as npt
 
-from .limits import Limits
-from .requests import Request
-from .tenants import Tenants
+from ..cache.tenants import Tenants
+from ..limits import Limits
+from ..requests.lifecycle import Request
 
 DEPARTURES = 32
 RETRY_MS_MIN, RETRY_MS_DEFAULT, RETRY_MS_MAX = 10, 1000, 60_000

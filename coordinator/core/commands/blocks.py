@@ -6,10 +6,10 @@ import numpy as np
 
 from kvforge.protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, Message, RefBlock, UnrefBlock
 
-from .cache import Cache
-from .events import FromClient
-from .pool import STATE_NAMES
-from .sizes import HOLDERS_LISTED_MAX
+from ..cache.cache import Cache
+from ..cache.pool import STATE_NAMES
+from ..events import FromClient
+from ..sizes import HOLDERS_LISTED_MAX
 
 
 class BlockCommands:

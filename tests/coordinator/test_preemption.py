@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.core import victims
 from coordinator.core.limits import Quota
-from coordinator.core.requests import Request
+from coordinator.core.requests.lifecycle import Request
+from coordinator.core.scheduling import preemption
 from tests.coordinator.driver import Driver, continuation
 
 
@@ -25,7 +25,7 @@ def chosen(driver: Driver, candidates: list[Request], short: int = 1) -> Request
     machine = driver.machine
     slots = np.array([request.slot for request in candidates])
     order = machine.admission.runs.order
-    slot = victims.choose(machine.cache, machine.requests, order, slots, short)
+    slot = preemption.choose(machine.cache, machine.requests, order, slots, short)
     return next((request for request in candidates if request.slot == slot), None)
 
 

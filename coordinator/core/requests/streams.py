@@ -18,9 +18,9 @@ import numpy.typing as npt
 from kvforge.protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
 from kvforge.protocol.messages import Ended, Stream
 
-from .masks import every
-from .sizes import END_BYTES, error_bytes
-from .tops import Tops
+from ..bool_arrays import every
+from ..sizes import END_BYTES, error_bytes
+from .top_logprobs import Tops
 
 ROW_BYTES, TOP_BYTES = 24, 8
 ARRAY_BYTES_MAX = FRAME_BYTES_MAX // 4

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvforge.protocol.errors import CapacityExceeded, InvalidRequest
 
-from .limits import Limits
+from ..limits import Limits
 
 NAME_LENGTH_MAX = 128
 NO_CEILING = np.iinfo(np.int64).max

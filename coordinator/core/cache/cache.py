@@ -16,18 +16,18 @@ import numpy.typing as npt
 from kvforge.protocol.errors import BlockNotFound, CapacityExceeded
 from kvforge.protocol.messages import ModelInfo
 
+from ..limits import Limits
+from ..waits import SLOT, Gain, Waits, eviction_of, prefix_of
+from .eviction import idle_victims
 from .groups import Group, new_group
 from .hashing import BlockHasher, Hashes
 from .invariants import check_cache
-from .limits import Limits
+from .pins import Refs
+from .placement import Residence
 from .pool import NO_SPARE, BlockIds, Blocks, Spare
 from .prefix import PrefixStore, root_key
-from .pressure import idle_victims
-from .refs import Refs
-from .residence import Residence
 from .sequences import NO_POOL, Sequences, Slots
 from .tenants import Tenants
-from .waits import SLOT, Gain, Waits, eviction_of, prefix_of
 
 Tokens = npt.NDArray[np.int32]
 NO_BLOCKS = np.zeros(0, np.int64)

@@ -19,9 +19,9 @@ from kvforge.protocol.messages import (
     WorkerReady,
 )
 
-from .cache import Cache
-from .limits import Limits
-from .runs import EOS_TOKENS_MAX
+from ..cache.cache import Cache
+from ..limits import Limits
+from ..scheduling.rows import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
 SEED_MAX = (1 << 64) - 1

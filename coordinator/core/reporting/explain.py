@@ -7,20 +7,20 @@ import numpy as np
 from kvforge.protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound
 from kvforge.protocol.messages import Explain, Explanation, Message
 
-from .admission import Admission
-from .block_commands import BlockCommands
-from .cache import Cache
-from .events import FromClient
-from .groups import Group
-from .holders import LISTED_MAX, who_holds
-from .pool import STATE_NAMES, short_of
-from .requests import NO_SLOT, RUNNING, SIBLING, Request, RequestTable
-from .sequence_commands import SequenceCommands
-from .sequences import Sequences
-from .sizes import HOLDERS_LISTED_MAX
+from ..cache.cache import Cache
+from ..cache.groups import Group
+from ..cache.holders import LISTED_MAX, who_holds
+from ..cache.pool import STATE_NAMES, short_of
+from ..cache.sequences import Sequences
+from ..cache.tenants import NO_CEILING
+from ..commands.blocks import BlockCommands
+from ..commands.sequences import SequenceCommands
+from ..events import FromClient
+from ..requests.lifecycle import NO_SLOT, RUNNING, SIBLING, Request, RequestTable
+from ..scheduling.admission import Admission
+from ..sizes import HOLDERS_LISTED_MAX
+from ..waits import Wait
 from .statistics import live_tokens
-from .tenants import NO_CEILING
-from .waits import Wait
 
 Facts = dict[str, Field]
 Told = tuple[str, list[str], Facts]

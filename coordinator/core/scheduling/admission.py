@@ -14,17 +14,17 @@ import numpy as np
 
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
-from . import sizes
-from .cache import Cache
-from .groups import Group
-from .pool import NO_SPARE, Spare, short_of
-from .pressure import supply_when_idle
+from .. import sizes
+from ..cache.cache import Cache
+from ..cache.eviction import supply_when_idle
+from ..cache.groups import Group
+from ..cache.placement import Residence
+from ..cache.pool import NO_SPARE, Spare, short_of
+from ..cache.sequences import NO_POOL
+from ..requests.lifecycle import NO_SLOT, RUNNING, TENANT_CEILING, Request, RequestTable
+from ..waits import FRONT, SLOT, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, prompt_of, rows_of
 from .queue import WaitingQueue
-from .requests import NO_SLOT, RUNNING, TENANT_CEILING, Request, RequestTable
-from .residence import Residence
-from .runs import Runs
-from .sequences import NO_POOL
-from .waits import FRONT, SLOT, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, prompt_of, rows_of
+from .rows import Runs
 
 BLOCKED_MAX = 16  # behind so many requests that found no room, only the groups are tried that none of them could use
 ALONE_CRASHES = 2

@@ -41,16 +41,17 @@ from kvforge.protocol.messages import (
     Submit,
 )
 
-from . import statistics, validate
-from .admission import Admission
-from .cache import Cache
-from .events import FromClient
-from .outcomes import Outcomes, ended, forgotten
-from .requests import CANCELLED, NO_SLOT, Request, RequestTable
-from .sequence_commands import SequenceCommands
-from .sizes import LISTED_BYTES
-from .streams import Streams
-from .timers import DEADLINE, FIRST_TOKEN, LEASE, Timers
+from ..cache.cache import Cache
+from ..events import FromClient
+from ..reporting import statistics
+from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, Timers
+from ..requests.lifecycle import CANCELLED, NO_SLOT, Request, RequestTable
+from ..requests.streams import Streams
+from ..scheduling.admission import Admission
+from ..scheduling.outcomes import Outcomes, ended, forgotten
+from ..sizes import LISTED_BYTES
+from . import validate
+from .sequences import SequenceCommands
 
 SEEDS = 1 << 64
 

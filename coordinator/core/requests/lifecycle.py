@@ -16,11 +16,11 @@ import numpy.typing as npt
 from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError, RequestNotFound
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Timings
 
-from .hashing import Hashes
-from .keys import KeyEntry, Keys
-from .limits import Limits
-from .tops import TopRecord
-from .waits import Wait
+from ..cache.hashing import Hashes
+from ..limits import Limits
+from ..waits import Wait
+from .idempotency import KeyEntry, Keys
+from .top_logprobs import TopRecord
 
 PENDING, RUNNING, PREEMPTED = "pending", "running", "preempted"
 FINISHED, FAILED, CANCELLED, EXPIRED = "finished", "failed", "cancelled", "expired"

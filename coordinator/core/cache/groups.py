@@ -10,10 +10,10 @@ import numpy.typing as npt
 
 from kvforge.protocol.messages import Int32Array, ModelInfo
 
+from ..requests.lifecycle import Request
 from .hashing import BlockHasher
 from .pool import BlockIds, Blocks, Pool
 from .prefix import PrefixIndex, PrefixStore
-from .requests import Request
 from .steady import Steady
 from .tenants import Tenants
 

@@ -1,0 +1,9 @@
+"""The KV cache: which blocks hold what, for whom, and who gets the next ones.
+
+Law: every block is in one state and counted once for each holder; a block is written only while it has one holder and
+is not indexed; what raises has changed nothing. It knows sequences and tenants, and nothing of requests or time to
+come.
+
+From outside: `cache.Cache` changes blocks and tables, and nobody else does. Its `sequences`, `blocks` and pools may be
+read by everyone; the scheduler alone also writes what it plans (scheduled, pending, running) into `sequences`.
+"""
