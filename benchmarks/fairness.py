@@ -72,7 +72,7 @@ async def measure(endpoint_of: Installation, prompt_tokens: int, decoders: int) 
     """One installation: the steady requests alone, then with the long prompt."""
     rng = np.random.default_rng(0)
     greedy = Sampling(temperature=0.0, ignore_eos=True)
-    async with AsyncClient(endpoint_of.endpoint, timeout_s=60.0, name="fairness") as kv, asyncio.timeout(RUN_S):
+    async with AsyncClient(endpoint_of.endpoint, timeout_s=60.0) as kv, asyncio.timeout(RUN_S):
         await endpoint_of.wait_ready(kv)
         steady = [Steady() for _ in range(decoders)]
         tasks = []

@@ -114,11 +114,11 @@ class Driver:
     """
 
     def __init__(self, endpoint: str | None, *, connections: int = 1, timeout_s: float = 600.0) -> None:
-        def client(name: str) -> AsyncClient:
-            return AsyncClient(endpoint, timeout_s=timeout_s, stream_timeout_s=timeout_s, name=name)
+        def client() -> AsyncClient:
+            return AsyncClient(endpoint, timeout_s=timeout_s, stream_timeout_s=timeout_s)
 
-        self._clients = [client(f"loadtest-{number}") for number in range(connections)]
-        self._observer = client("loadtest-observer")  # its questions do not queue behind the requests
+        self._clients = [client() for _ in range(connections)]
+        self._observer = client()  # its questions do not queue behind the requests
         self._stack = AsyncExitStack()
         self.health: Health | None = None
 

@@ -268,10 +268,8 @@ class Worker:
             raise error
 
     def _tables_of(self, step: Step) -> Int32Array:
-        """The block tables of the step's rows, global ids: from the message, else from shared memory."""
+        """The block tables of the step's rows, global ids, from shared memory."""
         assert self._tables is not None
-        if step.table_width:
-            return step.tables.reshape(-1, step.table_width)
         if not step.slots.size:
             return np.zeros((0, 1), np.int32)
         block_size = self._runner.pool.block_size

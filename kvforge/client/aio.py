@@ -128,7 +128,6 @@ class AsyncClient:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         stream_timeout_s: float = STREAM_TIMEOUT_S,
         tokenizer: str | os.PathLike[str] | None = None,
-        name: str = "",
     ) -> None:
         self._calls = _AsyncCalls(
             endpoint,
@@ -136,7 +135,6 @@ class AsyncClient:
             connect_timeout_s=connect_timeout_s,
             stream_timeout_s=stream_timeout_s,
             tokenizer=tokenizer,
-            name=name,
         )
 
     async def __aenter__(self) -> Self:

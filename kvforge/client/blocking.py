@@ -138,7 +138,6 @@ class Client:
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         stream_timeout_s: float = STREAM_TIMEOUT_S,
         tokenizer: str | os.PathLike[str] | None = None,
-        name: str = "",
     ) -> None:
         self._calls = _BlockingCalls(
             endpoint,
@@ -146,7 +145,6 @@ class Client:
             connect_timeout_s=connect_timeout_s,
             stream_timeout_s=stream_timeout_s,
             tokenizer=tokenizer,
-            name=name,
         )
 
     def __enter__(self) -> Self:

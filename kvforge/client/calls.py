@@ -83,13 +83,11 @@ class Calls(ABC):
         connect_timeout_s: float,
         stream_timeout_s: float,
         tokenizer: str | os.PathLike[str] | None,
-        name: str,
     ) -> None:
         self.endpoint = os.fspath(endpoint) if endpoint is not None else transport.default_client_endpoint()
         self.timeout_s = _seconds(timeout_s)
         self.stream_timeout_s = _seconds(stream_timeout_s, "stream_timeout_s")
         self._connect_timeout_s = _seconds(connect_timeout_s, "connect_timeout_s")
-        self._name = name
         self._pid = os.getpid()
         self._owner: dict[str, threading.Thread] = {}
         self._waiting = False
@@ -363,7 +361,7 @@ class Calls(ABC):
         rid = session.new_rid()
         pending = session.expect(rid, Welcome, "Hello")
         try:
-            link.send(Hello(rid=rid, boot=session.boot, name=self._name))
+            link.send(Hello(rid=rid, boot=session.boot))
             if not await self._until(lambda: pending.done, (pending,), deadline):
                 raise self._nobody("took the connection and does not answer")
             pending.take(Welcome)

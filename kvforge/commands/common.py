@@ -57,7 +57,7 @@ def open_client(options: argparse.Namespace, tokenizer: str | None = None) -> Cl
     endpoint = options.endpoint
     if endpoint is None and options.runtime_dir is not None:
         endpoint = transport.client_endpoint(options.runtime_dir)
-    return Client(endpoint, timeout_s=options.timeout or TIMEOUT_S, tokenizer=tokenizer, name="kvforge")
+    return Client(endpoint, timeout_s=options.timeout or TIMEOUT_S, tokenizer=tokenizer)
 
 
 def runtime_dir(options: argparse.Namespace) -> Path:

@@ -101,7 +101,7 @@ def run_demo(model: str, max_tokens: int) -> int:
 def _ask(endpoint: str, model: Path, max_tokens: int) -> int:
     tokenizer = Tokenizer.load(model)
     # The first prompt goes a moment ahead, so that its prefix is in the cache when the second one comes.
-    with Client(endpoint, stream_timeout_s=STREAM_TIMEOUT_S, name="demo") as kv:
+    with Client(endpoint, stream_timeout_s=STREAM_TIMEOUT_S) as kv:
         started = monotonic()
         requests: list[Request] = []
         for _, messages in PROMPTS:

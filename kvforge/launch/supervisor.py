@@ -90,7 +90,7 @@ class Supervisor:
     def client(self) -> Client:
         """For short questions."""
         if self._client is None:
-            self._client = Client(self.endpoint, timeout_s=ASK_TIMEOUT_S, connect_timeout_s=ASK_CONNECT_S, name="up")
+            self._client = Client(self.endpoint, timeout_s=ASK_TIMEOUT_S, connect_timeout_s=ASK_CONNECT_S)
         return self._client
 
     def turn(self, wait_s: float, *, restart: bool = True) -> None:

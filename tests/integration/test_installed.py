@@ -92,14 +92,14 @@ def test_up_starts_our_processes_wherever_it_is_called(
 
 def test_the_wheel_is_typed_and_holds_nothing_twice(installed: Path) -> None:
     assert (installed / "kvforge" / "py.typed").is_file()
-    assert (installed / "kvforge" / "protocol" / "messages.py").is_file()
+    assert (installed / "kvforge" / "protocol" / "messages" / "shared.py").is_file()
     top = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert top == {"kvforge", "coordinator", "worker", "loadtest"}
 
 
 def test_the_protocol_imports_only_itself() -> None:
     """By relative imports: so it is the same package whatever it lies in."""
-    for path in sorted((REPOSITORY / "protocol").glob("*.py")):
+    for path in sorted((REPOSITORY / "protocol").rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else []
             if isinstance(node, ast.ImportFrom) and not node.level:

@@ -67,6 +67,7 @@ class Fake:
     draining: bool = False
     health_asked: int = 0
     greeted: set[bytes] = field(default_factory=set)
+    version_min: int = field(default_factory=lambda: int(os.environ.get("KVFORGE_FAKE_VERSION", "1")))
 
     def serve(self) -> None:
         """Answers until killed."""
@@ -102,8 +103,9 @@ class Fake:
         match message:
             case m.Hello(boot=boot) if boot not in ("", self.boot):
                 self.refuse(peer, message.rid, errors.StateLost(boot, self.boot))
-            case m.Hello(name="old"):
-                self.refuse(peer, message.rid, errors.VersionMismatch("spoken here: 7 to 8; you speak 1"))
+            case m.Hello(version_max=newest) if newest < self.version_min:
+                spoken = f"spoken here: {self.version_min} to {self.version_min + 1}; you speak {newest}"
+                self.refuse(peer, message.rid, errors.VersionMismatch(spoken))
             case m.Hello():
                 self.greeted.add(peer)
                 self.send(
@@ -405,9 +407,10 @@ def sample_stats(rid: int, running: int, total: int) -> m.Stats:
 class Running:
     """The program, started. Endpoint and process belong to the test."""
 
-    def __init__(self, folder: Path, *, ready: bool = True) -> None:
+    def __init__(self, folder: Path, *, ready: bool = True, version_min: int = 1) -> None:
         self.endpoint = f"ipc://{folder}/clients.sock"
-        self._env = {**os.environ, "KVFORGE_FAKE_READY": "third" if ready else "never"}
+        said = {"KVFORGE_FAKE_READY": "third" if ready else "never", "KVFORGE_FAKE_VERSION": str(version_min)}
+        self._env = {**os.environ, **said}
         self._text = b""
         self.start()
 

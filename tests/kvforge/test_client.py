@@ -453,8 +453,9 @@ def test_a_link_that_gets_writable_just_before_the_wait_is_noticed(fake: Running
         assert time.monotonic() - started < 30
 
 
-def test_another_protocol_version_is_named(fake: Running) -> None:
-    with Client(fake.endpoint, name="old") as kv, pytest.raises(VersionMismatch, match="7 to 8"):
+def test_another_protocol_version_is_named(folder: Path) -> None:
+    refused = pytest.raises(VersionMismatch, match="7 to 8; you speak 1")
+    with Running(folder, version_min=7) as newer, Client(newer.endpoint) as kv, refused:
         kv.stats()
 
 

@@ -62,7 +62,7 @@ class SimulatedClient:
             self._random = Random(f"{self._seed}/{self.name}/{self.connections}")
             self.connection = self._peers.connect(self._random, self._receive)
             self.unanswered = set()
-            self.send(Hello, name=self.name)
+            self.send(Hello)
             if resume:
                 self._resume()
             else:

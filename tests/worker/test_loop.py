@@ -110,13 +110,14 @@ def serve(runner: FakeRunner, link: FakeLink) -> FakeLink:
     worker._patience = patience  # type: ignore[assignment]
     worker._pool_at = PoolRegistered(rid=0, epoch=3, base_block=0)
     worker._connection = 1
-    worker._tables = SimpleNamespace()  # type: ignore[assignment]
+    tables = SimpleNamespace(rows=lambda slots, width: (np.zeros((len(slots), width), np.int32), None))
+    worker._tables = tables  # type: ignore[assignment]
     worker._serve()
     return link
 
 
 def step(number: int) -> Step:
-    return Step(number, table_width=1, slots=np.zeros(1, np.int32), tables=np.zeros(1, np.int32))
+    return Step(number, slots=np.zeros(1, np.int32), starts=np.zeros(1, np.int32), counts=np.ones(1, np.int32))
 
 
 def test_a_second_step_is_launched_before_the_first_has_ended() -> None:
@@ -169,11 +170,10 @@ def test_the_log_of_a_step_names_its_requests(caplog: pytest.LogCaptureFixture) 
         return Step(
             number,
             begins=tuple(RowStart(slot=slot, request_id=id_, sampling=Sampling(), seed=0) for slot, id_ in begins),
-            table_width=1,
             slots=rows,
+            starts=np.zeros(len(rows), np.int32),
             counts=rows + 1,
             tokens=np.zeros(sum(rows + 1), np.int32),
-            tables=np.zeros(len(rows), np.int32),
         )
 
     with caplog.at_level("DEBUG", logger="worker"):

@@ -1,0 +1,96 @@
+"""What the coordinator says to workers: the geometry that all share, their place in it, and step after step."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .shared import NO_INT32, Int32Array, Message, Refused, Sampling
+
+
+class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
+    """Answer to WorkerHello: the geometry that every pool shares, and the tables to map read-only."""
+
+    rid: int
+    version: int
+    boot: str
+    tables_path: str
+    block_size: int
+    slots_max: int
+    blocks_per_sequence_max: int
+    step_tokens_max: int
+    step_rows_max: int
+
+
+class PoolRegistered(Message, frozen=True, tag="pool_registered"):
+    """The worker's blocks are [base_block, base_block + blocks) in tables and copies. Results must name `epoch`.
+
+    pool: the pool's number, by which its steps are found in shared memory.
+    """
+
+    rid: int
+    epoch: int
+    base_block: int
+    pool: int = 0
+
+
+class RowStart(msgspec.Struct, frozen=True, kw_only=True):
+    """A request takes a slot. The worker keeps this until another RowStart names the slot.
+
+    seed: unsigned 64 bit. generated: tokens that the request had generated before it came to this slot (the draw for
+    the next one is keyed by (seed, generated)). sampling: what the choice of a token needs; its seed and stop tokens
+    stay with the coordinator.
+    prompt_history, generated_history: how many tokens of the step's `history` are this row's: first those of the
+    prompt, then those of the answer so far. Both 0 where no penalty asks for them.
+    """
+
+    slot: int
+    request_id: int
+    sampling: Sampling
+    seed: int
+    generated: int = 0
+    prompt_history: int = 0
+    generated_history: int = 0
+
+
+class Step(Message, frozen=True, tag="step"):
+    """One forward pass over rows of any length (prefill chunks and decodes mixed).
+
+    Carried out in this order: `copies`, then KV of the new tokens is written and attention run, then the rows with
+    sample = 1 choose a token.
+
+    copies: [3 * n] int32, triples (from block, to block, tokens): the first `tokens` slots of a block are copied.
+    Copies of one step never read what another copy of it writes.
+    slots, starts, counts, samples: [rows] int32. Row r feeds counts[r] tokens at positions starts[r]...; its block
+    table is row slots[r] of the shared tables. tokens: [sum(counts)] int32; -1 stands for the token that the worker
+    itself sampled last for that slot (it may not have reached the coordinator yet).
+    history: [sum over begins] int32, the tokens that penalties count, one row of `begins` after the other. The worker
+    adds the tokens that it samples itself.
+    """
+
+    FRAMES = (
+        ("slots", "<i4"),
+        ("starts", "<i4"),
+        ("counts", "<i4"),
+        ("samples", "<i4"),
+        ("tokens", "<i4"),
+        ("copies", "<i4"),
+        ("history", "<i4"),
+    )
+    step_id: int
+    begins: tuple[RowStart, ...] = ()
+    slots: Int32Array = NO_INT32
+    starts: Int32Array = NO_INT32
+    counts: Int32Array = NO_INT32
+    samples: Int32Array = NO_INT32
+    tokens: Int32Array = NO_INT32
+    copies: Int32Array = NO_INT32
+    history: Int32Array = NO_INT32
+
+
+class Stop(Message, frozen=True, tag="stop"):
+    """The worker finishes what it was sent, then leaves with exit status 0."""
+
+    reason: str = ""
+
+
+WORKER_REPLIES = WorkerWelcome | PoolRegistered | Step | Refused | Stop

@@ -1,0 +1,157 @@
+"""What messages of several directions share: their base, arrays on the wire, sampling, errors, the model, a refusal."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import msgspec
+import numpy as np
+
+from ..errors import Field, KvforgeError
+
+if TYPE_CHECKING:
+    import numpy.typing as npt
+
+    Int32Array = npt.NDArray[np.int32]
+    Int64Array = npt.NDArray[np.int64]
+    Float32Array = npt.NDArray[np.float32]
+else:  # msgspec checks isinstance(value, np.ndarray); the dtype is fixed by FRAMES
+    Int32Array = Int64Array = Float32Array = np.ndarray
+
+PROTOCOL_VERSION = 1
+PROTOCOL_VERSION_MIN = 1
+
+NO_INT32: Int32Array = np.zeros(0, np.int32)
+NO_INT64: Int64Array = np.zeros(0, np.int64)
+NO_FLOAT32: Float32Array = np.zeros(0, np.float32)
+NO_INT32.setflags(write=False)
+NO_INT64.setflags(write=False)
+NO_FLOAT32.setflags(write=False)
+
+
+class Message(msgspec.Struct, frozen=True, tag_field="t", eq=False):
+    """Base of all wire messages."""
+
+    FRAMES: ClassVar[tuple[tuple[str, str], ...]] = ()
+
+
+TOP_LOGPROBS_MAX = 20
+LOGIT_BIAS_MAX = 300
+LOGIT_BIAS_LIMIT = 100.0
+# Lowest and highest value of numeric fields of Sampling. Where 0 itself would make no sense, the lowest is a bit more.
+SAMPLING_RANGES: dict[str, tuple[float, float]] = {
+    "top_k": (0, (1 << 31) - 1),
+    "top_p": (1e-9, 1.0),
+    "min_p": (0.0, 1.0),
+    "repetition_penalty": (0.01, 100.0),
+    "presence_penalty": (-2.0, 2.0),
+    "frequency_penalty": (-2.0, 2.0),
+    "logprobs": (0, TOP_LOGPROBS_MAX),
+}
+
+# Fields of Sampling that a model may have defaults of its own for.
+MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
+
+
+class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """How the next token is chosen. Applied in this order: logit_bias, penalties (repetition, then frequency and
+    presence), temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the largest after the
+    penalties: the filters keep that one always. Each default means "off"; ranges are in SAMPLING_RANGES.
+
+    temperature: 0 is greedy; otherwise logits are divided by it (finite, 0 to 100).
+    seed: 64-bit; the same request with the same seed draws the same numbers. None: the coordinator draws one.
+    stop_tokens: token ids that end the request with reason `stop`; the stop token itself is the last token.
+    ignore_eos: do not end at the model's own end-of-sequence tokens.
+    top_k: only the k most likely tokens; of equal ones the lowest ids (0: off; more than the vocabulary: all).
+    top_p: only the fewest most likely tokens whose probabilities, of what top_k left, reach top_p together; at least
+    one (nucleus sampling: Holtzman et al., "The Curious Case of Neural Text Degeneration", ICLR 2020).
+    min_p: only tokens at least min_p times as likely as the most likely one (Nguyen et al., "Turning Up the Heat:
+    Min-p Sampling", ICLR 2025).
+    repetition_penalty: logits of tokens that the prompt or the answer so far holds are divided by it where above 0,
+    else multiplied with it (Keskar et al., "CTRL", 2019, section 4.1).
+    presence_penalty, frequency_penalty: subtracted from the logits of tokens of the answer so far, not of the prompt:
+    the one once, the other times the count (as OpenAI's API defines them).
+    logit_bias: (token id, value) pairs added to the raw logits: -100 to 100, or -inf, which bans the token. Distinct
+    ids, at most LOGIT_BIAS_MAX. A request all of whose vocabulary is banned fails.
+    logprobs: how many of the most likely tokens to report with their log-probabilities for each generated token.
+
+    Log-probabilities, of the chosen token too, are natural ones of the model's own float32 distribution: before bias,
+    penalties, temperature and filters.
+    """
+
+    temperature: float = 1.0
+    seed: int | None = None
+    stop_tokens: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    logprobs: int = 0
+
+    @property
+    def counts_answer(self) -> bool:
+        """Whether the choice depends on the tokens generated so far."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+
+
+ERROR_TEXT_MAX = 2000
+
+
+class ErrorInfo(msgspec.Struct, frozen=True):
+    """An error on the wire; `protocol.errors.restore` makes the exception of it again."""
+
+    code: str
+    message: str
+    fields: dict[str, Field] = msgspec.field(default_factory=dict)
+
+    @classmethod
+    def of(cls, error: KvforgeError) -> ErrorInfo:
+        text = error.message if len(error.message) <= ERROR_TEXT_MAX else error.message[: ERROR_TEXT_MAX - 3] + "..."
+        return cls(error.code, text, error.fields)
+
+
+class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker serves. All workers of one coordinator must agree on it.
+
+    source: the path or name it was loaded from (a client on the same host may load its tokenizer from there).
+    sampling: what a request gets that names nothing; only fields of MODEL_DEFAULTS are not off.
+    fingerprint: hex digest of what determines the tokens (weights file or configuration, architecture, dtype).
+    """
+
+    name: str
+    source: str
+    architecture: str
+    fingerprint: str
+    vocab_size: int
+    context_tokens_max: int
+    eos_tokens: tuple[int, ...] = ()
+    sampling: Sampling = Sampling()
+
+
+class Timings(msgspec.Struct, frozen=True, kw_only=True):
+    """Microseconds since submission, on the coordinator's monotonic clock; -1 where it never happened."""
+
+    first_scheduled_us: int = -1
+    first_token_us: int = -1
+    ended_us: int = -1
+
+
+class Goodbye(Message, frozen=True, tag="goodbye"):
+    """The sender closes its connection on purpose."""
+
+
+class Refused(Message, frozen=True, tag="refused"):
+    """A command failed and changed nothing."""
+
+    rid: int
+    error: ErrorInfo
+
+
+def tag_of(cls: type[Message]) -> str:
+    """The stable wire tag of a message class."""
+    config: Any = cls.__struct_config__
+    return str(config.tag)

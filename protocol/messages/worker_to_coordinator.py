@@ -1,0 +1,99 @@
+"""What workers say to the coordinator: that they are there and load, what each step gave, that they cannot go on."""
+
+from __future__ import annotations
+
+import msgspec
+
+from .shared import (
+    NO_FLOAT32,
+    NO_INT32,
+    PROTOCOL_VERSION,
+    PROTOCOL_VERSION_MIN,
+    ErrorInfo,
+    Float32Array,
+    Goodbye,
+    Int32Array,
+    Message,
+    ModelInfo,
+)
+
+
+class WorkerHello(Message, frozen=True, tag="worker_hello"):
+    """First message of a worker. Names are unique; a second worker of the same name is refused."""
+
+    rid: int
+    name: str
+    pid: int
+    version_min: int = PROTOCOL_VERSION_MIN
+    version_max: int = PROTOCOL_VERSION
+
+
+class WorkerLoading(Message, frozen=True, tag="worker_loading"):
+    """Progress of loading, for people: phase is a few words, progress 0 to 1."""
+
+    phase: str
+    progress: float
+
+
+class WorkerReady(Message, frozen=True, tag="worker_ready"):
+    """The model is loaded and the KV pool allocated: `blocks` blocks of `bytes_per_block` bytes.
+
+    watches: it looks for its steps in shared memory too (`protocol.handover`).
+    device_bytes: what it holds of its device's memory, in bytes by purpose: `weights`, `pool` (K and V), `graphs` (with
+    the sampler's state) and `other` (what steps work in, compiled kernels, the driver's own). What takes nothing or is
+    not counted is left out: of a CPU's memory only weights and pool are counted. As it was when this was sent: weights,
+    pool and graphs stay as they are until the worker registers again, `other` may grow.
+    kernels: which ones serve, and why not others, by what they do (decode, prefill, layers, sampling): for people.
+    """
+
+    rid: int
+    model: ModelInfo
+    blocks: int
+    bytes_per_block: int
+    kv_dtype: str
+    device: str
+    watches: bool = False
+    device_bytes: dict[str, int] = msgspec.field(default_factory=dict)
+    kernels: dict[str, str] = msgspec.field(default_factory=dict)
+
+
+class RowError(msgspec.Struct, frozen=True):
+    """One row of a step failed; the other rows are good."""
+
+    slot: int
+    error: ErrorInfo
+
+
+class StepResult(Message, frozen=True, tag="step_result"):
+    """Outcome of one step: for each row that sampled, its slot, token and log-probability. [sampled] each.
+
+    top_counts [sampled], top_tokens [sum], top_logprobs [sum]: as in Stream.
+    """
+
+    FRAMES = (
+        ("slots", "<i4"),
+        ("tokens", "<i4"),
+        ("logprobs", "<f4"),
+        ("top_counts", "<i4"),
+        ("top_tokens", "<i4"),
+        ("top_logprobs", "<f4"),
+    )
+    step_id: int
+    epoch: int
+    errors: tuple[RowError, ...] = ()
+    duration_us: int = 0
+    slots: Int32Array = NO_INT32
+    tokens: Int32Array = NO_INT32
+    logprobs: Float32Array = NO_FLOAT32
+    top_counts: Int32Array = NO_INT32
+    top_tokens: Int32Array = NO_INT32
+    top_logprobs: Float32Array = NO_FLOAT32
+
+
+class WorkerFailed(Message, frozen=True, tag="worker_failed"):
+    """The worker cannot go on (model missing, device lost). It leaves after this."""
+
+    error: ErrorInfo
+
+
+WORKER_MESSAGES = WorkerHello | WorkerLoading | WorkerReady | StepResult | WorkerFailed | Goodbye
