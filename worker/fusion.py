@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from .attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
+from .attention.targets import HEAD_UNIT
 from .kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
 from .loading.rope import STATIC_ROPE
 from .pool import KvPool
@@ -172,7 +173,7 @@ def _is_known(module: Any) -> bool:
     if module.model.rotary_emb.rope_type not in STATIC_ROPE:
         return False
     head_sizes = {layer.self_attn.head_dim for layer in module.model.layers}
-    if config.hidden_size > HIDDEN_MAX or max(head_sizes) > HEAD_SIZE_MAX:
+    if config.hidden_size > HIDDEN_MAX or config.hidden_size % HEAD_UNIT or max(head_sizes) > HEAD_SIZE_MAX:
         return False
     norms = [part for part in module.modules() if type(part).__name__.endswith("RMSNorm")]
     linears = [part for part in module.modules() if hasattr(part, "in_features")]

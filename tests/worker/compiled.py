@@ -25,25 +25,28 @@ import textwrap
 from collections.abc import Iterator
 from dataclasses import asdict, astuple, replace
 from functools import cache
+from importlib import import_module
 from pathlib import Path
 from random import Random
 from typing import Any
 
 import triton
 import triton.language as tl
+from triton.experimental.gluon._runtime import GluonJITFunction
 
 from worker.attention import aot
-from worker.attention.aot import Compiled, Configuration, compile_one, configurations
+from worker.attention.aot import Compiled, Configuration, compile_one
 from worker.attention.targets import TARGETS, Target
-from worker.kernels.aot import layer_configurations, sampling_configurations
+from worker.kernels.registry import KERNELS
 
 FOLDER = Path(__file__).parents[1] / "data" / "compiled"
+GLUON = ("worker.attention.prefill_hopper", "worker.attention.gluon_names")
 SHARE = 1  # of each kernel, compiled again each time
 READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)
 
 
 def every(target: Target) -> list[Configuration]:
-    return configurations(target) + layer_configurations(target) + sampling_configurations(target)
+    return [configuration for kernel in KERNELS for configuration in kernel.configurations(target)]
 
 
 def fingerprint(configuration: Configuration, target: Target) -> str:
@@ -51,15 +54,19 @@ def fingerprint(configuration: Configuration, target: Target) -> str:
     made = configuration.specialisation
     options = {name: value for name, value in made.options.items() if name != "extern_libs"}  # paths of this machine
     parts = (
-        *(triton.__version__, target.backend, target.arch, target.warp_size, target.matrix, code_of(made.kernel.fn)),
+        *(triton.__version__, target.backend, target.arch, target.warp_size, target.matrix, code_of(made.kernel)),
         *(made.types, made.constants, made.attributes, options, [_plain(function) for function in READING]),
     )
     return hashlib.sha256(repr(parts).encode()).hexdigest()[:20]
 
 
-@cache
-def code_of(function: Any) -> str:
+def code_of(kernel: Any) -> str:
     """The code of a kernel and of every function of ours that it calls, and the constants that they read."""
+    return _modules(kernel.fn) if isinstance(kernel, GluonJITFunction) else _functions(kernel.fn)
+
+
+@cache
+def _functions(function: Any) -> str:
     done: dict[str, str] = {}
     waiting = [function]
     while waiting:
@@ -74,10 +81,21 @@ def code_of(function: Any) -> str:
             if called is not None and not called.__module__.startswith("triton."):
                 waiting.append(called)
             elif isinstance(found, tl.constexpr):
-                done[f"{here.__module__}.{used}"] = repr(found.value)
+                done[f"{here.__module__}.{used}"] = f"{used} = {found.value!r}"
             elif isinstance(found, (int, float, str)):
-                done[f"{here.__module__}.{used}"] = repr(found)
-    return repr(sorted(done.items()))
+                done[f"{here.__module__}.{used}"] = f"{used} = {found!r}"
+    return repr(sorted(done.values()))  # a kernel that moves to another module stays what it is
+
+
+@cache
+def _modules(function: Any) -> str:
+    """Of a Gluon kernel, part of whose code is in classes: the Gluon modules that it consists of, whole."""
+    found, waiting = set(), {function.__module__}
+    while waiting:
+        found.add(name := waiting.pop())
+        used = {getattr(getattr(each, "fn", each), "__module__", None) for each in vars(import_module(name)).values()}
+        waiting |= {each for each in used if each and each.startswith(GLUON)} - found
+    return repr([ast.unparse(ast.parse(inspect.getsource(import_module(name)))) for name in sorted(found)])
 
 
 @cache
@@ -136,7 +154,7 @@ def numbers(result: Compiled) -> tuple[int, ...]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description="Compile every kernel in every configuration that has changed.")
-    names = [name for name, target in TARGETS.items() if target.backend != "cpu" and (FOLDER / f"{name}.txt").exists()]
+    names = [name for name, target in TARGETS.items() if target.backend != "cpu"]
     parser.add_argument("--target", nargs="+", choices=TARGETS, default=names)
     parser.add_argument(
         "--print", action="store_true", help="a line of JSON for each configuration; nothing is written"

@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from random import Random
 
 import numpy as np
@@ -15,7 +11,7 @@ import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
 from worker.device import Device, open_device
-from worker.sampler import COLUMNS, HostRows, SamplingState
+from worker.sampler import HostRows, SamplingState
 
 pytest.importorskip("triton")
 
@@ -23,11 +19,10 @@ from worker import choice, copies
 from worker.attention import aot
 from worker.attention.specialise import recorded
 from worker.attention.targets import TARGETS
-from worker.kernels.aot import sampling_configurations
+from worker.kernels.registry import KERNELS
 
 ROWS = 7
-ODD_TOO = {"sm_90", "gfx942"}  # one of each compiler: compiled for a vocabulary of an odd size as well
-SPILLING = ("sm_80", "sm_100", "sm_120")  # two numbers of a thread, in the pass over a piece of the vocabulary
+SMALL = [kernel for kernel in KERNELS if kernel.module in ("worker.choice", "worker.copies")]
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -128,45 +123,6 @@ def test_feeding(rows: int, device: Device) -> None:
     assert fed.tolist() == expected.tolist()
 
 
-def compiled() -> Iterator[aot.Compiled]:
-    """The kernels as they are launched on every target, in a process where Triton compiles."""
-    for target in TARGETS.values():
-        if target.backend == "cpu":
-            continue
-        with recorded(target) as launched:
-            launch(262_144, target.chained)
-            if target.name in ODD_TOO:
-                launch(50_257, target.chained)  # 16 does not divide it
-        for each in launched:
-            yield aot.compile_one(aot.Configuration(each.kernel.__name__, each, False), target)
-
-
-def launch(vocab: int, overlap: bool) -> None:
-    def numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device="meta")
-
-    i32, i64 = torch.int32, torch.int64
-    slots, of_slots, last = numbers(ROWS, dtype=i64), numbers(ROWS + 1, dtype=i64), numbers(ROWS + 1, dtype=i64)
-    logits, values = numbers(ROWS, vocab, dtype=torch.float32), numbers(ROWS + 1, len(COLUMNS), dtype=torch.float64)
-    packed = numbers(3 * ROWS, dtype=i32)
-    choice.choose_tokens(logits, slots, slots, values, of_slots, of_slots, last, packed, overlap)
-    choice.feed_tokens(numbers(4, ROWS, dtype=i32), last)
-    copies.copy_numbers(packed, packed)
-
-
-def test_the_kernels_compile_for_every_target() -> None:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(Path.cwd()), environment.get("PYTHONPATH")]))
-    found = subprocess.run(
-        [sys.executable, __file__], env=environment, capture_output=True, text=True, timeout=300, check=False
-    )
-    assert found.returncode == 0, found.stderr
-    lines = found.stdout.splitlines()
-    assert len(lines) == 4 * (len(TARGETS) - 1) + 2 * len(ODD_TOO)
-    told = [line for line in lines if not line.endswith("spills 0 local 0")]
-    assert told == [f"{name} scan_kernel: 80 registers, spills 2 local 8" for name in SPILLING], found.stdout
-
-
 def test_launches_of_any_size_are_among_those_that_are_compiled() -> None:
     """For every target, as Triton's launcher specialises them."""
     random = Random(3)
@@ -182,10 +138,5 @@ def test_launches_of_any_size_are_among_those_that_are_compiled() -> None:
                 choice.choose_tokens(torch.empty((rows, vocab)), slots[1:], slots[1:], *moved, target.chained)
                 choice.feed_tokens(torch.empty((4, rows), dtype=torch.int32), state)
                 copies.copy_numbers(packed, packed)
-        compiled = {each.kind() for each in sampling_configurations(target)}
+        compiled = {each.kind() for kernel in SMALL for each in kernel.configurations(target)}
         assert not [str(each) for each in made if aot.Configuration("", each, False).kind() not in compiled]
-
-
-if __name__ == "__main__":
-    for made in compiled():
-        print(f"{made.target} {made.label}: {made.registers} registers, spills {made.spills} local {made.local_bytes}")

@@ -1,9 +1,7 @@
-"""Compiles the attention kernels for GPUs that are not here, and reads from the assembly what they need.
+"""The configurations of the attention kernels, and compiling one for a GPU that is not here.
 
-    python -m worker.attention.aot [--target gfx942 ...] [--only "decode bf16"]
-
-prints a line for each configuration: registers, spilled registers, local (private) memory, shared memory (LDS), and
-matrix instructions. No GPU is needed: Triton brings its compilers along.
+From the assembly is read what it needs: registers, spilled registers, local (private) memory, shared memory (LDS), and
+matrix instructions. No GPU is needed: Triton brings its compilers along. `worker.kernels.compile` does all of them.
 
 A configuration is what Triton's launcher would compile for a launch (see `specialise`), and all come from launches by
 the functions that a worker calls. They are the product of the factors below, equal ones once. Numbers that only change
@@ -14,29 +12,27 @@ tests can compile every one.
 
 from __future__ import annotations
 
-import argparse
 import itertools
-import json
 import re
 import subprocess
-import sys
 import time
 from collections.abc import Hashable, Iterable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 import triton
 from triton.compiler import ASTSource
+from triton.experimental.gluon._runtime import GluonASTSource
 
 from .decode import DecodeWorkspace, decode_planner, is_few, paged_decode
 from .interface import AttentionOptions, KvLayer
-from .prefill import FIELDS, paged_prefill
+from .prefill import FIELDS, paged_prefill, prefill_shape
 from .prefill_copy import PAGE, copy_rows
 from .quantised import is_quantised
 from .specialise import Specialisation, gpu_target, recorded
-from .targets import TARGETS, Target, head_class
+from .targets import Target, head_class
 from .write import write_kv
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -55,6 +51,8 @@ ROTATED = (1, 2)  # whole heads, or half of each
 FAR = (False, True)
 FAR_BYTES = 1 << 31
 COPIED = DTYPES[3:]  # to a workspace, for Hopper's kernel
+BLOCK_SIZES = (8, 16, 32, 64, 128, None)  # of Hopper's kernel, which copies block by block; None: a workspace
+WINDOWED = (False, True)
 ADDRESSING = (
     "HEADS",
     "KV_HEADS",
@@ -65,6 +63,7 @@ ADDRESSING = (
     "POOL_BLOCK",
     "HEAD",
     "STEPS",
+    "SHARE",
 )  # no factors
 BLOCK_SIZE, KV_HEADS, ROWS_MANY = 16, 8, 1000
 DTYPE_NAMES = {F32: "fp32", F16: "fp16", BF16: "bf16", I8: "i8", FP8: "fp8e4nv"}
@@ -122,15 +121,32 @@ class Compiled:
         )
 
 
-def configurations(target: Target) -> list[Configuration]:
-    """What the dispatcher can choose on `target`."""
-    product = itertools.product
-    made = [_decode(target, *each) for each in product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW, FAR)]
-    made += [_prefill(target, *each) for each in product(DTYPES, HEAD_SIZES, FAR)]
-    made += [_write(target, *each) for each in product(WRITTEN, PADDED.values(), ROTATED, FAR)]
-    if target.hopper:
-        made += [_copy(target, *each) for each in product(COPIED, HEAD_SIZES)]
-    return once(made)
+def decode_configurations(target: Target) -> list[Configuration]:
+    """What the dispatcher can choose of `decode_kernel` on `target`; the others likewise."""
+    return once(_decode(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, GROUPS, CAPPED, FEW, FAR))
+
+
+def prefill_configurations(target: Target) -> list[Configuration]:
+    return once(_prefill(target, *each) for each in itertools.product(DTYPES, HEAD_SIZES, FAR))
+
+
+def hopper_configurations(target: Target) -> list[Configuration]:
+    if not target.hopper:
+        return []
+    made = [
+        _hopper(target, *each) for each in itertools.product((BF16, F16), HEAD_SIZES, BLOCK_SIZES, WINDOWED, CAPPED)
+    ]
+    return once(each for each in made if each is not None)
+
+
+def copy_configurations(target: Target) -> list[Configuration]:
+    if not target.hopper:
+        return []
+    return once(_copy(target, *each) for each in itertools.product(COPIED, HEAD_SIZES))
+
+
+def write_configurations(target: Target) -> list[Configuration]:
+    return once(_write(target, *each) for each in itertools.product(WRITTEN, PADDED.values(), ROTATED, FAR))
 
 
 def once(made: Iterable[Configuration]) -> list[Configuration]:
@@ -144,7 +160,8 @@ def once(made: Iterable[Configuration]) -> list[Configuration]:
 def compile_one(configuration: Configuration, target: Target) -> Compiled:
     """Errors: whatever the compiler raises."""
     wanted = configuration.specialisation
-    source = ASTSource(wanted.kernel, wanted.types, wanted.constants, wanted.attributes)
+    language = GluonASTSource if wanted.kernel.is_gluon() else ASTSource
+    source = language(wanted.kernel, wanted.types, wanted.constants, wanted.attributes)
     began = time.perf_counter()
     kernel = triton.compile(source, target=gpu_target(target), options=wanted.options)
     seconds = time.perf_counter() - began
@@ -232,6 +249,26 @@ def _prefill(target: Target, dtypes: Dtypes, head_size: int, far: bool) -> Confi
     return Configuration(label, launched[0], _has_matrix(model, target))
 
 
+def _hopper(
+    target: Target, dtype: torch.dtype, head_size: int, block_size: int | None, windowed: bool, cap: bool
+) -> Configuration | None:
+    """None where the portable kernel runs instead. block_size: None for what was copied to a workspace."""
+    options = AttentionOptions(1.0, window=1000 if windowed else 0, softcap=50.0 if cap else 0.0)
+    copied, stored = block_size is None, I8 if block_size is None else dtype
+    layer = _layer(stored, KV_HEADS, head_size, far=False, block_size=block_size or BLOCK_SIZE)
+    query = _numbers(ROWS_MANY, KV_HEADS * GROUPS[0], head_size, dtype=dtype)
+    if not prefill_shape(query.shape[1], dtype, layer, options, target, copied).hopper:
+        return None
+    tables, items = (_numbers(ROWS_MANY, FIELDS, dtype=torch.int32) for _ in range(2))
+    workspace = _numbers(2, ROWS_MANY, PAGE, KV_HEADS, head_size, dtype=dtype) if copied else None
+    with recorded(target) as launched:
+        copies = items if copied else None
+        paged_prefill(query, layer, tables, items, torch.empty_like(query), options, target, copies, workspace)
+    blocks = "copied" if copied else f"blocks of {block_size}"
+    label = f"hopper {_dtypes((dtype, dtype))} head {head_size} {blocks}{' windowed' * windowed}{' capped' * cap}"
+    return Configuration(label, launched[-1], True)
+
+
 def _copy(target: Target, dtypes: Dtypes, head_size: int) -> Configuration:
     """Of one page: Triton makes a constant of a 1."""
     (model, stored), pages = dtypes, 1
@@ -255,11 +292,11 @@ def _write(target: Target, dtypes: Dtypes, head_size: int, rotated: int, far: bo
     return Configuration(label, launched[0], False)
 
 
-def _layer(stored: torch.dtype, kv_heads: int, head_size: int, far: bool) -> KvLayer:
+def _layer(stored: torch.dtype, kv_heads: int, head_size: int, far: bool, block_size: int = BLOCK_SIZE) -> KvLayer:
     """far: K and V take more than 2 GiB each."""
-    blocks = 1 + FAR_BYTES // (BLOCK_SIZE * kv_heads * head_size * stored.itemsize) if far else 1
-    caches = [_numbers(blocks, BLOCK_SIZE, kv_heads, head_size, dtype=stored) for _ in range(2)]
-    scales = [_numbers(blocks, BLOCK_SIZE, kv_heads, dtype=F32) for _ in range(2)] if is_quantised(stored) else []
+    blocks = 1 + FAR_BYTES // (block_size * kv_heads * head_size * stored.itemsize) if far else 1
+    caches = [_numbers(blocks, block_size, kv_heads, head_size, dtype=stored) for _ in range(2)]
+    scales = [_numbers(blocks, block_size, kv_heads, dtype=F32) for _ in range(2)] if is_quantised(stored) else []
     return KvLayer(*caches, *scales)
 
 
@@ -275,41 +312,3 @@ def _has_matrix(dtype: torch.dtype, target: Target) -> bool:
 
 def _dtypes(dtypes: Dtypes) -> str:
     return "/".join(dict.fromkeys(DTYPE_NAMES[dtype] for dtype in dtypes))
-
-
-def _last_line(error: Exception) -> str:
-    """A compiler's message ends with what is wrong; before it comes the source."""
-    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile the attention kernels for GPUs that are not here.")
-    names = [name for name, target in TARGETS.items() if target.backend != "cpu"]
-    parser.add_argument("--target", nargs="+", choices=names, default=names)
-    parser.add_argument("--only", default="", help="labels that contain this text")
-    parser.add_argument("--json", action="store_true", help="a line of JSON for each, for programs")
-    arguments = parser.parse_args()
-    if len(arguments.target) == 1:
-        return _compile_all(TARGETS[arguments.target[0]], arguments)
-    # A process for each: after gfx950, Triton 3.6 uses some of its instructions for other targets as well.
-    options = ["--json"] * arguments.json + ["--only", arguments.only]
-    command = [sys.executable, "-m", "worker.attention.aot", *options, "--target"]
-    return max(subprocess.run([*command, name], check=False).returncode != 0 for name in arguments.target)
-
-
-def _compile_all(target: Target, arguments: argparse.Namespace) -> int:
-    failures = 0
-    for configuration in configurations(target):
-        if arguments.only not in configuration.label:
-            continue
-        try:
-            compiled = compile_one(configuration, target)
-            print(json.dumps(asdict(compiled)) if arguments.json else compiled.line(), flush=True)
-        except Exception as error:  # noqa: BLE001 - the compiler raises what it likes; the others are wanted too
-            failures += 1
-            print(f"{target.name:8} {configuration.label:52} FAILED: {_last_line(error)}", file=sys.stderr, flush=True)
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -29,8 +29,10 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 from .gluon_names import thread_barrier
 from .interface import AttentionOptions, KvLayer
 from .prefill_hopper_work import COLUMNS, Buffers, Sizes, Work, box_layout, constants, copy_tiles
+from .targets import HEAD_UNIT, in_units
 
 ROWS = 128  # of a tile: tokens times query heads of one pack; half of them for each computing group of warps
+UNIT = gl.constexpr(HEAD_UNIT)
 NOWHERE = gl.constexpr(2147483647)  # position of a place that holds no token: after every query
 
 
@@ -189,12 +191,14 @@ def _compute(WHICH: gl.constexpr, output, token_stride, head_stride, scale, cap,
         row = WHICH * 64 + gl.arange(0, 64, gl.SliceLayout(1, STORE))
         column = gl.arange(0, sizes.HEAD_PAD, gl.SliceLayout(0, STORE))
         head = pack * sizes.PACK + row % sizes.PACK
-        place = output + (token + row // sizes.PACK).to(gl.int64) * token_stride + head * head_stride
+        place = output + (token + row // sizes.PACK).to(gl.int64) * (token_stride * UNIT) + head * (head_stride * UNIT)
         mine = (row // sizes.PACK < count)[:, None] & (column < sizes.HEAD)[None, :]
         gl.store(place[:, None] + column[None, :], sums, mask=mine)
 
 
-@gluon.jit(do_not_specialize=["table_stride", "n_items", "window", "blocks"])
+@gluon.jit(
+    do_not_specialize=["output_token_stride", "output_head_stride", "table_stride", "n_items", "window", "blocks"]
+)
 def prefill_hopper(
     q_desc,
     k_desc,
@@ -228,7 +232,8 @@ def prefill_hopper(
     """Grid: [multiprocessors, or fewer where there is less to do]. n_items: tiles x PACKS. num_warps: 4.
 
     q_desc: [tokens, PACKS, PACK, head_size]; k_desc, v_desc: [blocks, block_size, kv_heads, head_size]. scale, cap:
-    see `prefill.exponents`. CHUNK: slots of one copy, a block or a part of it.
+    see `prefill.exponents`. Strides of the output: in units of HEAD_UNIT numbers. CHUNK: slots of one copy, a block or
+    a part of it.
     """
     dtype: gl.constexpr = q_desc.dtype
     layout: gl.constexpr = gl.NVMMASharedLayout(128, 16, 2)
@@ -303,8 +308,7 @@ def launch(
         descriptor(layer.keys, [1, numbers["CHUNK"], 1, COLUMNS]),
         descriptor(layer.values, [1, numbers["CHUNK"], 1, COLUMNS]),
         output,
-        output.stride(0),
-        output.stride(1),
+        *in_units(output.stride(0), output.stride(1)),
         tables,
         tables.stride(0),
         items,

@@ -8,6 +8,7 @@ the device "meta", and notes for each launch what Triton's own launcher finds ou
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -48,7 +49,9 @@ class Specialisation:
         names = self.kernel.arg_names
         constants = [(place, value) for place, value in self.constants.items() if names[place[0]] not in without]
         attributes = [(place, found) for place, found in self.attributes.items() if found]
-        return self.kernel.fn, *self.types.values(), str((constants, attributes, self.options))
+        # A descriptor's type holds the shape of its box, which follows from constants.
+        types = (re.sub(r"^(tensordesc<\w+)\[.*", r"\1", each) if without else each for each in self.types.values())
+        return self.kernel.fn, *types, str((constants, attributes, self.options))
 
 
 def gpu_target(target: Target) -> GPUTarget:

@@ -210,7 +210,7 @@ GFX9: dict[str, Any] = {"bitwise": QUANTISED, "barrier_waits": False}
 RDNA: dict[str, Any] = {"bitwise": QUANTISED}
 NVIDIA_PREFILL = (
     _prefill((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2), stored=(1,))
-    | _prefill((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 4, 2), stored=(2,))
+    | _prefill((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 8, 2), stored=(2,))
     | _prefill((64, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 2), stored=(4,))
 )
 TURING_PREFILL = _prefill((32, 32, 8, 1), (32, 16, 8, 1), (16, 16, 8, 1))

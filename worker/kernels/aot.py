@@ -1,25 +1,17 @@
-"""Compiles the kernels of this package for GPUs that are not here, as `worker.attention.aot` does those of attention.
-
-    python -m worker.kernels.aot [--target gfx942 ...]
-
-prints a line for each configuration that `FusedOperations`, the sampler and small copies can launch; the exit status is
-1 where one does not compile.
-"""
+"""The configurations of the kernels of decoder layers, of sampling and of small copies: see `worker.attention.aot`."""
 
 from __future__ import annotations
 
-import argparse
-import itertools
-import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
+from itertools import product
 
 import torch
 
 from worker.attention import KvLayer
-from worker.attention.aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, compile_one, once
+from worker.attention.aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, once
 from worker.attention.specialise import recorded
-from worker.attention.targets import HEAD_CLASSES, TARGETS, Target
+from worker.attention.targets import HEAD_CLASSES, Target
 from worker.choice import PIECE, choose_tokens, feed_tokens
 from worker.copies import copy_numbers
 from worker.sampler import COLUMNS
@@ -36,9 +28,11 @@ SIZES = (
     *((6144, 4096), (4096, 14336), (14336, 4096), (128256, 4096)),  # n, k: divided by every tile, and by none
     *((1008, 1008), (1000, 1008), (1008, 1000), (1000, 1000)),
 )
+# Inner sizes of one step or two: what is asked ahead is less then. (Only Hopper asks ahead.)
+SHORT = tuple(product((4096, 16384, 1008, 1000, 16392), (64, 120, 128, 256)))
 USES = ("whole", "wide", "parts", "gated")  # what comes of a product: as it is, float32, parts of a sum, or gated
 BLOCKS = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() - 1, HIDDEN_MAX.bit_length()))
-HIDDEN = tuple(size for block in BLOCKS for size in (block, block - 8))
+HIDDEN = BLOCKS
 HEADS = tuple(size for head in HEAD_CLASSES for size in (head, head - 8))
 PARTS = (1, 2, 3, OTHER_PARTS_MAX)
 FAR = (False, True)  # whether a weight, K and V, or the logits take 2 GiB or more: nothing else does
@@ -46,39 +40,75 @@ VOCABS = tuple(size for pieces in (1, 2, 4, 8, 16, 32, 64) for size in (PIECE * 
 COPIED = (1, 16, 17)  # numbers
 
 
-def layer_configurations(target: Target) -> list[Configuration]:
-    """What `FusedOperations` can launch on `target`, equal ones once."""
-    product = itertools.product
-    made: list[Configuration | None] = [
-        _product(target, *each) for each in product(NARROW, TOKENS, SIZES, USES, (False, True), FAR)
-    ]
-    made += [_project(target, *each) for each in product(NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR)]
-    for dtype in FLOATS:
-        made += [_embed(target, dtype, *each) for each in product(HIDDEN, FAR)]
-        made += [_sum(target, dtype, hidden, dtype, 1) for hidden in HIDDEN]
-        parts = PARTS if dtype in NARROW else ()
-        made += [_sum(target, dtype, hidden, F32, count) for hidden, count in product(HIDDEN, parts)]
-        made += [_head_norm(target, dtype, *each) for each in product(HEADS, (1, 2))]
-        made += [_rotary(target, dtype, head) for head in HEADS]
-        made += [_silu(target, dtype, size) for size in (14336, 1000)]
+def linear_configurations(target: Target) -> list[Configuration]:
+    """What can be launched of `linear_kernel` on `target`; the others likewise."""
+    sizes = SIZES + SHORT if target.hopper else SIZES
+    made = (_product(target, *each) for each in product(NARROW, TOKENS, sizes, USES, (False, True), FAR))
     return once(each for each in made if each is not None)
 
 
-def sampling_configurations(target: Target) -> list[Configuration]:
-    """What the sampler and small copies can launch on `target`, equal ones once. Vocabularies: up to 262,144."""
-    made: list[Configuration] = []
-    for vocab, far in itertools.product(VOCABS, FAR):
+def project_configurations(target: Target) -> list[Configuration]:
+    made = (_project(target, *each) for each in product(NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR))
+    return once(each for each in made if each is not None)
+
+
+def embed_configurations(target: Target) -> list[Configuration]:
+    return once(_embed(target, *each) for each in product(FLOATS, HIDDEN, FAR))
+
+
+def sum_configurations(target: Target) -> list[Configuration]:
+    made = [_sum(target, dtype, hidden, dtype, 1) for dtype, hidden in product(FLOATS, HIDDEN)]
+    made += [_sum(target, dtype, hidden, F32, parts) for dtype, hidden, parts in product(NARROW, HIDDEN, PARTS)]
+    made += [_sum(target, dtype, hidden, F32, parts) for dtype, (hidden, parts) in product(NARROW, _many_parts(target))]
+    return once(made)
+
+
+def _many_parts(target: Target) -> Iterator[tuple[int, int]]:
+    """(hidden size, parts) beyond PARTS: narrow results of long products, where that was measured to be worth it."""
+    for hidden, steps in product(HIDDEN, (64, 128, 256, 512)):
+        narrowest = 64 if hidden == norm.BLOCK_MIN else hidden // 2 + 64
+        tiles = choose_tiles(1, narrowest, 128 * steps, target, divisible=True, gated=False)
+        if tiles is not None and tiles.parts > OTHER_PARTS_MAX:
+            yield hidden, tiles.parts
+
+
+def head_norm_configurations(target: Target) -> list[Configuration]:
+    return once(_head_norm(target, *each) for each in product(FLOATS, HEADS, (1, 2)))
+
+
+def rotary_configurations(target: Target) -> list[Configuration]:
+    return once(_rotary(target, *each) for each in product(FLOATS, HEADS))
+
+
+def silu_configurations(target: Target) -> list[Configuration]:
+    return once(_silu(target, *each) for each in product(FLOATS, (14336, 1000)))
+
+
+def scan_configurations(target: Target) -> list[Configuration]:
+    """Vocabularies: up to 262,144."""
+    return once(_choices(target, "scan", 0))
+
+
+def settle_configurations(target: Target) -> list[Configuration]:
+    return once(_choices(target, "settle", 1))
+
+
+def feed_configurations(target: Target) -> list[Configuration]:
+    packed, last_token = _numbers(4, 1, dtype=torch.int32), _numbers(1, dtype=torch.int64)
+    return [_configuration(target, "choice: feed", lambda: feed_tokens(packed, last_token))]
+
+
+def copy_configurations(target: Target) -> list[Configuration]:
+    numbers = [_numbers(count, dtype=torch.int32) for count in COPIED]
+    return once(_configuration(target, f"copy {len(each)}", partial(copy_numbers, each, each)) for each in numbers)
+
+
+def _choices(target: Target, name: str, place: int) -> Iterator[Configuration]:
+    """place: of the kernel among those that are launched."""
+    for vocab, far in product(VOCABS, FAR):
         with recorded(target) as launched:
             _choose(vocab, far, target.chained)
-        scan, settle = launched
-        for name, each in (("scan", scan), ("settle", settle)):
-            made.append(Configuration(f"choice: {name} {vocab}{' far' * far}", each, False))
-    packed, last_token = _numbers(4, 1, dtype=torch.int32), _numbers(1, dtype=torch.int64)
-    made.append(_configuration(target, "choice: feed", lambda: feed_tokens(packed, last_token)))
-    for count in COPIED:
-        numbers = _numbers(count, dtype=torch.int32)
-        made.append(_configuration(target, f"copy {count}", partial(copy_numbers, numbers, numbers)))
-    return once(made)
+        yield Configuration(f"choice: {name} {vocab}{' far' * far}", launched[place], False)
 
 
 def _choose(vocab: int, far: bool, overlap: bool) -> None:
@@ -190,22 +220,3 @@ def _weight(rows: int, columns: int, dtype: torch.dtype, far: bool) -> torch.Ten
 
 def _numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
     return torch.empty(shape, dtype=dtype, device="meta")
-
-
-def main() -> int:
-    parser = argparse.ArgumentParser(description="Compile the kernels of decoder layers for GPUs that are not here.")
-    names = [name for name, target in TARGETS.items() if target.backend != "cpu"]
-    parser.add_argument("--target", nargs="*", choices=names, default=names)
-    failures = 0
-    for name in parser.parse_args().target:
-        for configuration in layer_configurations(TARGETS[name]) + sampling_configurations(TARGETS[name]):
-            try:
-                print(compile_one(configuration, TARGETS[name]).line(), flush=True)
-            except Exception as error:  # noqa: BLE001 - the compiler raises what it likes; the others are wanted too
-                failures += 1
-                print(f"{name:8} {configuration.label:52} FAILED: {type(error).__name__}: {error}", flush=True)
-    return 1 if failures else 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -1,6 +1,7 @@
 """Root mean square norms, each with what comes before it: the embedding, or the sum of a layer's output and its input.
 
-One program does one token (or one head of one token). Numbers are rounded where `plain` rounds them.
+One program does one token (or one head of one token). Numbers are rounded where `plain` rounds them. Widths are told in
+units of HEAD_UNIT numbers, so that the compiler knows that rows begin where wide loads may.
 """
 
 from __future__ import annotations
@@ -9,12 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.attention.targets import head_class
+from worker.attention.targets import HEAD_UNIT, head_class, in_units
 
 from .overlap import launch_options, let_next_start, wait_for_inputs
 
 BLOCK_MIN = 1024
 THREADS_MAX = 1024  # of a program, on every GPU
+PARTS_EXACT = 4  # up to so many parts of a sum each number is a compilation; beyond, each power of two
+_UNIT, _PARTS_EXACT = tl.constexpr(HEAD_UNIT), tl.constexpr(PARTS_EXACT)
 
 
 @triton.jit
@@ -24,12 +27,14 @@ def _normed(x, weight, hidden, epsilon):
     return (x * scale).to(weight.dtype).to(tl.float32) * weight.to(tl.float32)
 
 
-@triton.jit(do_not_specialize_on_alignment=["tokens"])  # one number of them is loaded, wherever they begin
+# One number of `tokens` is loaded, wherever they begin.
+@triton.jit(do_not_specialize_on_alignment=["tokens"], do_not_specialize=["hidden"])
 def embed_norm_kernel(
     tokens, table, weight, residual, output, hidden, epsilon, BLOCK: tl.constexpr, OVERLAP: tl.constexpr
 ):
-    """Grid: [tokens]. See LayerOperations.embed."""
+    """Grid: [tokens]. See LayerOperations.embed. hidden: in units."""
     let_next_start(OVERLAP)
+    hidden = hidden * _UNIT
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -42,20 +47,25 @@ def embed_norm_kernel(
     tl.store(output + row * hidden + columns, normed.to(output.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["hidden", "parts"])
 def add_norm_kernel(
     addend,
     residual,
     weight,
     output,
     hidden,
+    parts,
     epsilon,
     PARTS: tl.constexpr,
     BLOCK: tl.constexpr,
     OVERLAP: tl.constexpr,
 ):
-    """Grid: [tokens]. See LayerOperations.add_norm; addend: [PARTS, tokens, hidden], contiguous."""
+    """Grid: [tokens]. See LayerOperations.add_norm; addend: [parts, tokens, hidden], contiguous. hidden: in units.
+
+    PARTS: `parts`, or where those are many a power of two that is not less.
+    """
     let_next_start(OVERLAP)
+    hidden = hidden * _UNIT
     row = tl.program_id(0).to(tl.int64)
     columns = tl.arange(0, BLOCK)
     inside = columns < hidden
@@ -66,7 +76,8 @@ def add_norm_kernel(
     total = tl.zeros([BLOCK], tl.float32)
     part_stride = tl.num_programs(0) * hidden
     for part in tl.static_range(PARTS):
-        total += tl.load(addend + part * part_stride + place, mask=inside, other=0.0).to(tl.float32)
+        mask = inside if PARTS <= _PARTS_EXACT else inside & (part < parts)
+        total += tl.load(addend + part * part_stride + place, mask=mask, other=0.0).to(tl.float32)
     total = total.to(before.dtype).to(tl.float32) + before.to(tl.float32)
     after = total.to(before.dtype)
     tl.store(residual + place, after, mask=inside)
@@ -114,7 +125,7 @@ def embed_norm(
         weight,
         residual,
         output,
-        hidden,
+        *in_units(hidden),
         epsilon,
         BLOCK=block,
         num_warps=warps,
@@ -135,9 +146,10 @@ def add_norm(
         residual,
         weight,
         output,
-        hidden,
+        *in_units(hidden),
+        parts,
         epsilon,
-        PARTS=parts,
+        PARTS=parts if parts <= PARTS_EXACT else 1 << (parts - 1).bit_length(),
         BLOCK=block,
         num_warps=warps_of(block, warp_size),
         **launch_options(overlap),

@@ -25,6 +25,8 @@ from . import PlainOperations
 from .selftest import self_test as layer_test
 
 if TYPE_CHECKING:
+    from worker.attention.aot import Configuration
+    from worker.attention.targets import Target
     from worker.fusion import FusedDecoder
 
 
@@ -52,6 +54,7 @@ class Kernel:
     """One kernel.
 
     name: of the function that is launched, in `module` (its full name), which is imported when it is first needed.
+    declared: function, and module, of what it is compiled for on a target: every configuration that is launched there.
     reference: computes the same in plain torch. check: runs it beside that, for what is going to serve. hopper: runs
     on NVIDIA's Hopper alone.
     """
@@ -60,12 +63,19 @@ class Kernel:
     name: str
     reference: Callable[..., Any]
     check: Callable[[Serving], None]
+    declared: tuple[str, str]
     hopper: bool = False
 
     @property
     def function(self) -> Any:
         """What is launched. Imports Triton."""
         return getattr(import_module(self.module), self.name)
+
+    def configurations(self, target: Target) -> list[Configuration]:
+        """Of compilations for `target`; none where it does not run there. Imports Triton."""
+        name, module = self.declared
+        found: list[Configuration] = getattr(import_module(module), name)(target)
+        return found
 
 
 def check_kernels(serving: Serving) -> None:
@@ -105,21 +115,36 @@ def _copies(serving: Serving) -> None:
         copies_test(serving.device)
 
 
+_ATTENTION, _OTHERS = "worker.attention.aot", "worker.kernels.aot"
+
+
+def _kernel(
+    module: str,
+    name: str,
+    reference: Callable[..., Any],
+    check: Callable[[Serving], None],
+    declared: str,
+    hopper: bool = False,
+) -> Kernel:
+    where = _ATTENTION if check is _attention else _OTHERS
+    return Kernel(module, name, reference, check, (f"{declared}_configurations", where), hopper)
+
+
 KERNELS = (
-    Kernel("worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention),
-    Kernel("worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention),
-    Kernel("worker.attention.prefill_hopper", "prefill_hopper", ReferenceAttention.attend, _attention, hopper=True),
-    Kernel("worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, hopper=True),
-    Kernel("worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention),
-    Kernel("worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers),
-    Kernel("worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers),
-    Kernel("worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers),
-    Kernel("worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers),
-    Kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers),
-    Kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers),
-    Kernel("worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers),
-    Kernel("worker.choice", "scan_kernel", SamplingState.sample, _sampling),
-    Kernel("worker.choice", "settle_kernel", SamplingState.sample, _sampling),
-    Kernel("worker.choice", "feed_kernel", SamplingState.feed, _sampling),
-    Kernel("worker.copies", "copy_kernel", torch.Tensor.copy_, _copies),
+    _kernel("worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention, "decode"),
+    _kernel("worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention, "prefill"),
+    _kernel("worker.attention.prefill_hopper", "prefill_hopper", ReferenceAttention.attend, _attention, "hopper", True),
+    _kernel("worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, "copy", True),
+    _kernel("worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention, "write"),
+    _kernel("worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers, "embed"),
+    _kernel("worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers, "sum"),
+    _kernel("worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers, "head_norm"),
+    _kernel("worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers, "rotary"),
+    _kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
+    _kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),
+    _kernel("worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers, "project"),
+    _kernel("worker.choice", "scan_kernel", SamplingState.sample, _sampling, "scan"),
+    _kernel("worker.choice", "settle_kernel", SamplingState.sample, _sampling, "settle"),
+    _kernel("worker.choice", "feed_kernel", SamplingState.feed, _sampling, "feed"),
+    _kernel("worker.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )

@@ -1,0 +1,58 @@
+"""Compiles every declared kernel for GPUs that are not here, in every configuration that can be launched there.
+
+    python -m worker.kernels.compile [--target gfx942 ...] [--only "decode bf16"]
+
+prints a line for each: registers, spilled registers, local (private) memory, shared memory (LDS), and matrix
+instructions. The exit status is 1 where one does not compile.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import subprocess
+import sys
+from dataclasses import asdict
+
+from worker.attention.aot import compile_one
+from worker.attention.targets import TARGETS, Target
+
+from .registry import KERNELS
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description="Compile the kernels for GPUs that are not here.")
+    names = [name for name, target in TARGETS.items() if target.backend != "cpu"]
+    parser.add_argument("--target", nargs="+", choices=names, default=names)
+    parser.add_argument("--only", default="", help="labels that contain this text")
+    parser.add_argument("--json", action="store_true", help="a line of JSON for each, for programs")
+    arguments = parser.parse_args()
+    if len(arguments.target) == 1:
+        return _compile_all(TARGETS[arguments.target[0]], arguments)
+    # A process for each: after gfx950, Triton 3.6 uses some of its instructions for other targets as well.
+    options = ["--json"] * arguments.json + ["--only", arguments.only]
+    command = [sys.executable, "-m", "worker.kernels.compile", *options, "--target"]
+    return max(subprocess.run([*command, name], check=False).returncode != 0 for name in arguments.target)
+
+
+def _compile_all(target: Target, arguments: argparse.Namespace) -> int:
+    failures = 0
+    for configuration in (each for kernel in KERNELS for each in kernel.configurations(target)):
+        if arguments.only not in configuration.label:
+            continue
+        try:
+            compiled = compile_one(configuration, target)
+            print(json.dumps(asdict(compiled)) if arguments.json else compiled.line(), flush=True)
+        except Exception as error:  # noqa: BLE001 - the compiler raises what it likes; the others are wanted too
+            failures += 1
+            print(f"{target.name:8} {configuration.label:52} FAILED: {_last_line(error)}", file=sys.stderr, flush=True)
+    return 1 if failures else 0
+
+
+def _last_line(error: Exception) -> str:
+    """A compiler's message ends with what is wrong; before it comes the source."""
+    return f"{type(error).__name__}: {(str(error).strip().splitlines() or [''])[-1]}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())
