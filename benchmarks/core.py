@@ -24,6 +24,7 @@ from coordinator.core.cache.tenants import Tenants
 from coordinator.core.events import Boot, FromClient, FromWorker, Turn
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
+from coordinator.core.waits import Waits
 from kvforge.protocol.messages import (
     Accepted,
     Cancel,
@@ -148,7 +149,7 @@ def allocations(seconds: float, bulk: int) -> float:
     """A million blocks allocated and freed, so many at a time. Returns nanoseconds for each of the two million."""
     limits = Limits(blocks_max=1 << 20)
     blocks, tenants = Blocks(limits.blocks_max, limits.block_size), Tenants(limits)
-    pool, tenant = Pool(blocks, tenants, 0, limits.blocks_max), tenants.intern("a", 0)
+    pool, tenant = Pool(blocks, tenants, Waits(), 1, 0, limits.blocks_max), tenants.intern("a", 0)
 
     def million() -> None:
         for _ in range(1_000_000 // bulk):

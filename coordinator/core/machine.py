@@ -36,7 +36,6 @@ from kvforge.protocol.messages import (
     Health,
     ListRequests,
     Message,
-    ModelInfo,
     PurgeFinished,
     RefBlock,
     Refused,
@@ -47,6 +46,7 @@ from kvforge.protocol.messages import (
 
 from .cache.cache import Cache
 from .cache.groups import Group
+from .cache.invariants import check_cache
 from .commands.blocks import BlockCommands
 from .commands.requests import RequestCommands
 from .commands.sequences import SequenceCommands
@@ -69,9 +69,10 @@ from .reporting.explain import Explainer
 from .requests.lifecycle import RequestTable
 from .requests.streams import Streams
 from .scheduling.admission import Admission
-from .scheduling.outcomes import Outcomes
+from .scheduling.endings import Endings
 from .scheduling.plan import Scheduler
 from .workers.reports import WorkerReports
+from .workers.results import StepResults
 
 ROUNDS_MAX = 16  # of one turn; what follows even then is done by the next one, after what has arrived meanwhile
 # What only reads makes nothing possible for anybody, and needs no turn.
@@ -85,28 +86,23 @@ class Machine:
     def __init__(self, event: Boot, now_us: int) -> None:
         limits = self.limits = event.limits
         self.boot, self.start_us = event.boot, now_us
-        self.cache = Cache(limits, event.hash_key, event.first_generation)
+        self._effects: list[Effect] = []  # the one list: whoever wants something done or told puts it here
+        self.cache = Cache(limits, event.hash_key, event.first_id, event.first_generation)
         self.requests = RequestTable(limits, event.first_id)
-        self.admission = Admission(self.cache, self.requests, self._next_sequence_id)
-        self.scheduler = Scheduler(self.cache, self.requests, self.admission)
+        self.admission = Admission(self.cache, self.requests)
         self.streams = Streams()
-        self.outcomes = Outcomes(self.cache, self.requests, self.admission, self.streams)
-        self.sequences = SequenceCommands(self.cache, self.requests, self.outcomes, self._next_sequence_id)
+        parts = (self.cache, self.requests, self.admission)
+        self.endings = Endings(*parts, self.streams, self._effects)
+        self.scheduler = Scheduler(*parts, self.endings)
+        self.sequences = SequenceCommands(self.cache, self.requests, self.endings)
         self.blocks = BlockCommands(self.cache)
         self.explainer = Explainer(self.cache, self.requests, self.admission, self.sequences, self.blocks)
-        self._reports = WorkerReports(
-            self.cache, self.requests, self.admission, self.scheduler, self.outcomes, self.sequences
-        )
-        asked = self._asked = RequestCommands(
-            self.cache, self.requests, self.admission, self.outcomes, self.streams, self.sequences, self._served
-        )
-        self._reports.on_first_model = asked.recheck
-        self.scheduler.give_up = self.outcomes.give_up
+        asked = self._asked = RequestCommands(*parts, self.endings, self.streams, self.sequences)
+        results = StepResults(*parts, self.streams, self.endings)
+        self._reports = WorkerReports(*parts, self.scheduler, self.endings, results, asked, self._effects)
         self.workers = self._reports.workers
         self.clients: set[int] = set()
         self.turns = 0
-        self._sequence_ids = event.first_id
-        self._effects: list[Effect] = []
         self._stirred = False  # something has happened that a Turn must follow
         self._commands: dict[type[Message], Callable[[FromClient, Any, int], Message]] = {
             Submit: asked.submit,
@@ -148,15 +144,15 @@ class Machine:
         else:
             self._stirred = True
             if isinstance(event, FromWorker):
-                self._effects += self._reports.apply(event, now_us)
+                self._reports.apply(event, now_us)
             elif isinstance(event, ClientGone):
                 self._client_gone(event, now_us)
             elif isinstance(event, WorkerGone):
-                self._effects += self._reports.gone(event.worker, event.goodbye, now_us)
+                self._reports.gone(event.worker, event.goodbye, now_us)
             else:
                 self._asked.begin_drain(now_us, event.deadline_us)
-        effects, self._effects = self._effects, []
-        effects = [*self.outcomes.take_ends(), *effects]  # a reply is the last effect of its command
+        effects = self._effects.copy()
+        self._effects.clear()
         if self._stirred:
             due_us = now_us
         elif not isinstance(event, Turn):
@@ -185,7 +181,7 @@ class Machine:
         self.requests.purge(now_us, self.limits.finished_ttl_us)
         self._asked.pass_time(now_us)
         self.sequences.expire(now_us)
-        self._effects += self._reports.replace_hung(now_us)
+        self._reports.replace_hung(now_us)
 
     def _plan(self, group: Group, now_us: int) -> None:
         """Every step that the group can be sent. With none under way nothing is waited for: what rows and blocks wait
@@ -234,7 +230,7 @@ class Machine:
             ready=ready,
             reason=reason,
             workers=workers,
-            model=self.model,
+            model=self.cache.model,
             draining=self.draining,
         )
 
@@ -290,27 +286,15 @@ class Machine:
         return statistics.gauges(self.cache, self.requests, running, self.turns, now_us - self.start_us)
 
     @property
-    def model(self) -> ModelInfo | None:
-        """What the workers serve; None until the first one is ready."""
-        return self._reports.model
-
-    def _served(self) -> ModelInfo | None:
-        return self.model
-
-    @property
     def busy(self) -> bool:
         """Whether a Turn could find something to do without a new event."""
         return bool(self.requests.live) or any(g.sent or g.owes_copies for g in self.cache.groups.values())
 
     def check_invariants(self) -> None:
         """Everything of design section 3 that can be seen from here. For tests, simulation and idle times."""
-        self.cache.check_invariants()
+        check_cache(self.cache)
         self.requests.check_invariants()
         self.admission.check_invariants()
-
-    def _next_sequence_id(self) -> int:
-        self._sequence_ids += 1
-        return self._sequence_ids
 
 
 def _earliest(*times_us: int | None) -> int | None:

@@ -7,15 +7,14 @@ record. Who has no record has not been tried since something changed for it, or 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from typing import Protocol
 
 import msgspec
 
-if TYPE_CHECKING:
-    from .requests.lifecycle import Request
-
 Event = tuple[str, int]
 PREFIX = "prefix"
+TENANT_CEILING, SIBLING = "tenant ceiling", "sibling"
 
 WORKER: Event = ("worker", 0)  # one that could hold the request is ready
 SLOT: Event = ("slot", 0)  # a slot for a sequence is free
@@ -64,15 +63,22 @@ class Wait(msgspec.Struct, frozen=True):
     other: int = 0
 
 
+class Waiter(Protocol):
+    """Whoever waits: a request."""
+
+    id: int
+    wait: Wait | None
+
+
 class Waits:
     """Who waits for what. stirred: somebody may go on, or came, since this was set to False."""
 
     def __init__(self) -> None:
-        self._by_event: dict[Event, dict[int, Request]] = {}
+        self._by_event: dict[Event, dict[int, Waiter]] = {}
         self._prefixes = 0
         self.stirred = False
 
-    def put(self, request: Request, wait: Wait) -> None:
+    def put(self, request: Waiter, wait: Wait) -> None:
         """The request waits for the first of the events."""
         assert request.wait is None
         request.wait = wait
@@ -85,25 +91,25 @@ class Waits:
         """Whether anybody waits for a block to be indexed."""
         return self._prefixes > 0
 
-    def wake(self, event: Event) -> list[Request]:
-        """It happened. Returns who waited for it."""
+    def wake(self, event: Event) -> list[int]:
+        """It happened. Returns the ids of those who waited for it."""
         waiting = self._by_event.get(event)
         if not waiting:
             return []
-        woken = list(waiting.values())
-        for request in woken:
+        woken = dict(waiting)
+        for request in woken.values():
             self.clear(request)
-        return woken
+        return list(woken)
 
     def wake_all(self) -> None:
         """A worker came or went: everything may be different, but for those that wait for a sibling."""
         self.stirred = True
         blocked = {request.id: request for waiting in self._by_event.values() for request in waiting.values()}
         for request in blocked.values():
-            if not request.awaits_sibling:
+            if request.wait is not None and request.wait.limit != SIBLING:
                 self.clear(request)
 
-    def clear(self, request: Request) -> None:
+    def clear(self, request: Waiter) -> None:
         """The request is tried again, or does not wait any more."""
         self.stirred = True
         wait, request.wait = request.wait, None
@@ -117,18 +123,8 @@ class Waits:
                 del self._by_event[event]
         self.wake(FRONT)
 
-    def check_invariants(self, blocked: list[Request]) -> None:
+    def check_invariants(self, blocked: Sequence[Waiter]) -> None:
         """Every record is listed under its events, and nothing else is."""
         listed = {(event, number) for event, waiting in self._by_event.items() for number in waiting}
         assert listed == {(event, r.id) for r in blocked if r.wait for event in r.wait.events}, "a wait is not listed"
         assert all(self._by_event.values()), "an event that nobody waits for"
-
-
-class Gain:
-    """Called when somebody who found no room in a group may find some now."""
-
-    def __init__(self, waits: Waits, epoch: int) -> None:
-        self._waits, self._event = waits, blocks_of(epoch)
-
-    def __call__(self) -> None:
-        self._waits.wake(self._event)

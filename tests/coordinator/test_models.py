@@ -16,6 +16,7 @@ from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, B
 from coordinator.core.cache.prefix import PrefixIndex, PrefixStore, root_key
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.limits import Limits, Quota
+from coordinator.core.waits import Waits
 from kvforge.protocol.errors import (
     AlreadyHolder,
     CapacityExceeded,
@@ -64,7 +65,7 @@ class PoolMachine(RuleBasedStateMachine):
             floors[index] = quota.floor
             if quota.ceiling:
                 ceilings[index] = quota.ceiling
-        self.pool = Pool(Blocks(self.count, 4), tenants, 0, self.count)
+        self.pool = Pool(Blocks(self.count, 4), tenants, Waits(), 1, 0, self.count)
         self.pool.on_evict = self.evicted
         self.model = NaivePool(self.count, floors, ceilings)
         self.step = 0
@@ -176,7 +177,7 @@ class PrefixMachine(RuleBasedStateMachine):
         tenants = Tenants(Limits(tenants_max=1))
         tenants.intern("a", 0)
         self.hasher = self.hasher_class(SIZE, b"key", 16)
-        self.pool = Pool(blocks, tenants, 0, 10)
+        self.pool = Pool(blocks, tenants, Waits(), 1, 0, 10)
         self.index = PrefixIndex(PrefixStore(10, SIZE), blocks, self.pool, self.hasher)
         removes = self.pool.on_evict
         self.pool.on_evict = lambda block: (self.trie.remove(block), removes(block))[1]

@@ -8,6 +8,7 @@ import pytest
 from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.limits import Limits, Quota
+from coordinator.core.waits import Waits
 from kvforge.protocol.errors import (
     AlreadyHolder,
     BlockNotFound,
@@ -28,7 +29,7 @@ def new_pool(count: int, base: int = 0, **quotas: Quota) -> Pool:
     tenants = Tenants(Limits(quotas=quotas, tenants_max=8))
     for name in "abc":
         tenants.intern(name, 0)
-    return Pool(Blocks(base + count, 4), tenants, base, count)
+    return Pool(Blocks(base + count, 4), tenants, Waits(), 1, base, count)
 
 
 def ids(*values: int) -> np.ndarray:

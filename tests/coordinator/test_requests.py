@@ -876,8 +876,8 @@ def test_a_worker_with_another_model_is_refused(make_pool: MakePool) -> None:
     other = driver.add_worker(8, "other", model_info("another"))
     assert "all must serve the same" in other.dropped
     assert driver.workers == [worker]
-    assert driver.machine.model is not None
-    assert driver.machine.model.name == "m"
+    assert driver.machine.cache.model is not None
+    assert driver.machine.cache.model.name == "m"
 
 
 def test_more_pools_or_blocks_than_there_may_be_are_refused() -> None:

@@ -8,6 +8,7 @@ from coordinator.core.cache.pool import Blocks, Pool
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.scheduling.admission import Admission
+from coordinator.core.waits import Event, Waits, blocks_of
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 
@@ -56,9 +57,15 @@ def test_others_start_as_soon_as_the_one_that_runs_alone_is_past_its_crash_point
 
 def test_who_waits_for_one_step_is_not_put_off_by_who_waits_for_a_later_one() -> None:
     tenants = Tenants(Limits())
-    pool = Pool(Blocks(4, 4), tenants, 0, 4)
     told: list[int] = []
-    pool.on_gain = lambda: told.append(pool.settled_step)
+
+    class Told(Waits):
+        def wake(self, event: Event) -> list[int]:
+            assert event == blocks_of(3)
+            told.append(pool.settled_step)
+            return []
+
+    pool = Pool(Blocks(4, 4), tenants, Told(), 3, 0, 4)
     for step in (2, 1, 4):
         pool.await_step(step)
     for step in range(1, 6):

@@ -166,10 +166,10 @@ class World:
         """Puts itself between the parts of the core, to see what no message tells."""
         machine = self.machine
         self._progress = Progress(machine, self.settings)
-        self._plan, self._end = machine.scheduler.plan, machine.outcomes.end
+        self._plan, self._end = machine.scheduler.plan, machine.endings.end
         self._start, self._add = machine.admission._start, machine.admission.waiting.add
         machine.scheduler.plan = self._planned  # type: ignore[method-assign]
-        machine.outcomes.end = self._ended  # type: ignore[method-assign]
+        machine.endings.end = self._ended  # type: ignore[method-assign]
         machine.admission._start = self._started  # type: ignore[method-assign]
         machine.admission.waiting.add = self._added  # type: ignore[method-assign]
         self._requeue = machine.admission.requeue

@@ -8,8 +8,6 @@ Rules kept by every method:
 
 from __future__ import annotations
 
-from collections.abc import Iterable
-
 import numpy as np
 import numpy.typing as npt
 
@@ -17,11 +15,10 @@ from kvforge.protocol.errors import BlockNotFound, CapacityExceeded
 from kvforge.protocol.messages import ModelInfo
 
 from ..limits import Limits
-from ..waits import SLOT, Gain, Waits, eviction_of, prefix_of
-from .eviction import idle_victims
+from ..waits import Waits, eviction_of
+from .eviction import Eviction
 from .groups import Group, new_group
 from .hashing import BlockHasher, Hashes
-from .invariants import check_cache
 from .pins import Refs
 from .placement import Residence
 from .pool import NO_SPARE, BlockIds, Blocks, Spare
@@ -30,27 +27,31 @@ from .sequences import NO_POOL, Sequences, Slots
 from .tenants import Tenants
 
 Tokens = npt.NDArray[np.int32]
+VOCABULARY_UNKNOWN = 1 << 31
 NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class Cache:
     """Pools, prefix indexes and sequences under one roof.
 
+    model: what the workers serve, None before the first one is ready; vocab_size: its tokens, or VOCABULARY_UNKNOWN.
     largest_pool: blocks of the largest pool so far; a worker that is away for a while may come back.
     """
 
-    def __init__(self, limits: Limits, hash_key: bytes, first_generation: int = 0) -> None:
+    def __init__(self, limits: Limits, hash_key: bytes, first_id: int = 0, first_generation: int = 0) -> None:
         self.limits = limits
         self.tenants = Tenants(limits)
         self.blocks = Blocks(limits.blocks_max, limits.block_size, first_generation)
-        self.sequences = Sequences(limits)
-        self.refs = Refs(self.blocks, self.tenants, limits.holders_per_block_max)
-        self.groups: dict[int, Group] = {}
         self.waits = Waits()
-        self.sequences.on_slot = self._slot_is_free
+        self.sequences = Sequences(limits, self.waits, first_id)
+        self.refs = Refs(self.blocks, self.tenants, limits.holders_per_block_max)
+        self.eviction = Eviction(limits, self.blocks, self.sequences)
+        self.groups: dict[int, Group] = {}
         self.store = PrefixStore(limits.blocks_max, limits.block_size)
         self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
         self._epochs = 0
+        self.model: ModelInfo | None = None
+        self.vocab_size = VOCABULARY_UNKNOWN
         self.largest_pool = 0
         self.past_steps_total = 0  # of workers that are gone
         self.evicted_sequences_total = 0
@@ -73,15 +74,14 @@ class Cache:
         if base + blocks > self.limits.blocks_max:
             raise CapacityExceeded("blocks_max", base + blocks, self.limits.blocks_max, "raise limits.blocks_max")
         self._epochs += 1
-        stores = (self.blocks, self.store, self._hasher, self.tenants)
+        stores = (self.blocks, self.store, self._hasher, self.tenants, self.waits)
         group = new_group(
             number, worker, name, self._epochs, base, blocks, stores, model, bytes_per_block, kv_dtype, device
         )
-        group.pool.on_gain = Gain(self.waits, group.epoch)
-        group.index.on_entry = self._indexed
         self.groups[number] = group
         self.waits.wake_all()
         self.largest_pool = max(self.largest_pool, blocks)
+        self.model, self.vocab_size = model, model.vocab_size
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
 
@@ -105,14 +105,6 @@ class Cache:
         del self.groups[group.number]
         self.waits.wake_all()
         return slots
-
-    def _slot_is_free(self) -> None:
-        self.waits.wake(SLOT)
-
-    def _indexed(self, values: Iterable[int]) -> None:
-        """Blocks with these chained hashes can be shared from now on."""
-        for value in values if self.waits.awaits_prefix else ():
-            self.waits.wake(prefix_of(value))
 
     def tenants_in_use(self) -> set[int]:
         """Tenants that have a sequence, or are charged for a block that is not merely cached."""
@@ -458,10 +450,10 @@ class Cache:
             s.used[slot] = keep
         self._row_changed(slot)
 
-    def fork(self, slot: int, sequence_id: int, now_us: int) -> int:
+    def fork(self, slot: int, now_us: int) -> int:
         """A second sequence with the same tokens and the same blocks. No KV is copied until one side writes."""
         s = self.sequences
-        child = s.take(sequence_id, int(s.tenant[slot]), int(s.salt[slot]), now_us)
+        child = s.take(int(s.tenant[slot]), int(s.salt[slot]), now_us)
         length = int(s.length[slot])
         s.tokens[child, :length] = s.tokens[slot, :length]
         s.logprobs[child, :length] = s.logprobs[slot, :length]
@@ -529,7 +521,7 @@ class Cache:
         pool = group.pool
         if pool.has(tenant, count, keep, spare):
             return NO_BLOCKS
-        victims, supply = idle_victims(self, group, tenant, count, keep, asking, spare)
+        victims, supply = self.eviction.victims(group, tenant, count, keep, asking, spare)
         if not supply.has(tenant, count, spare):
             raise pool.shortage(tenant, count, supply, spare)
         return victims
@@ -548,9 +540,3 @@ class Cache:
         s.changed_rows.append(np.array([slot]))
         if used:
             s.changed_cells.append((np.full(used, slot), np.arange(used)))
-
-    # ----------------------------------------------------------------------------------------------------- invariants
-
-    def check_invariants(self) -> None:
-        """Design section 3, 1 to 6, over every pool and every sequence."""
-        check_cache(self)

@@ -5,71 +5,73 @@ And what there would be if nothing ran any more.
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 import numpy.typing as npt
 
+from ..limits import Limits
 from .groups import Group
-from .pool import QUARANTINED, BlockIds, Spare, Supply
-from .sequences import Slots
-
-if TYPE_CHECKING:
-    from .cache import Cache
+from .pool import QUARANTINED, BlockIds, Blocks, Spare, Supply
+from .sequences import Sequences, Slots
 
 NO_ROW = -1
 
 
-def idle_victims(
-    cache: Cache, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare
-) -> tuple[Slots, Supply]:
-    """Idle client sequences whose eviction gives `tenant` `count` blocks, with some to spare, or all of them; and the
-    supply that follows.
+class Eviction:
+    """Reads all, changes nothing: the cache evicts, and says so."""
 
-    At the tenant's ceiling its own go before anyone else's. Never one of `asking`, never one that a step under way
-    may read. Under policy `none` only those that a waiting request will continue: it computes them again when its turn
-    comes, and without that, waiting requests could hold what the running one needs, for ever.
-    """
-    s, blocks, pool = cache.sequences, cache.blocks, group.pool
-    idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.settled_step)
-    if cache.limits.policy == "none":
-        idle &= s.request != 0
-    idle[asking] = False
-    candidates = np.flatnonzero(idle)
-    candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
-    trial, taken = pool.supply(keep), []
-    counts: dict[int, int] = {}
-    own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
-    queue = own_first if trial.room(tenant) < count + spare.own else candidates
-    for slot in dict.fromkeys(queue.tolist()):
-        if trial.has(tenant, count, spare):
-            break
-        taken.append(slot)
-        for block in s.blocks_of(slot).tolist():
-            left = counts.get(block, int(blocks.refcount[block])) - 1
-            counts[block] = left
-            if left == 0 and blocks.touch[block] <= pool.settled_step and not (keep == block).any():
-                trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
-    return np.array(taken, np.int64), trial
+    def __init__(self, limits: Limits, blocks: Blocks, sequences: Sequences) -> None:
+        self._policy, self._blocks, self._sequences = limits.policy, blocks, sequences
 
+    def victims(
+        self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare
+    ) -> tuple[Slots, Supply]:
+        """Idle client sequences whose eviction gives `tenant` `count` blocks, with some to spare, or all of them;
+        and the supply that follows.
 
-def supply_when_idle(cache: Cache, group: Group, but: int = NO_ROW) -> tuple[Supply, npt.NDArray[np.bool_]]:
-    """What there would be to give if all that ends by itself had ended: every row but `but`, every step, and the idle
-    sequences that may be evicted. The rest is held by clients. With it, [blocks of the pool]: which would be held.
-    """
-    s, blocks, pool = cache.sequences, cache.blocks, group.pool
-    ends = (s.pool == group.number) & (s.id != 0)
-    if cache.limits.policy == "none":
-        ends &= s.running | (s.request != 0)
-    if but != NO_ROW:
-        ends[but] = False
-    slots = np.flatnonzero(ends)
-    columns = np.arange(int(s.used[slots].max(initial=0)))
-    cells = s.table[slots][:, : columns.size][columns < s.used[slots][:, None]]
-    given = np.bincount(cells - pool.base, minlength=pool.count)
-    region = slice(pool.base, pool.base + pool.count)
-    held = blocks.refcount[region] > given
-    back = (~held & (given > 0)) | (blocks.state[region] == QUARANTINED)
-    supply = pool.supply()
-    supply.gain_each(blocks.owner[region][back], blocks.indexed[region][back])
-    return supply, held
+        At the tenant's ceiling its own go before anyone else's. Never one of `asking`, never one that a step under way
+        may read. Under policy `none` only those that a waiting request will continue: it computes them again when its
+        turn comes, and without that, waiting requests could hold what the running one needs, for ever.
+        """
+        s, blocks, pool = self._sequences, self._blocks, group.pool
+        idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.settled_step)
+        if self._policy == "none":
+            idle &= s.request != 0
+        idle[asking] = False
+        candidates = np.flatnonzero(idle)
+        candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
+        trial, taken = pool.supply(keep), []
+        counts: dict[int, int] = {}
+        own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
+        queue = own_first if trial.room(tenant) < count + spare.own else candidates
+        for slot in dict.fromkeys(queue.tolist()):
+            if trial.has(tenant, count, spare):
+                break
+            taken.append(slot)
+            for block in s.blocks_of(slot).tolist():
+                left = counts.get(block, int(blocks.refcount[block])) - 1
+                counts[block] = left
+                if left == 0 and blocks.touch[block] <= pool.settled_step and not (keep == block).any():
+                    trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
+        return np.array(taken, np.int64), trial
+
+    def supply_when_idle(self, group: Group, but: int = NO_ROW) -> tuple[Supply, npt.NDArray[np.bool_]]:
+        """What there would be to give if all that ends by itself had ended: every row but `but`, every step, and the
+        idle sequences that may be evicted. The rest is held by clients. With it, [blocks of the pool]: which would be
+        held.
+        """
+        s, blocks, pool = self._sequences, self._blocks, group.pool
+        ends = (s.pool == group.number) & (s.id != 0)
+        if self._policy == "none":
+            ends &= s.running | (s.request != 0)
+        if but != NO_ROW:
+            ends[but] = False
+        slots = np.flatnonzero(ends)
+        columns = np.arange(int(s.used[slots].max(initial=0)))
+        cells = s.table[slots][:, : columns.size][columns < s.used[slots][:, None]]
+        given = np.bincount(cells - pool.base, minlength=pool.count)
+        region = slice(pool.base, pool.base + pool.count)
+        held = blocks.refcount[region] > given
+        back = (~held & (given > 0)) | (blocks.state[region] == QUARANTINED)
+        supply = pool.supply()
+        supply.gain_each(blocks.owner[region][back], blocks.indexed[region][back])
+        return supply, held

@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.messages import Int32Array, ModelInfo
 
-from ..requests.lifecycle import Request
+from ..waits import Waits
 from .hashing import BlockHasher
 from .pool import BlockIds, Blocks, Pool
 from .prefix import PrefixIndex, PrefixStore
@@ -45,7 +45,7 @@ class Group:
     running: rows that run; version: grows when one starts or leaves. steady: they decode, step after step.
     suspect: the request that runs alone because workers died with it, 0 for none.
     begins_bytes: what the rows that begin with the next step take in it.
-    stopped: rows that found no room for their next token when the last step was planned.
+    stopped: requests whose rows found no room for their next token when the last step was planned.
     settled_us: when its last result came. chunk_tokens: prefill tokens of a step beside decodes, 0 before the first.
     """
 
@@ -75,7 +75,7 @@ class Group:
         self.version = 0
         self.steady: Steady | None = None
         self.suspect = 0
-        self.stopped: list[Request] = []
+        self.stopped: list[int] = []
         self.settled_us = 0
         self.chunk_tokens = 0
 
@@ -138,14 +138,14 @@ def new_group(
     epoch: int,
     base: int,
     count: int,
-    stores: tuple[Blocks, PrefixStore, BlockHasher, Tenants],
+    stores: tuple[Blocks, PrefixStore, BlockHasher, Tenants, Waits],
     model: ModelInfo,
     bytes_per_block: int,
     kv_dtype: str,
     device: str,
 ) -> Group:
     """A group with an empty pool of `count` blocks from global id `base` on."""
-    blocks, store, hasher, tenants = stores
-    pool = Pool(blocks, tenants, base, count)
+    blocks, store, hasher, tenants, waits = stores
+    pool = Pool(blocks, tenants, waits, epoch, base, count)
     index = PrefixIndex(store, blocks, pool, hasher)
     return Group(number, worker, name, epoch, pool, index, model, bytes_per_block, kv_dtype, device)

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
-
 import numpy as np
 
-if TYPE_CHECKING:
-    from .cache import Cache
+from .cache import Cache
 
 
 def check_cache(cache: Cache) -> None:

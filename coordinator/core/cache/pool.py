@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
+from ..waits import Waits, blocks_of
 from .tenants import Tenants
 
 FREE, REFERENCED, QUARANTINED, CACHED = range(4)
@@ -113,11 +114,13 @@ class Supply:
 class Pool:
     """One worker's blocks: [base, base + count). All ids are global.
 
-    on_gain: called whenever somebody who found no room may find some now.
+    epoch: of the group, by which those who wait for its blocks are woken. on_evict: called with a block whose entry in
+    the prefix index goes.
     """
 
-    def __init__(self, blocks: Blocks, tenants: Tenants, base: int, count: int) -> None:
-        self.blocks = blocks
+    def __init__(self, blocks: Blocks, tenants: Tenants, waits: Waits, epoch: int, base: int, count: int) -> None:
+        self.blocks, self.waits = blocks, waits
+        self._gain = blocks_of(epoch)
         self.base, self.count = base, count
         self._tenants = tenants
         self._stack = np.arange(base + count - 1, base - 1, -1, dtype=np.int64)
@@ -136,7 +139,6 @@ class Pool:
         self.freed_total = 0
         self.evicted_total = 0
         self._awaited: deque[int] = deque()
-        self.on_gain: Callable[[], object] = _no_one
         self.on_evict: Callable[[int], None] = _nothing
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
@@ -270,7 +272,7 @@ class Pool:
             self._charge(owner, -1, now_us)
             self._charge(tenant, 1, now_us)
             self.blocks.owner[block] = tenant
-            self.on_gain()  # the one it was charged to has room for another
+            self.waits.wake(self._gain)  # the one it was charged to has room for another
             self.blocks.changed.append(np.array([block], np.int64))
 
     # ---------------------------------------------------------------------------------------------------- holders
@@ -323,7 +325,7 @@ class Pool:
         if self._awaited and self._awaited[0] <= self.settled_step:
             while self._awaited and self._awaited[0] <= self.settled_step:
                 self._awaited.popleft()
-            self.on_gain()
+            self.waits.wake(self._gain)
         for _ in range(len(self._quarantine)):
             ids = self._quarantine.popleft()
             ids = ids[self.blocks.state[ids] == QUARANTINED]
@@ -358,7 +360,7 @@ class Pool:
                 self._lru.setdefault(owner, OrderedDict())[block] = self._stamp
             ids = ids[~indexed]
         self._to_free(ids, now_us)
-        self.on_gain()
+        self.waits.wake(self._gain)
 
     def _to_free(self, ids: BlockIds, now_us: int) -> None:
         if not ids.size:
@@ -419,8 +421,4 @@ def short_of(error: CapacityExceeded) -> int:
 
 
 def _nothing(_block: int) -> None:
-    return None
-
-
-def _no_one() -> None:
     return None

@@ -8,13 +8,14 @@ acknowledged, and never for a free block.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
 from ..bool_arrays import every
+from ..waits import prefix_of
 from .hashing import BlockHasher, Hashes
 from .pool import FREE, BlockIds, Blocks, Pool
 
@@ -52,7 +53,6 @@ class PrefixIndex:
         self._by_hash: dict[int, int] = {}
         self._children: dict[int, dict[int, None]] = {}
         pool.on_evict = self.remove
-        self.on_entry: Callable[[Iterable[int]], object] = _no_one  # called with the hashes of new entries
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -142,7 +142,7 @@ class PrefixIndex:
         self._by_hash[value] = block
         self._children.setdefault(parent, {})[block] = None
         self._blocks.indexed[block] = True
-        self.on_entry((value,))
+        self._tell((value,))
         return self.key(block)
 
     def add_each(
@@ -165,9 +165,15 @@ class PrefixIndex:
         for parent, block in zip(parents.tolist(), new, strict=True):
             self._children.setdefault(parent, {})[block] = None
         self._blocks.indexed[ids] = True
-        self.on_entry(hashes)
+        self._tell(hashes)
         keys: npt.NDArray[np.int64] = ids | self._blocks.generation[ids].astype(np.int64) << 32
         return keys
+
+    def _tell(self, values: Iterable[int]) -> None:
+        """Blocks with these chained hashes can be shared from now on."""
+        waits = self._pool.waits
+        for value in values if waits.awaits_prefix else ():
+            waits.wake(prefix_of(value))
 
     def remove(self, block: int) -> None:
         """Takes a block's entry out of the index (the block itself stays as it is)."""
@@ -199,10 +205,6 @@ class PrefixIndex:
                 start = -parent - 1 if parent < 0 else int(store.hash[parent & 0xFFFFFFFF])
                 expected = int(self._hasher.extend(np.array([start], np.uint64), store.tokens[block][None])[0])
                 assert expected == int(store.hash[block]), "an entry's hash is not the hash of its content"
-
-
-def _no_one(_values: Iterable[int]) -> None:
-    return None
 
 
 def root_key(salt: int) -> int:

@@ -12,7 +12,6 @@ whose blocks were taken away get others before that. `read_step` of pool `read_p
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -21,6 +20,7 @@ import numpy.typing as npt
 from kvforge.protocol.errors import CapacityExceeded, SequenceNotFound
 
 from ..limits import Limits
+from ..waits import SLOT, Waits
 
 Slots = npt.NDArray[np.int64]
 NO_POOL = -1
@@ -30,11 +30,12 @@ LINE_BYTES = 64
 class Sequences:
     """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots, `version` grows when it changes.
 
-    expiry_us: no sequence's time to live is over before that; None: none is limited. Whoever uses one only puts its end
-    off, so this is looked up again when it has come, and not in every turn.
+    first_id: ids are larger. expiry_us: no sequence's time to live is over before that; None: none is limited. Whoever
+    uses one only puts its end off, so this is looked up again when it has come, and not in every turn.
     """
 
-    def __init__(self, limits: Limits) -> None:
+    def __init__(self, limits: Limits, waits: Waits, first_id: int = 0) -> None:
+        self._waits, self._last_id = waits, first_id
         n, context = limits.sequences_max, limits.context_tokens_max
         self.block_size = limits.block_size
         self.context_tokens_max = context
@@ -68,7 +69,6 @@ class Sequences:
         self.slot_of: dict[int, int] = {}
         self.version = 0
         self.expiry_us: int | None = None
-        self.on_slot: Callable[[], object] = _no_one  # one is free again
         self._free = list(range(n - 1, -1, -1))
         self._quarantine: deque[tuple[int, int, int]] = deque()
         self.changed_rows: list[Slots] = []
@@ -95,9 +95,11 @@ class Sequences:
         if count > len(self._free):
             raise CapacityExceeded("sequences", count, len(self._free), "remove sequences or raise sequences_max")
 
-    def take(self, sequence_id: int, tenant: int, salt: int, now_us: int) -> int:
+    def take(self, tenant: int, salt: int, now_us: int) -> int:
         """A fresh, empty, non-resident sequence in a free slot."""
         slot = self._free.pop()
+        self._last_id += 1
+        sequence_id = self._last_id
         assert self.id[slot] == 0 and self.used[slot] == 0
         self.slot_of[sequence_id] = slot
         self.version += 1
@@ -131,7 +133,7 @@ class Sequences:
             self._quarantine.append((pool, quarantine_step, slot))
         else:
             self._free.append(slot)
-            self.on_slot()
+            self._waits.wake(SLOT)
 
     def settle(self, pool: int, step: int) -> None:
         """Every step of `pool` up to `step` is over: slots that only they could read are free again."""
@@ -139,7 +141,7 @@ class Sequences:
             entry = self._quarantine.popleft()
             if entry[0] == pool and entry[1] <= step:
                 self._free.append(entry[2])
-                self.on_slot()
+                self._waits.wake(SLOT)
             else:
                 self._quarantine.append(entry)
 
@@ -201,10 +203,6 @@ class Sequences:
         assert not self.scheduled[~resident].any() and not self.pending[~resident].any(), "KV without a pool"
         assert not self.pending[~self.running].any(), "tokens pending without a running request"
         assert (self.request[self.running] != 0).all(), "a running sequence without a request"
-
-
-def _no_one() -> None:
-    return None
 
 
 def _rows(count: int, width: int, dtype: npt.DTypeLike) -> npt.NDArray[Any]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -36,6 +34,7 @@ from kvforge.protocol.messages import (
     PurgeFinished,
     RequestInfo,
     RequestList,
+    RequestRow,
     Sampling,
     Stream,
     Submit,
@@ -43,12 +42,11 @@ from kvforge.protocol.messages import (
 
 from ..cache.cache import Cache
 from ..events import FromClient
-from ..reporting import statistics
 from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, Timers
 from ..requests.lifecycle import CANCELLED, NO_SLOT, Request, RequestTable
 from ..requests.streams import Streams
 from ..scheduling.admission import Admission
-from ..scheduling.outcomes import Outcomes, ended, forgotten
+from ..scheduling.endings import Endings, ended, forgotten
 from ..sizes import LISTED_BYTES
 from . import validate
 from .sequences import SequenceCommands
@@ -64,13 +62,12 @@ class RequestCommands:
         cache: Cache,
         requests: RequestTable,
         admission: Admission,
-        outcomes: Outcomes,
+        endings: Endings,
         streams: Streams,
         sequences: SequenceCommands,
-        model: Callable[[], ModelInfo | None],
     ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
-        self._outcomes, self._streams, self._sequences, self._model = outcomes, streams, sequences, model
+        self._endings, self._streams, self._sequences = endings, streams, sequences
         self._limits = cache.limits
         self.timers = Timers()
         self.draining = False
@@ -94,7 +91,7 @@ class RequestCommands:
         prompt = message.prompt if slot == NO_SLOT else np.concatenate([s.text(slot), message.prompt])
         cache.tenants.check(tenant)
         salt = int(s.salt[slot]) if slot != NO_SLOT else cache.salt(validate.salt_text(tenant, message.salt))
-        validate.submit(message, prompt, tenant, self._limits, self._model(), cache)
+        validate.submit(message, prompt, tenant, self._limits, self._cache.model, cache)
         if len(self._admission.waiting) + message.count > self._limits.queue_max:
             raise QueueFull(self._limits.queue_max, self._admission.waiting.retry_after_ms(now_us))
         if slot != NO_SLOT and message.prompt.size:
@@ -115,7 +112,7 @@ class RequestCommands:
     ) -> Message:
         seed = event.entropy if message.sampling.seed is None else message.sampling.seed
         deadline_us = now_us + (message.deadline_ms * 1000 or self._limits.deadline_max_us)
-        model = self._model()
+        model = self._cache.model
         sampling = message.sampling if model is None else settled(message.sampling, message.model_defaults, model)
         unsettled = message.model_defaults if model is None else ()
         first = self._request_ids + 1
@@ -185,7 +182,7 @@ class RequestCommands:
         if request.slot != NO_SLOT:
             self._admission.runs.client[request.slot] = client
             self._admission.runs.stream[request.slot] = True
-        self._outcomes.replay(request, offset)
+        self._endings.replay(request, offset)
         if request.ended:
             cut = max(0, offset - request.generated)
             self._streams.add_end(client, ended(request, cut))
@@ -206,13 +203,13 @@ class RequestCommands:
         """Ends a request; doing it twice is the same answer, not an error."""
         request = self._requests.find(message.request_id)
         if request.state != CANCELLED:
-            self._outcomes.end(request, "cancel", "cancelled", None, now_us)
+            self._endings.end(request, "cancel", "cancelled", None, now_us)
         return Done(rid=message.rid)
 
     def finish_at(self, _event: FromClient, message: FinishAt, now_us: int) -> Message:
         """Ends a request after so many of its tokens."""
         request = self._requests.find(message.request_id)
-        self._outcomes.finish_at(request, message.tokens, self._generated(request), now_us)
+        self._endings.finish_at(request, message.tokens, self._generated(request), now_us)
         return Done(rid=message.rid)
 
     def client_gone(self, client: int, goodbye: bool, now_us: int) -> None:
@@ -220,7 +217,7 @@ class RequestCommands:
         lease_us = 0 if goodbye else self._limits.lease_us
         for request in [r for r in self._requests.live.values() if r.client == client]:
             if not request.detached and not lease_us:
-                self._outcomes.end(request, "cancel", "cancelled", None, now_us)
+                self._endings.end(request, "cancel", "cancelled", None, now_us)
                 continue
             request.client, request.paused = 0, False
             if request.slot != NO_SLOT:
@@ -244,7 +241,7 @@ class RequestCommands:
                 if request.first_token_us < 0:
                     self._expire(request, f"it had no token after {age}", now_us)
             elif 0 <= request.orphan_us <= now_us - self._limits.lease_us:
-                self._outcomes.end(request, "cancel", "cancelled", None, now_us)
+                self._endings.end(request, "cancel", "cancelled", None, now_us)
         if self.drain_deadline_us and now_us >= self.drain_deadline_us:
             self.hand_back(now_us)
 
@@ -259,7 +256,7 @@ class RequestCommands:
         state = request.state
         why = "no worker is ready" if state != "running" and not self._cache.groups else f"it was {state}"
         error = DeadlineExceeded(f"request {request.id} expired: {what}; {why}", request_id=request.id, state=state)
-        self._outcomes.end(request, "expire", "expired", error, now_us)
+        self._endings.end(request, "expire", "expired", error, now_us)
 
     # ---------------------------------------------------------------------------------------------------------- drain
 
@@ -274,7 +271,7 @@ class RequestCommands:
         """Everything that is left fails with an error that says that it may be submitted elsewhere."""
         for request in list(self._requests.live.values()):
             problem = f"request {request.id} was handed back: the coordinator is draining; submit it elsewhere"
-            self._outcomes.end(request, "fail", "failed", Draining(problem, request_id=request.id), now_us)
+            self._endings.end(request, "fail", "failed", Draining(problem, request_id=request.id), now_us)
 
     # ----------------------------------------------------------------------------------------------------------- read
 
@@ -316,7 +313,7 @@ class RequestCommands:
         known = {**self._requests.finished, **self._requests.live}
         newest = sorted(known, reverse=True)[: message.count_max]
         newest = newest[: codec.BODY_BYTES_MAX // LISTED_BYTES]
-        rows = [statistics.row(known[i], self._generated(known[i]), now_us) for i in newest]
+        rows = [_row(known[i], self._generated(known[i]), now_us) for i in newest]
         return RequestList(rid=message.rid, requests=tuple(rows), total=len(known))
 
     def purge(self, _event: FromClient, message: PurgeFinished, now_us: int) -> Message:
@@ -327,7 +324,7 @@ class RequestCommands:
 
     def recheck(self, now_us: int) -> None:
         """The model is known now: requests that came before are held to its limits."""
-        model = self._model()
+        model = self._cache.model
         for request in list(self._admission.waiting):
             try:
                 if model is not None:
@@ -336,7 +333,7 @@ class RequestCommands:
                 validate.sampling(request.sampling, self._limits, model)
                 validate.fits(request.prompt, request.max_tokens, request.tenant_name, self._limits, model, self._cache)
             except KvforgeError as error:
-                self._outcomes.end(request, "fail", "failed", error, now_us)
+                self._endings.end(request, "fail", "failed", error, now_us)
 
 
 def settled(sampling: Sampling, model_defaults: tuple[str, ...], model: ModelInfo) -> Sampling:
@@ -344,3 +341,18 @@ def settled(sampling: Sampling, model_defaults: tuple[str, ...], model: ModelInf
     if not model_defaults:
         return sampling
     return msgspec.structs.replace(sampling, **{name: getattr(model.sampling, name) for name in model_defaults})
+
+
+def _row(request: Request, generated: int, now_us: int) -> RequestRow:
+    """One line of the list of requests."""
+    return RequestRow(
+        request_id=request.id,
+        state=request.state,
+        tenant=request.tenant_name,
+        prompt_tokens=request.prompt_tokens,
+        max_tokens=request.max_tokens,
+        generated_tokens=generated,
+        age_us=now_us - request.submitted_us,
+        reason=request.reason,
+        worker=request.worker,
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable
 
 import numpy as np
 
@@ -34,7 +33,7 @@ from ..cache.pool import NO_SPARE
 from ..cache.sequences import NO_POOL, Slots
 from ..events import FromClient
 from ..requests.lifecycle import LOST, RequestTable
-from ..scheduling.outcomes import Outcomes
+from ..scheduling.endings import Endings
 from . import validate
 
 IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
@@ -43,12 +42,11 @@ IDLE_TTL_MS_MAX = 30 * 24 * 3600 * 1000
 class SequenceCommands:
     """Handlers of the sequence messages. A handler that raises has changed nothing."""
 
-    def __init__(self, cache: Cache, requests: RequestTable, outcomes: Outcomes, next_id: Callable[[], int]) -> None:
-        self._cache, self._requests, self._outcomes, self._next_id = cache, requests, outcomes, next_id
+    def __init__(self, cache: Cache, requests: RequestTable, endings: Endings) -> None:
+        self._cache, self._requests, self._endings = cache, requests, endings
         self._gone: OrderedDict[int, str] = OrderedDict()
         self._named: tuple[bytes, bytes, int] = (b"", b"", -1)
         self._slots: Slots = np.zeros(0, np.int64)
-        self.vocab_size = 1 << 31
 
     def find(self, sequence_id: int) -> int:
         """The slot of a client's sequence. Raises SequenceNotFound, saying why where it was removed by us."""
@@ -76,7 +74,7 @@ class SequenceCommands:
         tenant = cache.tenants.intern(message.tenant, now_us)
         if cache.tenants.forgotten_total != forgotten:  # cached blocks went with it, perhaps those that it would share
             residence = self._place(message, salt)
-        slot = s.take(self._next_id(), tenant, salt, now_us)
+        slot = s.take(tenant, salt, now_us)
         s.owned[slot], s.client[slot] = True, event.client
         s.keep_idle(slot, message.idle_ttl_ms * 1000)
         s.tokens[slot, : message.tokens.size] = message.tokens
@@ -144,7 +142,7 @@ class SequenceCommands:
         slot = s.slot_of.get(int(message.sequence_ids[0]), NO_POOL)
         if slot == NO_POOL or not s.owned[slot] or s.request[slot] or message.counts[0] != 1:
             return None
-        if not 0 <= token < self.vocab_size or not self._cache.append_one(slot, token, now_us):
+        if not 0 <= token < self._cache.vocab_size or not self._cache.append_one(slot, token, now_us):
             return None
         return Appended(rid=message.rid, lengths=np.array([s.length[slot]], np.int32))
 
@@ -154,7 +152,8 @@ class SequenceCommands:
         s, slots = self._cache.sequences, self._slots
         if self._named != self._name(message) or s.request.take(slots).any():
             return None
-        if np.maximum.reduce(message.tokens.view(np.uint32)) >= self.vocab_size:  # those below zero are large ones here
+        # Those below zero are large ones here.
+        if np.maximum.reduce(message.tokens.view(np.uint32)) >= self._cache.vocab_size:
             return None
         after = self._cache.append_each(slots, message.tokens, now_us)
         return None if after is None else Appended(rid=message.rid, lengths=after.astype(np.int32))
@@ -172,7 +171,7 @@ class SequenceCommands:
         s.need_slots(message.count)
         ids = []
         for _ in range(message.count):
-            child = self._cache.fork(slot, self._next_id(), now_us)
+            child = self._cache.fork(slot, now_us)
             s.owned[child], s.client[child] = True, event.client
             s.keep_idle(child, int(s.idle_ttl_us[slot]))
             ids.append(int(s.id[child]))
@@ -241,7 +240,7 @@ class SequenceCommands:
         s = self._cache.sequences
         request = self._requests.live.get(int(s.request[slot]))
         if request is not None:
-            self._outcomes.end(request, "cancel", "cancelled", None, now_us)
+            self._endings.end(request, "cancel", "cancelled", None, now_us)
         if why:
             self._gone[int(s.id[slot])] = why
             while len(self._gone) > self._cache.limits.finished_max:
@@ -265,4 +264,4 @@ class SequenceCommands:
         return slots
 
     def _check_tokens(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        validate.tokens("tokens", tokens, self.vocab_size)
+        validate.tokens("tokens", tokens, self._cache.vocab_size)

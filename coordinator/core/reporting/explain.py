@@ -16,10 +16,10 @@ from ..cache.tenants import NO_CEILING
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
 from ..events import FromClient
-from ..requests.lifecycle import NO_SLOT, RUNNING, SIBLING, Request, RequestTable
+from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..scheduling.admission import Admission
 from ..sizes import HOLDERS_LISTED_MAX
-from ..waits import Wait
+from ..waits import SIBLING, Wait
 from .statistics import live_tokens
 
 Facts = dict[str, Field]

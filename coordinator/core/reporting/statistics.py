@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvforge.protocol.messages import PoolStats, RequestRow, RequestStats, Stats, TenantStats
+from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.pool import REFERENCED
 from ..cache.tenants import NO_CEILING
-from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, Request, RequestTable
+from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, RequestTable
 from ..scheduling.queue import WaitingQueue
 
 
@@ -175,18 +175,3 @@ def gauges(cache: Cache, requests: RequestTable, running: int, turns: int, uptim
         requests.generated_tokens_total,
         steps,
     ]
-
-
-def row(request: Request, generated: int, now_us: int) -> RequestRow:
-    """One line of the list of requests."""
-    return RequestRow(
-        request_id=request.id,
-        state=request.state,
-        tenant=request.tenant_name,
-        prompt_tokens=request.prompt_tokens,
-        max_tokens=request.max_tokens,
-        generated_tokens=generated,
-        age_us=now_us - request.submitted_us,
-        reason=request.reason,
-        worker=request.worker,
-    )

@@ -18,7 +18,7 @@ from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Ti
 
 from ..cache.hashing import Hashes
 from ..limits import Limits
-from ..waits import Wait
+from ..waits import SIBLING, TENANT_CEILING, Wait
 from .idempotency import KeyEntry, Keys
 from .top_logprobs import TopRecord
 
@@ -44,7 +44,6 @@ TRANSITIONS: dict[tuple[str, str], str] = {
 }
 
 NO_SLOT = -1
-TENANT_CEILING, SIBLING = "tenant ceiling", "sibling"
 NO_SAMPLING = Sampling()
 LOST = "it is of a time before the coordinator was started, and lost"
 

@@ -7,7 +7,7 @@ requests wait that it could serve, and none waits for ever.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container
+from collections.abc import Container
 
 import msgspec
 import numpy as np
@@ -16,13 +16,25 @@ from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from .. import sizes
 from ..cache.cache import Cache
-from ..cache.eviction import supply_when_idle
 from ..cache.groups import Group
 from ..cache.placement import Residence
 from ..cache.pool import NO_SPARE, Spare, short_of
 from ..cache.sequences import NO_POOL
-from ..requests.lifecycle import NO_SLOT, RUNNING, TENANT_CEILING, Request, RequestTable
-from ..waits import FRONT, SLOT, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, prompt_of, rows_of
+from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
+from ..waits import (
+    FRONT,
+    SIBLING,
+    SLOT,
+    TENANT_CEILING,
+    WORKER,
+    Event,
+    Wait,
+    blocks_of,
+    eviction_of,
+    prefix_of,
+    prompt_of,
+    rows_of,
+)
 from .queue import WaitingQueue
 from .rows import Runs
 
@@ -33,10 +45,9 @@ ALONE_CRASHES = 2
 class Admission:
     """The waiting queue, and the slots of those that run."""
 
-    def __init__(self, cache: Cache, requests: RequestTable, next_sequence_id: Callable[[], int]) -> None:
+    def __init__(self, cache: Cache, requests: RequestTable) -> None:
         self._cache, self._requests = cache, requests
         self._limits = cache.limits
-        self._sequence_ids = next_sequence_id
         self.waiting = WaitingQueue(cache.limits, cache.tenants)
         self.runs = Runs(self._limits.sequences_max, self._limits.stop_tokens_max)
         self.running_total = 0
@@ -98,7 +109,7 @@ class Admission:
 
     def prompt_is_known(self, request: Request) -> None:
         """The request has its first token, or has ended: its siblings go on, or wait for the next of them."""
-        for other in self.waits.wake(prompt_of(request.id)):
+        for other in map(self._requests.live.__getitem__, self.waits.wake(prompt_of(request.id))):
             if self.waits_for_sibling(other):
                 self._await_sibling(other)
             else:
@@ -106,7 +117,7 @@ class Admission:
 
     def _await_sibling(self, request: Request) -> None:
         first = request.siblings[0].id
-        self.waits.put(request, Wait("sibling", (prompt_of(first),), other=first))
+        self.waits.put(request, Wait(SIBLING, (prompt_of(first),), other=first))
 
     def look_at_suspect(self, group: Group) -> None:
         """The request that had to run alone in the group may be past its crash point: then others may join it."""
@@ -198,7 +209,7 @@ class Admission:
     def _fits_when_idle(self, group: Group, request: Request) -> bool:
         """Whether the request would find room if everything that runs in the group had ended."""
         residence = self.plan(group, request)
-        supply, held = supply_when_idle(self._cache, group)
+        supply, held = self._cache.eviction.supply_when_idle(group)
         shared = int(np.count_nonzero(held[residence.hits - group.pool.base]))
         first = self._cache.sequences.blocks_for(self._length(request) + 1)
         needed = max(first, residence.needed + residence.hits.size) - shared
@@ -354,7 +365,7 @@ class Admission:
 
     def _take_slot(self, request: Request, now_us: int) -> int:
         s = self._cache.sequences
-        slot = s.take(self._sequence_ids(), request.tenant, request.salt, now_us)
+        slot = s.take(request.tenant, request.salt, now_us)
         known, start = request.prompt.size, request.tokens.size
         s.tokens[slot, :known] = request.prompt
         s.tokens[slot, known : known + start] = request.tokens

@@ -7,8 +7,6 @@ the next one's input and stays on the device, so the next step is planned before
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import msgspec
 import numpy as np
 import numpy.typing as npt
@@ -18,16 +16,16 @@ from kvforge.protocol.messages import NO_INT32, RowStart, Step
 
 from .. import sizes
 from ..cache.cache import Cache
-from ..cache.eviction import supply_when_idle
 from ..cache.groups import Group, SentStep
 from ..cache.holders import who_holds
 from ..cache.pool import NO_SPARE, short_of
 from ..cache.sequences import Slots
 from ..cache.steady import Steady
-from ..requests.lifecycle import NO_SLOT, TENANT_CEILING, Request, RequestTable
-from ..waits import Wait, rows_of
+from ..requests.lifecycle import NO_SLOT, Request, RequestTable
+from ..waits import TENANT_CEILING, Wait, rows_of
 from . import preemption
 from .admission import Admission
+from .endings import Endings
 
 CHUNK_TOKENS_MIN = 16
 NO_SLOTS = np.zeros(0, np.int64)
@@ -36,11 +34,11 @@ NO_SLOTS = np.zeros(0, np.int64)
 class Scheduler:
     """The plan of each step."""
 
-    def __init__(self, cache: Cache, requests: RequestTable, admission: Admission) -> None:
+    def __init__(self, cache: Cache, requests: RequestTable, admission: Admission, endings: Endings) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
+        self._endings = endings
         self._limits = cache.limits
         self._runs = admission.runs
-        self.give_up: Callable[[Request, CapacityExceeded, int], None] = _nothing
 
     def plan(self, group: Group, now_us: int) -> Step | None:
         """The group's next step, or None where it has nothing to do or enough under way.
@@ -252,29 +250,33 @@ class Scheduler:
         request = self._requests.live[int(self._cache.sequences.request[slot])]
         limit = TENANT_CEILING if isinstance(error, QuotaExceeded) else "blocks"
         request.wait = Wait(limit, (), group.epoch, short_of(error), needed, str(error))
-        group.stopped.append(request)
+        group.stopped.append(request.id)
 
     def _try_stopped(self, group: Group) -> None:
         """The rows that stood still are planned like all others."""
-        for request in group.stopped:
-            if request.slot != NO_SLOT:
-                request.wait = None
+        for request in self._stopped(group):
+            request.wait = None
         group.stopped.clear()
+
+    def _stopped(self, group: Group) -> list[Request]:
+        """Those of the rows that stood still that still run."""
+        known = [self._requests.live.get(request_id) for request_id in group.stopped]
+        return [request for request in known if request is not None and request.slot != NO_SLOT]
 
     def _give_up_stopped(self, group: Group, step: Step | None, now_us: int) -> bool:
         """Ends the rows that stand still for good: whose room only a client could give back, or, where the whole group
         stands still, the youngest. Returns whether it ended any."""
-        still = [request for request in group.stopped if request.slot != NO_SLOT and request.wait is not None]
+        still = [request for request in self._stopped(group) if request.wait is not None]
         lost = [request for request in still if not self._can_go_on(group, request)]
         if still and not lost and step is None and not group.sent and not group.pool.awaits_step:
             lost = [max(still, key=lambda request: request.admitted_order)]
         for request in lost:
-            self.give_up(request, self._hopeless(group, request), now_us)
+            self._endings.end(request, "fail", "failed", self._hopeless(group, request), now_us)
         return bool(lost)
 
     def _can_go_on(self, group: Group, request: Request) -> bool:
         """Whether the row would find room if everything else that ends by itself had ended."""
-        supply, _ = supply_when_idle(self._cache, group, request.slot)
+        supply, _ = self._cache.eviction.supply_when_idle(group, request.slot)
         return request.wait is None or supply.has(request.tenant, request.wait.needed, NO_SPARE)
 
     def _hopeless(self, group: Group, request: Request) -> CapacityExceeded:
@@ -372,7 +374,3 @@ class Scheduler:
             )
         group.started_slots.clear()
         return tuple(begins), np.concatenate(history)
-
-
-def _nothing(_request: Request, _error: CapacityExceeded, _now_us: int) -> None:
-    return None

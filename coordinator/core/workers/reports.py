@@ -11,7 +11,6 @@ from kvforge.protocol.errors import Conflict, Field, KvforgeError, ProtocolError
 from kvforge.protocol.messages import (
     ErrorInfo,
     Message,
-    ModelInfo,
     PoolRegistered,
     Refused,
     StepResult,
@@ -25,12 +24,13 @@ from kvforge.protocol.messages import (
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..commands import validate
-from ..commands.sequences import SequenceCommands
+from ..commands.requests import RequestCommands
 from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
 from ..requests.lifecycle import Request, RequestTable
 from ..scheduling.admission import Admission
-from ..scheduling.outcomes import Outcomes
+from ..scheduling.endings import Endings
 from ..scheduling.plan import Scheduler
+from .results import StepResults
 
 
 class Worker:
@@ -68,17 +68,17 @@ class WorkerReports:
         requests: RequestTable,
         admission: Admission,
         scheduler: Scheduler,
-        outcomes: Outcomes,
-        sequences: SequenceCommands,
+        endings: Endings,
+        results: StepResults,
+        commands: RequestCommands,
+        effects: list[Effect],
     ) -> None:
         self._cache, self._requests, self._admission, self._scheduler = cache, requests, admission, scheduler
-        self._outcomes, self._sequences = outcomes, sequences
+        self._endings, self._results, self._commands = endings, results, commands
         self._limits = cache.limits
-        self.on_first_model: Callable[[int], None] = _nothing
         self.workers: dict[int, Worker] = {}
         self.last_gone = ""  # who went last, and how
-        self.model: ModelInfo | None = None
-        self._effects: list[Effect] = []
+        self._effects = effects
         self._reports: dict[type[Message], Callable[[Worker, Any, int], None]] = {
             WorkerLoading: self._worker_loading,
             WorkerReady: self._worker_ready,
@@ -86,20 +86,7 @@ class WorkerReports:
             WorkerFailed: self._worker_failed,
         }
 
-    def apply(self, event: FromWorker, now_us: int) -> list[Effect]:
-        """Applies one message of a worker."""
-        self._from_worker(event, now_us)
-        return self._take_effects()
-
-    def gone(self, number: int, goodbye: bool, now_us: int) -> list[Effect]:
-        """A worker's connection ended: its blocks are gone, its requests wait for another place.
-
-        goodbye: it left on purpose.
-        """
-        self._worker_gone(number, goodbye, now_us)
-        return self._take_effects()
-
-    def replace_hung(self, now_us: int) -> list[Effect]:
+    def replace_hung(self, now_us: int) -> None:
         """Workers that have worked on one step for too long are given up, and their processes ended."""
         for worker in list(self.workers.values()):
             since_us = working_us(worker.group, now_us)
@@ -108,18 +95,14 @@ class WorkerReports:
                 self._log("error", f"{reason}: it is replaced", "worker_hung", worker)
                 self._drop_worker(worker.number, reason, now_us)
                 self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
-        return self._take_effects()
 
     def next_timeout_us(self) -> int | None:
         """When the first worker will have worked too long on a step; None where none works."""
         busy = [max(g.sent[0].sent_us, g.settled_us) for g in self._cache.groups.values() if g.sent]
         return min(busy) + self._limits.step_timeout_us + 1 if busy else None
 
-    def _take_effects(self) -> list[Effect]:
-        effects, self._effects = self._effects, []
-        return effects
-
-    def _from_worker(self, event: FromWorker, now_us: int) -> None:
+    def apply(self, event: FromWorker, now_us: int) -> None:
+        """Applies one message of a worker."""
         message: Any = event.message
         try:
             if isinstance(message, WorkerHello):
@@ -151,11 +134,12 @@ class WorkerReports:
         if worker.group is not None:
             raise ProtocolError(f"worker {worker.name}: worker_ready was sent twice")
         validate.worker_ready(worker.name, message, self._cache.limits)
+        model = self._cache.model
         others = bool(self._cache.groups) or bool(self._requests.live)
-        if self.model is not None and others and self.model.fingerprint != message.model.fingerprint:
+        if model is not None and others and model.fingerprint != message.model.fingerprint:
             raise Conflict(
                 f"worker {worker.name!r} serves {message.model.name!r} ({message.model.fingerprint[:12]}), "
-                f"the others serve {self.model.name!r} ({self.model.fingerprint[:12]}): all must serve the same"
+                f"the others serve {model.name!r} ({model.fingerprint[:12]}): all must serve the same"
             )
         worker.group = self._cache.add_group(
             worker.number,
@@ -168,15 +152,13 @@ class WorkerReports:
         )
         worker.phase, worker.progress = "ready", 1.0
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
-        first, self.model = self.model is None, message.model
-        self._sequences.vocab_size = message.model.vocab_size
         group = worker.group
         reply = PoolRegistered(rid=message.rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number)
         self._effects.append(ToWorker(worker.number, reply))
         facts: dict[str, Field] = {"blocks": message.blocks, "model": message.model.name, "device": message.device}
         self._log("info", "worker ready", "worker_ready", worker, **facts)
-        if first:
-            self.on_first_model(now_us)
+        if model is None:
+            self._commands.recheck(now_us)
 
     def _step_result(self, worker: Worker, message: StepResult, now_us: int) -> None:
         group = worker.group
@@ -189,7 +171,7 @@ class WorkerReports:
         if message.step_id != group.sent[0].step_id:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
         sent = group.sent[0]
-        self._outcomes.settle(group, message, now_us)
+        self._results.settle(group, message, now_us)
         self._scheduler.adapt(group, sent, message.duration_us)
         group.settled_us = now_us
 
@@ -199,10 +181,14 @@ class WorkerReports:
         self._drop_worker(worker.number, str(error), now_us)
 
     def _drop_worker(self, number: int, reason: str, now_us: int) -> None:
-        self._worker_gone(number, False, now_us)
+        self.gone(number, False, now_us)
         self._effects.append(DropWorker(number, reason))
 
-    def _worker_gone(self, number: int, goodbye: bool, now_us: int) -> None:
+    def gone(self, number: int, goodbye: bool, now_us: int) -> None:
+        """A worker's connection ended: its blocks are gone, its requests wait for another place.
+
+        goodbye: it left on purpose.
+        """
         worker = self.workers.pop(number, None)
         if worker is None:
             return
@@ -237,7 +223,7 @@ class WorkerReports:
             problem = f"request {request.id}: {request.crashes} workers died while running it, the last {worker}"
             self._log("error", f"{problem}: it fails")
             error = WorkerError(problem, request_id=request.id, crashes=request.crashes)
-            self._outcomes.end(request, "fail", "failed", error, now_us)
+            self._endings.end(request, "fail", "failed", error, now_us)
 
     def _active_slots(self, group: Group) -> list[int]:
         active = self._cache.sequences.running & (self._cache.sequences.pool == group.number)
@@ -253,7 +239,3 @@ def working_us(group: Group | None, now_us: int) -> int:
     if group is None or not group.sent:
         return 0
     return now_us - max(group.sent[0].sent_us, group.settled_us)
-
-
-def _nothing(_now_us: int) -> None:
-    return None

@@ -1,0 +1,141 @@
+"""How requests end: every terminal transition comes through here, and releases whatever the request held."""
+
+from __future__ import annotations
+
+from kvforge.protocol.errors import AlreadyFinished, Field, InvalidRequest, KvforgeError, RequestNotFound
+from kvforge.protocol.messages import Ended, ErrorInfo, Timings
+
+from ..cache.cache import Cache
+from ..events import Effect, Log
+from ..requests.lifecycle import FINISHED, NO_SLOT, Request, RequestTable
+from ..requests.streams import Streams
+from .admission import Admission
+
+
+class Endings:
+    """The only place where a request reaches a terminal state."""
+
+    def __init__(
+        self, cache: Cache, requests: RequestTable, admission: Admission, streams: Streams, effects: list[Effect]
+    ) -> None:
+        self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
+        self._effects = effects
+
+    def finish_at(self, request: Request, count: int, generated: int, now_us: int) -> None:
+        """Ends a request as stopped after its first `count` of `generated` tokens. Asking again changes nothing.
+
+        Raises AlreadyFinished, or InvalidRequest where it has not generated so many; then nothing changes.
+        """
+        if request.state == FINISHED and request.reason == "stop" and generated == count:
+            return
+        if request.ended:
+            raise AlreadyFinished(request.id, request.state)
+        if not 1 <= count <= generated:
+            raise InvalidRequest("tokens", f"must be 1 to {generated}, the tokens generated so far, not {count}")
+        self.end(request, "finish", "stop", None, now_us, keep=count)
+
+    def end(
+        self,
+        request: Request,
+        event: str,
+        reason: str,
+        error: KvforgeError | None,
+        now_us: int,
+        keep: int | None = None,
+    ) -> None:
+        """The one idempotent release: any terminal transition comes through here.
+
+        keep: how many of the generated tokens count; the others are cut off. None: all.
+        Raises AlreadyFinished or InvalidTransition where the transition is not allowed, and then changes nothing.
+        """
+        request.move(event)
+        if request.slot != NO_SLOT:
+            self._admission.vacate(request, now_us)
+        else:
+            self._admission.forget(request)
+        if request.sequence_id:
+            s = self._cache.sequences
+            slot = s.slot_of.get(request.sequence_id)
+            if slot is not None:
+                s.request[slot] = 0
+                s.is_idle(slot)
+        request.reason, request.error = reason, error
+        cut = request.cut = 0 if keep is None else request.tokens.size - keep
+        if cut:
+            request.tokens, request.logprobs = request.tokens[:keep].copy(), request.logprobs[:keep].copy()
+        request.generated = request.tokens.size
+        if request.tops is not None:
+            request.tops.cut(request.generated)
+        siblings = bool(request.siblings)
+        self._requests.retire(request, now_us)
+        if siblings:
+            self._admission.prompt_is_known(request)
+        self._effects.append(end_entry(request, self._cache.tenants.names[request.tenant]))
+        if request.paused:
+            return  # its client is told when it reads again, and asks for what it lacks
+        if not request.stream:
+            self.replay(request, 0)
+        self._streams.add_end(request.client, ended(request, cut if request.stream else 0))
+
+    def replay(self, request: Request, offset: int) -> None:
+        """Streams to the request's client what it has generated from `offset` on."""
+        slot, s = request.slot, self._cache.sequences
+        if slot == NO_SLOT:
+            tokens, logprobs = request.tokens[offset:], request.logprobs[offset:]
+        else:
+            first, end = int(self._admission.runs.base[slot]) + offset, int(s.length[slot])
+            tokens, logprobs = s.tokens[slot, first:end].copy(), s.logprobs[slot, first:end].copy()
+        tops = request.tops.tops(offset) if request.tops is not None else None
+        self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)
+
+
+def ended(request: Request, cut: int) -> Ended:
+    """What is told of the end of a request. cut: how many tokens that were streamed do not count."""
+    return Ended(
+        request_id=request.id,
+        reason=request.reason,
+        generated_tokens=request.generated,
+        prompt_tokens=request.prompt_tokens,
+        cached_tokens=request.cached_tokens,
+        timings=request.timings(),
+        error=ErrorInfo.of(request.error) if request.error is not None else None,
+        cut_tokens=cut,
+    )
+
+
+def end_entry(request: Request, tenant: str) -> Log:
+    """What the operator is told of the end of a request: counts, names and times; never a token of it."""
+    t = request.timings()
+    fields: dict[str, Field] = {
+        "id": request.id,
+        "tenant": tenant,
+        "reason": request.reason,
+        "tokens": request.generated,
+        "prompt_tokens": request.prompt_tokens,
+        "cached_tokens": request.cached_tokens,
+        "worker": request.worker or None,
+        "queue_ms": _ms(t.first_scheduled_us),
+        "first_token_ms": _ms(t.first_token_us),
+        "total_ms": _ms(t.ended_us),
+    }
+    if request.error is not None:
+        fields["error"] = request.error.code
+    return Log("info", "request ended", "request_ended", fields)
+
+
+def _ms(time_us: int) -> float | None:
+    """Microseconds since submission as milliseconds; None for what never happened."""
+    return time_us / 1000 if time_us >= 0 else None
+
+
+def forgotten(request_id: int) -> Ended:
+    """What is told of a request that ended so long ago that nothing is known of it any more."""
+    return Ended(
+        request_id=request_id,
+        reason="failed",
+        generated_tokens=0,
+        prompt_tokens=0,
+        cached_tokens=0,
+        timings=Timings(),
+        error=ErrorInfo.of(RequestNotFound(request_id)),
+    )
