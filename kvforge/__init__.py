@@ -66,9 +66,9 @@ if TYPE_CHECKING:
 
     from .client.aio import AsyncClient, AsyncRequest, AsyncTextRequest
     from .client.blocking import Client, Request, TextRequest
-    from .client.exchanges import CachedSequence
     from .client.results import Completion, Finished, Token
     from .client.sampling import Sampling
+    from .client.sequences import CachedSequence
     from .client.tables import BlockCounts, SequenceRow, Tables
 
 __version__ = "0.1.0"
@@ -145,7 +145,7 @@ _HOMES = {
     "Finished": ".client.results",
     "Token": ".client.results",
     "Sampling": ".client.sampling",
-    "CachedSequence": ".client.exchanges",
+    "CachedSequence": ".client.sequences",
     "BlockCounts": ".client.tables",
     "SequenceRow": ".client.tables",
     "Tables": ".client.tables",

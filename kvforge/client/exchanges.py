@@ -1,4 +1,4 @@
-"""Requests, sequences and blocks as a client asks for them. Every operation is written once, as a `Command`."""
+"""The calls of a client that are one message and its answer, each written once, as an `Exchange`."""
 
 from __future__ import annotations
 
@@ -19,14 +19,18 @@ from kvforge.protocol.messages import (
     Cancel,
     CreateSequence,
     Done,
+    Drain,
     Explain,
     Explanation,
     Fork,
     Forked,
     GetBlock,
+    GetHealth,
     GetRequest,
     GetSequence,
+    GetStats,
     GetTokens,
+    Health,
     ListRequests,
     Message,
     Purged,
@@ -38,29 +42,20 @@ from kvforge.protocol.messages import (
     RequestList,
     SequenceInfo,
     SequenceTokens,
+    Stats,
     UnrefBlock,
 )
 
-from .arguments import request_number, token_array
+from .arguments import milliseconds, request_number, token_array
+from .sequences import CachedSequence, SequenceRef, sequence_id
 from .values import INT32_MAX, INT64_MAX, flag, number, whole
 
 T = TypeVar("T")
 TTL_S_MAX = 30 * 24 * 3600
 
 
-@dataclass(frozen=True, slots=True)
-class CachedSequence:
-    """A handle of a sequence that the coordinator keeps. Equal handles are the same sequence."""
-
-    id: int
-    tenant: str = "default"
-
-
-SequenceRef = CachedSequence | int
-
-
 @dataclass(frozen=True)
-class Command(Generic[T]):
+class Exchange(Generic[T]):
     """One message to send, the reply that answers it, and what the caller gets of it."""
 
     build: Callable[[int], Message]
@@ -68,18 +63,13 @@ class Command(Generic[T]):
     result: Callable[[Any], T]
 
 
-def sequence_id(sequence: object, field: str = "sequence") -> int:
-    """The id behind a handle. Raises InvalidRequest."""
-    return whole(field, sequence.id if isinstance(sequence, CachedSequence) else sequence, 1, INT64_MAX)
-
-
 def create(
     tokens: Sequence[int] | np.ndarray[Any, Any], tenant: str, salt: str, idle_ttl_s: float
-) -> Command[CachedSequence]:
+) -> Exchange[CachedSequence]:
     """A new sequence; may be empty."""
     ids = token_array("tokens", tokens, empty=True)
     ttl_ms = math.ceil(number("idle_ttl_s", idle_ttl_s, 0, TTL_S_MAX, "0 (until the connection ends)") * 1000)
-    return Command(
+    return Exchange(
         lambda rid: CreateSequence(rid=rid, tenant=tenant, salt=salt, idle_ttl_ms=ttl_ms, tokens=ids),
         SequenceInfo,
         lambda info: CachedSequence(info.sequence_id, info.tenant),
@@ -88,7 +78,7 @@ def create(
 
 def append(
     sequences: SequenceRef | Iterable[SequenceRef], tokens: Sequence[int] | Sequence[Sequence[int]]
-) -> Command[tuple[int, ...]]:
+) -> Exchange[tuple[int, ...]]:
     """Appends to one sequence or to each of several; the result is their lengths."""
     several = _several(sequences)
     lists: list[Any] = [tokens] if several is None else list(tokens)
@@ -99,72 +89,74 @@ def append(
     ids = np.array([sequence_id(ref, "sequences") for ref in refs], np.int64)
     counts = np.array([array.size for array in arrays], np.int32)
     flat = np.concatenate([np.zeros(0, np.int32), *arrays])
-    return Command(
+    return Exchange(
         lambda rid: Append(rid=rid, sequence_ids=ids, counts=counts, tokens=flat),
         Appended,
         lambda reply: tuple(reply.lengths.tolist()),
     )
 
 
-def fork(sequence: SequenceRef, count: int) -> Command[tuple[CachedSequence, ...]]:
+def fork(sequence: SequenceRef, count: int) -> Exchange[tuple[CachedSequence, ...]]:
     """More sequences over the same blocks."""
     parent, children = sequence_id(sequence), whole("count", count, 1, INT32_MAX)
     tenant = sequence.tenant if isinstance(sequence, CachedSequence) else "default"
-    return Command(
+    return Exchange(
         lambda rid: Fork(rid=rid, sequence_id=parent, count=children),
         Forked,
         lambda reply: tuple(CachedSequence(child, tenant) for child in reply.sequence_ids.tolist()),
     )
 
 
-def info(sequence: SequenceRef) -> Command[SequenceInfo]:
+def info(sequence: SequenceRef) -> Exchange[SequenceInfo]:
     """What is known of a sequence."""
     wanted = sequence_id(sequence)
-    return Command(lambda rid: GetSequence(rid=rid, sequence_id=wanted), SequenceInfo, _itself)
+    return Exchange(lambda rid: GetSequence(rid=rid, sequence_id=wanted), SequenceInfo, _itself)
 
 
-def tokens(sequence: SequenceRef) -> Command[tuple[int, ...]]:
+def tokens(sequence: SequenceRef) -> Exchange[tuple[int, ...]]:
     """The tokens of a sequence."""
     wanted = sequence_id(sequence)
-    return Command(
+    return Exchange(
         lambda rid: GetTokens(rid=rid, sequence_id=wanted), SequenceTokens, lambda reply: tuple(reply.tokens.tolist())
     )
 
 
-def remove(sequences: SequenceRef | Iterable[SequenceRef]) -> Command[int]:
+def remove(sequences: SequenceRef | Iterable[SequenceRef]) -> Exchange[int]:
     """Removes sequences; the result is how many blocks came back."""
     several = _several(sequences)
     ids = np.array([sequence_id(ref, "sequences") for ref in ([sequences] if several is None else several)], np.int64)
-    return Command(
+    return Exchange(
         lambda rid: RemoveSequences(rid=rid, sequence_ids=ids), Removed, lambda reply: int(reply.freed_blocks)
     )
 
 
-def block(block_id: int) -> Command[BlockInfo]:
+def block(block_id: int) -> Exchange[BlockInfo]:
     """One block and its holders."""
     wanted = block_number(block_id)
-    return Command(lambda rid: GetBlock(rid=rid, block_id=wanted), BlockInfo, _itself)
+    return Exchange(lambda rid: GetBlock(rid=rid, block_id=wanted), BlockInfo, _itself)
 
 
-def ref(block_id: int, holder: str, generation: int | None, tenant: str) -> Command[BlockCount]:
+def ref(block_id: int, holder: str, generation: int | None, tenant: str) -> Exchange[BlockCount]:
     """One more holder."""
     held, known = block_number(block_id), _generation(generation)
 
     def build(rid: int) -> RefBlock:
         return RefBlock(rid=rid, block_id=held, holder=holder, generation=known, tenant=tenant)
 
-    return Command(build, BlockCount, _itself)
+    return Exchange(build, BlockCount, _itself)
 
 
-def unref(block_id: int, holder: str, generation: int | None) -> Command[BlockCount]:
+def unref(block_id: int, holder: str, generation: int | None) -> Exchange[BlockCount]:
     """One holder less."""
     held, known = block_number(block_id), _generation(generation)
-    return Command(lambda rid: UnrefBlock(rid=rid, block_id=held, holder=holder, generation=known), BlockCount, _itself)
+    return Exchange(
+        lambda rid: UnrefBlock(rid=rid, block_id=held, holder=holder, generation=known), BlockCount, _itself
+    )
 
 
 def explain(
     block: int | None, request: int | None, sequence: SequenceRef | None, tenant: str | None
-) -> Command[Explanation]:
+) -> Exchange[Explanation]:
     """Why, of exactly one subject."""
     if sum(subject is not None for subject in (block, request, sequence, tenant)) != 1:
         raise InvalidRequest("subject", "give exactly one of block=, request=, sequence=, tenant=")
@@ -175,31 +167,47 @@ def explain(
         sequence_id=-1 if sequence is None else sequence_id(sequence),
         tenant=tenant or "",
     )
-    return Command(lambda rid: msgspec.structs.replace(message, rid=rid), Explanation, _itself)
+    return Exchange(lambda rid: msgspec.structs.replace(message, rid=rid), Explanation, _itself)
 
 
-def purge_finished(older_than_s: float) -> Command[int]:
+def purge_finished(older_than_s: float) -> Exchange[int]:
     """Forgets requests that ended at least so long ago."""
     older_ms = math.floor(number("older_than_s", older_than_s, 0, TTL_S_MAX) * 1000)
-    return Command(lambda rid: PurgeFinished(rid=rid, older_than_ms=older_ms), Purged, lambda reply: int(reply.count))
+    return Exchange(lambda rid: PurgeFinished(rid=rid, older_than_ms=older_ms), Purged, lambda reply: int(reply.count))
 
 
-def cancel(request_id: int) -> Command[None]:
+def cancel(request_id: int) -> Exchange[None]:
     """The end of a request."""
     wanted = request_number(request_id)
-    return Command(lambda rid: Cancel(rid=rid, request_id=wanted), Done, lambda _: None)
+    return Exchange(lambda rid: Cancel(rid=rid, request_id=wanted), Done, lambda _: None)
 
 
-def status(request_id: int, with_tokens: bool) -> Command[RequestInfo]:
+def status(request_id: int, with_tokens: bool) -> Exchange[RequestInfo]:
     """One request."""
     wanted, tokens_too = request_number(request_id), flag("with_tokens", with_tokens)
-    return Command(lambda rid: GetRequest(rid=rid, request_id=wanted, with_tokens=tokens_too), RequestInfo, _itself)
+    return Exchange(lambda rid: GetRequest(rid=rid, request_id=wanted, with_tokens=tokens_too), RequestInfo, _itself)
 
 
-def requests(count_max: int) -> Command[RequestList]:
+def requests(count_max: int) -> Exchange[RequestList]:
     """The newest requests."""
     most = whole("count_max", count_max, 1, INT32_MAX)
-    return Command(lambda rid: ListRequests(rid=rid, count_max=most), RequestList, _itself)
+    return Exchange(lambda rid: ListRequests(rid=rid, count_max=most), RequestList, _itself)
+
+
+def stats() -> Exchange[Stats]:
+    """Counters and gauges."""
+    return Exchange(lambda rid: GetStats(rid=rid), Stats, _itself)
+
+
+def health() -> Exchange[Health]:
+    """Whether a request would be served, and the workers."""
+    return Exchange(lambda rid: GetHealth(rid=rid), Health, _itself)
+
+
+def drain(deadline_s: float | None) -> Exchange[None]:
+    """The end of admission."""
+    deadline_ms = milliseconds("deadline_s", deadline_s)
+    return Exchange(lambda rid: Drain(rid=rid, deadline_ms=deadline_ms), Done, lambda _: None)
 
 
 def block_number(block_id: object, field: str = "block_id") -> int:

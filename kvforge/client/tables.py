@@ -18,7 +18,7 @@ from kvforge.protocol.errors import BlockNotFound, CoordinatorUnavailable, Seque
 from kvforge.protocol.messages import Int32Array, Int64Array, Welcome
 from kvforge.protocol.tables import TablesReader
 
-from .exchanges import SequenceRef, sequence_id
+from .sequences import SequenceRef, sequence_id
 from .values import INT64_MAX, whole
 
 

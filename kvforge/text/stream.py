@@ -6,14 +6,20 @@ import codecs
 import json
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 from kvforge.protocol.errors import InvalidRequest
 
-if TYPE_CHECKING:
-    from .tokenizer import Tokenizer
-
 _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+
+
+class Decoder(Protocol):
+    """What a stream needs of a tokenizer. pieces: None where the pieces of a text depend on each other."""
+
+    pieces: Pieces | None
+
+    def decode(self, token_ids: Iterable[int]) -> str:
+        """The text of all these tokens."""
 
 
 class TextStream:
@@ -27,7 +33,7 @@ class TextStream:
     continues: the text goes on after a prompt: a leading space that sentencepiece vocabularies drop is kept.
     """
 
-    def __init__(self, tokenizer: Tokenizer, *, continues: bool = False) -> None:
+    def __init__(self, tokenizer: Decoder, *, continues: bool = False) -> None:
         self._tokenizer = tokenizer
         self._pieces = tokenizer.pieces
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from kvforge import Client, InvalidRequest, Request, Sampling
-from kvforge.client.blocking import drive
+from kvforge.client.blocking.waiting import drive
 from kvforge.protocol.messages import Done, FinishAt, Stats
 
 from .cluster import Cluster

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import os
 import subprocess
 import sys
@@ -33,7 +32,7 @@ from kvforge import (
     VersionMismatch,
     WorkerError,
 )
-from kvforge.client.blocking import drive
+from kvforge.client.blocking.waiting import drive
 from kvforge.protocol import errors
 from tests.kvforge.fake_coordinator import Running
 
@@ -501,19 +500,6 @@ kv.close()
 """
     ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
     assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_both_clients_have_the_same_methods_and_arguments() -> None:
-    def shape(cls: type) -> dict[str, list[str]]:
-        return {
-            name: list(inspect.signature(member).parameters)
-            for name, member in inspect.getmembers(cls, inspect.isfunction)
-            if not name.startswith("_") or name == "__init__"
-        }
-
-    assert shape(Client) == shape(AsyncClient)
-    for methods in (kvforge.Request, kvforge.AsyncRequest), (kvforge.TextRequest, kvforge.AsyncTextRequest):
-        assert set(shape(methods[0])) == set(shape(methods[1]))
 
 
 def test_asyncio_tasks_share_one_client(fake: Running) -> None:

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from kvforge import Client, Request, Sampling
 from kvforge.client.arguments import prompt_array
-from kvforge.client.calls import Feed
+from kvforge.client.handles import Feed
 from kvforge.client.options import RequestOptions
 from kvforge.client.results import finished
 from kvforge.client.session import Pending, Session, Track

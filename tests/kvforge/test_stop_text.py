@@ -21,11 +21,11 @@ pytest.importorskip("transformers", reason="the text extra is not installed")
 from kvforge import AsyncClient, Client, DeadlineExceeded, InvalidRequest, Sampling
 from kvforge.client.arguments import stop_strings
 from kvforge.client.session import Session
-from kvforge.client.stop_text import StopText
 from kvforge.commands import cli
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import Decoder, encode
 from kvforge.protocol.errors import ProtocolError
+from kvforge.text.stop import StopText
 from tests.kvforge.fake_coordinator import Running
 from tests.kvforge.test_session import accepted, end, take
 from tests.kvforge.test_text import tiny_gguf

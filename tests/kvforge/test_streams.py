@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from kvforge import Client, Request
-from kvforge.client.calls import Feed
+from kvforge.client.handles import Feed
 from kvforge.client.results import finished, token_at
 from kvforge.client.session import Pending, Session, Track
 from kvforge.protocol import messages as m

@@ -15,8 +15,8 @@ import numpy as np
 import pytest
 
 from kvforge import AsyncClient, CachedSequence, Client, InvalidRequest, Sampling
-from kvforge.client.calls import Calls
-from kvforge.client.exchanges import sequence_id
+from kvforge.client.operations import Operations
+from kvforge.client.sequences import sequence_id
 from kvforge.protocol import messages
 from kvforge.protocol.codec import Decoder, encode
 
@@ -34,12 +34,12 @@ class Sent(Exception):
 
 @pytest.fixture
 def nobody(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    async def ask(_self: Calls, build: Callable[[int], messages.Message], *_: Any) -> Any:
+    async def ask(_self: Operations, build: Callable[[int], messages.Message], *_: Any) -> Any:
         frames = encode(build(1))
         Decoder(messages.CLIENT_MESSAGES).decode(frames)
         raise Sent(b"|".join(bytes(frame) for frame in frames))
 
-    monkeypatch.setattr(Calls, "_ask", ask)
+    monkeypatch.setattr(Operations, "_ask", ask)
     yield
 
 

@@ -1,29 +1,18 @@
-"""The asyncio client: the same names as `Client`, to be awaited.
-
-ZeroMQ's file descriptors are watched by the event loop itself (edge-triggered, so everything is drained each time).
-"""
+"""Every call, described once. `blocking/client.py` is made of this file: see `kvforge.client.aio`."""
 
 from __future__ import annotations
 
-import asyncio
 import os
-from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
-from contextlib import AbstractAsyncContextManager
-from time import monotonic
 from types import TracebackType
 from typing import Any, Self
 
 import numpy as np
-import zmq
 
-from kvforge.protocol.errors import Conflict
 from kvforge.protocol.messages import (
     BlockCount,
     BlockInfo,
     Explanation,
-    GetHealth,
-    GetStats,
     Health,
     RequestInfo,
     RequestList,
@@ -31,93 +20,35 @@ from kvforge.protocol.messages import (
     Stats,
 )
 
-from . import exchanges
-from .arguments import stop_strings
-from .calls import (
-    CONNECT_TIMEOUT_S,
-    READY_TIMEOUT_S,
-    STREAM_TIMEOUT_S,
-    TIMEOUT_S,
-    Calls,
-    Feed,
-    Handle,
-    Prompt,
-)
-from .exchanges import CachedSequence, SequenceRef
-from .options import MAX_TOKENS, RequestOptions
-from .reading import Reading, read
-from .results import Completion, Finished, Token
-from .sampling import Sampling
-from .session import Watched
-from .stop_text import TextCursor
-from .tables import Tables
-
-ROOM_POLL_S = 0.02
-
-
-class AsyncRequest(Handle):
-    """One request, as `Request`. A task that is cancelled while it reads one cancels the request, unless that was
-    submitted as `detached` or with a key, or was attached to, or is read by another task too. To stop waiting and let
-    it go on, give `result` a timeout_s, or leave the loop.
-    """
-
-    def __aiter__(self) -> AsyncIterator[Token]:
-        """Tokens as they come, from the first one."""
-        offset = self.start
-
-        async def following() -> Token | None:
-            nonlocal offset
-            token = await self._calls.token(self._track, offset)
-            offset += 1
-            return token
-
-        return Reading(self._calls, (self._track,), following)
-
-    async def result(self, timeout_s: float | None = None) -> Finished:
-        """Waits for the end and returns the outcome, as `Request.result`."""
-        return await read(self._calls, (self._track,), self._calls.result(self._track, timeout_s, self.start))
-
-    def text(self, stop: str | Sequence[str] = ()) -> AsyncTextRequest:
-        """As `Request.text`."""
-        return AsyncTextRequest(self._calls, self, self._text_stops(stop))
-
-    async def cancel(self, *, timeout_s: float | None = None) -> None:
-        """As `Request.cancel`."""
-        await self._calls.cancel(self._track, timeout_s)
-
-
-class AsyncTextRequest:
-    """A request that is read as text, as `TextRequest`; for cancelled tasks see `AsyncRequest`."""
-
-    def __init__(self, calls: Calls, request: AsyncRequest, stop: Sequence[str] = ()) -> None:
-        self._calls = calls
-        self._stop = stop
-        self.request = request
-
-    def __aiter__(self) -> AsyncIterator[str]:
-        """Pieces of text as they come, from the first one."""
-        track = self.request._track
-        return Reading(self._calls, (track,), TextCursor(self._calls, track, self._stop).next)
-
-    async def result(self, timeout_s: float | None = None) -> Completion:
-        """Waits for the end, as `TextRequest.result`."""
-        track = self.request._track
-        return await read(self._calls, (track,), self._calls.text(track, self._stop, timeout_s))
-
-    async def received(self) -> str:
-        """As `TextRequest.received`."""
-        return await self._calls.text_so_far(self.request._track, self._stop)
-
-    async def cancel(self, *, timeout_s: float | None = None) -> None:
-        """As `Request.cancel`."""
-        await self.request.cancel(timeout_s=timeout_s)
+from .. import exchanges
+from ..arguments import stop_strings
+from ..handles import Feed, FeedCursor
+from ..operations import CONNECT_TIMEOUT_S, READY_TIMEOUT_S, STREAM_TIMEOUT_S, TIMEOUT_S, Prompt
+from ..options import MAX_TOKENS, RequestOptions
+from ..results import Completion, Token
+from ..sampling import Sampling
+from ..sequences import CachedSequence, SequenceRef
+from ..tables import Tables
+from .requests import AsyncRequest, AsyncTextRequest
+from .waiting import AsyncCalls
 
 
 class AsyncClient:
-    """`Client` for asyncio: same arguments, same methods, same errors. Many tasks of one loop may share it; used in
-    another loop it raises Conflict.
+    """A connection to a coordinator. Closing it cancels the requests that still run, except detached ones.
 
-    The first use of `generate` loads the tokenizer, which keeps the event loop busy for about a second.
+    endpoint: `ipc://PATH` or `tcp://HOST:PORT`; by default KVFORGE_ENDPOINT, else the one of the runtime folder.
+    timeout_s: how long a command may take; connect_timeout_s: how long to look for a coordinator within that.
+    stream_timeout_s: how long to wait for the next token, and for `result()` without a timeout of its own.
+    tokenizer: for `generate`; a path or model name. By default KVFORGE_TOKENIZER, else where the worker has its model.
+
+    The connection is made by the first command and made again after it was lost; the requests that ran on the lost one
+    are kept for a while, to be read on with `attach(request.id, len(request.tokens))`. Every method that talks to the
+    coordinator raises CoordinatorUnavailable (nobody answers, or it went away during the call), DeadlineExceeded
+    (it did not answer in time), ProtocolError (it does not speak our protocol) and Conflict (this client is closed,
+    was carried through a fork, or is used by a second thread while the first one that used it runs).
+
+    In asyncio: many tasks of one loop may share a client; used in another loop it raises Conflict. The first use of
+    `generate` loads the tokenizer, which keeps the event loop busy for about a second.
     """
 
     def __init__(
@@ -129,7 +60,7 @@ class AsyncClient:
         stream_timeout_s: float = STREAM_TIMEOUT_S,
         tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._calls = _AsyncCalls(
+        self._calls = AsyncCalls(
             endpoint,
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
@@ -151,13 +82,19 @@ class AsyncClient:
         return self._calls.endpoint
 
     async def close(self) -> None:
-        """As `Client.close`."""
+        """Says goodbye, if it can be said at once, and frees the sockets. May be called again.
+
+        The coordinator then cancels the requests that still run, except detached ones.
+        """
         self._calls.close()
 
     async def wait_ready(
         self, timeout_s: float = READY_TIMEOUT_S, *, progress: Callable[[Health], None] | None = None
     ) -> Health:
-        """As `Client.wait_ready`."""
+        """Waits until a request would be served. `progress` is called with every answer on the way.
+
+        Raises DeadlineExceeded, saying what is missing, or CoordinatorUnavailable if none was there to the end.
+        """
         return await self._calls.wait_ready(timeout_s, progress)
 
     async def submit(
@@ -177,7 +114,20 @@ class AsyncClient:
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> AsyncRequest:
-        """As `Client.submit`. A task that is cancelled here leaves no request running, unless it has a key."""
+        """Submits token ids [prompt_tokens] and returns once the request is accepted.
+
+        sequence: continue this one instead, from the KV that it has; `prompt`, if any, is appended to it first and
+        what is generated becomes part of it. salt: as in `create_sequence`.
+        priority: -100 to 100, among the tenant's own requests: each step up is worth a fixed time of waiting.
+        deadline_s, first_token_s: seconds after which it expires where it has not ended, or has no token yet; reading
+        it then raises DeadlineExceeded. None: the coordinator's own limit, and none.
+        detached: it goes on when this client is closed or its connection is lost; `attach` reads it later.
+        key: at most 128 printable characters that name this call within the tenant. The same call with the same key is
+        the same request, from its first token on: so it can be made again where its answer was lost. A call that gives
+        up (a timeout, Ctrl-C, a cancelled task) cancels what it started, unless it has a key.
+        retry_s: seconds to try again while the queue is full, as often as the coordinator advises. timeout_s: each try.
+        Raises InvalidRequest naming the wrong argument, QueueFull, CapacityExceeded, Draining, KeyReused.
+        """
         options = RequestOptions(
             max_tokens=max_tokens,
             sampling=sampling,
@@ -210,7 +160,10 @@ class AsyncClient:
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> tuple[AsyncRequest, ...]:
-        """As `Client.samples`."""
+        """Submits one prompt for `count` answers (1 to 256), each a request of its own; they share the prompt's blocks.
+
+        Their ids follow each other, and so do their seeds (modulo 2^64). Arguments and errors are those of `submit`.
+        """
         options = RequestOptions(
             max_tokens=max_tokens,
             sampling=sampling,
@@ -227,46 +180,53 @@ class AsyncClient:
         return tuple(AsyncRequest(self._calls, track) for track in tracks)
 
     async def attach(self, request_id: int, offset: int = 0, timeout_s: float | None = None) -> AsyncRequest:
-        """As `Client.attach`."""
+        """Reads a request, whoever submitted it, running or ended not long ago, from the token at `offset` on.
+
+        One connection at a time reads a request: the one that did gets Conflict. Unless it is detached, the request
+        lasts from now on as long as this connection. Raises InvalidRequest naming `request_id` or `offset` (it has not
+        generated so many), RequestNotFound.
+        """
         track = await self._calls.attach(request_id, offset, timeout_s)
         return AsyncRequest(self._calls, track, offset)
 
     def merge(self, *requests: AsyncRequest) -> AsyncIterator[tuple[AsyncRequest, Token]]:
-        """As `Client.merge`, for `async for`; for cancelled tasks see `AsyncRequest`."""
-        feed, taken = Feed(requests), deque[tuple[AsyncRequest, Token]]()
+        """The tokens of several requests as they come, each with its request, until all have ended.
 
-        async def following() -> tuple[AsyncRequest, Token] | None:
-            while not taken and feed.tracks:
-                await self._calls.more(feed)
-                taken.extend(feed.take())
-            return taken.popleft() if taken else None
-
-        return Reading(self._calls, feed.tracks, following)
+        Raises the error that one of them ended with.
+        """
+        feed = Feed(requests)
+        return self._calls.reading(feed.tracks, FeedCursor(self._calls, feed).next)
 
     async def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
-        """As `Client.cancel`."""
+        """Ends a request of any client. Raises RequestNotFound, AlreadyFinished."""
         await self._calls.run(exchanges.cancel(request_id), timeout_s)
 
     async def status(
         self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None
     ) -> RequestInfo:
-        """As `Client.status`."""
+        """One request, running or ended not long ago. Raises RequestNotFound."""
         return await self._calls.run(exchanges.status(request_id, with_tokens), timeout_s)
 
     async def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
-        """As `Client.requests`."""
+        """The newest requests."""
         return await self._calls.run(exchanges.requests(count_max), timeout_s)
 
     async def stats(self, *, timeout_s: float | None = None) -> Stats:
-        """As `Client.stats`."""
-        return await self._calls.call(lambda rid: GetStats(rid=rid), Stats, timeout_s)
+        """Counters and gauges, all of one instant."""
+        return await self._calls.run(exchanges.stats(), timeout_s)
 
     async def health(self, *, timeout_s: float | None = None) -> Health:
-        """As `Client.health`."""
-        return await self._calls.call(lambda rid: GetHealth(rid=rid), Health, timeout_s)
+        """Whether a request would be served now; if not, why. And the workers, with what each does and holds:
+        `device_bytes` of one is its device's memory in bytes by purpose (weights, pool, graphs, other).
+        """
+        return await self._calls.run(exchanges.health(), timeout_s)
 
     async def tables(self, *, timeout_s: float | None = None) -> Tables:
-        """As `Client.tables`; reading the tables themselves waits for nobody and is not awaited."""
+        """The shared tables of the coordinator that this client is connected to: to be read without a message.
+
+        They are those of one start of the coordinator, and show for ever what that one last wrote: after a restart ask
+        for new ones. Raises Unavailable where the file is not there, as for a coordinator on another machine.
+        """
         return await self._calls.tables(timeout_s)
 
     async def create_sequence(
@@ -278,7 +238,12 @@ class AsyncClient:
         idle_ttl_s: float = 0.0,
         timeout_s: float | None = None,
     ) -> CachedSequence:
-        """As `Client.create_sequence`."""
+        """A sequence of token ids [length] that the coordinator keeps until it is removed.
+
+        idle_ttl_s: removed after so long without access; 0: when this connection ends. salt: share cached prefixes
+        with whoever names the same salt, instead of within the tenant. Raises InvalidRequest, CapacityExceeded,
+        QuotaExceeded.
+        """
         return await self._calls.run(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s)
 
     async def append(
@@ -288,29 +253,38 @@ class AsyncClient:
         *,
         timeout_s: float | None = None,
     ) -> tuple[int, ...]:
-        """As `Client.append`."""
+        """Appends token ids to one sequence, or a list of them to each of several: to all or to none.
+
+        Returns the new lengths. Raises SequenceNotFound, SequenceBusy, CapacityExceeded, InvalidRequest.
+        """
         return await self._calls.run(exchanges.append(sequence, tokens), timeout_s)
 
     async def fork(
         self, sequence: SequenceRef, count: int = 1, *, timeout_s: float | None = None
     ) -> tuple[CachedSequence, ...]:
-        """As `Client.fork`."""
+        """`count` more sequences with the same tokens; no KV is copied until one side writes.
+
+        Works while a request runs on the sequence. Raises SequenceNotFound, CapacityExceeded.
+        """
         return await self._calls.run(exchanges.fork(sequence, count), timeout_s)
 
     async def info(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> SequenceInfo:
-        """As `Client.info`."""
+        """What is known of a sequence. Raises SequenceNotFound, saying why where it expired."""
         return await self._calls.run(exchanges.info(sequence), timeout_s)
 
     async def tokens(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> tuple[int, ...]:
-        """As `Client.tokens`."""
+        """The token ids of a sequence [length]. Raises SequenceNotFound."""
         return await self._calls.run(exchanges.tokens(sequence), timeout_s)
 
     async def remove(self, sequence: SequenceRef | Iterable[SequenceRef], *, timeout_s: float | None = None) -> int:
-        """As `Client.remove`."""
+        """Removes one sequence or several, all or none; what runs on one is cancelled.
+
+        Returns how many blocks nobody holds any more. Raises SequenceNotFound.
+        """
         return await self._calls.run(exchanges.remove(sequence), timeout_s)
 
     async def block(self, block_id: int, *, timeout_s: float | None = None) -> BlockInfo:
-        """As `Client.block`."""
+        """One block: its state, generation and holders. Raises BlockNotFound."""
         return await self._calls.run(exchanges.block(block_id), timeout_s)
 
     async def ref(
@@ -322,13 +296,20 @@ class AsyncClient:
         tenant: str = "default",
         timeout_s: float | None = None,
     ) -> BlockCount:
-        """As `Client.ref`."""
+        """Adds a named holder to a block, until it is taken away or this connection ends.
+
+        `tenant` is charged for the block while it has a name. Raises BlockNotFound, BlockNotHeld (it is free),
+        AlreadyHolder, StaleGeneration, QuotaExceeded, CapacityExceeded.
+        """
         return await self._calls.run(exchanges.ref(block_id, holder, generation, tenant), timeout_s)
 
     async def unref(
         self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
     ) -> BlockCount:
-        """As `Client.unref`."""
+        """Takes a named holder away; the reply says what became of the block.
+
+        Raises BlockNotFound, BlockNotHeld, NotAHolder, StaleGeneration.
+        """
         return await self._calls.run(exchanges.unref(block_id, holder, generation), timeout_s)
 
     async def explain(
@@ -340,19 +321,26 @@ class AsyncClient:
         tenant: str | None = None,
         timeout_s: float | None = None,
     ) -> Explanation:
-        """As `Client.explain`."""
+        """Who holds a block and since when; why a request waits; what a sequence or a tenant occupies.
+
+        Exactly one subject. Raises InvalidRequest, BlockNotFound, RequestNotFound, SequenceNotFound, NotFound.
+        """
         return await self._calls.run(exchanges.explain(block, request, sequence, tenant), timeout_s)
 
     async def purge_finished(self, older_than_s: float = 0.0, *, timeout_s: float | None = None) -> int:
-        """As `Client.purge_finished`."""
+        """Makes the coordinator forget requests that ended at least so long ago. Returns how many."""
         return await self._calls.run(exchanges.purge_finished(older_than_s), timeout_s)
 
     async def drain(self, deadline_s: float | None = None, *, timeout_s: float | None = None) -> None:
-        """As `Client.drain`."""
-        await self._calls.drain(deadline_s, timeout_s)
+        """Stops admission in the coordinator; what runs goes on.
+
+        deadline_s: what has not ended after so many seconds fails with Draining, to be submitted elsewhere; None: it
+        may take as long as it takes. Raises InvalidRequest naming `deadline_s`.
+        """
+        await self._calls.run(exchanges.drain(deadline_s), timeout_s)
 
     async def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
-        """As `Client.encode`."""
+        """The token ids that `generate` submits for a text or a chat. Raises what `generate_stream` raises."""
         return await self._calls.encode(prompt, raw)
 
     async def generate_stream(
@@ -372,7 +360,13 @@ class AsyncClient:
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> AsyncTextRequest:
-        """As `Client.generate_stream`: `async for piece in await kv.generate_stream(...)`."""
+        """Submits a text, or a chat as a list of {"role", "content"}; iterate over the answer to read it as it comes.
+
+        A text is put to the model as a user's message, by its chat template, unless `raw`. stop: strings that end the
+        answer: the text is cut before the first that appears, and the request ends there with reason `stop`. The other
+        arguments are those of `submit`.
+        Raises what `submit` raises, and Unavailable where the `text` extra is not installed.
+        """
         stops = stop_strings(stop)
         options = RequestOptions(
             max_tokens=max_tokens,
@@ -406,7 +400,7 @@ class AsyncClient:
         retry_s: float | None = None,
         timeout_s: float | None = None,
     ) -> Completion:
-        """As `Client.generate`."""
+        """As `generate_stream`, but returns the whole answer. timeout_s: for all of it."""
         text = await self.generate_stream(
             prompt,
             max_tokens=max_tokens,
@@ -422,75 +416,3 @@ class AsyncClient:
             retry_s=retry_s,
         )
         return await text.result(timeout_s)
-
-
-class _AsyncCalls(Calls):
-    """The operations, with a wait that lets other tasks run."""
-
-    _lock: asyncio.Lock | None = None
-    _loop: asyncio.AbstractEventLoop | None = None
-
-    def _check_usable(self) -> None:
-        super()._check_usable()
-        loop = asyncio.get_running_loop()
-        self._loop = self._loop or loop
-        if self._loop is not loop:
-            raise Conflict("this client belongs to another event loop; make one in each, and close it there")
-
-    def _check_closable(self) -> None:
-        if self._loop is not None and self._loop.is_running() and self._loop is not asyncio.get_running_loop():
-            raise Conflict("this client belongs to another event loop: close it there, or when that has ended")
-
-    async def _until(
-        self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False
-    ) -> bool:
-        loop = asyncio.get_running_loop()
-        while not ready():
-            # Sending or asking for a socket's state may have swallowed the edge that the event loop waits for.
-            if self._pump() or ready():
-                continue
-            left_s = deadline - monotonic()
-            if left_s <= 0:
-                return False
-            if for_room:  # asking whether there is room may swallow an edge just before the wait: ask again soon
-                left_s = min(left_s, ROOM_POLL_S)
-            changed = loop.create_future()
-
-            def wake(changed: asyncio.Future[None] = changed) -> None:
-                if not changed.done():
-                    changed.set_result(None)
-
-            for thing in watch:
-                thing.wakers.add(wake)
-            timer = loop.call_later(left_s, wake)
-            try:
-                await changed
-            finally:
-                timer.cancel()
-                for thing in watch:
-                    thing.wakers.discard(wake)
-        return True
-
-    def _gate(self) -> AbstractAsyncContextManager[Any]:
-        if self._lock is None:
-            self._lock = asyncio.Lock()
-        return self._lock
-
-    def _link_opened(self) -> None:
-        loop = asyncio.get_running_loop()
-        sockets = (self.link.socket, self.link.monitor)
-        descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets if socket is not None]
-        for descriptor in descriptors:
-            loop.add_reader(descriptor, self._pump)
-
-        def closing() -> None:
-            for descriptor in descriptors:
-                loop.remove_reader(descriptor)
-
-        self.link.closing = closing
-
-    def _pump(self) -> bool:
-        more = self.link.pump()
-        if more:  # fairness: other tasks run between two shares of a long queue
-            asyncio.get_running_loop().call_soon(self._pump)
-        return more

@@ -1,24 +1,18 @@
-"""The blocking client. It uses no thread: a call that waits polls its sockets itself, up to its deadline."""
+"""Made of `aio/client.py` by `python -m tests.kvforge.twins`: change it there."""
 
 from __future__ import annotations
 
-import math
 import os
-from collections.abc import Callable, Coroutine, Iterable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
-from time import monotonic
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from types import TracebackType
-from typing import Any, Self, TypeVar
+from typing import Any, Self
 
 import numpy as np
-import zmq
 
 from kvforge.protocol.messages import (
     BlockCount,
     BlockInfo,
     Explanation,
-    GetHealth,
-    GetStats,
     Health,
     RequestInfo,
     RequestList,
@@ -26,93 +20,17 @@ from kvforge.protocol.messages import (
     Stats,
 )
 
-from . import exchanges
-from .arguments import stop_strings
-from .calls import (
-    CONNECT_TIMEOUT_S,
-    READY_TIMEOUT_S,
-    STREAM_TIMEOUT_S,
-    TIMEOUT_S,
-    Calls,
-    Feed,
-    Handle,
-    Prompt,
-)
-from .exchanges import CachedSequence, SequenceRef
-from .options import MAX_TOKENS, RequestOptions
-from .results import Completion, Finished, Token
-from .sampling import Sampling
-from .session import Watched
-from .stop_text import TextCursor
-from .tables import Tables
-
-T = TypeVar("T")
-# A signal that comes just before a wait begins does not end it, and its handler runs when the wait is over: Ctrl-C
-# during a long answer would be lost. So no wait is longer than this.
-POLL_S_MAX = 1.0
-
-
-class Request(Handle):
-    """One request. Iterating gives its tokens from the first one, however often it is done.
-
-    One that was attached to at an offset begins there: its `tokens`, and those of its result, are those from there on.
-    """
-
-    def __iter__(self) -> Iterator[Token]:
-        """Tokens as they come. Raises the error the request ended with, or DeadlineExceeded when none comes."""
-        offset = self.start
-        while (token := drive(self._calls.token(self._track, offset))) is not None:
-            yield token
-            offset += 1
-
-    def result(self, timeout_s: float | None = None) -> Finished:
-        """Waits for the end (the client's `stream_timeout_s` unless given) and returns the outcome.
-
-        Raises the error the request ended with; a cancelled one is returned, with reason `cancelled`. Raises
-        DeadlineExceeded when the end does not come in time: the request goes on and can be waited for again.
-        """
-        return drive(self._calls.result(self._track, timeout_s, self.start))
-
-    def text(self, stop: str | Sequence[str] = ()) -> TextRequest:
-        """The same request, to be read as text; stop: as in `generate_stream`.
-
-        Raises InvalidRequest naming `stop`, or `offset` where this handle does not begin at the first token.
-        """
-        return TextRequest(self._calls, self, self._text_stops(stop))
-
-    def cancel(self, *, timeout_s: float | None = None) -> None:
-        """Ends it, whoever submitted it: `result()` then has the reason `cancelled`. One that has ended stays so."""
-        drive(self._calls.cancel(self._track, timeout_s))
-
-
-class TextRequest:
-    """A request that is read as text. Iterating gives pieces of text, from the first one.
-
-    With stop strings somebody must read it, here or through `result`, for the request to end at one.
-    """
-
-    def __init__(self, calls: Calls, request: Request, stop: Sequence[str] = ()) -> None:
-        self._calls = calls
-        self._stop = stop
-        self.request = request
-
-    def __iter__(self) -> Iterator[str]:
-        """Pieces of text as they come; raises as `Request` does."""
-        cursor = TextCursor(self._calls, self.request._track, self._stop)
-        while (piece := drive(cursor.next())) is not None:
-            yield piece
-
-    def result(self, timeout_s: float | None = None) -> Completion:
-        """Waits for the end, as `Request.result` does."""
-        return drive(self._calls.text(self.request._track, self._stop, timeout_s))
-
-    def received(self) -> str:
-        """The text of what has come so far, without waiting for more; it stays after an error."""
-        return drive(self._calls.text_so_far(self.request._track, self._stop))
-
-    def cancel(self, *, timeout_s: float | None = None) -> None:
-        """As `Request.cancel`."""
-        self.request.cancel(timeout_s=timeout_s)
+from .. import exchanges
+from ..arguments import stop_strings
+from ..handles import Feed, FeedCursor
+from ..operations import CONNECT_TIMEOUT_S, READY_TIMEOUT_S, STREAM_TIMEOUT_S, TIMEOUT_S, Prompt
+from ..options import MAX_TOKENS, RequestOptions
+from ..results import Completion, Token
+from ..sampling import Sampling
+from ..sequences import CachedSequence, SequenceRef
+from ..tables import Tables
+from .requests import Request, TextRequest
+from .waiting import Calls, drive
 
 
 class Client:
@@ -139,7 +57,7 @@ class Client:
         stream_timeout_s: float = STREAM_TIMEOUT_S,
         tokenizer: str | os.PathLike[str] | None = None,
     ) -> None:
-        self._calls = _BlockingCalls(
+        self._calls = Calls(
             endpoint,
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
@@ -201,7 +119,7 @@ class Client:
         detached: it goes on when this client is closed or its connection is lost; `attach` reads it later.
         key: at most 128 printable characters that name this call within the tenant. The same call with the same key is
         the same request, from its first token on: so it can be made again where its answer was lost. A call that gives
-        up (a timeout, Ctrl-C) cancels what it started, unless it has a key.
+        up (a timeout, Ctrl-C, a cancelled task) cancels what it started, unless it has a key.
         retry_s: seconds to try again while the queue is full, as often as the coordinator advises. timeout_s: each try.
         Raises InvalidRequest naming the wrong argument, QueueFull, CapacityExceeded, Draining, KeyReused.
         """
@@ -272,9 +190,7 @@ class Client:
         Raises the error that one of them ended with.
         """
         feed = Feed(requests)
-        while feed.tracks:
-            drive(self._calls.more(feed))
-            yield from feed.take()
+        return self._calls.reading(feed.tracks, FeedCursor(self._calls, feed).next)
 
     def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """Ends a request of any client. Raises RequestNotFound, AlreadyFinished."""
@@ -290,13 +206,13 @@ class Client:
 
     def stats(self, *, timeout_s: float | None = None) -> Stats:
         """Counters and gauges, all of one instant."""
-        return drive(self._calls.call(lambda rid: GetStats(rid=rid), Stats, timeout_s))
+        return drive(self._calls.run(exchanges.stats(), timeout_s))
 
     def health(self, *, timeout_s: float | None = None) -> Health:
         """Whether a request would be served now; if not, why. And the workers, with what each does and holds:
         `device_bytes` of one is its device's memory in bytes by purpose (weights, pool, graphs, other).
         """
-        return drive(self._calls.call(lambda rid: GetHealth(rid=rid), Health, timeout_s))
+        return drive(self._calls.run(exchanges.health(), timeout_s))
 
     def tables(self, *, timeout_s: float | None = None) -> Tables:
         """The shared tables of the coordinator that this client is connected to: to be read without a message.
@@ -414,7 +330,7 @@ class Client:
         deadline_s: what has not ended after so many seconds fails with Draining, to be submitted elsewhere; None: it
         may take as long as it takes. Raises InvalidRequest naming `deadline_s`.
         """
-        drive(self._calls.drain(deadline_s, timeout_s))
+        drive(self._calls.run(exchanges.drain(deadline_s), timeout_s))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The token ids that `generate` submits for a text or a chat. Raises what `generate_stream` raises."""
@@ -493,48 +409,3 @@ class Client:
             retry_s=retry_s,
         )
         return text.result(timeout_s)
-
-
-class _BlockingCalls(Calls):
-    """The operations, with a wait that blocks."""
-
-    async def _until(
-        self,
-        ready: Callable[[], bool],
-        watch: Sequence[Watched],  # noqa: ARG002
-        deadline: float,
-        *,
-        for_room: bool = False,
-    ) -> bool:
-        self._waiting = True
-        try:
-            while not ready():
-                left_s = deadline - monotonic()
-                self._poll(max(0.0, min(left_s, POLL_S_MAX)), for_room)
-                if left_s <= 0:
-                    return ready()
-        finally:
-            self._waiting = False
-        return True
-
-    def _gate(self) -> AbstractAsyncContextManager[Any]:
-        return nullcontext()
-
-    def _poll(self, wait_s: float, for_room: bool) -> None:
-        poller = zmq.Poller()
-        if self.link.socket is not None and self.link.monitor is not None:
-            poller.register(self.link.socket, zmq.POLLIN | zmq.POLLOUT if for_room else zmq.POLLIN)
-            poller.register(self.link.monitor, zmq.POLLIN)
-        poller.poll(math.ceil(wait_s * 1000))
-        self.link.pump()
-
-
-def drive(operation: Coroutine[Any, Any, T]) -> T:
-    """Runs an operation of `_BlockingCalls`, which never suspends, to its end."""
-    try:
-        operation.send(None)
-    except StopIteration as stop:
-        result: T = stop.value
-        return result
-    operation.close()
-    raise AssertionError("a blocking operation suspended")

@@ -1,0 +1,167 @@
+"""How the asyncio client waits, and what becomes of a request when the task that reads it is cancelled.
+
+ZeroMQ's file descriptors are watched by the event loop itself (edge-triggered, so everything is drained each time).
+
+A task may be cancelled while it waits for a token, or between two of them, in whatever its loop's body waits for. The
+second is seen when the iterator is dropped while the task that used it is being cancelled: so that is an iterator of
+its own. (A generator that is dropped is closed later, by another task, which knows nothing of this.)
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, contextmanager
+from time import monotonic
+from typing import Any, Generic, TypeVar
+
+import zmq
+
+from kvforge.protocol.errors import Conflict
+
+from ..operations import Operations
+from ..session import Track, Watched
+
+T = TypeVar("T")
+ROOM_POLL_S = 0.02
+
+
+class AsyncCalls(Operations):
+    """The operations, with a wait that lets other tasks run."""
+
+    _lock: asyncio.Lock | None = None
+    _loop: asyncio.AbstractEventLoop | None = None
+
+    def _check_usable(self) -> None:
+        super()._check_usable()
+        loop = asyncio.get_running_loop()
+        self._loop = self._loop or loop
+        if self._loop is not loop:
+            raise Conflict("this client belongs to another event loop; make one in each, and close it there")
+
+    def _check_closable(self) -> None:
+        if self._loop is not None and self._loop.is_running() and self._loop is not asyncio.get_running_loop():
+            raise Conflict("this client belongs to another event loop: close it there, or when that has ended")
+
+    async def _until(
+        self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False
+    ) -> bool:
+        loop = asyncio.get_running_loop()
+        while not ready():
+            # Sending or asking for a socket's state may have swallowed the edge that the event loop waits for.
+            if self._pump() or ready():
+                continue
+            left_s = deadline - monotonic()
+            if left_s <= 0:
+                return False
+            if for_room:  # asking whether there is room may swallow an edge just before the wait: ask again soon
+                left_s = min(left_s, ROOM_POLL_S)
+            changed = loop.create_future()
+
+            def wake(changed: asyncio.Future[None] = changed) -> None:
+                if not changed.done():
+                    changed.set_result(None)
+
+            for thing in watch:
+                thing.wakers.add(wake)
+            timer = loop.call_later(left_s, wake)
+            try:
+                await changed
+            finally:
+                timer.cancel()
+                for thing in watch:
+                    thing.wakers.discard(wake)
+        return True
+
+    def _gate(self) -> AbstractAsyncContextManager[Any]:
+        if self._lock is None:
+            self._lock = asyncio.Lock()
+        return self._lock
+
+    @contextmanager
+    def _awaiting(self, tracks: Sequence[Track]) -> Iterator[None]:
+        """Where the task that waits is cancelled, so are the requests (see `abandon`)."""
+        _count(tracks, 1)
+        cancelled = False
+        try:
+            yield
+        except asyncio.CancelledError:
+            cancelled = True
+            raise
+        finally:
+            _count(tracks, -1)
+            if cancelled:
+                self.abandon(tracks)
+
+    def reading(self, tracks: Sequence[Track], following: Callable[[], Awaitable[T | None]]) -> AsyncIterator[T]:
+        """What `following` gives of these requests, until it gives None."""
+        return _Reading(self, tracks, following)
+
+    def abandon(self, tracks: Sequence[Track]) -> None:
+        """Whoever read these requests was cancelled. Those that nobody else here reads must not run for nobody."""
+        left = [track.request_id for track in tracks if not (track.done or track.kept or track.readers)]
+        for message in self.session.cancel(left):
+            self.link.send(message)
+
+    def _link_opened(self) -> None:
+        loop = asyncio.get_running_loop()
+        sockets = (self.link.socket, self.link.monitor)
+        descriptors = [int(socket.getsockopt(zmq.FD)) for socket in sockets if socket is not None]
+        for descriptor in descriptors:
+            loop.add_reader(descriptor, self._pump)
+
+        def closing() -> None:
+            for descriptor in descriptors:
+                loop.remove_reader(descriptor)
+
+        self.link.closing = closing
+
+    def _pump(self) -> bool:
+        more = self.link.pump()
+        if more:  # fairness: other tasks run between two shares of a long queue
+            asyncio.get_running_loop().call_soon(self._pump)
+        return more
+
+
+class _Reading(AsyncIterator[T], Generic[T]):
+    """What `following` gives until it gives None, as long as anybody wants it."""
+
+    def __init__(
+        self, calls: AsyncCalls, tracks: Sequence[Track], following: Callable[[], Awaitable[T | None]]
+    ) -> None:
+        self._calls, self._tracks, self._following = calls, tuple(tracks), following
+        self._task: asyncio.Task[object] | None = None
+        _count(self._tracks, 1)
+
+    def __aiter__(self) -> _Reading[T]:
+        return self
+
+    async def __anext__(self) -> T:
+        self._task = asyncio.current_task()
+        try:
+            item = await self._following()
+        except asyncio.CancelledError:
+            self._end(cancelled=True)
+            raise
+        if item is None:
+            raise StopAsyncIteration
+        return item
+
+    def __del__(self) -> None:
+        try:
+            task = asyncio.current_task()
+        except RuntimeError:  # no loop runs here any more
+            task = None
+        self._end(cancelled=task is not None and task is self._task and task.cancelling() > 0)
+
+    def _end(self, *, cancelled: bool) -> None:
+        tracks, self._tracks = self._tracks, ()
+        _count(tracks, -1)
+        if cancelled:
+            self._calls.abandon(tracks)
+
+
+def _count(tracks: Sequence[Track], more: int) -> None:
+    """So many more tasks read these requests."""
+    for track in tracks:
+        track.readers += more

@@ -1,0 +1,9 @@
+"""The blocking client. `client` and `requests` are made from those of `kvforge.client.aio`: change them there.
+
+python -m tests.kvforge.twins
+"""
+
+from .client import Client
+from .requests import Request, TextRequest
+
+__all__ = ["Client", "Request", "TextRequest"]

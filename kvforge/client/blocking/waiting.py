@@ -1,0 +1,73 @@
+"""How the blocking client waits: it polls its sockets itself, up to a deadline. It uses no thread."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Coroutine, Iterator, Sequence
+from contextlib import AbstractAsyncContextManager, nullcontext
+from time import monotonic
+from typing import Any, TypeVar
+
+import zmq
+
+from ..operations import Operations
+from ..session import Track, Watched
+
+T = TypeVar("T")
+# A signal that comes just before a wait begins does not end it, and its handler runs when the wait is over: Ctrl-C
+# during a long answer would be lost. So no wait is longer than this.
+POLL_S_MAX = 1.0
+
+
+class Calls(Operations):
+    """The operations, with a wait that blocks."""
+
+    async def _until(
+        self,
+        ready: Callable[[], bool],
+        watch: Sequence[Watched],  # noqa: ARG002
+        deadline: float,
+        *,
+        for_room: bool = False,
+    ) -> bool:
+        self._waiting = True
+        try:
+            while not ready():
+                left_s = deadline - monotonic()
+                self._poll(max(0.0, min(left_s, POLL_S_MAX)), for_room)
+                if left_s <= 0:
+                    return ready()
+        finally:
+            self._waiting = False
+        return True
+
+    def reading(
+        self,
+        tracks: Sequence[Track],  # noqa: ARG002
+        following: Callable[[], Coroutine[Any, Any, T | None]],
+    ) -> Iterator[T]:
+        """What `following` gives of these requests, until it gives None."""
+        while (item := drive(following())) is not None:
+            yield item
+
+    def _gate(self) -> AbstractAsyncContextManager[Any]:
+        return nullcontext()
+
+    def _poll(self, wait_s: float, for_room: bool) -> None:
+        poller = zmq.Poller()
+        if self.link.socket is not None and self.link.monitor is not None:
+            poller.register(self.link.socket, zmq.POLLIN | zmq.POLLOUT if for_room else zmq.POLLIN)
+            poller.register(self.link.monitor, zmq.POLLIN)
+        poller.poll(math.ceil(wait_s * 1000))
+        self.link.pump()
+
+
+def drive(operation: Coroutine[Any, Any, T]) -> T:
+    """Runs an operation of `Calls`, which never suspends, to its end."""
+    try:
+        operation.send(None)
+    except StopIteration as stop:
+        result: T = stop.value
+        return result
+    operation.close()
+    raise AssertionError("a blocking operation suspended")

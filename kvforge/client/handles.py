@@ -1,0 +1,97 @@
+"""What the two clients' requests have in common: `Handle`, and `Feed`, the tokens of several as they come."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Sequence
+from typing import Generic, TypeVar
+
+from kvforge.protocol.errors import InvalidRequest
+
+from .arguments import stop_strings
+from .operations import Operations
+from .results import Token, token_at
+from .session import Track
+
+H = TypeVar("H", bound="Handle")
+
+
+class Handle:
+    """One request. id: the coordinator's. seed: repeats its draws. start: the offset of the first token it gives."""
+
+    def __init__(self, calls: Operations, track: Track, start: int = 0) -> None:
+        self._calls = calls
+        self._track = track
+        self.id = track.request_id
+        self.seed = track.seed
+        self.start = max(start, track.start)
+
+    @property
+    def done(self) -> bool:
+        """True once the end has come (looks only at what was received so far)."""
+        return self._track.done
+
+    @property
+    def tokens(self) -> tuple[int, ...]:
+        """The token ids received so far, from offset `start` on; they stay after an error."""
+        return tuple(self._track.tokens[self.start - self._track.start :])
+
+    def _text_stops(self, stop: str | Sequence[str]) -> tuple[str, ...]:
+        """The stop strings for reading this as text. Raises InvalidRequest naming `stop` or `offset`."""
+        if self.start:
+            raise InvalidRequest("offset", f"is {self.start}; text is read from the first token on")
+        return stop_strings(stop)
+
+    def __repr__(self) -> str:
+        state = "ended" if self.done else "running"
+        return f"<{type(self).__name__} {self.id}: {state}, {len(self.tokens)} tokens>"
+
+
+class Feed(Generic[H]):
+    """The tokens of several requests in the order they arrived in, without waiting."""
+
+    def __init__(self, requests: Sequence[H]) -> None:
+        self._seen = {id(request): request.start for request in requests}
+        self._open = list(requests)
+
+    @property
+    def tracks(self) -> Sequence[Track]:
+        """The streams of the requests that have not ended, or still hold tokens not taken."""
+        return [request._track for request in self._open]
+
+    @property
+    def ready(self) -> bool:
+        """True if `take` would do something."""
+        return any(request.done or request._track.reach > self._seen[id(request)] for request in self._open)
+
+    def take(self) -> list[tuple[H, Token]]:
+        """What came since the last call, each with its request. Raises the error that a request ended with."""
+        rows: list[tuple[H, Token]] = []
+        for request in tuple(self._open):
+            track, seen = request._track, self._seen[id(request)]
+            self._seen[id(request)] = max(seen, track.reach)
+            rows += [(request, token_at(track, offset)) for offset in range(seen, track.reach)]
+            if not track.done:
+                continue
+            if not rows and (error := track.failure()) is not None:
+                raise error
+            if track.failure() is None:
+                self._open.remove(request)
+        rows.sort(key=lambda row: row[1].offset)
+        return rows
+
+
+class FeedCursor(Generic[H]):
+    """Reads a feed, waiting for what is to come."""
+
+    def __init__(self, calls: Operations, feed: Feed[H]) -> None:
+        self._calls, self._feed = calls, feed
+        self._taken: deque[tuple[H, Token]] = deque()
+
+    async def next(self) -> tuple[H, Token] | None:
+        """The next token, with its request; None once all have ended. Raises the error that one ended with."""
+        feed = self._feed
+        while not self._taken and feed.tracks:
+            await self._calls.more(lambda: feed.ready, feed.tracks)
+            self._taken.extend(feed.take())
+        return self._taken.popleft() if self._taken else None
