@@ -21,6 +21,7 @@ from coordinator.core.cache.cache import Cache
 from coordinator.core.cache.groups import Group
 from coordinator.core.cache.pool import Blocks, Pool
 from coordinator.core.cache.tenants import Tenants
+from coordinator.core.clock import Clock
 from coordinator.core.events import Boot, FromClient, FromWorker, Turn
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
@@ -149,11 +150,11 @@ def allocations(seconds: float, bulk: int) -> float:
     """A million blocks allocated and freed, so many at a time. Returns nanoseconds for each of the two million."""
     limits = Limits(blocks_max=1 << 20)
     blocks, tenants = Blocks(limits.blocks_max, limits.block_size), Tenants(limits)
-    pool, tenant = Pool(blocks, tenants, Waits(), 1, 0, limits.blocks_max), tenants.intern("a", 0)
+    pool, tenant = Pool(Clock(), blocks, tenants, Waits(), 1, 0, limits.blocks_max), tenants.intern("a")
 
     def million() -> None:
         for _ in range(1_000_000 // bulk):
-            pool.release(pool.allocate(tenant, bulk, 0), 0, 0)
+            pool.release(pool.allocate(tenant, bulk), 0)
             blocks.changed.clear()
 
     return median_us(million, seconds) * 1000 / (1_000_000 // bulk * bulk) / 2

@@ -47,6 +47,7 @@ from kvforge.protocol.messages import (
 from .cache.cache import Cache
 from .cache.groups import Group
 from .cache.invariants import check_cache
+from .clock import Clock
 from .commands.blocks import BlockCommands
 from .commands.requests import RequestCommands
 from .commands.sequences import SequenceCommands
@@ -85,12 +86,13 @@ class Machine:
 
     def __init__(self, event: Boot, now_us: int) -> None:
         limits = self.limits = event.limits
+        clock = self._clock = Clock(now_us)
         self.boot, self.start_us = event.boot, now_us
         self._effects: list[Effect] = []  # the one list: whoever wants something done or told puts it here
-        self.cache = Cache(limits, event.hash_key, event.first_id, event.first_generation)
-        self.requests = RequestTable(limits, event.first_id)
+        self.cache = Cache(clock, limits, event.hash_key, event.first_id, event.first_generation)
+        self.requests = RequestTable(clock, limits, event.first_id)
         self.admission = Admission(self.cache, self.requests)
-        self.streams = Streams()
+        self.streams = Streams(clock)
         parts = (self.cache, self.requests, self.admission)
         self.endings = Endings(*parts, self.streams, self._effects)
         self.scheduler = Scheduler(*parts, self.endings)
@@ -104,7 +106,7 @@ class Machine:
         self.clients: set[int] = set()
         self.turns = 0
         self._stirred = False  # something has happened that a Turn must follow
-        self._commands: dict[type[Message], Callable[[FromClient, Any, int], Message]] = {
+        self._commands: dict[type[Message], Callable[[FromClient, Any], Message]] = {
             Submit: asked.submit,
             Attach: asked.attach,
             Cancel: asked.cancel,
@@ -134,23 +136,24 @@ class Machine:
 
         Returns what is to be done, in order, and when a Turn is due: at once after anything that somebody may go on by.
         """
+        self._clock.now_us = now_us
         due_us = None
         if isinstance(event, Turn):
-            due_us = self._turn(now_us)
+            due_us = self._turn()
         elif isinstance(event, FromClient):
-            self._from_client(event, now_us)
+            self._from_client(event)
         elif isinstance(event, ClientFull):
-            self._asked.client_full(event.client, event.lost, now_us)
+            self._asked.client_full(event.client, event.lost)
         else:
             self._stirred = True
             if isinstance(event, FromWorker):
-                self._reports.apply(event, now_us)
+                self._reports.apply(event)
             elif isinstance(event, ClientGone):
-                self._client_gone(event, now_us)
+                self._client_gone(event)
             elif isinstance(event, WorkerGone):
-                self._reports.gone(event.worker, event.goodbye, now_us)
+                self._reports.gone(event.worker, event.goodbye)
             else:
-                self._asked.begin_drain(now_us, event.deadline_us)
+                self._asked.begin_drain(event.deadline_us)
         effects = self._effects.copy()
         self._effects.clear()
         if self._stirred:
@@ -159,47 +162,47 @@ class Machine:
             due_us = self.due_us()
         return Applied(effects, due_us)
 
-    def _turn(self, now_us: int) -> int | None:
+    def _turn(self) -> int | None:
         """Lets time pass and plans until nothing more follows. Returns `due_us` as it is then."""
         self.turns += 1
         for _ in range(ROUNDS_MAX):
-            self._pass_time(now_us)
-            self.admission.admit(now_us)
+            self._pass_time()
+            self.admission.admit()
             for number in sorted(self.cache.groups):
-                self._plan(self.cache.groups[number], now_us)
+                self._plan(self.cache.groups[number])
             self._asked.timers.drop_ended(self.requests.live)  # planning ends rows that can never go on
             due_us = self._due_us()
-            self._stirred = self.admission.stirred or (due_us is not None and due_us <= now_us)
+            self._stirred = self.admission.stirred or (due_us is not None and due_us <= self._clock.now_us)
             if not self._stirred:
                 break
         self._effects += [ToClient(client, message) for client, message in self.streams.flush()]
         self._stirred = self._stirred or self.streams.more
         return due_us
 
-    def _pass_time(self, now_us: int) -> None:
+    def _pass_time(self) -> None:
         """Everything that is over by now: requests before the sequences that they kept."""
-        self.requests.purge(now_us, self.limits.finished_ttl_us)
-        self._asked.pass_time(now_us)
-        self.sequences.expire(now_us)
-        self._reports.replace_hung(now_us)
+        self.requests.purge(self.limits.finished_ttl_us)
+        self._asked.pass_time()
+        self.sequences.expire()
+        self._reports.replace_hung()
 
-    def _plan(self, group: Group, now_us: int) -> None:
+    def _plan(self, group: Group) -> None:
         """Every step that the group can be sent. With none under way nothing is waited for: what rows and blocks wait
         for a step is settled then, and may be what they lack."""
         while True:
-            while (step := self.scheduler.plan(group, now_us)) is not None:
+            while (step := self.scheduler.plan(group)) is not None:
                 self._effects.append(ToWorker(group.worker, step))
             if not group.skip_step():
                 return
-            self.cache.settle(group, group.last_step, now_us)
+            self.cache.settle(group, group.last_step)
 
     # -------------------------------------------------------------------------------------------------------- clients
 
-    def _from_client(self, event: FromClient, now_us: int) -> None:
+    def _from_client(self, event: FromClient) -> None:
         message: Any = event.message
         self.clients.add(event.client)
         try:
-            reply = self._commands[type(message)](event, message, now_us)
+            reply = self._commands[type(message)](event, message)
             self._stirred = self._stirred or not isinstance(message, READING)
         except KvforgeError as error:
             if isinstance(message, Submit):
@@ -207,7 +210,7 @@ class Machine:
             reply = Refused(rid=message.rid, error=ErrorInfo.of(error))
         self._effects.append(ToClient(event.client, reply))
 
-    def _get_stats(self, _event: FromClient, message: GetStats, now_us: int) -> Message:
+    def _get_stats(self, _event: FromClient, message: GetStats) -> Message:
         return statistics.stats(
             self.cache,
             self.requests,
@@ -215,15 +218,14 @@ class Machine:
             self.admission.running_total,
             message.rid,
             self.boot,
-            self.start_us,
-            now_us,
+            self._clock.now_us - self.start_us,
             len(self.clients),
         )
 
-    def _get_health(self, _event: FromClient, message: GetHealth, now_us: int) -> Message:
+    def _get_health(self, _event: FromClient, message: GetHealth) -> Message:
         ready = bool(self.cache.groups) and not self.draining
         reason = "" if ready else self._why_not_ready()
-        workers = tuple(worker.health(now_us) for worker in self.workers.values())
+        workers = tuple(worker.health(self._clock.now_us) for worker in self.workers.values())
         return Health(
             rid=message.rid,
             live=True,
@@ -247,10 +249,10 @@ class Machine:
         loading = ", ".join(f"{w.name} ({w.phase}, {w.progress:.0%})" for w in self.workers.values())
         return f"workers are loading: {loading}"
 
-    def _drain(self, _event: FromClient, message: Drain, now_us: int) -> Message:
+    def _drain(self, _event: FromClient, message: Drain) -> Message:
         if not 0 <= message.deadline_ms <= DRAIN_MS_MAX:
             raise InvalidRequest("deadline_ms", f"must be 0 (none) to {DRAIN_MS_MAX}, not {message.deadline_ms}")
-        self._asked.begin_drain(now_us, now_us + message.deadline_ms * 1000 if message.deadline_ms else 0)
+        self._asked.begin_drain(self._clock.now_us + message.deadline_ms * 1000 if message.deadline_ms else 0)
         return Done(rid=message.rid)
 
     @property
@@ -258,11 +260,11 @@ class Machine:
         """Whether admission has stopped."""
         return self._asked.draining
 
-    def _client_gone(self, event: ClientGone, now_us: int) -> None:
+    def _client_gone(self, event: ClientGone) -> None:
         self.clients.discard(event.client)
-        self._asked.client_gone(event.client, event.goodbye, now_us)
-        self.sequences.client_gone(event.client, now_us)
-        self.blocks.client_gone(event.client, now_us)
+        self._asked.client_gone(event.client, event.goodbye)
+        self.sequences.client_gone(event.client)
+        self.blocks.client_gone(event.client)
         self.streams.forget(event.client)
 
     def due_us(self) -> int | None:

@@ -15,6 +15,7 @@ from coordinator.core.cache.hashing import BlockHasher
 from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
 from coordinator.core.cache.prefix import PrefixIndex, PrefixStore, root_key
 from coordinator.core.cache.tenants import Tenants
+from coordinator.core.clock import Clock
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.waits import Waits
 from kvforge.protocol.errors import (
@@ -60,12 +61,12 @@ class PoolMachine(RuleBasedStateMachine):
         tenants = Tenants(Limits(quotas=self.quotas, tenants_max=4))
         floors, ceilings = {}, {}
         for name in "abc":
-            index = tenants.intern(name, 0)
+            index = tenants.intern(name)
             quota = self.quotas.get(name, Quota())
             floors[index] = quota.floor
             if quota.ceiling:
                 ceilings[index] = quota.ceiling
-        self.pool = Pool(Blocks(self.count, 4), tenants, Waits(), 1, 0, self.count)
+        self.pool = Pool(Clock(), Blocks(self.count, 4), tenants, Waits(), 1, 0, self.count)
         self.pool.on_evict = self.evicted
         self.model = NaivePool(self.count, floors, ceilings)
         self.step = 0
@@ -81,7 +82,7 @@ class PoolMachine(RuleBasedStateMachine):
     def allocate(self, tenant: int, count: int) -> None:
         before = digest(self.pool)
         try:
-            ids = self.pool.allocate(tenant, count, 0).tolist()
+            ids = self.pool.allocate(tenant, count).tolist()
         except CapacityExceeded as error:
             assert digest(self.pool) == before
             assert count > self.model.available(tenant)
@@ -106,7 +107,7 @@ class PoolMachine(RuleBasedStateMachine):
     def release(self, data: st.DataObject, later: int) -> None:
         ids = self.some(data, self.model.holders)
         step = max(0, self.step + later)
-        assert self.pool.release(np.array(ids, np.int64), step, 0) == self.model.release(ids, step)
+        assert self.pool.release(np.array(ids, np.int64), step) == self.model.release(ids, step)
 
     @precondition(lambda self: self.model.holders)
     @rule(data=st.data())
@@ -118,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(0, 2))
     def settle(self, steps: int) -> None:
         self.step += steps
-        self.pool.settle(self.step, 0)
+        self.pool.settle(self.step)
         self.model.settle(self.step)
 
     @precondition(lambda self: self.model.cached)
@@ -126,7 +127,7 @@ class PoolMachine(RuleBasedStateMachine):
     def drop_cached(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.model.cached))
         self.evicted(block)
-        self.pool.drop_cached(block, 0)
+        self.pool.drop_cached(block)
         self.model.evict(0, block)
 
     @invariant()
@@ -175,9 +176,9 @@ class PrefixMachine(RuleBasedStateMachine):
         super().__init__()
         blocks = Blocks(10, SIZE)
         tenants = Tenants(Limits(tenants_max=1))
-        tenants.intern("a", 0)
+        tenants.intern("a")
         self.hasher = self.hasher_class(SIZE, b"key", 16)
-        self.pool = Pool(blocks, tenants, Waits(), 1, 0, 10)
+        self.pool = Pool(Clock(), blocks, tenants, Waits(), 1, 0, 10)
         self.index = PrefixIndex(PrefixStore(10, SIZE), blocks, self.pool, self.hasher)
         removes = self.pool.on_evict
         self.pool.on_evict = lambda block: (self.trie.remove(block), removes(block))[1]
@@ -194,21 +195,21 @@ class PrefixMachine(RuleBasedStateMachine):
         self.check_hits(salt, tokens, hits)
         self.pool.hold(np.array(hits, np.int64))
         try:
-            fresh = self.pool.allocate(1, len(path) - len(hits), 0).tolist()
+            fresh = self.pool.allocate(1, len(path) - len(hits)).tolist()
         except CapacityExceeded:
-            self.pool.release(np.array(hits, np.int64), 0, 0)
+            self.pool.release(np.array(hits, np.int64), 0)
             return
         ids = hits + fresh
         parent = self.index.key(hits[-1]) if hits else root_key(salt)
         for i in range(len(hits), len(path)):
             self.content[ids[i]] = (salt, tuple(tokens[: (i + 1) * SIZE].tolist()))
             indexed = set(np.flatnonzero(self.pool.blocks.indexed).tolist())
-            key = self.index.add(ids[i], parent, int(hashes[i]), tokens[i * SIZE : (i + 1) * SIZE], 0)
+            key = self.index.add(ids[i], parent, int(hashes[i]), tokens[i * SIZE : (i + 1) * SIZE])
             for block in indexed - set(np.flatnonzero(self.pool.blocks.indexed).tolist()):
                 self.trie.remove(block)  # it collided and made way
             assert self.trie.add(parent, path[i], key, ids[i]) == key
             parent = key
-        self.pool.release(np.array(ids, np.int64), 0, 0)
+        self.pool.release(np.array(ids, np.int64), 0)
 
     def check_hits(self, salt: int, tokens: np.ndarray, hits: list[int]) -> None:
         for i, block in enumerate(hits):
@@ -243,12 +244,12 @@ class PrefixMachine(RuleBasedStateMachine):
     def pressure(self, count: int) -> None:
         """Others need blocks: the oldest cached ones go."""
         if count <= self.pool.available(1):
-            self.held += self.pool.allocate(1, count, 0).tolist()
+            self.held += self.pool.allocate(1, count).tolist()
 
     @precondition(lambda self: self.held)
     @rule()
     def relief(self) -> None:
-        self.pool.release(np.array(self.held, np.int64), 0, 0)
+        self.pool.release(np.array(self.held, np.int64), 0)
         self.held.clear()
 
     @invariant()

@@ -7,6 +7,7 @@ import pytest
 
 from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
 from coordinator.core.cache.tenants import Tenants
+from coordinator.core.clock import Clock
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.waits import Waits
 from kvforge.protocol.errors import (
@@ -28,8 +29,8 @@ def new_pool(count: int, base: int = 0, **quotas: Quota) -> Pool:
     """A pool with tenants a = 1, b = 2, c = 3."""
     tenants = Tenants(Limits(quotas=quotas, tenants_max=8))
     for name in "abc":
-        tenants.intern(name, 0)
-    return Pool(Blocks(base + count, 4), tenants, Waits(), 1, base, count)
+        tenants.intern(name)
+    return Pool(Clock(), Blocks(base + count, 4), tenants, Waits(), 1, base, count)
 
 
 def ids(*values: int) -> np.ndarray:
@@ -48,17 +49,17 @@ def test_a_fresh_pool_is_all_free() -> None:
 # behaviour 16
 def test_exhaust_free_one_and_allocate_again_gives_exactly_that_one_with_a_new_generation() -> None:
     pool = new_pool(3)
-    taken = pool.allocate(1, 3, 0)
+    taken = pool.allocate(1, 3)
     assert sorted(taken.tolist()) == [0, 1, 2]
     before = digest(pool)
     with pytest.raises(CapacityExceeded):
-        pool.allocate(1, 1, 0)
+        pool.allocate(1, 1)
     assert digest(pool) == before
-    assert pool.release(ids(1), 0, 0) == 1
+    assert pool.release(ids(1), 0) == 1
     generation = int(pool.blocks.generation[1])
     with pytest.raises(CapacityExceeded):
-        pool.allocate(1, 2, 0)
-    assert pool.allocate(1, 1, 0).tolist() == [1]
+        pool.allocate(1, 2)
+    assert pool.allocate(1, 1).tolist() == [1]
     assert generation == 1
     assert pool.blocks.generation[:3].tolist() == [0, 1, 0]
     pool.check_invariants()
@@ -67,49 +68,49 @@ def test_exhaust_free_one_and_allocate_again_gives_exactly_that_one_with_a_new_g
 # behaviour 9
 def test_bulk_allocation_is_all_or_nothing() -> None:
     pool = new_pool(4)
-    pool.allocate(1, 2, 0)
+    pool.allocate(1, 2)
     before = digest(pool)
     with pytest.raises(CapacityExceeded) as caught:
-        pool.allocate(1, 3, 0)
+        pool.allocate(1, 3)
     assert (caught.value.needed, caught.value.available) == (3, 2)
     assert digest(pool) == before
-    assert pool.allocate(1, 0, 0).size == 0
+    assert pool.allocate(1, 0).size == 0
 
 
 # behaviour 17
 def test_peak_current_and_totals_are_counted() -> None:
     pool = new_pool(8)
-    first = pool.allocate(1, 5, 0)
-    pool.release(first[:4], 0, 0)
-    pool.allocate(2, 2, 0)
+    first = pool.allocate(1, 5)
+    pool.release(first[:4], 0)
+    pool.allocate(2, 2)
     assert (pool.referenced, pool.referenced_peak, pool.allocated_total, pool.freed_total) == (3, 5, 7, 4)
     assert pool.usage[:4].tolist() == [0, 1, 2, 0]
 
 
 def test_a_block_that_a_step_may_touch_is_quarantined_until_that_step_is_over() -> None:
     pool = new_pool(2)
-    taken = pool.allocate(1, 2, 0)
-    assert pool.release(taken, 7, 0) == 2
+    taken = pool.allocate(1, 2)
+    assert pool.release(taken, 7) == 2
     assert (pool.free, pool.quarantined) == (0, 2)
     assert pool.blocks.state[taken].tolist() == [QUARANTINED] * 2
     with pytest.raises(CapacityExceeded):
-        pool.allocate(1, 1, 0)
-    pool.settle(6, 0)
+        pool.allocate(1, 1)
+    pool.settle(6)
     assert pool.quarantined == 2
-    pool.settle(7, 0)
+    pool.settle(7)
     assert (pool.free, pool.quarantined) == (2, 0)
     pool.check_invariants()
 
 
 def test_quarantine_remembers_the_latest_step_of_any_holder() -> None:
     pool = new_pool(1)
-    block = pool.allocate(1, 1, 0)
+    block = pool.allocate(1, 1)
     pool.hold(block)
-    pool.release(block, 9, 0)
-    pool.release(block, 4, 0)
-    pool.settle(4, 0)
+    pool.release(block, 9)
+    pool.release(block, 4)
+    pool.settle(4)
     assert pool.blocks.state[0] == QUARANTINED
-    pool.settle(9, 0)
+    pool.settle(9)
     assert pool.blocks.state[0] == FREE
 
 
@@ -122,21 +123,21 @@ def test_an_indexed_block_is_cached_when_its_last_holder_goes_and_evicted_oldest
         pool.blocks.indexed[block] = False
 
     pool.on_evict = evict
-    taken = pool.allocate(1, 3, 0)
+    taken = pool.allocate(1, 3)
     pool.blocks.indexed[taken] = True
-    pool.release(taken[[1]], 0, 0)
-    pool.release(taken[[0, 2]], 0, 0)  # the tail of a table goes before its head
+    pool.release(taken[[1]], 0)
+    pool.release(taken[[0, 2]], 0)  # the tail of a table goes before its head
     assert pool.blocks.state[taken].tolist() == [CACHED] * 3
-    pool.allocate(1, 2, 0)
+    pool.allocate(1, 2)
     assert evicted == [1, 2]
     pool.check_invariants()
 
 
 def test_holding_a_cached_block_revives_it_with_the_same_generation() -> None:
     pool = new_pool(1)
-    block = pool.allocate(1, 1, 0)
+    block = pool.allocate(1, 1)
     pool.blocks.indexed[block] = True
-    pool.release(block, 0, 0)
+    pool.release(block, 0)
     pool.hold(block)
     assert pool.blocks.state[0] == REFERENCED
     assert (pool.cached, pool.referenced, int(pool.blocks.generation[0])) == (0, 1, 0)
@@ -145,13 +146,13 @@ def test_holding_a_cached_block_revives_it_with_the_same_generation() -> None:
 
 def test_a_quarantined_block_that_is_held_again_does_not_become_free_when_its_step_ends() -> None:
     pool = new_pool(1)
-    block = pool.allocate(1, 1, 0)
+    block = pool.allocate(1, 1)
     pool.blocks.indexed[block] = True
-    pool.release(block, 3, 0)
+    pool.release(block, 3)
     pool.hold(block)
-    pool.settle(3, 0)
+    pool.settle(3)
     assert pool.blocks.state[0] == REFERENCED
-    pool.release(block, 3, 0)
+    pool.release(block, 3)
     assert pool.blocks.state[0] == CACHED
     pool.check_invariants()
 
@@ -159,11 +160,11 @@ def test_a_quarantined_block_that_is_held_again_does_not_become_free_when_its_st
 # behaviour 14: below the commands, a double free is our own bug and is caught by an assertion
 def test_releasing_a_block_that_nobody_holds_is_caught() -> None:
     pool = new_pool(2)
-    block = pool.allocate(1, 1, 0)
-    pool.release(block, 0, 0)
+    block = pool.allocate(1, 1)
+    pool.release(block, 0)
     before = digest(pool)
     with pytest.raises(AssertionError, match="without holders"):
-        pool.release(block, 0, 0)
+        pool.release(block, 0)
     with pytest.raises(AssertionError, match="cannot be held"):
         pool.hold(block)
     assert digest(pool) == before
@@ -171,10 +172,10 @@ def test_releasing_a_block_that_nobody_holds_is_caught() -> None:
 
 def test_a_ceiling_is_named_in_the_error_and_nothing_is_allocated() -> None:
     pool = new_pool(8, a=Quota(ceiling=3))
-    pool.allocate(1, 2, 0)
+    pool.allocate(1, 2)
     before = digest(pool)
     with pytest.raises(QuotaExceeded) as caught:
-        pool.allocate(1, 2, 0)
+        pool.allocate(1, 2)
     assert (caught.value.tenant, caught.value.needed, caught.value.ceiling) == ("a", 4, 3)
     assert digest(pool) == before
 

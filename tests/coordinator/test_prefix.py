@@ -172,7 +172,7 @@ def test_descendants_of_an_evicted_block_are_never_hit_under_a_recycled_parent(m
     hashes = cache.hashes(salt, int32(PROMPT))
     head, tail = index.match(salt, int32(PROMPT), hashes).tolist()
     index.remove(head)
-    pool.drop_cached(head, driver.now_us)
+    pool.drop_cached(head)
     assert index.match(salt, int32(PROMPT), hashes).size == 0
     assert served(driver, PROMPT) == 0
     found = index.match(salt, int32(PROMPT), hashes).tolist()

@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coordinator.core.cache.tenants import Tenants
+from coordinator.core.clock import Clock
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.requests.lifecycle import Request
 from coordinator.core.scheduling.admission import BLOCKED_MAX
@@ -366,8 +367,8 @@ def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, in
     limits = Limits(ageing_us=10, tenants_max=3, quotas={"x": Quota(weight=2.0), "y": Quota(weight=0.5)})
     tenants = Tenants(limits)
     for name in ("x", "y", "z"):
-        tenants.intern(name, 0)
-    queue, naive = WaitingQueue(limits, tenants), Naive(10, {1: 2.0, 2: 0.5, 3: 1.0})
+        tenants.intern(name)
+    queue, naive = WaitingQueue(Clock(), limits, tenants), Naive(10, {1: 2.0, 2: 0.5, 3: 1.0})
     running: list[Request] = []
     now_us = ids = started = 0
     for what, number, priority, later_us, size in actions:
@@ -380,7 +381,7 @@ def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, in
             naive.add(request)
         elif what == "start" and naive.held:
             request = list(naive.order())[min(number, len(naive.held) - 1)]
-            queue.take(request, now_us)
+            queue.take(request)
             naive.take(request)
             if not request.admitted_order:
                 started += 1

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from coordinator.core.clock import Clock
 from coordinator.core.events import DropWorker, FromWorker, Log, ToWorker
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.requests.lifecycle import PENDING, TERMINAL, TRANSITIONS, Request, RequestTable
@@ -357,15 +358,18 @@ def test_finished_requests_are_purged_by_age_and_on_demand(make_pool: MakePool) 
 
 # behaviour 30
 def test_the_table_of_finished_requests_keeps_the_newest() -> None:
-    table = RequestTable(Limits(finished_max=3))
+    clock = Clock()
+    table = RequestTable(clock, Limits(finished_max=3))
     for i in range(1, 6):
         request = Request(i, 1, 1, "t", int32([1]), Submit(rid=1, max_tokens=1, sampling=GREEDY), 1, 0, 0, 1 << 40)
         table.add(request)
         request.move("cancel")
-        table.retire(request, i)
+        clock.now_us = i
+        table.retire(request)
         table.check_invariants()
     assert list(table.finished) == [3, 4, 5]
-    assert table.purge(10, 6) == 2
+    clock.now_us = 10
+    assert table.purge(6) == 2
     assert list(table.finished) == [5]
 
 

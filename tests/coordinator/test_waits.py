@@ -6,6 +6,7 @@ import pytest
 
 from coordinator.core.cache.pool import Blocks, Pool
 from coordinator.core.cache.tenants import Tenants
+from coordinator.core.clock import Clock
 from coordinator.core.limits import Limits, Quota
 from coordinator.core.scheduling.admission import Admission
 from coordinator.core.waits import Event, Waits, blocks_of
@@ -65,12 +66,12 @@ def test_who_waits_for_one_step_is_not_put_off_by_who_waits_for_a_later_one() ->
             told.append(pool.settled_step)
             return []
 
-    pool = Pool(Blocks(4, 4), tenants, Told(), 3, 0, 4)
+    pool = Pool(Clock(), Blocks(4, 4), tenants, Told(), 3, 0, 4)
     for step in (2, 1, 4):
         pool.await_step(step)
     for step in range(1, 6):
         pool.await_step(step + 4)
-        pool.settle(step, 0)
+        pool.settle(step)
     assert told == [1, 2, 4, 5]
 
 

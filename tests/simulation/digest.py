@@ -21,8 +21,8 @@ import numpy as np
 
 # Lists of what is still to be published: publishing the same twice is harmless. `world` is the simulator's own.
 PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "changed_cells", "world"})
-# A refusal is counted, and its sender is known from then on; nothing else may change.
-REFUSAL_COUNTERS = frozenset({"refused_total", "clients"})
+# A refusal is counted, its sender is known from then on, and time passes; nothing else may change.
+REFUSAL_COUNTERS = frozenset({"refused_total", "clients", "now_us"})
 # What the simulator puts between the parts of a machine.
 WATCHERS = frozenset({"world", "plan", "end", "_start", "add", "requeue", "_make_way"})
 _ATOMS = (int, float, str, bytes, bool, type(None))
@@ -55,13 +55,14 @@ def snapshot(machine: Any) -> bytes:
     Of requests that ended only the ids count. Pickling also writes down which objects are the same object, so only an
     untouched state is sure to give the same bytes.
     """
-    requests = machine.requests
-    finished, clients, refused_total = requests.finished, machine.clients, requests.refused_total
-    requests.finished, machine.clients, requests.refused_total = tuple(finished), (), 0
+    requests, clock = machine.requests, machine.cache.clock
+    finished, clients, refused_total, now_us = requests.finished, machine.clients, requests.refused_total, clock.now_us
+    requests.finished, machine.clients, requests.refused_total, clock.now_us = tuple(finished), (), 0, 0
     try:
         return pickle.dumps(machine.__dict__, protocol=5)
     finally:
         requests.finished, machine.clients, requests.refused_total = finished, clients, refused_total
+        clock.now_us = now_us
 
 
 def _walk(value: Any, feed: Feed, ignore: frozenset[str], seen: dict[int, int]) -> None:

@@ -62,8 +62,8 @@ def lost_unref() -> list[Patch]:
     """A sequence that ends forgets to give back its last block."""
     real = Pool.release
 
-    def release(self: Pool, ids: Any, last_step: int, now_us: int) -> int:
-        return real(self, ids[:-1] if ids.size > 2 else ids, last_step, now_us)
+    def release(self: Pool, ids: Any, last_step: int) -> int:
+        return real(self, ids[:-1] if ids.size > 2 else ids, last_step)
 
     return [(Pool, "release", release)]
 
@@ -73,8 +73,8 @@ def double_free() -> list[Patch]:
     """A freed block is pushed to the free list twice."""
     real = Pool._to_free
 
-    def to_free(self: Pool, ids: Any, now_us: int) -> None:
-        real(self, ids, now_us)
+    def to_free(self: Pool, ids: Any) -> None:
+        real(self, ids)
         if ids.size > 1 and self.free < self.count:
             self._stack[self.free] = ids[0]
             self.free += 1
@@ -87,12 +87,12 @@ def prefix_registered_early() -> list[Patch]:
     """Blocks are indexed when their step is sent, not when a worker acknowledged it."""
     real = Scheduler._send
 
-    def send(self: Scheduler, group: Group, slots: Any, counts: Any, now_us: int) -> Any:
-        step = real(self, group, slots, counts, now_us)
+    def send(self: Scheduler, group: Group, slots: Any, counts: Any) -> Any:
+        step = real(self, group, slots, counts)
         s = self._cache.sequences
         before = s.computed[slots].copy()
         s.computed[slots] = np.minimum(s.scheduled[slots], s.length[slots])
-        self._cache.index_filled(group, now_us)
+        self._cache.index_filled(group)
         s.computed[slots] = before
         return step
 
@@ -104,7 +104,7 @@ def stale_result_accepted() -> list[Patch]:
     """A duplicate of a step's result is taken for the result of the next step."""
     real = WorkerReports._step_result
 
-    def step_result(self: WorkerReports, worker: Any, message: Any, now_us: int) -> None:
+    def step_result(self: WorkerReports, worker: Any, message: Any) -> None:
         if worker.group is not None and worker.group.sent:
             message = type(message)(
                 step_id=worker.group.sent[0].step_id,
@@ -114,7 +114,7 @@ def stale_result_accepted() -> list[Patch]:
                 tokens=message.tokens,
                 logprobs=message.logprobs,
             )
-        real(self, worker, message, now_us)
+        real(self, worker, message)
 
     return [(WorkerReports, "_step_result", step_result)]
 
@@ -156,9 +156,9 @@ def quarantine_skipped() -> list[Patch]:
     """Blocks are free at once, though a step under way may still write them."""
     real = Pool.release
 
-    def release(self: Pool, ids: Any, last_step: int, now_us: int) -> int:
+    def release(self: Pool, ids: Any, last_step: int) -> int:
         self.blocks.touch[ids] = 0
-        return real(self, ids, 0, now_us)
+        return real(self, ids, 0)
 
     return [(Pool, "release", release)]
 
@@ -179,8 +179,8 @@ def appended_token_lost() -> list[Patch]:
     """A bulk append loses the last token of its last sequence's text."""
     real = Cache.append
 
-    def append(self: Cache, slots: Any, tokens: Any, counts: Any, now_us: int) -> None:
-        real(self, slots, tokens, counts, now_us)
+    def append(self: Cache, slots: Any, tokens: Any, counts: Any) -> None:
+        real(self, slots, tokens, counts)
         if counts[-1] > 1:
             s, slot = self.sequences, int(slots[-1])
             s.tokens[slot, s.length[slot] - 1] = s.tokens[slot, s.length[slot] - 2]
@@ -194,9 +194,9 @@ def stream_repeated_after_preemption() -> list[Patch]:
     real = Admission._start
     streams_of: dict[int, Streams] = {}
 
-    def start(self: Admission, request: Any, residence: Any, now_us: int) -> None:
+    def start(self: Admission, request: Any, residence: Any) -> None:
         again = request.tokens.size > 0 and request.stream
-        real(self, request, residence, now_us)
+        real(self, request, residence)
         if again:
             streams_of[id(self)].add_tokens(request.client, request.id, 0, request.tokens, request.logprobs)
 
@@ -214,8 +214,8 @@ def generation_not_bumped() -> list[Patch]:
     """A freed block keeps its generation: an old name for it names its new content."""
     real = Pool._to_free
 
-    def to_free(self: Pool, ids: Any, now_us: int) -> None:
-        real(self, ids, now_us)
+    def to_free(self: Pool, ids: Any) -> None:
+        real(self, ids)
         self.blocks.generation[ids] -= 1
 
     return [(Pool, "_to_free", to_free)]
@@ -263,17 +263,17 @@ def row_published_late() -> list[Patch]:
 def holder_dropped_without_decrement() -> list[Patch]:
     """A named holder goes away and the count does not."""
 
-    def drop(self: Refs, group: Group, block: int, generation: int, holder: str, now_us: int) -> None:
+    def drop(self: Refs, group: Group, block: int, generation: int, holder: str) -> None:
         self.check_generation(block, generation)
         self._forget(block, holder)
 
-    return [(Refs, "drop", drop), (BlockCommands, "client_gone", lambda self, client, now_us: None)]
+    return [(Refs, "drop", drop), (BlockCommands, "client_gone", lambda self, client: None)]
 
 
 @fault
 def pin_charged_to_who_computed() -> list[Patch]:
     """A block that somebody pins goes on to count for the tenant that computed it."""
-    return [(Pool, "recharge", lambda self, block, tenant, now_us: None)]
+    return [(Pool, "recharge", lambda self, block, tenant: None)]
 
 
 @fault
@@ -281,9 +281,9 @@ def refusal_after_the_change() -> list[Patch]:
     """A refused submit has already interned its tenant and taken a request id."""
     real = RequestCommands.submit
 
-    def submit(self: RequestCommands, event: Any, message: Any, now_us: int) -> Any:
+    def submit(self: RequestCommands, event: Any, message: Any) -> Any:
         self._request_ids += 1
-        return real(self, event, message, now_us)
+        return real(self, event, message)
 
     return [(RequestCommands, "submit", submit)]
 
@@ -292,10 +292,10 @@ def refusal_after_the_change() -> list[Patch]:
 def evicted_while_cached_entry_lives() -> list[Patch]:
     """An evicted block stays in the prefix index."""
 
-    def evict_one(self: Pool, tenant: int, now_us: int) -> None:
+    def evict_one(self: Pool, tenant: int) -> None:
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
-        self._to_free(np.array([block], np.int64), now_us)
+        self._to_free(np.array([block], np.int64))
 
     return [(Pool, "_evict_one", evict_one)]
 
@@ -305,8 +305,8 @@ def settled_a_step_early() -> list[Patch]:
     """The result of step N is taken to settle step N + 1 too."""
     real = Pool.settle
 
-    def settle(self: Pool, step: int, now_us: int) -> None:
-        real(self, step + 1, now_us)
+    def settle(self: Pool, step: int) -> None:
+        real(self, step + 1)
 
     return [(Pool, "settle", settle)]
 
@@ -316,10 +316,10 @@ def row_of_an_earlier_run_accepted() -> list[Patch]:
     """A step's row counts for whatever is in its slot now, a preempted or another request."""
     real = StepResults.settle
 
-    def settle(self: StepResults, group: Group, result: Any, now_us: int) -> None:
+    def settle(self: StepResults, group: Group, result: Any) -> None:
         sent = group.sent[0]
         sent.serials[:] = self._admission.runs.serial[sent.slots]
-        real(self, group, result, now_us)
+        real(self, group, result)
 
     return [(StepResults, "settle", settle)]
 
@@ -335,9 +335,9 @@ def preempted_sequence_not_busy() -> list[Patch]:
     """A client's sequence can be changed while a preempted request waits to go on with it."""
     real = Admission.requeue
 
-    def requeue(self: Admission, request: Any, now_us: int) -> None:
+    def requeue(self: Admission, request: Any) -> None:
         slot = request.slot
-        real(self, request, now_us)
+        real(self, request)
         if request.sequence_id:
             self._cache.sequences.request[slot] = 0
 
@@ -349,8 +349,8 @@ def preempted_request_forgotten() -> list[Patch]:
     """A preempted request is forgotten instead of waiting again."""
     real = Admission.requeue
 
-    def requeue(self: Admission, request: Any, now_us: int) -> None:
-        real(self, request, now_us)
+    def requeue(self: Admission, request: Any) -> None:
+        real(self, request)
         if len(self.waiting) > 1:
             self.waiting.remove(request)
 
@@ -399,9 +399,9 @@ def lease_survives_an_attach() -> list[Patch]:
     """A request is cancelled when the lease is over, though its client has come back."""
     real = RequestCommands._give
 
-    def give(self: RequestCommands, request: Any, client: int, offset: int, now_us: int) -> None:
+    def give(self: RequestCommands, request: Any, client: int, offset: int) -> None:
         orphan_us = request.orphan_us
-        real(self, request, client, offset, now_us)
+        real(self, request, client, offset)
         request.orphan_us = orphan_us
 
     return [(RequestCommands, "_give", give)]
@@ -502,7 +502,7 @@ def one_round_a_turn() -> list[Patch]:
 @fault
 def drain_without_end() -> list[Patch]:
     """What is left at the end of a drain is not handed back."""
-    return [(RequestCommands, "hand_back", lambda self, now_us: None)]
+    return [(RequestCommands, "hand_back", lambda self: None)]
 
 
 @fault
@@ -510,8 +510,8 @@ def key_forgotten_early() -> list[Patch]:
     """A key is forgotten when its request ends, not when the request is."""
     real = RequestTable.retire
 
-    def retire(self: RequestTable, request: Any, now_us: int) -> None:
-        real(self, request, now_us)
+    def retire(self: RequestTable, request: Any) -> None:
+        real(self, request)
         if request.key is not None:
             self.keys.release(request.key)
             request.key = None
@@ -548,8 +548,8 @@ def attach_replays_from_the_next() -> list[Patch]:
 def paused_stream_goes_on() -> list[Patch]:
     """What a client could not take is lost, and the rest of it is streamed as if nothing was."""
 
-    def client_full(self: RequestCommands, client: int, lost: Any, now_us: int) -> None:
-        self._streams.lost(client, lost, now_us)
+    def client_full(self: RequestCommands, client: int, lost: Any) -> None:
+        self._streams.lost(client, lost)
 
     return [(RequestCommands, "client_full", client_full)]
 
@@ -572,8 +572,8 @@ def pause_not_told() -> list[Patch]:
     """A client is not told that it missed something."""
     real = Streams.lost
 
-    def lost(self: Streams, client: int, stream: Any, now_us: int) -> list[int]:
-        ids = real(self, client, stream, now_us)
+    def lost(self: Streams, client: int, stream: Any) -> list[int]:
+        ids = real(self, client, stream)
         self._paused.pop(client)
         return ids
 
@@ -632,7 +632,7 @@ def suspect_alone_beyond_its_crash_point() -> list[Patch]:
 @fault
 def row_that_cannot_go_on_kept() -> list[Patch]:
     """A row that finds no room holds its blocks until its deadline, and nothing else runs."""
-    return [(Scheduler, "_give_up_stopped", lambda self, group, step, now_us: False)]
+    return [(Scheduler, "_give_up_stopped", lambda self, group, step: False)]
 
 
 @fault
@@ -659,9 +659,9 @@ def sibling_never_released() -> list[Patch]:
     """Where the first of several answers is cancelled, the others wait for its prompt for ever."""
     real = RequestTable.retire
 
-    def retire(self: RequestTable, request: Any, now_us: int) -> None:
+    def retire(self: RequestTable, request: Any) -> None:
         siblings = request.siblings
-        real(self, request, now_us)
+        real(self, request)
         if siblings:
             siblings.insert(0, request)
 
@@ -680,8 +680,8 @@ def cut_not_made() -> list[Patch]:
     """All tokens count that were generated by the time that a client has enough of them."""
     real = Endings.finish_at
 
-    def finish_at(self: Endings, request: Any, count: int, generated: int, now_us: int) -> None:
-        real(self, request, max(count, generated), generated, now_us)
+    def finish_at(self: Endings, request: Any, count: int, generated: int) -> None:
+        real(self, request, max(count, generated), generated)
 
     return [(Endings, "finish_at", finish_at)]
 
@@ -711,7 +711,7 @@ def tenant_charge_lost() -> list[Patch]:
 @fault
 def crash_never_counted() -> list[Patch]:
     """A request that kills every worker is given to the next one, for ever."""
-    return [(WorkerReports, "_count_crash", lambda self, request, worker, now_us: None)]
+    return [(WorkerReports, "_count_crash", lambda self, request, worker: None)]
 
 
 @fault
@@ -723,4 +723,4 @@ def suspect_runs_among_others() -> list[Patch]:
 @fault
 def hung_worker_kept() -> list[Patch]:
     """A worker that never answers is waited for."""
-    return [(WorkerReports, "replace_hung", lambda self, now_us: None)]
+    return [(WorkerReports, "replace_hung", lambda self: None)]

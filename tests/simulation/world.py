@@ -268,9 +268,9 @@ class World:
         elif isinstance(message, PoolRegistered):
             self.ledger.model_known = True
 
-    def _planned(self, group: Group, now_us: int) -> Step | None:
+    def _planned(self, group: Group) -> Step | None:
         """Plans a step, and looks at it before anything else happens."""
-        step = self._plan(group, now_us)
+        step = self._plan(group)
         if step is not None:
             self._checker.planned(group, step)
             self._progress.planned(group, step)
@@ -282,34 +282,33 @@ class World:
         event: str,
         reason: str,
         error: KvforgeError | None,
-        now_us: int,
         keep: int | None = None,
     ) -> None:
         """Ends a request, and asks why."""
         if event == "fail" and isinstance(error, CapacityExceeded):
             self._progress.hopeless(request)
             self.ledger.hopeless.add(request.id)
-        self._end(request, event, reason, error, now_us, keep)
-        self.ledger.over(request, now_us, self.cause)
+        self._end(request, event, reason, error, keep)
+        self.ledger.over(request, self.clock.now_us, self.cause)
         self._progress.over(request)
         self._progress.disturbed()
 
-    def _started(self, request: Request, residence: Residence, now_us: int) -> None:
+    def _started(self, request: Request, residence: Residence) -> None:
         """Starts a request, and looks at whom it passes."""
         self._progress.starts(request, residence.group)
-        self._start(request, residence, now_us)
+        self._start(request, residence)
         self._progress.started(request)
 
-    def _making_way(self, group: Group, slot: int, count: int, now_us: int) -> bool:
+    def _making_way(self, group: Group, slot: int, count: int) -> bool:
         """Room is made for a row: whoever is preempted meanwhile is preempted for it."""
         self._asking = slot
-        return self._make_way(group, slot, count, now_us)
+        return self._make_way(group, slot, count)
 
-    def _requeued(self, request: Request, now_us: int) -> None:
+    def _requeued(self, request: Request) -> None:
         """A running request waits again: because its worker is gone, or because the scheduler wants its blocks."""
         if isinstance(self.cause, Turn) and request.worker in self._names():
             self._progress.preempted(request, self._asking)
-        self._requeue(request, now_us)
+        self._requeue(request)
 
     def _names(self) -> set[str]:
         return {worker.name for worker in self.machine.workers.values()}

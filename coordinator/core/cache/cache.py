@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvforge.protocol.errors import BlockNotFound, CapacityExceeded
 from kvforge.protocol.messages import ModelInfo
 
+from ..clock import Clock
 from ..limits import Limits
 from ..waits import Waits, eviction_of
 from .eviction import Eviction
@@ -38,13 +39,15 @@ class Cache:
     largest_pool: blocks of the largest pool so far; a worker that is away for a while may come back.
     """
 
-    def __init__(self, limits: Limits, hash_key: bytes, first_id: int = 0, first_generation: int = 0) -> None:
-        self.limits = limits
+    def __init__(
+        self, clock: Clock, limits: Limits, hash_key: bytes, first_id: int = 0, first_generation: int = 0
+    ) -> None:
+        self.clock, self.limits = clock, limits
         self.tenants = Tenants(limits)
         self.blocks = Blocks(limits.blocks_max, limits.block_size, first_generation)
         self.waits = Waits()
-        self.sequences = Sequences(limits, self.waits, first_id)
-        self.refs = Refs(self.blocks, self.tenants, limits.holders_per_block_max)
+        self.sequences = Sequences(clock, limits, self.waits, first_id)
+        self.refs = Refs(clock, self.blocks, self.tenants, limits.holders_per_block_max)
         self.eviction = Eviction(limits, self.blocks, self.sequences)
         self.groups: dict[int, Group] = {}
         self.store = PrefixStore(limits.blocks_max, limits.block_size)
@@ -74,7 +77,7 @@ class Cache:
         if base + blocks > self.limits.blocks_max:
             raise CapacityExceeded("blocks_max", base + blocks, self.limits.blocks_max, "raise limits.blocks_max")
         self._epochs += 1
-        stores = (self.blocks, self.store, self._hasher, self.tenants, self.waits)
+        stores = (self.clock, self.blocks, self.store, self._hasher, self.tenants, self.waits)
         group = new_group(
             number, worker, name, self._epochs, base, blocks, stores, model, bytes_per_block, kv_dtype, device
         )
@@ -85,13 +88,13 @@ class Cache:
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
 
-    def drop_group(self, group: Group, now_us: int) -> Slots:
+    def drop_group(self, group: Group) -> Slots:
         """The worker is gone and its KV with it. Its sequences keep their tokens; returns their slots."""
         s, pool, blocks = self.sequences, group.pool, self.blocks
         slots = np.flatnonzero(s.pool == group.number)
         ids = np.arange(pool.base, pool.base + pool.count)
         self.refs.forget_pool(pool.base, pool.count)
-        self.tenants.past_byte_seconds += pool.block_us_each(now_us) * (group.bytes_per_block / 1e6)
+        self.tenants.past_byte_seconds += pool.block_us_each() * (group.bytes_per_block / 1e6)
         blocks.refcount[ids] = 0
         blocks.generation[ids] += 1
         blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
@@ -112,9 +115,9 @@ class Cache:
         used = set(np.unique(s.tenant[s.id != 0]).tolist()) | self.refs.tenants()
         return used | {t for t in tenants for group in self.groups.values() if group.pool.held_by(t)}
 
-    def _forget_tenant(self, tenant: int, now_us: int) -> None:
+    def _forget_tenant(self, tenant: int) -> None:
         for group in self.groups.values():
-            group.pool.forget_tenant(tenant, now_us)
+            group.pool.forget_tenant(tenant)
 
     def group_of_block(self, block_id: int) -> Group:
         """The group whose pool has the block. Raises BlockNotFound."""
@@ -123,9 +126,9 @@ class Cache:
                 return group
         raise BlockNotFound(block_id)
 
-    def settle(self, group: Group, step_id: int, now_us: int) -> None:
+    def settle(self, group: Group, step_id: int) -> None:
         """Every step of the group up to `step_id` is over."""
-        group.pool.settle(step_id, now_us)
+        group.pool.settle(step_id)
         self.sequences.settle(group.number, step_id)
 
     # ----------------------------------------------------------------------------------------------------- residence
@@ -174,23 +177,23 @@ class Cache:
             self.check_room(group, tenant, needed, residence.keep, asking, spare)
         return residence
 
-    def settle_in(self, slot: int, residence: Residence, now_us: int) -> None:
+    def settle_in(self, slot: int, residence: Residence) -> None:
         """Gives a non-resident sequence its blocks. Raises CapacityExceeded (idle sequences are evicted before)."""
         s, group = self.sequences, residence.group
         pool, hits, tenant = group.pool, residence.hits, int(s.tenant[slot])
         assert s.pool[slot] == NO_POOL and not self.still_read(slot)
-        self.make_room(group, tenant, residence.needed, residence.keep, slot, now_us)
+        self.make_room(group, tenant, residence.needed, residence.keep, slot)
         block, common = residence.partial
         pool.hold(residence.keep)
-        fresh = pool.allocate(tenant, residence.needed, now_us)
+        fresh = pool.allocate(tenant, residence.needed)
         if common:
             group.copy_block(block, int(fresh[0]), common)
-            pool.release(np.array([block], np.int64), group.next_step, now_us)
+            pool.release(np.array([block], np.int64), group.next_step)
         table = np.concatenate([hits, fresh])
         s.table[slot, : table.size] = table
         s.used[slot] = table.size
         s.pool[slot] = group.number
-        s.resident_us[slot] = now_us
+        s.resident_us[slot] = self.clock.now_us
         s.computed[slot] = s.scheduled[slot] = residence.cached_tokens(s.block_size)
         if hits.size and self.blocks.indexed[hits].all():
             s.hashed[slot], s.chain[slot] = hits.size, self.store.hash[hits[-1]]
@@ -202,15 +205,15 @@ class Cache:
             pool.await_step(group.next_step)  # until then it is not evicted
         self._row_changed(slot)
 
-    def release_kv(self, slot: int, now_us: int) -> int:
+    def release_kv(self, slot: int) -> int:
         """Takes a sequence's blocks away; its tokens stay. Returns how many blocks nobody holds any more."""
         s = self.sequences
         if s.pool[slot] == NO_POOL:
             return 0
         group = self.groups[int(s.pool[slot])]
         if s.computed[slot] // s.block_size > s.hashed[slot]:  # what it has filled is worth more indexed than free
-            self._index_many(group, slot, now_us)
-        dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]), now_us)
+            self._index_many(group, slot)
+        dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]))
         if s.request[slot]:
             self.waits.wake(eviction_of(int(s.id[slot])))
         if s.last_step[slot] > group.pool.settled_step:
@@ -224,8 +227,8 @@ class Cache:
         group = self.groups.get(int(s.read_pool[slot]))
         return group is not None and bool(s.read_step[slot] > group.pool.settled_step)
 
-    def _release(self, group: Group, ids: BlockIds, last_step: int, now_us: int) -> int:
-        dead = group.pool.release(ids, last_step, now_us)
+    def _release(self, group: Group, ids: BlockIds, last_step: int) -> int:
+        dead = group.pool.release(ids, last_step)
         if dead and group.owes_copies:
             group.forget_copies(ids[self.blocks.refcount[ids] == 0])
         return dead
@@ -238,28 +241,28 @@ class Cache:
         s.pool[slot] = NO_POOL
         self._row_changed(slot)
 
-    def remove(self, slot: int, now_us: int) -> int:
+    def remove(self, slot: int) -> int:
         """Ends a sequence: every block that it alone held is back. Returns how many."""
         s = self.sequences
-        dead = self.release_kv(slot, now_us)
+        dead = self.release_kv(slot)
         s.give(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
         return dead
 
     # ------------------------------------------------------------------------------------------------------- growing
 
-    def append(self, slots: Slots, tokens: Tokens, counts: Slots, now_us: int) -> None:
+    def append(self, slots: Slots, tokens: Tokens, counts: Slots) -> None:
         """Appends to resident or non-resident sequences: all of them or none.
 
         slots: [n] distinct; tokens: [sum(counts)] int32, the new tokens one sequence after the other.
         Raises CapacityExceeded.
         """
         s = self.sequences
-        if counts.size == tokens.size and self.append_each(slots, tokens, now_us) is not None:
+        if counts.size == tokens.size and self.append_each(slots, tokens) is not None:
             return
         after = s.length[slots] + counts
         if (after > s.context_tokens_max).any():
             raise CapacityExceeded("context", int(after.max()), s.context_tokens_max, "start a new sequence")
-        self.reserve(slots, s.length[slots], after, after, now_us)
+        self.reserve(slots, s.length[slots], after, after)
         if (counts == 1).all():
             s.tokens[slots, s.length[slots]] = tokens
         else:
@@ -268,10 +271,10 @@ class Cache:
                 s.tokens[slot, length : length + count] = tokens[start : start + count]
                 start += count
         s.length[slots] = after
-        s.touch(slots, now_us)
+        s.touch(slots)
         s.changed_rows.append(slots)
 
-    def append_each(self, slots: Slots, tokens: Tokens, now_us: int) -> Slots | None:
+    def append_each(self, slots: Slots, tokens: Tokens) -> Slots | None:
         """`append` of one token each where every sequence has a block that it may write: the lengths after it, [n].
 
         None where one has not: then nothing has changed.
@@ -287,11 +290,11 @@ class Cache:
         after = length + 1
         s.tokens[slots, length] = tokens
         s.length[slots] = after
-        s.touch(slots, now_us)
+        s.touch(slots)
         s.changed_lengths.append(slots)
         return after
 
-    def append_one(self, slot: int, token: int, now_us: int) -> bool:
+    def append_one(self, slot: int, token: int) -> bool:
         """Appends a token where that needs no block and no copy. False where it does: then nothing has changed."""
         s, blocks = self.sequences, self.blocks
         length = int(s.length[slot])
@@ -306,11 +309,11 @@ class Cache:
             return False
         s.tokens[slot, length] = token
         s.length[slot] = length + 1
-        s.touch(slot, now_us)
+        s.touch(slot)
         s.changed_lengths.append(np.array([slot]))
         return True
 
-    def reserve(self, slots: Slots, start: Slots, end: Slots, lengths: Slots, now_us: int) -> None:
+    def reserve(self, slots: Slots, start: Slots, end: Slots, lengths: Slots) -> None:
         """Makes the resident ones of `slots` able to write positions [start, end) and to hold `lengths` tokens.
 
         slots: [n] distinct, all of one tenant; start, end, lengths: [n]. Blocks in the range that are shared or
@@ -332,13 +335,13 @@ class Cache:
             self.check_room(group, tenant, int(needed[rows].sum()), NO_BLOCKS, slots)
         for group, rows in parts:
             count = int(needed[rows].sum())
-            self.make_room(group, tenant, count, NO_BLOCKS, slots, now_us)
-            fresh = group.pool.allocate(tenant, count, now_us)
+            self.make_room(group, tenant, count, NO_BLOCKS, slots)
+            fresh = group.pool.allocate(tenant, count)
             mine = rows[copy_rows]
             copies = int(np.count_nonzero(mine))
             cells = zip(slots[copy_rows[mine]].tolist(), copy_columns[mine].tolist(), fresh.tolist(), strict=False)
             for slot, column, block in cells:
-                self._replace_block(group, slot, column, block, now_us)
+                self._replace_block(group, slot, column, block)
             self._extend(slots[rows], more[rows], fresh[copies:])
 
     def _to_copy(self, slots: Slots, rows: Slots, columns: Slots) -> tuple[Slots, Slots]:
@@ -361,7 +364,7 @@ class Cache:
         copies = self.unwritable(np.array([slot]), np.array([start]), np.array([end]))[0].size
         return self.sequences.blocks_for(length) - int(self.sequences.used[slot]) + int(copies)
 
-    def grow(self, group: Group, slots: Slots, now_us: int) -> bool:
+    def grow(self, group: Group, slots: Slots) -> bool:
         """One more block for each of `slots`, all of the group, where that takes nothing from anybody.
 
         False where it would: then nothing has changed.
@@ -376,7 +379,7 @@ class Cache:
         for tenant in sorted(tenants):
             rows = slots if len(tenants) == 1 else slots[s.tenant[slots] == tenant]
             columns = s.used[rows]
-            s.table[rows, columns] = pool.allocate(tenant, rows.size, now_us)
+            s.table[rows, columns] = pool.allocate(tenant, rows.size)
             s.used[rows] = columns + 1
             s.changed_cells.append((rows, columns))
         return True
@@ -411,7 +414,7 @@ class Cache:
         s.changed_cells.append((rows, columns))
         s.changed_rows.append(slots)
 
-    def _replace_block(self, group: Group, slot: int, column: int, fresh: int, now_us: int) -> None:
+    def _replace_block(self, group: Group, slot: int, column: int, fresh: int) -> None:
         """Copy-on-write: the sequence gets `fresh` in place of a block it may not write, with the KV it had there."""
         s = self.sequences
         old = int(s.table[slot, column])
@@ -422,7 +425,7 @@ class Cache:
             last = s.last_step[slot] = group.next_step
             group.pool.await_step(last)
             self.blocks.touch[origin] = max(int(self.blocks.touch[origin]), last)
-        self._release(group, np.array([old], np.int64), last, now_us)
+        self._release(group, np.array([old], np.int64), last)
         s.table[slot, column] = fresh
         s.changed_cells.append((np.array([slot]), np.array([column])))
         s.changed_rows.append(np.array([slot]))
@@ -438,7 +441,7 @@ class Cache:
                 s.chain[slot] = s.salt[slot]
                 s.parent[slot] = root_key(int(s.salt[slot]))
 
-    def trim(self, slot: int, now_us: int) -> None:
+    def trim(self, slot: int) -> None:
         """Gives back the blocks reserved for tokens that will not come, and forgets KV not yet acknowledged."""
         s = self.sequences
         s.pending[slot] = 0
@@ -446,14 +449,14 @@ class Cache:
         keep = s.blocks_for(int(s.length[slot]))
         if s.pool[slot] != NO_POOL and s.used[slot] > keep:
             group = self.groups[int(s.pool[slot])]
-            self._release(group, s.blocks_of(slot)[keep:], int(s.last_step[slot]), now_us)
+            self._release(group, s.blocks_of(slot)[keep:], int(s.last_step[slot]))
             s.used[slot] = keep
         self._row_changed(slot)
 
-    def fork(self, slot: int, now_us: int) -> int:
+    def fork(self, slot: int) -> int:
         """A second sequence with the same tokens and the same blocks. No KV is copied until one side writes."""
         s = self.sequences
-        child = s.take(int(s.tenant[slot]), int(s.salt[slot]), now_us)
+        child = s.take(int(s.tenant[slot]), int(s.salt[slot]))
         length = int(s.length[slot])
         s.tokens[child, :length] = s.tokens[slot, :length]
         s.logprobs[child, :length] = s.logprobs[slot, :length]
@@ -466,14 +469,14 @@ class Cache:
             for array in (s.pool, s.hashed, s.chain, s.parent, s.last_step):
                 array[child] = array[slot]
             s.used[child] = used
-            s.resident_us[child] = now_us
+            s.resident_us[child] = self.clock.now_us
             s.computed[child] = s.scheduled[child] = min(int(s.computed[slot]), length)
         self._row_changed(child)
         return child
 
     # ------------------------------------------------------------------------------------------------------- indexing
 
-    def index_filled(self, group: Group, now_us: int) -> None:
+    def index_filled(self, group: Group) -> None:
         """Indexes the blocks of the group's sequences that acknowledged steps have filled.
 
         A fixed number of numpy operations for those that filled one block, as decodes do, and Python for the others.
@@ -485,19 +488,19 @@ class Cache:
             return
         simple = (s.computed[slots] // s.block_size == s.hashed[slots] + 1) & group.index.all_alive(s.parent[slots])
         if simple.any():
-            self._index_one_each(group, slots[simple], now_us)
+            self._index_one_each(group, slots[simple])
         for slot in slots[~simple].tolist():
-            self._index_many(group, slot, now_us)
+            self._index_many(group, slot)
 
-    def _index_one_each(self, group: Group, slots: Slots, now_us: int) -> None:
+    def _index_one_each(self, group: Group, slots: Slots) -> None:
         s = self.sequences
         first = s.hashed[slots]
         contents = s.tokens[slots[:, None], (first * s.block_size)[:, None] + np.arange(s.block_size)]
         values = self._hasher.extend(s.chain[slots], contents)
-        keys = group.index.add_each(s.table[slots, first], s.parent[slots], values, contents, now_us)
+        keys = group.index.add_each(s.table[slots, first], s.parent[slots], values, contents)
         s.hashed[slots], s.chain[slots], s.parent[slots] = first + 1, values, keys
 
-    def _index_many(self, group: Group, slot: int, now_us: int) -> None:
+    def _index_many(self, group: Group, slot: int) -> None:
         s, index = self.sequences, group.index
         if not index.alive(int(s.parent[slot])):  # an ancestor was evicted: start again from the root
             s.hashed[slot] = 0
@@ -509,7 +512,7 @@ class Cache:
         parent = int(s.parent[slot])
         for i, block in enumerate(s.table[slot, first:full].tolist()):
             content = tokens[i * s.block_size : (i + 1) * s.block_size]
-            parent = index.add(block, parent, values[i], content, now_us)
+            parent = index.add(block, parent, values[i], content)
         s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
 
     # ------------------------------------------------------------------------------------------------------- pressure
@@ -526,12 +529,10 @@ class Cache:
             raise pool.shortage(tenant, count, supply, spare)
         return victims
 
-    def make_room(
-        self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, now_us: int
-    ) -> None:
+    def make_room(self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int) -> None:
         """Evicts idle sequences, least recently used first and whole, until `tenant` can have `count` blocks."""
         for slot in self.check_room(group, tenant, count, keep, asking).tolist():
-            self.release_kv(slot, now_us)
+            self.release_kv(slot)
             self.evicted_sequences_total += 1
 
     def _row_changed(self, slot: int) -> None:

@@ -10,6 +10,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.messages import Int32Array, ModelInfo
 
+from ..clock import Clock
 from ..waits import Waits
 from .hashing import BlockHasher
 from .pool import BlockIds, Blocks, Pool
@@ -138,14 +139,14 @@ def new_group(
     epoch: int,
     base: int,
     count: int,
-    stores: tuple[Blocks, PrefixStore, BlockHasher, Tenants, Waits],
+    stores: tuple[Clock, Blocks, PrefixStore, BlockHasher, Tenants, Waits],
     model: ModelInfo,
     bytes_per_block: int,
     kv_dtype: str,
     device: str,
 ) -> Group:
     """A group with an empty pool of `count` blocks from global id `base` on."""
-    blocks, store, hasher, tenants, waits = stores
-    pool = Pool(blocks, tenants, waits, epoch, base, count)
+    clock, blocks, store, hasher, tenants, waits = stores
+    pool = Pool(clock, blocks, tenants, waits, epoch, base, count)
     index = PrefixIndex(store, blocks, pool, hasher)
     return Group(number, worker, name, epoch, pool, index, model, bytes_per_block, kv_dtype, device)

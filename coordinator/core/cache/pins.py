@@ -21,6 +21,7 @@ from kvforge.protocol.errors import (
     StaleGeneration,
 )
 
+from ..clock import Clock
 from .groups import Group
 from .pool import FREE, QUARANTINED, Blocks
 from .tenants import Tenants
@@ -31,16 +32,14 @@ NAME_LENGTH_MAX = 128
 class Refs:
     """Who holds what, on top of the blocks' own counts."""
 
-    def __init__(self, blocks: Blocks, tenants: Tenants, holders_per_block_max: int) -> None:
-        self._blocks, self._tenants = blocks, tenants
+    def __init__(self, clock: Clock, blocks: Blocks, tenants: Tenants, holders_per_block_max: int) -> None:
+        self._clock, self._blocks, self._tenants = clock, blocks, tenants
         self._holders_max = holders_per_block_max
         self._client_of: dict[tuple[int, str], int] = {}
         self._tenant_of: dict[tuple[int, str], int] = {}
         self._computed_by: dict[int, int] = {}  # of blocks that are charged to somebody else meanwhile
 
-    def add(
-        self, group: Group, block: int, generation: int, holder: str, tenant: str, client: int, now_us: int
-    ) -> None:
+    def add(self, group: Group, block: int, generation: int, holder: str, tenant: str, client: int) -> None:
         """One more holder, of a tenant. Raises InvalidRequest, StaleGeneration, BlockNotHeld, AlreadyHolder,
         CapacityExceeded, QuotaExceeded."""
         blocks = self._blocks
@@ -58,16 +57,16 @@ class Refs:
         owner = int(blocks.owner[block])
         self._tenants.check(tenant, owner)
         self._check_room(group, self._tenants.peek(tenant), block)
-        index = self._tenants.intern(tenant, now_us, owner)
+        index = self._tenants.intern(tenant, owner)
         group.pool.hold(np.array([block], np.int64))
         if not names and index != owner:
-            group.pool.make_room_within_ceiling(index, 1, now_us)
-            self._charge(group, block, index, now_us)
-        blocks.external.setdefault(block, {})[holder] = now_us
+            group.pool.make_room_within_ceiling(index, 1)
+            self._charge(group, block, index)
+        blocks.external.setdefault(block, {})[holder] = self._clock.now_us
         self._client_of[block, holder] = client
         self._tenant_of[block, holder] = index
 
-    def drop(self, group: Group, block: int, generation: int, holder: str, now_us: int) -> None:
+    def drop(self, group: Group, block: int, generation: int, holder: str) -> None:
         """One holder less. Raises StaleGeneration, BlockNotHeld, NotAHolder."""
         self.check_generation(block, generation)
         if self._blocks.refcount[block] == 0:
@@ -76,9 +75,9 @@ class Refs:
         if holder not in names:
             raise NotAHolder(block, holder)
         self._forget(block, holder)
-        self._pass_charge(group, block, now_us)
+        self._pass_charge(group, block)
         ids = np.array([block], np.int64)
-        if group.pool.release(ids, 0, now_us):
+        if group.pool.release(ids, 0):
             group.forget_copies(ids)
 
     def check_generation(self, block: int, generation: int) -> None:
@@ -122,14 +121,14 @@ class Refs:
         if (tenant != owner and after.room(tenant) < 1) or after.stock(tenant) < min(0, before.stock(tenant)):
             raise pool.shortage(tenant, 1, after)
 
-    def _charge(self, group: Group, block: int, tenant: int, now_us: int) -> None:
+    def _charge(self, group: Group, block: int, tenant: int) -> None:
         owner = int(self._blocks.owner[block])
         self._computed_by.setdefault(block, owner)
-        group.pool.recharge(block, tenant, now_us)
+        group.pool.recharge(block, tenant)
         if self._computed_by[block] == tenant:
             del self._computed_by[block]
 
-    def _pass_charge(self, group: Group, block: int, now_us: int) -> None:
+    def _pass_charge(self, group: Group, block: int) -> None:
         """A name let go: the block is charged to whoever still names it, else to the tenant that computed it.
 
         Where none of them has room it stays where it is while it is held, and is not kept as a cached one.
@@ -141,7 +140,7 @@ class Refs:
         if heirs and int(self._blocks.owner[block]) not in heirs:
             heir = next((t for t in heirs if group.pool.usage[t] < self._tenants.ceiling[t]), None)
             if heir is not None:
-                self._charge(group, block, heir, now_us)
+                self._charge(group, block, heir)
             elif self._blocks.refcount[block] == 1 and self._blocks.indexed[block]:
                 group.index.remove(block)
         if not names:

@@ -23,6 +23,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
+from ..clock import Clock
 from ..waits import Waits, blocks_of
 from .tenants import Tenants
 
@@ -118,8 +119,10 @@ class Pool:
     the prefix index goes.
     """
 
-    def __init__(self, blocks: Blocks, tenants: Tenants, waits: Waits, epoch: int, base: int, count: int) -> None:
-        self.blocks, self.waits = blocks, waits
+    def __init__(
+        self, clock: Clock, blocks: Blocks, tenants: Tenants, waits: Waits, epoch: int, base: int, count: int
+    ) -> None:
+        self._clock, self.blocks, self.waits = clock, blocks, waits
         self._gain = blocks_of(epoch)
         self.base, self.count = base, count
         self._tenants = tenants
@@ -178,34 +181,34 @@ class Pool:
                 cached[int(self.blocks.owner[block])] -= 1
         return Supply(self._tenants, self.free, cached, self.usage.copy())
 
-    def allocate(self, tenant: int, count: int, now_us: int) -> BlockIds:
+    def allocate(self, tenant: int, count: int) -> BlockIds:
         """`count` blocks with one holder each: all or nothing. Evicts cached blocks, least recently used first.
 
         Returns [count] int64. Raises QuotaExceeded or CapacityExceeded, and then nothing was changed.
         """
         if count > self.available(tenant):
             raise self.shortage(tenant, count, self.supply())
-        self.make_room_within_ceiling(tenant, count, now_us)
+        self.make_room_within_ceiling(tenant, count)
         for _ in range(count + self._reserved_for_others(tenant) - self.free):
-            self._evict_one(self._lru_tenant(tenant), now_us)
+            self._evict_one(self._lru_tenant(tenant))
         self.free -= count
         ids = self._stack[self.free : self.free + count][::-1].copy()
         blocks = self.blocks
         blocks.refcount[ids] = 1
         blocks.state[ids] = REFERENCED
         blocks.owner[ids] = tenant
-        blocks.since_us[ids] = now_us
-        self._charge(tenant, count, now_us)
+        blocks.since_us[ids] = self._clock.now_us
+        self._charge(tenant, count)
         self.allocated_total += count
         self.referenced_peak = max(self.referenced_peak, self.referenced)
         blocks.changed.append(ids)
         return ids
 
-    def make_room_within_ceiling(self, tenant: int, count: int, now_us: int) -> None:
+    def make_room_within_ceiling(self, tenant: int, count: int) -> None:
         """A tenant at its ceiling makes room for `count` blocks with its own cached ones, of which there are enough."""
         if self._tenants.has_quotas:
             for _ in range(int(self.usage[tenant] - self._tenants.ceiling[tenant]) + count):
-                self._evict_one(tenant, now_us)
+                self._evict_one(tenant)
 
     def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
         """The error that says why `tenant` cannot have `count` blocks although all of `supply` was at hand."""
@@ -232,45 +235,47 @@ class Pool:
                 best, best_stamp = tenant, stamp
         return best
 
-    def _evict_one(self, tenant: int, now_us: int) -> None:
+    def _evict_one(self, tenant: int) -> None:
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
         self.evicted_total += 1
         self.on_evict(block)
-        self._to_free(np.array([block], np.int64), now_us)
+        self._to_free(np.array([block], np.int64))
 
-    def _charge(self, tenant: int, count: int, now_us: int) -> None:
-        self._usage_block_us[tenant] += self.usage[tenant] * (now_us - self._usage_since_us[tenant])
-        self._usage_since_us[tenant] = now_us
+    def _charge(self, tenant: int, count: int) -> None:
+        self._usage_block_us[tenant] += self.usage[tenant] * (self._clock.now_us - self._usage_since_us[tenant])
+        self._usage_since_us[tenant] = self._clock.now_us
         self.usage[tenant] += count
 
-    def block_us_each(self, now_us: int) -> npt.NDArray[np.int64]:
+    def block_us_each(self) -> npt.NDArray[np.int64]:
         """Blocks x microseconds that each tenant has occupied so far: [tenants] int64."""
-        each: npt.NDArray[np.int64] = self._usage_block_us + self.usage * (now_us - self._usage_since_us)
+        each: npt.NDArray[np.int64] = self._usage_block_us + self.usage * (self._clock.now_us - self._usage_since_us)
         return each
 
-    def block_us(self, tenant: int, now_us: int) -> int:
+    def block_us(self, tenant: int) -> int:
         """The same of one tenant."""
-        return int(self._usage_block_us[tenant] + self.usage[tenant] * (now_us - self._usage_since_us[tenant]))
+        return int(
+            self._usage_block_us[tenant] + self.usage[tenant] * (self._clock.now_us - self._usage_since_us[tenant])
+        )
 
     def held_by(self, tenant: int) -> int:
         """Blocks charged to the tenant that are not merely cached."""
         return int(self.usage[tenant]) - len(self._lru.get(tenant, ()))
 
-    def forget_tenant(self, tenant: int, now_us: int) -> None:
+    def forget_tenant(self, tenant: int) -> None:
         """The tenant's number will be another's: what is cached for it goes, and what it occupied."""
         while self._lru.get(tenant):
-            self._evict_one(tenant, now_us)
+            self._evict_one(tenant)
         assert not self.usage[tenant], "a tenant that holds blocks was forgotten"
         self._usage_block_us[tenant] = 0
 
-    def recharge(self, block: int, tenant: int, now_us: int) -> None:
+    def recharge(self, block: int, tenant: int) -> None:
         """From now on the block, which somebody holds, is charged to `tenant`."""
         owner = int(self.blocks.owner[block])
         assert self.blocks.state[block] == REFERENCED
         if owner != tenant:
-            self._charge(owner, -1, now_us)
-            self._charge(tenant, 1, now_us)
+            self._charge(owner, -1)
+            self._charge(tenant, 1)
             self.blocks.owner[block] = tenant
             self.waits.wake(self._gain)  # the one it was charged to has room for another
             self.blocks.changed.append(np.array([block], np.int64))
@@ -293,7 +298,7 @@ class Pool:
         self.referenced_peak = max(self.referenced_peak, self.referenced)
         blocks.changed.append(ids)
 
-    def release(self, ids: BlockIds, last_step: int, now_us: int) -> int:
+    def release(self, ids: BlockIds, last_step: int) -> int:
         """Takes one holder from each block: [n] distinct ids. Returns how many nobody holds any more.
 
         Those are quarantined while a step up to `last_step` may still touch them, else cached or freed. Table order
@@ -313,13 +318,13 @@ class Pool:
                 blocks.state[held_back] = QUARANTINED
                 self.quarantined += held_back.size
                 self._quarantine.append(held_back)
-                self._settle(dead[~waiting], now_us)
+                self._settle(dead[~waiting])
             else:
-                self._settle(dead, now_us)
+                self._settle(dead)
         blocks.changed.append(ids)
         return int(dead.size)
 
-    def settle(self, step: int, now_us: int) -> None:
+    def settle(self, step: int) -> None:
         """Every step up to `step` is over: what only they could touch leaves quarantine."""
         self.settled_step = max(self.settled_step, step)
         if self._awaited and self._awaited[0] <= self.settled_step:
@@ -332,7 +337,7 @@ class Pool:
             over = self.blocks.touch[ids] <= self.settled_step
             if over.any():
                 self.quarantined -= int(np.count_nonzero(over))
-                self._settle(ids[over], now_us)
+                self._settle(ids[over])
             if not over.all():
                 self._quarantine.append(ids[~over])
 
@@ -346,7 +351,7 @@ class Pool:
         """Whether anything waits for a step to be over."""
         return self.quarantined > 0 or bool(self._awaited)
 
-    def _settle(self, ids: BlockIds, now_us: int) -> None:
+    def _settle(self, ids: BlockIds) -> None:
         if not ids.size:
             return
         indexed = self.blocks.indexed[ids]
@@ -359,10 +364,10 @@ class Pool:
                 self._stamp += 1
                 self._lru.setdefault(owner, OrderedDict())[block] = self._stamp
             ids = ids[~indexed]
-        self._to_free(ids, now_us)
+        self._to_free(ids)
         self.waits.wake(self._gain)
 
-    def _to_free(self, ids: BlockIds, now_us: int) -> None:
+    def _to_free(self, ids: BlockIds) -> None:
         if not ids.size:
             return
         blocks = self.blocks
@@ -370,22 +375,22 @@ class Pool:
         blocks.state[ids] = FREE
         owners = blocks.owner[ids]
         if (owners == owners[0]).all():
-            self._charge(int(owners[0]), -ids.size, now_us)
+            self._charge(int(owners[0]), -ids.size)
         else:
             for tenant in sorted(set(owners.tolist())):
-                self._charge(tenant, -int(np.count_nonzero(owners == tenant)), now_us)
+                self._charge(tenant, -int(np.count_nonzero(owners == tenant)))
         blocks.owner[ids] = 0
         self._stack[self.free : self.free + ids.size] = ids[::-1]
         self.free += ids.size
         self.freed_total += ids.size
         blocks.changed.append(ids)
 
-    def drop_cached(self, block: int, now_us: int) -> None:
+    def drop_cached(self, block: int) -> None:
         """A block lost its place in the prefix index: if only the index kept it, it becomes free."""
         if self.blocks.state[block] == CACHED:
             del self._lru[int(self.blocks.owner[block])][block]
             self.cached -= 1
-            self._to_free(np.array([block], np.int64), now_us)
+            self._to_free(np.array([block], np.int64))
 
     # ------------------------------------------------------------------------------------------------- invariants
 

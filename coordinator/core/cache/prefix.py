@@ -122,7 +122,7 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------------------------------------------- entries
 
-    def add(self, block: int, parent: int, value: int, tokens: Tokens, now_us: int) -> int:
+    def add(self, block: int, parent: int, value: int, tokens: Tokens) -> int:
         """Indexes a full, acknowledged, held block under its chained hash `value`. Returns its entry's key.
 
         Where an entry for the same content exists, that one stays and its key is returned. An entry that collides,
@@ -135,7 +135,7 @@ class PrefixIndex:
             if store.parent[old] == parent and np.array_equal(store.tokens[old], tokens):
                 return self.key(old)
             self.remove(old)
-            self._pool.drop_cached(old, now_us)
+            self._pool.drop_cached(old)
         if self._blocks.indexed[block]:
             self.remove(block)
         store.hash[block], store.parent[block], store.tokens[block] = value, parent, tokens
@@ -151,14 +151,13 @@ class PrefixIndex:
         parents: npt.NDArray[np.int64],
         values: Hashes,
         contents: npt.NDArray[np.int32],
-        now_us: int,
     ) -> npt.NDArray[np.int64]:
         """`add` for one block of each of n sequences: [n] blocks, parents, values, [n, block_size] contents."""
         store, hashes, new = self._store, values.tolist(), ids.tolist()
         known = self._by_hash.keys() & hashes
         if known or len(set(hashes)) != len(hashes) or self._blocks.indexed[ids].any():
             each = zip(new, parents.tolist(), hashes, contents, strict=True)
-            return np.array([self.add(block, parent, value, own, now_us) for block, parent, value, own in each])
+            return np.array([self.add(block, parent, value, own) for block, parent, value, own in each])
         assert (self._blocks.state[ids] != FREE).all(), "a free block cannot be indexed"
         store.hash[ids], store.parent[ids], store.tokens[ids] = values, parents, contents
         self._by_hash.update(zip(hashes, new, strict=True))

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded, SequenceNotFound
 
+from ..clock import Clock
 from ..limits import Limits
 from ..waits import SLOT, Waits
 
@@ -34,8 +35,8 @@ class Sequences:
     uses one only puts its end off, so this is looked up again when it has come, and not in every turn.
     """
 
-    def __init__(self, limits: Limits, waits: Waits, first_id: int = 0) -> None:
-        self._waits, self._last_id = waits, first_id
+    def __init__(self, clock: Clock, limits: Limits, waits: Waits, first_id: int = 0) -> None:
+        self._clock, self._waits, self._last_id = clock, waits, first_id
         n, context = limits.sequences_max, limits.context_tokens_max
         self.block_size = limits.block_size
         self.context_tokens_max = context
@@ -95,7 +96,7 @@ class Sequences:
         if count > len(self._free):
             raise CapacityExceeded("sequences", count, len(self._free), "remove sequences or raise sequences_max")
 
-    def take(self, tenant: int, salt: int, now_us: int) -> int:
+    def take(self, tenant: int, salt: int) -> int:
         """A fresh, empty, non-resident sequence in a free slot."""
         slot = self._free.pop()
         self._last_id += 1
@@ -104,7 +105,7 @@ class Sequences:
         self.slot_of[sequence_id] = slot
         self.version += 1
         self.id[slot], self.tenant[slot], self.salt[slot] = sequence_id, tenant, salt
-        self.created_us[slot] = self.accessed_us[slot] = now_us
+        self.created_us[slot] = self.accessed_us[slot] = self._clock.now_us
         self.changed_rows.append(np.array([slot]))
         return slot
 
@@ -145,9 +146,9 @@ class Sequences:
             else:
                 self._quarantine.append(entry)
 
-    def touch(self, slots: Slots | int, now_us: int) -> None:
+    def touch(self, slots: Slots | int) -> None:
         """Counts an access."""
-        self.accessed_us[slots] = now_us
+        self.accessed_us[slots] = self._clock.now_us
         self.accesses[slots] += 1
 
     def keep_idle(self, slot: int, ttl_us: int) -> None:
@@ -162,13 +163,13 @@ class Sequences:
             end_us = int(self.accessed_us[slot]) + ttl_us
             self.expiry_us = end_us if self.expiry_us is None else min(self.expiry_us, end_us)
 
-    def take_expired(self, now_us: int) -> list[int]:
+    def take_expired(self) -> list[int]:
         """The sequences whose time to live is over; the caller removes them."""
-        if self.expiry_us is None or now_us < self.expiry_us:
+        if self.expiry_us is None or self._clock.now_us < self.expiry_us:
             return []
         limited = np.flatnonzero(self.owned & (self.idle_ttl_us > 0) & (self.request == 0))
         ends_us = self.accessed_us[limited] + self.idle_ttl_us[limited]
-        later = ends_us > now_us
+        later = ends_us > self._clock.now_us
         self.expiry_us = int(ends_us[later].min()) if later.any() else None
         expired: list[int] = limited[~later].tolist()
         return expired

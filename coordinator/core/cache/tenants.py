@@ -21,14 +21,14 @@ NO_CEILING = np.iinfo(np.int64).max
 class Tenants:
     """Interned tenants. Arrays are indexed by tenant.
 
-    in_use: whoever has a sequence, a living request or a held block; on_forget: called with the index and the time.
+    in_use: whoever has a sequence, a living request or a held block; on_forget: called with the index.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._limits = limits
         self._index: dict[str, int] = {}  # in the order in which they were last heard of
         self.in_use: Callable[[], set[int]] = set
-        self.on_forget: list[Callable[[int, int], None]] = []
+        self.on_forget: list[Callable[[int], None]] = []
         self.forgotten_total = 0
         self.names: list[str] = [""]
         self.floor = np.zeros(limits.tenants_max + 1, np.int64)
@@ -54,7 +54,7 @@ class Tenants:
         if len(self.names) > self._limits.tenants_max and self._idle(keep) is None:
             raise CapacityExceeded("tenants", 1, 0, "raise limits.tenants_max")
 
-    def intern(self, name: str, now_us: int, keep: int = 0) -> int:
+    def intern(self, name: str, keep: int = 0) -> int:
         """The tenant's index, for a new name a new one or that of one that is forgotten for it, other than `keep`."""
         index = self._index.pop(name, None)
         if index is None:
@@ -63,7 +63,7 @@ class Tenants:
                 index = len(self.names)
                 self.names.append(name)
             else:
-                index = self._forget(keep, now_us)
+                index = self._forget(keep)
                 self.names[index] = name
         self._index[name] = index
         return index
@@ -73,11 +73,11 @@ class Tenants:
         busy.add(keep)
         return next((i for i in self._index.values() if i >= self._configured and i not in busy), None)
 
-    def _forget(self, keep: int, now_us: int) -> int:
+    def _forget(self, keep: int) -> int:
         index = self._idle(keep)
         assert index is not None
         for forget in self.on_forget:
-            forget(index, now_us)
+            forget(index)
         del self._index[self.names[index]]
         for column in (self.prefix_queried_tokens, self.prefix_hit_tokens, self.past_byte_seconds):
             column[index] = 0

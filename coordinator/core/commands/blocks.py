@@ -16,9 +16,9 @@ class BlockCommands:
     """Handlers of the block messages. A handler that raises has changed nothing."""
 
     def __init__(self, cache: Cache) -> None:
-        self._cache = cache
+        self._cache, self._clock = cache, cache.clock
 
-    def info(self, _event: FromClient, message: GetBlock, now_us: int) -> Message:
+    def info(self, _event: FromClient, message: GetBlock) -> Message:
         """A block, its state and its holders. Raises BlockNotFound."""
         cache, block = self._cache, message.block_id
         group = cache.group_of_block(block)
@@ -31,10 +31,10 @@ class BlockCommands:
             generation=int(cache.blocks.generation[block]),
             tenant=cache.tenants.names[int(cache.blocks.owner[block])],
             indexed=bool(cache.blocks.indexed[block]),
-            holders=tuple(self.holders(block, now_us)[:HOLDERS_LISTED_MAX]),
+            holders=tuple(self.holders(block)[:HOLDERS_LISTED_MAX]),
         )
 
-    def holders(self, block: int, now_us: int) -> list[Holder]:
+    def holders(self, block: int) -> list[Holder]:
         """Everyone who holds the block and for how long, longest first."""
         s, blocks = self._cache.sequences, self._cache.blocks
         width = int(s.used.max(initial=0))
@@ -44,30 +44,36 @@ class BlockCommands:
             since = max(int(blocks.since_us[block]), int(s.resident_us[slot]))
             sequence, request = int(s.id[slot]), int(s.request[slot])
             if s.owned[slot]:
-                found.append(Holder(kind="sequence", name=f"sequence {sequence}", id=sequence, since_us=now_us - since))
+                found.append(
+                    Holder(
+                        kind="sequence", name=f"sequence {sequence}", id=sequence, since_us=self._clock.now_us - since
+                    )
+                )
             else:
-                found.append(Holder(kind="request", name=f"request {request}", id=request, since_us=now_us - since))
+                found.append(
+                    Holder(kind="request", name=f"request {request}", id=request, since_us=self._clock.now_us - since)
+                )
         for name, since in blocks.external.get(block, {}).items():
-            found.append(Holder(kind="external", name=name, id=0, since_us=now_us - since))
+            found.append(Holder(kind="external", name=name, id=0, since_us=self._clock.now_us - since))
         return sorted(found, key=lambda holder: -holder.since_us)
 
-    def ref(self, event: FromClient, message: RefBlock, now_us: int) -> Message:
+    def ref(self, event: FromClient, message: RefBlock) -> Message:
         """Adds a holder. Raises BlockNotFound and what Refs.add raises."""
         group = self._cache.group_of_block(message.block_id)
         refs, block, tenant = self._cache.refs, message.block_id, message.tenant
-        refs.add(group, block, message.generation, message.holder, tenant, event.client, now_us)
+        refs.add(group, block, message.generation, message.holder, tenant, event.client)
         return self._count(message.rid, message.block_id)
 
-    def unref(self, _event: FromClient, message: UnrefBlock, now_us: int) -> Message:
+    def unref(self, _event: FromClient, message: UnrefBlock) -> Message:
         """Takes a holder away. Raises BlockNotFound and what Refs.drop raises."""
         group = self._cache.group_of_block(message.block_id)
-        self._cache.refs.drop(group, message.block_id, message.generation, message.holder, now_us)
+        self._cache.refs.drop(group, message.block_id, message.generation, message.holder)
         return self._count(message.rid, message.block_id)
 
-    def client_gone(self, client: int, now_us: int) -> None:
+    def client_gone(self, client: int) -> None:
         """What a connection held is released."""
         for block, holder in self._cache.refs.of_client(client):
-            self._cache.refs.drop(self._cache.group_of_block(block), block, -1, holder, now_us)
+            self._cache.refs.drop(self._cache.group_of_block(block), block, -1, holder)
 
     def _count(self, rid: int, block: int) -> BlockCount:
         blocks = self._cache.blocks

@@ -68,7 +68,7 @@ class RequestCommands:
     ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._streams, self._sequences = endings, streams, sequences
-        self._limits = cache.limits
+        self._limits, self._clock = cache.limits, cache.clock
         self.timers = Timers()
         self.draining = False
         self.drain_deadline_us = 0
@@ -76,14 +76,14 @@ class RequestCommands:
 
     # --------------------------------------------------------------------------------------------------------- submit
 
-    def submit(self, event: FromClient, message: Submit, now_us: int) -> Message:
+    def submit(self, event: FromClient, message: Submit) -> Message:
         """One request, or several over one prompt; or those that the same key made before."""
         cache, s = self._cache, self._cache.sequences
         slot = self._sequences.find(message.sequence_id) if message.sequence_id else NO_SLOT
         tenant = message.tenant if slot == NO_SLOT else cache.tenants.names[int(s.tenant[slot])]
         entry = self._requests.keys.find(tenant, message)
         if entry is not None:
-            return self._again(event, message, entry.request_id, now_us)
+            return self._again(event, message, entry.request_id)
         if self.draining:
             raise Draining("the coordinator is draining and admits nothing more; submit elsewhere or after its restart")
         if slot != NO_SLOT and s.request[slot]:
@@ -93,37 +93,37 @@ class RequestCommands:
         salt = int(s.salt[slot]) if slot != NO_SLOT else cache.salt(validate.salt_text(tenant, message.salt))
         validate.submit(message, prompt, tenant, self._limits, self._cache.model, cache)
         if len(self._admission.waiting) + message.count > self._limits.queue_max:
-            raise QueueFull(self._limits.queue_max, self._admission.waiting.retry_after_ms(now_us))
+            raise QueueFull(self._limits.queue_max, self._admission.waiting.retry_after_ms())
         if slot != NO_SLOT and message.prompt.size:
-            self._append(slot, message.prompt, now_us)
-        return self._accept(event, message, prompt, tenant, salt, now_us)
+            self._append(slot, message.prompt)
+        return self._accept(event, message, prompt, tenant, salt)
 
-    def _append(self, slot: int, prompt: npt.NDArray[np.int32], now_us: int) -> None:
+    def _append(self, slot: int, prompt: npt.NDArray[np.int32]) -> None:
         """The sequence grows by the prompt. Where there is no room now, it gives up its KV and waits for its turn."""
         slots, counts = np.array([slot]), np.array([prompt.size])
         try:
-            self._cache.append(slots, prompt, counts, now_us)
+            self._cache.append(slots, prompt, counts)
         except CapacityExceeded:
-            self._cache.release_kv(slot, now_us)
-            self._cache.append(slots, prompt, counts, now_us)
+            self._cache.release_kv(slot)
+            self._cache.append(slots, prompt, counts)
 
     def _accept(
-        self, event: FromClient, message: Submit, prompt: npt.NDArray[np.int32], name: str, salt: int, now_us: int
+        self, event: FromClient, message: Submit, prompt: npt.NDArray[np.int32], name: str, salt: int
     ) -> Message:
         seed = event.entropy if message.sampling.seed is None else message.sampling.seed
-        deadline_us = now_us + (message.deadline_ms * 1000 or self._limits.deadline_max_us)
+        deadline_us = self._clock.now_us + (message.deadline_ms * 1000 or self._limits.deadline_max_us)
         model = self._cache.model
         sampling = message.sampling if model is None else settled(message.sampling, message.model_defaults, model)
         unsettled = message.model_defaults if model is None else ()
         first = self._request_ids + 1
         self._request_ids += message.count
-        tenant = self._cache.tenants.intern(name, now_us)
+        tenant = self._cache.tenants.intern(name)
         entry = self._requests.keys.add(name, message, first) if message.key else None
         made = []
         for i in range(message.count):
             own_seed = (seed + i) % SEEDS
             request = Request(
-                first + i, event.client, tenant, name, prompt, message, own_seed, now_us, salt, deadline_us
+                first + i, event.client, tenant, name, prompt, message, own_seed, self._clock.now_us, salt, deadline_us
             )
             request.key = entry
             request.sampling, request.model_defaults = sampling, unsettled
@@ -134,16 +134,16 @@ class RequestCommands:
             self._admission.enqueue(request)
             self.timers.set(deadline_us, request.id, DEADLINE)
             if message.first_token_ms:
-                self.timers.set(now_us + message.first_token_ms * 1000, request.id, FIRST_TOKEN)
+                self.timers.set(self._clock.now_us + message.first_token_ms * 1000, request.id, FIRST_TOKEN)
         if message.sequence_id:
             s = self._cache.sequences
             slot = s.find(message.sequence_id)
             s.request[slot] = first
-            s.touch(slot, now_us)
+            s.touch(slot)
         self.timers.sweep(self._requests.live)
         return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count)
 
-    def _again(self, event: FromClient, message: Submit, first: int, now_us: int) -> Message:
+    def _again(self, event: FromClient, message: Submit, first: int) -> Message:
         """The command of a known key: its requests are streamed to whoever asks now. Some may be forgotten by now."""
         requests = []
         for request_id in range(first, first + message.count):
@@ -152,14 +152,14 @@ class RequestCommands:
                 self._streams.restart(event.client, request_id)
                 self._streams.add_end(event.client, forgotten(request_id))
             else:
-                self._give(request, event.client, 0, now_us)
+                self._give(request, event.client, 0)
                 requests.append(request)
         seed = (requests[0].seed - (requests[0].id - first)) % SEEDS
         return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count, repeated=True)
 
     # --------------------------------------------------------------------------------------------------------- attach
 
-    def attach(self, event: FromClient, message: Attach, now_us: int) -> Message:
+    def attach(self, event: FromClient, message: Attach) -> Message:
         """The request is streamed to this client from the offset on."""
         request = self._requests.find(message.request_id)
         if message.resume and request.client != event.client:
@@ -170,10 +170,10 @@ class RequestCommands:
         most = self._generated(request) + request.cut
         if not 0 <= message.offset <= most:
             raise InvalidRequest("offset", f"must be 0 to {most}, the tokens generated so far, not {message.offset}")
-        self._give(request, event.client, message.offset, now_us)
+        self._give(request, event.client, message.offset)
         return Attached(rid=message.rid, request_id=request.id, seed=request.seed, offset=message.offset)
 
-    def _give(self, request: Request, client: int, offset: int, _now_us: int) -> None:
+    def _give(self, request: Request, client: int, offset: int) -> None:
         if request.client not in (0, client):
             self._streams.take(request.client, request.id)
         request.client, request.orphan_us = client, -1
@@ -187,9 +187,9 @@ class RequestCommands:
             cut = max(0, offset - request.generated)
             self._streams.add_end(client, ended(request, cut))
 
-    def client_full(self, client: int, lost: Stream, now_us: int) -> None:
+    def client_full(self, client: int, lost: Stream) -> None:
         """The client takes nothing more: its requests that miss something now are paused, to be read by offset."""
-        for request_id in self._streams.lost(client, lost, now_us):
+        for request_id in self._streams.lost(client, lost):
             request = self._requests.known(request_id)
             self._requests.streams_paused_total += 1
             if request is not None and request.client == client:
@@ -199,51 +199,51 @@ class RequestCommands:
 
     # ------------------------------------------------------------------------------------------------------------ end
 
-    def cancel(self, _event: FromClient, message: Cancel, now_us: int) -> Message:
+    def cancel(self, _event: FromClient, message: Cancel) -> Message:
         """Ends a request; doing it twice is the same answer, not an error."""
         request = self._requests.find(message.request_id)
         if request.state != CANCELLED:
-            self._endings.end(request, "cancel", "cancelled", None, now_us)
+            self._endings.end(request, "cancel", "cancelled", None)
         return Done(rid=message.rid)
 
-    def finish_at(self, _event: FromClient, message: FinishAt, now_us: int) -> Message:
+    def finish_at(self, _event: FromClient, message: FinishAt) -> Message:
         """Ends a request after so many of its tokens."""
         request = self._requests.find(message.request_id)
-        self._endings.finish_at(request, message.tokens, self._generated(request), now_us)
+        self._endings.finish_at(request, message.tokens, self._generated(request))
         return Done(rid=message.rid)
 
-    def client_gone(self, client: int, goodbye: bool, now_us: int) -> None:
+    def client_gone(self, client: int, goodbye: bool) -> None:
         """Its requests go with it: at once where it said goodbye, else when its lease is over; detached ones stay."""
         lease_us = 0 if goodbye else self._limits.lease_us
         for request in [r for r in self._requests.live.values() if r.client == client]:
             if not request.detached and not lease_us:
-                self._endings.end(request, "cancel", "cancelled", None, now_us)
+                self._endings.end(request, "cancel", "cancelled", None)
                 continue
             request.client, request.paused = 0, False
             if request.slot != NO_SLOT:
                 self._admission.runs.client[request.slot] = 0
             if not request.detached:
-                request.orphan_us = now_us
-                self.timers.set(now_us + lease_us, request.id, LEASE)
+                request.orphan_us = self._clock.now_us
+                self.timers.set(self._clock.now_us + lease_us, request.id, LEASE)
         self._streams.forget(client)
 
-    def pass_time(self, now_us: int) -> None:
+    def pass_time(self) -> None:
         """Ends what has run out of time."""
-        for request_id, kind in self.timers.due(now_us):
+        for request_id, kind in self.timers.due(self._clock.now_us):
             request = self._requests.live.get(request_id)
             if request is None:
                 continue
-            age = f"{(now_us - request.submitted_us) / 1e6:.3g} s"
+            age = f"{(self._clock.now_us - request.submitted_us) / 1e6:.3g} s"
             if kind == DEADLINE:
                 limit = (request.deadline_us - request.submitted_us) / 1e6
-                self._expire(request, f"it had not ended within {limit:.6g} s", now_us)
+                self._expire(request, f"it had not ended within {limit:.6g} s")
             elif kind == FIRST_TOKEN:
                 if request.first_token_us < 0:
-                    self._expire(request, f"it had no token after {age}", now_us)
-            elif 0 <= request.orphan_us <= now_us - self._limits.lease_us:
-                self._endings.end(request, "cancel", "cancelled", None, now_us)
-        if self.drain_deadline_us and now_us >= self.drain_deadline_us:
-            self.hand_back(now_us)
+                    self._expire(request, f"it had no token after {age}")
+            elif 0 <= request.orphan_us <= self._clock.now_us - self._limits.lease_us:
+                self._endings.end(request, "cancel", "cancelled", None)
+        if self.drain_deadline_us and self._clock.now_us >= self.drain_deadline_us:
+            self.hand_back()
 
     def due_us(self) -> int | None:
         """When `pass_time` has something to do; None where nothing waits for time to pass."""
@@ -252,26 +252,26 @@ class RequestCommands:
             return self.drain_deadline_us if timer_us is None else min(timer_us, self.drain_deadline_us)
         return timer_us
 
-    def _expire(self, request: Request, what: str, now_us: int) -> None:
+    def _expire(self, request: Request, what: str) -> None:
         state = request.state
         why = "no worker is ready" if state != "running" and not self._cache.groups else f"it was {state}"
         error = DeadlineExceeded(f"request {request.id} expired: {what}; {why}", request_id=request.id, state=state)
-        self._endings.end(request, "expire", "expired", error, now_us)
+        self._endings.end(request, "expire", "expired", error)
 
     # ---------------------------------------------------------------------------------------------------------- drain
 
-    def begin_drain(self, now_us: int, deadline_us: int) -> None:
+    def begin_drain(self, deadline_us: int) -> None:
         """Stops admission. What has not ended by the deadline (0: none) is handed back."""
         self.draining = True
         if deadline_us:
             self.drain_deadline_us = min(deadline_us, self.drain_deadline_us or deadline_us)
-            self.pass_time(now_us)
+            self.pass_time()
 
-    def hand_back(self, now_us: int) -> None:
+    def hand_back(self) -> None:
         """Everything that is left fails with an error that says that it may be submitted elsewhere."""
         for request in list(self._requests.live.values()):
             problem = f"request {request.id} was handed back: the coordinator is draining; submit it elsewhere"
-            self._endings.end(request, "fail", "failed", Draining(problem, request_id=request.id), now_us)
+            self._endings.end(request, "fail", "failed", Draining(problem, request_id=request.id))
 
     # ----------------------------------------------------------------------------------------------------------- read
 
@@ -280,7 +280,7 @@ class RequestCommands:
             return int(request.tokens.size)
         return int(self._cache.sequences.length[request.slot] - self._admission.runs.base[request.slot])
 
-    def info(self, _event: FromClient, message: GetRequest, now_us: int) -> Message:
+    def info(self, _event: FromClient, message: GetRequest) -> Message:
         """What is known of a request."""
         request = self._requests.find(message.request_id)
         tokens = request.tokens
@@ -295,7 +295,7 @@ class RequestCommands:
             max_tokens=request.max_tokens,
             generated_tokens=tokens.size,
             cached_tokens=request.cached_tokens,
-            age_us=now_us - request.submitted_us,
+            age_us=self._clock.now_us - request.submitted_us,
             reason=request.reason,
             error=ErrorInfo.of(request.error) if request.error else None,
             timings=request.timings(),
@@ -306,23 +306,23 @@ class RequestCommands:
             tokens=tokens if message.with_tokens else NO_INT32,
         )
 
-    def list(self, _event: FromClient, message: ListRequests, now_us: int) -> Message:
+    def list(self, _event: FromClient, message: ListRequests) -> Message:
         """The newest requests."""
         if not 1 <= message.count_max <= self._limits.list_max:
             raise InvalidRequest("count_max", f"must be 1 to {self._limits.list_max}")
         known = {**self._requests.finished, **self._requests.live}
         newest = sorted(known, reverse=True)[: message.count_max]
         newest = newest[: codec.BODY_BYTES_MAX // LISTED_BYTES]
-        rows = [_row(known[i], self._generated(known[i]), now_us) for i in newest]
+        rows = [_row(known[i], self._generated(known[i]), self._clock.now_us) for i in newest]
         return RequestList(rid=message.rid, requests=tuple(rows), total=len(known))
 
-    def purge(self, _event: FromClient, message: PurgeFinished, now_us: int) -> Message:
+    def purge(self, _event: FromClient, message: PurgeFinished) -> Message:
         """Forgets requests that ended some time ago."""
         if message.older_than_ms < 0:
             raise InvalidRequest("older_than_ms", "must be 0 or more")
-        return Purged(rid=message.rid, count=self._requests.purge(now_us, message.older_than_ms * 1000))
+        return Purged(rid=message.rid, count=self._requests.purge(message.older_than_ms * 1000))
 
-    def recheck(self, now_us: int) -> None:
+    def recheck(self) -> None:
         """The model is known now: requests that came before are held to its limits."""
         model = self._cache.model
         for request in list(self._admission.waiting):
@@ -333,7 +333,7 @@ class RequestCommands:
                 validate.sampling(request.sampling, self._limits, model)
                 validate.fits(request.prompt, request.max_tokens, request.tenant_name, self._limits, model, self._cache)
             except KvforgeError as error:
-                self._endings.end(request, "fail", "failed", error, now_us)
+                self._endings.end(request, "fail", "failed", error)
 
 
 def settled(sampling: Sampling, model_defaults: tuple[str, ...], model: ModelInfo) -> Sampling:

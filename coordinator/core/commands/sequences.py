@@ -43,7 +43,7 @@ class SequenceCommands:
     """Handlers of the sequence messages. A handler that raises has changed nothing."""
 
     def __init__(self, cache: Cache, requests: RequestTable, endings: Endings) -> None:
-        self._cache, self._requests, self._endings = cache, requests, endings
+        self._clock, self._cache, self._requests, self._endings = cache.clock, cache, requests, endings
         self._gone: OrderedDict[int, str] = OrderedDict()
         self._named: tuple[bytes, bytes, int] = (b"", b"", -1)
         self._slots: Slots = np.zeros(0, np.int64)
@@ -59,7 +59,7 @@ class SequenceCommands:
 
     # --------------------------------------------------------------------------------------------------------- create
 
-    def create(self, event: FromClient, message: CreateSequence, now_us: int) -> Message:
+    def create(self, event: FromClient, message: CreateSequence) -> Message:
         """A new sequence, resident in the group that shares most with it, or waiting for one to appear."""
         cache, s = self._cache, self._cache.sequences
         cache.tenants.check(message.tenant)
@@ -71,19 +71,19 @@ class SequenceCommands:
         s.need_slots(1)
         salt = cache.salt(validate.salt_text(message.tenant, message.salt))
         residence, forgotten = self._place(message, salt), cache.tenants.forgotten_total
-        tenant = cache.tenants.intern(message.tenant, now_us)
+        tenant = cache.tenants.intern(message.tenant)
         if cache.tenants.forgotten_total != forgotten:  # cached blocks went with it, perhaps those that it would share
             residence = self._place(message, salt)
-        slot = s.take(tenant, salt, now_us)
+        slot = s.take(tenant, salt)
         s.owned[slot], s.client[slot] = True, event.client
         s.keep_idle(slot, message.idle_ttl_ms * 1000)
         s.tokens[slot, : message.tokens.size] = message.tokens
         s.length[slot] = message.tokens.size
         if residence is not None:
-            cache.settle_in(slot, residence, now_us)
+            cache.settle_in(slot, residence)
             cache.tenants.prefix_queried_tokens[tenant] += message.tokens.size
             cache.tenants.prefix_hit_tokens[tenant] += int(s.computed[slot])
-        return self._info(slot, message.rid, now_us)
+        return self._info(slot, message.rid)
 
     def _place(self, message: CreateSequence, salt: int) -> Residence | None:
         """Where the sequence would live; None where no worker is there yet. Raises CapacityExceeded."""
@@ -107,12 +107,10 @@ class SequenceCommands:
 
     # --------------------------------------------------------------------------------------------------- append, fork
 
-    def append(self, _event: FromClient, message: Append, now_us: int) -> Message:
+    def append(self, _event: FromClient, message: Append) -> Message:
         """Appends to all of the sequences or to none."""
         if message.tokens.size == message.counts.size == message.sequence_ids.size:
-            reply = (
-                self._append_one(message, now_us) if message.tokens.size == 1 else self._append_again(message, now_us)
-            )
+            reply = self._append_one(message) if message.tokens.size == 1 else self._append_again(message)
             if reply is not None:
                 return reply
         s = self._cache.sequences
@@ -130,23 +128,23 @@ class SequenceCommands:
         if slots.size and not (s.tenant[slots] == s.tenant[slots[0]]).all():
             raise InvalidRequest("sequence_ids", "one command appends to sequences of one tenant")
         if slots.size:
-            self._cache.append(slots, message.tokens, counts, now_us)
+            self._cache.append(slots, message.tokens, counts)
             if counts.size == message.tokens.size:
                 # Who appends one to each of many does so again and again: the next time they need not be looked up.
                 self._named, self._slots = self._name(message), slots
         return Appended(rid=message.rid, lengths=s.length[slots].astype(np.int32))
 
-    def _append_one(self, message: Append, now_us: int) -> Appended | None:
+    def _append_one(self, message: Append) -> Appended | None:
         """One token to one sequence, as chat-like clients do most: the same in plain numbers. None: the long way."""
         s, token = self._cache.sequences, int(message.tokens[0])
         slot = s.slot_of.get(int(message.sequence_ids[0]), NO_POOL)
         if slot == NO_POOL or not s.owned[slot] or s.request[slot] or message.counts[0] != 1:
             return None
-        if not 0 <= token < self._cache.vocab_size or not self._cache.append_one(slot, token, now_us):
+        if not 0 <= token < self._cache.vocab_size or not self._cache.append_one(slot, token):
             return None
         return Appended(rid=message.rid, lengths=np.array([s.length[slot]], np.int32))
 
-    def _append_again(self, message: Append, now_us: int) -> Appended | None:
+    def _append_again(self, message: Append) -> Appended | None:
         """One token to each of the sequences to which the last command appended one each: they need not be looked up,
         and are of one tenant. None: the long way, which also says what is wrong."""
         s, slots = self._cache.sequences, self._slots
@@ -155,7 +153,7 @@ class SequenceCommands:
         # Those below zero are large ones here.
         if np.maximum.reduce(message.tokens.view(np.uint32)) >= self._cache.vocab_size:
             return None
-        after = self._cache.append_each(slots, message.tokens, now_us)
+        after = self._cache.append_each(slots, message.tokens)
         return None if after is None else Appended(rid=message.rid, lengths=after.astype(np.int32))
 
     def _name(self, message: Append) -> tuple[bytes, bytes, int]:
@@ -163,7 +161,7 @@ class SequenceCommands:
         counts."""
         return message.sequence_ids.tobytes(), message.counts.tobytes(), self._cache.sequences.version
 
-    def fork(self, event: FromClient, message: Fork, now_us: int) -> Message:
+    def fork(self, event: FromClient, message: Fork) -> Message:
         """More sequences over the same blocks."""
         slot, s = self.find(message.sequence_id), self._cache.sequences
         if not 1 <= message.count <= self._cache.limits.bulk_max:
@@ -171,26 +169,26 @@ class SequenceCommands:
         s.need_slots(message.count)
         ids = []
         for _ in range(message.count):
-            child = self._cache.fork(slot, now_us)
+            child = self._cache.fork(slot)
             s.owned[child], s.client[child] = True, event.client
             s.keep_idle(child, int(s.idle_ttl_us[slot]))
             ids.append(int(s.id[child]))
-        s.touch(slot, now_us)
+        s.touch(slot)
         return Forked(rid=message.rid, sequence_ids=np.array(ids, np.int64))
 
     # ----------------------------------------------------------------------------------------------------------- read
 
-    def info(self, _event: FromClient, message: GetSequence, now_us: int) -> Message:
+    def info(self, _event: FromClient, message: GetSequence) -> Message:
         """What is known of a sequence. Does not count as an access."""
-        return self._info(self.find(message.sequence_id), message.rid, now_us)
+        return self._info(self.find(message.sequence_id), message.rid)
 
-    def read(self, _event: FromClient, message: GetTokens, now_us: int) -> Message:
+    def read(self, _event: FromClient, message: GetTokens) -> Message:
         """Its tokens. Counts as an access."""
         slot = self.find(message.sequence_id)
-        self._cache.sequences.touch(slot, now_us)
+        self._cache.sequences.touch(slot)
         return SequenceTokens(rid=message.rid, tokens=self._cache.sequences.text(slot))
 
-    def _info(self, slot: int, rid: int, now_us: int) -> SequenceInfo:
+    def _info(self, slot: int, rid: int) -> SequenceInfo:
         s = self._cache.sequences
         group = self._cache.groups.get(int(s.pool[slot]))
         return SequenceInfo(
@@ -204,27 +202,27 @@ class SequenceCommands:
             resident=group is not None,
             worker=group.name if group else "",
             request_id=int(s.request[slot]),
-            age_us=now_us - int(s.created_us[slot]),
-            idle_us=now_us - int(s.accessed_us[slot]),
+            age_us=self._clock.now_us - int(s.created_us[slot]),
+            idle_us=self._clock.now_us - int(s.accessed_us[slot]),
             accesses=int(s.accesses[slot]),
             idle_ttl_ms=int(s.idle_ttl_us[slot]) // 1000,
         )
 
     # --------------------------------------------------------------------------------------------------------- remove
 
-    def remove(self, _event: FromClient, message: RemoveSequences, now_us: int) -> Message:
+    def remove(self, _event: FromClient, message: RemoveSequences) -> Message:
         """Removes all of them; what runs on one is cancelled first."""
         slots = self._find_all(message.sequence_ids)
-        freed = sum(self._end(slot, "", now_us) for slot in slots.tolist())
+        freed = sum(self._end(slot, "") for slot in slots.tolist())
         return Removed(rid=message.rid, freed_blocks=freed)
 
-    def expire(self, now_us: int) -> None:
+    def expire(self) -> None:
         """Removes idle sequences whose time to live is over."""
         s = self._cache.sequences
-        for slot in s.take_expired(now_us):
-            self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s", now_us)
+        for slot in s.take_expired():
+            self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s")
 
-    def client_gone(self, client: int, now_us: int) -> None:
+    def client_gone(self, client: int) -> None:
         """A connection ended, and the requests that go with it have: its sequences go, except those with a time to
         live of their own. One that a living request continues stays with it, and gets a time to live from then on."""
         s = self._cache.sequences
@@ -233,19 +231,19 @@ class SequenceCommands:
             if s.request[slot]:
                 s.keep_idle(slot, max(self._cache.limits.lease_us, 1))
             else:
-                self._end(slot, "its owner's connection ended", now_us)
+                self._end(slot, "its owner's connection ended")
         s.client[mine] = 0
 
-    def _end(self, slot: int, why: str, now_us: int) -> int:
+    def _end(self, slot: int, why: str) -> int:
         s = self._cache.sequences
         request = self._requests.live.get(int(s.request[slot]))
         if request is not None:
-            self._endings.end(request, "cancel", "cancelled", None, now_us)
+            self._endings.end(request, "cancel", "cancelled", None)
         if why:
             self._gone[int(s.id[slot])] = why
             while len(self._gone) > self._cache.limits.finished_max:
                 self._gone.popitem(last=False)
-        return self._cache.remove(slot, now_us)
+        return self._cache.remove(slot)
 
     # --------------------------------------------------------------------------------------------------------- checks
 

@@ -11,7 +11,6 @@ from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, who_holds
 from ..cache.pool import STATE_NAMES, short_of
-from ..cache.sequences import Sequences
 from ..cache.tenants import NO_CEILING
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
@@ -37,30 +36,30 @@ class Explainer:
         sequences: SequenceCommands,
         blocks: BlockCommands,
     ) -> None:
-        self._cache, self._requests, self._admission = cache, requests, admission
+        self._clock, self._cache, self._requests, self._admission = cache.clock, cache, requests, admission
         self._sequences, self._blocks = sequences, blocks
 
-    def explain(self, _event: FromClient, message: Explain, now_us: int) -> Message:
+    def explain(self, _event: FromClient, message: Explain) -> Message:
         """Raises InvalidRequest unless exactly one subject is given, and NotFound where it does not exist."""
         given = [message.block_id >= 0, message.request_id >= 0, message.sequence_id >= 0, bool(message.tenant)]
         if sum(given) != 1:
             raise InvalidRequest("subject", "give exactly one of block_id, request_id, sequence_id, tenant")
         if message.block_id >= 0:
-            subject, sentences, facts = self._block(message.block_id, now_us)
+            subject, sentences, facts = self._block(message.block_id)
         elif message.request_id >= 0:
-            subject, sentences, facts = self._request(self._requests.find(message.request_id), now_us)
+            subject, sentences, facts = self._request(self._requests.find(message.request_id))
         elif message.sequence_id >= 0:
-            subject, sentences, facts = self._sequence(self._sequences.find(message.sequence_id), now_us)
+            subject, sentences, facts = self._sequence(self._sequences.find(message.sequence_id))
         else:
-            subject, sentences, facts = self._tenant(message.tenant, now_us)
+            subject, sentences, facts = self._tenant(message.tenant)
         return Explanation(rid=message.rid, subject=subject, sentences=tuple(sentences), facts=facts)
 
     # ---------------------------------------------------------------------------------------------------------- blocks
 
-    def _block(self, block: int, now_us: int) -> Told:
+    def _block(self, block: int) -> Told:
         cache = self._cache
         group = cache.group_of_block(block)
-        blocks, holders = cache.blocks, self._blocks.holders(block, now_us)
+        blocks, holders = cache.blocks, self._blocks.holders(block)
         state = STATE_NAMES[int(blocks.state[block])]
         tenant = cache.tenants.names[int(blocks.owner[block])]
         sentences = [f"block {block} of worker {group.name} is {state}, generation {blocks.generation[block]}"]
@@ -88,9 +87,9 @@ class Explainer:
 
     # -------------------------------------------------------------------------------------------------------- requests
 
-    def _request(self, request: Request, now_us: int) -> Told:
+    def _request(self, request: Request) -> Told:
         subject = f"request {request.id}"
-        facts: Facts = {"state": request.state, "age_us": now_us - request.submitted_us}
+        facts: Facts = {"state": request.state, "age_us": self._clock.now_us - request.submitted_us}
         if request.ended:
             error = f": {request.error}" if request.error else ""
             return subject, [f"it has ended ({request.state}, reason {request.reason}){error}"], facts
@@ -110,7 +109,7 @@ class Explainer:
         if request.passed:
             facts["passed"] = request.passed
             sentences.append(f"{request.passed} later requests that found room have started before it")
-        since = f"it is {request.state} since {_time(now_us - request.submitted_us)}"
+        since = f"it is {request.state} since {_time(self._clock.now_us - request.submitted_us)}"
         return subject, [f"{since}; {ahead}", *sentences], facts
 
     def _running(self, subject: str, request: Request, facts: Facts) -> Told:
@@ -202,12 +201,12 @@ class Explainer:
 
     # ---------------------------------------------------------------------------------------------- sequences, tenants
 
-    def _sequence(self, slot: int, now_us: int) -> Told:
+    def _sequence(self, slot: int) -> Told:
         s, blocks = self._cache.sequences, self._cache.blocks
         ids = s.blocks_of(slot)
         shared = int(np.count_nonzero(blocks.refcount[ids] > 1))
         group = self._cache.groups.get(int(s.pool[slot]))
-        sentences = [f"{s.length[slot]} tokens, {s.computed[slot]} of them with KV, last used {_ago(s, slot, now_us)}"]
+        sentences = [f"{s.length[slot]} tokens, {s.computed[slot]} of them with KV, last used {self._ago(slot)}"]
         if group is None:
             sentences.append(
                 "it holds no blocks: its KV was evicted, lost, or never computed; it is computed when needed"
@@ -217,7 +216,7 @@ class Explainer:
         if s.request[slot]:
             sentences.append(f"request {s.request[slot]} works on it")
         elif s.idle_ttl_us[slot]:
-            left = int(s.idle_ttl_us[slot]) - (now_us - int(s.accessed_us[slot]))
+            left = int(s.idle_ttl_us[slot]) - (self._clock.now_us - int(s.accessed_us[slot]))
             sentences.append(f"it is removed in {_time(left)} if nobody uses it")
         facts: Facts = {
             "length": int(s.length[slot]),
@@ -230,7 +229,10 @@ class Explainer:
         }
         return f"sequence {s.id[slot]}", sentences, facts
 
-    def _tenant(self, name: str, now_us: int) -> Told:
+    def _ago(self, slot: int) -> str:
+        return f"{_time(self._clock.now_us - int(self._cache.sequences.accessed_us[slot]))} ago"
+
+    def _tenant(self, name: str) -> Told:
         tenants, cache = self._cache.tenants, self._cache
         index = tenants.peek(name)
         if not index:
@@ -239,7 +241,7 @@ class Explainer:
         for group in cache.groups.values():
             usage, each = int(group.pool.usage[index]), group.bytes_per_block
             total += usage * each
-            integral += group.pool.block_us(index, now_us) * each / 1e6
+            integral += group.pool.block_us(index) * each / 1e6
             slots, tokens = usage * cache.limits.block_size, live_tokens(cache, group, index)
             live += tokens
             share = f"{tokens / slots:.0%} of their token slots are live" if slots else "none"
@@ -261,10 +263,6 @@ class Explainer:
 
 def _time(duration_us: int) -> str:
     return f"{duration_us / 1e6:.3g} s"
-
-
-def _ago(s: Sequences, slot: int, now_us: int) -> str:
-    return f"{_time(now_us - int(s.accessed_us[slot]))} ago"
 
 
 def _ids(ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> str:

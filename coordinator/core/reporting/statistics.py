@@ -94,7 +94,7 @@ def request_stats(requests: RequestTable, running: int) -> RequestStats:
     )
 
 
-def tenant_stats(cache: Cache, waiting: WaitingQueue, now_us: int) -> tuple[TenantStats, ...]:
+def tenant_stats(cache: Cache, waiting: WaitingQueue) -> tuple[TenantStats, ...]:
     """Every tenant that is known."""
     tenants, count = cache.tenants, len(cache.tenants.names)
     usage, used_bytes = np.zeros(count, np.int64), np.zeros(count, np.int64)
@@ -102,7 +102,7 @@ def tenant_stats(cache: Cache, waiting: WaitingQueue, now_us: int) -> tuple[Tena
     for group in cache.groups.values():
         usage += group.pool.usage[:count]
         used_bytes += group.pool.usage[:count] * group.bytes_per_block
-        byte_seconds += group.pool.block_us_each(now_us)[:count] * (group.bytes_per_block / 1e6)
+        byte_seconds += group.pool.block_us_each()[:count] * (group.bytes_per_block / 1e6)
     pending = waiting.by_tenant()
     columns = (usage, tenants.prefix_queried_tokens, tenants.prefix_hit_tokens, used_bytes, byte_seconds)
     limits = (tenants.floor, np.where(tenants.ceiling == NO_CEILING, 0, tenants.ceiling), tenants.weight)
@@ -132,20 +132,19 @@ def stats(
     running: int,
     rid: int,
     boot: str,
-    start_us: int,
-    now_us: int,
+    uptime_us: int,
     clients: int,
 ) -> Stats:
     """The whole snapshot."""
     return Stats(
         rid=rid,
         boot=boot,
-        uptime_us=now_us - start_us,
+        uptime_us=uptime_us,
         clients=clients,
         sequences=len(cache.sequences),
         requests=request_stats(requests, running),
         pools=tuple(pool_stats(cache, cache.groups[number]) for number in sorted(cache.groups)),
-        tenants=tenant_stats(cache, waiting, now_us),
+        tenants=tenant_stats(cache, waiting),
     )
 
 

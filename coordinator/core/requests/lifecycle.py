@@ -17,6 +17,7 @@ from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeE
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Timings
 
 from ..cache.hashing import Hashes
+from ..clock import Clock
 from ..limits import Limits
 from ..waits import SIBLING, TENANT_CEILING, Wait
 from .idempotency import KeyEntry, Keys
@@ -201,8 +202,8 @@ class RequestTable:
     first_id: ids up to this one are of an earlier life of the coordinator.
     """
 
-    def __init__(self, limits: Limits, first_id: int = 0) -> None:
-        self._limits, self.first_id = limits, first_id
+    def __init__(self, clock: Clock, limits: Limits, first_id: int = 0) -> None:
+        self._clock, self._limits, self.first_id = clock, limits, first_id
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
         self.kept_bytes = 0
@@ -235,10 +236,10 @@ class RequestTable:
         self.accepted_total += 1
         self.prompt_tokens_total += request.prompt_tokens
 
-    def retire(self, request: Request, now_us: int) -> None:
+    def retire(self, request: Request) -> None:
         """A request reached a terminal state: it stays queryable, within bounds of age and number."""
         del self.live[request.id]
-        request.ended_us = now_us
+        request.ended_us = self._clock.now_us
         request.hashes, request.prompt, request.sampling = None, NO_INT32, NO_SAMPLING
         if request.siblings:
             request.siblings.remove(request)
@@ -252,12 +253,12 @@ class RequestTable:
         while len(self.finished) > most or (self.kept_bytes > most_bytes and len(self.finished) > 1):
             self._forget(next(iter(self.finished.values())))
 
-    def purge(self, now_us: int, older_than_us: int) -> int:
+    def purge(self, older_than_us: int) -> int:
         """Forgets requests that ended at least `older_than_us` ago. Returns how many."""
         count = 0
         while self.finished:
             oldest = next(iter(self.finished.values()))
-            if now_us - oldest.ended_us < older_than_us:
+            if self._clock.now_us - oldest.ended_us < older_than_us:
                 break
             self._forget(oldest)
             count += 1

@@ -19,6 +19,7 @@ from kvforge.protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
 from kvforge.protocol.messages import Ended, Stream
 
 from ..bool_arrays import every
+from ..clock import Clock
 from ..sizes import END_BYTES, error_bytes
 from .top_logprobs import Tops
 
@@ -54,7 +55,8 @@ class Rows(NamedTuple):
 class Streams:
     """Rows and ends per client, in the order they happened."""
 
-    def __init__(self) -> None:
+    def __init__(self, clock: Clock) -> None:
+        self._clock = clock
         self._rows: dict[int, list[Rows]] = {}
         self._ended: dict[int, list[Ended]] = {}
         self._paused: dict[int, set[int]] = {}
@@ -132,12 +134,12 @@ class Streams:
             if not paused:
                 del self._paused[client]
 
-    def lost(self, client: int, stream: Stream, now_us: int) -> list[int]:
+    def lost(self, client: int, stream: Stream) -> list[int]:
         """A message could not be sent. Returns the requests whose rows were in it: they are to be paused.
 
         What another client has taken meanwhile is not: told that it was paused, this one would take it back.
         """
-        self._retry_us = now_us + RETRY_US
+        self._retry_us = self._clock.now_us + RETRY_US
         missed = {*stream.request_ids.tolist(), *(ended.request_id for ended in stream.ended)}
         self._drop(client, missed)
         ids = sorted(missed - set(stream.taken))

@@ -47,8 +47,8 @@ class Admission:
 
     def __init__(self, cache: Cache, requests: RequestTable) -> None:
         self._cache, self._requests = cache, requests
-        self._limits = cache.limits
-        self.waiting = WaitingQueue(cache.limits, cache.tenants)
+        self._limits, self._clock = cache.limits, cache.clock
+        self.waiting = WaitingQueue(cache.clock, cache.limits, cache.tenants)
         self.runs = Runs(self._limits.sequences_max, self._limits.stop_tokens_max)
         self.running_total = 0
         self._orders = 0
@@ -60,7 +60,7 @@ class Admission:
     def _tenants_in_use(self) -> set[int]:
         return self._cache.tenants_in_use() | {request.tenant for request in self._requests.live.values()}
 
-    def _forget_tenant(self, tenant: int, _now_us: int) -> None:
+    def _forget_tenant(self, tenant: int) -> None:
         self.waiting.forget_tenant(tenant)
 
     # ---------------------------------------------------------------------------------------------------------- queue
@@ -79,13 +79,13 @@ class Admission:
             if group is not None:
                 self.waits.wake(blocks_of(group.epoch))
 
-    def requeue(self, request: Request, now_us: int) -> None:
+    def requeue(self, request: Request) -> None:
         """A running request gives up its slot and waits again."""
         slot, s = request.slot, self._cache.sequences
         request.computed = max(request.computed, min(int(s.scheduled[slot]), int(s.length[slot])))
-        self.vacate(request, now_us)
+        self.vacate(request)
         if request.sequence_id:
-            self._cache.release_kv(slot, now_us)
+            self._cache.release_kv(slot)
             s.request[slot] = request.id
         request.move("preempt")
         request.preemptions += 1
@@ -135,15 +135,15 @@ class Admission:
     def _could_start(self) -> bool:
         return bool(self.waiting) and any(self._takes_rows(group) for group in self._cache.groups.values())
 
-    def admit(self, now_us: int) -> None:
+    def admit(self) -> None:
         """Starts waiting requests where there is room."""
         if not self.stirred:
             return
         self.waits.stirred = False
-        while (found := self._next_to_start(now_us)) is not None:
-            self._start(*found, now_us)
+        while (found := self._next_to_start()) is not None:
+            self._start(*found)
 
-    def _next_to_start(self, now_us: int) -> tuple[Request, Residence] | None:
+    def _next_to_start(self) -> tuple[Request, Residence] | None:
         """The first request of the queue that finds room, and its place."""
         kept: set[int] = set()
         at_ceiling: set[int] = set()
@@ -158,7 +158,7 @@ class Admission:
             if request.wait is None:
                 if self._most_blocks(request) > largest:
                     continue
-                self._leave_small_pool(request, now_us)
+                self._leave_small_pool(request)
                 found = self.choose(request, kept)
                 if isinstance(found, Residence):
                     self._passes(request, blocked)
@@ -305,14 +305,14 @@ class Admission:
         """The blocks of the request if it runs to its end."""
         return self._cache.sequences.blocks_for(request.prompt.size + request.max_tokens)
 
-    def _leave_small_pool(self, request: Request, now_us: int) -> None:
+    def _leave_small_pool(self, request: Request) -> None:
         """A sequence that lives where its request could never end gives up its KV, if another pool can hold it."""
         s, groups = self._cache.sequences, self._cache.groups
         slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
         if slot == NO_SLOT or s.pool[slot] == NO_POOL or self.could_hold(groups[int(s.pool[slot])], request):
             return
         if any(self.could_hold(group, request) for group in groups.values()):
-            self._cache.release_kv(slot, now_us)
+            self._cache.release_kv(slot)
 
     def spare(self, group: Group, request: Request) -> Spare:
         """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt.
@@ -329,24 +329,24 @@ class Admission:
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
-    def _start(self, request: Request, residence: Residence, now_us: int) -> None:
+    def _start(self, request: Request, residence: Residence) -> None:
         cache, s, group = self._cache, self._cache.sequences, residence.group
         again = request.admitted_order > 0
-        self.waiting.take(request, now_us)
+        self.waiting.take(request)
         self.waits.wake(FRONT)
         if request.sequence_id:
             slot = s.find(request.sequence_id)
             cache.rewind(slot)
         else:
-            slot = self._take_slot(request, now_us)
+            slot = self._take_slot(request)
         if s.pool[slot] == NO_POOL:
-            cache.settle_in(slot, residence, now_us)
+            cache.settle_in(slot, residence)
         cached = int(s.computed[slot])
         self._count_prefix(request, slot, cached, again)
         if not again:
             self._orders += 1
             request.admitted_order = self._orders
-            request.first_scheduled_us = now_us
+            request.first_scheduled_us = self._clock.now_us
         request.slot, request.worker, request.hashes = slot, group.name, None
         request.passed = request.kept_epoch = 0
         request.move("schedule")
@@ -363,9 +363,9 @@ class Admission:
         group.started_slots.append(slot)
         group.begins_bytes += sizes.begin_bytes(request.sampling, int(s.length[slot]))
 
-    def _take_slot(self, request: Request, now_us: int) -> int:
+    def _take_slot(self, request: Request) -> int:
         s = self._cache.sequences
-        slot = s.take(request.tenant, request.salt, now_us)
+        slot = s.take(request.tenant, request.salt)
         known, start = request.prompt.size, request.tokens.size
         s.tokens[slot, :known] = request.prompt
         s.tokens[slot, known : known + start] = request.tokens
@@ -387,7 +387,7 @@ class Admission:
         request.cached_tokens = cached
         self._requests.cached_tokens_total += cached
 
-    def vacate(self, request: Request, now_us: int) -> None:
+    def vacate(self, request: Request) -> None:
         """The request leaves its slot, taking what it has generated with it. A client's sequence stays its own."""
         slot, s = request.slot, self._cache.sequences
         if slot == NO_SLOT:
@@ -409,9 +409,9 @@ class Admission:
             group.started_slots.remove(slot)
         if s.owned[slot]:
             group.pool.await_step(int(s.last_step[slot]))
-            self._cache.trim(slot, now_us)
+            self._cache.trim(slot)
         else:
-            self._cache.remove(slot, now_us)
+            self._cache.remove(slot)
 
     # ----------------------------------------------------------------------------------------------------- invariants
 

@@ -21,7 +21,7 @@ class Endings:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
         self._effects = effects
 
-    def finish_at(self, request: Request, count: int, generated: int, now_us: int) -> None:
+    def finish_at(self, request: Request, count: int, generated: int) -> None:
         """Ends a request as stopped after its first `count` of `generated` tokens. Asking again changes nothing.
 
         Raises AlreadyFinished, or InvalidRequest where it has not generated so many; then nothing changes.
@@ -32,7 +32,7 @@ class Endings:
             raise AlreadyFinished(request.id, request.state)
         if not 1 <= count <= generated:
             raise InvalidRequest("tokens", f"must be 1 to {generated}, the tokens generated so far, not {count}")
-        self.end(request, "finish", "stop", None, now_us, keep=count)
+        self.end(request, "finish", "stop", None, keep=count)
 
     def end(
         self,
@@ -40,7 +40,6 @@ class Endings:
         event: str,
         reason: str,
         error: KvforgeError | None,
-        now_us: int,
         keep: int | None = None,
     ) -> None:
         """The one idempotent release: any terminal transition comes through here.
@@ -50,7 +49,7 @@ class Endings:
         """
         request.move(event)
         if request.slot != NO_SLOT:
-            self._admission.vacate(request, now_us)
+            self._admission.vacate(request)
         else:
             self._admission.forget(request)
         if request.sequence_id:
@@ -67,7 +66,7 @@ class Endings:
         if request.tops is not None:
             request.tops.cut(request.generated)
         siblings = bool(request.siblings)
-        self._requests.retire(request, now_us)
+        self._requests.retire(request)
         if siblings:
             self._admission.prompt_is_known(request)
         self._effects.append(end_entry(request, self._cache.tenants.names[request.tenant]))

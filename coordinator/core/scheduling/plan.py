@@ -37,26 +37,26 @@ class Scheduler:
     def __init__(self, cache: Cache, requests: RequestTable, admission: Admission, endings: Endings) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings = endings
-        self._limits = cache.limits
+        self._limits, self._clock = cache.limits, cache.clock
         self._runs = admission.runs
 
-    def plan(self, group: Group, now_us: int) -> Step | None:
+    def plan(self, group: Group) -> Step | None:
         """The group's next step, or None where it has nothing to do or enough under way.
 
         A row that finds no room for its next token, and never would though all else that runs had ended, fails.
         """
         while True:
-            step = self._plan(group, now_us)
-            if not group.stopped or not self._give_up_stopped(group, step, now_us) or step is not None:
+            step = self._plan(group)
+            if not group.stopped or not self._give_up_stopped(group, step) or step is not None:
                 return step
 
-    def _plan(self, group: Group, now_us: int) -> Step | None:
+    def _plan(self, group: Group) -> Step | None:
         if len(group.sent) >= self._limits.steps_in_flight_max:
             return None
         if not group.running and not group.owes_copies:
             return None
         if group.steady is not None and not group.owes_copies:
-            step = self._same_again(group, group.steady, now_us)
+            step = self._same_again(group, group.steady)
             if step is not None:
                 return step
         group.steady = None
@@ -69,26 +69,26 @@ class Scheduler:
         if not np.count_nonzero(left > 0) and not group.owes_copies:
             return None
         prefilling = bool(left.max(initial=0) > 1)
-        decodes = self._decodes(group, mine[left == 1], prefilling, now_us)
+        decodes = self._decodes(group, mine[left == 1], prefilling)
         counts = np.ones(decodes.size, np.int64)
         slots = decodes
         if prefilling:
-            slots, counts = self._prefills(group, mine[left > 1], decodes, counts, now_us)
+            slots, counts = self._prefills(group, mine[left > 1], decodes, counts)
         # Preemption on behalf of a later row may have taken an earlier one.
         alive = s.running[slots] & (s.pool[slots] == group.number)
         slots, counts = slots[alive], counts[alive]
         if not slots.size and not group.owes_copies:
             return None
-        return self._send(group, slots, counts, now_us)
+        return self._send(group, slots, counts)
 
-    def _same_again(self, group: Group, steady: Steady, now_us: int) -> Step | None:
+    def _same_again(self, group: Group, steady: Steady) -> Step | None:
         """The step after a step of the same decodes; None where something has changed."""
         s = self._cache.sequences
         if steady.version != group.version or steady.holds != self._cache.blocks.holds or steady.left <= 0:
             return None
         (full,) = (steady.room <= 0).nonzero()
         if full.size:
-            if not self._cache.grow(group, steady.slots[full], now_us):
+            if not self._cache.grow(group, steady.slots[full]):
                 return None
             steady.room[full] += s.block_size
         slots = steady.slots
@@ -99,7 +99,7 @@ class Scheduler:
         s.pending[slots] += 1
         step_id, version = group.next_step, group.version
         rows = (slots, steady.serials, steady.ones, steady.samples, slots)
-        self._commit(group, SentStep(step_id, *rows, now_us, version, True, 0, steady.tenant), slots.size)
+        self._commit(group, SentStep(step_id, *rows, self._clock.now_us, version, True, 0, steady.tenant), slots.size)
         return Step(
             step_id=step_id,
             slots=steady.slots32,
@@ -125,7 +125,7 @@ class Scheduler:
         waiting[rows] = s.last_step[slots[rows]] > group.pool.settled_step
         return slots[~waiting]
 
-    def _decodes(self, group: Group, slots: Slots, prefilling: bool, now_us: int) -> Slots:
+    def _decodes(self, group: Group, slots: Slots, prefilling: bool) -> Slots:
         """Reserves room for one more token of each row; oldest first where not all fit."""
         s = self._cache.sequences
         if not slots.size:
@@ -140,10 +140,10 @@ class Scheduler:
         short[self._cache.unwritable(slots, start, start + 1)[0]] = True
         if not short.any():
             return np.sort(slots)  # most rows of most steps write into a block that they have
-        served = self._with_blocks(group, slots[short], now_us)
+        served = self._with_blocks(group, slots[short])
         return np.sort(np.concatenate([slots[~short], served]))
 
-    def _with_blocks(self, group: Group, slots: Slots, now_us: int) -> Slots:
+    def _with_blocks(self, group: Group, slots: Slots) -> Slots:
         """Gives blocks to rows that need one more, or one of their own; oldest first where not all fit."""
         s = self._cache.sequences
         slots = self._ready(group, slots, np.ones(slots.size, np.int64))
@@ -152,14 +152,14 @@ class Scheduler:
             rows = slots[s.tenant[slots] == tenant]
             start, target = s.scheduled[rows], s.length[rows] + s.pending[rows] + 1
             try:
-                self._cache.reserve(rows, start, start + 1, target, now_us)
+                self._cache.reserve(rows, start, start + 1, target)
             except CapacityExceeded:
                 by_age = rows[np.argsort(self._runs.order[rows], kind="stable")].tolist()
-                rows = np.array([slot for slot in by_age if self._make_way(group, slot, 1, now_us)], np.int64)
+                rows = np.array([slot for slot in by_age if self._make_way(group, slot, 1)], np.int64)
             planned.append(rows)
         return np.concatenate(planned)
 
-    def _prefills(self, group: Group, slots: Slots, decodes: Slots, counts: Slots, now_us: int) -> tuple[Slots, Slots]:
+    def _prefills(self, group: Group, slots: Slots, decodes: Slots, counts: Slots) -> tuple[Slots, Slots]:
         """Adds chunks of prompts until the token budget of the step is spent."""
         s = self._cache.sequences
         chosen: list[int] = []
@@ -170,7 +170,7 @@ class Scheduler:
             if not s.running[slot]:
                 continue
             one = np.array([slot])
-            if self._ready(group, one, np.array([chunk])).size and self._make_way(group, slot, chunk, now_us):
+            if self._ready(group, one, np.array([chunk])).size and self._make_way(group, slot, chunk):
                 chosen.append(slot)
                 chunks.append(chunk)
         return np.append(decodes, np.array(chosen, np.int64)), np.append(counts, np.array(chunks, np.int64))
@@ -213,7 +213,7 @@ class Scheduler:
         elif group.chunk_tokens and duration_us < self._limits.decode_gap_us // 2:
             group.chunk_tokens = min(self._limits.step_tokens_max, max(group.chunk_tokens, 2 * prefill))
 
-    def _make_way(self, group: Group, slot: int, count: int, now_us: int) -> bool:
+    def _make_way(self, group: Group, slot: int, count: int) -> bool:
         """Reserves room for one row, preempting others of its group where it must."""
         s = self._cache.sequences
         while s.running[slot] and s.pool[slot] == group.number:
@@ -221,7 +221,7 @@ class Scheduler:
             target = s.length[[slot]] + s.pending[[slot]]
             samples = start + count == target
             try:
-                self._cache.reserve(np.array([slot]), start, start + count, target + samples, now_us)
+                self._cache.reserve(np.array([slot]), start, start + count, target + samples)
             except CapacityExceeded as error:
                 if group.pool.quarantined:  # blocks come back with the next result: better to wait than to preempt
                     return False
@@ -238,7 +238,7 @@ class Scheduler:
                         self._stop(group, slot, error, self._cache.needed(slot, int(start[0]), end, length))
                         return False
                     victim = slot  # alone, and it shares: it starts again on blocks of its own
-                self._admission.requeue(self._requests.live[int(s.request[victim])], now_us)
+                self._admission.requeue(self._requests.live[int(s.request[victim])])
                 continue
             return True
         return False
@@ -263,7 +263,7 @@ class Scheduler:
         known = [self._requests.live.get(request_id) for request_id in group.stopped]
         return [request for request in known if request is not None and request.slot != NO_SLOT]
 
-    def _give_up_stopped(self, group: Group, step: Step | None, now_us: int) -> bool:
+    def _give_up_stopped(self, group: Group, step: Step | None) -> bool:
         """Ends the rows that stand still for good: whose room only a client could give back, or, where the whole group
         stands still, the youngest. Returns whether it ended any."""
         still = [request for request in self._stopped(group) if request.wait is not None]
@@ -271,7 +271,7 @@ class Scheduler:
         if still and not lost and step is None and not group.sent and not group.pool.awaits_step:
             lost = [max(still, key=lambda request: request.admitted_order)]
         for request in lost:
-            self._endings.end(request, "fail", "failed", self._hopeless(group, request), now_us)
+            self._endings.end(request, "fail", "failed", self._hopeless(group, request))
         return bool(lost)
 
     def _can_go_on(self, group: Group, request: Request) -> bool:
@@ -291,7 +291,7 @@ class Scheduler:
             return QuotaExceeded(request.tenant_name, usage + needed, ceiling, hint)
         return CapacityExceeded("blocks", needed, max(0, needed - wait.short), hint)
 
-    def _send(self, group: Group, slots: Slots, counts: Slots, now_us: int) -> Step:
+    def _send(self, group: Group, slots: Slots, counts: Slots) -> Step:
         """Commits the plan: counters move, and the step becomes a message."""
         s = self._cache.sequences
         starts = s.scheduled[slots]
@@ -309,7 +309,7 @@ class Scheduler:
         step_id, rows = group.next_step, (slots, serials, counts, samples, sampled)
         tenants = s.tenant[slots]
         tenant = int(tenants[0]) if slots.size and (tenants == tenants[0]).all() else -1
-        sent = SentStep(step_id, *rows, now_us, group.version, only, prefill_tokens, tenant)
+        sent = SentStep(step_id, *rows, self._clock.now_us, group.version, only, prefill_tokens, tenant)
         self._commit(group, sent, int(counts.sum()))
         if 0 < slots.size == group.running and only and samples.all():
             group.steady = self._steady(group, slots, serials, starts + 1, target + 1, tenant)

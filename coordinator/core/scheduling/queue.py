@@ -21,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.tenants import Tenants
+from ..clock import Clock
 from ..limits import Limits
 from ..requests.lifecycle import Request
 
@@ -34,8 +35,8 @@ class WaitingQueue:
     Those that are parked wait for another request, and are not tried: they come last.
     """
 
-    def __init__(self, limits: Limits, tenants: Tenants) -> None:
-        self._limits, self._tenants = limits, tenants
+    def __init__(self, clock: Clock, limits: Limits, tenants: Tenants) -> None:
+        self._clock, self._limits, self._tenants = clock, limits, tenants
         self._returned: list[tuple[int, Request]] = []
         self._fresh: dict[int, list[tuple[int, int, Request]]] = {}
         self._parked: dict[int, Request] = {}
@@ -102,12 +103,12 @@ class WaitingQueue:
         insort(self._returned, (request.admitted_order, request), key=_by_order)
         self._size += 1
 
-    def take(self, request: Request, now_us: int) -> None:
+    def take(self, request: Request) -> None:
         """The request starts."""
         if not request.admitted_order:
             self._virtual = max(self._virtual, float(self.service[request.tenant]))
         self.remove(request)
-        self._departures.append(now_us)
+        self._departures.append(self._clock.now_us)
 
     def remove(self, request: Request) -> None:
         """The request does not wait any more."""
@@ -131,12 +132,12 @@ class WaitingQueue:
         """One token for each entry: [n] tenants."""
         self.service += np.bincount(tenants, minlength=self.service.size) / self._tenants.weight
 
-    def retry_after_ms(self, now_us: int) -> int:
+    def retry_after_ms(self) -> int:
         """When a place in a full queue may be free: the mean time between the latest starts, or since the last one."""
         if not self._departures:
             return RETRY_MS_DEFAULT
-        mean_us = (now_us - self._departures[0]) / len(self._departures)
-        since_us = now_us - self._departures[-1]
+        mean_us = (self._clock.now_us - self._departures[0]) / len(self._departures)
+        since_us = self._clock.now_us - self._departures[-1]
         return min(max(round(max(mean_us, since_us) / 1000), RETRY_MS_MIN), RETRY_MS_MAX)
 
     def _entry(self, request: Request) -> tuple[int, int, Request]:

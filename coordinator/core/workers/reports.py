@@ -75,25 +75,25 @@ class WorkerReports:
     ) -> None:
         self._cache, self._requests, self._admission, self._scheduler = cache, requests, admission, scheduler
         self._endings, self._results, self._commands = endings, results, commands
-        self._limits = cache.limits
+        self._limits, self._clock = cache.limits, cache.clock
         self.workers: dict[int, Worker] = {}
         self.last_gone = ""  # who went last, and how
         self._effects = effects
-        self._reports: dict[type[Message], Callable[[Worker, Any, int], None]] = {
+        self._reports: dict[type[Message], Callable[[Worker, Any], None]] = {
             WorkerLoading: self._worker_loading,
             WorkerReady: self._worker_ready,
             StepResult: self._step_result,
             WorkerFailed: self._worker_failed,
         }
 
-    def replace_hung(self, now_us: int) -> None:
+    def replace_hung(self) -> None:
         """Workers that have worked on one step for too long are given up, and their processes ended."""
         for worker in list(self.workers.values()):
-            since_us = working_us(worker.group, now_us)
+            since_us = working_us(worker.group, self._clock.now_us)
             if since_us > self._limits.step_timeout_us:
                 reason = f"worker {worker.name} has done no step for {since_us / 1e6:.3g} s while one was due"
                 self._log("error", f"{reason}: it is replaced", "worker_hung", worker)
-                self._drop_worker(worker.number, reason, now_us)
+                self._drop_worker(worker.number, reason)
                 self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
 
     def next_timeout_us(self) -> int | None:
@@ -101,7 +101,7 @@ class WorkerReports:
         busy = [max(g.sent[0].sent_us, g.settled_us) for g in self._cache.groups.values() if g.sent]
         return min(busy) + self._limits.step_timeout_us + 1 if busy else None
 
-    def apply(self, event: FromWorker, now_us: int) -> None:
+    def apply(self, event: FromWorker) -> None:
         """Applies one message of a worker."""
         message: Any = event.message
         try:
@@ -111,13 +111,13 @@ class WorkerReports:
                 worker = self.workers.get(event.worker)
                 if worker is None:
                     raise ProtocolError("a worker's first message is worker_hello")
-                self._reports[type(message)](worker, message, now_us)
+                self._reports[type(message)](worker, message)
         except KvforgeError as error:
             rid = getattr(message, "rid", 0)
             self._effects.append(ToWorker(event.worker, Refused(rid=rid, error=ErrorInfo.of(error))))
             text = f"worker connection {event.worker} was refused: {error}"
             self._log("warning", text, "worker_refused", self.workers.get(event.worker), error=error.code)
-            self._drop_worker(event.worker, str(error), now_us)
+            self._drop_worker(event.worker, str(error))
 
     def _worker_hello(self, number: int, message: WorkerHello) -> None:
         if number in self.workers:
@@ -127,10 +127,10 @@ class WorkerReports:
         worker = self.workers[number] = Worker(number, message.name, message.pid)
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
 
-    def _worker_loading(self, worker: Worker, message: WorkerLoading, _now_us: int) -> None:
+    def _worker_loading(self, worker: Worker, message: WorkerLoading) -> None:
         worker.phase, worker.progress = message.phase, message.progress
 
-    def _worker_ready(self, worker: Worker, message: WorkerReady, now_us: int) -> None:
+    def _worker_ready(self, worker: Worker, message: WorkerReady) -> None:
         if worker.group is not None:
             raise ProtocolError(f"worker {worker.name}: worker_ready was sent twice")
         validate.worker_ready(worker.name, message, self._cache.limits)
@@ -158,9 +158,9 @@ class WorkerReports:
         facts: dict[str, Field] = {"blocks": message.blocks, "model": message.model.name, "device": message.device}
         self._log("info", "worker ready", "worker_ready", worker, **facts)
         if model is None:
-            self._commands.recheck(now_us)
+            self._commands.recheck()
 
-    def _step_result(self, worker: Worker, message: StepResult, now_us: int) -> None:
+    def _step_result(self, worker: Worker, message: StepResult) -> None:
         group = worker.group
         if group is None or message.epoch != group.epoch:
             self._log("warning", f"worker {worker.name}: result of step {message.step_id} of another epoch ignored")
@@ -171,20 +171,20 @@ class WorkerReports:
         if message.step_id != group.sent[0].step_id:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
         sent = group.sent[0]
-        self._results.settle(group, message, now_us)
+        self._results.settle(group, message)
         self._scheduler.adapt(group, sent, message.duration_us)
-        group.settled_us = now_us
+        group.settled_us = self._clock.now_us
 
-    def _worker_failed(self, worker: Worker, message: WorkerFailed, now_us: int) -> None:
+    def _worker_failed(self, worker: Worker, message: WorkerFailed) -> None:
         error = restore(message.error.code, message.error.message, message.error.fields)
         self._log("error", f"worker {worker.name} failed: {error}", "worker_failed", worker, error=error.code)
-        self._drop_worker(worker.number, str(error), now_us)
+        self._drop_worker(worker.number, str(error))
 
-    def _drop_worker(self, number: int, reason: str, now_us: int) -> None:
-        self.gone(number, False, now_us)
+    def _drop_worker(self, number: int, reason: str) -> None:
+        self.gone(number, False)
         self._effects.append(DropWorker(number, reason))
 
-    def gone(self, number: int, goodbye: bool, now_us: int) -> None:
+    def gone(self, number: int, goodbye: bool) -> None:
         """A worker's connection ended: its blocks are gone, its requests wait for another place.
 
         goodbye: it left on purpose.
@@ -203,10 +203,10 @@ class WorkerReports:
         suspects = set() if goodbye else self._in_steps(group)
         for request in sorted(running, key=lambda r: -r.admitted_order):
             suspected = request.slot in suspects
-            self._admission.requeue(request, now_us)
+            self._admission.requeue(request)
             if suspected:
-                self._count_crash(request, worker.name, now_us)
-        self._cache.drop_group(group, now_us)
+                self._count_crash(request, worker.name)
+        self._cache.drop_group(group)
 
     def _in_steps(self, group: Group) -> set[int]:
         """Slots whose present run is part of a step that the worker has not answered."""
@@ -214,7 +214,7 @@ class WorkerReports:
         rows = [sent.slots[serial[sent.slots] == sent.serials] for sent in group.sent]
         return {slot for part in rows for slot in part.tolist()}
 
-    def _count_crash(self, request: Request, worker: str, now_us: int) -> None:
+    def _count_crash(self, request: Request, worker: str) -> None:
         """A worker died with the request under way: where that goes on without a token in between, it is the cause."""
         length = request.prompt.size + request.tokens.size
         request.crashes = 1 if length > request.crash_length else request.crashes + 1
@@ -223,7 +223,7 @@ class WorkerReports:
             problem = f"request {request.id}: {request.crashes} workers died while running it, the last {worker}"
             self._log("error", f"{problem}: it fails")
             error = WorkerError(problem, request_id=request.id, crashes=request.crashes)
-            self._endings.end(request, "fail", "failed", error, now_us)
+            self._endings.end(request, "fail", "failed", error)
 
     def _active_slots(self, group: Group) -> list[int]:
         active = self._cache.sequences.running & (self._cache.sequences.pool == group.number)

@@ -29,9 +29,9 @@ class StepResults:
         self, cache: Cache, requests: RequestTable, admission: Admission, streams: Streams, endings: Endings
     ) -> None:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
-        self._endings = endings
+        self._endings, self._clock = endings, cache.clock
 
-    def settle(self, group: Group, result: StepResult, now_us: int) -> None:
+    def settle(self, group: Group, result: StepResult) -> None:
         """Applies the result of the oldest step under way. Raises ProtocolError where it does not fit that step."""
         sent = group.sent[0]
         tokens, logprobs, errors = self._aligned(group, sent, result)
@@ -50,19 +50,19 @@ class StepResults:
             tokens, logprobs = tokens[sampled], logprobs[sampled]
             tops = None if tops is None else tops.pick(np.flatnonzero(sampled))
         s.computed[slots] += counts
-        self._append(rows, tokens, logprobs, tops, sent.tenant, now_us)
+        self._append(rows, tokens, logprobs, tops, sent.tenant)
         if group.suspect:
             self._admission.look_at_suspect(group)
         # Blocks that decodes fill are not looked for at once: several steps' are indexed together, which costs less.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
-            self._cache.index_filled(group, now_us)
-        self._cache.settle(group, sent.step_id, now_us)
-        self._finish(rows, tokens, now_us)
+            self._cache.index_filled(group)
+        self._cache.settle(group, sent.step_id)
+        self._finish(rows, tokens)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]
-            self._endings.end(request, "fail", "failed", errors[slot], now_us)
+            self._endings.end(request, "fail", "failed", errors[slot])
 
-    def _finish(self, rows: Slots, tokens: npt.NDArray[np.int32], now_us: int) -> None:
+    def _finish(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> None:
         """Ends the requests whose newest token is a stop token, or the last one they asked for."""
         s, runs = self._cache.sequences, self._admission.runs
         done = s.length[rows] >= runs.limit[rows]
@@ -71,9 +71,7 @@ class StepResults:
             done |= stopped
         for i in np.flatnonzero(done).tolist() if some(done) else ():
             request = self._requests.live[int(s.request[rows[i]])]
-            self._endings.end(
-                request, "finish", "stop" if stopped is not None and stopped[i] else "length", None, now_us
-            )
+            self._endings.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None)
 
     def _aligned(
         self, group: Group, sent: SentStep, result: StepResult
@@ -134,7 +132,6 @@ class StepResults:
         logprobs: npt.NDArray[np.float32],
         tops: Tops | None,
         tenant: int,
-        now_us: int,
     ) -> None:
         """The sampled tokens become part of their sequences and are streamed: [n] each. tenant: of all rows, or -1."""
         if not rows.size:
@@ -145,13 +142,13 @@ class StepResults:
         s.logprobs[rows, at] = logprobs
         s.length[rows] = at + 1
         s.pending[rows] -= 1
-        s.accessed_us[rows] = now_us
+        s.accessed_us[rows] = self._clock.now_us
         s.changed_lengths.append(rows)
         offsets = at - runs.base[rows]
         first = offsets == 0
         for slot in rows[first].tolist() if some(first) else ():
             request = self._requests.live[int(s.request[slot])]
-            request.first_token_us = now_us
+            request.first_token_us = self._clock.now_us
             if request.siblings:
                 self._admission.prompt_is_known(request)
         self._requests.generated_tokens_total += rows.size
