@@ -7,9 +7,9 @@ from pathlib import Path
 import msgspec
 
 from kvforge.protocol import logs
+from kvforge.protocol.configuration import convert, expand, load
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.layout import Geometry
-from kvforge.protocol.settings import convert, expand, load
 from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir
 
 from .connection import Room

@@ -311,7 +311,6 @@ class TurnLoop:
             version=version,
             boot=self.machine.boot,
             tables_path=str(self.tables.path),
-            block_size=self.machine.limits.block_size,
         )
         return [ToClient(number, welcome)]
 

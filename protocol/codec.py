@@ -30,7 +30,6 @@ DEPTH_MAX = 12
 # One for all: its buffer is kept, where a new one would be asked of the system for each message. The interpreter's lock
 # is held while it packs what `_plain` made.
 _pack = msgpack.Packer(buf_size=16 << 10).pack
-INT_MIN, INT_MAX = -(1 << 63), (1 << 64) - 1
 
 M = TypeVar("M", bound=Message)
 

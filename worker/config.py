@@ -8,8 +8,8 @@ from pathlib import Path
 import msgspec
 
 from kvforge.protocol import logs
+from kvforge.protocol.configuration import expand, load
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.settings import expand, load
 from kvforge.protocol.transport import default_runtime_dir
 
 ATTENTIONS = ("auto", "triton", "reference")

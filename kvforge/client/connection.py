@@ -77,13 +77,10 @@ class Connection(ABC):
         """The link has new sockets."""
         return
 
-    async def call(self, build: Callable[[int], Message], expects: type[M], timeout_s: float | None = None) -> M:
-        """Sends one command, returns its reply. Raises what the coordinator refused it with, or what went wrong."""
-        return (await self._ask(build, expects, timeout_s)).take(expects)
-
-    async def run(self, exchange: Exchange[T], timeout_s: float | None) -> T:
-        """Sends one message and returns what its caller gets of the answer."""
-        return exchange.result(await self.call(exchange.build, exchange.reply, timeout_s))
+    async def call(self, exchange: Exchange[T], timeout_s: float | None = None) -> T:
+        """Sends one message; returns what its caller gets of the answer. Raises what it was refused with."""
+        pending = await self._ask(exchange.build, exchange.reply, timeout_s)
+        return exchange.result(pending.answer(exchange.reply))
 
     def close(self) -> None:
         if self._closed:
@@ -151,7 +148,7 @@ class Connection(ABC):
             link.send(Hello(rid=rid, boot=session.boot))
             if not await self._until(lambda: pending.done, (pending,), deadline):
                 raise self._nobody("took the connection and does not answer")
-            pending.take(Welcome)
+            pending.answer(Welcome)
         except CoordinatorUnavailable:
             if not pending.done:
                 raise

@@ -22,6 +22,7 @@ from kvforge.protocol.messages import (
     Drain,
     Explain,
     Explanation,
+    FinishAt,
     Fork,
     Forked,
     GetBlock,
@@ -180,6 +181,11 @@ def cancel(request_id: int) -> Exchange[None]:
     """The end of a request."""
     wanted = request_number(request_id)
     return Exchange(lambda rid: Cancel(rid=rid, request_id=wanted), Done, lambda _: None)
+
+
+def finish_at(request_id: int, tokens: int) -> Exchange[None]:
+    """The end of a request after its first `tokens` tokens."""
+    return Exchange(lambda rid: FinishAt(rid=rid, request_id=request_id, tokens=tokens), Done, lambda _: None)
 
 
 def status(request_id: int, with_tokens: bool) -> Exchange[RequestInfo]:

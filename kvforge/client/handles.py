@@ -56,15 +56,15 @@ class Feed(Generic[H]):
 
     @property
     def tracks(self) -> Sequence[Track]:
-        """The streams of the requests that have not ended, or still hold tokens not taken."""
+        """The streams of the requests that have not ended, or still hold tokens not given out."""
         return [request._track for request in self._open]
 
     @property
     def ready(self) -> bool:
-        """True if `take` would do something."""
+        """True if `arrived` would do something."""
         return any(request.done or request._track.reach > self._seen[id(request)] for request in self._open)
 
-    def take(self) -> list[tuple[H, Token]]:
+    def arrived(self) -> list[tuple[H, Token]]:
         """What came since the last call, each with its request. Raises the error that a request ended with."""
         rows: list[tuple[H, Token]] = []
         for request in tuple(self._open):
@@ -86,12 +86,12 @@ class FeedCursor(Generic[H]):
 
     def __init__(self, calls: Operations, feed: Feed[H]) -> None:
         self._calls, self._feed = calls, feed
-        self._taken: deque[tuple[H, Token]] = deque()
+        self._arrived: deque[tuple[H, Token]] = deque()
 
     async def next(self) -> tuple[H, Token] | None:
         """The next token, with its request; None once all have ended. Raises the error that one ended with."""
         feed = self._feed
-        while not self._taken and feed.tracks:
+        while not self._arrived and feed.tracks:
             await self._calls.more(lambda: feed.ready, feed.tracks)
-            self._taken.extend(feed.take())
-        return self._taken.popleft() if self._taken else None
+            self._arrived.extend(feed.arrived())
+        return self._arrived.popleft() if self._arrived else None

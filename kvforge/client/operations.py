@@ -24,7 +24,7 @@ from kvforge.protocol.errors import (
     QueueFull,
     RequestNotFound,
 )
-from kvforge.protocol.messages import Accepted, Attach, Attached, Done, FinishAt, Health, Submit
+from kvforge.protocol.messages import Accepted, Attach, Attached, Health, Submit
 from kvforge.text.stop import StopText
 
 from . import exchanges
@@ -105,7 +105,7 @@ class Operations(Connection):
         while True:
             try:
                 pending = await self._ask(build, Accepted, timeout_s)
-                pending.take(Accepted)
+                pending.answer(Accepted)
             except QueueFull as full:
                 if monotonic() >= deadline:
                     raise
@@ -120,7 +120,7 @@ class Operations(Connection):
         if track is not None:
             return track
         pending = await self._ask(lambda rid: Attach(rid=rid, request_id=wanted, offset=start), Attached, timeout_s)
-        pending.take(Attached)
+        pending.answer(Attached)
         return pending.tracks[0]
 
     async def tables(self, timeout_s: float | None) -> Tables:
@@ -135,7 +135,7 @@ class Operations(Connection):
             try:
                 await self._connect(min(deadline, monotonic() + READY_CONNECT_S))
                 left_s = max(deadline - monotonic(), READY_CONNECT_S)
-                health = await self.run(exchanges.health(), min(left_s, self.timeout_s))
+                health = await self.call(exchanges.health(), min(left_s, self.timeout_s))
             except (CoordinatorUnavailable, DeadlineExceeded) as unavailable:
                 error: KvforgeError = unavailable
             else:
@@ -163,7 +163,7 @@ class Operations(Connection):
         if track.done:
             return
         try:
-            await self.run(exchanges.cancel(track.request_id), timeout_s)
+            await self.call(exchanges.cancel(track.request_id), timeout_s)
         except AlreadyFinished:  # its end is on the way to us
             return
 
@@ -215,7 +215,7 @@ class Operations(Connection):
         if self._tokenizer is None:
             source = self._tokenizer_source or os.environ.get("KVFORGE_TOKENIZER")
             if not source:
-                health = await self.run(exchanges.health(), None)
+                health = await self.call(exchanges.health())
                 source = health.model.source if health.model is not None else None
             if not source:
                 problem = "no worker has said which model it serves; name one with Client(tokenizer=...)"
@@ -291,9 +291,8 @@ class TextCursor:
         """The stop string is complete: nothing more is wanted. The request may have ended by itself meanwhile."""
         if self._track.done:
             return
-        request_id, tokens = self._track.request_id, self.tokens
         try:
-            await self._calls.call(lambda rid: FinishAt(rid=rid, request_id=request_id, tokens=tokens), Done)
+            await self._calls.call(exchanges.finish_at(self._track.request_id, self.tokens))
         except (AlreadyFinished, RequestNotFound):
             return
 

@@ -82,11 +82,11 @@ class Pending(Watched):
     def done(self) -> bool:
         return self.reply is not None or self.error is not None
 
-    def take(self, expects: type[M]) -> M:
+    def answer(self, expects: type[M]) -> M:
         """The reply, which must be an `expects`. Raises the error that came instead."""
         if self.error is not None:
             raise again(self.error)
-        assert isinstance(self.reply, expects), "taken before it was done, or expected as something else"
+        assert isinstance(self.reply, expects), "asked for before it was done, or as something else"
         return self.reply
 
 

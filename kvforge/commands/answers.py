@@ -11,7 +11,7 @@ from kvforge.client.blocking import Request, TextRequest
 from kvforge.client.results import Finished
 from kvforge.protocol.errors import DeadlineExceeded, KvforgeError
 
-from . import common
+from . import parsing
 from .screen import printable
 
 
@@ -94,4 +94,4 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     """Declares the options that say how an answer is read."""
     parser.add_argument("--stop", action="append", default=[], metavar="TEXT", help="ends the text; may be repeated")
     parser.add_argument("--tokenizer", metavar="PATH", help="where to load the tokenizer from [KVFORGE_TOKENIZER]")
-    parser.add_argument("--generate-timeout", type=common.seconds, metavar="S", help="seconds for the answer [600]")
+    parser.add_argument("--generate-timeout", type=parsing.seconds, metavar="S", help="seconds for the answer [600]")

@@ -8,13 +8,13 @@ from typing import Any
 from kvforge.client.arguments import stop_strings
 from kvforge.protocol.errors import InvalidRequest
 
-from . import common
+from . import parsing, printing
 from .answers import Answer, add_reading
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(
+    parser = parsing.add(
         subparsers,
         "attach",
         run,
@@ -34,7 +34,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("stop", "is looked for in text; with --ids there is none")
     if options.offset and not options.ids:
         raise InvalidRequest("offset", "text is read from the first token on; with --ids it may begin anywhere")
-    with common.open_client(options, options.tokenizer) as kv:
+    with parsing.open_client(options, options.tokenizer) as kv:
         if not options.ids:
             kv.health()  # whether somebody is there is known sooner than a tokenizer is loaded
             # Loads the tokenizer: where there is none, nobody who reads the request now must lose it.
@@ -47,7 +47,7 @@ def run(options: argparse.Namespace) -> int:
             answer.show(stream=True)
             return 0
         document, error = answer.document()
-        common.print_json(document)
+        printing.print_json(document)
         if error is not None:
             raise error
     return 0

@@ -19,11 +19,11 @@ from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of, table
 from . import (
     attach,
     cancel,
-    common,
     demo,
     drain,
     generate,
     health,
+    parsing,
     pull,
     requests,
     stats,
@@ -53,7 +53,7 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"{table()}\n\n{DEBUG}=1 shows where an error came from.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    common.global_options(top, top=True)
+    parsing.global_options(top, top=True)
     subparsers = top.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(subparsers)

@@ -26,7 +26,7 @@ from kvforge.protocol.exits import FAILED, OK
 from kvforge.protocol.messages import Stats
 from kvforge.text.tokenizer import Tokenizer
 
-from . import common
+from . import parsing
 from .progress import Progress
 from .screen import screen
 from .stats import hit_rate
@@ -54,7 +54,7 @@ PROMPTS: tuple[tuple[str, list[dict[str, str]]], ...] = tuple(
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(
+    parser = parsing.add(
         subparsers, "demo", run, "Serve a small model, ask it four things at once, show the cache, clean up."
     )
     parser.add_argument("--model", default="smollm2-135m", help="[smollm2-135m]")

@@ -9,14 +9,14 @@ from typing import Any
 from kvforge.client.blocking import Client
 from kvforge.protocol.errors import DeadlineExceeded
 
-from . import common
+from . import parsing, printing
 
 POLL_S = 0.1
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    drain = common.add(subparsers, "drain", run, "Stop admission; what runs goes on.")
+    drain = parsing.add(subparsers, "drain", run, "Stop admission; what runs goes on.")
     drain.add_argument(
         "--wait", type=float, default=0.0, metavar="SECONDS", help="wait so long for the last request to end"
     )
@@ -27,7 +27,7 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Drains. Raises DeadlineExceeded where something still runs after the wait."""
-    with common.open_client(options) as kv:
+    with parsing.open_client(options) as kv:
         kv.drain(options.deadline)
         left = wait(kv, options.wait)
     if left and options.wait:
@@ -43,7 +43,7 @@ def wait(kv: Client, wait_s: float) -> int:
         requests = kv.stats().requests
         left = requests.pending + requests.running
         if left != told:
-            common.say(f"draining: no new requests; {requests.running} running, {requests.pending} waiting")
+            printing.say(f"draining: no new requests; {requests.running} running, {requests.pending} waiting")
         told = left
         if left == 0 or time.monotonic() >= deadline:
             return left

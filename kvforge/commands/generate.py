@@ -12,13 +12,13 @@ from kvforge.client.options import MAX_TOKENS
 from kvforge.client.sampling import Sampling
 from kvforge.protocol.errors import InvalidRequest
 
-from . import common
+from . import parsing, printing
 from .answers import Answer, add_reading
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(subparsers, "generate", run, "Generate from a prompt; Ctrl-C cancels the request.")
+    parser = parsing.add(subparsers, "generate", run, "Generate from a prompt; Ctrl-C cancels the request.")
     parser.add_argument("prompt", nargs="?", help="text, put to the model as a user's message; - reads standard input")
     parser.add_argument("--prompt-tokens", metavar="IDS", help="token ids like 1,2,3 instead of text")
     parser.add_argument("--raw", action="store_true", help="give the text as it is, without the chat template")
@@ -79,7 +79,7 @@ def run(options: argparse.Namespace) -> int:
     sampling = Sampling(
         temperature=options.temperature,
         seed=options.seed,
-        stop_tokens=tuple(common.token_ids(options.stop_tokens, "stop_tokens")),
+        stop_tokens=tuple(parsing.token_ids(options.stop_tokens, "stop_tokens")),
         ignore_eos=options.ignore_eos,
         top_k=options.top_k,
         top_p=options.top_p,
@@ -90,7 +90,7 @@ def run(options: argparse.Namespace) -> int:
         logit_bias=tuple(_bias(pair) for pair in options.logit_bias),
         logprobs=options.logprobs,
     )
-    with common.open_client(options, options.tokenizer) as kv:
+    with parsing.open_client(options, options.tokenizer) as kv:
         requests = _submit(kv, _prompt(kv, options), sampling, options)
         if options.detach:
             return _leave(requests, options)
@@ -116,7 +116,7 @@ def _check(options: argparse.Namespace) -> None:
 
 def _prompt(kv: Client, options: argparse.Namespace) -> list[int]:
     if options.prompt_tokens is not None:
-        return common.token_ids(options.prompt_tokens, "prompt")
+        return parsing.token_ids(options.prompt_tokens, "prompt")
     kv.health()  # whether somebody is there is known sooner than a tokenizer is loaded
     return kv.encode(sys.stdin.read() if options.prompt == "-" else options.prompt, raw=options.raw)
 
@@ -149,7 +149,7 @@ def _bias(pair: str) -> tuple[int, float]:
 def _leave(requests: tuple[Request, ...], options: argparse.Namespace) -> int:
     if options.json:
         documents = [{"request_id": request.id, "seed": request.seed} for request in requests]
-        common.print_json(documents[0] if options.samples is None else documents)
+        printing.print_json(documents[0] if options.samples is None else documents)
         return 0
     for request in requests:
         print(request.id)
@@ -160,7 +160,7 @@ def _show(answers: list[Answer], options: argparse.Namespace) -> int:
     """One answer as it is; several each with a heading, or as a list of documents."""
     if options.json:
         documents, errors = zip(*(answer.document() for answer in answers), strict=True)
-        common.print_json(documents[0] if options.samples is None else documents)
+        printing.print_json(documents[0] if options.samples is None else documents)
         if wrong := [error for error in errors if error is not None]:
             raise wrong[0]
         return 0

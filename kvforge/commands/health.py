@@ -8,12 +8,12 @@ from typing import Any
 from kvforge.protocol.exits import FAILED, OK
 from kvforge.protocol.messages import Health, WorkerHealth
 
-from . import common
+from . import parsing, printing
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(
+    parser = parsing.add(
         subparsers, "health", run, "Probe the service: exit status 0, or 1 where it is not ready (or not live)."
     )
     what = parser.add_mutually_exclusive_group()
@@ -24,10 +24,10 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints what was asked for; what is wrong goes to standard error. Raises CoordinatorUnavailable."""
-    with common.open_client(options) as kv:
+    with parsing.open_client(options) as kv:
         health = kv.health()
     if options.json:
-        common.print_json(health)
+        printing.print_json(health)
     elif not options.live and not options.ready:
         _show(health)
     if options.live:
@@ -37,7 +37,7 @@ def run(options: argparse.Namespace) -> int:
 
 def _verdict(good: bool, word: str, problem: str, options: argparse.Namespace) -> int:
     if not good:
-        common.say(f"kvforge: {problem}")
+        printing.say(f"kvforge: {problem}")
         return FAILED
     if word and not options.json:
         print(word)
@@ -51,11 +51,11 @@ def _show(health: Health) -> None:
     if health.draining:
         print("draining: yes")
     if health.model is not None:
-        common.print_sampling(health.model)
+        printing.print_sampling(health.model)
     for worker in health.workers:
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
-        common.print_device_bytes(worker)
-        common.print_kernels(worker)
+        printing.print_device_bytes(worker)
+        printing.print_kernels(worker)
 
 
 def _doing(worker: WorkerHealth) -> str:

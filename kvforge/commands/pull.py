@@ -7,13 +7,13 @@ from typing import Any
 
 from kvforge.models.store import pull
 
-from . import common
+from . import parsing
 from .progress import Progress
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(subparsers, "pull", run, "Fetch a model into the cache folder, or check a local one.")
+    parser = parsing.add(subparsers, "pull", run, "Fetch a model into the cache folder, or check a local one.")
     parser.add_argument("model", help="smollm2-135m, a GGUF file, a Hugging Face folder or name")
 
 

@@ -5,22 +5,22 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from . import common
+from . import parsing, printing
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(subparsers, "requests", run, "List requests, the newest first.")
+    parser = parsing.add(subparsers, "requests", run, "List requests, the newest first.")
     parser.add_argument("--count", type=int, default=100, metavar="N", help="at most this many [100]")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints a table, or one JSON document."""
-    with common.open_client(options) as kv:
+    with parsing.open_client(options) as kv:
         listed = kv.requests(options.count)
     if options.json:
-        common.print_json(listed)
+        printing.print_json(listed)
         return 0
     head = ("id", "state", "reason", "tenant", "worker", "prompt", "generated", "max", "age s")
     rows = [
@@ -38,9 +38,9 @@ def run(options: argparse.Namespace) -> int:
         for row in listed.requests
     ]
     if rows:
-        common.print_table(head, rows)
+        printing.print_table(head, rows)
     if listed.total > len(rows):
-        common.say(f"{listed.total - len(rows)} more; --count shows more of them")
+        printing.say(f"{listed.total - len(rows)} more; --count shows more of them")
     elif not rows:
-        common.say("no requests")
+        printing.say("no requests")
     return 0

@@ -7,21 +7,21 @@ from typing import Any
 
 from kvforge.protocol.messages import RequestStats, Stats
 
-from . import common
+from . import parsing, printing
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(subparsers, "stats", run, "Show the cache and the requests in numbers.")
+    parser = parsing.add(subparsers, "stats", run, "Show the cache and the requests in numbers.")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints tables, or one JSON document."""
-    with common.open_client(options) as kv:
+    with parsing.open_client(options) as kv:
         stats = kv.stats()
     if options.json:
-        common.print_json(stats)
+        printing.print_json(stats)
     else:
         show(stats)
     return 0
@@ -42,20 +42,20 @@ def show(stats: Stats) -> None:
             pool.quarantined,
             pool.freed_total,
             pool.live_tokens,
-            common.size(pool.blocks * pool.bytes_per_block),
+            printing.size(pool.blocks * pool.bytes_per_block),
             pool.kv_dtype,
         )
         for pool in stats.pools
     ]
-    common.print_table(head, rows) if rows else print("no pools: no worker is ready")
+    printing.print_table(head, rows) if rows else print("no pools: no worker is ready")
     print()
     requests = stats.requests
     names = ("pending", "running", "accepted", "finished", "failed", "cancelled", "expired", "refused")
     counts = [getattr(requests, name, None) for name in names[:2]]
     counts += [getattr(requests, f"{name}_total") for name in names[2:]]
-    common.print_table(("requests", *names), [("", *counts)])
+    printing.print_table(("requests", *names), [("", *counts)])
     print()
-    common.print_table(
+    printing.print_table(
         ("tokens", "prompt", "cached", "computed", "recomputed", "generated"),
         [
             (
@@ -75,7 +75,7 @@ def show(stats: Stats) -> None:
             (tenant.tenant, tenant.weight, tenant.pending, tenant.blocks, hit_rate([tenant]))
             for tenant in stats.tenants
         ]
-        common.print_table(("tenant", "weight", "pending", "blocks", "prefix hits"), tenants)
+        printing.print_table(("tenant", "weight", "pending", "blocks", "prefix hits"), tenants)
     print(f"\nup {stats.uptime_us / 1e6:.0f} s, {stats.clients} clients, {stats.sequences} sequences")
 
 

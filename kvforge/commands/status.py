@@ -9,31 +9,31 @@ from kvforge.protocol.errors import DeadlineExceeded
 from kvforge.protocol.exits import FAILED, OK
 from kvforge.protocol.messages import Health
 
-from . import common
+from . import parsing, printing
 from .progress import Progress
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(subparsers, "status", run, "Say whether a request would be served now: exit status 0 or 1.")
-    parser.add_argument("--wait", type=common.seconds, metavar="SECONDS", help="wait this long for it")
+    parser = parsing.add(subparsers, "status", run, "Say whether a request would be served now: exit status 0 or 1.")
+    parser.add_argument("--wait", type=parsing.seconds, metavar="SECONDS", help="wait this long for it")
     parser.add_argument("--json", action="store_true", help="print one JSON document")
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints the state of the coordinator and its workers."""
-    with common.open_client(options) as kv:
+    with parsing.open_client(options) as kv:
         if options.wait is not None:
             progress = Progress()
             try:
                 kv.wait_ready(options.wait, progress=progress.health)
             except DeadlineExceeded:
-                common.say(f"not ready after {options.wait:g} s")
+                printing.say(f"not ready after {options.wait:g} s")
             finally:
                 progress.close()
         health = kv.health()
     if options.json:
-        common.print_json(health)
+        printing.print_json(health)
     else:
         _show(health)
     return OK if health.ready else FAILED
@@ -45,8 +45,8 @@ def _show(health: Health) -> None:
     else:
         print(f"not ready: {health.reason}")
     if health.model is not None:
-        common.print_sampling(health.model)
+        printing.print_sampling(health.model)
     for worker in health.workers:
         doing = f"{worker.phase} {100 * worker.progress:.0f} %" if worker.state == "loading" else ""
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {doing}".rstrip())
-        common.print_device_bytes(worker)
+        printing.print_device_bytes(worker)

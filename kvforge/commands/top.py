@@ -13,7 +13,7 @@ from kvforge.protocol import transport
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration
 from kvforge.protocol.exits import OK
 
-from . import common
+from . import parsing, printing
 
 EVERY_S, EVERY_S_MIN = 1.0, 0.1
 LINES_PER_HEADER = 20
@@ -35,7 +35,7 @@ Rates = Mapping[str, float | None]
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(
+    parser = parsing.add(
         subparsers, "top", run, "Watch the cache and the requests, without a message to the coordinator."
     )
     parser.add_argument(
@@ -59,7 +59,7 @@ def run(options: argparse.Namespace) -> int:
         now = tables.gauges()
         rates = _rates(before, now)
         if options.json:
-            common.print_json({"boot": tables.boot, **now, **rates})
+            printing.print_json({"boot": tables.boot, **now, **rates})
         else:
             if lines % LINES_PER_HEADER == 0:
                 _print_columns([*COLUMNS, "tokens/s", "steps/s", "up"])
@@ -72,7 +72,7 @@ def run(options: argparse.Namespace) -> int:
 def _folder(options: argparse.Namespace) -> Path:
     """The runtime folder that the options or the environment name: that of the coordinator a client would ask."""
     if options.endpoint is None and options.runtime_dir is not None:
-        return common.runtime_dir(options)
+        return parsing.runtime_dir(options)
     endpoint: str = options.endpoint or transport.default_client_endpoint()
     socket = Path(endpoint.removeprefix(IPC))
     if not endpoint.startswith(IPC) or socket.name != transport.CLIENT_SOCKET:
@@ -109,7 +109,7 @@ def _print_columns(cells: list[object]) -> None:
 
 
 def _every(text: str) -> float:
-    value = common.seconds(text)
+    value = parsing.seconds(text)
     if value < EVERY_S_MIN:
         raise ValueError
     return value

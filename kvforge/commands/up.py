@@ -20,7 +20,7 @@ from kvforge.process.signals import Signals
 from kvforge.protocol import choices, logs
 from kvforge.protocol.errors import InvalidConfiguration
 
-from . import common
+from . import parsing
 from .progress import Progress
 
 MODEL = "smollm2-135m"
@@ -59,7 +59,7 @@ COUNTS = ("blocks", "kv_bytes", "block_size", "sequences_max", "queue_max", "con
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    parser = common.add(
+    parser = parsing.add(
         subparsers, "up", run, "Run a coordinator and workers in the foreground; Ctrl-C drains, twice stops at once."
     )
     parser.add_argument(
@@ -86,8 +86,8 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker [cores / workers]")
     parser.add_argument("--sequences-max", type=int, metavar="N", help="requests that may run at once [256]")
     parser.add_argument("--queue-max", type=int, metavar="N", help="requests that may wait [1024]")
-    parser.add_argument("--drain-s", type=common.seconds, metavar="S", help=f"to drain [{DRAIN_S:g}]")
-    parser.add_argument("--stop-s", type=common.seconds, metavar="S", help=f"then to end [{STOP_S:g}]")
+    parser.add_argument("--drain-s", type=parsing.seconds, metavar="S", help=f"to drain [{DRAIN_S:g}]")
+    parser.add_argument("--stop-s", type=parsing.seconds, metavar="S", help=f"then to end [{STOP_S:g}]")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="logs of the processes; else on standard error")
     parser.add_argument("--log-level", choices=logs.LEVELS, help="[info]")
     parser.add_argument("--log-format", choices=logs.FORMATS, help="of standard error and logs [text]")
@@ -96,7 +96,7 @@ def add(subparsers: Any) -> None:
 def run(options: argparse.Namespace) -> int:
     """Serves until it is told to stop."""
     file = load_up_file(options.config)
-    _take_up(options, file)
+    _fill_in(options, file)
     check(options, file)
     progress = Progress(say=Voice("json").say if options.log_format == "json" else None)
     with Signals() as signals:
@@ -108,7 +108,7 @@ def run(options: argparse.Namespace) -> int:
             progress.close()
 
 
-def _take_up(options: argparse.Namespace, file: UpFile) -> None:
+def _fill_in(options: argparse.Namespace, file: UpFile) -> None:
     """What the options do not say, the file does, else the defaults."""
     if options.model is not None or options.model_config is not None:
         file = msgspec.structs.replace(file, model=None, model_config=None)
@@ -120,7 +120,7 @@ def _take_up(options: argparse.Namespace, file: UpFile) -> None:
     if options.load_format is None:
         options.load_format = file.worker.get("load_format")
     if isinstance(options.devices, str):
-        options.devices = tuple(common.token_ids(options.devices, "--devices"))
+        options.devices = tuple(parsing.token_ids(options.devices, "--devices"))
     options.log_dir = None if options.log_dir is None else Path(options.log_dir)
 
 
@@ -184,7 +184,7 @@ def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Setti
 
     return Settings(
         model=model,
-        runtime_dir=common.runtime_dir(options),
+        runtime_dir=parsing.runtime_dir(options),
         workers=options.workers,
         threads=options.threads,
         devices=tuple(options.devices or ()),

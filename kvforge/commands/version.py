@@ -7,12 +7,12 @@ from typing import Any
 
 from kvforge.protocol.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 
-from . import common
+from . import parsing
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
-    common.add(subparsers, "version", run, "Print the version.")
+    parsing.add(subparsers, "version", run, "Print the version.")
 
 
 def run(_options: argparse.Namespace) -> int:

@@ -6,8 +6,8 @@ from pathlib import Path
 
 import msgspec
 
+from kvforge.protocol.configuration import load
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.settings import load
 
 from .settings import Value
 

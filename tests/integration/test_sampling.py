@@ -5,8 +5,9 @@ from __future__ import annotations
 import pytest
 
 from kvforge import Client, InvalidRequest, Request, Sampling
+from kvforge.client import exchanges
 from kvforge.client.blocking.waiting import drive
-from kvforge.protocol.messages import Done, FinishAt, Stats
+from kvforge.protocol.messages import Stats
 
 from .cluster import Cluster
 
@@ -28,7 +29,7 @@ EVERYTHING = Sampling(
 
 def finish_at(kv: Client, request: Request, tokens: int) -> None:
     """What the text clients send at a stop string."""
-    drive(kv._calls.call(lambda rid: FinishAt(rid=rid, request_id=request.id, tokens=tokens), Done))
+    drive(kv._calls.call(exchanges.finish_at(request.id, tokens)))
 
 
 def test_everything_on_survives_a_workers_death_and_a_batch() -> None:

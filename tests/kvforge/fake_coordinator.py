@@ -108,9 +108,7 @@ class Fake:
                 self.refuse(peer, message.rid, errors.VersionMismatch(spoken))
             case m.Hello():
                 self.greeted.add(peer)
-                self.send(
-                    peer, m.Welcome(rid=message.rid, version=1, boot=self.boot, tables_path="/none", block_size=16)
-                )
+                self.send(peer, m.Welcome(rid=message.rid, version=1, boot=self.boot, tables_path="/none"))
             case m.Submit():
                 self.submit(peer, message)
             case m.Attach():

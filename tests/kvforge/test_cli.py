@@ -16,12 +16,12 @@ from typing import Any
 
 import pytest
 
-from kvforge.commands import cli, common
+from kvforge.commands import cli, printing
 from kvforge.commands.progress import Progress
 from kvforge.commands.screen import Columns, InTurn, printable, screen
 from kvforge.launch.settings import Settings, toml
 from kvforge.protocol import errors, exits
-from kvforge.protocol.settings import convert
+from kvforge.protocol.configuration import convert
 from tests.kvforge.fake_coordinator import Running
 
 Output = tuple[int, str, str]
@@ -561,7 +561,7 @@ def test_a_model_does_not_steer_the_terminal() -> None:
 
 
 def test_a_table_lines_numbers_up(capsys: pytest.CaptureFixture[str]) -> None:
-    common.print_table(("name", "n"), [("a", 5), ("long", 10)])
+    printing.print_table(("name", "n"), [("a", 5), ("long", 10)])
     assert capsys.readouterr().out == "name   n\na      5\nlong  10\n"
 
 

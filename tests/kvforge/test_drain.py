@@ -7,7 +7,7 @@ from typing import Any, Self
 
 import pytest
 
-from kvforge.commands import common, drain
+from kvforge.commands import drain, parsing
 from kvforge.commands.cli import main
 from kvforge.protocol.errors import CoordinatorUnavailable
 from kvforge.protocol.exits import OK, TIMED_OUT, UNAVAILABLE
@@ -39,7 +39,7 @@ def test_admission_stops_first_and_progress_is_told_until_the_end(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played = Played(3, 3, 1, 0)
-    monkeypatch.setattr(common, "open_client", lambda options: played)
+    monkeypatch.setattr(parsing, "open_client", lambda options: played)
     monkeypatch.setattr(drain, "POLL_S", 0.0)
     assert main(["drain", "--wait", "60"]) == OK
     assert played.said == ["drain", "3", "3", "1", "0", "close"]
@@ -54,7 +54,7 @@ def test_admission_stops_first_and_progress_is_told_until_the_end(
 def test_what_does_not_end_in_time_is_counted(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(common, "open_client", lambda options: Played(2))
+    monkeypatch.setattr(parsing, "open_client", lambda options: Played(2))
     monkeypatch.setattr(drain, "POLL_S", 0.0)
     assert main(["drain", "--wait", "0.01"]) == TIMED_OUT
     assert "2 requests still run after 0.01 s" in capsys.readouterr().err
@@ -64,7 +64,7 @@ def test_a_deadline_goes_to_the_coordinator(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     played = Played(2)
-    monkeypatch.setattr(common, "open_client", lambda options: played)
+    monkeypatch.setattr(parsing, "open_client", lambda options: played)
     monkeypatch.setattr(drain, "POLL_S", 0.0)
     assert main(["drain", "--deadline", "30", "--wait", "0.01"]) == TIMED_OUT
     assert played.said[0] == "drain 30.0"
@@ -72,7 +72,7 @@ def test_a_deadline_goes_to_the_coordinator(
 
 
 def test_without_a_wait_it_tells_and_leaves(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(common, "open_client", lambda options: Played(2))
+    monkeypatch.setattr(parsing, "open_client", lambda options: Played(2))
     assert main(["drain"]) == OK
 
 
@@ -80,6 +80,6 @@ def test_nobody_there_is_one_line(monkeypatch: pytest.MonkeyPatch, capsys: pytes
     def nobody(options: object) -> Any:
         raise CoordinatorUnavailable("nobody answers")
 
-    monkeypatch.setattr(common, "open_client", nobody)
+    monkeypatch.setattr(parsing, "open_client", nobody)
     assert main(["drain", "--wait", "1"]) == UNAVAILABLE
     assert capsys.readouterr().err == "kvforge: nobody answers\n"

@@ -28,7 +28,6 @@ TINY = KnownModel(
     sha256=hashlib.sha256(CONTENT).hexdigest(),
     file_bytes=len(CONTENT),
     wheel_bytes=len(CONTENT),
-    license="Apache-2.0",
 )
 PULL = """
 import sys

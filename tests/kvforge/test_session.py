@@ -59,7 +59,7 @@ def end(request_id: int, count: int, reason: str = "length", error: m.ErrorInfo 
 def accepted(session: Session, request_id: int) -> Track:
     pending = session.expect(session.new_rid(), m.Accepted, "Submit")
     assert take(session, m.Accepted(rid=pending.rid, request_id=request_id, seed=5)) == []
-    pending.take(m.Accepted)
+    pending.answer(m.Accepted)
     (track,) = pending.tracks
     return track
 
@@ -75,16 +75,16 @@ def test_replies_find_their_command_in_any_order(session: Session) -> None:
     take(session, m.Done(rid=second.rid))
     assert (first.done, second.done) == (False, True)
     take(session, m.Done(rid=first.rid))
-    assert first.take(m.Done).rid == first.rid
+    assert first.answer(m.Done).rid == first.rid
 
 
 def test_a_refusal_is_raised_as_its_own_class_each_time_anew(session: Session) -> None:
     pending = session.expect(session.new_rid(), m.Accepted, "Submit")
     take(session, m.Refused(rid=pending.rid, error=m.ErrorInfo.of(QueueFull(4, 250))))
     with pytest.raises(QueueFull) as first:
-        pending.take(m.Accepted)
+        pending.answer(m.Accepted)
     with pytest.raises(QueueFull) as second:
-        pending.take(m.Accepted)
+        pending.answer(m.Accepted)
     assert (first.value.limit, first.value.retry_after_ms) == (4, 250)
     assert first.value is not second.value
 
@@ -94,7 +94,7 @@ def test_an_answer_of_the_wrong_kind_fails_that_command_only(session: Session) -
     other = session.expect(session.new_rid(), m.Done, "Drain")
     take(session, m.Done(rid=pending.rid))
     with pytest.raises(ProtocolError, match="answered GetStats with Done"):
-        pending.take(m.Stats)
+        pending.answer(m.Stats)
     assert not other.done
 
 
@@ -103,13 +103,13 @@ def test_a_refusal_that_names_no_command_is_for_the_oldest(session: Session) -> 
     second = session.expect(session.new_rid(), m.Done, "Drain")
     take(session, m.Refused(rid=0, error=m.ErrorInfo.of(ProtocolError("unreadable"))))
     with pytest.raises(ProtocolError, match="unreadable"):
-        first.take(m.Welcome)
+        first.answer(m.Welcome)
     assert not second.done
 
 
 def test_welcome_is_remembered(session: Session) -> None:
     pending = session.expect(session.new_rid(), m.Welcome, "Hello")
-    take(session, m.Welcome(rid=pending.rid, version=1, boot="abc", tables_path="/t", block_size=16))
+    take(session, m.Welcome(rid=pending.rid, version=1, boot="abc", tables_path="/t"))
     assert session.boot == "abc"
     assert session.welcome is not None
     session.lost(CoordinatorUnavailable("gone"))
@@ -209,7 +209,7 @@ def test_losing_the_connection_fails_what_waits_and_keeps_tokens(session: Sessio
     session.lost(CoordinatorUnavailable("gone"))
     assert sorted(woken) == ["pending", "track"]
     assert track.tokens == [5]
-    for wait in (lambda: pending.take(m.Done), lambda: finished(track)):
+    for wait in (lambda: pending.answer(m.Done), lambda: finished(track)):
         with pytest.raises(CoordinatorUnavailable):
             wait()
     assert finished(over).tokens == ()
@@ -264,14 +264,14 @@ def test_a_feed_gives_tokens_in_order_of_offset_and_then_the_error(session: Sess
     feed = Feed([Request(calls, a), Request(calls, b)])
     assert not feed.ready
     take(session, rows((1, 0, 10), (1, 1, 11), (2, 0, 20)))
-    assert [(row.id, token.token_id) for row, token in feed.take()] == [(1, 10), (2, 20), (1, 11)]
+    assert [(row.id, token.token_id) for row, token in feed.arrived()] == [(1, 10), (2, 20), (1, 11)]
     assert not feed.ready
     take(session, rows((2, 1, 21), ended=(end(1, 2),)))
     session.lost(CoordinatorUnavailable("gone"))
-    assert [(row.id, token.token_id) for row, token in feed.take()] == [(2, 21)]
+    assert [(row.id, token.token_id) for row, token in feed.arrived()] == [(2, 21)]
     assert list(feed.tracks) == [b]
     with pytest.raises(CoordinatorUnavailable):
-        feed.take()
+        feed.arrived()
 
 
 @pytest.mark.parametrize(

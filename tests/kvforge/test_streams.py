@@ -89,7 +89,7 @@ def test_another_number_of_requests_than_asked_for_is_an_error(session: Session)
     pending = submit(session, 3)
     assert cancelled(take(session, m.Accepted(rid=pending.rid, request_id=10, seed=1))) == [10]
     with pytest.raises(ProtocolError, match="started 1 requests for a Submit of 3"):
-        pending.take(m.Accepted)
+        pending.answer(m.Accepted)
     assert session.running == ()
 
 
@@ -224,10 +224,10 @@ def test_a_feed_of_handles_on_one_stream_gives_each_its_own_part(session: Sessio
     whole, rest = Request(calls, track), Request(calls, track, 2)
     feed = Feed([whole, rest])
     take(session, rows((7, 0, 10), (7, 1, 11)))
-    assert [(request is whole, token.offset) for request, token in feed.take()] == [(True, 0), (True, 1)]
+    assert [(request is whole, token.offset) for request, token in feed.arrived()] == [(True, 0), (True, 1)]
     assert not feed.ready
     take(session, rows((7, 2, 12), ended=(end(7, 3),)))
-    assert [(request is whole, token.token_id) for request, token in feed.take()] == [(True, 12), (False, 12)]
+    assert [(request is whole, token.token_id) for request, token in feed.arrived()] == [(True, 12), (False, 12)]
     assert (whole.tokens, rest.tokens) == ((10, 11, 12), (12,))
     assert not feed.tracks
 

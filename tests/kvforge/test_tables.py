@@ -308,7 +308,7 @@ def test_another_layout_is_refused_naming_both(writer: TablesWriter) -> None:
 
 def test_the_tables_of_a_welcome(writer: TablesWriter) -> None:
     def welcome(boot: str, path: Path) -> Welcome:
-        return Welcome(rid=1, version=1, boot=boot, tables_path=str(path), block_size=4)
+        return Welcome(rid=1, version=1, boot=boot, tables_path=str(path))
 
     assert Tables.of(welcome("boot-1", writer.path), "ipc:///x").boot == "boot-1"
     with pytest.raises(CoordinatorUnavailable, match=r"tcp://x:1, but of boot boot-1: that one runs on another"):

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from kvforge.launch.supervisor import MARK, PRIVATE_FOLDER, PrivateFolder
+from kvforge.launch.private_folder import MARK, PRIVATE_FOLDER, PrivateFolder
 from kvforge.protocol.errors import InvalidConfiguration
 
 
@@ -17,7 +17,7 @@ def names(folder: Path) -> list[str]:
 
 def use(folder: PrivateFolder) -> None:
     """What a supervisor puts there."""
-    folder.take()
+    folder.claim()
     for name in ("coordinator.toml", "worker-0.toml", "worker-12.toml", "tmp/cache"):
         (folder.path / name).write_text("x")
 
@@ -26,7 +26,7 @@ def test_it_leaves_nothing_of_its_own(tmp_path: Path) -> None:
     runtime = tmp_path / "run"
     folder = PrivateFolder(runtime)
     use(folder)
-    folder.give_back(clean=True)
+    folder.release(clean=True)
     assert not runtime.exists()
 
 
@@ -35,9 +35,9 @@ def test_what_one_that_was_killed_left_is_removed(tmp_path: Path) -> None:
     use(killed)
     os.close(killed._descriptor)  # as the kernel would
     again = PrivateFolder(tmp_path)
-    again.take()
+    again.claim()
     assert names(again.path) == [MARK, "tmp"]
-    again.give_back(clean=False)
+    again.release(clean=False)
     assert names(tmp_path) == []
 
 
@@ -49,7 +49,7 @@ def test_a_folder_that_it_did_not_make_is_refused_and_not_touched(tmp_path: Path
     before = names(tmp_path)
     first = kept.partition("/")[0]
     with pytest.raises(InvalidConfiguration, match=rf"^runtime_dir: .*/up, where .* did not make \({first}\): move"):
-        PrivateFolder(tmp_path).take()
+        PrivateFolder(tmp_path).claim()
     assert names(tmp_path) == before
     assert file.read_text() == "mine"
 
@@ -60,9 +60,9 @@ def test_what_is_not_its_own_stays_beside_it(tmp_path: Path) -> None:
     (folder.path / "notes.txt").write_text("mine")
     for name in ("other.sock", "tables.shm.backup", "coordinator.lock", "clients.sock"):
         (tmp_path / name).write_text("")
-    folder.give_back(clean=True)
+    folder.release(clean=True)
     assert names(tmp_path) == ["other.sock", "tables.shm.backup", "up", f"up/{MARK}", "up/notes.txt"]
-    PrivateFolder(tmp_path).take()
+    PrivateFolder(tmp_path).claim()
     assert (tmp_path / "up" / "notes.txt").read_text() == "mine"
 
 
@@ -79,7 +79,7 @@ def test_what_is_no_folder_is_refused(tmp_path: Path, what: str) -> None:
         (runtime / PRIVATE_FOLDER).write_text("mine")
     before = names(tmp_path)
     with pytest.raises(InvalidConfiguration, match=r"up.*is not a folder"):
-        PrivateFolder(runtime).take()
+        PrivateFolder(runtime).claim()
     assert names(tmp_path) == before
 
 
@@ -88,4 +88,4 @@ def test_a_folder_of_another_user_is_refused(tmp_path: Path) -> None:
     (tmp_path / PRIVATE_FOLDER).mkdir()
     os.chown(tmp_path / PRIVATE_FOLDER, 12345, 12345)
     with pytest.raises(InvalidConfiguration, match=r"up.*belongs to another user"):
-        PrivateFolder(tmp_path).take()
+        PrivateFolder(tmp_path).claim()

@@ -15,8 +15,8 @@ from kvforge.launch import machine
 from kvforge.launch.settings import Settings
 from kvforge.launch.up_file import load_up_file
 from kvforge.protocol import choices
+from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
-from kvforge.protocol.settings import convert
 
 MANY = str(10 * (os.cpu_count() or 1))
 
@@ -106,7 +106,7 @@ def settings(folder: Path, text: str, *arguments: str) -> tuple[argparse.Namespa
     path.write_text(text)
     options = cli.parser().parse_args(["up", "--runtime-dir", str(folder), "--config", str(path), *arguments])
     file = load_up_file(options.config)
-    up._take_up(options, file)
+    up._fill_in(options, file)
     up.check(options, file)
     return options, up.settings_of(options, file, Path("/model"))
 

@@ -199,27 +199,27 @@ class AsyncClient:
 
     async def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """Ends a request of any client. Raises RequestNotFound, AlreadyFinished."""
-        await self._calls.run(exchanges.cancel(request_id), timeout_s)
+        await self._calls.call(exchanges.cancel(request_id), timeout_s)
 
     async def status(
         self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None
     ) -> RequestInfo:
         """One request, running or ended not long ago. Raises RequestNotFound."""
-        return await self._calls.run(exchanges.status(request_id, with_tokens), timeout_s)
+        return await self._calls.call(exchanges.status(request_id, with_tokens), timeout_s)
 
     async def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
         """The newest requests."""
-        return await self._calls.run(exchanges.requests(count_max), timeout_s)
+        return await self._calls.call(exchanges.requests(count_max), timeout_s)
 
     async def stats(self, *, timeout_s: float | None = None) -> Stats:
         """Counters and gauges, all of one instant."""
-        return await self._calls.run(exchanges.stats(), timeout_s)
+        return await self._calls.call(exchanges.stats(), timeout_s)
 
     async def health(self, *, timeout_s: float | None = None) -> Health:
         """Whether a request would be served now; if not, why. And the workers, with what each does and holds:
         `device_bytes` of one is its device's memory in bytes by purpose (weights, pool, graphs, other).
         """
-        return await self._calls.run(exchanges.health(), timeout_s)
+        return await self._calls.call(exchanges.health(), timeout_s)
 
     async def tables(self, *, timeout_s: float | None = None) -> Tables:
         """The shared tables of the coordinator that this client is connected to: to be read without a message.
@@ -244,7 +244,7 @@ class AsyncClient:
         with whoever names the same salt, instead of within the tenant. Raises InvalidRequest, CapacityExceeded,
         QuotaExceeded.
         """
-        return await self._calls.run(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s)
+        return await self._calls.call(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s)
 
     async def append(
         self,
@@ -257,7 +257,7 @@ class AsyncClient:
 
         Returns the new lengths. Raises SequenceNotFound, SequenceBusy, CapacityExceeded, InvalidRequest.
         """
-        return await self._calls.run(exchanges.append(sequence, tokens), timeout_s)
+        return await self._calls.call(exchanges.append(sequence, tokens), timeout_s)
 
     async def fork(
         self, sequence: SequenceRef, count: int = 1, *, timeout_s: float | None = None
@@ -266,26 +266,26 @@ class AsyncClient:
 
         Works while a request runs on the sequence. Raises SequenceNotFound, CapacityExceeded.
         """
-        return await self._calls.run(exchanges.fork(sequence, count), timeout_s)
+        return await self._calls.call(exchanges.fork(sequence, count), timeout_s)
 
     async def info(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> SequenceInfo:
         """What is known of a sequence. Raises SequenceNotFound, saying why where it expired."""
-        return await self._calls.run(exchanges.info(sequence), timeout_s)
+        return await self._calls.call(exchanges.info(sequence), timeout_s)
 
     async def tokens(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> tuple[int, ...]:
         """The token ids of a sequence [length]. Raises SequenceNotFound."""
-        return await self._calls.run(exchanges.tokens(sequence), timeout_s)
+        return await self._calls.call(exchanges.tokens(sequence), timeout_s)
 
     async def remove(self, sequence: SequenceRef | Iterable[SequenceRef], *, timeout_s: float | None = None) -> int:
         """Removes one sequence or several, all or none; what runs on one is cancelled.
 
         Returns how many blocks nobody holds any more. Raises SequenceNotFound.
         """
-        return await self._calls.run(exchanges.remove(sequence), timeout_s)
+        return await self._calls.call(exchanges.remove(sequence), timeout_s)
 
     async def block(self, block_id: int, *, timeout_s: float | None = None) -> BlockInfo:
         """One block: its state, generation and holders. Raises BlockNotFound."""
-        return await self._calls.run(exchanges.block(block_id), timeout_s)
+        return await self._calls.call(exchanges.block(block_id), timeout_s)
 
     async def ref(
         self,
@@ -301,7 +301,7 @@ class AsyncClient:
         `tenant` is charged for the block while it has a name. Raises BlockNotFound, BlockNotHeld (it is free),
         AlreadyHolder, StaleGeneration, QuotaExceeded, CapacityExceeded.
         """
-        return await self._calls.run(exchanges.ref(block_id, holder, generation, tenant), timeout_s)
+        return await self._calls.call(exchanges.ref(block_id, holder, generation, tenant), timeout_s)
 
     async def unref(
         self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
@@ -310,7 +310,7 @@ class AsyncClient:
 
         Raises BlockNotFound, BlockNotHeld, NotAHolder, StaleGeneration.
         """
-        return await self._calls.run(exchanges.unref(block_id, holder, generation), timeout_s)
+        return await self._calls.call(exchanges.unref(block_id, holder, generation), timeout_s)
 
     async def explain(
         self,
@@ -325,11 +325,11 @@ class AsyncClient:
 
         Exactly one subject. Raises InvalidRequest, BlockNotFound, RequestNotFound, SequenceNotFound, NotFound.
         """
-        return await self._calls.run(exchanges.explain(block, request, sequence, tenant), timeout_s)
+        return await self._calls.call(exchanges.explain(block, request, sequence, tenant), timeout_s)
 
     async def purge_finished(self, older_than_s: float = 0.0, *, timeout_s: float | None = None) -> int:
         """Makes the coordinator forget requests that ended at least so long ago. Returns how many."""
-        return await self._calls.run(exchanges.purge_finished(older_than_s), timeout_s)
+        return await self._calls.call(exchanges.purge_finished(older_than_s), timeout_s)
 
     async def drain(self, deadline_s: float | None = None, *, timeout_s: float | None = None) -> None:
         """Stops admission in the coordinator; what runs goes on.
@@ -337,7 +337,7 @@ class AsyncClient:
         deadline_s: what has not ended after so many seconds fails with Draining, to be submitted elsewhere; None: it
         may take as long as it takes. Raises InvalidRequest naming `deadline_s`.
         """
-        await self._calls.run(exchanges.drain(deadline_s), timeout_s)
+        await self._calls.call(exchanges.drain(deadline_s), timeout_s)
 
     async def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The token ids that `generate` submits for a text or a chat. Raises what `generate_stream` raises."""

@@ -194,25 +194,25 @@ class Client:
 
     def cancel(self, request_id: int, *, timeout_s: float | None = None) -> None:
         """Ends a request of any client. Raises RequestNotFound, AlreadyFinished."""
-        drive(self._calls.run(exchanges.cancel(request_id), timeout_s))
+        drive(self._calls.call(exchanges.cancel(request_id), timeout_s))
 
     def status(self, request_id: int, *, with_tokens: bool = False, timeout_s: float | None = None) -> RequestInfo:
         """One request, running or ended not long ago. Raises RequestNotFound."""
-        return drive(self._calls.run(exchanges.status(request_id, with_tokens), timeout_s))
+        return drive(self._calls.call(exchanges.status(request_id, with_tokens), timeout_s))
 
     def requests(self, count_max: int = 100, *, timeout_s: float | None = None) -> RequestList:
         """The newest requests."""
-        return drive(self._calls.run(exchanges.requests(count_max), timeout_s))
+        return drive(self._calls.call(exchanges.requests(count_max), timeout_s))
 
     def stats(self, *, timeout_s: float | None = None) -> Stats:
         """Counters and gauges, all of one instant."""
-        return drive(self._calls.run(exchanges.stats(), timeout_s))
+        return drive(self._calls.call(exchanges.stats(), timeout_s))
 
     def health(self, *, timeout_s: float | None = None) -> Health:
         """Whether a request would be served now; if not, why. And the workers, with what each does and holds:
         `device_bytes` of one is its device's memory in bytes by purpose (weights, pool, graphs, other).
         """
-        return drive(self._calls.run(exchanges.health(), timeout_s))
+        return drive(self._calls.call(exchanges.health(), timeout_s))
 
     def tables(self, *, timeout_s: float | None = None) -> Tables:
         """The shared tables of the coordinator that this client is connected to: to be read without a message.
@@ -237,7 +237,7 @@ class Client:
         with whoever names the same salt, instead of within the tenant. Raises InvalidRequest, CapacityExceeded,
         QuotaExceeded.
         """
-        return drive(self._calls.run(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s))
+        return drive(self._calls.call(exchanges.create(tokens, tenant, salt, idle_ttl_s), timeout_s))
 
     def append(
         self,
@@ -250,7 +250,7 @@ class Client:
 
         Returns the new lengths. Raises SequenceNotFound, SequenceBusy, CapacityExceeded, InvalidRequest.
         """
-        return drive(self._calls.run(exchanges.append(sequence, tokens), timeout_s))
+        return drive(self._calls.call(exchanges.append(sequence, tokens), timeout_s))
 
     def fork(
         self, sequence: SequenceRef, count: int = 1, *, timeout_s: float | None = None
@@ -259,26 +259,26 @@ class Client:
 
         Works while a request runs on the sequence. Raises SequenceNotFound, CapacityExceeded.
         """
-        return drive(self._calls.run(exchanges.fork(sequence, count), timeout_s))
+        return drive(self._calls.call(exchanges.fork(sequence, count), timeout_s))
 
     def info(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> SequenceInfo:
         """What is known of a sequence. Raises SequenceNotFound, saying why where it expired."""
-        return drive(self._calls.run(exchanges.info(sequence), timeout_s))
+        return drive(self._calls.call(exchanges.info(sequence), timeout_s))
 
     def tokens(self, sequence: SequenceRef, *, timeout_s: float | None = None) -> tuple[int, ...]:
         """The token ids of a sequence [length]. Raises SequenceNotFound."""
-        return drive(self._calls.run(exchanges.tokens(sequence), timeout_s))
+        return drive(self._calls.call(exchanges.tokens(sequence), timeout_s))
 
     def remove(self, sequence: SequenceRef | Iterable[SequenceRef], *, timeout_s: float | None = None) -> int:
         """Removes one sequence or several, all or none; what runs on one is cancelled.
 
         Returns how many blocks nobody holds any more. Raises SequenceNotFound.
         """
-        return drive(self._calls.run(exchanges.remove(sequence), timeout_s))
+        return drive(self._calls.call(exchanges.remove(sequence), timeout_s))
 
     def block(self, block_id: int, *, timeout_s: float | None = None) -> BlockInfo:
         """One block: its state, generation and holders. Raises BlockNotFound."""
-        return drive(self._calls.run(exchanges.block(block_id), timeout_s))
+        return drive(self._calls.call(exchanges.block(block_id), timeout_s))
 
     def ref(
         self,
@@ -294,7 +294,7 @@ class Client:
         `tenant` is charged for the block while it has a name. Raises BlockNotFound, BlockNotHeld (it is free),
         AlreadyHolder, StaleGeneration, QuotaExceeded, CapacityExceeded.
         """
-        return drive(self._calls.run(exchanges.ref(block_id, holder, generation, tenant), timeout_s))
+        return drive(self._calls.call(exchanges.ref(block_id, holder, generation, tenant), timeout_s))
 
     def unref(
         self, block_id: int, holder: str, *, generation: int | None = None, timeout_s: float | None = None
@@ -303,7 +303,7 @@ class Client:
 
         Raises BlockNotFound, BlockNotHeld, NotAHolder, StaleGeneration.
         """
-        return drive(self._calls.run(exchanges.unref(block_id, holder, generation), timeout_s))
+        return drive(self._calls.call(exchanges.unref(block_id, holder, generation), timeout_s))
 
     def explain(
         self,
@@ -318,11 +318,11 @@ class Client:
 
         Exactly one subject. Raises InvalidRequest, BlockNotFound, RequestNotFound, SequenceNotFound, NotFound.
         """
-        return drive(self._calls.run(exchanges.explain(block, request, sequence, tenant), timeout_s))
+        return drive(self._calls.call(exchanges.explain(block, request, sequence, tenant), timeout_s))
 
     def purge_finished(self, older_than_s: float = 0.0, *, timeout_s: float | None = None) -> int:
         """Makes the coordinator forget requests that ended at least so long ago. Returns how many."""
-        return drive(self._calls.run(exchanges.purge_finished(older_than_s), timeout_s))
+        return drive(self._calls.call(exchanges.purge_finished(older_than_s), timeout_s))
 
     def drain(self, deadline_s: float | None = None, *, timeout_s: float | None = None) -> None:
         """Stops admission in the coordinator; what runs goes on.
@@ -330,7 +330,7 @@ class Client:
         deadline_s: what has not ended after so many seconds fails with Draining, to be submitted elsewhere; None: it
         may take as long as it takes. Raises InvalidRequest naming `deadline_s`.
         """
-        drive(self._calls.run(exchanges.drain(deadline_s), timeout_s))
+        drive(self._calls.call(exchanges.drain(deadline_s), timeout_s))
 
     def encode(self, prompt: Prompt, *, raw: bool = False) -> list[int]:
         """The token ids that `generate` submits for a text or a chat. Raises what `generate_stream` raises."""

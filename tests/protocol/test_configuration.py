@@ -78,6 +78,6 @@ def test_the_defaults_are_valid_and_ones_are_accepted() -> None:
 
 
 def load_ones(limits: dict[str, int]) -> CoordinatorConfig:
-    from kvforge.protocol.settings import convert
+    from kvforge.protocol.configuration import convert
 
     return convert({"limits": limits, "cache": {"block_size": 1}}, CoordinatorConfig)

@@ -1,0 +1,80 @@
+"""What the subcommands share of their command lines: the global options, and the client that these name."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+from kvforge.client.blocking import Client
+from kvforge.protocol import transport
+from kvforge.protocol.errors import InvalidRequest
+
+TIMEOUT_S = 10.0
+Run = Callable[[argparse.Namespace], int]
+
+
+def global_options(parser: argparse.ArgumentParser, *, top: bool) -> None:
+    """The options that may stand before or after the subcommand."""
+    # Declared twice: only the outer one sets defaults, or the inner one would undo what stood before the subcommand.
+    default: Any = None if top else argparse.SUPPRESS
+    group = parser.add_argument_group("where" if top else "also")
+    group.add_argument(
+        "--runtime-dir",
+        type=Path,
+        metavar="DIR",
+        default=default,
+        help="sockets and shared tables [KVFORGE_RUNTIME_DIR]",
+    )
+    group.add_argument(
+        "--endpoint", metavar="URL", default=default, help="the coordinator, as ipc://PATH [KVFORGE_ENDPOINT]"
+    )
+    group.add_argument(
+        "--timeout",
+        type=seconds,
+        metavar="S",
+        default=default,
+        help=f"seconds the coordinator may take to answer a command [{TIMEOUT_S:g}]",
+    )
+
+
+def add(subparsers: Any, name: str, run: Run, summary: str, **settings: Any) -> argparse.ArgumentParser:
+    """Declares a subcommand. `summary` is a sentence."""
+    parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **settings)
+    parser.set_defaults(run=run)
+    global_options(parser, top=False)
+    return parser
+
+
+def open_client(options: argparse.Namespace, tokenizer: str | None = None) -> Client:
+    """A client of the coordinator that the options name."""
+    endpoint = options.endpoint
+    if endpoint is None and options.runtime_dir is not None:
+        endpoint = transport.client_endpoint(options.runtime_dir)
+    return Client(endpoint, timeout_s=options.timeout or TIMEOUT_S, tokenizer=tokenizer)
+
+
+def runtime_dir(options: argparse.Namespace) -> Path:
+    """The runtime folder that the options or the environment name, absolute."""
+    chosen: Path = options.runtime_dir if options.runtime_dir is not None else transport.default_runtime_dir()
+    return chosen.absolute()
+
+
+def seconds(text: str) -> float:
+    """Type of an option: seconds above 0."""
+    value = float(text)
+    if not 0 < value <= 86_400:
+        raise ValueError
+    return value
+
+
+seconds.__name__ = "number of seconds (above 0, at most a day)"
+
+
+def token_ids(text: str, field: str) -> list[int]:
+    """Token ids from `1,2,3`. Raises InvalidRequest naming `field`."""
+    try:
+        return [int(part) for part in text.replace(",", " ").split()]
+    except ValueError:
+        raise InvalidRequest(field, f"{text!r} is not a list of token ids like 1,2,3") from None
