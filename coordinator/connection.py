@@ -9,8 +9,9 @@ from . import zmtp
 from .outbox import Frames, Sent
 
 READ_BYTES = 64 << 10
-READ_LARGE_BYTES = 1 << 20
+READ_LARGE_BYTES = 256 << 10  # memory that was never written to costs more than its copy
 WRITE_BYTES = 128 << 10
+UNREAD_PONGS_BYTES = 64 << 10  # to one that reads nothing heartbeats are not answered
 
 
 class Room(zmtp.Bounds, frozen=True, kw_only=True):
@@ -101,8 +102,8 @@ class Connection:
                 self.begun_ns = 0
             elif not self.begun_ns:
                 self.begun_ns = now_ns
-            if self.reader.pong is not None:
-                context, self.reader.pong = self.reader.pong, None
+            context, self.reader.pong = self.reader.pong, None
+            if context is not None and self.queued_bytes < UNREAD_PONGS_BYTES:
                 self.command(zmtp.pong(context), now_ns)
         return message
 

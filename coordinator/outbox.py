@@ -35,8 +35,8 @@ class Transport(Protocol):
     def admit(self, identity: bytes, descriptor: int) -> int | None:
         """Gives a connection its number; None where it has ended already."""
 
-    def note_ends(self) -> None:
-        """Looks for connections that ended."""
+    def note_ends(self, turn_over: bool = True) -> None:
+        """Looks for connections that ended. turn_over: nothing more is received in this turn."""
 
     def take_gone(self) -> list[int]:
         """Numbers of the connections that ended since the last call."""

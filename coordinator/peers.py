@@ -5,7 +5,8 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
 - so many connections are open at once, each within its process's descriptors; those that have not said hello yet are
   few, and the oldest of them goes when there are too many, or after `STRANGER_S`;
 - messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
-  loop only for a while: what was asked by then is answered before more is looked at;
+  loop only for a while: what was asked by then is answered before more is looked at. What has come is read for a while
+  only, from each in turn; and while somebody breaks bounds turns are short, as everyone waits for their end;
 - a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
   goes with its connection. One that does not end within `MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
@@ -47,7 +48,11 @@ STALL_S = 60.0
 DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not read: heartbeats may be stuck behind them
 FAULTS_MAX = 64
 TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
-ACCEPTS_MAX = 16
+ACCEPTS_MAX = 4
+LOOKS_MAX = 16  # connections that are looked at between two looks at the time
+LOOK_US = 200  # for so long what has come is read at once
+TROUBLED_S = 1.0  # so long after somebody broke a bound turns are short
+TROUBLED_TURN_US = 250
 ACCEPT_PAUSE_S = 0.1
 BACKLOG = 128
 CLIENT, WORKER = "client", "worker"
@@ -116,6 +121,7 @@ class Peers:
         self._partial_bytes = 0
         self._made = 0
         self._watched, self._stirred, self._turned, self._eased = False, True, False, False
+        self._calm_ns = 0  # when turns may be long again
         self._now_ns = self._beaten_ns = self._turn_ends_ns = time.monotonic_ns()
         self._accept_again_ns = 0
         self._listener = _listen(endpoint)
@@ -155,7 +161,8 @@ class Peers:
         if not self._turned:
             self._turned = True
             self._look()  # also where messages are left from before: others may have come meanwhile
-            self._turn_ends_ns = self._now_ns + self.limits.turn_us * 1000
+            turn_us = self.limits.turn_us if self._now_ns >= self._calm_ns else TROUBLED_TURN_US
+            self._turn_ends_ns = self._now_ns + turn_us * 1000
         elif time.monotonic_ns() >= self._turn_ends_ns:
             return None  # what is left is for the next turn: what was asked so far is answered first
         while True:
@@ -184,9 +191,7 @@ class Peers:
 
     def admit(self, identity: bytes, descriptor: int) -> int | None:
         """Gives a connection its number; None where it has ended already."""
-        turned = self._turned
-        self.note_ends()
-        self._turned = turned
+        self.note_ends(turn_over=False)
         connection = self._by_identity.get(identity)
         if connection is None or connection.ended:
             return None
@@ -196,9 +201,10 @@ class Peers:
             self._by_number[connection.number] = self._strangers.pop(identity)
         return connection.number
 
-    def note_ends(self) -> None:
+    def note_ends(self, turn_over: bool = True) -> None:
         """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
-        self._turned = self._eased = False
+        if turn_over:
+            self._turned = self._eased = False
         self._look()
         over, self._over = self._over, []
         for connection in over:
@@ -232,6 +238,7 @@ class Peers:
         connection = self._by_identity.get(identity)
         if connection is not None:
             connection.faults += 1
+            self._calm_ns = self._now_ns + int(TROUBLED_S * 1e9)
             if connection.faults > FAULTS_MAX:
                 self._drop(connection, f"{connection.faults} of its messages were none")
 
@@ -260,22 +267,34 @@ class Peers:
         if self._accept_again_ns and now_ns >= self._accept_again_ns:
             self._accept_again_ns = 0
             self._epoll.register(self._listener, select.EPOLLIN)
-        for descriptor, what in self._epoll.poll(0):
-            connection = self._by_descriptor.get(descriptor)
-            if connection is None:
-                if descriptor == self._listener.fileno():
-                    self._accept()
-                continue
-            if what & select.EPOLLHUP and connection.full:
-                connection.discard()  # it has closed, and reads nothing more
-                self._ease(connection)
-            elif what & select.EPOLLOUT and connection.flush(now_ns):
-                self._ease(connection)
-            if connection.ended:
-                self._over.append(connection)
-            if what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and not connection.full:
-                self._take_in(connection)
-            self._register(connection)
+        until_ns, left = now_ns + LOOK_US * 1000, len(self._by_descriptor) + 1
+        while events := self._epoll.poll(0, LOOKS_MAX):  # those that were looked at go to the end of its queue
+            for descriptor, what in events:
+                self._look_at(descriptor, what)
+            left -= len(events)
+            if len(events) < LOOKS_MAX or left <= 0:
+                return
+            if time.monotonic_ns() >= until_ns:
+                self._stirred = True
+                return
+
+    def _look_at(self, descriptor: int, what: int) -> None:
+        now_ns = self._now_ns
+        connection = self._by_descriptor.get(descriptor)
+        if connection is None:
+            if descriptor == self._listener.fileno():
+                self._accept()
+            return
+        if what & select.EPOLLHUP and connection.full:
+            connection.discard()  # it has closed, and reads nothing more
+            self._ease(connection)
+        elif what & select.EPOLLOUT and connection.flush(now_ns):
+            self._ease(connection)
+        if connection.ended:
+            self._over.append(connection)
+        if what & (select.EPOLLIN | select.EPOLLHUP | select.EPOLLERR) and not connection.full:
+            self._take_in(connection)
+        self._register(connection)
 
     def _take_in(self, connection: Connection) -> None:
         """Reads from a connection, unless what it sent before was not looked at yet."""
@@ -353,6 +372,7 @@ class Peers:
         self._by_identity[connection.identity] = self._strangers[connection.identity] = connection
         self._by_descriptor[connection.descriptor] = connection
         connection.command(self._greeting, self._now_ns)
+        self._note_end(connection)
         self._register(connection)
 
     # ------------------------------------------------------------------------------------------------------ what goes
@@ -426,7 +446,7 @@ class Peers:
         now_ns = self._now_ns
         if not connection.queued_bytes:
             connection.moved_ns = now_ns
-        if connection.ended or (connection.holds and not connection.full):
+        if connection.ended or (connection.listed and not connection.full):
             return "", False  # its turn will come
         if connection.full:
             unread_bytes = _unread_bytes(connection.descriptor)
@@ -449,6 +469,7 @@ class Peers:
         """Disconnects a peer that broke a bound, and says so."""
         who = f"connection {connection.number}" if connection.number else "connection that is not admitted"
         log.warning("%s %s dropped: %s", self.kind, who, why, extra={"peer": connection.number})
+        self._calm_ns = self._now_ns + int(TROUBLED_S * 1e9)
         self._end(connection)
 
     def _end(self, connection: Connection) -> None:

@@ -227,9 +227,9 @@ class TurnLoop:
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
-    def _note_ends(self, effects: list[Effect], now_us: int) -> None:
-        self.clients.note_ends()
-        self.workers.note_ends()
+    def _note_ends(self, effects: list[Effect], now_us: int, turn_over: bool = True) -> None:
+        self.clients.note_ends(turn_over)
+        self.workers.note_ends(turn_over)
         for number in self.clients.take_gone():
             effects += self._client_gone(number, goodbye=False, now_us=now_us)
         for number in self.workers.take_gone():
@@ -355,7 +355,7 @@ class TurnLoop:
         self, identity: bytes, descriptor: int, message: WorkerHello, effects: list[Effect], now_us: int
     ) -> None:
         version = negotiate(message.version_min, message.version_max)
-        self._note_ends(effects, now_us)  # a successor of the same name may be faster than its end
+        self._note_ends(effects, now_us, turn_over=False)  # a successor of the same name may be faster than its end
         if len(self.workers) >= self._limits.workers_max:
             raise CapacityExceeded("workers", 1, 0, "raise limits.pools_max")
         number = self.workers.admit(identity, descriptor)

@@ -25,7 +25,7 @@ GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + byt
 PEERS = (b"DEALER", b"REQ", b"ROUTER")  # the types of socket that may talk to a ROUTER
 LARGE_BYTES = 16 << 10  # a frame above this is read to its own place, and is not copied
 COMMAND_BYTES_MAX = 4096
-COMMANDS_MAX = 1024  # in a row, in what was read at once: heartbeats come one in two seconds
+COMMANDS_MAX = 64  # in a row, in what was read at once: heartbeats come one in two seconds
 CONTEXT_BYTES_MAX = 16
 LONG_HEADER = struct.Struct(">BQ")
 

@@ -8,15 +8,16 @@ import signal
 import subprocess
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 
 import msgspec
 import pytest
 
 from coordinator import zmtp
-from coordinator.connection import Room
+from coordinator.connection import UNREAD_PONGS_BYTES, Room
 from coordinator.outbox import Sent
-from coordinator.peers import PeerLimits, Peers
+from coordinator.peers import TROUBLED_S, PeerLimits, Peers
 from kvforge.protocol import transport
 from tests.coordinator.net import QUEUE, Net, short_lived_net, until
 from tests.hostile.raw import RawPeer, part
@@ -187,6 +188,81 @@ def test_a_turn_takes_messages_for_a_while_and_at_least_one(hostile: Hostile) ->
         assert hostile.texts(1) == [b"busy"]
         assert hostile.peers.waiting or hostile.peers.receive() is None
         hostile.peers.note_ends()
+
+
+def test_admitting_another_gives_a_turn_no_more_time(hostile: Hostile) -> None:
+    """A worker that says hello again and again, and each time looks for ends, would otherwise make it endless."""
+    hostile.connect().send(part(b"busy", more=False) * 3)
+    stranger = hostile.connect(hello=False)
+    hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=0)
+    assert hostile.texts(1) == [b"busy"]
+    until(lambda: hostile.peers.waiting)
+    assert hostile.peers.receive() is not None
+    stranger.send(part(b"hello", more=False))
+    hostile.peers.note_ends(turn_over=False)
+    assert hostile.peers.receive() is None
+    hostile.peers.note_ends()
+    assert hostile.peers.receive() is not None
+
+
+def test_turns_are_short_for_a_while_after_somebody_broke_a_bound(
+    hostile: Hostile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Short: of no time here. The clock stands still but where it is put forward."""
+    now_ns = time.monotonic_ns()
+    monkeypatch.setattr("coordinator.peers.TROUBLED_TURN_US", 0)
+    busy, wrong = hostile.connect(), hostile.connect()
+    monkeypatch.setattr("coordinator.peers.time.monotonic_ns", lambda: now_ns)
+    busy.send(part(b"busy", more=False) * 20)
+    hostile.peers.note_ends()
+    assert [hostile.peers.receive() is not None for _ in range(4)] == [True] * 4
+    wrong.send(b"\x08\x00")
+    assert ends(hostile, wrong) == [2]
+    assert [hostile.peers.receive() is not None for _ in range(3)] == [True, False, False]
+    now_ns += int(TROUBLED_S * 1e9)
+    hostile.peers.note_ends()
+    assert [hostile.peers.receive() is not None for _ in range(3)] == [True] * 3
+
+
+def test_where_reading_takes_too_long_the_rest_is_read_in_the_next_look(
+    hostile: Hostile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("coordinator.peers.LOOKS_MAX", 1)
+    monkeypatch.setattr("coordinator.peers.LOOK_US", 0)
+    peers = [hostile.connect() for _ in range(4)]
+    for i, peer in enumerate(peers):
+        peer.send(part(b"%d" % i, more=False) * 2)
+    for rounds in range(1, 5):
+        hostile.peers.note_ends()
+        assert len(hostile.peers._ready) == rounds and hostile.peers._stirred
+    assert sorted(hostile.texts(8)) == sorted(2 * [b"0", b"1", b"2", b"3"])
+
+
+def test_one_that_closes_before_it_is_greeted_leaves_nothing(hostile: Hostile) -> None:
+    peer = RawPeer(hostile.path, shake=False)
+    peer.close()
+    until(lambda: (hostile.peers.note_ends(), hostile.peers._made)[1] == 1)  # type: ignore[func-returns-value]
+    until(lambda: (hostile.peers.note_ends(), not hostile.peers._by_identity)[1])  # type: ignore[func-returns-value]
+
+
+def test_a_small_frame_that_does_not_end_is_not_waited_for(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.peers.MESSAGE_S", 0.1)
+    slow = hostile.connect()
+    slow.send(part(b"a part", more=False)[:-2])
+    hostile.peers._beat_ns = 20_000_000
+    assert ends(hostile, slow) == [1]
+
+
+def test_heartbeats_of_one_that_reads_nothing_are_not_answered_without_end(hostile: Hostile) -> None:
+    pinging = hostile.connect()
+    connection = hostile.peers._by_number[1]
+    while connection.queued_bytes < UNREAD_PONGS_BYTES:
+        pinging.send(b"\x04\x17\x04PING\x00\x64" + b"c" * 16)
+        hostile.peers.note_ends()
+    for _ in range(100):
+        pinging.send(b"\x04\x17\x04PING\x00\x64" + b"c" * 16)
+        hostile.peers.note_ends()
+    assert connection.queued_bytes < UNREAD_PONGS_BYTES + 64
 
 
 def test_a_message_whose_parts_never_end_ends_its_connection_alone(hostile: Hostile) -> None:

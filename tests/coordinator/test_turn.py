@@ -120,7 +120,7 @@ class Wire:
         self.known.add(int(identity))
         return int(identity)
 
-    def note_ends(self) -> None:
+    def note_ends(self, turn_over: bool = True) -> None:
         pass
 
     def end(self, number: int) -> None:

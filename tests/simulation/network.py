@@ -191,7 +191,7 @@ class SimulatedPeers:
         self._number_of[identity], self._identity_of[number] = number, identity
         return number
 
-    def note_ends(self) -> None:
+    def note_ends(self, turn_over: bool = True) -> None:
         ended, self._ended = self._ended, []
         for identity in ended:
             number = self._number_of.get(identity)
