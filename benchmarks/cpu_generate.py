@@ -22,10 +22,11 @@ import transformers
 
 from benchmarks.report import report
 from kvforge.protocol.messages import RowStart, Sampling, Step
-from worker.device import open_device
-from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
-from worker.pool import KvPool
-from worker.runner import Runner
+from worker.attention.pool import KvPool
+from worker.device.device import open_device
+from worker.loading.load import load_model
+from worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from worker.step.runner import Runner
 
 BLOCK_SIZE = 16
 PROMPT_TOKENS = (5, 9, 14, 20, 27, 35, 48, 64)

@@ -33,8 +33,8 @@ from worker.attention import AttentionOptions, KvLayer
 from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
 from worker.attention.decode_plan import DecodePlanner
 from worker.attention.quantised import dequantise, is_quantised, quantise
-from worker.attention.targets import Target, current_target
-from worker.device import open_device
+from worker.device.device import open_device
+from worker.device.targets import Target, current_target
 
 from .gpu_roof import read_bandwidth
 from .report import report

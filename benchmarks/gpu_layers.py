@@ -23,11 +23,12 @@ import triton
 from benchmarks.gpu_roof import Roof, measure_roof, measure_us
 from benchmarks.report import report
 from worker.attention import PagedBatch, ReferenceAttention
-from worker.device import Device, open_device
-from worker.fusion import FusedDecoder
+from worker.attention.pool import KvPool
+from worker.device.device import Device, open_device
 from worker.kernels import LayerOperations, PlainOperations
-from worker.model import LoadedModel, load_model
-from worker.pool import KvPool
+from worker.kernels.decoder import FusedDecoder
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
 
 BLOCK_SIZE = 16
 

@@ -30,11 +30,12 @@ import torch
 import triton
 
 from worker.attention import AttentionOptions, KvLayer
-from worker.attention.prefill import paged_prefill, plan_prefill, prefill_shape
+from worker.attention.prefill import paged_prefill
 from worker.attention.prefill_copy import plan_copies, workspace_for
+from worker.attention.prefill_plan import plan_prefill, prefill_shape
 from worker.attention.quantised import dequantise, is_quantised, quantise
-from worker.attention.targets import Target, current_target
-from worker.device import open_device
+from worker.device.device import open_device
+from worker.device.targets import Target, current_target
 
 from .report import report
 

@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.device import Device, Mark
+from worker.device.device import Device
+from worker.device.queue import Mark
 
 READ_BYTES = 8 << 30
 # Ways to cut the reading: float32 numbers that a program has in flight at a time, how often, and its warps. The best

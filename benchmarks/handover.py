@@ -3,9 +3,10 @@
     python -m benchmarks.handover [--steps 3000] [--json FILE]
 
 Two processes with half of the cores each, and a decode step of 64 rows. The coordinator's side encodes it and sends it
-as a turn does; the worker's side is the worker's own connection, `worker.link`. Measured on the one clock that both
-share: from before the step is encoded to after it is decoded. Between two steps there is a pause, so that a worker that
-sleeps is asleep. Also measured: what the coordinator spends on a step, with and without putting it into shared memory.
+as a turn does; the worker's side is the worker's own connection, `worker.step.link`. Measured on the one clock that
+both share: from before the step is encoded to after it is decoded. Between two steps there is a pause, so that a worker
+that sleeps is asleep. Also measured: what the coordinator spends on a step, with and without putting it into shared
+memory.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from kvforge.protocol.messages import Step, WorkerHello
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
 from tests.router import router
-from worker.link import Link
+from worker.step.link import Link
 
 from .report import report
 

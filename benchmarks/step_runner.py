@@ -19,10 +19,10 @@ def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
     """By batch: ms of a step of the runner alone; and the rates, weight bytes and KV bytes that the floor needs."""
     import torch
 
-    from worker.device import open_device
-    from worker.memory import make_runner
-    from worker.model import load_model
-    from worker.pool import KvPool
+    from worker.attention.pool import KvPool
+    from worker.device.device import open_device
+    from worker.loading.load import load_model
+    from worker.step.memory import make_runner
 
     device = open_device("cpu" if plan.tiny else "auto")
     if plan.tiny:

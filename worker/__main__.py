@@ -43,7 +43,9 @@ def main(arguments: list[str] | None = None) -> int:
         # torch makes this folder as soon as it is imported, in /tmp unless it is told where compiled code may stay.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
         find_model(config)
-        from .loop import Worker  # torch takes seconds to import: what is wrong with settings and files is told before
+        from .step.loop import (
+            Worker,  # torch takes seconds to import: what is wrong with settings and files is told before
+        )
 
         Worker(config).run()
     except ImportError as error:

@@ -30,7 +30,7 @@ from kvforge.protocol.messages import (
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
 from tests.coordinator.test_sampling import TopDriver, tops_of
-from worker.link import STEP_BYTES_MAX
+from worker.step.link import STEP_BYTES_MAX
 
 
 class Wired(Driver):

@@ -119,7 +119,7 @@ def nursery() -> Nursery:
 
 def _serve() -> None:
     """Reads requests, forks, tells each child's id and exit status. In a child, returns when its worker has ended."""
-    import worker.loop  # noqa: F401 - what takes the seconds
+    import worker.step.loop  # noqa: F401 - what takes the seconds
 
     threads = os.listdir("/proc/self/task")  # noqa: PTH208
     assert len(threads) == 1, "a process of several threads cannot be forked"

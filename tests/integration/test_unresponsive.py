@@ -49,7 +49,7 @@ def test_a_worker_writes_its_stack_when_it_is_asked_and_goes_on() -> None:
         kv = cluster.start("w0")
         cluster.signal("w0", signal.SIGUSR1)
         wait_log(cluster, "w0", "(most recent call first)")
-        assert 'worker/loop.py", line' in cluster.log("w0")
+        assert 'worker/step/loop.py", line' in cluster.log("w0")
         assert len(kv.submit([1, 2, 3], max_tokens=4, sampling=GREEDY).result(60).tokens) == 4
 
 

@@ -244,7 +244,7 @@ def test_a_worker_says_it_before_it_imports_torch(tmp_path: Path) -> None:
     config = tmp_path / "worker.toml"
     config.write_text(f'name = "w"\nmodel = "{path}"\nruntime_dir = "{tmp_path}"\n')
     # Whoever imports the loop, and torch with it, fails otherwise.
-    program = "import sys; sys.modules['worker.loop'] = None; from worker.__main__ import main; sys.exit(main())"
+    program = "import sys; sys.modules['worker.step.loop'] = None; from worker.__main__ import main; sys.exit(main())"
     command = [sys.executable, "-c", program, "--config", str(config)]
     ran = subprocess.run(command, capture_output=True, text=True, timeout=60)
     assert ran.returncode == 3, ran.stderr

@@ -88,9 +88,9 @@ def test_a_device_is_seen_by_its_file(tmp_path: Path, monkeypatch: pytest.Monkey
 
 
 def test_the_names_are_those_that_workers_know() -> None:
+    from worker.attention.pool import KV_DTYPES
     from worker.loading import LOAD_FORMATS
     from worker.loading.configuration import MODEL_DTYPES
-    from worker.pool import KV_DTYPES
 
     assert ("auto", *MODEL_DTYPES) == choices.DTYPES
     assert ("auto", *KV_DTYPES) == choices.KV_DTYPES

@@ -8,7 +8,7 @@ import torch
 from worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
 from worker.attention.quantised import is_quantised
 from worker.attention.reference import write_kv
-from worker.device import Device
+from worker.device.device import Device
 
 # How far attention over normally distributed K and V may be from float64's, by the dtype that is the coarser one.
 TOLERANCE = {

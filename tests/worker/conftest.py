@@ -14,9 +14,10 @@ import torch
 
 import tests.interpreted  # noqa: F401 - before a kernel is imported
 from worker.attention import PagedBatch
-from worker.device import Device, open_device
-from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
-from worker.pool import KvPool
+from worker.attention.pool import KvPool
+from worker.device.device import Device, open_device
+from worker.loading.load import load_model
+from worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 
 # Weights larger than usual: at transformers' 0.02 attention of a tiny model is almost uniform and hides mistakes.
 TINY = {

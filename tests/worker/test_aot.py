@@ -21,13 +21,14 @@ pytest.importorskip("triton")
 
 from tests.worker.compiled import code_of, every, fingerprint
 from tests.worker.launches import compiler_environment
-from worker.attention import AttentionOptions, KvLayer, aot, decode, prefill, prefill_copy, write
-from worker.attention.aot import DTYPES, Compiled, Configuration
+from worker.attention import AttentionOptions, KvLayer, decode, prefill, prefill_copy, write
 from worker.attention.quantised import is_quantised
-from worker.attention.specialise import recorded
-from worker.attention.targets import HEAD_CLASSES, TARGETS, Target, TileKey, current_target
-from worker.device import Device
+from worker.device.device import Device
+from worker.device.targets import HEAD_CLASSES, TARGETS, Target, TileKey, current_target
+from worker.kernels import aot_attention as aot
+from worker.kernels.aot_attention import DTYPES, Compiled, Configuration
 from worker.kernels.registry import KERNELS
+from worker.kernels.specialise import recorded
 
 COMPILED = [name for name, target in TARGETS.items() if target.backend != "cpu"]
 ATTENTION = [kernel for kernel in KERNELS if kernel.module.startswith("worker.attention.")]

@@ -13,7 +13,7 @@ import torch
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from tests.worker.cases import HEADS, STEPS, Case, compare
 from worker.attention import AttentionOptions, KvLayer, PagedBatch, ReferenceAttention, choose_attention
-from worker.device import Device
+from worker.device.device import Device
 
 REFERENCE = ReferenceAttention()
 QUANTISED = (torch.int8, torch.float8_e4m3fn)

@@ -7,7 +7,8 @@ import pytest
 
 from worker.attention import PagedBatch
 from worker.attention.batch import PLANS_MAX
-from worker.device import Device, Staging
+from worker.device.device import Device
+from worker.device.queue import Staging
 
 BLOCK_SIZE, WIDTH, EXTRA = 8, 5, 2
 

@@ -10,19 +10,20 @@ import pytest
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device import Device, open_device
-from worker.sampler import HostRows, SamplingState
+from worker.device.device import Device, open_device
+from worker.sampling.sampler import HostRows, SamplingState
 
 pytest.importorskip("triton")
 
-from worker import choice, copies
-from worker.attention import aot
-from worker.attention.specialise import recorded
-from worker.attention.targets import TARGETS
+from worker.device import copies
+from worker.device.targets import TARGETS
+from worker.kernels import aot_attention as aot
 from worker.kernels.registry import KERNELS
+from worker.kernels.specialise import recorded
+from worker.sampling import choice
 
 ROWS = 7
-SMALL = [kernel for kernel in KERNELS if kernel.module in ("worker.choice", "worker.copies")]
+SMALL = [kernel for kernel in KERNELS if kernel.module in ("worker.sampling.choice", "worker.device.copies")]
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])

@@ -11,13 +11,13 @@ import torch
 
 pytest.importorskip("triton")
 
-from worker.attention import AttentionOptions, KvLayer, prefill, triton_attention
-from worker.attention.prefill import gluon_problem, hopper_problem, prefill_shape
-from worker.attention.targets import TARGETS
+from worker.attention import AttentionOptions, KvLayer, prefill_plan, triton_attention
+from worker.attention.prefill_plan import gluon_problem, hopper_problem, prefill_shape
 from worker.attention.triton_attention import TritonAttention
-from worker.chosen import chosen_kernels
-from worker.device import Device
-from worker.model import LoadedModel
+from worker.device.device import Device
+from worker.device.targets import TARGETS
+from worker.loading.chosen import chosen_kernels
+from worker.loading.model import LoadedModel
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 HOPPER = TARGETS["sm_90"]
@@ -64,7 +64,7 @@ def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.M
     )
     assert told("sm_86", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: this device is no Hopper"
     assert told("sm_90", 300, BF16, BF16, 16, 0) == ("plain torch: no kernel takes heads of 300",) * 2
-    monkeypatch.setattr(prefill, "gluon_problem", lambda: "Triton is too old")
+    monkeypatch.setattr(prefill_plan, "gluon_problem", lambda: "Triton is too old")
     assert told("sm_90", 128, BF16, BF16, 16, 0)[1] == "Triton, portable: Triton is too old"
 
 

@@ -11,10 +11,11 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import RowStart, Sampling, Step
-from worker.device import Device
-from worker.model import LoadedModel, load_model
-from worker.pool import KvPool
-from worker.runner import Runner
+from worker.attention.pool import KvPool
+from worker.device.device import Device
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
+from worker.step.runner import Runner
 
 pytestmark = pytest.mark.model
 

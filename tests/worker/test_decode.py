@@ -14,8 +14,8 @@ from worker.attention import AttentionOptions, KvLayer
 from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
 from worker.attention.decode_plan import FIELDS, DecodePlanner
 from worker.attention.quantised import dequantise, is_quantised, quantise
-from worker.attention.targets import Target, current_target
-from worker.device import Device, open_device
+from worker.device.device import Device, open_device
+from worker.device.targets import Target, current_target
 
 # Against dense attention over what is stored: what quantising itself costs is the business of its own tests.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

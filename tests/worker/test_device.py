@@ -12,8 +12,8 @@ import torch
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
 from worker.config import WorkerConfig
-from worker.device import open_device
-from worker.engine import Engine
+from worker.device.device import open_device
+from worker.step.engine import Engine
 
 BLOCK_SIZE, WIDTH, ROWS = 8, 4, 3
 

@@ -10,10 +10,10 @@ import pytest
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device import Device
-from worker.draws import uniforms
-from worker.filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
-from worker.sampler import SampledRows, SamplingState
+from worker.device.device import Device
+from worker.sampling.draws import uniforms
+from worker.sampling.filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
+from worker.sampling.sampler import SampledRows, SamplingState
 
 VOCAB = 61
 

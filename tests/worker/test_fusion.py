@@ -14,11 +14,12 @@ import torch
 
 from kvforge.protocol.errors import ModelNotFound, WorkerError
 from worker.attention import PagedBatch
-from worker.device import Device, open_device
+from worker.attention.pool import KvPool
+from worker.device.device import Device, open_device
 from worker.kernels import LayerOperations, PlainOperations
 from worker.loading import MODEL_CONFIGS, find_source, known_configs, read_config
-from worker.model import LoadedModel, load_model
-from worker.pool import KvPool
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
 
 triton = pytest.importorskip("triton")
 
@@ -151,7 +152,7 @@ def test_layers_that_differ_are_left_alone(
         def add_norm(self, addend: Any, residual: Any, weight: Any, epsilon: float) -> torch.Tensor:
             return super().add_norm(2 * addend, residual, weight, epsilon)
 
-    monkeypatch.setattr("worker.model.choose_operations", lambda _: Wrong())
+    monkeypatch.setattr("worker.loading.load.choose_operations", lambda _: Wrong())
     model = load_model(write_config("llama"), load_format="dummy", dtype="float32", device=cpu, block_size=4)
     assert model.fused is None
     assert "one operation at a time" in caplog.text

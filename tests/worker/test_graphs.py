@@ -17,11 +17,12 @@ from kvforge.protocol.messages import Sampling, Step
 from tests.worker.conftest import TINY
 from tests.worker.test_runner import BLOCK_SIZE, begin, i4, replace_start
 from worker.attention import ReferenceAttention
-from worker.device import Device, open_device
-from worker.graphs import bucket_sizes
-from worker.model import LoadedModel, load_model
-from worker.pool import KvPool
-from worker.runner import PendingStep, Runner, StepOutcome
+from worker.attention.pool import KvPool
+from worker.device.device import Device, open_device
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
+from worker.step.graphs import bucket_sizes
+from worker.step.runner import PendingStep, Runner, StepOutcome
 
 SLOTS, WIDTH = 40, 8
 RNG = np.random.default_rng(5)

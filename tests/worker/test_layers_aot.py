@@ -10,13 +10,13 @@ import torch
 pytest.importorskip("triton")
 
 from worker.attention import KvLayer
-from worker.attention.aot import Configuration
-from worker.attention.specialise import recorded
-from worker.attention.targets import TARGETS
-from worker.device import Device
+from worker.device.device import Device
+from worker.device.targets import TARGETS
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
+from worker.kernels.aot_attention import Configuration
 from worker.kernels.fused import FusedOperations
 from worker.kernels.registry import KERNELS
+from worker.kernels.specialise import recorded
 
 KV_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 LAYERS = [kernel for kernel in KERNELS if kernel.module.startswith("worker.kernels.")]

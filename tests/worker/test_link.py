@@ -19,7 +19,7 @@ from kvforge.protocol.messages import Step, Stop, WorkerHello
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
 from tests.router import router
-from worker.link import Link
+from worker.step.link import Link
 
 POOL, EPOCH = 0, 3
 STEPS = 300

@@ -12,13 +12,14 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-import worker.model as model_module
+import worker.loading.load as load_module
 from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel, WorkerError
 from tests.worker.gguf_files import write_gguf
 from worker.attention import ReferenceAttention
-from worker.device import Device
+from worker.device.device import Device
 from worker.loading import find_source, model_dtype, read_config
-from worker.model import LoadedModel, load_model
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
 
 
 def load(source: Path, device: Device, **keywords: object) -> LoadedModel:
@@ -248,7 +249,7 @@ def test_kernels_are_tried_before_anything_is_served(
 ) -> None:
     """The worker does not start with a kernel that is wrong here, and says which one, and what to do."""
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(model_module, "choose_attention", lambda *_: WrongAttention())
+    monkeypatch.setattr(load_module, "choose_attention", lambda *_: WrongAttention())
     with pytest.raises(WorkerError, match=r"the write kernel is wrong for 4 query heads.*attention = 'reference'"):
         load(write_config("llama"), cpu, load_format="dummy")
     assert not (tmp_path / "selftest").exists(), "what has failed is remembered"

@@ -27,9 +27,9 @@ from kvforge.protocol.messages import (
     Stop,
 )
 from worker.config import WorkerConfig
-from worker.loop import Worker
-from worker.meter import Meter
-from worker.pending import StepOutcome
+from worker.step.loop import Worker
+from worker.step.meter import Meter
+from worker.step.pending import StepOutcome
 
 
 def outcome(*errors: RowError) -> StepOutcome:

@@ -13,12 +13,12 @@ import pytest
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, KvforgeError, WorkerError
 from kvforge.protocol.messages import ErrorInfo, RowError, WorkerWelcome
 from tests.worker.conftest import TINY
-from worker import memory
 from worker.config import CPU_KV_BYTES, WorkerConfig
-from worker.device import Device, open_device
-from worker.engine import Engine
-from worker.model import LoadedModel
-from worker.runner import Runner
+from worker.device.device import Device, open_device
+from worker.loading.model import LoadedModel
+from worker.step import memory
+from worker.step.engine import Engine
+from worker.step.runner import Runner
 
 
 def welcome(**fields: int) -> WorkerWelcome:

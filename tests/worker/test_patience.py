@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from worker import patience
-from worker.patience import SLEEP_MS, Patience
+from worker.step import patience
+from worker.step.patience import SLEEP_MS, Patience
 
 MS = 1_000_000
 

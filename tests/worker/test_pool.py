@@ -13,8 +13,8 @@ import torch
 
 import worker
 from kvforge.protocol.errors import InvalidConfiguration
-from worker.device import Device, open_device
-from worker.pool import KV_DTYPES, KvGeometry, KvPool, LayerShape
+from worker.attention.pool import KV_DTYPES, KvGeometry, KvPool, LayerShape
+from worker.device.device import Device, open_device
 
 ONES: dict[str, Any] = {"layers": 1, "kv_heads": 1, "head_size": 1, "block_size": 1, "kv_dtype": "float32"}
 
@@ -156,9 +156,10 @@ def test_close_returns_memory(cpu: Device) -> None:
 
 def test_only_the_device_asks_which_it_is() -> None:
     """Everything else asks what it can do."""
-    asking = re.compile(r"torch\.cuda|torch\.version\.(hip|cuda)|\bdevice\.kind\b|\bis_gpu\b|_queues\b")
+    asking = re.compile(r"torch\.cuda|torch\.version\.(hip|cuda)|\bdevice\.kind\b|\bis_gpu\b|\.queues\b")
     package = Path(worker.__file__).parent
-    assert {path.name for path in package.rglob("*.py") if asking.search(path.read_text())} == {"device.py"}
+    found = {str(path.relative_to(package)) for path in package.rglob("*.py") if asking.search(path.read_text())}
+    assert found == {"device/device.py", "device/queue.py", "device/capture.py"}
 
 
 def test_unknown_device_is_refused() -> None:

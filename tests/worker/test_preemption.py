@@ -9,7 +9,7 @@ import pytest
 
 from kvforge.protocol.messages import RowStart, Sampling
 from tests.worker.test_runner import BLOCK_SIZE, PROMPTS, Bench, i4
-from worker.model import LoadedModel
+from worker.loading.model import LoadedModel
 
 COUNT = 10
 SAMPLINGS = {

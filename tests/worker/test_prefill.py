@@ -19,11 +19,12 @@ pytest.importorskip("triton")
 
 from tests.worker.launches import compiler_environment
 from worker.attention.interface import AttentionOptions, KvLayer
-from worker.attention.prefill import FIELDS, packed_heads, paged_prefill, plan_prefill, prefill_shape
+from worker.attention.prefill import paged_prefill
 from worker.attention.prefill_copy import PAGE, PAGES_MAX, copy_groups, copy_rows, plan_copies, workspace_for
+from worker.attention.prefill_plan import FIELDS, packed_heads, plan_prefill, prefill_shape
 from worker.attention.quantised import dequantise, is_quantised, quantise
-from worker.attention.targets import TARGETS, Target, current_target
-from worker.device import open_device
+from worker.device.device import open_device
+from worker.device.targets import TARGETS, Target, current_target
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 # Largest error of a number, and of all of them by the Euclidean norm, relative. Numbers of the output are below 5.
@@ -308,8 +309,8 @@ COMPILE_FOR_HOPPER = """
 import triton
 from triton.backends.compiler import GPUTarget
 from triton.experimental.gluon._runtime import GluonASTSource
-from worker.attention.aot import hopper_configurations
-from worker.attention.targets import TARGETS
+from worker.kernels.aot_attention import hopper_configurations
+from worker.device.targets import TARGETS
 
 made = hopper_configurations(TARGETS["sm_90"])[0].specialisation
 source = GluonASTSource(made.kernel, made.types, made.constants, made.attributes)

@@ -11,9 +11,9 @@ import torch
 
 from worker.attention import KvLayer, ReferenceAttention
 from worker.attention.reference import rotate
-from worker.device import Device, open_device
+from worker.device.device import Device, open_device
 from worker.kernels import PlainOperations
-from worker.model import LoadedModel
+from worker.loading.model import LoadedModel
 
 triton = pytest.importorskip("triton")
 

@@ -28,12 +28,13 @@ from worker.attention import AttentionOptions, choose_attention, selftest
 from worker.attention.selftest import AttentionShape
 from worker.attention.triton_attention import is_interpreted
 from worker.config import WorkerConfig
-from worker.device import Device, open_device
-from worker.engine import Engine
+from worker.device.check import require_right
+from worker.device.device import Device, open_device
 from worker.kernels import registry
-from worker.kernels.check import require_right
 from worker.kernels.registry import KERNELS, Kernel, Serving
-from worker.model import LoadedModel, load_model
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
+from worker.step.engine import Engine
 
 DEVICE = open_device("auto")
 PACKAGE = Path(worker.__file__).parent

@@ -9,9 +9,9 @@ import pytest
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
-from worker.device import Device
-from worker.draws import philox, splitmix64, uniforms
-from worker.sampler import NO_TOKEN, SamplingState
+from worker.device.device import Device
+from worker.sampling.draws import philox, splitmix64, uniforms
+from worker.sampling.sampler import NO_TOKEN, SamplingState
 
 VOCAB = 1000
 

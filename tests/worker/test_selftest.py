@@ -15,7 +15,7 @@ from worker.attention import AttentionOptions, ReferenceAttention, selftest, tri
 from worker.attention.decode_plan import FIELDS
 from worker.attention.selftest import AttentionShape, self_test
 from worker.attention.triton_attention import TritonAttention, is_interpreted
-from worker.device import open_device
+from worker.device.device import open_device
 
 DEVICE = open_device("auto")
 pytestmark = [

@@ -14,12 +14,12 @@ import torch
 pytest.importorskip("triton")
 
 from kvforge.protocol.errors import InvalidConfiguration
-from worker import model
 from worker.attention import AttentionOptions, triton_attention
 from worker.attention.selftest import AttentionShape, self_test
-from worker.attention.targets import TARGETS, Target, check_dtypes, current_target
 from worker.attention.triton_attention import TritonAttention
-from worker.device import Device, open_device
+from worker.device.device import Device, open_device
+from worker.device.targets import TARGETS, Target, check_dtypes, current_target
+from worker.loading import load
 
 KIB = 1024
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
@@ -114,10 +114,10 @@ def test_it_is_refused_before_a_weight_is_loaded(
         raise InvalidConfiguration("dtype", "not here")
 
     monkeypatch.setattr(Device, "runs_kernels", True)
-    monkeypatch.setattr(model, "check_dtypes", refuse)
-    monkeypatch.setattr(model, "build", lambda *_: pytest.fail("weights are loaded"))
+    monkeypatch.setattr(load, "check_dtypes", refuse)
+    monkeypatch.setattr(load, "build", lambda *_: pytest.fail("weights are loaded"))
     with pytest.raises(InvalidConfiguration, match="not here"):
-        model.load_model(write_config("llama"), load_format="dummy", dtype="bfloat16", device=cpu, block_size=8)
+        load.load_model(write_config("llama"), load_format="dummy", dtype="bfloat16", device=cpu, block_size=8)
 
 
 @pytest.mark.gpu

@@ -15,12 +15,13 @@ pytest.importorskip("triton")
 
 from tests.worker.cases import HEADS, STEPS, Case, broken_layer, compare
 from worker.attention import AttentionOptions, KvLayer, PagedBatch, choose_attention, prefill_copy, triton_attention
-from worker.attention.prefill import paged_prefill, plan_prefill, prefill_shape
+from worker.attention.prefill import paged_prefill
 from worker.attention.prefill_copy import PAGE, copy_rows, workspace_for
+from worker.attention.prefill_plan import plan_prefill, prefill_shape
 from worker.attention.reference import rotate
-from worker.attention.targets import TARGETS, Target
 from worker.attention.triton_attention import TritonAttention, is_interpreted
-from worker.device import open_device
+from worker.device.device import open_device
+from worker.device.targets import TARGETS, Target
 
 DEVICE = open_device("auto")
 pytestmark = [

@@ -11,7 +11,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.worker.triton_names import EITHER, GLUON, TABLE, VERSIONS, is_there, names_used
-from worker.attention.prefill import GLUON_VERSIONS
+from worker.attention.prefill_plan import GLUON_VERSIONS
 
 FOUND = json.loads(TABLE.read_text())
 

@@ -13,9 +13,10 @@ import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
 from tests.worker.conftest import TINY
-from worker.device import Device
-from worker.model import ATTENTION_NAME, LoadedModel, load_model, use_attention
-from worker.verification import TOLERANCE, distance, in_float32
+from worker.device.device import Device
+from worker.loading.load import load_model
+from worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
+from worker.loading.verification import TOLERANCE, distance, in_float32
 
 SEQUENCES = [np.random.default_rng(0).integers(0, TINY["vocab_size"], 7)]
 
@@ -53,7 +54,7 @@ def test_a_model_that_16_bits_round_hard_is_served(
     wide = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keywords)
     theirs = distance(eager(narrow), eager(wide))
     assert theirs > TOLERANCE[dtype], "else it would be no such model"
-    with caplog.at_level("INFO", "worker.verification"):
+    with caplog.at_level("INFO", "worker.loading.verification"):
         assert load(folder, cpu).dtype == dtype
     assert "of the largest from float32, transformers' own" in caplog.text
 

@@ -16,10 +16,11 @@ from safetensors.torch import load_file, save_file
 
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 from tests.worker.gguf_files import Tensors, write_gguf
-from worker.device import Device, open_device
+from worker.device.device import Device, open_device
 from worker.loading import build, find_source, fingerprint, read_config
 from worker.loading.fingerprint import PIECE_WORDS, _on_device, _sums
-from worker.model import LoadedModel, load_model
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
 
 Weights = dict[str, torch.Tensor]
 SMALL = {"hidden_size": 32, "intermediate_size": 48, "num_attention_heads": 2, "num_key_value_heads": 1}

@@ -14,10 +14,10 @@ from worker.attention import KvLayer, PagedBatch
 from worker.attention.quantised import TOP, dequantise
 from worker.attention.reference import rotate
 from worker.attention.reference import write_kv as write_kv_reference
-from worker.attention.targets import current_target
 from worker.attention.triton_attention import TritonAttention, is_interpreted
 from worker.attention.write import write_kv
-from worker.device import open_device
+from worker.device.device import open_device
+from worker.device.targets import current_target
 
 DEVICE = open_device("auto")
 pytestmark = pytest.mark.skipif(

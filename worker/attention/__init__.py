@@ -1,11 +1,22 @@
-"""Paged attention: the interface every implementation keeps, the plain-torch reference, and the choice between them."""
+"""The paged KV cache, and attention over it: one interface, the plain-torch reference, Triton's kernels, the choice.
+
+interface.py    what every implementation keeps; batch.py: the structure of a step's rows
+pool.py         the KV pool: geometry, byte counts, tensors
+reference.py    plain torch; quantised.py: int8 and fp8 with their scales
+triton_attention.py   Triton's: decode (decode*.py), prefill (prefill*.py), KV write (write.py)
+selftest.py     the kernels against plain torch, at a worker's start
+
+Law: a slot that was not written, or that a row cannot reach, is never read; what a row gets does not depend on the
+others. Outside, use what this module exports, `pool`, and `selftest.AttentionShape`; the kernels' modules are named by
+`worker.kernels.registry` alone.
+"""
 
 from __future__ import annotations
 
 import importlib.util
 
 from kvforge.protocol.errors import InvalidConfiguration
-from worker.device import Device
+from worker.device.device import Device
 
 from .batch import PagedBatch
 from .interface import AttentionOptions, KvLayer, PagedAttention

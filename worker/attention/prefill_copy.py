@@ -13,8 +13,9 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.device.targets import head_class
+
 from .interface import KvLayer
-from .targets import head_class
 
 IntArray = npt.NDArray[np.int64]
 PAGE = 128  # tokens of a block of the workspace

@@ -26,10 +26,11 @@ from triton.experimental.gluon.language.nvidia.hopper import (
 )
 from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
+from worker.device.targets import HEAD_UNIT, in_units
+
 from .gluon_names import thread_barrier
 from .interface import AttentionOptions, KvLayer
 from .prefill_hopper_work import COLUMNS, Buffers, Sizes, Work, box_layout, constants, copy_tiles
-from .targets import HEAD_UNIT, in_units
 
 ROWS = 128  # of a tile: tokens times query heads of one pack; half of them for each computing group of warps
 UNIT = gl.constexpr(HEAD_UNIT)

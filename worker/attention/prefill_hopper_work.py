@@ -19,7 +19,7 @@ from triton.language.core import _aggregate as aggregate
 
 from .gluon_names import as_boxes, copy_box
 from .interface import AttentionOptions
-from .prefill import hopper_keys
+from .prefill_plan import hopper_keys
 
 STAGES = 2
 COLUMNS = 64  # of one copy: 128 bytes, the widest that is stored swizzled

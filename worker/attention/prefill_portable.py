@@ -12,7 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .targets import HEAD_UNIT
+from worker.device.targets import HEAD_UNIT
 
 _UNIT = tl.constexpr(HEAD_UNIT)
 

@@ -19,8 +19,8 @@ import numpy as np
 import torch
 
 from kvforge.models.store import default_cache_dir
-from worker.device import WAY_OUT, Device
-from worker.kernels.check import require_right
+from worker.device.check import require_right
+from worker.device.device import WAY_OUT, Device
 
 from .batch import Int32Array, PagedBatch
 from .interface import AttentionOptions, KvLayer, PagedAttention
@@ -257,7 +257,7 @@ def _key(device: Device, shape: AttentionShape, dtype: torch.dtype, kv_dtype: to
     """Names everything that a result depends on."""
     import triton
 
-    from .targets import current_target
+    from worker.device.targets import current_target
 
     digest = hashlib.sha256()
     for path in sorted(Path(__file__).parent.glob("*.py")):

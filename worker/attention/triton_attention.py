@@ -19,17 +19,18 @@ import numpy as np
 import torch
 from triton import knobs
 
-from worker.device import Device
+from worker.device.device import Device
+from worker.device.targets import HEAD_CLASSES, HEAD_UNIT, Target, current_target
 
 from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode
 from .decode_plan import DecodePlanner
 from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
-from .prefill import FIELDS, hopper_problem, paged_prefill, plan_prefill, prefill_shape
+from .prefill import paged_prefill
 from .prefill_copy import PAGE, PAGES_MAX, copy_groups, plan_copies, workspace_for
+from .prefill_plan import FIELDS, hopper_problem, plan_prefill, prefill_shape
 from .quantised import is_quantised
 from .reference import ReferenceAttention, rotate
-from .targets import HEAD_CLASSES, HEAD_UNIT, Target, current_target
 from .write import write_kv
 
 _NOTHING = np.zeros(0, np.int32)

@@ -13,9 +13,10 @@ import torch
 import triton
 import triton.language as tl
 
+from worker.device.targets import HEAD_UNIT, Target, head_class, in_units
+
 from .interface import KvLayer
 from .quantised import SCALE_MIN, TOP, as_bytes, is_quantised
-from .targets import HEAD_UNIT, Target, head_class, in_units
 
 HEADS = 8  # of one program
 _UNIT = tl.constexpr(HEAD_UNIT)

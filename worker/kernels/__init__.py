@@ -1,6 +1,14 @@
-"""What a decoder layer does between its matrix products, and the small products themselves.
+"""What a decoder layer does between its matrix products, and the small products themselves; the list of all kernels.
 
-`LayerOperations` says what; `plain` does it in torch, `fused` with one Triton kernel for each operation.
+`LayerOperations` says what; `plain.py` does it in torch, `fused.py` with one Triton kernel for each operation (norm.py,
+rotary.py, activation.py, linear.py, project.py); decoder.py is a whole model of them.
+
+registry.py     every Triton kernel of the worker, those of attention, sampling and copies too
+aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch compiles; compile.py: all
+selftest.py     the kernels of this room against plain torch, at a worker's start
+
+Law: no kernel is launched that the registry does not declare with its configurations, its plain-torch reference and its
+check. Outside, `choose_operations`, `decoder.FusedDecoder` and `registry.check_kernels` are called.
 """
 
 from __future__ import annotations
@@ -11,7 +19,7 @@ from typing import Protocol
 import torch
 
 from worker.attention import KvLayer
-from worker.device import Device
+from worker.device.device import Device
 
 from .plain import PlainOperations
 

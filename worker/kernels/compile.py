@@ -14,9 +14,9 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-from worker.attention.aot import compile_one
-from worker.attention.targets import TARGETS, Target
+from worker.device.targets import TARGETS, Target
 
+from .aot_attention import compile_one
 from .registry import KERNELS
 
 

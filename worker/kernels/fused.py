@@ -8,8 +8,8 @@ import torch
 from torch.nn.functional import linear
 
 from worker.attention import KvLayer
-from worker.attention.targets import current_target
-from worker.device import Device
+from worker.device.device import Device
+from worker.device.targets import current_target
 
 from . import activation, norm, rotary
 from .linear import LinearTiles, choose_tiles, linear_parts

@@ -14,9 +14,9 @@ import triton
 import triton.language as tl
 
 from worker.attention import KvLayer
+from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .linear import LinearTiles, prefetch
-from .overlap import launch_options, let_next_start, wait_for_inputs
 
 ROWS = tl.constexpr(64)  # of the weight in one tile
 HEAD_SIZES = (64, 128, 256)

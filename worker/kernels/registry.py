@@ -18,16 +18,17 @@ from worker.attention import PagedAttention, ReferenceAttention
 from worker.attention.quantised import dequantise
 from worker.attention.selftest import AttentionShape
 from worker.attention.selftest import self_test as attention_test
-from worker.device import Device
-from worker.sampler import SamplingState
+from worker.device.device import Device
+from worker.kernels import PlainOperations
+from worker.sampling.sampler import SamplingState
 
-from . import PlainOperations
 from .selftest import self_test as layer_test
 
 if TYPE_CHECKING:
-    from worker.attention.aot import Configuration
-    from worker.attention.targets import Target
-    from worker.fusion import FusedDecoder
+    from worker.device.targets import Target
+
+    from .aot_attention import Configuration
+    from .decoder import FusedDecoder
 
 
 @dataclass(frozen=True)
@@ -103,19 +104,19 @@ def _layers(serving: Serving) -> None:
 
 def _sampling(serving: Serving) -> None:
     if serving.device.runs_kernels:
-        from worker.selftest import sampling_test
+        from worker.sampling.selftest import sampling_test
 
         sampling_test(serving.device, serving.vocab_size)
 
 
 def _copies(serving: Serving) -> None:
     if serving.device.runs_kernels:
-        from worker.selftest import copies_test
+        from worker.sampling.selftest import copies_test
 
         copies_test(serving.device)
 
 
-_ATTENTION, _OTHERS = "worker.attention.aot", "worker.kernels.aot"
+_ATTENTION, _OTHERS = "worker.kernels.aot_attention", "worker.kernels.aot_layers"
 
 
 def _kernel(
@@ -143,8 +144,8 @@ KERNELS = (
     _kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
     _kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),
     _kernel("worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers, "project"),
-    _kernel("worker.choice", "scan_kernel", SamplingState.sample, _sampling, "scan"),
-    _kernel("worker.choice", "settle_kernel", SamplingState.sample, _sampling, "settle"),
-    _kernel("worker.choice", "feed_kernel", SamplingState.feed, _sampling, "feed"),
-    _kernel("worker.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
+    _kernel("worker.sampling.choice", "scan_kernel", SamplingState.sample, _sampling, "scan"),
+    _kernel("worker.sampling.choice", "settle_kernel", SamplingState.sample, _sampling, "settle"),
+    _kernel("worker.sampling.choice", "feed_kernel", SamplingState.feed, _sampling, "feed"),
+    _kernel("worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )

@@ -6,9 +6,8 @@ import torch
 import triton
 import triton.language as tl
 
-from worker.attention.targets import head_class
-
-from .overlap import launch_options, let_next_start, wait_for_inputs
+from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from worker.device.targets import head_class
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # one number of them is loaded, wherever they begin

@@ -15,13 +15,12 @@ import torch
 
 from worker.attention import KvLayer
 from worker.attention.reference import rotate
-from worker.device import WAY_OUT, Device
-
-from . import LayerOperations, PlainOperations
-from .check import require_right
+from worker.device.check import require_right
+from worker.device.device import WAY_OUT, Device
+from worker.kernels import LayerOperations, PlainOperations
 
 if TYPE_CHECKING:
-    from worker.fusion import FusedDecoder
+    from .decoder import FusedDecoder
 
 # Largest difference, as a part of the largest number: both sides round, and sum in another order.
 TOLERANCE = {torch.float32: 1e-4, torch.float16: 5e-3, torch.bfloat16: 3e-2}

@@ -1,4 +1,4 @@
-"""From a name or a path to a model in memory that is the one that was asked for.
+"""From a name or a path to a model in memory that is the one that was asked for, and computes what it should.
 
 source.py       what a path is
 configuration.py, gguf.py, rope.py   what its files say about the model
@@ -7,6 +7,13 @@ report.py       nothing of the files may be left over, nothing of the model left
 sampling.py     how the model wants its tokens drawn
 fingerprint.py  what was loaded, as one number
 progress.py     what transformers draws on the terminal, as fractions
+model.py        the loaded model and its forward pass; fusion.py: the fused form of those whose layers are known
+probe.py        what each layer asks of attention; verification.py: does it compute what transformers' own does
+chosen.py       which kernels serve it, for people
+load.py         all of it, in order
+
+Law: nothing is served that was not compared with something that does not share its faults. Outside, `load.load_model`
+makes a `model.LoadedModel`, and its `forward` and `decode` are called.
 """
 
 from .build import build

@@ -9,8 +9,8 @@ import transformers
 
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
+from worker.device.device import Device, as_worker_error
 
-from ..device import Device, as_worker_error
 from .configuration import sentence
 from .gguf import noted_names
 from .gguf_config import check_rotation

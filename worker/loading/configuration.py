@@ -11,8 +11,8 @@ from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, ModelNotFound, UnsupportedModel
+from worker.device.device import Device
 
-from ..device import Device
 from .gguf_config import apply_metadata
 from .source import Source
 

@@ -13,15 +13,16 @@ import torch
 
 from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import WorkerWelcome
+from worker.attention.pool import KvPool
+from worker.config import WorkerConfig
+from worker.device.device import Device, open_device
+from worker.loading import Progress
+from worker.loading.chosen import chosen_kernels
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
+from worker.model_path import find_model
 
-from .chosen import chosen_kernels
-from .config import WorkerConfig
-from .device import Device, open_device
-from .loading import Progress
 from .memory import Accounts, DeviceBytes, make_runner, pool_blocks, weight_bytes
-from .model import LoadedModel, load_model
-from .model_path import find_model
-from .pool import KvPool
 from .runner import Runner
 
 log = logging.getLogger("worker")

@@ -26,14 +26,16 @@ import triton
 from triton.compiler import ASTSource
 from triton.experimental.gluon._runtime import GluonASTSource
 
-from .decode import DecodeWorkspace, decode_planner, is_few, paged_decode
-from .interface import AttentionOptions, KvLayer
-from .prefill import FIELDS, paged_prefill, prefill_shape
-from .prefill_copy import PAGE, copy_rows
-from .quantised import is_quantised
+from worker.attention.decode import DecodeWorkspace, decode_planner, is_few, paged_decode
+from worker.attention.interface import AttentionOptions, KvLayer
+from worker.attention.prefill import paged_prefill
+from worker.attention.prefill_copy import PAGE, copy_rows
+from worker.attention.prefill_plan import FIELDS, prefill_shape
+from worker.attention.quantised import is_quantised
+from worker.attention.write import write_kv
+from worker.device.targets import Target, head_class
+
 from .specialise import Specialisation, gpu_target, recorded
-from .targets import Target, head_class
-from .write import write_kv
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 Dtypes = tuple[torch.dtype, torch.dtype]

@@ -1,4 +1,4 @@
-"""The configurations of the kernels of decoder layers, of sampling and of small copies: see `worker.attention.aot`."""
+"""The configurations of the kernels of decoder layers, of sampling and of small copies: see `aot_attention`."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from itertools import product
 import torch
 
 from worker.attention import KvLayer
-from worker.attention.aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, once
-from worker.attention.specialise import recorded
-from worker.attention.targets import HEAD_CLASSES, Target
-from worker.choice import PIECE, choose_tokens, feed_tokens
-from worker.copies import copy_numbers
-from worker.sampler import COLUMNS
+from worker.device.copies import copy_numbers
+from worker.device.targets import HEAD_CLASSES, Target
+from worker.kernels import HIDDEN_MAX
+from worker.sampling.choice import PIECE, choose_tokens, feed_tokens
+from worker.sampling.sampler import COLUMNS
 
-from . import HIDDEN_MAX, activation, norm, rotary
+from . import activation, norm, rotary
+from .aot_attention import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, once
 from .linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
 from .project import HEAD_SIZES, project
+from .specialise import recorded
 
 NARROW = (BF16, F16)
 FLOATS = (*NARROW, F32)

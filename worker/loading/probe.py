@@ -16,13 +16,13 @@ import torch
 import transformers
 
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
+from worker.attention import AttentionOptions
+from worker.attention.pool import LayerShape
+from worker.attention.selftest import AttentionShape
+from worker.device.device import Device
 
-from .attention import AttentionOptions
-from .attention.selftest import AttentionShape
-from .device import Device
-from .loading.rope import context_range
 from .model import ATTENTION_NAME, BINDING, ForwardContext, LayerBinding, use_attention
-from .pool import LayerShape
+from .rope import context_range
 
 RECORDING_NAME = "kvforge_recording"
 RECORDED_TOKENS = 4

@@ -22,9 +22,9 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32Array, RowStart, Sampling
+from worker.device.device import Device
+from worker.device.targets import current_target
 
-from .attention.targets import current_target
-from .device import Device
 from .draws import signed, uniforms
 from .filters import log_normaliser, min_p_mask, most_likely_mask, top_logprobs
 from .penalties import LogitBias, PenaltyCounts

@@ -14,8 +14,8 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.messages import Int32Array, Step
+from worker.sampling.sampler import NO_TOKEN
 
-from .sampler import NO_TOKEN
 from .starts import split_history
 
 BoolArray = npt.NDArray[np.bool_]

@@ -23,16 +23,17 @@ import torch
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, WorkerError
 from kvforge.protocol.messages import Int32Array, RowStart, Step
+from worker.attention import PagedBatch
+from worker.attention.pool import KvPool, require_positive
+from worker.device.device import as_worker_error
+from worker.device.queue import Fetched, Mark, Staging
+from worker.loading.model import LoadedModel
+from worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 
-from .attention import PagedBatch
 from .checks import Rows, StepLimits, bad_copies, check_rows, malformed
-from .device import Fetched, Mark, Staging, as_worker_error
 from .graphs import DecodeGraphs
 from .meter import Meter
-from .model import LoadedModel
 from .pending import Part, PendingStep, StepOutcome, joined
-from .pool import KvPool, require_positive
-from .sampler import NO_TOKEN, HostRows, SamplingState
 from .starts import Histories, problem_of, split_history
 
 STEPS_UNDER_WAY_MAX = 2

@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from .kernels.overlap import launch_options, let_next_start, wait_for_inputs
+from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 PIECE = 4096  # numbers of a row that one program takes, all at once if it does not draw
 DRAW_TILE = 1024  # and has in flight at a time if it does, which needs more registers
@@ -253,7 +253,7 @@ def choose_tokens(
 
     logits: [rows, vocab] float32 device. slots, wanted: [rows] int64 device. values: [slots, any] float64, of which the
     first column is the temperature. seeds, generated, last_token: [slots] int64; the last two are written. packed: gets
-    the result, [3 * rows] int32 device, as `sampler.SampledRows.packed`. overlap: see `worker.kernels.overlap`.
+    the result, [3 * rows] int32 device, as `sampler.SampledRows.packed`. overlap: see `worker.device.overlap`.
     """
     rows, vocab = logits.shape
     pieces = pieces_of(vocab)

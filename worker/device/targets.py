@@ -14,7 +14,8 @@ from typing import Any
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
-from worker.device import Device
+
+from .device import Device
 
 HEAD_CLASSES = (64, 128, 256)  # head sizes are padded to the next one: powers of two, as Triton's tiles must be
 HEAD_UNIT = 8  # divides every head size that the kernels are made for

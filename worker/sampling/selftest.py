@@ -12,9 +12,10 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.messages import RowStart, Sampling
+from worker.device.check import require_right
+from worker.device.device import WAY_OUT, Device
+from worker.device.queue import Landing, Mark, Staging
 
-from .device import WAY_OUT, Device, Landing, Mark, Staging
-from .kernels.check import require_right
 from .sampler import NO_TOKEN, HostRows, SamplingState
 
 TEMPERATURES = (0.0, 1.0, 0.7, 0.0, 1.0)  # of the rows; the last two are not finite

@@ -22,13 +22,15 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from .attention import PagedBatch
+from worker.attention import PagedBatch
+from worker.attention.pool import KvPool
+from worker.device.capture import Captured
+from worker.device.queue import Landing, Mark
+from worker.loading.model import LoadedModel
+from worker.sampling.sampler import SamplingState
+
 from .checks import Rows
-from .device import Captured, Landing, Mark
-from .model import LoadedModel
 from .pending import Part
-from .pool import KvPool
-from .sampler import SamplingState
 
 ROWS_MAX = 512  # larger batches run as they come: there the host has time enough
 INPUTS = 4  # numbers of a row beside its structure: see _Bucket

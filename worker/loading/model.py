@@ -9,10 +9,7 @@ computes in `verification`.
 
 from __future__ import annotations
 
-import inspect
-import logging
-from dataclasses import dataclass, replace
-from pathlib import Path
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,27 +17,10 @@ import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
 from kvforge.protocol.messages import ModelInfo
-
-from .attention import AttentionOptions, PagedAttention, PagedBatch, choose_attention
-from .attention.targets import check_dtypes
-from .device import Device
-from .fusion import FusedDecoder, fuse
-from .kernels import choose_operations
-from .kernels.registry import Serving, check_kernels
-from .loading import (
-    Progress,
-    build,
-    context_tokens,
-    find_source,
-    fingerprint,
-    gguf_read_once,
-    model_dtype,
-    model_sampling,
-    read_config,
-)
-from .pool import KV_DTYPES, KvGeometry, KvPool
-
-log = logging.getLogger(__name__)
+from worker.attention import AttentionOptions, PagedAttention, PagedBatch
+from worker.attention.pool import KvGeometry, KvPool
+from worker.device.device import Device
+from worker.kernels.decoder import FusedDecoder
 
 ATTENTION_NAME = "kvforge_paged"
 BINDING = "kvforge_binding"
@@ -171,109 +151,9 @@ class LoadedModel:
         return (logits if self.takes_logits_to_keep else logits[logit_tokens]).float()
 
 
-def load_model(
-    source: str | Path,
-    *,
-    load_format: str = "auto",
-    dtype: str = "auto",
-    device: Device,
-    block_size: int,
-    kv_dtype: str = "auto",
-    attention: str = "auto",
-    progress: Progress = lambda _phase, _fraction: None,
-    seed: int = 0,
-    context_tokens_max: int = 0,
-) -> LoadedModel:
-    """Loads a model and proves that what will run computes what transformers' own layers and attention do.
-
-    source: a GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
-    dtype: float32, float16, bfloat16, or auto (see `loading.model_dtype`).
-    kv_dtype: a name in `pool.KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
-    dummy weights. context_tokens_max: positions to serve, 0: what the model is said to have (see `loading.rope`).
-    progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
-    Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
-    kv_dtype, attention, block_size, context_tokens_max); KernelError where one is wrong or does not compile;
-    WorkerError or GpuError where memory runs out.
-    """
-    from .probe import bind_layers, bound_options, bound_shapes  # these two need our classes
-    from .verification import verify
-
-    progress("reading the configuration", 0.0)
-    found = find_source(source, load_format)
-    with gguf_read_once():
-        config = read_config(found)
-        served_tokens = context_tokens(config, context_tokens_max)
-        torch_dtype = model_dtype(dtype, config, found, device)
-        dtype_name = str(torch_dtype).removeprefix("torch.")
-        kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
-        # Its errors come before the wait.
-        KvGeometry.uniform(layers=1, kv_heads=1, head_size=1, block_size=block_size, kv_dtype=kv_dtype)
-        if device.runs_kernels:
-            check_dtypes(device, torch_dtype, KV_DTYPES[kv_dtype].torch_dtype)
-        chosen = choose_attention(device, attention)
-
-        progress("loading weights", 0.05)
-        module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed)
-
-    progress("checking weights", 0.87)
-    digest = fingerprint(module, dtype_name)
-    progress("checking attention", 0.9)
-    context = ForwardContext(chosen)
-    shapes = bind_layers(module, context, served_tokens, device)
-    geometry = KvGeometry(shapes, block_size, kv_dtype)
-    stored = geometry.dtype.torch_dtype
-    kinds = bound_shapes(module, shapes)
-    fused = fuse(module, bound_options(module), choose_operations(device), context.attention)
-    vocab_size = int(module.get_input_embeddings().num_embeddings)
-    check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, fused))
-    device.release_cached()
-    architecture = type(module).__name__
-    info = ModelInfo(
-        name=found.name,
-        source=str(found.path),
-        architecture=architecture,
-        fingerprint=digest,
-        vocab_size=vocab_size,
-        context_tokens_max=served_tokens,
-        eos_tokens=_eos_tokens(module),
-        sampling=model_sampling(found),
-    )
-    model = LoadedModel(
-        info=info,
-        geometry=geometry,
-        device=device,
-        dtype=torch_dtype,
-        vocab_size=info.vocab_size,
-        module=module,
-        context=context,
-        takes_logits_to_keep="logits_to_keep" in inspect.signature(module.forward).parameters,
-        fused=fused,
-    )
-    with device.errors("comparing the model with transformers' own"):
-        try:
-            verify(model)
-        except UnsupportedModel as error:
-            if fused is None:
-                raise
-            log.warning("%s; its layers are run one operation at a time", error)
-            model = replace(model, fused=None)
-            verify(model)
-    progress("model loaded", 1.0)
-    return model
-
-
 def use_attention(module: Any, name: str) -> None:
     """Switches a transformers model to the attention function registered as `name`. Errors: UnsupportedModel."""
     try:
         module.set_attn_implementation(name)
     except (ValueError, ImportError) as error:
         raise UnsupportedModel(type(module).__name__, f"transformers cannot change its attention: {error}") from error
-
-
-def _eos_tokens(module: Any) -> tuple[int, ...]:
-    generation = getattr(module, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = module.config.get_text_config(decoder=True).eos_token_id
-    tokens = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
-    return tuple(int(token) for token in tokens)

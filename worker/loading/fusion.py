@@ -16,17 +16,16 @@ module stays whole: it computes what it did, and its state has the names it had.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
-from functools import partial
 from typing import Any
 
 import torch
 
-from .attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
-from .attention.targets import HEAD_UNIT
-from .kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
-from .loading.rope import STATIC_ROPE
-from .pool import KvPool
+from worker.attention import AttentionOptions, PagedAttention
+from worker.device.targets import HEAD_UNIT
+from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
+from worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
+
+from .rope import STATIC_ROPE
 
 FUSIBLE = frozenset(
     {
@@ -37,109 +36,6 @@ FUSIBLE = frozenset(
         "transformers.models.smollm3.modeling_smollm3.SmolLM3ForCausalLM",
     }
 )
-
-
-@dataclass(frozen=True)
-class Projection:
-    """weight: [n, k]. bias: [n], or None."""
-
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-
-
-@dataclass(frozen=True)
-class FusedLayer:
-    """The weights of one decoder layer. head_norms: [head_size] of Q and of K. rotates: has rotary embedding."""
-
-    options: AttentionOptions
-    rotates: bool
-    heads: int
-    kv_heads: int
-    head_size: int
-    input_norm: torch.Tensor
-    projected: Projection
-    head_norms: tuple[torch.Tensor, torch.Tensor] | None
-    output: Projection
-    inner_norm: torch.Tensor
-    gate_up: Projection
-    down: Projection
-
-
-@dataclass(frozen=True)
-class FusedDecoder:
-    """A whole decoder: embedding, layers, final norm and vocabulary head.
-
-    table: [vocab, hidden]. head: [vocab, hidden]. frequencies: [head_size / 2] float32. epsilon: of every norm.
-    """
-
-    operations: LayerOperations
-    attention: PagedAttention
-    table: torch.Tensor
-    layers: tuple[FusedLayer, ...]
-    final_norm: torch.Tensor
-    head: Projection
-    frequencies: torch.Tensor
-    rotary_scaling: float
-    epsilon: float
-
-    def forward(
-        self,
-        token_ids: torch.Tensor,
-        positions: torch.Tensor,
-        logit_tokens: torch.Tensor | None,
-        batch: PagedBatch,
-        pool: KvPool,
-        logits: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """As LoadedModel.forward; logit_tokens None: the logits of every token, in order.
-
-        logits: where they go, [sampled, vocab] float32, contiguous; None: new memory.
-        Every shape follows from the arguments' shapes, and nothing waits for the device: it can be captured in a graph.
-        """
-        ops = self.operations
-        residual, normed = ops.embed(token_ids, self.table, self.layers[0].input_norm, self.epsilon)
-        cos, sin = ops.rotary(positions, self.frequencies, self.rotary_scaling, self.table.dtype)
-        following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
-        for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
-            cache = pool.layers[index]
-            query = self._project(layer, normed, (cos, sin), cache, batch)
-            attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
-            addend = ops.linear_parts(attended, layer.output.weight, layer.output.bias)
-            normed = ops.add_norm(addend, residual, layer.inner_norm, self.epsilon)
-            inner = ops.gated(normed, layer.gate_up.weight, layer.gate_up.bias)
-            addend = ops.linear_parts(inner, layer.down.weight, layer.down.bias)
-            normed = ops.add_norm(addend, residual, next_norm, self.epsilon)
-        if logit_tokens is not None:
-            normed = normed.index_select(0, logit_tokens)
-        if logits is None:
-            logits = torch.empty((len(normed), len(self.head.weight)), dtype=torch.float32, device=normed.device)
-        if len(normed) == 0:  # prefill of chunks that end nobody's prompt
-            return logits
-        return ops.linear(normed, self.head.weight, self.head.bias, logits)
-
-    def _project(
-        self,
-        layer: FusedLayer,
-        normed: torch.Tensor,
-        rotary: tuple[torch.Tensor, torch.Tensor],
-        cache: KvLayer,
-        batch: PagedBatch,
-    ) -> torch.Tensor:
-        """Q of the new tokens, [tokens, heads, head_size]; their K and V are in the cache then."""
-        ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
-        if layer.rotates and layer.head_norms is None:
-            query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.slots, batch))
-            if query is not None:
-                return query
-        projected = ops.linear(normed, weight, bias)
-        if layer.head_norms is not None:
-            ops.head_norm(projected, *layer.head_norms, layer.heads, layer.kv_heads, self.epsilon)
-        by_head = projected.view(len(projected), -1, layer.head_size)
-        query, key, value = by_head.split((layer.heads, layer.kv_heads, layer.kv_heads), dim=1)
-        if layer.rotates:
-            return self.attention.write_rotated(query, key, value, *rotary, cache, batch)
-        self.attention.write(key, value, cache, batch)
-        return query
 
 
 def fuse(

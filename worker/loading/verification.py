@@ -23,10 +23,10 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import UnsupportedModel
+from worker.attention import PagedBatch
+from worker.attention.pool import KvPool
 
-from .attention import PagedBatch
 from .model import ATTENTION_NAME, LoadedModel, use_attention
-from .pool import KvPool
 
 log = logging.getLogger(__name__)
 

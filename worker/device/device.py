@@ -1,10 +1,6 @@
-"""One face for CPU, CUDA and HIP. Nothing outside this file asks which of them it runs on.
+"""One face for CPU, CUDA and HIP. Nothing outside this room asks which of them it runs on.
 
 torch names both CUDA and HIP devices "cuda"; `Device.kind` tells them apart where a person reads it.
-
-A GPU is a queue: what is called here is queued, in order, and done later. `Mark` is a point in that queue, `Staging`
-the way in and `Fetched` the way out, neither of which waits. On a CPU everything is done when the call returns, and
-the same calls copy, or do nothing.
 """
 
 from __future__ import annotations
@@ -14,10 +10,8 @@ import importlib.util
 import math
 import mmap
 import os
-import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from functools import lru_cache
 from typing import Any
 
 import numpy as np
@@ -26,10 +20,10 @@ import torch
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
 
+from .capture import Captured, GraphMemory, Place, captured_on
+
 KINDS = ("cpu", "cuda", "hip", "auto")
 WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"
-# Two steps are under way at most, and a third is being packed.
-STAGING_RING = 3
 KERNEL_COPY_MAX = 1 << 18  # numbers; more go by a copy engine. Where that is the faster one was not measured
 # Of torch's caching allocator (kMinLargeAlloc, kRoundLarge): from the one on, each allocation has a segment of its own,
 # a multiple of the other.
@@ -37,135 +31,6 @@ OWN_SEGMENT_BYTES, SEGMENT_BYTES = 10 << 20, 2 << 20
 # MKL multiplies 16 rows by a large vocabulary matrix in half the time it takes for 8 (49152 x 576 float32, 2 cores:
 # 9.8 ms against 18.1 ms).
 CPU_PRODUCT_ROWS = 16
-
-
-class Mark:
-    """A point in the device's queue. On a CPU it has always been passed."""
-
-    def __init__(self, device: Device, timed: bool = False) -> None:
-        """Puts the mark at the end of the queue. timed: `ms_since` will be asked."""
-        self._event: torch.cuda.Event | None = None
-        self._at_ns = 0 if device._queues else time.perf_counter_ns()
-        if device._queues:
-            self._event = torch.cuda.Event(enable_timing=timed)
-            self._event.record()
-
-    def passed(self) -> bool:
-        """True once everything queued before the mark is done. Errors: what the device raises for that work."""
-        return self._event is None or bool(self._event.query())
-
-    def wait(self) -> None:
-        """Waits until it is passed. Errors: what the device raises for the work before it."""
-        if self._event is not None:
-            self._event.synchronize()
-
-    def ms_since(self, earlier: Mark) -> float:
-        """Milliseconds of device time between two timed marks that are passed."""
-        if self._event is None or earlier._event is None:
-            return (self._at_ns - earlier._at_ns) / 1e6
-        return float(earlier._event.elapsed_time(self._event))
-
-
-class Staging:
-    """A fixed place on the device that is filled once a step, in one copy that nobody waits for.
-
-    on_device: [size] int32 device; its address never changes, so captured graphs may read it. What is queued before a
-    `send` reads the old contents, what is queued after it the new ones.
-    """
-
-    def __init__(self, device: Device, size: int) -> None:
-        self.on_device = torch.zeros(size, dtype=torch.int32, device=device.torch_device)
-        self._device = device
-        self._ring = [device.host_buffer(size, torch.int32) for _ in range(STAGING_RING)]
-        self._sent: list[Mark | None] = [None] * STAGING_RING
-        self._next = 0
-
-    def host(self) -> npt.NDArray[np.int32]:
-        """The host's side of the next `send`: [size] int32 with old contents. Waits for the last copy out of it."""
-        sent = self._sent[self._next]
-        if sent is not None:
-            sent.wait()
-        array: npt.NDArray[np.int32] = self._ring[self._next].numpy()
-        return array
-
-    def send(self, count: int) -> None:
-        """Queues the copy of the first `count` numbers of what `host` gave."""
-        self._device.refuse_capture("filling a staging buffer")
-        self._device.copy_numbers(self.on_device[:count], self._ring[self._next][:count])
-        self._sent[self._next] = Mark(self._device)
-        self._next = (self._next + 1) % STAGING_RING
-
-
-class Fetched:
-    """A device tensor on its way to the host."""
-
-    def __init__(self, device: Device, tensor: torch.Tensor, host: torch.Tensor | None = None) -> None:
-        """Queues the copy; what is queued later may overwrite the tensor. host: [n] int32 of a Landing."""
-        if host is not None:
-            self._host = host
-            device.copy_numbers(host, tensor)
-        else:
-            self._host = device.host_buffer(tensor.numel(), tensor.dtype).view(tensor.shape)
-            self._host.copy_(tensor, non_blocking=True)
-
-    def array(self) -> npt.NDArray[Any]:
-        """The contents, same shape and dtype. A mark that was made after this object must have been passed."""
-        array: npt.NDArray[Any] = self._host.numpy()
-        return array
-
-
-class Landing:
-    """Fixed places on the host, taken in turn, for what is fetched once a step."""
-
-    def __init__(self, device: Device, size: int) -> None:
-        self._device = device
-        self._ring = [device.host_buffer(size, torch.int32) for _ in range(STAGING_RING)]
-        self._next = 0
-
-    def fetch(self, tensor: torch.Tensor) -> Fetched:
-        """tensor: [n] int32 device. What comes of it is to be read before STAGING_RING more are fetched."""
-        host = self._ring[self._next][: tensor.numel()]
-        self._next = (self._next + 1) % STAGING_RING
-        return Fetched(self._device, tensor, host)
-
-
-@dataclass(frozen=True)
-class GraphMemory:
-    """What graphs share: the memory of their intermediate results, and the stream on which they are captured (torch's
-    libraries keep a workspace for each stream)."""
-
-    pool: Any
-    stream: torch.cuda.Stream
-
-
-class _Place:
-    """Memory on a GPU, as the protocol that torch and others share describes it (`__cuda_array_interface__`)."""
-
-    def __init__(self, tensor: torch.Tensor) -> None:
-        assert tensor.dtype == torch.float32 and tensor.is_contiguous()
-        self.__cuda_array_interface__ = {
-            "shape": tuple(tensor.shape),
-            "typestr": "<f4",
-            "data": (tensor.data_ptr(), False),
-            "version": 2,
-        }
-
-
-class Captured:
-    """Work that was queued once and can be queued again in one call, reading and writing the same places.
-
-    A captured graph on a GPU; on a CPU the function itself.
-    """
-
-    def __init__(self, run: Callable[[], None], graph: torch.cuda.CUDAGraph | None) -> None:
-        self._run, self._graph = run, graph
-
-    def replay(self) -> None:
-        """Queues the work."""
-        if self._graph is None:
-            self._run()
-        else:
-            self._graph.replay()
 
 
 @dataclass(frozen=True)
@@ -182,13 +47,14 @@ class Device:
     kernels: bool = True
 
     @property
-    def _queues(self) -> bool:
+    def queues(self) -> bool:
+        """Whether what is called is queued and done later, as on every GPU."""
         return self.kind != "cpu"
 
     @property
     def runs_kernels(self) -> bool:
         """Whether Triton's kernels run here, and Triton is installed, and they are wanted."""
-        return self.kernels and self._queues and importlib.util.find_spec("triton") is not None
+        return self.kernels and self.queues and importlib.util.find_spec("triton") is not None
 
     @property
     def widens_products(self) -> bool:
@@ -198,12 +64,12 @@ class Device:
     @property
     def gains_from_graphs(self) -> bool:
         """Whether replaying captured work is faster than queueing it again."""
-        return self._queues
+        return self.queues
 
     @property
     def owns_memory(self) -> bool:
         """Whether its memory is its own, so that what is free tells what a pool may take; a CPU's is everyone's."""
-        return self._queues
+        return self.queues
 
     @property
     def half_dtype(self) -> torch.dtype:
@@ -214,7 +80,7 @@ class Device:
     @property
     def architecture(self) -> tuple[str, int]:
         """Name (sm_90, gfx942, cpu) and number of multiprocessors or compute units (CPU: 0)."""
-        if not self._queues:
+        if not self.queues:
             return "cpu", 0
         properties = torch.cuda.get_device_properties(self.torch_device)
         count = int(properties.multi_processor_count)
@@ -237,18 +103,18 @@ class Device:
 
     def product_rows(self, rows: int) -> int:
         """How many rows a product with a large matrix takes the least time for, of those that hold `rows`."""
-        return CPU_PRODUCT_ROWS if not self._queues and CPU_PRODUCT_ROWS // 4 < rows < CPU_PRODUCT_ROWS else rows
+        return CPU_PRODUCT_ROWS if not self.queues and CPU_PRODUCT_ROWS // 4 < rows < CPU_PRODUCT_ROWS else rows
 
     @contextlib.contextmanager
     def random_state(self) -> Iterator[None]:
         """What is drawn from torch's own generators inside does not show in what is drawn outside."""
-        with torch.random.fork_rng(devices=[self.torch_device] if self._queues else []):
+        with torch.random.fork_rng(devices=[self.torch_device] if self.queues else []):
             yield
 
     def upload(self, array: npt.NDArray[Any]) -> torch.Tensor:
         """Copies a host array here: same shape and dtype. Never shares memory with `array`."""
         host = torch.from_numpy(np.ascontiguousarray(array))
-        if not self._queues:
+        if not self.queues:
             return host.clone()
         self.refuse_capture("an upload")
         return host.pin_memory().to(self.torch_device, non_blocking=True)
@@ -271,7 +137,7 @@ class Device:
         what is left of one to others, and cannot return it as long as they hold that.
         """
         size = math.prod(shape) * dtype.itemsize
-        if self._queues:
+        if self.queues:
             whole = size if size < OWN_SEGMENT_BYTES else -(-size // SEGMENT_BYTES) * SEGMENT_BYTES
             held = torch.empty(whole, dtype=torch.uint8, device=self.torch_device)
             return held[:size].view(dtype).view(shape)
@@ -283,23 +149,23 @@ class Device:
 
     def host_buffer(self, size: int, dtype: torch.dtype) -> torch.Tensor:
         """[size] in host memory that the device copies from and to without waiting; unspecified contents."""
-        return torch.empty(size, dtype=dtype, pin_memory=self._queues)
+        return torch.empty(size, dtype=dtype, pin_memory=self.queues)
 
     def alias(self, tensor: torch.Tensor) -> torch.Tensor:
         """The same memory, but this does not keep it: for what lies in the memory of graphs, which outlives its owner.
 
         On a CPU: the tensor itself.
         """
-        return torch.as_tensor(_Place(tensor), device=self.torch_device) if self._queues else tensor
+        return torch.as_tensor(Place(tensor), device=self.torch_device) if self.queues else tensor
 
     def graph_memory(self) -> GraphMemory | None:
         """What several `capture` calls pass to share memory; None on a CPU.
 
         Work captured with the same one must not be replayed at the same time, and keeps nothing between replays.
         """
-        if not self._queues:
+        if not self.queues:
             return None
-        return GraphMemory(torch.cuda.graph_pool_handle(), _capture_stream(self.torch_device))
+        return GraphMemory.of(self.torch_device)
 
     def capture(self, run: Callable[[], None], memory: GraphMemory | None) -> Captured:
         """Calls `run` twice, the second time only noting what it queues. It must not wait for the device.
@@ -309,28 +175,11 @@ class Device:
         if memory is None:
             run()
             return Captured(run, None)
-        current, side = torch.cuda.current_stream(self.torch_device), memory.stream
-        side.wait_stream(current)
-        graph = torch.cuda.CUDAGraph()
-        try:
-            with torch.cuda.stream(side):
-                run()  # compiles, tunes and allocates what stays
-                self.synchronize()
-                graph.capture_begin(pool=memory.pool, capture_error_mode="thread_local")
-                try:
-                    run()
-                except BaseException:
-                    with contextlib.suppress(RuntimeError):  # a capture that was broken says so again when it ends
-                        graph.capture_end()
-                    raise
-                graph.capture_end()
-        finally:
-            current.wait_stream(side)
-        return Captured(run, graph)
+        return captured_on(self.torch_device, run, memory)
 
     def refuse_capture(self, what: str) -> None:
         """A graph must not hold a copy from the host: it would copy the same again at every replay. RuntimeError."""
-        if self._queues and torch.cuda.is_current_stream_capturing():
+        if self.queues and torch.cuda.is_current_stream_capturing():
             raise RuntimeError(f"{what} cannot be part of a graph")
 
     def survives(self) -> bool:
@@ -343,19 +192,19 @@ class Device:
 
     def synchronize(self) -> None:
         """Waits until everything queued on the device is done."""
-        if self._queues:
+        if self.queues:
             torch.cuda.synchronize(self.torch_device)
 
     def allocated_bytes(self) -> int:
         """Bytes in use by this process as the device allocator counts them (CPU: resident set size)."""
-        if self._queues:
+        if self.queues:
             return int(torch.cuda.memory_allocated(self.torch_device))
         with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123 - a kernel file, not a path of ours
             return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
 
     def free_bytes(self) -> int:
         """Bytes that could still be allocated here (CPU: memory the kernel calls available)."""
-        if self._queues:
+        if self.queues:
             return int(torch.cuda.mem_get_info(self.torch_device)[0])
         with open("/proc/meminfo", encoding="ascii") as meminfo:  # noqa: PTH123
             fields = dict(line.split(":", 1) for line in meminfo)
@@ -363,13 +212,13 @@ class Device:
 
     def total_bytes(self) -> int:
         """Bytes of the whole device (CPU: all memory of the machine)."""
-        if self._queues:
+        if self.queues:
             return int(torch.cuda.mem_get_info(self.torch_device)[1])
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def release_cached(self) -> None:
         """Returns memory that torch's caching allocator keeps but nobody uses."""
-        if self._queues:
+        if self.queues:
             torch.cuda.empty_cache()
 
     @contextlib.contextmanager
@@ -383,13 +232,6 @@ class Device:
             if not _is_tritons(error):
                 raise
             raise as_worker_error(error, doing, self) from error
-
-
-@lru_cache
-def _capture_stream(device: torch.device) -> torch.cuda.Stream:
-    """One for all captures of a process: a GPU on which more streams have ever worked is slower between two kernels of
-    any graph (H200: 70 us a decode step of 290 kernels; see benchmarks/NOTES.md)."""
-    return torch.cuda.Stream(device)
 
 
 def as_worker_error(error: BaseException, doing: str, device: Device) -> WorkerError:

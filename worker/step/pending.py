@@ -9,9 +9,8 @@ import numpy as np
 
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
-
-from .device import Fetched, Mark
-from .sampler import HostRows
+from worker.device.queue import Fetched, Mark
+from worker.sampling.sampler import HostRows
 
 
 @dataclass(frozen=True)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .attention import ReferenceAttention
-from .kernels import PlainOperations
+from worker.attention import ReferenceAttention
+from worker.kernels import PlainOperations
+
 from .model import LoadedModel
 from .probe import bound_options
 
@@ -29,7 +30,7 @@ def chosen_kernels(model: LoadedModel) -> dict[str, str]:
 def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, str]:
     attention, geometry = model.context.attention, model.geometry
     if not isinstance(attention, ReferenceAttention):
-        from .attention.triton_attention import TritonAttention  # imports triton
+        from worker.attention.triton_attention import TritonAttention  # imports triton
 
         if isinstance(attention, TritonAttention):
             return attention.describe(head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, window)

@@ -9,7 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from kvforge.protocol.errors import GpuError, KernelError, KvforgeError
-from worker.device import Device, as_worker_error, compilers_words
+
+from .device import Device, as_worker_error, compilers_words
 
 # What a kernel that is wrong makes a GPU report: a new start would end in the same way.
 KERNEL_FAULTS = (

@@ -15,10 +15,10 @@ import numpy.typing as npt
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration
+from worker.attention import KvLayer
+from worker.device.device import Device
 
-from .attention import KvLayer
-from .attention.quantised import as_bytes
-from .device import Device
+from .quantised import as_bytes
 
 BYTES_MAX = 2**63 - 1
 

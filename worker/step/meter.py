@@ -5,7 +5,8 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass, field
 
-from .device import Mark
+from worker.device.queue import Mark
+
 from .pending import PendingStep
 
 

@@ -38,8 +38,8 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.notify import notify
 from kvforge.protocol.tables import TablesReader
+from worker.config import WorkerConfig
 
-from .config import WorkerConfig
 from .engine import Engine
 from .link import Link
 from .patience import Patience

@@ -14,12 +14,12 @@ import numpy as np
 
 from kvforge.protocol.errors import GpuError, KernelError
 from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
+from worker.attention.pool import KvPool
+from worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
+from worker.device.device import Device
+from worker.loading.model import LoadedModel
 
-from .config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
-from .device import Device
 from .graphs import bucket_sizes
-from .model import LoadedModel
-from .pool import KvPool
 from .runner import Runner
 
 MIB = 1 << 20

@@ -1,0 +1,11 @@
+"""One face for CPU, CUDA and HIP, and what a kernel may ask of the chip. The lowest room: it knows none of the others.
+
+device.py       Device: memory, what runs there, typed errors
+queue.py        points in the device's queue, the way in and the way out
+capture.py      graphs: work that is queued again in one call
+targets.py      what each architecture is like, and the tile sizes chosen for it
+check.py        how a kernel is judged at a worker's start
+overlap.py      kernels that start before the one before them has ended; copies.py: small copies, as a kernel
+
+Law: nobody outside asks which kind of device it is, only what it can do. All of it may be used from any other room.
+"""
