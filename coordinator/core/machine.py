@@ -6,14 +6,14 @@ calls apply for whatever has arrived, then once with Turn, and only then publish
 
 Nothing here waits for an unrelated event. A Turn goes on until nothing more follows from it, and `apply` says when the
 next one is due: an absolute time, which stays what it is until it comes or an event changes it. Whatever is added to a
-turn that time alone makes necessary must be in `due_us`, and what one part of a turn makes possible for an earlier part
-in `Admission.stirred`; the simulator calls when it was told to, and sees what was left out.
+turn that time alone makes necessary is a part of `_timed`, and what one part of a turn makes possible for an earlier
+part is in `Admission.stirred`; the simulator calls when it was told to, and sees what was left out.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.messages import (
@@ -45,7 +45,6 @@ from kvforge.protocol.messages import (
 )
 
 from .cache.cache import Cache
-from .cache.groups import Group
 from .cache.invariants import check_cache
 from .clock import Clock
 from .commands.blocks import BlockCommands
@@ -61,7 +60,6 @@ from .events import (
     FromClient,
     FromWorker,
     ToClient,
-    ToWorker,
     Turn,
     WorkerGone,
 )
@@ -81,6 +79,20 @@ READING = (Explain, GetBlock, GetHealth, GetRequest, GetSequence, GetStats, GetT
 DRAIN_MS_MAX = 7 * 24 * 3600 * 1000
 
 
+class Timed(Protocol):
+    """A part in which time alone makes something necessary.
+
+    What is done does not follow from what was said of when: so a wrong `due_us` shows, as a Turn that does something
+    before it was due.
+    """
+
+    def due_us(self) -> int | None:
+        """When `pass_time` has something to do, an absolute time; None: not before something happens."""
+
+    def pass_time(self) -> None:
+        """Does what is over by now."""
+
+
 class Machine:
     """Everything the coordinator knows. It is made by its first event, a Boot at time `now_us`."""
 
@@ -95,13 +107,15 @@ class Machine:
         self.streams = Streams(clock)
         parts = (self.cache, self.requests, self.admission)
         self.endings = Endings(*parts, self.streams, self._effects)
-        self.scheduler = Scheduler(*parts, self.endings)
+        self.scheduler = Scheduler(*parts, self.endings, self._effects)
         self.sequences = SequenceCommands(self.cache, self.requests, self.endings)
         self.blocks = BlockCommands(self.cache)
         self.explainer = Explainer(self.cache, self.requests, self.admission, self.sequences, self.blocks)
         asked = self._asked = RequestCommands(*parts, self.endings, self.streams, self.sequences)
         results = StepResults(*parts, self.streams, self.endings)
         self._reports = WorkerReports(*parts, self.scheduler, self.endings, results, asked, self._effects)
+        # What waits for time to pass; requests before the sequences that they kept.
+        self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports)
         self.workers = self._reports.workers
         self.clients: set[int] = set()
         self.turns = 0
@@ -165,36 +179,21 @@ class Machine:
     def _turn(self) -> int | None:
         """Lets time pass and plans until nothing more follows. Returns `due_us` as it is then."""
         self.turns += 1
+        now_us = self._clock.now_us
         for _ in range(ROUNDS_MAX):
-            self._pass_time()
+            for part in self._timed:
+                part.pass_time()
             self.admission.admit()
             for number in sorted(self.cache.groups):
-                self._plan(self.cache.groups[number])
+                self.scheduler.fill(self.cache.groups[number])
             self._asked.timers.drop_ended(self.requests.live)  # planning ends rows that can never go on
             due_us = self._due_us()
-            self._stirred = self.admission.stirred or (due_us is not None and due_us <= self._clock.now_us)
+            self._stirred = self.admission.stirred or (due_us is not None and due_us <= now_us)
             if not self._stirred:
                 break
-        self._effects += [ToClient(client, message) for client, message in self.streams.flush()]
+        self.streams.flush(self._effects)
         self._stirred = self._stirred or self.streams.more
         return due_us
-
-    def _pass_time(self) -> None:
-        """Everything that is over by now: requests before the sequences that they kept."""
-        self.requests.purge(self.limits.finished_ttl_us)
-        self._asked.pass_time()
-        self.sequences.expire()
-        self._reports.replace_hung()
-
-    def _plan(self, group: Group) -> None:
-        """Every step that the group can be sent. With none under way nothing is waited for: what rows and blocks wait
-        for a step is settled then, and may be what they lack."""
-        while True:
-            while (step := self.scheduler.plan(group)) is not None:
-                self._effects.append(ToWorker(group.worker, step))
-            if not group.skip_step():
-                return
-            self.cache.settle(group, group.last_step)
 
     # -------------------------------------------------------------------------------------------------------- clients
 
@@ -272,13 +271,17 @@ class Machine:
 
         An absolute time, and the same until it comes or an event changes it: asking changes nothing.
         """
-        return _earliest(self._due_us(), self.streams.due_us)
+        due_us, told_us = self._due_us(), self.streams.due_us
+        return told_us if due_us is None or (told_us is not None and told_us < due_us) else due_us
 
     def _due_us(self) -> int | None:
         """The same, without streams, which are flushed at the end of a turn."""
-        asked_us, hung_us = self._asked.due_us(), self._reports.next_timeout_us()
-        forget_us, expiry_us = self.requests.forget_due_us(), self.cache.sequences.expiry_us
-        return _earliest(asked_us, hung_us, forget_us, expiry_us)
+        earliest_us = None
+        for part in self._timed:
+            at_us = part.due_us()
+            if at_us is not None and (earliest_us is None or at_us < earliest_us):
+                earliest_us = at_us
+        return earliest_us
 
     # ---------------------------------------------------------------------------------------------------------- other
 
@@ -290,18 +293,10 @@ class Machine:
     @property
     def busy(self) -> bool:
         """Whether a Turn could find something to do without a new event."""
-        return bool(self.requests.live) or any(g.sent or g.owes_copies for g in self.cache.groups.values())
+        return bool(self.requests.live) or any(g.sent or g.copies for g in self.cache.groups.values())
 
     def check_invariants(self) -> None:
         """Everything of design section 3 that can be seen from here. For tests, simulation and idle times."""
         check_cache(self.cache)
         self.requests.check_invariants()
         self.admission.check_invariants()
-
-
-def _earliest(*times_us: int | None) -> int | None:
-    earliest_us = None
-    for at_us in times_us:
-        if at_us is not None and (earliest_us is None or at_us < earliest_us):
-            earliest_us = at_us
-    return earliest_us

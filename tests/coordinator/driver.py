@@ -423,7 +423,7 @@ class Driver:
 
     def nothing_due(self) -> bool:
         """Whether time alone changes nothing but that requests that ended are forgotten some day."""
-        return self.machine.due_us() == self.machine.requests.forget_due_us()
+        return self.machine.due_us() == self.machine.requests.due_us()
 
     def tokens_read(self, client: int, request: int) -> dict[int, int]:
         """By offset what the client was streamed of the request since it asked for it last."""

@@ -333,7 +333,7 @@ def test_a_named_holder_of_a_block_that_still_waits_for_its_copy_can_let_go(make
     (fork,) = driver.fork(sequence)
     driver.append((fork, [7]))
     target = driver.blocks_of(fork)[-1]
-    assert driver.machine.cache.groups[0].owes_copies
+    assert driver.machine.cache.groups[0].copies
     driver.ref(target, "me")
     driver.remove(fork)
     assert driver.unref(target, "me").refcount == 0

@@ -440,13 +440,13 @@ def end_of_a_drain_not_due() -> list[Patch]:
 @fault
 def hung_worker_not_due() -> list[Patch]:
     """A worker that hangs is found out whenever a turn happens."""
-    return [(WorkerReports, "next_timeout_us", lambda self: None)]
+    return [(WorkerReports, "due_us", lambda self: None)]
 
 
 @fault
 def forgetting_not_due() -> list[Patch]:
     """Requests that ended are forgotten whenever a turn happens."""
-    return [(RequestTable, "forget_due_us", lambda self: None)]
+    return [(RequestTable, "due_us", lambda self: None)]
 
 
 @fault
@@ -723,4 +723,4 @@ def suspect_runs_among_others() -> list[Patch]:
 @fault
 def hung_worker_kept() -> list[Patch]:
     """A worker that never answers is waited for."""
-    return [(WorkerReports, "replace_hung", lambda self: None)]
+    return [(WorkerReports, "pass_time", lambda self: None)]

@@ -491,7 +491,7 @@ class World:
 
     def _settled(self) -> bool:
         groups = self.machine.cache.groups.values()
-        return not any(group.sent or group.owes_copies or group.pool.quarantined for group in groups)
+        return not any(group.sent or group.copies or group.pool.quarantined for group in groups)
 
     def _until(self, what: str, done: Any) -> None:
         first = self.turns

@@ -229,7 +229,7 @@ class Cache:
 
     def _release(self, group: Group, ids: BlockIds, last_step: int) -> int:
         dead = group.pool.release(ids, last_step)
-        if dead and group.owes_copies:
+        if dead and group.copies:
             group.forget_copies(ids[self.blocks.refcount[ids] == 0])
         return dead
 

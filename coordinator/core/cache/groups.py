@@ -15,7 +15,7 @@ from ..waits import Waits
 from .hashing import BlockHasher
 from .pool import BlockIds, Blocks, Pool
 from .prefix import PrefixIndex, PrefixStore
-from .steady import Steady
+from .sequences import Slots
 from .tenants import Tenants
 
 
@@ -40,10 +40,38 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     tenant: int
 
 
+class Steady:
+    """Rows that decode together, step after step: what the next step needs is known but for a handful of numbers.
+
+    Most steps are like the one before: the same rows, each one token further. As long as nobody joins or leaves, each
+    row's block has room or can be followed by a free one, and no new holder shares a block, planning is a few
+    additions. Whatever else happens, the scheduler plans the long way and starts a new one of these.
+
+    Arrays are [rows]. version, holds: of the group and of its blocks when this was true. starts: positions that the
+    next step feeds. room: tokens that fit into the blocks held after that. left: steps until the first row has all that
+    it asked for. tenant: of every row, or -1.
+    """
+
+    def __init__(
+        self, version: int, holds: int, slots: Slots, serials: Slots, starts: Slots, room: Slots, left: int, tenant: int
+    ) -> None:
+        self.version, self.holds, self.tenant = version, holds, tenant
+        self.slots, self.serials = slots, serials
+        self.starts, self.room, self.left = starts, room, left
+        self.ones = np.ones(slots.size, np.int64)
+        self.samples = np.ones(slots.size, np.bool_)
+        self.slots32 = slots.astype(np.int32)
+        self.ones32 = np.ones(slots.size, np.int32)
+        self.unknown = np.full(slots.size, -1, np.int32)
+        for array in (self.ones, self.samples, self.slots32, self.ones32, self.unknown):
+            array.setflags(write=False)
+
+
 class Group:
     """One worker and its pool, from its WorkerReady to its death. `epoch` tells its results from an earlier life's.
 
     running: rows that run; version: grows when one starts or leaves. steady: they decode, step after step.
+    copies: the block copies that the next step must carry, even if it has no rows: target -> (source, tokens).
     suspect: the request that runs alone because workers died with it, 0 for none.
     begins_bytes: what the rows that begin with the next step take in it.
     stopped: requests whose rows found no room for their next token when the last step was planned.
@@ -68,7 +96,7 @@ class Group:
         self.bytes_per_block, self.kv_dtype, self.device = bytes_per_block, kv_dtype, device
         self.sent: deque[SentStep] = deque()
         self.last_step = 0
-        self._copies: dict[int, tuple[int, int]] = {}
+        self.copies: dict[int, tuple[int, int]] = {}
         self.started_slots: list[int] = []
         self.begins_bytes = 0
         self.steps_total = 0
@@ -85,38 +113,33 @@ class Group:
         """The id that the next step will have."""
         return self.last_step + 1
 
-    @property
-    def owes_copies(self) -> bool:
-        """Whether the next step must carry block copies, even if it has no rows."""
-        return bool(self._copies)
-
     def copy_block(self, source: int, target: int, tokens: int) -> int:
         """The next step copies the first `tokens` slots of `source` to `target`. Returns the block really read.
 
         A source that is itself still to be copied stands for its own source: copies of one step are independent.
         """
-        if source in self._copies:
-            origin, copied = self._copies[source]
+        if source in self.copies:
+            origin, copied = self.copies[source]
             assert tokens <= copied, "KV was computed in a block whose copy was never sent"
             source = origin
-        self._copies[target] = (source, tokens)
+        self.copies[target] = (source, tokens)
         return source
 
     def forget_copies(self, released: BlockIds) -> None:
         """Blocks nobody holds any more need no copy."""
-        for block in released.tolist() if self._copies else ():
-            self._copies.pop(block, None)
+        for block in released.tolist() if self.copies else ():
+            self.copies.pop(block, None)
 
     def take_copies(self) -> Int32Array:
         """The copies that the next step carries: [3 * n] int32 triples."""
-        triples = [value for target, (source, tokens) in self._copies.items() for value in (source, target, tokens)]
-        self._copies.clear()
+        triples = [value for target, (source, tokens) in self.copies.items() for value in (source, target, tokens)]
+        self.copies.clear()
         return np.array(triples, np.int32)
 
     def skip_step(self) -> bool:
         """With nothing under way and nothing owed, no step can touch a block: gives up the next id so that what
         waits for it is settled. Returns whether it did."""
-        if self.sent or self._copies or not self.pool.awaits_step:
+        if self.sent or self.copies or not self.pool.awaits_step:
             return False
         self.last_step += 1
         return True
@@ -126,7 +149,7 @@ class Group:
         self.pool.check_invariants()
         self.index.check_invariants()
         state = self.pool.blocks.refcount
-        for target in self._copies:
+        for target in self.copies:
             assert state[target] > 0, "a copy is owed to a block nobody holds"
         ids = [step.step_id for step in self.sent]
         assert ids == list(range(self.last_step - len(ids) + 1, self.last_step + 1)), "steps under way"

@@ -180,8 +180,7 @@ class RequestCommands:
         request.stream, request.paused = True, False
         self._streams.restart(client, request.id)
         if request.slot != NO_SLOT:
-            self._admission.runs.client[request.slot] = client
-            self._admission.runs.stream[request.slot] = True
+            self._admission.runs.reader[request.slot] = client
         self._endings.replay(request, offset)
         if request.ended:
             cut = max(0, offset - request.generated)
@@ -195,7 +194,7 @@ class RequestCommands:
             if request is not None and request.client == client:
                 request.paused = True
                 if request.slot != NO_SLOT:
-                    self._admission.runs.stream[request.slot] = False
+                    self._admission.runs.reader[request.slot] = 0
 
     # ------------------------------------------------------------------------------------------------------------ end
 
@@ -221,7 +220,7 @@ class RequestCommands:
                 continue
             request.client, request.paused = 0, False
             if request.slot != NO_SLOT:
-                self._admission.runs.client[request.slot] = 0
+                self._admission.runs.reader[request.slot] = 0
             if not request.detached:
                 request.orphan_us = self._clock.now_us
                 self.timers.set(self._clock.now_us + lease_us, request.id, LEASE)

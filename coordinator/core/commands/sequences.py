@@ -216,7 +216,11 @@ class SequenceCommands:
         freed = sum(self._end(slot, "") for slot in slots.tolist())
         return Removed(rid=message.rid, freed_blocks=freed)
 
-    def expire(self) -> None:
+    def due_us(self) -> int | None:
+        """When the first time to live may be over; None where none is limited."""
+        return self._cache.sequences.expiry_us
+
+    def pass_time(self) -> None:
         """Removes idle sequences whose time to live is over."""
         s = self._cache.sequences
         for slot in s.take_expired():

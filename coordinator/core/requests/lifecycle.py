@@ -264,7 +264,11 @@ class RequestTable:
             count += 1
         return count
 
-    def forget_due_us(self) -> int | None:
+    def pass_time(self) -> None:
+        """Forgets those that have been kept for their time."""
+        self.purge(self._limits.finished_ttl_us)
+
+    def due_us(self) -> int | None:
         """When the oldest of those that ended is to be forgotten; None where there is none."""
         oldest = next(iter(self.finished.values()), None)
         return None if oldest is None else oldest.ended_us + self._limits.finished_ttl_us

@@ -20,6 +20,7 @@ from kvforge.protocol.messages import Ended, Stream
 
 from ..bool_arrays import every
 from ..clock import Clock
+from ..events import Effect, ToClient
 from ..sizes import END_BYTES, error_bytes
 from .top_logprobs import Tops
 
@@ -163,14 +164,14 @@ class Streams:
         for news in (self._rows, self._ended, self._paused, self._taken):
             news.pop(client, None)
 
-    def flush(self) -> list[tuple[int, Stream]]:
+    def flush(self, effects: list[Effect]) -> None:
         """One message for each client that has news."""
         clients: AbstractSet[int] = self._rows.keys()
         if self._ended or self._paused or self._taken:
             clients = clients | self._ended.keys() | self._paused.keys() | self._taken.keys()
-        if not clients:
-            return []
-        return [(client, self._message(client)) for client in sorted(clients)]
+        for client in sorted(clients):
+            message = self._message(client)
+            effects.append(ToClient(client, message))
 
     def _message(self, client: int) -> Stream:
         """What comes next for the client, as much as fits: first what was paused, then tokens, ends, and what others

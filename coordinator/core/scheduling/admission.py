@@ -130,7 +130,7 @@ class Admission:
     @property
     def stirred(self) -> bool:
         """Whether something that a waiting request may start by has changed since `admit` looked."""
-        return self.waits.stirred and self._could_start()
+        return self.waits.stirred and self.waiting.size > 0 and self._could_start()
 
     def _could_start(self) -> bool:
         return bool(self.waiting) and any(self._takes_rows(group) for group in self._cache.groups.values())

@@ -16,11 +16,11 @@ from kvforge.protocol.messages import NO_INT32, RowStart, Step
 
 from .. import sizes
 from ..cache.cache import Cache
-from ..cache.groups import Group, SentStep
+from ..cache.groups import Group, SentStep, Steady
 from ..cache.holders import who_holds
 from ..cache.pool import NO_SPARE, short_of
 from ..cache.sequences import Slots
-from ..cache.steady import Steady
+from ..events import Effect, ToWorker
 from ..requests.lifecycle import NO_SLOT, Request, RequestTable
 from ..waits import TENANT_CEILING, Wait, rows_of
 from . import preemption
@@ -34,17 +34,35 @@ NO_SLOTS = np.zeros(0, np.int64)
 class Scheduler:
     """The plan of each step."""
 
-    def __init__(self, cache: Cache, requests: RequestTable, admission: Admission, endings: Endings) -> None:
+    def __init__(
+        self, cache: Cache, requests: RequestTable, admission: Admission, endings: Endings, effects: list[Effect]
+    ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
-        self._endings = endings
+        self._endings, self._effects = endings, effects
         self._limits, self._clock = cache.limits, cache.clock
         self._runs = admission.runs
+
+    def fill(self, group: Group) -> None:
+        """Sends the group every step that it can be sent. With none under way nothing is waited for: what rows and
+        blocks wait for a step is settled then, and may be what they lack."""
+        while True:
+            while (step := self.plan(group)) is not None:
+                self._effects.append(ToWorker(group.worker, step))
+                if len(group.sent) >= self._limits.steps_in_flight_max:
+                    return
+            if group.sent or not group.skip_step():
+                return
+            self._cache.settle(group, group.last_step)
 
     def plan(self, group: Group) -> Step | None:
         """The group's next step, or None where it has nothing to do or enough under way.
 
         A row that finds no room for its next token, and never would though all else that runs had ended, fails.
         """
+        if group.steady is not None and not group.copies and len(group.sent) < self._limits.steps_in_flight_max:
+            step = self._same_again(group, group.steady)
+            if step is not None:
+                return step
         while True:
             step = self._plan(group)
             if not group.stopped or not self._give_up_stopped(group, step) or step is not None:
@@ -53,12 +71,8 @@ class Scheduler:
     def _plan(self, group: Group) -> Step | None:
         if len(group.sent) >= self._limits.steps_in_flight_max:
             return None
-        if not group.running and not group.owes_copies:
+        if not group.running and not group.copies:
             return None
-        if group.steady is not None and not group.owes_copies:
-            step = self._same_again(group, group.steady)
-            if step is not None:
-                return step
         group.steady = None
         if group.stopped:
             self._try_stopped(group)
@@ -66,7 +80,7 @@ class Scheduler:
         mine = np.flatnonzero(s.running & (s.pool == group.number))
         target = s.length[mine] + s.pending[mine]
         left = np.where(target < runs.limit[mine], target - s.scheduled[mine], 0)
-        if not np.count_nonzero(left > 0) and not group.owes_copies:
+        if not np.count_nonzero(left > 0) and not group.copies:
             return None
         prefilling = bool(left.max(initial=0) > 1)
         decodes = self._decodes(group, mine[left == 1], prefilling)
@@ -77,7 +91,7 @@ class Scheduler:
         # Preemption on behalf of a later row may have taken an earlier one.
         alive = s.running[slots] & (s.pool[slots] == group.number)
         slots, counts = slots[alive], counts[alive]
-        if not slots.size and not group.owes_copies:
+        if not slots.size and not group.copies:
             return None
         return self._send(group, slots, counts)
 
@@ -94,10 +108,13 @@ class Scheduler:
         slots = steady.slots
         # What the step before samples is not known yet where that is under way, and else is for every row.
         tokens = steady.unknown if group.sent else s.tokens[slots, steady.starts]
-        starts = steady.advance()
+        starts = steady.starts.astype(np.int32)
+        steady.starts += 1
+        steady.room -= 1
+        steady.left -= 1
         s.scheduled[slots] = steady.starts
         s.pending[slots] += 1
-        step_id, version = group.next_step, group.version
+        step_id, version = group.last_step + 1, group.version
         rows = (slots, steady.serials, steady.ones, steady.samples, slots)
         self._commit(group, SentStep(step_id, *rows, self._clock.now_us, version, True, 0, steady.tenant), slots.size)
         return Step(

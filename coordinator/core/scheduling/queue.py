@@ -32,7 +32,7 @@ RETRY_MS_MIN, RETRY_MS_DEFAULT, RETRY_MS_MAX = 10, 1000, 60_000
 class WaitingQueue:
     """Every request that is pending or preempted. Iterating gives them in the order in which they will be tried.
 
-    Those that are parked wait for another request, and are not tried: they come last.
+    size: how many they are. Those that are parked wait for another request, and are not tried: they come last.
     """
 
     def __init__(self, clock: Clock, limits: Limits, tenants: Tenants) -> None:
@@ -40,13 +40,13 @@ class WaitingQueue:
         self._returned: list[tuple[int, Request]] = []
         self._fresh: dict[int, list[tuple[int, int, Request]]] = {}
         self._parked: dict[int, Request] = {}
-        self._size = 0
+        self.size = 0
         self.service = np.zeros(limits.tenants_max + 1, np.float64)
         self._virtual = 0.0
         self._departures: deque[int] = deque(maxlen=DEPARTURES)
 
     def __len__(self) -> int:
-        return self._size
+        return self.size
 
     def __iter__(self) -> Iterator[Request]:
         for _, request in self._returned:
@@ -81,17 +81,17 @@ class WaitingQueue:
         if tenant not in self._fresh:
             self.service[tenant] = max(self.service[tenant], self._virtual)
         insort(self._fresh.setdefault(tenant, []), self._entry(request), key=_by_time)
-        self._size += 1
+        self.size += 1
 
     def park(self, request: Request) -> None:
         """A new request waits, and is not to be tried before another one is further."""
         self._parked[request.id] = request
-        self._size += 1
+        self.size += 1
 
     def unpark(self, request: Request) -> None:
         """It takes its place in the queue: that of the time when it came."""
         del self._parked[request.id]
-        self._size -= 1
+        self.size -= 1
         self.add(request)
 
     def is_parked(self, request: Request) -> bool:
@@ -101,7 +101,7 @@ class WaitingQueue:
     def put_back(self, request: Request) -> None:
         """A request that ran waits again."""
         insort(self._returned, (request.admitted_order, request), key=_by_order)
-        self._size += 1
+        self.size += 1
 
     def take(self, request: Request) -> None:
         """The request starts."""
@@ -113,7 +113,7 @@ class WaitingQueue:
     def remove(self, request: Request) -> None:
         """The request does not wait any more."""
         if self._parked.pop(request.id, None) is not None:
-            self._size -= 1
+            self.size -= 1
             return
         if request.admitted_order:
             self._returned.remove((request.admitted_order, request))
@@ -122,7 +122,7 @@ class WaitingQueue:
             entries.remove(self._entry(request))
             if not entries:
                 del self._fresh[request.tenant]
-        self._size -= 1
+        self.size -= 1
 
     def charge(self, tenant: int, tokens: int) -> None:
         """So many tokens are computed for the tenant."""
@@ -146,7 +146,7 @@ class WaitingQueue:
     def check_invariants(self) -> None:
         """The lists agree with the count, and each is in order."""
         queued = len(self._returned) + sum(map(len, self._fresh.values()))
-        assert self._size == queued + len(self._parked), "the count of waiting requests"
+        assert self.size == queued + len(self._parked), "the count of waiting requests"
         assert all(self._fresh.values()), "an empty list of a tenant"
         for entries in self._fresh.values():
             assert entries == sorted(entries, key=_by_time), "a tenant's queue is out of order"

@@ -12,15 +12,14 @@ EOS_TOKENS_MAX = 16
 
 
 class Runs:
-    """Struct-of-arrays indexed by slot."""
+    """Struct-of-arrays indexed by slot. reader: the client to which its tokens are streamed, 0 where none is."""
 
     def __init__(self, slots: int, stop_tokens_max: int) -> None:
         self.limit = np.zeros(slots, np.int64)
         self.base = np.zeros(slots, np.int64)
         self.order = np.zeros(slots, np.int64)
         self.serial = np.zeros(slots, np.int64)
-        self.client = np.zeros(slots, np.int64)
-        self.stream = np.zeros(slots, np.bool_)
+        self.reader = np.zeros(slots, np.int64)
         self.tops = np.zeros(slots, np.bool_)
         self.stops = np.full((slots, stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
         self._stops_most = 0
@@ -30,8 +29,7 @@ class Runs:
         self.base[slot] = prompt_length
         self.limit[slot] = prompt_length + request.max_tokens
         self.order[slot] = order
-        self.client[slot] = request.client
-        self.stream[slot] = request.stream and not request.paused
+        self.reader[slot] = request.client if request.stream and not request.paused else 0
         self.tops[slot] = request.tops is not None
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
         self.stops[slot] = -1

@@ -86,7 +86,7 @@ class WorkerReports:
             WorkerFailed: self._worker_failed,
         }
 
-    def replace_hung(self) -> None:
+    def pass_time(self) -> None:
         """Workers that have worked on one step for too long are given up, and their processes ended."""
         for worker in list(self.workers.values()):
             since_us = working_us(worker.group, self._clock.now_us)
@@ -96,10 +96,14 @@ class WorkerReports:
                 self._drop_worker(worker.number, reason)
                 self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
 
-    def next_timeout_us(self) -> int | None:
+    def due_us(self) -> int | None:
         """When the first worker will have worked too long on a step; None where none works."""
-        busy = [max(g.sent[0].sent_us, g.settled_us) for g in self._cache.groups.values() if g.sent]
-        return min(busy) + self._limits.step_timeout_us + 1 if busy else None
+        first_us = None
+        for group in self._cache.groups.values():
+            if group.sent:
+                since_us = max(group.sent[0].sent_us, group.settled_us)
+                first_us = since_us if first_us is None else min(first_us, since_us)
+        return None if first_us is None else first_us + self._limits.step_timeout_us + 1
 
     def apply(self, event: FromWorker) -> None:
         """Applies one message of a worker."""

@@ -8,7 +8,7 @@ import numpy.typing as npt
 from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
 
-from ..bool_arrays import every, some
+from ..bool_arrays import some
 from ..cache.cache import Cache
 from ..cache.groups import Group, SentStep
 from ..cache.sequences import Slots
@@ -77,7 +77,7 @@ class StepResults:
         self, group: Group, sent: SentStep, result: StepResult
     ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], dict[int, KvforgeError]]:
         """Tokens and log-probabilities of the sampled rows in the step's own order, and the errors by slot."""
-        errors = {row.slot: _restored(row.error) for row in result.errors}
+        errors = {row.slot: _restored(row.error) for row in result.errors} if result.errors else {}
         expected = sent.sampled
         if not result.slots.size == result.tokens.size == result.logprobs.size:
             raise ProtocolError("step_result: slots, tokens and logprobs differ in length")
@@ -158,12 +158,7 @@ class StepResults:
             self._admission.waiting.charge_each(s.tenant[rows])
         if tops is not None:
             tops = self._record_tops(rows, tops)
-        streamed = runs.stream[rows]
-        if not every(streamed):
-            rows, offsets, tokens, logprobs = rows[streamed], offsets[streamed], tokens[streamed], logprobs[streamed]
-            tops = None if tops is None else tops.pick(np.flatnonzero(streamed))
-        if rows.size:
-            self._streams.add_step(runs.client[rows], s.request[rows], offsets, tokens, logprobs, tops)
+        self._streams.add_step(runs.reader[rows], s.request[rows], offsets, tokens, logprobs, tops)
 
 
 def _restored(error: ErrorInfo) -> KvforgeError:
