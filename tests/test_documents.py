@@ -1,0 +1,38 @@
+"""What the documents name is there: files, folders, modules to run, targets of make."""
+
+from __future__ import annotations
+
+import importlib.util
+import re
+from pathlib import Path
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+DOCUMENTS = sorted(
+    [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("**/*.md"), REPOSITORY / "deploy" / "README.md"]
+)
+OURS = ("benchmarks", "coordinator", "deploy", "docs", "kvforge", "loadtest", "protocol", "tests", "worker")
+LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
+PATH = re.compile(rf"(?<![\w/.$:-])(?:{'|'.join(OURS)})/[\w./*-]*[\w/]")
+MODULE = re.compile(r"python -m ((?:benchmarks|tests|coordinator|worker|kvforge|loadtest)[\w.]*)")
+TARGET = re.compile(r"`make ([a-z-]+)")
+
+
+def test_there_are_documents() -> None:
+    names = {path.name for path in DOCUMENTS}
+    assert {"README.md", "ARCHITECTURE.md", "CONTRIBUTING.md", "CHANGELOG.md"} <= names
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_what_a_document_names_is_there(document: Path) -> None:
+    text = document.read_text(encoding="utf-8")
+    links = [link for link in LINK.findall(text) if "://" not in link]
+    missing = [link for link in links if not (document.parent / link).exists()]
+    if document.name != "CHANGELOG.md":  # it also names what is gone
+        paths = {path.rstrip("/.") for path in PATH.findall(text) if "NAME" not in path}
+        missing += sorted(path for path in paths if not any(REPOSITORY.glob(path)))
+        missing += sorted({name for name in MODULE.findall(text) if importlib.util.find_spec(name.rstrip(".")) is None})
+        makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+        missing += [name for name in TARGET.findall(text) if not re.search(rf"^{name}:", makefile, re.MULTILINE)]
+    assert not missing, f"{document.name} names what is not there"
