@@ -52,7 +52,6 @@ from .core.events import (
     FromClient,
     FromWorker,
     Log,
-    ReplaceWorker,
     ToClient,
     ToWorker,
     Turn,
@@ -136,112 +135,102 @@ class TurnLoop:
         self._outbox = Outbox(clients, limits.client_backlog_max)
         self._watching: set[int] = set()  # workers that look for their steps in shared memory too
         self._mail: dict[int, Mail] = {}
-        self._owed: list[Effect] = []
-        self._dropping: set[int] = set()  # workers that the core has given up in this turn
+        self._effects: deque[Effect] = deque()  # what is still to be done, in order
+        self._now_us = 0  # of this turn
         self._core_due_us: int | None = None
         self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
         self._worker_decoder = codec.Decoder(WORKER_MESSAGES, body_bytes_max=RESULT_BYTES_MAX)
 
     def begin_drain(self, now_us: int, deadline_us: int) -> None:
         """The process is told to stop: what follows is done by the next turn, which is due at once."""
-        self._owed += self._apply(BeginDrain(deadline_us), now_us)
+        self._now_us = now_us
+        self._apply(BeginDrain(deadline_us))
 
     def turn(self, now_us: int) -> int:
         """One turn at `now_us` (microseconds, monotonic); does not wait.
 
         Returns when the next must be run though nothing arrives: an absolute time.
         """
+        self._now_us = now_us
         if self._outbox.waiting:
             self._outbox.retry()
-        effects, self._owed = self._owed, []
-        for _ in range(self._limits.messages_per_turn_max):
-            if not self._take_worker(effects, now_us):
-                break
-        self._take_clients(effects, now_us)
-        self._note_ends(effects, now_us)
+        self._hear_workers()
+        self._hear_clients()
+        self._note_ends()
         if self._core_due_us is not None and self._core_due_us <= now_us:
-            effects += self._apply(Turn(), now_us)
+            self._apply(Turn())
         publish(self.machine, self.tables, now_us)
-        self._carry_out(effects, now_us)
+        self._carry_out()
         self.clients.flush()
-        wakes = [now_us + BEAT_US, self._core_due_us]
-        if self._processes is not None:
-            wakes.append(self._processes.act(now_us))
-        if self._outbox.waiting:
-            wakes.append(now_us + RETRY_US)
-        return min(wake for wake in wakes if wake is not None)
+        due_us = now_us + BEAT_US
+        if self._core_due_us is not None:
+            due_us = min(due_us, self._core_due_us)
+        if self._processes is not None and (act_us := self._processes.act(now_us)) is not None:
+            due_us = min(due_us, act_us)
+        return min(due_us, now_us + RETRY_US) if self._outbox.waiting else due_us
 
-    def _apply(self, event: Event, now_us: int) -> list[Effect]:
+    def _apply(self, event: Event) -> None:
         """Every event comes through here: the core's last word on when a turn is due is the one that counts."""
-        effects, self._core_due_us = self.machine.apply(event, now_us)
-        return effects
+        effects, self._core_due_us = self.machine.apply(event, self._now_us)
+        self._effects += effects
 
     # -------------------------------------------------------------------------------------------------------- effects
 
-    def _carry_out(self, effects: list[Effect], now_us: int) -> None:
-        todo = deque(effects)
-        while todo:
-            todo += self._do(todo.popleft(), now_us)
+    def _carry_out(self) -> None:
+        """Does what is to be done, and what follows from it."""
+        while self._effects:
+            effect = self._effects.popleft()
+            if isinstance(effect, ToClient):
+                self._to_client(effect.client, effect.message)
+            elif isinstance(effect, ToWorker):
+                self._to_worker(effect.worker, effect.message)
+            elif isinstance(effect, Log):
+                tell(log, effect.level, effect.text, effect.event, effect.fields)
+            elif isinstance(effect, DropWorker):
+                log.debug("worker connection %d dropped: %s", effect.worker, effect.reason)  # the core has told why
+                self.workers.forget(effect.worker)
+                self._left(effect.worker)
+            elif self._processes is not None:
+                self._processes.replace(effect.worker, effect.pid, effect.reason, self._now_us)
 
-    def _do(self, effect: Effect, now_us: int) -> list[Effect]:
-        """Carries out one effect. Returns what follows from it."""
-        if isinstance(effect, ToClient):
-            return self._to_client(effect.client, effect.message, now_us)
-        if isinstance(effect, ToWorker):
-            return self._to_worker(effect.worker, effect.message, now_us)
-        if isinstance(effect, DropWorker):
-            log.debug("worker connection %d dropped: %s", effect.worker, effect.reason)  # the core has told why
-            self._dropping.discard(effect.worker)
-            self.workers.forget(effect.worker)
-            self._left(effect.worker)
-        elif isinstance(effect, ReplaceWorker):
-            if self._processes is not None:
-                self._processes.replace(effect.worker, effect.pid, effect.reason, now_us)
-        elif isinstance(effect, Log):
-            tell(log, effect.level, effect.text, effect.event, effect.fields)
-        return []
-
-    def _to_client(self, client: int, message: Message, now_us: int) -> list[Effect]:
+    def _to_client(self, client: int, message: Message) -> None:
         frames = codec.encode(message)
         if isinstance(message, Stream):
-            if self._outbox.stream(client, frames):
-                return []
-            return self._apply(ClientFull(client, message), now_us)
-        if self._outbox.reply(client, frames):
-            return []
-        log.warning("client connection %d dropped: it does not read, and %s", client, self._outbox.kept(client))
-        self.clients.forget(client)
-        return self._client_gone(client, goodbye=False, now_us=now_us)
+            if not self._outbox.stream(client, frames):
+                self._apply(ClientFull(client, message))
+        elif not self._outbox.reply(client, frames):
+            log.warning("client connection %d dropped: it does not read, and %s", client, self._outbox.kept(client))
+            self.clients.forget(client)
+            self._client_gone(client, goodbye=False)
 
-    def _to_worker(self, worker: int, message: Message, now_us: int) -> list[Effect]:
+    def _to_worker(self, worker: int, message: Message) -> None:
         frames = codec.encode(message)
         if isinstance(message, Step) and (mail := self._mail.get(worker)) is not None:
             mail.put(frames)
         elif isinstance(message, PoolRegistered) and worker in self._watching:
             self._mail[worker] = Mail(self.tables.mail, message.pool, message.epoch)
-        if self.workers.send(worker, frames) is not Sent.FULL:
-            return []
-        log.warning("worker connection %d dropped: it does not read its messages", worker)
-        self.workers.forget(worker)
-        return self._worker_gone(worker, goodbye=False, now_us=now_us)
+        if self.workers.send(worker, frames) is Sent.FULL:
+            log.warning("worker connection %d dropped: it does not read its messages", worker)
+            self.workers.forget(worker)
+            self._worker_gone(worker, goodbye=False)
 
     # ----------------------------------------------------------------------------------------------------------- ends
 
-    def _note_ends(self, effects: list[Effect], now_us: int, turn_over: bool = True) -> None:
+    def _note_ends(self, turn_over: bool = True) -> None:
         self.clients.note_ends(turn_over)
         self.workers.note_ends(turn_over)
         for number in self.clients.take_gone():
-            effects += self._client_gone(number, goodbye=False, now_us=now_us)
+            self._client_gone(number, goodbye=False)
         for number in self.workers.take_gone():
-            effects += self._worker_gone(number, goodbye=False, now_us=now_us)
+            self._worker_gone(number, goodbye=False)
 
-    def _client_gone(self, number: int, *, goodbye: bool, now_us: int) -> list[Effect]:
+    def _client_gone(self, number: int, *, goodbye: bool) -> None:
         self._outbox.forget(number)
-        return self._apply(ClientGone(number, goodbye), now_us)
+        self._apply(ClientGone(number, goodbye))
 
-    def _worker_gone(self, number: int, *, goodbye: bool, now_us: int) -> list[Effect]:
+    def _worker_gone(self, number: int, *, goodbye: bool) -> None:
         self._left(number)
-        return self._apply(WorkerGone(number, goodbye), now_us)
+        self._apply(WorkerGone(number, goodbye))
 
     def _left(self, worker: int) -> None:
         self._watching.discard(worker)
@@ -251,7 +240,7 @@ class TurnLoop:
 
     # -------------------------------------------------------------------------------------------------------- clients
 
-    def _take_clients(self, effects: list[Effect], now_us: int) -> None:
+    def _hear_clients(self) -> None:
         """Takes messages of clients as far as the turn's budget goes: workers must not wait longer for their next turn.
 
         The connections share it: of those that have any waiting the socket hands out one message each, in turn.
@@ -262,30 +251,28 @@ class TurnLoop:
             received = self.clients.receive()
             if received is None:
                 return
-            self._take_client(*received, effects, now_us)
+            self._from_client(*received)
             bytes_left -= sum(map(len, received[2]))
             if bytes_left <= 0 or self._clock_us() >= until_us:
                 return
 
-    def _take_client(
-        self, identity: bytes, descriptor: int, frames: Frames, effects: list[Effect], now_us: int
-    ) -> None:
+    def _from_client(self, identity: bytes, descriptor: int, frames: Frames) -> None:
         message: Message | None = None
         try:
             message = self._client_decoder.decode(frames)
             number = self.clients.number(identity)
             if isinstance(message, Hello):
-                effects += self._greet_client(identity, descriptor, number, message)
+                self._greet_client(identity, descriptor, number, message)
             elif isinstance(message, Goodbye) and number is None:
                 return  # the end of its connection was noticed first
             elif number is None:
                 raise ProtocolError("a client's first message is hello")
             elif isinstance(message, Goodbye):
                 self.clients.forget(number)
-                effects += self._client_gone(number, goodbye=True, now_us=now_us)
+                self._client_gone(number, goodbye=True)
             else:
                 entropy = self._entropy() if isinstance(message, Submit) else 0
-                effects += self._apply(FromClient(number, message, entropy), now_us)
+                self._apply(FromClient(number, message, entropy))
         except KvforgeError as error:
             number = self.clients.number(identity)
             refused = _refusal("client", number, error, message)
@@ -294,9 +281,9 @@ class TurnLoop:
             if number is None:
                 self.clients.send_to(identity, codec.encode(refused))
             else:
-                effects.append(ToClient(number, refused))
+                self._effects.append(ToClient(number, refused))
 
-    def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> list[Effect]:
+    def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> None:
         version = negotiate(message.version_min, message.version_max)
         if message.boot not in ("", self.machine.boot):
             raise StateLost(message.boot, self.machine.boot)
@@ -305,68 +292,62 @@ class TurnLoop:
                 raise CapacityExceeded("clients", 1, 0, "raise limits.clients_max")
             number = self.clients.admit(identity, descriptor)
             if number is None:
-                return []
+                return
         welcome = Welcome(
             rid=message.rid,
             version=version,
             boot=self.machine.boot,
             tables_path=str(self.tables.path),
         )
-        return [ToClient(number, welcome)]
+        self._effects.append(ToClient(number, welcome))
 
     # -------------------------------------------------------------------------------------------------------- workers
 
-    def _take_worker(self, effects: list[Effect], now_us: int) -> bool:
-        received = self.workers.receive()
-        if received is None:
-            return False
-        identity, descriptor, frames = received
+    def _hear_workers(self) -> None:
+        for _ in range(self._limits.messages_per_turn_max):
+            received = self.workers.receive()
+            if received is None:
+                return
+            self._from_worker(*received)
+
+    def _from_worker(self, identity: bytes, descriptor: int, frames: Frames) -> None:
         message: Message | None = None
         try:
             message = self._worker_decoder.decode(frames)
             number = self.workers.number(identity)
             if isinstance(message, WorkerHello) and number is None:
-                self._greet_worker(identity, descriptor, message, effects, now_us)
+                self._greet_worker(identity, descriptor, message)
             elif number is None:
                 raise ProtocolError("a worker's first message is worker_hello")
-            elif number in self._dropping:
-                return True  # what it sent before it could know
+            elif number not in self.machine.workers:
+                return  # the core has given it up: what it had sent already could register it again
             elif isinstance(message, Goodbye):
                 self.workers.forget(number)
-                effects += self._worker_gone(number, goodbye=True, now_us=now_us)
+                self._worker_gone(number, goodbye=True)
             else:
                 if isinstance(message, WorkerReady) and message.watches:
                     self._watching.add(number)
-                effects += self._from_worker(number, message, now_us)
+                self._apply(FromWorker(number, message))
         except KvforgeError as error:
             refused = _refusal("worker", self.workers.number(identity), error, message)
             self.workers.send_to(identity, codec.encode(refused))
             if isinstance(error, ProtocolError):
                 self.workers.fault(identity)
-        return True
 
-    def _from_worker(self, number: int, message: Message, now_us: int) -> list[Effect]:
-        """One that the core gives up has no say from then on: what it had sent already could register it again."""
-        effects = self._apply(FromWorker(number, message), now_us)
-        self._dropping.update(effect.worker for effect in effects if isinstance(effect, DropWorker))
-        return effects
-
-    def _greet_worker(
-        self, identity: bytes, descriptor: int, message: WorkerHello, effects: list[Effect], now_us: int
-    ) -> None:
+    def _greet_worker(self, identity: bytes, descriptor: int, message: WorkerHello) -> None:
         version = negotiate(message.version_min, message.version_max)
-        self._note_ends(effects, now_us, turn_over=False)  # a successor of the same name may be faster than its end
+        self._note_ends(turn_over=False)  # a successor of the same name may be faster than its end
         if len(self.workers) >= self._limits.workers_max:
             raise CapacityExceeded("workers", 1, 0, "raise limits.pools_max")
         number = self.workers.admit(identity, descriptor)
         if number is None:
             return
-        answers = self._from_worker(number, message, now_us)
+        place = len(self._effects)
+        self._apply(FromWorker(number, message))
         if number in self.machine.workers:
             if self._processes is not None:
                 self._processes.watch(number, message.pid, descriptor)
-            effects.append(ToWorker(number, self._worker_welcome(message.rid, version)))
-        effects += answers
+            self._effects.insert(place, ToWorker(number, self._worker_welcome(message.rid, version)))
 
     def _worker_welcome(self, rid: int, version: int) -> Message:
         limits = self.machine.limits

@@ -31,6 +31,7 @@ from coordinator.core.events import (
 )
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
+from coordinator.core.workers.reports import Worker
 from coordinator.outbox import BACKLOG_BYTES_MAX, Sent
 from coordinator.server import PROGRESS_US, Ending
 from coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
@@ -458,6 +459,7 @@ def test_a_turn_takes_so_many_bytes_of_clients_and_goes_on_with_one_message_at_l
 
 def test_the_results_of_workers_come_before_whatever_clients_have_waiting(bench: Bench) -> None:
     bench.machine.takes_us = 5_000
+    bench.machine.workers[3] = Worker(3, "w3", 4321)
     for rid in range(4):
         bench.clients.arrive(1, GetStats(rid=rid))
     bench.turn()
