@@ -26,9 +26,9 @@ from kvforge.protocol import messages as m
 from kvforge.protocol.codec import Decoder, encode
 from kvforge.protocol.errors import ProtocolError
 from kvforge.text.stop import StopText
+from tests.kvforge.client.test_session import accepted, end, take
 from tests.kvforge.fake_coordinator import Running
-from tests.kvforge.test_session import accepted, end, take
-from tests.kvforge.test_text import tiny_gguf
+from tests.kvforge.text.test_tokenizer import tiny_gguf
 
 # With the tiny vocabulary token 33 is "A", 34 is "B" and so on, and the fake coordinator counts up from the prompt.
 A = 33

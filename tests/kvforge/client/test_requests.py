@@ -1,12 +1,8 @@
-"""Both clients against a fake coordinator: real sockets, scripted answers."""
+"""Requests of the blocking client, against a coordinator that is played: options, samples, keys, attaching, time."""
 
 from __future__ import annotations
 
 import asyncio
-import os
-import subprocess
-import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -14,26 +10,20 @@ from typing import Any
 import pytest
 import zmq
 
-import kvforge
 from kvforge import (
     AlreadyFinished,
     AsyncClient,
     Client,
     Conflict,
-    CoordinatorUnavailable,
     DeadlineExceeded,
-    InvalidConfiguration,
     InvalidRequest,
     KeyReused,
     ProtocolError,
     QueueFull,
     RequestNotFound,
     Sampling,
-    VersionMismatch,
     WorkerError,
 )
-from kvforge.client.blocking.waiting import drive
-from kvforge.protocol import errors
 from tests.kvforge.fake_coordinator import Running
 
 
@@ -359,280 +349,3 @@ def test_a_request_accepted_too_late_is_cancelled(fake: Running, kv: Client) -> 
     kv.health()
     fake.expect("Cancel")
     assert kv.requests().requests[0].reason == "cancelled"
-
-
-def test_nobody_is_there(folder: Path) -> None:
-    started = time.monotonic()
-    with Client(f"ipc://{folder}/nobody.sock", timeout_s=0.3) as kv:
-        with pytest.raises(CoordinatorUnavailable, match=r"nobody.sock does not answer.*kvforge up"):
-            kv.stats()
-        with pytest.raises(CoordinatorUnavailable):
-            kv.wait_ready(timeout_s=0.2)
-    assert time.monotonic() - started < 5
-
-
-def test_a_coordinator_that_takes_the_connection_and_says_nothing(fake: Running, folder: Path) -> None:
-    os.kill(fake.process.pid, 19)  # SIGSTOP: the kernel still takes connections
-    with Client(fake.endpoint, timeout_s=0.3) as kv, pytest.raises(CoordinatorUnavailable, match="does not answer"):
-        kv.stats()
-
-
-def test_a_coordinator_that_never_gets_ready(folder: Path) -> None:
-    with Running(folder, ready=False) as fake, Client(fake.endpoint) as kv:
-        with pytest.raises(
-            DeadlineExceeded, match=r"not ready to serve after 0.3 s: no worker is ready: w0 is loading"
-        ):
-            kv.wait_ready(timeout_s=0.3)
-        assert kv.stats().boot == "b"
-
-
-def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
-    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=60) as kv:
-        other = kv.submit([4], max_tokens=9, tenant="hang")
-        request = kv.submit([4], max_tokens=9, tenant="hang")
-        assert [token.token_id for _, token in zip(range(2), request, strict=False)] == [4, 5]
-        fake.kill()
-        started = time.monotonic()
-        with pytest.raises(CoordinatorUnavailable, match="is gone"):
-            list(request)
-        assert time.monotonic() - started < 5  # noticed, not timed out
-        assert request.tokens == (4, 5)
-        with pytest.raises(CoordinatorUnavailable):
-            other.result(timeout_s=5)
-        fake.start()
-        assert kv.submit([8], max_tokens=2).result(timeout_s=5).tokens == (8, 9)
-        fake.expect("Hello")  # with the boot of the one that died: refused
-        fake.expect("Hello")
-
-
-def test_the_coordinator_is_killed_while_a_command_waits(fake: Running) -> None:
-    with Client(fake.endpoint, timeout_s=60) as kv:
-        kv.health()
-        fake.expect("GetHealth")
-        killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -9 {fake.process.pid}"])
-        started = time.monotonic()
-        with pytest.raises(CoordinatorUnavailable, match="is gone"):
-            kv.submit([1], tenant="silent")
-        assert time.monotonic() - started < 10
-        assert killer.wait(10) == 0
-
-
-def test_a_coordinator_restarted_while_nobody_looked(fake: Running, kv: Client) -> None:
-    assert kv.stats().boot == "b"
-    fake.kill()
-    fake.start()
-    assert kv.submit([1], max_tokens=1).result().tokens == (1,)
-
-
-def test_bytes_that_are_no_message_end_the_connection(kv: Client) -> None:
-    request = kv.submit([1], max_tokens=9, tenant="garbage")
-    with pytest.raises(ProtocolError, match=r"not a coordinator's message .*MessagePack"):
-        request.result()
-    assert request.tokens == (1, 2)
-    assert kv.submit([3], max_tokens=1).result().tokens == (3,)
-
-
-def test_a_gap_in_a_stream_is_an_error_of_that_request(fake: Running, kv: Client) -> None:
-    request = kv.submit([1], max_tokens=9, tenant="gap")
-    with pytest.raises(ProtocolError, match="gap: token 2 was due and token 3 came"):
-        request.result()
-    fake.expect("Cancel")
-    assert kv.submit([3], max_tokens=1).result().tokens == (3,)
-
-
-def test_a_link_that_gets_writable_just_before_the_wait_is_noticed(fake: Running) -> None:
-    with Client(fake.endpoint) as kv:
-        link = kv._calls.link
-        link.open()
-        assert link.socket is not None
-        assert link.socket.poll(10_000, zmq.POLLOUT)
-        answers = iter((False, True))  # it was not when asked, and is when the wait begins
-        started = time.monotonic()
-        assert drive(kv._calls._until(lambda: next(answers), (), started + 60, for_room=True))
-        assert time.monotonic() - started < 30
-
-
-def test_another_protocol_version_is_named(folder: Path) -> None:
-    refused = pytest.raises(VersionMismatch, match="7 to 8; you speak 1")
-    with Running(folder, version_min=7) as newer, Client(newer.endpoint) as kv, refused:
-        kv.stats()
-
-
-def test_an_endpoint_that_is_none() -> None:
-    with Client("nonsense") as kv, pytest.raises(InvalidConfiguration, match="nonsense") as raised:
-        kv.stats()
-    assert raised.value.field == "endpoint"
-
-
-@pytest.mark.parametrize("timeout_s", [0, -1, float("inf"), float("nan"), True, "5", None])
-def test_every_wait_has_an_end(timeout_s: float) -> None:
-    with pytest.raises(InvalidRequest):
-        Client("ipc:///nowhere", timeout_s=timeout_s)
-
-
-def test_closing_twice_and_using_after(fake: Running) -> None:
-    kv = Client(fake.endpoint)
-    request = kv.submit([1], max_tokens=9, tenant="hang")
-    kv.close()
-    kv.close()
-    for use in (kv.stats, request.result):
-        with pytest.raises(Conflict, match="closed"):
-            use()
-
-
-def test_a_client_does_not_survive_a_fork(fake: Running) -> None:
-    script = f"""
-import os
-from kvforge import Client, Conflict
-kv = Client({fake.endpoint!r}, timeout_s=5)
-kv.stats()
-child = os.fork()
-if not child:
-    try:
-        kv.stats()
-    except Conflict as error:
-        kv.close()
-        os._exit(0 if "fork" in str(error) else 1)
-    os._exit(2)
-assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert kv.stats().boot == "b"
-kv.close()
-"""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=20)
-    assert (ran.returncode, ran.stderr) == (0, "")
-
-
-def test_asyncio_tasks_share_one_client(fake: Running) -> None:
-    async def read(kv: AsyncClient, start: int) -> tuple[int, ...]:
-        request = await kv.submit([start], max_tokens=6)
-        seen = [token.token_id async for token in request]
-        assert (await request.result()).tokens == tuple(seen)
-        return tuple(seen)
-
-    async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5) as kv:
-            got = await asyncio.gather(*(read(kv, 10 * start) for start in range(1, 30)))
-            assert got == [tuple(range(10 * start, 10 * start + 6)) for start in range(1, 30)]
-            assert (await kv.wait_ready(timeout_s=10)).ready
-            requests = [await kv.submit([start], max_tokens=3) for start in (1, 5)]
-            merged = [token.token_id async for _, token in kv.merge(*requests)]
-            assert sorted(merged) == [1, 2, 3, 5, 6, 7]
-            assert (await kv.stats()).uptime_us == 5_000_000
-            assert (await kv.requests(count_max=2)).total == 31
-            with pytest.raises(QueueFull):
-                await kv.submit([1], tenant="refused")
-            await kv.drain()
-        fake.expect("Goodbye")
-
-    asyncio.run(main(), debug=True)
-
-
-def test_asyncio_samples_attach_keys_and_retries(fake: Running) -> None:
-    async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10) as kv:
-            requests = await kv.samples([1, 2], 3, max_tokens=2, deadline_s=5)
-            fake.expect("asked count=3 priority=0 deadline_ms=5000 first_token_ms=0 detached=False key=")
-            assert [(await request.result()).tokens for request in requests] == [(3, 4)] * 3
-            late = await kv.attach(requests[1].id, 1)
-            assert [token.offset async for token in late] == [1]
-            assert (await late.result()).tokens == (4,)
-            # At once, at two places: one stream serves both.
-            hanging = await kv.submit([10], max_tokens=9, tenant="hang", detached=True)
-            async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=10) as other:
-                readers = await asyncio.gather(other.attach(hanging.id, 1), other.attach(hanging.id, 0))
-                with pytest.raises(Conflict):
-                    await hanging.result()
-                assert [await anext(aiter(reader)) for reader in readers] == [
-                    kvforge.Token(offset, 10 + offset, -0.5) for offset in (1, 0)
-                ]
-                await other.cancel(hanging.id)
-                assert [(await reader.result()).reason for reader in readers] == ["cancelled"] * 2
-            slow = await kv.submit([10], max_tokens=7, tenant="slow")
-            assert [token.token_id async for token in slow] == list(range(10, 17))
-            with pytest.raises(QueueFull):
-                await kv.submit([1], tenant="busy")
-            assert (await (await kv.submit([1], max_tokens=1, tenant="busy", retry_s=20)).result()).tokens == (1,)
-            keyed = [await kv.submit([1], max_tokens=2, key="k") for _ in range(2)]
-            assert keyed[0].id == keyed[1].id
-            assert [(await request.result()).tokens for request in keyed] == [(1, 2)] * 2
-
-    asyncio.run(main(), debug=True)
-
-
-@pytest.mark.parametrize(("field", "options"), WRONG_OPTIONS)
-def test_asyncio_names_wrong_options_too(folder: Path, field: str, options: dict[str, Any]) -> None:
-    async def main() -> None:
-        async with AsyncClient(f"ipc://{folder}/nobody.sock") as kv:
-            for call in (kv.submit([1], **options), kv.samples([1], 2, **options), kv.generate("text", **options)):
-                with pytest.raises(InvalidRequest) as raised:
-                    await call
-                assert raised.value.field == field
-
-    asyncio.run(main())
-
-
-def test_asyncio_hears_that_the_coordinator_died(fake: Running) -> None:
-    async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=60) as kv:
-            other = await kv.submit([4], tenant="hang")
-            request = await kv.submit([4], max_tokens=9, tenant="hang")
-            waits = [asyncio.ensure_future(each.result()) for each in (request, other)]
-            async with asyncio.timeout(10):
-                while len(request.tokens) < 2:
-                    await asyncio.sleep(0)
-                fake.kill()
-                outcomes = await asyncio.gather(*waits, return_exceptions=True)
-            assert [type(outcome) for outcome in outcomes] == [CoordinatorUnavailable] * 2
-            assert request.tokens == (4, 5)
-            fake.start()
-            again = await asyncio.gather(*(kv.submit([8], max_tokens=1) for _ in range(3)))
-            assert [(await one.result()).tokens for one in again] == [(8,)] * 3
-
-    asyncio.run(main())
-
-
-def test_asyncio_timeouts_and_cancelled_tasks(fake: Running, folder: Path) -> None:
-    async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5) as kv:
-            request = await kv.submit([1], max_tokens=9, tenant="hang")
-            with pytest.raises(DeadlineExceeded):
-                await request.result(timeout_s=0.05)
-            with pytest.raises(TimeoutError):
-                async with asyncio.timeout(0.05):
-                    await kv.submit([1], tenant="late")
-            await kv.health()
-            fake.expect("Cancel")
-            await kv.cancel(request.id)
-            assert (await request.result()).reason == "cancelled"
-        async with AsyncClient(f"ipc://{folder}/nobody.sock", timeout_s=0.2) as nobody:
-            with pytest.raises(CoordinatorUnavailable):
-                await nobody.stats()
-
-    asyncio.run(main())
-
-
-def test_every_error_can_be_caught_by_its_name() -> None:
-    for cls in errors.BY_CODE.values():
-        assert getattr(kvforge, cls.__name__, None) is cls, cls
-        assert cls.__name__ in kvforge.__all__
-
-
-def test_the_names_of_the_package_are_found_where_they_are() -> None:
-    assert set(kvforge.__all__) <= set(dir(kvforge))
-    for name in kvforge.__all__:
-        assert getattr(kvforge, name).__name__ == name
-    with pytest.raises(AttributeError, match="nothing_of_the_kind"):
-        kvforge.nothing_of_the_kind  # noqa: B018
-
-
-def test_importing_the_client_loads_neither_torch_nor_transformers() -> None:
-    script = """
-import sys
-sys.modules["torch"] = sys.modules["transformers"] = None
-import kvforge, kvforge.commands.cli
-with kvforge.Client("ipc:///nowhere") as kv:
-    assert kv.endpoint
-print("imported")
-"""
-    ran = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60)
-    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "imported\n", "")

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from kvforge import Tables
-from kvforge.commands import cli, top
+from kvforge.commands import top
 from kvforge.protocol import exits
 from kvforge.protocol.layout import GAUGES, Geometry
 from kvforge.protocol.tables import TablesWriter
@@ -45,16 +45,6 @@ def writer(tmp_path: Path) -> Iterator[TablesWriter]:
     publish(tables)
     yield tables
     tables.close()
-
-
-@pytest.fixture
-def run(capsys: pytest.CaptureFixture[str]) -> Any:
-    def run(*arguments: str) -> tuple[int, str, str]:
-        status = cli.main(arguments)
-        out, err = capsys.readouterr()
-        return status, out, err
-
-    return run
 
 
 def publish(writer: TablesWriter, **changes: int) -> None:

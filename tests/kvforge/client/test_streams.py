@@ -5,8 +5,6 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from kvforge import Client, Request
 from kvforge.client.handles import Feed
@@ -17,11 +15,10 @@ from kvforge.protocol.errors import (
     Conflict,
     CoordinatorUnavailable,
     DeadlineExceeded,
-    InvalidRequest,
     ProtocolError,
     RequestNotFound,
 )
-from tests.kvforge.test_session import accepted, end, rows, take
+from tests.kvforge.client.test_session import accepted, end, rows, take
 
 
 @pytest.fixture
@@ -52,9 +49,6 @@ def attaches(replies: list[m.Message]) -> list[tuple[int, int]]:
 def cancelled(replies: list[m.Message]) -> list[int]:
     assert all(isinstance(reply, m.Cancel) for reply in replies)
     return [reply.request_id for reply in replies if isinstance(reply, m.Cancel)]
-
-
-# ------------------------------------------------------------------------------------------------------------- samples
 
 
 def test_samples_are_requests_of_their_own(session: Session) -> None:
@@ -91,9 +85,6 @@ def test_another_number_of_requests_than_asked_for_is_an_error(session: Session)
     with pytest.raises(ProtocolError, match="started 1 requests for a Submit of 3"):
         pending.answer(m.Accepted)
     assert session.running == ()
-
-
-# ------------------------------------------------------------------------------------------------------------ attaching
 
 
 def test_an_attached_stream_begins_at_its_offset(session: Session) -> None:
@@ -232,9 +223,6 @@ def test_a_feed_of_handles_on_one_stream_gives_each_its_own_part(session: Sessio
     assert not feed.tracks
 
 
-# ------------------------------------------------------------------------------------------------- paused and taken
-
-
 def test_a_paused_stream_is_taken_up_where_it_stopped(session: Session) -> None:
     track, other = accepted(session, 7), attach(session, 8, 5)
     take(session, rows((7, 0, 10), (8, 5, 15)))
@@ -299,9 +287,6 @@ def test_a_stream_that_was_taken_before_our_attach_arrives_comes_back_with_it(se
     assert finished(track).tokens == (10,)
 
 
-# -------------------------------------------------------------------------------------------------------------- repeats
-
-
 def test_a_repeated_command_reads_the_stream_that_is_there(session: Session) -> None:
     first = submit(session, 2, key=True)
     take(session, m.Accepted(rid=first.rid, request_id=7, seed=5, count=2))
@@ -340,130 +325,6 @@ def test_a_request_that_expired_raises_what_the_coordinator_said(session: Sessio
     take(session, rows(ended=(end(7, 0, "expired", error),)))
     with pytest.raises(DeadlineExceeded, match="no token after 50 ms"):
         finished(track)
-
-
-# ---------------------------------------------------------------------------------------------- any order of all of it
-
-
-class Coordinator:
-    """One request and its stream to one connection. What is sent waits in `out` until it is delivered.
-
-    As in the real one, answers leave at once and everything else at the end of a turn, in one message: rows that were
-    collected before an Attach come after its answer. A message may be lost to a full connection; that is noticed
-    before the next one is sent.
-    """
-
-    def __init__(self, made: int) -> None:
-        self.made, self.over = made, False
-        self.streams, self.lost, self.paused = True, False, False
-        self.rows: list[int] = []
-        self.ends = 0
-        self.out: list[m.Message] = []
-        self.commands: list[m.Message] = []
-
-    @property
-    def busy(self) -> bool:
-        return any((self.out, self.commands, self.rows, self.ends, self.lost, self.paused))
-
-    def make(self) -> None:
-        self.rows += [self.made] * self.streams
-        self.made += 1
-
-    def end(self) -> None:
-        self.over = True
-        self.ends += self.streams
-
-    def notice(self) -> None:
-        if self.lost:
-            self.lost, self.streams, self.paused = False, False, True
-
-    def turn(self, arrives: bool) -> None:
-        self.notice()
-        if not self.rows and not self.ends and not self.paused:
-            return
-        stream = rows(*((7, offset, 100 + offset) for offset in self.rows), ended=(end(7, self.made),) * self.ends)
-        fields: dict[str, Any] = {name: getattr(stream, name) for name in stream.__struct_fields__}
-        if arrives:
-            self.out.append(m.Stream(**{**fields, "paused": (7,) * self.paused}))
-        self.lost, self.rows, self.ends, self.paused = not arrives, [], 0, False
-
-    def answer(self) -> None:
-        command = self.commands.pop(0)
-        assert isinstance(command, m.Attach | m.Submit), "nothing was given up and nothing is missing"
-        offset = command.offset if isinstance(command, m.Attach) else 0
-        if offset > self.made:
-            problem = InvalidRequest("offset", "behind what there is")
-            self.out.append(m.Refused(rid=command.rid, error=m.ErrorInfo.of(problem)))
-            return
-        if isinstance(command, m.Attach):
-            self.out.append(m.Attached(rid=command.rid, request_id=7, seed=5, offset=offset))
-        else:
-            self.out.append(m.Accepted(rid=command.rid, request_id=7, seed=5, repeated=True))
-        self.streams, self.paused = True, False
-        self.rows += range(offset, self.made)
-        self.ends += self.over
-
-
-ACTIONS = st.one_of(
-    st.sampled_from(["make", "make", "turn", "lose", "notice", "answer", "deliver", "repeat", "end"]),
-    st.tuples(st.sampled_from(["attach", "abandon"]), st.integers(0, 6)),
-)
-
-
-@given(st.integers(0, 4), st.lists(ACTIONS, max_size=60))
-def test_whoever_reads_gets_every_token_from_its_offset_on(start: int, actions: list[Any]) -> None:
-    session, coordinator = Session("ipc:///nowhere"), Coordinator(start)
-    readers = [(attach(session, 7, start) if start else accepted(session, 7), start)]
-    waiting: list[tuple[Pending, int]] = []
-
-    def deliver() -> None:
-        for reply in take(session, coordinator.out.pop(0)):
-            coordinator.commands.append(reply)
-
-    for action in actions:
-        match action:
-            case "make" if not coordinator.over:
-                coordinator.make()
-            case "end" if not coordinator.over:
-                coordinator.end()
-            case "turn" | "lose":
-                coordinator.turn(arrives=action == "turn")
-            case "notice":
-                coordinator.notice()
-            case "answer" if coordinator.commands:
-                coordinator.answer()
-            case "deliver" if coordinator.out:
-                deliver()
-            case "repeat":
-                pending = submit(session, key=True)
-                waiting.append((pending, 0))
-                coordinator.commands.append(m.Submit(rid=pending.rid, max_tokens=99))
-            case (kind, offset):
-                track = session.tracked(7, offset)
-                if track is not None:
-                    readers.append((track, offset))
-                    continue
-                pending = session.expect(session.new_rid(), m.Attached, "Attach")
-                coordinator.commands.append(m.Attach(rid=pending.rid, request_id=7, offset=offset))
-                if kind == "abandon":
-                    assert session.forget(pending) == []
-                else:
-                    waiting.append((pending, offset))
-    if not coordinator.over:
-        coordinator.end()
-    while coordinator.busy:
-        if coordinator.commands:
-            coordinator.answer()
-        coordinator.turn(arrives=True)
-        if coordinator.out:
-            deliver()
-    for pending, offset in waiting:
-        assert pending.done
-        readers += [(track, offset) for track in pending.tracks]
-        assert len(pending.tracks) == (offset <= coordinator.made or pending.error is None)
-    for track, offset in readers:
-        assert finished(track, offset).tokens == tuple(range(100 + offset, 100 + coordinator.made))
-    assert session.running == ()
 
 
 def test_rows_from_before_an_attach_may_come_after_its_answer(session: Session) -> None:

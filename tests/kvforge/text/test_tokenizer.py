@@ -22,7 +22,7 @@ from kvforge.models.gguf_header import read_metadata
 from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable, UnsupportedModel
 from kvforge.text.tokenizer import TextStream, Tokenizer
 
-SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text())
+SAMPLE = json.loads((Path(__file__).parents[2] / "data" / "smollm2_sample.json").read_text())
 UNICODE = "naïve café — 日本語 👩‍👩‍👧 \N{COMBINING ACUTE ACCENT} مرحبا\t\r\n  end"
 
 

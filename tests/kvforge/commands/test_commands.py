@@ -1,0 +1,198 @@
+"""The commands: what each prints, for people and as JSON."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvforge.protocol import exits
+from tests.kvforge.commands.test_cli import one_sentence
+from tests.kvforge.fake_coordinator import Running
+
+
+@pytest.mark.parametrize("where", ["--endpoint", "--runtime-dir"])
+def test_a_global_option_may_stand_before_or_after(run: Any, shared: Running, where: str) -> None:
+    value = shared.endpoint
+    if where == "--runtime-dir":
+        value = value.removeprefix("ipc://").removesuffix("/clients.sock")
+    for arguments in ([where, value, "stats"], ["stats", where, value]):
+        status, out, err = run(*arguments)
+        assert (status, err) == (0, "")
+        assert "w0" in out
+
+
+def test_the_endpoint_of_the_environment(run: Any, shared: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("KVFORGE_ENDPOINT", shared.endpoint)
+    status, out, _ = run("stats", "--json")
+    assert status == 0
+    stats = json.loads(out)
+    assert stats["pools"][0]["blocks"] == 64
+    assert "rid" not in stats
+
+
+def test_stats_for_people(run: Any, shared: Running) -> None:
+    _, out, _ = run("--endpoint", shared.endpoint, "stats")
+    lines = out.splitlines()
+    assert lines[0].split()[:6] == ["pool", "state", "blocks", "free", "cached", "used"]
+    assert lines[1].split()[:6] == ["w0", "ready", "64", "60", "1", "3"]
+    assert "16 of 32 tokens (50 %)" in out
+    assert "2 preemptions; recomputed 3.8 % of computed tokens" in out
+    assert out.split("tenant ")[1].splitlines()[1].split()[:4] == ["default", "2.5", "4", "3"]
+    assert all(line == line.rstrip() for line in lines)
+
+
+def test_generate_with_token_ids(run: Any, shared: Running) -> None:
+    base = ("--endpoint", shared.endpoint, "generate", "--prompt-tokens", "1,2,3", "--max-tokens", "3")
+    status, out, err = run(*base, "--json", "--temperature", "0", "--seed", "5")
+    assert (status, err) == (0, "")
+    document = json.loads(out)
+    assert (document["tokens"], document["reason"], document["seed"]) == ([6, 7, 8], "length", 5)
+    assert (document["prompt_tokens"], document["timings"]["ended_us"]) == (3, 30)
+    assert document["logprobs"] == [-0.5] * 3
+    assert run(*base) == (0, "6 7 8\n", "")
+    assert run(*base, "--stream") == (0, "6 7 8 \n", "")
+
+
+def test_samples_are_headed_or_a_list(run: Any, shared: Running) -> None:
+    base = ("--endpoint", shared.endpoint, "generate", "--prompt-tokens", "1,2", "--max-tokens", "2", "--seed", "5")
+    status, out, err = run(*base, "--samples", "2", "--json")
+    assert (status, err) == (0, "")
+    assert [(one["tokens"], one["seed"]) for one in json.loads(out)] == [([3, 4], 5), ([3, 4], 6)]
+    for stream in ([], ["--stream"]):
+        _, out, _ = run(*base, "--samples", "2", *stream)
+        heads = [line.rpartition("request ")[2].split(", ") for line in out.splitlines() if line.startswith("[")]
+        assert [seed for _, seed in heads] == ["seed 5", "seed 6"]
+        assert int(heads[1][0]) == int(heads[0][0]) + 1
+        assert [line.strip() for line in out.splitlines() if line[:1] == "3"] == ["3 4", "3 4"]
+    _, out, _ = run(*base, "--samples", "1", "--json")
+    assert isinstance(json.loads(out), list)
+
+
+def test_generate_sends_what_it_was_told_about_time(run: Any, folder: Path) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint, "generate", "--prompt-tokens", "1", "--max-tokens", "1")
+        assert run(*base, "--priority", "-2", "--deadline", "1.5", "--first-token", "0.2", "--key", "k") == (
+            0,
+            "1\n",
+            "",
+        )
+        fake.expect("asked count=1 priority=-2 deadline_ms=1500 first_token_ms=200 detached=False key=k")
+        assert run(*base, "--tenant", "busy", "--retry", "20") == (0, "1\n", "")
+
+
+def test_a_detached_request_is_read_later(run: Any, folder: Path) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint)
+        prompt = ("generate", "--prompt-tokens", "5", "--max-tokens", "3", "--detach")
+        status, out, err = run(*base, *prompt)
+        assert (status, err) == (0, "")
+        request_id = out.strip()
+        fake.expect("Goodbye")
+        assert run(*base, "attach", request_id, "--ids") == (0, "5 6 7 \n", "")
+        assert run(*base, "attach", request_id, "--ids", "--offset", "2") == (0, "7 \n", "")
+        fake.expect("offset=2")
+        _, out, _ = run(*base, "attach", request_id, "--ids", "--offset", "1", "--json")
+        assert (json.loads(out)["tokens"], json.loads(out)["request_id"]) == ([6, 7], int(request_id))
+        _, out, _ = run(*base, *prompt, "--samples", "2")
+        assert out.split() == [str(int(request_id) + 1), str(int(request_id) + 2)]
+        _, out, _ = run(*base, *prompt, "--json")
+        assert json.loads(out) == {"request_id": int(request_id) + 3, "seed": 7}
+
+
+def test_without_a_tokenizer_a_request_stays_with_whoever_reads_it(run: Any, folder: Path) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint)
+        _, out, _ = run(*base, "generate", "--prompt-tokens", "5", "--detach")
+        status, out, err = run(*base, "attach", out.strip())
+        assert (status, out) == (exits.USAGE, "")
+        one_sentence(err)
+        assert "tokenizer: no worker has said which model it serves" in err
+        fake.expect("GetHealth")
+        assert "Attach" not in fake.seen()
+
+
+def test_health_for_probes(folder: Path, run: Any) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint, "health")
+        reason = "kvforge: not ready: no worker is ready: w0 is loading\n"
+        assert run(*base, "--live") == (0, "live\n", "")
+        assert run(*base, "--ready") == (exits.FAILED, "", reason)
+        status, out, err = run(*base)  # the third question: from now on it is ready
+        assert (status, err) == (0, "")
+        assert out == (
+            "live: yes\nready: yes\n  w0  pid 1  ready  17 steps, 2.5 s on the one it works on\n"
+            "    device memory: weights 3 GiB, pool 5 MiB, other 1000 B\n"
+            "    prefill: Triton, portable: this device is no Hopper\n"
+        )
+        assert run(*base, "--ready") == (0, "ready\n", "")
+        status, out, _ = run(*base, "--ready", "--json")
+        (worker,) = json.loads(out)["workers"]
+        assert (status, worker["steps"]) == (0, 17)
+        assert worker["device_bytes"] == {"weights": 3 << 30, "pool": 5 << 20, "other": 1000}
+
+
+def test_health_of_a_service_that_is_not_ready(folder: Path, run: Any) -> None:
+    with Running(folder, ready=False) as fake:
+        base = ("--endpoint", fake.endpoint, "health")
+        status, out, err = run(*base)
+        assert status == exits.FAILED
+        assert out == "live: yes\nready: no\n  w0  pid 1  loading  weights 50 %\n"
+        one_sentence(err)
+        status, out, err = run(*base, "--ready", "--json")
+        assert (status, json.loads(out)["ready"]) == (exits.FAILED, False)
+        one_sentence(err)
+
+
+def test_requests_and_cancel(run: Any, shared: Running) -> None:
+    base = ("--endpoint", shared.endpoint)
+    run(*base, "generate", "--prompt-tokens", "1", "--max-tokens", "1")
+    _, out, _ = run(*base, "requests", "--json")
+    listed = json.loads(out)
+    newest = listed["requests"][0]
+    assert newest["state"] == "finished"
+    status, out, _ = run(*base, "requests", "--count", "1")
+    assert status == 0
+    assert out.splitlines()[0].split()[:3] == ["id", "state", "reason"]
+    assert out.splitlines()[1].split()[:3] == [str(newest["request_id"]), "finished", "length"]
+    status, out, err = run(*base, "cancel", str(newest["request_id"]))
+    assert (status, out) == (1, "")
+    one_sentence(err)
+    assert "already ended" in err
+
+
+def test_status_until_ready(folder: Path, run: Any) -> None:
+    with Running(folder) as fake:
+        base = ("--endpoint", fake.endpoint, "status")
+        assert run(*base) == (
+            1,
+            "not ready: no worker is ready: w0 is loading\n  w0  pid 1  loading  weights 50 %\n",
+            "",
+        )
+        status, out, err = run(*base, "--wait", "20", "--json")
+        assert status == 0
+        assert json.loads(out)["ready"] is True
+        assert "w0: ready" in err
+        ready = "  w0  pid 1  ready\n    device memory: weights 3 GiB, pool 5 MiB, other 1000 B\n"
+        assert run(*base) == (0, f"ready\n{ready}", "")
+
+
+def test_status_that_never_gets_ready(folder: Path, run: Any) -> None:
+    with Running(folder, ready=False) as fake:
+        status, out, err = run("--endpoint", fake.endpoint, "status", "--wait", "0.2")
+        assert status == exits.FAILED
+        assert out.startswith("not ready: no worker is ready")
+        assert "not ready after 0.2 s" in err
+
+
+def test_drain(folder: Path, run: Any) -> None:
+    with Running(folder) as fake:
+        status, out, err = run("--endpoint", fake.endpoint, "drain")
+        assert (status, out) == (0, "")
+        assert err == "draining: no new requests; 0 running, 0 waiting\n"
+        fake.expect("Drain")
+        fake.expect("deadline_ms=0")
+        assert run("--endpoint", fake.endpoint, "drain", "--deadline", "2.5")[0] == 0
+        fake.expect("deadline_ms=2500")

@@ -1,0 +1,63 @@
+"""What commands print on a terminal, and elsewhere."""
+
+from __future__ import annotations
+
+import io
+
+import pytest
+
+from kvforge.commands import printing
+from kvforge.commands.progress import Progress
+from kvforge.commands.screen import Columns, InTurn, printable, screen
+
+
+def test_progress_without_a_terminal_is_a_line_a_step() -> None:
+    stream = io.StringIO()
+    progress = Progress(stream)
+    for percent in range(0, 101, 5):
+        progress.step("m", "downloading", percent / 100)
+    progress.close()
+    assert stream.getvalue().splitlines() == [
+        "m: downloading",
+        "m: downloading 25 %",
+        "m: downloading 50 %",
+        "m: downloading 75 %",
+        "m: downloading 100 %",
+    ]
+
+
+def test_texts_in_turn_come_out_whole_and_in_order() -> None:
+    stream = io.StringIO()
+    shown = screen(["one", "two", "three"], stream)
+    assert isinstance(shown, InTurn)
+    for index, text in ((1, "B"), (0, "A"), (2, "C"), (0, "a"), (2, "c")):
+        shown.add(index, text)
+    shown.end(2)
+    shown.end(0)
+    shown.add(1, "b\x1b[2J")
+    shown.end(1)
+    shown.close()
+    assert stream.getvalue() == "[1] one\nAa\n\n[2] two\nBb[2J\n\n[3] three\nCc\n"
+
+
+def test_columns_keep_their_width_and_height() -> None:
+    stream = io.StringIO()
+    shown = Columns(["one", "two"], stream, 10, 6)
+    for _ in range(40):
+        shown.add(0, "words and ")
+        shown.add(1, "日本語")
+    shown.close()
+    last = stream.getvalue().rpartition("A\r")[2].replace("\x1b[2K", "").splitlines()
+    assert len(last) == 6
+    assert last[0].split() == ["one", "two"]
+    assert last[2].startswith("...")
+    assert all(len(line) <= 22 for line in last)
+
+
+def test_a_model_does_not_steer_the_terminal() -> None:
+    assert printable("a\x1b[31m\r\x07b\n\tc") == "a[31mb\n\tc"
+
+
+def test_a_table_lines_numbers_up(capsys: pytest.CaptureFixture[str]) -> None:
+    printing.print_table(("name", "n"), [("a", 5), ("long", 10)])
+    assert capsys.readouterr().out == "name   n\na      5\nlong  10\n"

@@ -1,0 +1,42 @@
+"""The configuration files that `kvforge up` writes for its children."""
+
+from __future__ import annotations
+
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from kvforge.launch.settings import Settings, toml
+from kvforge.protocol import errors
+from kvforge.protocol.configuration import convert
+
+
+def test_toml_survives_any_text() -> None:
+    nasty = 'quote " back \\ tab \t line \n nul-ish \x01 del \x7f snow ☃ clef 𝄞 [x] # y'
+    text = toml({"a": nasty, "n": 3, "f": 0.5}, {"empty": {}, "t": {"k": "v"}})
+    assert tomllib.loads(text) == {"a": nasty, "n": 3, "f": 0.5, "t": {"k": "v"}}
+    with pytest.raises(errors.InvalidConfiguration):
+        toml({"a": "\udc80"}, {})
+
+
+def test_the_children_accept_what_is_written_for_them() -> None:
+    from coordinator.config import CoordinatorConfig
+    from worker.config import WorkerConfig
+
+    settings = Settings(
+        model=Path('/a "model"'),
+        runtime_dir=Path("/run/x"),
+        workers=2,
+        threads=3,
+        devices=(4, 5),
+        worker={"blocks": 64, "load_format": "dummy", "dtype": "float32", "kv_dtype": "float32", "device": "cpu"},
+        limits={"queue_max": 7, "sequences_max": 8},
+        cache={"block_size": 4},
+    )
+    coordinator = convert(tomllib.loads(settings.coordinator_file()), CoordinatorConfig)
+    assert str(coordinator.runtime_path) == "/run/x"
+    assert (coordinator.limits.queue_max, coordinator.limits.sequences_max, coordinator.cache.block_size) == (7, 8, 4)
+    worker = convert(tomllib.loads(settings.worker_file(1)), WorkerConfig)
+    assert (worker.name, worker.model, worker.threads, worker.device_index) == ("worker-1", '/a "model"', 3, 5)
+    assert (worker.blocks, worker.load_format, str(worker.runtime_path)) == (64, "dummy", "/run/x")
