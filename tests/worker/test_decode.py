@@ -12,7 +12,8 @@ import torch
 
 from worker.attention import AttentionOptions, KvLayer
 from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
-from worker.attention.decode_plan import FIELDS, DecodePlanner
+from worker.attention.decode_plan import DecodePlanner
+from worker.attention.plan_items import DECODE_PART, named
 from worker.attention.quantised import dequantise, is_quantised, quantise
 from worker.device.device import Device, open_device
 from worker.device.targets import Target, current_target
@@ -213,7 +214,7 @@ def test_many_groups_and_parts(device: Device) -> None:
     """More query heads of one KV head than a program takes, and as many parts as there can be."""
     case = Case.make(device, [700, 3, 90], (70, 1), 256, 16, torch.bfloat16)
     planner = replace(case.planner(), programs=11)
-    assert planner.plan(case.lengths).reshape(-1, FIELDS)[:, 5].max() > 4
+    assert named(planner.plan(case.lengths), DECODE_PART)["parts"].max() > 4
     compare(case, AttentionOptions(0.0625), planner)
 
 
@@ -236,22 +237,22 @@ def test_plan_covers_every_key_once(rows: int, programs: int, window: int) -> No
         array = planner.plan(lengths)
         assert array.dtype == np.int32
         assert array.size == planner.size
-        items = array.reshape(-1, FIELDS)
-        count = np.count_nonzero(items[:, 5])
-        assert not items[count:].any()
+        items = named(array, DECODE_PART)
+        count = np.count_nonzero(items["parts"])
+        assert not array.reshape(len(items), -1)[count:].any()
         items = items[:count]
-        assert (items[:, 1] < items[:, 2]).all()
-        slots = items[:, 3] + items[:, 4]
+        assert (items["begin"] < items["end"]).all()
+        slots = items["first_slot"] + items["part"]
         assert len(set(slots)) == count
         assert slots.max(initial=0) < planner.items_max
         for row, length in enumerate(lengths):
-            of_row = items[items[:, 0] == row]
-            of_row = of_row[np.argsort(of_row[:, 4])]
+            of_row = items[items["row"] == row]
+            of_row = of_row[np.argsort(of_row["part"])]
             low = max(length - window, 0) if window else 0
-            assert of_row[:, 4].tolist() == list(range(len(of_row)))
-            assert (of_row[:, 5] == len(of_row)).all()
-            edges = [*of_row[:, 1], length] if len(of_row) else [length]
-            assert edges == ([low, *of_row[:, 2]] if length else [0])
+            assert of_row["part"].tolist() == list(range(len(of_row)))
+            assert (of_row["parts"] == len(of_row)).all()
+            edges = [*of_row["begin"], length] if len(of_row) else [length]
+            assert edges == ([low, *of_row["end"]] if length else [0])
 
 
 def test_plan_is_balanced() -> None:
@@ -259,8 +260,8 @@ def test_plan_is_balanced() -> None:
     rng = np.random.default_rng(0)
     for lengths in ([4096] * 16, [1024] * 64, [4096] * 256, np.exp(rng.uniform(4.2, 9.7, 128)).astype(np.int64)):
         planner = DecodePlanner(len(lengths), 66, key_tile=64)
-        array = planner.plan(np.asarray(lengths)).reshape(-1, FIELDS)
+        items = named(planner.plan(np.asarray(lengths)), DECODE_PART)
         free = np.zeros(66)
-        for item in array:
-            free[free.argmin()] += item[2] - item[1]
+        for item in items:
+            free[free.argmin()] += item["end"] - item["begin"]
         assert free.max() <= 1.15 * np.sum(lengths) / 66

@@ -19,9 +19,10 @@ pytest.importorskip("triton")
 
 from tests.worker.launches import compiler_environment
 from worker.attention.interface import AttentionOptions, KvLayer
+from worker.attention.plan_items import FIELDS, PREFILL_TILE, named
 from worker.attention.prefill import paged_prefill
 from worker.attention.prefill_copy import PAGE, PAGES_MAX, copy_groups, copy_rows, plan_copies, workspace_for
-from worker.attention.prefill_plan import FIELDS, packed_heads, plan_prefill, prefill_shape
+from worker.attention.prefill_plan import packed_heads, plan_prefill, prefill_shape
 from worker.attention.quantised import dequantise, is_quantised, quantise
 from worker.device.device import open_device
 from worker.device.targets import TARGETS, Target, current_target
@@ -244,7 +245,7 @@ def test_copies_are_what_is_stored(stored: torch.dtype) -> None:
     workspace = workspace_for(len(copies) + 2, made.layer, F16).fill_(7.0)
     tables = torch.from_numpy(made.tables).to(device)
     layer = copy_rows(made.layer, tables, torch.from_numpy(copies).to(device), workspace, 0)
-    first = {int(item[0]): int(item[6]) for item in items}
+    first = {int(tile["row"]): int(tile["first_page"]) for tile in named(items, PREFILL_TILE)}
     for row, length in enumerate(made.lengths):
         for got, want in ((layer.keys, made.k), (layer.values, made.v)):
             mine = got.cpu().view(-1, *got.shape[2:])[first[row] * PAGE :]
@@ -263,13 +264,13 @@ def test_plan_covers_each_token_once(rows: str, tokens: int) -> None:
     assert items.dtype == np.int32
     assert items.shape[1] == FIELDS
     seen = np.zeros(int(counts.sum()), np.int64)
-    for row, token, position, count, start, length, _, _ in items:
+    for row, token, position, count, start, length, _, _ in named(items, PREFILL_TILE):
         assert 1 <= count <= tokens
         assert (start, length) == (starts[row], starts[row] + counts[row])
         assert token - query_starts[row] == position - start
         seen[token : token + count] += 1
     assert (seen == 1).all()
-    work = items[:, 2] + items[:, 3]
+    work = named(items, PREFILL_TILE)["position"] + named(items, PREFILL_TILE)["tokens"]
     assert (np.diff(work) <= 0).all()
 
 

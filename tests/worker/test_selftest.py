@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from kvforge.protocol.errors import WorkerError
 from worker.attention import AttentionOptions, ReferenceAttention, selftest, triton_attention
-from worker.attention.decode_plan import FIELDS
+from worker.attention.plan_items import DECODE_PART, named
 from worker.attention.selftest import AttentionShape, self_test
 from worker.attention.triton_attention import TritonAttention, is_interpreted
 from worker.device.device import open_device
@@ -67,7 +67,7 @@ class Leaking(TritonAttention):
     def _decode_plan(self, batch: Any, shape: Any) -> Any:
         plan = super()._decode_plan(batch, shape)
         if plan.size:
-            plan.reshape(-1, FIELDS)[:, 2] += plan.reshape(-1, FIELDS)[:, 2] > 0
+            named(plan, DECODE_PART)["end"] += named(plan, DECODE_PART)["end"] > 0
         return plan
 
 

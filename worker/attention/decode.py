@@ -14,8 +14,9 @@ import triton
 from worker.device.targets import DecodeTiles, Target, TileKey, head_class, in_units
 
 from .decode_kernel import decode_kernel
-from .decode_plan import FIELDS, DecodePlanner
+from .decode_plan import DecodePlanner
 from .interface import AttentionOptions, KvLayer
+from .plan_items import FIELDS
 
 ROWS_MIN = 16  # query heads of a program: what a matrix instruction takes
 # Numbers of a program's tiles of outputs and of scores; more would not fit its registers. Half as many outputs where

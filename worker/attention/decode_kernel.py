@@ -23,7 +23,13 @@ import triton.language as tl
 
 from worker.device.targets import HEAD_UNIT
 
+from .plan_items import DECODE_PART, FIELDS, place
+
 _UNIT = tl.constexpr(HEAD_UNIT)
+_FIELDS = tl.constexpr(FIELDS)
+_ROW, _BEGIN, _END, _FIRST_SLOT, _PART, _PARTS = (
+    tl.constexpr(place(DECODE_PART, name)) for name in ("row", "begin", "end", "first_slot", "part", "parts")
+)
 
 
 @triton.jit
@@ -194,13 +200,13 @@ def decode_kernel(
     unit = tl.program_id(0)
     kv_head = unit % UNITS // SLICES
     first_in_group = unit % SLICES * ROWS
-    item = plan + 8 * (unit // UNITS)
-    row = tl.load(item).to(tl.int64)
-    begin = tl.load(item + 1)
-    end = tl.load(item + 2)
-    first_slot = tl.load(item + 3)
-    part = tl.load(item + 4)
-    parts = tl.load(item + 5)
+    item = plan + _FIELDS * (unit // UNITS)
+    row = tl.load(item + _ROW).to(tl.int64)
+    begin = tl.load(item + _BEGIN)
+    end = tl.load(item + _END)
+    first_slot = tl.load(item + _FIRST_SLOT)
+    part = tl.load(item + _PART)
+    parts = tl.load(item + _PARTS)
     if CHAINED:
         tl.extra.cuda.gdc_wait()  # until the kernel before this one is done: it does not write the plan
     if parts == 0:

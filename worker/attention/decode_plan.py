@@ -21,9 +21,8 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-Int32Array = npt.NDArray[np.int32]
+from .plan_items import DECODE_PART, FIELDS, Int32Array, named
 
-FIELDS = 8  # int32 of one item: row, begin, end, first slot, part, parts, 0, 0; padding is all zeros
 EQUAL_MIN = 128  # keys of equal parts at least: a part costs about as much as reading that many
 GUIDED_MIN = 384  # keys of the smallest parts of the guided way; see benchmarks/NOTES.md
 GUIDED_SHARE = 2.0  # a part's greatest share of the work left, in equal shares of it
@@ -62,7 +61,7 @@ class DecodePlanner:
     def plan(self, lengths: npt.NDArray[np.integer]) -> Int32Array:
         """lengths: [rows <= rows_max] tokens of each row, the new one included; 0: padding, nothing is done for it.
 
-        Returns [size] int32: the items, those with the most keys first, then padding.
+        Returns [size] int32: `plan_items.DECODE_PART`, those with the most keys first, then padding, all zeros.
         """
         assert len(lengths) <= self.rows_max
         ends = lengths.astype(np.int64)
@@ -79,14 +78,15 @@ class DecodePlanner:
         low = firsts[item_rows] + part * tiles[item_rows] // of_row
         high = firsts[item_rows] + (part + 1) * tiles[item_rows] // of_row
         array = np.zeros((self.items_max, FIELDS), np.int32)
-        items = array[: len(item_rows)]
-        items[:, 0] = item_rows
-        items[:, 1] = np.maximum(low * self.key_tile, begins[item_rows])
-        items[:, 2] = np.minimum(high * self.key_tile, ends[item_rows])
-        items[:, 3] = first_slots
-        items[:, 4] = part
-        items[:, 5] = of_row
-        items[:] = items[np.argsort(low - high, kind="stable")]
+        used = array[: len(item_rows)]
+        items = named(used, DECODE_PART)
+        items["row"] = item_rows
+        items["begin"] = np.maximum(low * self.key_tile, begins[item_rows])
+        items["end"] = np.minimum(high * self.key_tile, ends[item_rows])
+        items["first_slot"] = first_slots
+        items["part"] = part
+        items["parts"] = of_row
+        used[:] = used[np.argsort(low - high, kind="stable")]
         return array.reshape(-1)
 
     def _parts(self, tiles: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:

@@ -16,14 +16,17 @@ import triton.language as tl
 from worker.device.targets import head_class
 
 from .interface import KvLayer
+from .plan_items import FIELDS, PAGE_COPY, PREFILL_TILE, named, place
 
 IntArray = npt.NDArray[np.int64]
 PAGE = 128  # tokens of a block of the workspace
-# int32 of one copy: row, the page's first token, the row's length, the page, position of its first new token
-FIELDS = 8
 TOKENS = 32  # of one program
 PAGES_MAX = 512  # of a workspace, as many tokens as one row may have: 256 MiB for 8 heads of 128 numbers
 OPERATIONS_MIN = 192  # new tokens x query heads of a KV head: fewer pay no copy
+_FIELDS = tl.constexpr(FIELDS)
+_ROW, _FIRST_TOKEN, _ROW_LENGTH, _PAGE, _ROW_START = (
+    tl.constexpr(place(PAGE_COPY, name)) for name in ("row", "first_token", "row_length", "page", "row_start")
+)
 
 
 @triton.jit
@@ -53,19 +56,19 @@ def copy_kernel(
     PAGE: tl.constexpr,
 ):
     """Grid: [copies, PAGE / TOKENS, kv_heads]. workspace: [2, pages, PAGE, kv_heads, head_size]: K, then V."""
-    copy = copies + tl.program_id(0) * 8
+    copy = copies + tl.program_id(0) * _FIELDS
     kv_head = tl.program_id(2)
-    row = tl.load(copy).to(tl.int64)
-    place = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
-    token = tl.load(copy + 1) + place
-    inside = token < tl.load(copy + 2)
+    row = tl.load(copy + _ROW).to(tl.int64)
+    offset = tl.program_id(1) * TOKENS + tl.arange(0, TOKENS)
+    token = tl.load(copy + _FIRST_TOKEN) + offset
+    inside = token < tl.load(copy + _ROW_LENGTH)
     if window > 0:
-        inside = inside & (token > tl.load(copy + 4) - window)  # blocks that the window has left may be gone
-    page = tl.load(copy + 3).to(tl.int64)
+        inside = inside & (token > tl.load(copy + _ROW_START) - window)  # blocks that the window has left may be gone
+    page = tl.load(copy + _PAGE).to(tl.int64)
     columns = tl.arange(0, HEAD_PAD)
     block = tl.load(tables + row * table_stride + token // POOL_BLOCK, mask=inside, other=0).to(tl.int64)
     source = (block * POOL_BLOCK + token % POOL_BLOCK) * KV_HEADS + kv_head
-    target = (page * PAGE + place) * KV_HEADS + kv_head
+    target = (page * PAGE + offset) * KV_HEADS + kv_head
     at = workspace + target[:, None] * HEAD + columns[None, :]
     mask = inside[:, None] & (columns < HEAD)[None, :]
     dtype = workspace.dtype.element_ty
@@ -94,15 +97,21 @@ def copy_groups(starts: IntArray, counts: IntArray, group: int, rows: IntArray) 
 
 def plan_copies(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
     """The pages of the rows that are planned in `items` (see `prefill.plan_prefill`): [copies, FIELDS] int32."""
-    _, first = np.unique(items[:, 0], return_index=True)
-    rows, lengths, bases = items[first, 0], items[first, 5], items[first, 6]
+    tiles = named(items, PREFILL_TILE)
+    _, first = np.unique(tiles["row"], return_index=True)
+    of_rows = tiles[first]
+    lengths = of_rows["row_length"]
     pages = -(-lengths // PAGE)
-    of = np.repeat(np.arange(len(rows)), pages)
+    of = np.repeat(np.arange(len(first)), pages)
     number = np.arange(len(of)) - np.repeat(np.cumsum(pages) - pages, pages)
-    copies = np.zeros((len(of), FIELDS), np.int32)
-    copies[:, 0], copies[:, 1], copies[:, 2] = rows[of], number * PAGE, lengths[of]
-    copies[:, 3], copies[:, 4] = bases[of] + number, items[first, 4][of]
-    return copies
+    array = np.zeros((len(of), FIELDS), np.int32)
+    copies = named(array, PAGE_COPY)
+    copies["row"] = of_rows["row"][of]
+    copies["first_token"] = number * PAGE
+    copies["row_length"] = lengths[of]
+    copies["page"] = of_rows["first_page"][of] + number
+    copies["row_start"] = of_rows["row_start"][of]
+    return array
 
 
 def workspace_for(pages: int, layer: KvLayer, dtype: torch.dtype) -> torch.Tensor:

@@ -19,9 +19,16 @@ from triton.language.core import _aggregate as aggregate
 
 from .gluon_names import as_boxes, copy_box
 from .interface import AttentionOptions
+from .plan_items import FIELDS as ITEM_FIELDS
+from .plan_items import PREFILL_TILE, place
 from .prefill_plan import hopper_keys
 
 STAGES = 2
+FIELDS = gl.constexpr(ITEM_FIELDS)
+ROW, FIRST_TOKEN, POSITION, TOKENS, ROW_START, ROW_LENGTH, FIRST_PAGE = (
+    gl.constexpr(place(PREFILL_TILE, name))
+    for name in ("row", "first_token", "position", "tokens", "row_start", "row_length", "first_page")
+)
 COLUMNS = 64  # of one copy: 128 bytes, the widest that is stored swizzled
 REGISTERS, COPY_REGISTERS = 240, 24  # of a thread of the computing and of the copying warps
 
@@ -133,20 +140,20 @@ class Work:
 
     @gluon.jit
     def tile(self, index, sizes):
-        """pack, row, first token, its position, tokens, row's first new position, its length, its first page."""
+        """The pack, and what `plan_items.PREFILL_TILE` says of the tile."""
         program = gl.program_id(0)
         turn = gl.where(index % 2 == 0, program, self.programs - 1 - program)
         item = index * self.programs + turn
-        at = self.items + (item // sizes.PACKS) * 8
+        at = self.items + (item // sizes.PACKS) * FIELDS
         return (
             item % sizes.PACKS,
-            gl.load(at),
-            gl.load(at + 1),
-            gl.load(at + 2),
-            gl.load(at + 3),
-            gl.load(at + 4),
-            gl.load(at + 5),
-            gl.load(at + 6),
+            gl.load(at + ROW),
+            gl.load(at + FIRST_TOKEN),
+            gl.load(at + POSITION),
+            gl.load(at + TOKENS),
+            gl.load(at + ROW_START),
+            gl.load(at + ROW_LENGTH),
+            gl.load(at + FIRST_PAGE),
         )
 
     @gluon.jit

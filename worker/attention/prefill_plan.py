@@ -13,10 +13,10 @@ import triton
 from worker.device.targets import PrefillTiles, Target, TileKey, head_class
 
 from .interface import AttentionOptions, KvLayer
+from .plan_items import FIELDS, PREFILL_TILE, named
 from .prefill_copy import PAGE
 from .quantised import is_quantised
 
-FIELDS = 8  # int32 of one tile, see `plan_prefill`
 PACK_MAX = 16
 HOPPER_QUERIES = 128
 GLUON_VERSIONS = ((3, 6), (3, 9))  # of Triton, that `prefill_hopper` was compiled with: see `gluon_names`
@@ -107,10 +107,8 @@ def plan_prefill(
     tokens: int,
     rows: npt.NDArray[np.integer] | None = None,
 ) -> npt.NDArray[np.int32]:
-    """The tiles of a step, those with most keys first: [tiles, FIELDS] int32.
+    """The tiles of a step, those with most keys first: [tiles, FIELDS] int32, see `plan_items.PREFILL_TILE`.
 
-    Fields: row, first token in the flat batch, its position, tokens, position of the row's first new token, the row's
-    length, its first page in a workspace, 0.
     starts, counts: [rows]; query_starts: [rows + 1] int host, as in PagedBatch. tokens: of one tile. rows: [n] rows to
     do (None: all).
     """
@@ -120,13 +118,14 @@ def plan_prefill(
     tiles = -(-counts // tokens)
     of = np.repeat(np.arange(len(rows)), tiles)
     first = (np.arange(int(tiles.sum())) - np.repeat(np.cumsum(tiles) - tiles, tiles)) * tokens
-    items = np.zeros((len(of), FIELDS), np.int32)
-    items[:, 0] = np.asarray(rows)[of]
-    items[:, 1] = np.asarray(query_starts)[rows][of] + first
-    items[:, 2] = starts[of] + first
-    items[:, 3] = np.minimum(counts[of] - first, tokens)
-    items[:, 4] = starts[of]
-    items[:, 5] = (starts + counts)[of]
+    array = np.zeros((len(of), FIELDS), np.int32)
+    items = named(array, PREFILL_TILE)
+    items["row"] = np.asarray(rows)[of]
+    items["first_token"] = np.asarray(query_starts)[rows][of] + first
+    items["position"] = starts[of] + first
+    items["tokens"] = np.minimum(counts[of] - first, tokens)
+    items["row_start"] = starts[of]
+    items["row_length"] = (starts + counts)[of]
     pages = -(-(starts + counts) // PAGE)
-    items[:, 6] = (np.cumsum(pages) - pages)[of]
-    return items[np.argsort(-(items[:, 2] + items[:, 3]), kind="stable")]
+    items["first_page"] = (np.cumsum(pages) - pages)[of]
+    return array[np.argsort(-(items["position"] + items["tokens"]), kind="stable")]

@@ -14,7 +14,14 @@ import triton.language as tl
 
 from worker.device.targets import HEAD_UNIT
 
+from .plan_items import FIELDS, PREFILL_TILE, place
+
 _UNIT = tl.constexpr(HEAD_UNIT)
+_FIELDS = tl.constexpr(FIELDS)
+_ROW, _FIRST_TOKEN, _POSITION, _TOKENS, _ROW_START, _ROW_LENGTH = (
+    tl.constexpr(place(PREFILL_TILE, name))
+    for name in ("row", "first_token", "position", "tokens", "row_start", "row_length")
+)
 
 
 @triton.jit
@@ -174,7 +181,7 @@ def prefill_portable(
     E4M3: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """Grid: [tiles x PACKS]. items: [tiles, 8] int32, see `prefill.plan_prefill`.
+    """Grid: [tiles x PACKS]. items: [tiles, FIELDS] int32, see `plan_items.PREFILL_TILE`.
 
     PACK: query heads of one tile; PACKS: how many times that the query has. QUERIES: rows of a tile, tokens x PACK.
     Strides of query and output: in units of HEAD_UNIT numbers.
@@ -185,13 +192,13 @@ def prefill_portable(
     TOKENS: tl.constexpr = QUERIES // PACK
     program = tl.program_id(0)
     pack = program % PACKS
-    item = items + (program // PACKS) * 8
-    row = tl.load(item)
-    token = tl.load(item + 1)
-    position = tl.load(item + 2)
-    count = tl.load(item + 3)
-    start = tl.load(item + 4)
-    length = tl.load(item + 5)
+    item = items + (program // PACKS) * _FIELDS
+    row = tl.load(item + _ROW)
+    token = tl.load(item + _FIRST_TOKEN)
+    position = tl.load(item + _POSITION)
+    count = tl.load(item + _TOKENS)
+    start = tl.load(item + _ROW_START)
+    length = tl.load(item + _ROW_LENGTH)
     kv_head = pack // (PACKS // KV_HEADS)
     table = tables + row.to(tl.int64) * table_stride
 

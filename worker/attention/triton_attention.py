@@ -26,9 +26,10 @@ from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode
 from .decode_plan import DecodePlanner
 from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
+from .plan_items import FIELDS
 from .prefill import paged_prefill
 from .prefill_copy import PAGE, PAGES_MAX, copy_groups, plan_copies, workspace_for
-from .prefill_plan import FIELDS, hopper_problem, plan_prefill, prefill_shape
+from .prefill_plan import hopper_problem, plan_prefill, prefill_shape
 from .quantised import is_quantised
 from .reference import ReferenceAttention, rotate
 from .write import write_kv

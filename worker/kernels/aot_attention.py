@@ -28,9 +28,10 @@ from triton.experimental.gluon._runtime import GluonASTSource
 
 from worker.attention.decode import DecodeWorkspace, decode_planner, is_few, paged_decode
 from worker.attention.interface import AttentionOptions, KvLayer
+from worker.attention.plan_items import FIELDS
 from worker.attention.prefill import paged_prefill
 from worker.attention.prefill_copy import PAGE, copy_rows
-from worker.attention.prefill_plan import FIELDS, prefill_shape
+from worker.attention.prefill_plan import prefill_shape
 from worker.attention.quantised import is_quantised
 from worker.attention.write import write_kv
 from worker.device.targets import Target, head_class
