@@ -17,10 +17,7 @@ a few rows, relative to the greatest number of the result.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -32,17 +29,16 @@ import triton
 from worker.attention import AttentionOptions, KvLayer
 from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
 from worker.attention.decode_plan import DecodePlanner
-from worker.attention.quantised import dequantise, is_quantised, quantise
-from worker.device.device import open_device
+from worker.attention.quantised import dequantise, is_quantised
+from worker.device.device import Device, open_device
 from worker.device.targets import Target, current_target
 
+from .gpu_attention import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, SCALING, flashinfer_version, stored
 from .gpu_roof import read_bandwidth
+from .gpu_timing import Call, captured_in_turn, medians_us
 from .report import report
 
-HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
-SCALING = HEAD_SIZE**-0.5
 POOLS_BYTES_MIN = 1 << 29  # of all pools of a case together: several times any L2
-REPLAY_MS = 4.0
 FLASHINFER_TENSOR_CORES = (True, False)  # the better of them is reported
 
 
@@ -91,7 +87,7 @@ class Setup:
             halves = []
             for _ in "kv":
                 numbers = torch.empty(shape, dtype=torch.bfloat16, device=device).normal_(generator=generator)
-                halves.append(_stored(numbers, dtype))
+                halves.append(stored(numbers, dtype))
             (keys, key_scales), (values, value_scales) = halves
             pools.append(KvLayer(keys, values, key_scales, value_scales))
         query = torch.empty((len(lengths), HEADS, HEAD_SIZE), dtype=torch.bfloat16, device=device)
@@ -116,43 +112,6 @@ class Setup:
             want = torch.einsum("hk,khd->hd", weights, v)
             worst = max(worst, float((output[row].double() - want).abs().max() / want.abs().max()))
         return worst
-
-
-def _stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    if not is_quantised(dtype):
-        return numbers.to(dtype), None
-    parts = [quantise(part, dtype) for part in numbers.split(4096)]  # float32 copies of all of it would be large
-    return torch.cat([part for part, _ in parts]), torch.cat([scales for _, scales in parts])
-
-
-def time_us(call: Callable[[int], object], pools: int, repeats: int) -> float:
-    """Median time of `call(pool)` in a graph's replay, in us."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        for pool in range(pools):
-            call(pool)
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        for pool in range(pools):
-            call(pool)
-        end.record()
-        end.synchronize()
-        calls = pools * max(1, round(REPLAY_MS / begin.elapsed_time(end)))
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
-            for number in range(calls):
-                call(number % pools)
-    times = []
-    for replay in range(repeats + 2):
-        begin, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        begin.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        if replay >= 2:
-            times.append(begin.elapsed_time(end) * 1000 / calls)
-    return statistics.median(times)
 
 
 class Ours:
@@ -211,28 +170,22 @@ class FlashInfer:
         return self.output
 
 
-def flashinfer_version() -> str | None:
-    """None where it is not installed or does not load."""
-    try:
-        import flashinfer  # noqa: F401
-
-        return importlib.metadata.version("flashinfer-python")
-    except ImportError:
-        return None
-
-
-def measure(name: str, dtype: torch.dtype, device: torch.device, target: Target, repeats: int) -> dict[str, Any]:
+def measure(name: str, dtype: torch.dtype, device: Device, target: Target, repeats: int) -> dict[str, Any]:
     """One case: times in us, errors, and bytes read."""
-    setup = Setup.make(CASES[name], dtype, device)
+    setup = Setup.make(CASES[name], dtype, device.torch_device)
     result: dict[str, Any] = {"case": name, "dtype": str(dtype).removeprefix("torch."), "bytes": setup.bytes_read}
+
+    def time_us(call: Call) -> float:
+        return medians_us(device, {name: captured_in_turn(device, call, len(setup.pools))}, repeats)[name]
+
     ours = Ours(setup, target)
-    result["us"] = time_us(ours, len(setup.pools), repeats)
+    result["us"] = time_us(ours)
     result["error"] = setup.error(ours(0), setup.pools[0])
     if flashinfer_version() and not is_quantised(dtype):
         times = {}
         for tensor_cores in FLASHINFER_TENSOR_CORES:
             theirs = FlashInfer(setup, tensor_cores)
-            times[tensor_cores] = time_us(theirs, len(setup.pools), repeats)
+            times[tensor_cores] = time_us(theirs)
             result["flashinfer_error"] = setup.error(theirs(0), setup.pools[0])
         result["flashinfer_tensor_cores"] = min(times, key=lambda setting: times[setting])
         result["flashinfer_us"] = min(times.values())
@@ -256,7 +209,7 @@ def main() -> int:
     wanted = [(name, torch.bfloat16) for name in CASES]
     wanted += [(QUANTISED_CASE, torch.int8), (QUANTISED_CASE, torch.float8_e4m3fn)]
     for name, dtype in wanted:
-        results.append(measure(name, dtype, device.torch_device, target, arguments.repeats))
+        results.append(measure(name, dtype, device, target, arguments.repeats))
         print(results[-1], file=sys.stderr, flush=True)
         torch.cuda.empty_cache()
     rows = []

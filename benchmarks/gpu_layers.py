@@ -20,8 +20,6 @@ import numpy as np
 import torch
 import triton
 
-from benchmarks.gpu_roof import Roof, measure_roof, measure_us
-from benchmarks.report import report
 from worker.attention import PagedBatch, ReferenceAttention
 from worker.attention.pool import KvPool
 from worker.device.device import Device, open_device
@@ -29,6 +27,10 @@ from worker.kernels import LayerOperations, PlainOperations
 from worker.kernels.decoder import FusedDecoder
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
+
+from .gpu_roof import Roof, measure_roof
+from .gpu_timing import measure_us
+from .report import report
 
 BLOCK_SIZE = 16
 

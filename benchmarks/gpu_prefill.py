@@ -17,10 +17,7 @@ kernel that every GPU runs, on this one.
 from __future__ import annotations
 
 import argparse
-import importlib.metadata
-import statistics
 import sys
-from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -33,22 +30,21 @@ from worker.attention import AttentionOptions, KvLayer
 from worker.attention.prefill import paged_prefill
 from worker.attention.prefill_copy import plan_copies, workspace_for
 from worker.attention.prefill_plan import plan_prefill, prefill_shape
-from worker.attention.quantised import dequantise, is_quantised, quantise
-from worker.device.device import open_device
+from worker.attention.quantised import dequantise, is_quantised
+from worker.device.device import Device, open_device
 from worker.device.targets import Target, current_target
 
+from .gpu_attention import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, SCALING, flashinfer_version, stored
+from .gpu_timing import Call, captured_in_turn, medians_us
 from .report import report
 
-HEADS, KV_HEADS, HEAD_SIZE, BLOCK_SIZE = 32, 8, 128, 16
-OPTIONS = AttentionOptions(HEAD_SIZE**-0.5)
+OPTIONS = AttentionOptions(SCALING)
 SETS = 2
-GRAPH_US = 4000.0  # a graph holds calls for about so long, at least two per set
+ROUNDS_MIN = 2  # of calls on all sets, in a graph
 # (rows, new tokens, cached tokens before them)
 CASES = [(1, 2048, 0), (4, 2048, 0), (8, 2048, 0), (1, 8192, 0), (2, 8192, 0), (4, 512, 7680), (1, 2048, 30720)]
 QUANTISED_CASES = [(4, 2048, 0), (1, 8192, 0), (4, 512, 7680)]
 PORTABLE_CASES = [(4, 2048, 0), (1, 8192, 0)]
-
-Call = Callable[[int], object]
 
 
 @dataclass(frozen=True)
@@ -63,13 +59,13 @@ class Setup:
     outputs: list[torch.Tensor]
 
     @classmethod
-    def make(cls, rows: int, new: int, cached: int, stored: torch.dtype, device: torch.device) -> Setup:
+    def make(cls, rows: int, new: int, cached: int, kv_dtype: torch.dtype, device: torch.device) -> Setup:
         blocks = (new + cached) // BLOCK_SIZE
         shape = (rows * blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE)
         queries, layers = [], []
         for _ in range(SETS):
             queries.append(torch.randn(rows * new, HEADS, HEAD_SIZE, device=device, dtype=torch.bfloat16))
-            (k, k_scales), (v, v_scales) = (_stored(torch.randn(shape, device=device), stored) for _ in range(2))
+            (k, k_scales), (v, v_scales) = (stored(torch.randn(shape, device=device), kv_dtype) for _ in range(2))
             layers.append(KvLayer(k, v, k_scales, v_scales))
         tables = torch.randperm(rows * blocks, device=device).to(torch.int32).view(rows, blocks)
         outputs = [torch.empty_like(query) for query in queries]
@@ -102,10 +98,6 @@ class Setup:
                 worst = max(worst, float((self.outputs[0][place].double() - want).abs().max()))
                 largest = max(largest, float(want.abs().max()))
         return worst / largest
-
-
-def _stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor | None]:
-    return quantise(numbers, dtype) if is_quantised(dtype) else (numbers.to(dtype), None)
 
 
 def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
@@ -158,58 +150,15 @@ def flashinfers(setup: Setup) -> Call:
     return call
 
 
-def flashinfer_version() -> str | None:
-    """None where it is not installed."""
-    try:
-        import flashinfer  # noqa: F401
-
-        return importlib.metadata.version("flashinfer-python")
-    except ImportError:
-        return None
-
-
-def capture(call: Call) -> tuple[torch.cuda.CUDAGraph, int]:
-    """A graph of several calls, and how many."""
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    for number in range(SETS):
-        call(number)
-    begin.record()
-    call(0)
-    end.record()
-    torch.cuda.synchronize()
-    calls = SETS * max(2, round(GRAPH_US / SETS / max(1.0, 1000 * begin.elapsed_time(end))))
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        for number in range(calls):
-            call(number % SETS)
-    return graph, calls
-
-
-def times_us(calls: dict[str, Call], rounds: int) -> dict[str, float]:
-    """Median time of one call of each, measured alternately."""
-    graphs = {name: capture(call) for name, call in calls.items()}
-    begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    times: dict[str, list[float]] = {name: [] for name in calls}
-    for turn in range(rounds + 2):
-        for name, (graph, count) in graphs.items():
-            begin.record()
-            graph.replay()
-            end.record()
-            end.synchronize()
-            if turn >= 2:
-                times[name].append(1000 * begin.elapsed_time(end) / count)
-    return {name: statistics.median(values) for name, values in times.items()}
-
-
 def measure(
-    case: tuple[int, int, int], stored: torch.dtype, target: Target, device: torch.device, rounds: int
+    case: tuple[int, int, int], kv_dtype: torch.dtype, target: Target, device: Device, rounds: int
 ) -> dict[str, Any]:
     """One case: times in us, errors and TFLOP/s of each way. case: rows, new tokens, cached tokens."""
     rows, new, cached = case
-    setup = Setup.make(rows, new, cached, stored, device)
+    setup = Setup.make(rows, new, cached, kv_dtype, device.torch_device)
     portable = replace(target, hopper=False)
     calls: dict[str, Call] = {}
-    if is_quantised(stored):
+    if is_quantised(kv_dtype):
         calls["portable"] = ours(setup, portable)
         if prefill_shape(HEADS, torch.bfloat16, setup.layers[0], OPTIONS, target, copied=True).hopper:
             calls["copied"] = ours(setup, target, copied=True)
@@ -224,9 +173,15 @@ def measure(
         setup.outputs[0].fill_(torch.nan)
         call(0)
         errors[name] = setup.error()
-    times = times_us(calls, rounds)
+    graphs = {name: captured_in_turn(device, call, SETS, ROUNDS_MIN) for name, call in calls.items()}
+    times = medians_us(device, graphs, rounds)
     after = f" after {cached}" if cached else ""
-    result = {"case": f"{rows} x {new}{after}", "kv": str(stored).removeprefix("torch."), "us": times, "error": errors}
+    result = {
+        "case": f"{rows} x {new}{after}",
+        "kv": str(kv_dtype).removeprefix("torch."),
+        "us": times,
+        "error": errors,
+    }
     return result | {"tflops": {name: setup.operations / us / 1e6 for name, us in times.items()}}
 
 
@@ -246,7 +201,7 @@ def main() -> int:
     wanted += [(case, dtype) for case in QUANTISED_CASES for dtype in (torch.int8, torch.float8_e4m3fn)]
     results, rows = [], []
     for case, dtype in wanted:
-        result = measure(case, dtype, target, device.torch_device, arguments.rounds)
+        result = measure(case, dtype, target, device, arguments.rounds)
         results.append(result)
         print(result, file=sys.stderr, flush=True)
         torch.cuda.empty_cache()

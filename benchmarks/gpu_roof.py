@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
@@ -11,7 +9,8 @@ import triton
 import triton.language as tl
 
 from worker.device.device import Device
-from worker.device.queue import Mark
+
+from .gpu_timing import measure_us
 
 READ_BYTES = 8 << 30
 # Ways to cut the reading: float32 numbers that a program has in flight at a time, how often, and its warps. The best
@@ -39,20 +38,6 @@ def _read_kernel(numbers, sums, CHUNK: tl.constexpr, CHUNKS: tl.constexpr):  # t
         places = (program * CHUNKS + chunk) * CHUNK + tl.arange(0, CHUNK)
         total += tl.load(numbers + places, eviction_policy="evict_first")
     tl.store(sums + program, tl.sum(total, axis=0))
-
-
-def measure_us(device: Device, run: Callable[[], None], calls: int, repeats: int = 9) -> float:
-    """Median microseconds of one of the `calls` calls that `run` queues, replayed from a graph."""
-    captured = device.capture(run, device.graph_memory())
-    captured.replay()
-    times = []
-    for _ in range(repeats):
-        start = Mark(device, timed=True)
-        captured.replay()
-        end = Mark(device, timed=True)
-        end.wait()
-        times.append(end.ms_since(start) * 1e3 / calls)
-    return statistics.median(times)
 
 
 def measure_roof(device: Device) -> Roof:
