@@ -113,8 +113,8 @@ def prefix_lookups(seconds: float) -> tuple[float, float]:
     salt = core.cache.salt("tenant:default")
 
     def look(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
-        residence = core.cache.plan_residence(group, salt, tokens, core.cache.hashes(salt, tokens))
-        return residence.cached_tokens(core.limits.block_size)
+        placement = core.cache.plan_placement(group, salt, tokens, core.cache.hashes(salt, tokens))
+        return placement.cached_tokens(core.limits.block_size)
 
     assert (look(known), look(unknown)) == (PROMPT_TOKENS, 0)
     return median_us(lambda: look(known), seconds), median_us(lambda: look(unknown), seconds)

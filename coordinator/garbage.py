@@ -14,7 +14,7 @@ TURNS_MAX = 4000
 TURNS_MIN = 200
 
 
-class Pauses:
+class GarbageCollector:
     """Collections of one process. clock: nanoseconds, monotonic. Not more than one at a time."""
 
     def __init__(self, clock_ns: Callable[[], int]) -> None:

@@ -40,7 +40,7 @@ from .config import CoordinatorConfig
 from .core.events import Boot
 from .core.limits import Limits
 from .core.machine import Machine
-from .garbage import Pauses
+from .garbage import GarbageCollector
 from .ids import first_id
 from .peers import WORKER, Peers
 from .replacing import Replacer
@@ -110,7 +110,7 @@ class Server:
         self._ending: Ending | None = None
         self._turned_us = self._due_us = 0
         self._replacer = Replacer()
-        self.pauses = Pauses(time.monotonic_ns)
+        self.garbage = GarbageCollector(time.monotonic_ns)
         self._spin_ns, self._arrived_ns = spin_us(config.schedule.spin_us) * 1000, 0
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         try:
@@ -174,16 +174,16 @@ class Server:
         self._catch_signals()
         notify("READY=1", "STATUS=accepting clients and workers")
         log.info("serving at %s (boot %s)", client_endpoint(self.runtime), self.boot[:8])
-        self.pauses.start()
+        self.garbage.start()
         try:
             while not self._finished():
                 arrived = self._wait()
                 self._take_signals()
                 self.turn()
-                self.pauses.turn(idle=not arrived)
+                self.garbage.turn(idle=not arrived)
             self._let_leave(self.clients, CLIENTS_LEAVE_NS)
         finally:
-            self.pauses.stop()
+            self.garbage.stop()
         self._stop_workers()
 
     def _wait(self) -> bool:
@@ -273,7 +273,7 @@ class Server:
             self.workers.send(number, codec.encode(Stop(reason="the coordinator is stopping")))
         self._let_leave(self.workers, WORKERS_LEAVE_NS)
         log.info("stopped; %d requests were left unfinished", len(self.machine.requests.live))
-        told = (self.pauses.collections, self.pauses.longest_us, self.pauses.total_us)
+        told = (self.garbage.collections, self.garbage.longest_us, self.garbage.total_us)
         log.debug("%d garbage collections, the longest %.0f us, %.0f us together", *told)
 
     def close(self) -> None:

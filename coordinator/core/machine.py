@@ -186,7 +186,7 @@ class Machine:
             self.admission.admit()
             for number in sorted(self.cache.groups):
                 self.scheduler.fill(self.cache.groups[number])
-            self._asked.timers.drop_ended(self.requests.live)  # planning ends rows that can never go on
+            self._asked.deadlines.drop_ended(self.requests.live)  # planning ends rows that can never go on
             due_us = self._due_us()
             self._stirred = self.admission.stirred or (due_us is not None and due_us <= now_us)
             if not self._stirred:

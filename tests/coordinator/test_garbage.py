@@ -9,15 +9,15 @@ from types import FrameType
 import pytest
 
 from coordinator.core.limits import Quota
-from coordinator.garbage import TURNS_MAX, TURNS_MIN, Pauses
+from coordinator.garbage import TURNS_MAX, TURNS_MIN, GarbageCollector
 from coordinator.server import SPIN_CORES_MIN, SPIN_US, spin_us
 from tests.coordinator.driver import Driver
 
 
 @pytest.fixture
-def pauses() -> Iterator[Pauses]:
+def garbage() -> Iterator[GarbageCollector]:
     ticks = iter(range(0, 1 << 40, 5000))
-    made = Pauses(lambda: next(ticks))
+    made = GarbageCollector(lambda: next(ticks))
     made.start()
     yield made
     made.stop()
@@ -34,29 +34,29 @@ def rings() -> int:
     return sum(isinstance(thing, Ring) for thing in gc.get_objects())
 
 
-def test_nothing_is_collected_by_itself_and_everything_when_idle(pauses: Pauses) -> None:
+def test_nothing_is_collected_by_itself_and_everything_when_idle(garbage: GarbageCollector) -> None:
     assert not gc.isenabled()
     for _ in range(5000):
         Ring()
     assert rings() == 5000
     for _ in range(TURNS_MIN - 1):
-        pauses.turn(idle=True)
-    assert pauses.collections == 0
-    pauses.turn(idle=False)
+        garbage.turn(idle=True)
+    assert garbage.collections == 0
+    garbage.turn(idle=False)
     assert rings() == 5000
-    pauses.turn(idle=True)
-    assert (pauses.collections, rings()) == (1, 0)
-    assert (pauses.longest_us, pauses.total_us) == (5.0, 5.0)
+    garbage.turn(idle=True)
+    assert (garbage.collections, rings()) == (1, 0)
+    assert (garbage.longest_us, garbage.total_us) == (5.0, 5.0)
 
 
-def test_a_loop_that_is_never_idle_collects_now_and_then(pauses: Pauses) -> None:
+def test_a_loop_that_is_never_idle_collects_now_and_then(garbage: GarbageCollector) -> None:
     for _ in range(3 * TURNS_MAX):
-        pauses.turn(idle=False)
-    assert pauses.collections == 3
+        garbage.turn(idle=False)
+    assert garbage.collections == 3
 
 
 def test_the_collector_is_as_before_afterwards() -> None:
-    made = Pauses(lambda: 0)
+    made = GarbageCollector(lambda: 0)
     made.start()
     made.stop()
     assert gc.isenabled()

@@ -119,7 +119,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(steps=st.integers(0, 2))
     def settle(self, steps: int) -> None:
         self.step += steps
-        self.pool.settle(self.step)
+        self.pool.step_done(self.step)
         self.model.settle(self.step)
 
     @precondition(lambda self: self.model.cached)
@@ -420,7 +420,7 @@ class EverythingMachine(RuleBasedStateMachine):
         self.sequences = {}
         self.running: dict[int, int] = {}
         self.prompts: dict[int, tuple[list[int], int]] = {}
-        self.refs: list[tuple[int, str]] = []
+        self.pins: list[tuple[int, str]] = []
 
     def pick(self, data: st.DataObject) -> int:
         return data.draw(st.sampled_from(sorted(self.sequences)))
@@ -499,16 +499,16 @@ class EverythingMachine(RuleBasedStateMachine):
         assert self.driver.request(request).state == "cancelled"
         self.observe()
 
-    @precondition(lambda self: len(self.refs) < 3)
+    @precondition(lambda self: len(self.pins) < 3)
     @rule(block=st.integers(0, 27), holder=st.sampled_from("xy"))
     def ref(self, block: int, holder: str) -> None:
         if self.tell(RefBlock(rid=1, block_id=block, holder=holder)) is not None:
-            self.refs.append((block, holder))
+            self.pins.append((block, holder))
 
-    @precondition(lambda self: self.refs)
+    @precondition(lambda self: self.pins)
     @rule()
     def unref(self) -> None:
-        block, holder = self.refs.pop()
+        block, holder = self.pins.pop()
         self.tell(UnrefBlock(rid=1, block_id=block, holder=holder))
 
     @rule()
@@ -556,7 +556,7 @@ class EverythingMachine(RuleBasedStateMachine):
         if not hasattr(self, "sequences"):
             return
         driver = self.driver
-        for block, holder in self.refs:
+        for block, holder in self.pins:
             self.tell(UnrefBlock(rid=1, block_id=block, holder=holder))
         if not driver.machine.cache.sequences.slots_free:  # else requests rightly wait for a slot
             for sequence in set(self.sequences) - set(self.running.values()):

@@ -95,9 +95,9 @@ def test_a_block_that_a_step_may_touch_is_quarantined_until_that_step_is_over() 
     assert pool.blocks.state[taken].tolist() == [QUARANTINED] * 2
     with pytest.raises(CapacityExceeded):
         pool.allocate(1, 1)
-    pool.settle(6)
+    pool.step_done(6)
     assert pool.quarantined == 2
-    pool.settle(7)
+    pool.step_done(7)
     assert (pool.free, pool.quarantined) == (2, 0)
     pool.check_invariants()
 
@@ -108,9 +108,9 @@ def test_quarantine_remembers_the_latest_step_of_any_holder() -> None:
     pool.hold(block)
     pool.release(block, 9)
     pool.release(block, 4)
-    pool.settle(4)
+    pool.step_done(4)
     assert pool.blocks.state[0] == QUARANTINED
-    pool.settle(9)
+    pool.step_done(9)
     assert pool.blocks.state[0] == FREE
 
 
@@ -150,7 +150,7 @@ def test_a_quarantined_block_that_is_held_again_does_not_become_free_when_its_st
     pool.blocks.indexed[block] = True
     pool.release(block, 3)
     pool.hold(block)
-    pool.settle(3)
+    pool.step_done(3)
     assert pool.blocks.state[0] == REFERENCED
     pool.release(block, 3)
     assert pool.blocks.state[0] == CACHED

@@ -24,7 +24,7 @@ def chosen(driver: Driver, candidates: list[Request], short: int = 1) -> Request
     """Whom the core would preempt."""
     machine = driver.machine
     slots = np.array([request.slot for request in candidates])
-    order = machine.admission.runs.order
+    order = machine.admission.rows.order
     slot = preemption.choose(machine.cache, machine.requests, order, slots, short)
     return next((request for request in candidates if request.slot == slot), None)
 

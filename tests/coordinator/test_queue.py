@@ -381,7 +381,7 @@ def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, in
             naive.add(request)
         elif what == "start" and naive.held:
             request = list(naive.order())[min(number, len(naive.held) - 1)]
-            queue.take(request)
+            queue.start(request)
             naive.take(request)
             if not request.admitted_order:
                 started += 1

@@ -63,7 +63,7 @@ def test_who_waits_for_one_step_is_not_put_off_by_who_waits_for_a_later_one() ->
     class Told(Waits):
         def wake(self, event: Event) -> list[int]:
             assert event == blocks_of(3)
-            told.append(pool.settled_step)
+            told.append(pool.done_step)
             return []
 
     pool = Pool(Clock(), Blocks(4, 4), tenants, Told(), 3, 0, 4)
@@ -71,7 +71,7 @@ def test_who_waits_for_one_step_is_not_put_off_by_who_waits_for_a_later_one() ->
         pool.await_step(step)
     for step in range(1, 6):
         pool.await_step(step + 4)
-        pool.settle(step)
+        pool.step_done(step)
     assert told == [1, 2, 4, 5]
 
 

@@ -17,7 +17,7 @@ from coordinator import turn as turns
 from coordinator.core.cache.cache import Cache
 from coordinator.core.cache.groups import Group
 from coordinator.core.cache.hashing import BlockHasher
-from coordinator.core.cache.pins import Refs
+from coordinator.core.cache.pins import Pins
 from coordinator.core.cache.pool import Pool, Supply
 from coordinator.core.cache.prefix import PrefixIndex
 from coordinator.core.cache.sequences import Sequences
@@ -25,7 +25,7 @@ from coordinator.core.commands.blocks import BlockCommands
 from coordinator.core.commands.requests import RequestCommands
 from coordinator.core.machine import Machine
 from coordinator.core.requests import deadlines
-from coordinator.core.requests.deadlines import Timers
+from coordinator.core.requests.deadlines import Deadlines
 from coordinator.core.requests.lifecycle import RequestTable
 from coordinator.core.requests.streams import Streams
 from coordinator.core.requests.top_logprobs import TopRecord, Tops
@@ -132,12 +132,12 @@ def copy_on_write_skipped() -> list[Patch]:
 @fault
 def copy_not_sent() -> list[Patch]:
     """The table says that a block was copied, but the step does not carry the copy."""
-    real = Group.take_copies
+    real = Group.flush_copies
 
-    def take_copies(self: Group) -> Any:
+    def flush_copies(self: Group) -> Any:
         return real(self)[:0]
 
-    return [(Group, "take_copies", take_copies)]
+    return [(Group, "flush_copies", flush_copies)]
 
 
 @fault
@@ -166,12 +166,12 @@ def quarantine_skipped() -> list[Patch]:
 @fault
 def slot_reused_early() -> list[Patch]:
     """A row of the table is given out again while a step under way may read it."""
-    real = Sequences.give
+    real = Sequences.end
 
     def give(self: Sequences, slot: int, pool: int, quarantine_step: int) -> None:
         real(self, slot, pool, 0)
 
-    return [(Sequences, "give", give)]
+    return [(Sequences, "end", give)]
 
 
 @fault
@@ -194,9 +194,9 @@ def stream_repeated_after_preemption() -> list[Patch]:
     real = Admission._start
     streams_of: dict[int, Streams] = {}
 
-    def start(self: Admission, request: Any, residence: Any) -> None:
+    def start(self: Admission, request: Any, placement: Any) -> None:
         again = request.tokens.size > 0 and request.stream
-        real(self, request, residence)
+        real(self, request, placement)
         if again:
             streams_of[id(self)].add_tokens(request.client, request.id, 0, request.tokens, request.logprobs)
 
@@ -263,11 +263,11 @@ def row_published_late() -> list[Patch]:
 def holder_dropped_without_decrement() -> list[Patch]:
     """A named holder goes away and the count does not."""
 
-    def drop(self: Refs, group: Group, block: int, generation: int, holder: str) -> None:
+    def drop(self: Pins, group: Group, block: int, generation: int, holder: str) -> None:
         self.check_generation(block, generation)
         self._forget(block, holder)
 
-    return [(Refs, "drop", drop), (BlockCommands, "client_gone", lambda self, client: None)]
+    return [(Pins, "drop", drop), (BlockCommands, "client_gone", lambda self, client: None)]
 
 
 @fault
@@ -303,25 +303,25 @@ def evicted_while_cached_entry_lives() -> list[Patch]:
 @fault
 def settled_a_step_early() -> list[Patch]:
     """The result of step N is taken to settle step N + 1 too."""
-    real = Pool.settle
+    real = Pool.step_done
 
-    def settle(self: Pool, step: int) -> None:
+    def step_done(self: Pool, step: int) -> None:
         real(self, step + 1)
 
-    return [(Pool, "settle", settle)]
+    return [(Pool, "step_done", step_done)]
 
 
 @fault
 def row_of_an_earlier_run_accepted() -> list[Patch]:
     """A step's row counts for whatever is in its slot now, a preempted or another request."""
-    real = StepResults.settle
+    real = StepResults.apply
 
-    def settle(self: StepResults, group: Group, result: Any) -> None:
+    def apply(self: StepResults, group: Group, result: Any) -> None:
         sent = group.sent[0]
-        sent.serials[:] = self._admission.runs.serial[sent.slots]
+        sent.runs[:] = self._admission.rows.run[sent.slots]
         real(self, group, result)
 
-    return [(StepResults, "settle", settle)]
+    return [(StepResults, "apply", apply)]
 
 
 @fault
@@ -367,13 +367,13 @@ def salt_ignored() -> list[Patch]:
 
 
 def _without_timer(lost: int) -> list[Patch]:
-    real = Timers.set
+    real = Deadlines.set
 
-    def set_timer(self: Timers, due_us: int, request_id: int, kind: int) -> None:
+    def set_timer(self: Deadlines, due_us: int, request_id: int, kind: int) -> None:
         if kind != lost:
             real(self, due_us, request_id, kind)
 
-    return [(Timers, "set", set_timer)]
+    return [(Deadlines, "set", set_timer)]
 
 
 @fault
@@ -434,7 +434,7 @@ def deadlines_not_due() -> list[Patch]:
 @fault
 def end_of_a_drain_not_due() -> list[Patch]:
     """The end of a drain asks for no turn."""
-    return [(RequestCommands, "due_us", lambda self: self.timers.next_us(self._requests.live))]
+    return [(RequestCommands, "due_us", lambda self: self.deadlines.next_us(self._requests.live))]
 
 
 @fault
@@ -487,10 +487,10 @@ def paused_stream_not_due() -> list[Patch]:
 def asking_takes_the_timer_away() -> list[Patch]:
     """Asking when something is due is what makes it go away."""
 
-    def next_us(self: Timers, live: Any) -> int | None:
+    def next_us(self: Deadlines, live: Any) -> int | None:
         return self._heap.pop(0)[0] if self._heap else None
 
-    return [(Timers, "next_us", next_us)]
+    return [(Deadlines, "next_us", next_us)]
 
 
 @fault
@@ -583,7 +583,7 @@ def pause_not_told() -> list[Patch]:
 @fault
 def taken_not_told() -> list[Patch]:
     """Whoever had a stream is not told that another one has it."""
-    return [(Streams, "take", lambda self, client, request_id: self._resumed(client, request_id))]
+    return [(Streams, "hand_over", lambda self, client, request_id: self._resumed(client, request_id))]
 
 
 @fault

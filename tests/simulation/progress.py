@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.core.cache.groups import Group
-from coordinator.core.cache.placement import Residence
+from coordinator.core.cache.placement import Placement
 from coordinator.core.cache.sequences import NO_POOL
 from coordinator.core.machine import Machine
 from coordinator.core.requests.lifecycle import NO_SLOT, Request
@@ -64,7 +64,7 @@ class Progress:
 
         At a tenant's ceiling it is alone where no other request of the tenant runs in the pool.
         """
-        s, order = self._machine.cache.sequences, self._machine.admission.runs.order
+        s, order = self._machine.cache.sequences, self._machine.admission.rows.order
         floor = int(self._machine.cache.tenants.floor[request.tenant])
         usage = int(self._machine.cache.groups[int(s.pool[request.slot])].pool.usage[request.tenant])
         if s.tenant[asking] != request.tenant and 0 < usage <= floor:
@@ -94,7 +94,7 @@ class Progress:
                 continue
             hashes, found = request.hashes, admission.choose(request, ())
             request.hashes = hashes
-            if isinstance(found, Residence) and request.wait.limit != "kept":
+            if isinstance(found, Placement) and request.wait.limit != "kept":
                 raise Violation(f"request {request.id} waits for {request.wait}, and would find room")
 
     def hopeless(self, request: Request) -> None:
@@ -189,10 +189,10 @@ class Progress:
         """Each tenant's counter is what was computed for it, by its weight, and what it was lifted by."""
         machine: Any = self._machine
         generated = self._generated.copy()
-        s, runs = machine.cache.sequences, machine.admission.runs
+        s, rows = machine.cache.sequences, machine.admission.rows
         for request in machine.requests.live.values():
             slot = request.slot
-            size = request.tokens.size if slot == NO_SLOT else int(s.length[slot] - runs.base[slot])
+            size = request.tokens.size if slot == NO_SLOT else int(s.length[slot] - rows.base[slot])
             generated[request.tenant] += size
         expected = (self._charged + generated) / machine.cache.tenants.weight + self._lifted
         if not np.allclose(machine.admission.waiting.service, expected):

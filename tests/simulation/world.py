@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 
 from coordinator.core.cache.groups import Group
-from coordinator.core.cache.placement import Residence
+from coordinator.core.cache.placement import Placement
 from coordinator.core.events import (
     Applied,
     Boot,
@@ -293,10 +293,10 @@ class World:
         self._progress.over(request)
         self._progress.disturbed()
 
-    def _started(self, request: Request, residence: Residence) -> None:
+    def _started(self, request: Request, placement: Placement) -> None:
         """Starts a request, and looks at whom it passes."""
-        self._progress.starts(request, residence.group)
-        self._start(request, residence)
+        self._progress.starts(request, placement.group)
+        self._start(request, placement)
         self._progress.started(request)
 
     def _making_way(self, group: Group, slot: int, count: int) -> bool:

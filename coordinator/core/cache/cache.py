@@ -20,8 +20,8 @@ from ..waits import Waits, eviction_of
 from .eviction import Eviction
 from .groups import Group, new_group
 from .hashing import BlockHasher, Hashes
-from .pins import Refs
-from .placement import Residence
+from .pins import Pins
+from .placement import Placement
 from .pool import NO_SPARE, BlockIds, Blocks, Spare
 from .prefix import PrefixStore, root_key
 from .sequences import NO_POOL, Sequences, Slots
@@ -47,7 +47,7 @@ class Cache:
         self.blocks = Blocks(limits.blocks_max, limits.block_size, first_generation)
         self.waits = Waits()
         self.sequences = Sequences(clock, limits, self.waits, first_id)
-        self.refs = Refs(clock, self.blocks, self.tenants, limits.holders_per_block_max)
+        self.pins = Pins(clock, self.blocks, self.tenants, limits.holders_per_block_max)
         self.eviction = Eviction(limits, self.blocks, self.sequences)
         self.groups: dict[int, Group] = {}
         self.store = PrefixStore(limits.blocks_max, limits.block_size)
@@ -93,7 +93,7 @@ class Cache:
         s, pool, blocks = self.sequences, group.pool, self.blocks
         slots = np.flatnonzero(s.pool == group.number)
         ids = np.arange(pool.base, pool.base + pool.count)
-        self.refs.forget_pool(pool.base, pool.count)
+        self.pins.forget_pool(pool.base, pool.count)
         self.tenants.past_byte_seconds += pool.block_us_each() * (group.bytes_per_block / 1e6)
         blocks.refcount[ids] = 0
         blocks.generation[ids] += 1
@@ -102,7 +102,7 @@ class Cache:
         blocks.changed.append(ids)
         for slot in slots.tolist():
             self._forget_kv(slot)
-        s.settle(group.number, np.iinfo(np.int64).max)
+        s.step_done(group.number, np.iinfo(np.int64).max)
         s.read_step[s.read_pool == group.number] = 0
         self.past_steps_total += group.steps_total
         del self.groups[group.number]
@@ -112,7 +112,7 @@ class Cache:
     def tenants_in_use(self) -> set[int]:
         """Tenants that have a sequence, or are charged for a block that is not merely cached."""
         s, tenants = self.sequences, range(1, len(self.tenants.names))
-        used = set(np.unique(s.tenant[s.id != 0]).tolist()) | self.refs.tenants()
+        used = set(np.unique(s.tenant[s.id != 0]).tolist()) | self.pins.tenants()
         return used | {t for t in tenants for group in self.groups.values() if group.pool.held_by(t)}
 
     def _forget_tenant(self, tenant: int) -> None:
@@ -126,12 +126,12 @@ class Cache:
                 return group
         raise BlockNotFound(block_id)
 
-    def settle(self, group: Group, step_id: int) -> None:
+    def step_done(self, group: Group, step_id: int) -> None:
         """Every step of the group up to `step_id` is over."""
-        group.pool.settle(step_id)
-        self.sequences.settle(group.number, step_id)
+        group.pool.step_done(step_id)
+        self.sequences.step_done(group.number, step_id)
 
-    # ----------------------------------------------------------------------------------------------------- residence
+    # ----------------------------------------------------------------------------------------------------- placement
 
     def salt(self, text: str) -> int:
         """The salt number of a salt text."""
@@ -142,7 +142,7 @@ class Cache:
         size = self.limits.block_size
         return self._hasher.chain(salt, tokens[: (tokens.size - 1) // size * size])
 
-    def plan_residence(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes) -> Residence:
+    def plan_placement(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes) -> Placement:
         """What `tokens` would share with, and need from, the group's pool. Changes nothing."""
         size = self.limits.block_size
         hits = group.index.match(salt, tokens, hashes)
@@ -153,39 +153,39 @@ class Cache:
             block, common = group.index.match_partial(parent, rest)
             if common >= self.limits.partial_tokens_min:
                 partial = (block, common)
-        return Residence(group, hits, partial, self.sequences.blocks_for(tokens.size) - hits.size)
+        return Placement(group, hits, partial, self.sequences.blocks_for(tokens.size) - hits.size)
 
-    def plan_fork(self, group: Group, slot: int, tokens: int) -> Residence:
+    def plan_fork(self, group: Group, slot: int, tokens: int) -> Placement:
         """The same for a sequence that starts with the first `tokens` tokens of `slot`, all of which have KV there."""
         s, size = self.sequences, self.limits.block_size
         full, rest = divmod(tokens - 1, size)
         partial = (int(s.table[slot, full]), rest) if rest else (-1, 0)
-        return Residence(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
+        return Placement(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
 
-    def with_room(self, residence: Residence, tenant: int, spare: Spare, asking: Slots) -> Residence:
-        """The residence, or the same without its partial copy: that one's source must stay, which may be too much.
+    def with_room(self, placement: Placement, tenant: int, spare: Spare, asking: Slots) -> Placement:
+        """The placement, or the same without its partial copy: that one's source must stay, which may be too much.
 
         spare: blocks that are to be left over. Raises CapacityExceeded where there is no room for either.
         """
-        group, needed = residence.group, residence.needed
+        group, needed = placement.group, placement.needed
         try:
-            self.check_room(group, tenant, needed, residence.keep, asking, spare)
+            self.check_room(group, tenant, needed, placement.keep, asking, spare)
         except CapacityExceeded:
-            if not residence.partial[1]:
+            if not placement.partial[1]:
                 raise
-            residence = Residence(group, residence.hits, (-1, 0), needed)
-            self.check_room(group, tenant, needed, residence.keep, asking, spare)
-        return residence
+            placement = Placement(group, placement.hits, (-1, 0), needed)
+            self.check_room(group, tenant, needed, placement.keep, asking, spare)
+        return placement
 
-    def settle_in(self, slot: int, residence: Residence) -> None:
+    def move_in(self, slot: int, placement: Placement) -> None:
         """Gives a non-resident sequence its blocks. Raises CapacityExceeded (idle sequences are evicted before)."""
-        s, group = self.sequences, residence.group
-        pool, hits, tenant = group.pool, residence.hits, int(s.tenant[slot])
+        s, group = self.sequences, placement.group
+        pool, hits, tenant = group.pool, placement.hits, int(s.tenant[slot])
         assert s.pool[slot] == NO_POOL and not self.still_read(slot)
-        self.make_room(group, tenant, residence.needed, residence.keep, slot)
-        block, common = residence.partial
-        pool.hold(residence.keep)
-        fresh = pool.allocate(tenant, residence.needed)
+        self.make_room(group, tenant, placement.needed, placement.keep, slot)
+        block, common = placement.partial
+        pool.hold(placement.keep)
+        fresh = pool.allocate(tenant, placement.needed)
         if common:
             group.copy_block(block, int(fresh[0]), common)
             pool.release(np.array([block], np.int64), group.next_step)
@@ -194,7 +194,7 @@ class Cache:
         s.used[slot] = table.size
         s.pool[slot] = group.number
         s.resident_us[slot] = self.clock.now_us
-        s.computed[slot] = s.scheduled[slot] = residence.cached_tokens(s.block_size)
+        s.computed[slot] = s.scheduled[slot] = placement.cached_tokens(s.block_size)
         if hits.size and self.blocks.indexed[hits].all():
             s.hashed[slot], s.chain[slot] = hits.size, self.store.hash[hits[-1]]
             s.parent[slot] = group.index.key(int(hits[-1]))
@@ -216,7 +216,7 @@ class Cache:
         dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]))
         if s.request[slot]:
             self.waits.wake(eviction_of(int(s.id[slot])))
-        if s.last_step[slot] > group.pool.settled_step:
+        if s.last_step[slot] > group.pool.done_step:
             s.read_pool[slot], s.read_step[slot] = group.number, s.last_step[slot]
         self._forget_kv(slot)
         return dead
@@ -225,7 +225,7 @@ class Cache:
         """Whether a step under way may read the row of a sequence whose blocks were taken away."""
         s = self.sequences
         group = self.groups.get(int(s.read_pool[slot]))
-        return group is not None and bool(s.read_step[slot] > group.pool.settled_step)
+        return group is not None and bool(s.read_step[slot] > group.pool.done_step)
 
     def _release(self, group: Group, ids: BlockIds, last_step: int) -> int:
         dead = group.pool.release(ids, last_step)
@@ -245,7 +245,7 @@ class Cache:
         """Ends a sequence: every block that it alone held is back. Returns how many."""
         s = self.sequences
         dead = self.release_kv(slot)
-        s.give(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
+        s.end(slot, int(s.read_pool[slot]), int(s.read_step[slot]) if self.still_read(slot) else 0)
         return dead
 
     # ------------------------------------------------------------------------------------------------------- growing
@@ -456,7 +456,7 @@ class Cache:
     def fork(self, slot: int) -> int:
         """A second sequence with the same tokens and the same blocks. No KV is copied until one side writes."""
         s = self.sequences
-        child = s.take(int(s.tenant[slot]), int(s.salt[slot]))
+        child = s.create(int(s.tenant[slot]), int(s.salt[slot]))
         length = int(s.length[slot])
         s.tokens[child, :length] = s.tokens[slot, :length]
         s.logprobs[child, :length] = s.logprobs[slot, :length]

@@ -33,7 +33,7 @@ class Eviction:
         turn comes, and without that, waiting requests could hold what the running one needs, for ever.
         """
         s, blocks, pool = self._sequences, self._blocks, group.pool
-        idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.settled_step)
+        idle = (s.pool == group.number) & ~s.running & (s.id != 0) & (s.last_step <= pool.done_step)
         if self._policy == "none":
             idle &= s.request != 0
         idle[asking] = False
@@ -50,7 +50,7 @@ class Eviction:
             for block in s.blocks_of(slot).tolist():
                 left = counts.get(block, int(blocks.refcount[block])) - 1
                 counts[block] = left
-                if left == 0 and blocks.touch[block] <= pool.settled_step and not (keep == block).any():
+                if left == 0 and blocks.touch[block] <= pool.done_step and not (keep == block).any():
                     trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
         return np.array(taken, np.int64), trial
 

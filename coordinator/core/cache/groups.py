@@ -22,14 +22,14 @@ from .tenants import Tenants
 class SentStep(msgspec.Struct, frozen=True, eq=False):
     """What the core remembers of a step until its result arrives. Arrays are [rows], sampled: the slots that sample.
 
-    serials: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
+    runs: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
     version: of the group; while it is the same, every row still belongs to its run.
     decodes: one token for each row, and no more. prefill_tokens: those beside decodes. tenant: of every row, or -1.
     """
 
     step_id: int
     slots: npt.NDArray[np.int64]
-    serials: npt.NDArray[np.int64]
+    runs: npt.NDArray[np.int64]
     counts: npt.NDArray[np.int64]
     samples: npt.NDArray[np.bool_]
     sampled: npt.NDArray[np.int64]
@@ -53,10 +53,10 @@ class Steady:
     """
 
     def __init__(
-        self, version: int, holds: int, slots: Slots, serials: Slots, starts: Slots, room: Slots, left: int, tenant: int
+        self, version: int, holds: int, slots: Slots, runs: Slots, starts: Slots, room: Slots, left: int, tenant: int
     ) -> None:
         self.version, self.holds, self.tenant = version, holds, tenant
-        self.slots, self.serials = slots, serials
+        self.slots, self.runs = slots, runs
         self.starts, self.room, self.left = starts, room, left
         self.ones = np.ones(slots.size, np.int64)
         self.samples = np.ones(slots.size, np.bool_)
@@ -75,7 +75,7 @@ class Group:
     suspect: the request that runs alone because workers died with it, 0 for none.
     begins_bytes: what the rows that begin with the next step take in it.
     stopped: requests whose rows found no room for their next token when the last step was planned.
-    settled_us: when its last result came. chunk_tokens: prefill tokens of a step beside decodes, 0 before the first.
+    result_us: when its last result came. chunk_tokens: prefill tokens of a step beside decodes, 0 before the first.
     """
 
     def __init__(
@@ -105,7 +105,7 @@ class Group:
         self.steady: Steady | None = None
         self.suspect = 0
         self.stopped: list[int] = []
-        self.settled_us = 0
+        self.result_us = 0
         self.chunk_tokens = 0
 
     @property
@@ -130,7 +130,7 @@ class Group:
         for block in released.tolist() if self.copies else ():
             self.copies.pop(block, None)
 
-    def take_copies(self) -> Int32Array:
+    def flush_copies(self) -> Int32Array:
         """The copies that the next step carries: [3 * n] int32 triples."""
         triples = [value for target, (source, tokens) in self.copies.items() for value in (source, target, tokens)]
         self.copies.clear()

@@ -24,7 +24,7 @@ def check_cache(cache: Cache) -> None:
         holders[block] += len(names)
     wrong = np.flatnonzero(holders != blocks.refcount)
     assert not wrong.size, f"block {wrong[0]}: {holders[wrong[0]]} holders, count {blocks.refcount[wrong[0]]}"
-    cache.refs.check_invariants()
+    cache.pins.check_invariants()
     for group in cache.groups.values():
         group.check_invariants()
 

@@ -29,7 +29,7 @@ from .tenants import Tenants
 NAME_LENGTH_MAX = 128
 
 
-class Refs:
+class Pins:
     """Who holds what, on top of the blocks' own counts."""
 
     def __init__(self, clock: Clock, blocks: Blocks, tenants: Tenants, holders_per_block_max: int) -> None:

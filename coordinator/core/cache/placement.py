@@ -8,7 +8,7 @@ from .groups import Group
 from .pool import BlockIds
 
 
-class Residence:
+class Placement:
     """How a sequence would come to live in a group: the cached blocks it shares, one it copies from, and the rest."""
 
     def __init__(self, group: Group, hits: BlockIds, partial: tuple[int, int], needed: int) -> None:

@@ -136,7 +136,7 @@ class Pool:
         self.usage = np.zeros(tenants.floor.size, np.int64)
         self._usage_since_us = np.zeros(tenants.floor.size, np.int64)
         self._usage_block_us = np.zeros(tenants.floor.size, np.int64)
-        self.settled_step = 0
+        self.done_step = 0
         self.referenced_peak = 0
         self.allocated_total = 0
         self.freed_total = 0
@@ -308,42 +308,42 @@ class Pool:
         counts = blocks.refcount[ids] - 1
         assert not ids.size or counts.min() >= 0, "a block without holders was released"
         blocks.refcount[ids] = counts
-        if last_step > self.settled_step:
+        if last_step > self.done_step:
             blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
         dead = ids[counts == 0] if counts.any() else ids
         if dead.size:
-            waiting = blocks.touch[dead] > self.settled_step
+            waiting = blocks.touch[dead] > self.done_step
             if waiting.any():
                 held_back = dead[waiting]
                 blocks.state[held_back] = QUARANTINED
                 self.quarantined += held_back.size
                 self._quarantine.append(held_back)
-                self._settle(dead[~waiting])
+                self._cache_or_free(dead[~waiting])
             else:
-                self._settle(dead)
+                self._cache_or_free(dead)
         blocks.changed.append(ids)
         return int(dead.size)
 
-    def settle(self, step: int) -> None:
+    def step_done(self, step: int) -> None:
         """Every step up to `step` is over: what only they could touch leaves quarantine."""
-        self.settled_step = max(self.settled_step, step)
-        if self._awaited and self._awaited[0] <= self.settled_step:
-            while self._awaited and self._awaited[0] <= self.settled_step:
+        self.done_step = max(self.done_step, step)
+        if self._awaited and self._awaited[0] <= self.done_step:
+            while self._awaited and self._awaited[0] <= self.done_step:
                 self._awaited.popleft()
             self.waits.wake(self._gain)
         for _ in range(len(self._quarantine)):
             ids = self._quarantine.popleft()
             ids = ids[self.blocks.state[ids] == QUARANTINED]
-            over = self.blocks.touch[ids] <= self.settled_step
+            over = self.blocks.touch[ids] <= self.done_step
             if over.any():
                 self.quarantined -= int(np.count_nonzero(over))
-                self._settle(ids[over])
+                self._cache_or_free(ids[over])
             if not over.all():
                 self._quarantine.append(ids[~over])
 
     def await_step(self, step: int) -> None:
         """Something that waits can go on when this step is over: an idle sequence may be evicted, a row reused."""
-        if step > self.settled_step and not (self._awaited and self._awaited[-1] == step):
+        if step > self.done_step and not (self._awaited and self._awaited[-1] == step):
             insort(self._awaited, step)
 
     @property
@@ -351,7 +351,7 @@ class Pool:
         """Whether anything waits for a step to be over."""
         return self.quarantined > 0 or bool(self._awaited)
 
-    def _settle(self, ids: BlockIds) -> None:
+    def _cache_or_free(self, ids: BlockIds) -> None:
         if not ids.size:
             return
         indexed = self.blocks.indexed[ids]
@@ -412,7 +412,7 @@ class Pool:
         waiting = np.unique(np.concatenate([*self._quarantine, np.zeros(0, np.int64)]))
         held_back = ids[states == QUARANTINED]
         assert np.isin(held_back, waiting).all(), "a quarantined block would never be settled"
-        assert (blocks.touch[held_back] > self.settled_step).all(), "a block overstays its quarantine"
+        assert (blocks.touch[held_back] > self.done_step).all(), "a block overstays its quarantine"
         owners = np.bincount(blocks.owner[ids][states != FREE], minlength=self.usage.size)
         assert (owners == self.usage).all(), "a tenant's usage disagrees with its blocks"
         assert not blocks.owner[listed].any(), "a free block is charged to a tenant"

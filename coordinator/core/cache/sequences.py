@@ -96,7 +96,7 @@ class Sequences:
         if count > len(self._free):
             raise CapacityExceeded("sequences", count, len(self._free), "remove sequences or raise sequences_max")
 
-    def take(self, tenant: int, salt: int) -> int:
+    def create(self, tenant: int, salt: int) -> int:
         """A fresh, empty, non-resident sequence in a free slot."""
         slot = self._free.pop()
         self._last_id += 1
@@ -109,7 +109,7 @@ class Sequences:
         self.changed_rows.append(np.array([slot]))
         return slot
 
-    def give(self, slot: int, pool: int, quarantine_step: int) -> None:
+    def end(self, slot: int, pool: int, quarantine_step: int) -> None:
         """Ends the sequence in `slot`. Its blocks are gone already.
 
         quarantine_step: the last step that may read the row, 0 where none does.
@@ -136,7 +136,7 @@ class Sequences:
             self._free.append(slot)
             self._waits.wake(SLOT)
 
-    def settle(self, pool: int, step: int) -> None:
+    def step_done(self, pool: int, step: int) -> None:
         """Every step of `pool` up to `step` is over: slots that only they could read are free again."""
         for _ in range(len(self._quarantine)):
             entry = self._quarantine.popleft()
@@ -163,7 +163,7 @@ class Sequences:
             end_us = int(self.accessed_us[slot]) + ttl_us
             self.expiry_us = end_us if self.expiry_us is None else min(self.expiry_us, end_us)
 
-    def take_expired(self) -> list[int]:
+    def collect_expired(self) -> list[int]:
         """The sequences whose time to live is over; the caller removes them."""
         if self.expiry_us is None or self._clock.now_us < self.expiry_us:
             return []

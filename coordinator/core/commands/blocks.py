@@ -58,22 +58,22 @@ class BlockCommands:
         return sorted(found, key=lambda holder: -holder.since_us)
 
     def ref(self, event: FromClient, message: RefBlock) -> Message:
-        """Adds a holder. Raises BlockNotFound and what Refs.add raises."""
+        """Adds a holder. Raises BlockNotFound and what Pins.add raises."""
         group = self._cache.group_of_block(message.block_id)
-        refs, block, tenant = self._cache.refs, message.block_id, message.tenant
-        refs.add(group, block, message.generation, message.holder, tenant, event.client)
+        pins, block, tenant = self._cache.pins, message.block_id, message.tenant
+        pins.add(group, block, message.generation, message.holder, tenant, event.client)
         return self._count(message.rid, message.block_id)
 
     def unref(self, _event: FromClient, message: UnrefBlock) -> Message:
-        """Takes a holder away. Raises BlockNotFound and what Refs.drop raises."""
+        """Takes a holder away. Raises BlockNotFound and what Pins.drop raises."""
         group = self._cache.group_of_block(message.block_id)
-        self._cache.refs.drop(group, message.block_id, message.generation, message.holder)
+        self._cache.pins.drop(group, message.block_id, message.generation, message.holder)
         return self._count(message.rid, message.block_id)
 
     def client_gone(self, client: int) -> None:
         """What a connection held is released."""
-        for block, holder in self._cache.refs.of_client(client):
-            self._cache.refs.drop(self._cache.group_of_block(block), block, -1, holder)
+        for block, holder in self._cache.pins.of_client(client):
+            self._cache.pins.drop(self._cache.group_of_block(block), block, -1, holder)
 
     def _count(self, rid: int, block: int) -> BlockCount:
         blocks = self._cache.blocks

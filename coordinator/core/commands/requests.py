@@ -42,7 +42,7 @@ from kvforge.protocol.messages import (
 
 from ..cache.cache import Cache
 from ..events import FromClient
-from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, Timers
+from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, Deadlines
 from ..requests.lifecycle import CANCELLED, NO_SLOT, Request, RequestTable
 from ..requests.streams import Streams
 from ..scheduling.admission import Admission
@@ -69,7 +69,7 @@ class RequestCommands:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._streams, self._sequences = endings, streams, sequences
         self._limits, self._clock = cache.limits, cache.clock
-        self.timers = Timers()
+        self.deadlines = Deadlines()
         self.draining = False
         self.drain_deadline_us = 0
         self._request_ids = requests.first_id
@@ -113,8 +113,9 @@ class RequestCommands:
         seed = event.entropy if message.sampling.seed is None else message.sampling.seed
         deadline_us = self._clock.now_us + (message.deadline_ms * 1000 or self._limits.deadline_max_us)
         model = self._cache.model
-        sampling = message.sampling if model is None else settled(message.sampling, message.model_defaults, model)
-        unsettled = message.model_defaults if model is None else ()
+        sampling, open_fields = message.sampling, message.model_defaults
+        if model is not None:
+            sampling, open_fields = with_model_defaults(sampling, open_fields, model), ()
         first = self._request_ids + 1
         self._request_ids += message.count
         tenant = self._cache.tenants.intern(name)
@@ -126,21 +127,21 @@ class RequestCommands:
                 first + i, event.client, tenant, name, prompt, message, own_seed, self._clock.now_us, salt, deadline_us
             )
             request.key = entry
-            request.sampling, request.model_defaults = sampling, unsettled
+            request.sampling, request.model_defaults = sampling, open_fields
             made.append(request)
             if message.count > 1:
                 request.siblings = made
             self._requests.add(request)
             self._admission.enqueue(request)
-            self.timers.set(deadline_us, request.id, DEADLINE)
+            self.deadlines.set(deadline_us, request.id, DEADLINE)
             if message.first_token_ms:
-                self.timers.set(self._clock.now_us + message.first_token_ms * 1000, request.id, FIRST_TOKEN)
+                self.deadlines.set(self._clock.now_us + message.first_token_ms * 1000, request.id, FIRST_TOKEN)
         if message.sequence_id:
             s = self._cache.sequences
             slot = s.find(message.sequence_id)
             s.request[slot] = first
             s.touch(slot)
-        self.timers.sweep(self._requests.live)
+        self.deadlines.sweep(self._requests.live)
         return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count)
 
     def _again(self, event: FromClient, message: Submit, first: int) -> Message:
@@ -175,12 +176,12 @@ class RequestCommands:
 
     def _give(self, request: Request, client: int, offset: int) -> None:
         if request.client not in (0, client):
-            self._streams.take(request.client, request.id)
+            self._streams.hand_over(request.client, request.id)
         request.client, request.orphan_us = client, -1
         request.stream, request.paused = True, False
         self._streams.restart(client, request.id)
         if request.slot != NO_SLOT:
-            self._admission.runs.reader[request.slot] = client
+            self._admission.rows.reader[request.slot] = client
         self._endings.replay(request, offset)
         if request.ended:
             cut = max(0, offset - request.generated)
@@ -194,7 +195,7 @@ class RequestCommands:
             if request is not None and request.client == client:
                 request.paused = True
                 if request.slot != NO_SLOT:
-                    self._admission.runs.reader[request.slot] = 0
+                    self._admission.rows.reader[request.slot] = 0
 
     # ------------------------------------------------------------------------------------------------------------ end
 
@@ -220,15 +221,15 @@ class RequestCommands:
                 continue
             request.client, request.paused = 0, False
             if request.slot != NO_SLOT:
-                self._admission.runs.reader[request.slot] = 0
+                self._admission.rows.reader[request.slot] = 0
             if not request.detached:
                 request.orphan_us = self._clock.now_us
-                self.timers.set(self._clock.now_us + lease_us, request.id, LEASE)
+                self.deadlines.set(self._clock.now_us + lease_us, request.id, LEASE)
         self._streams.forget(client)
 
     def pass_time(self) -> None:
         """Ends what has run out of time."""
-        for request_id, kind in self.timers.due(self._clock.now_us):
+        for request_id, kind in self.deadlines.due(self._clock.now_us):
             request = self._requests.live.get(request_id)
             if request is None:
                 continue
@@ -246,7 +247,7 @@ class RequestCommands:
 
     def due_us(self) -> int | None:
         """When `pass_time` has something to do; None where nothing waits for time to pass."""
-        timer_us = self.timers.next_us(self._requests.live)
+        timer_us = self.deadlines.next_us(self._requests.live)
         if self.drain_deadline_us and self._requests.live:
             return self.drain_deadline_us if timer_us is None else min(timer_us, self.drain_deadline_us)
         return timer_us
@@ -277,14 +278,14 @@ class RequestCommands:
     def _generated(self, request: Request) -> int:
         if request.slot == NO_SLOT:
             return int(request.tokens.size)
-        return int(self._cache.sequences.length[request.slot] - self._admission.runs.base[request.slot])
+        return int(self._cache.sequences.length[request.slot] - self._admission.rows.base[request.slot])
 
     def info(self, _event: FromClient, message: GetRequest) -> Message:
         """What is known of a request."""
         request = self._requests.find(message.request_id)
         tokens = request.tokens
         if request.slot != NO_SLOT:
-            tokens = self._cache.sequences.text(request.slot)[int(self._admission.runs.base[request.slot]) :]
+            tokens = self._cache.sequences.text(request.slot)[int(self._admission.rows.base[request.slot]) :]
         return RequestInfo(
             rid=message.rid,
             request_id=request.id,
@@ -327,7 +328,7 @@ class RequestCommands:
         for request in list(self._admission.waiting):
             try:
                 if model is not None:
-                    request.sampling = settled(request.sampling, request.model_defaults, model)
+                    request.sampling = with_model_defaults(request.sampling, request.model_defaults, model)
                     request.model_defaults = ()
                 validate.sampling(request.sampling, self._limits, model)
                 validate.fits(request.prompt, request.max_tokens, request.tenant_name, self._limits, model, self._cache)
@@ -335,7 +336,7 @@ class RequestCommands:
                 self._endings.end(request, "fail", "failed", error)
 
 
-def settled(sampling: Sampling, model_defaults: tuple[str, ...], model: ModelInfo) -> Sampling:
+def with_model_defaults(sampling: Sampling, model_defaults: tuple[str, ...], model: ModelInfo) -> Sampling:
     """The sampling of a request, with the model's own values for the fields that it did not choose."""
     if not model_defaults:
         return sampling

@@ -28,7 +28,7 @@ from kvforge.protocol.messages import (
 )
 
 from ..cache.cache import Cache
-from ..cache.placement import Residence
+from ..cache.placement import Placement
 from ..cache.pool import NO_SPARE
 from ..cache.sequences import NO_POOL, Slots
 from ..events import FromClient
@@ -70,37 +70,37 @@ class SequenceCommands:
             raise CapacityExceeded("context", message.tokens.size, s.context_tokens_max, "split the sequence")
         s.need_slots(1)
         salt = cache.salt(validate.salt_text(message.tenant, message.salt))
-        residence, forgotten = self._place(message, salt), cache.tenants.forgotten_total
+        placement, forgotten = self._place(message, salt), cache.tenants.forgotten_total
         tenant = cache.tenants.intern(message.tenant)
         if cache.tenants.forgotten_total != forgotten:  # cached blocks went with it, perhaps those that it would share
-            residence = self._place(message, salt)
-        slot = s.take(tenant, salt)
+            placement = self._place(message, salt)
+        slot = s.create(tenant, salt)
         s.owned[slot], s.client[slot] = True, event.client
         s.keep_idle(slot, message.idle_ttl_ms * 1000)
         s.tokens[slot, : message.tokens.size] = message.tokens
         s.length[slot] = message.tokens.size
-        if residence is not None:
-            cache.settle_in(slot, residence)
+        if placement is not None:
+            cache.move_in(slot, placement)
             cache.tenants.prefix_queried_tokens[tenant] += message.tokens.size
             cache.tenants.prefix_hit_tokens[tenant] += int(s.computed[slot])
         return self._info(slot, message.rid)
 
-    def _place(self, message: CreateSequence, salt: int) -> Residence | None:
+    def _place(self, message: CreateSequence, salt: int) -> Placement | None:
         """Where the sequence would live; None where no worker is there yet. Raises CapacityExceeded."""
         cache = self._cache
         tenant = cache.tenants.peek(message.tenant)
         hashes = cache.hashes(salt, message.tokens)
         best, refusal, best_rank = None, None, (-1, -1)
         for group in cache.groups.values():
-            residence = cache.plan_residence(group, salt, message.tokens, hashes)
+            placement = cache.plan_placement(group, salt, message.tokens, hashes)
             try:
-                residence = cache.with_room(residence, tenant, NO_SPARE, np.zeros(0, np.int64))
+                placement = cache.with_room(placement, tenant, NO_SPARE, np.zeros(0, np.int64))
             except CapacityExceeded as error:
                 refusal = error
                 continue
-            rank = (residence.cached_tokens(cache.limits.block_size), group.pool.available(tenant))
+            rank = (placement.cached_tokens(cache.limits.block_size), group.pool.available(tenant))
             if rank > best_rank:
-                best, best_rank = residence, rank
+                best, best_rank = placement, rank
         if best is None and refusal is not None:
             raise refusal
         return best
@@ -223,7 +223,7 @@ class SequenceCommands:
     def pass_time(self) -> None:
         """Removes idle sequences whose time to live is over."""
         s = self._cache.sequences
-        for slot in s.take_expired():
+        for slot in s.collect_expired():
             self._end(slot, f"it was idle for its time to live of {s.idle_ttl_us[slot] / 1e6:g} s")
 
     def client_gone(self, client: int) -> None:

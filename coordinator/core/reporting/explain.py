@@ -114,7 +114,7 @@ class Explainer:
 
     def _running(self, subject: str, request: Request, facts: Facts) -> Told:
         s, slot = self._cache.sequences, request.slot
-        left = int(self._admission.runs.limit[slot] - s.length[slot])
+        left = int(self._admission.rows.limit[slot] - s.length[slot])
         facts.update({"worker": request.worker, "blocks": int(s.used[slot]), "tokens_left_max": left})
         told = f"it runs on {request.worker}: {s.length[slot]} tokens in {s.used[slot]} blocks, at most {left} to come"
         if request.wait is not None:
@@ -177,12 +177,12 @@ class Explainer:
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
         hashes = request.hashes
-        residence = self._admission.plan(group, request)
+        placement = self._admission.plan(group, request)
         request.hashes = hashes  # asking leaves nothing behind, not even a faster next time
-        needed = 0 if slot != NO_SLOT and s.pool[slot] == group.number else residence.needed
+        needed = 0 if slot != NO_SLOT and s.pool[slot] == group.number else placement.needed
         asking, spare = np.array([slot] if slot >= 0 else [], int), self._admission.spare(group, request)
         try:
-            cache.check_room(group, request.tenant, needed, residence.hits, asking, spare)
+            cache.check_room(group, request.tenant, needed, placement.hits, asking, spare)
         except CapacityExceeded as error:
             return short_of(error), str(error)
         return 0, "there is room by now: it is tried next"
@@ -193,9 +193,9 @@ class Explainer:
         if pool.quarantined:
             sentences.append(f"{pool.quarantined} blocks come back when step {group.last_step} is done")
         running = np.flatnonzero(s.running & (s.pool == group.number))
-        soonest = running[np.argsort(self._admission.runs.limit[running] - s.length[running])][:LISTED_MAX]
+        soonest = running[np.argsort(self._admission.rows.limit[running] - s.length[running])][:LISTED_MAX]
         for slot in soonest.tolist():
-            left = int(self._admission.runs.limit[slot] - s.length[slot])
+            left = int(self._admission.rows.limit[slot] - s.length[slot])
             sentences.append(f"request {s.request[slot]} holds {s.used[slot]} blocks and ends within {left} tokens")
         return sentences + who_holds(self._cache, group, running=False)
 

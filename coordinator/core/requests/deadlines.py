@@ -9,7 +9,7 @@ DEADLINE, FIRST_TOKEN, LEASE = range(3)
 SLACK = 64
 
 
-class Timers:
+class Deadlines:
     """Times by request. Those of requests that have ended are ignored, and swept out now and then."""
 
     def __init__(self) -> None:

@@ -17,7 +17,7 @@ from kvforge.protocol.messages import Submit
 KEY_LENGTH_MAX = 128
 
 
-class KeyEntry(msgspec.Struct, eq=False):
+class IdempotencyKey(msgspec.Struct, eq=False):
     """What a key stands for: the command, and how many of its `count` requests from `request_id` on are known.
 
     command: a digest of all that the command asks for. The command itself would keep its prompt.
@@ -31,13 +31,13 @@ class KeyEntry(msgspec.Struct, eq=False):
     left: int
 
 
-class Keys:
+class IdempotencyKeys:
     """Entries by tenant and key."""
 
     def __init__(self) -> None:
-        self._entries: dict[tuple[str, str], KeyEntry] = {}
+        self._entries: dict[tuple[str, str], IdempotencyKey] = {}
 
-    def find(self, tenant: str, message: Submit) -> KeyEntry | None:
+    def find(self, tenant: str, message: Submit) -> IdempotencyKey | None:
         """The entry of the same command; None where the key is new, or empty.
 
         Raises InvalidRequest for an impossible key and KeyReused where it stands for another command.
@@ -51,19 +51,19 @@ class Keys:
             raise KeyReused(message.key, entry.request_id)
         return entry
 
-    def add(self, tenant: str, message: Submit, request_id: int) -> KeyEntry:
+    def add(self, tenant: str, message: Submit, request_id: int) -> IdempotencyKey:
         """The key now stands for `message.count` requests from `request_id` on."""
-        entry = KeyEntry(tenant, message.key, _digest(message), request_id, message.count, message.count)
+        entry = IdempotencyKey(tenant, message.key, _digest(message), request_id, message.count, message.count)
         self._entries[tenant, message.key] = entry
         return entry
 
-    def release(self, entry: KeyEntry) -> None:
+    def release(self, entry: IdempotencyKey) -> None:
         """One of its requests is forgotten; with the last one, so is the key."""
         entry.left -= 1
         if not entry.left:
             del self._entries[entry.tenant, entry.key]
 
-    def check_invariants(self, held: list[KeyEntry]) -> None:
+    def check_invariants(self, held: list[IdempotencyKey]) -> None:
         """Each entry is held by as many known requests as it counts."""
         counts = Counter(map(id, held))
         assert len(counts) == len(self._entries), "a key outlives its requests, or they outlive it"

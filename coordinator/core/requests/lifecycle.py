@@ -20,7 +20,7 @@ from ..cache.hashing import Hashes
 from ..clock import Clock
 from ..limits import Limits
 from ..waits import SIBLING, TENANT_CEILING, Wait
-from .idempotency import KeyEntry, Keys
+from .idempotency import IdempotencyKey, IdempotencyKeys
 from .top_logprobs import TopRecord
 
 PENDING, RUNNING, PREEMPTED = "pending", "running", "preempted"
@@ -135,7 +135,7 @@ class Request:
         self.sequence_id, self.salt = message.sequence_id, salt
         self.priority, self.detached, self.deadline_us = message.priority, message.detached, deadline_us
         self.siblings: list[Request] = []
-        self.key: KeyEntry | None = None
+        self.key: IdempotencyKey | None = None
         self.state = PENDING
         self.slot = NO_SLOT
         self.tokens: npt.NDArray[np.int32] = NO_INT32
@@ -207,7 +207,7 @@ class RequestTable:
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
         self.kept_bytes = 0
-        self.keys = Keys()
+        self.keys = IdempotencyKeys()
         self.ended_total = dict.fromkeys(TERMINAL, 0)
         self.accepted_total = 0
         self.refused_total = 0

@@ -33,7 +33,7 @@ RETRY_US = 50_000  # nothing tells when a client that took nothing more reads ag
 NO_TOPS = Tops.none(0)
 
 
-class Rows(NamedTuple):
+class StreamRows(NamedTuple):
     """Tokens of one or more requests: [n] each, tops of n rows or None."""
 
     requests: npt.NDArray[np.int64]
@@ -47,18 +47,18 @@ class Rows(NamedTuple):
         """What they take in a message."""
         return ROW_BYTES * self.tokens.size + (TOP_BYTES * self.tops.tokens.size if self.tops is not None else 0)
 
-    def pick(self, rows: npt.NDArray[np.integer]) -> Rows:
+    def pick(self, rows: npt.NDArray[np.integer]) -> StreamRows:
         """Some of them."""
         tops = None if self.tops is None else self.tops.pick(rows)
-        return Rows(self.requests[rows], self.offsets[rows], self.tokens[rows], self.logprobs[rows], tops)
+        return StreamRows(self.requests[rows], self.offsets[rows], self.tokens[rows], self.logprobs[rows], tops)
 
 
 class Streams:
-    """Rows and ends per client, in the order they happened."""
+    """StreamRows and ends per client, in the order they happened."""
 
     def __init__(self, clock: Clock) -> None:
         self._clock = clock
-        self._rows: dict[int, list[Rows]] = {}
+        self._rows: dict[int, list[StreamRows]] = {}
         self._ended: dict[int, list[Ended]] = {}
         self._paused: dict[int, set[int]] = {}
         self._taken: dict[int, list[int]] = {}
@@ -77,12 +77,12 @@ class Streams:
         first = int(clients[0])
         if every(clients == first):
             if first:
-                self._add(first, Rows(requests, offsets.astype(np.int32), tokens, logprobs, tops))
+                self._add(first, StreamRows(requests, offsets.astype(np.int32), tokens, logprobs, tops))
             return
         for client in sorted(set(clients.tolist())):
             if client:
                 mine = np.flatnonzero(clients == client)
-                self._add(client, Rows(requests, offsets.astype(np.int32), tokens, logprobs, tops).pick(mine))
+                self._add(client, StreamRows(requests, offsets.astype(np.int32), tokens, logprobs, tops).pick(mine))
 
     def add_tokens(
         self,
@@ -96,9 +96,9 @@ class Streams:
         """Several tokens of one request from `offset` on: [n] each."""
         if client and tokens.size:
             offsets = np.arange(offset, offset + tokens.size, dtype=np.int32)
-            self._add(client, Rows(np.full(tokens.size, request_id, np.int64), offsets, tokens, logprobs, tops))
+            self._add(client, StreamRows(np.full(tokens.size, request_id, np.int64), offsets, tokens, logprobs, tops))
 
-    def _add(self, client: int, rows: Rows) -> None:
+    def _add(self, client: int, rows: StreamRows) -> None:
         self._rows.setdefault(client, []).append(rows)
 
     def add_end(self, client: int, ended: Ended) -> None:
@@ -106,7 +106,7 @@ class Streams:
         if client:
             self._ended.setdefault(client, []).append(ended)
 
-    def take(self, client: int, request_id: int) -> None:
+    def hand_over(self, client: int, request_id: int) -> None:
         """Another client reads the request from now on: it is told so."""
         self._resumed(client, request_id)
         self._taken.setdefault(client, []).append(request_id)
@@ -193,14 +193,14 @@ class Streams:
                     self._taken[client] = taken[IDS_MAX:]
         return _stream(rows, tuple(ended), tuple(paused), tuple(taken[:IDS_MAX]))
 
-    def _next_rows(self, client: int) -> Rows | None:
+    def _next_rows(self, client: int) -> StreamRows | None:
         """The next of its rows; what does not fit stays."""
         parts = self._rows.pop(client, None)
         if parts is None:
             return None
         if len(parts) == 1 and parts[0].bytes <= ARRAY_BYTES_MAX:
             return parts[0]
-        chosen: list[Rows] = []
+        chosen: list[StreamRows] = []
         room = ARRAY_BYTES_MAX
         for i, part in enumerate(parts):
             if part.bytes > room:
@@ -225,7 +225,9 @@ class Streams:
         return ends
 
 
-def _stream(rows: Rows | None, ended: tuple[Ended, ...], paused: tuple[int, ...], taken: tuple[int, ...]) -> Stream:
+def _stream(
+    rows: StreamRows | None, ended: tuple[Ended, ...], paused: tuple[int, ...], taken: tuple[int, ...]
+) -> Stream:
     if rows is None:
         return Stream(ended, paused, taken)
     top = rows.tops if rows.tops is not None else NO_TOPS
@@ -233,7 +235,7 @@ def _stream(rows: Rows | None, ended: tuple[Ended, ...], paused: tuple[int, ...]
     return Stream(ended, paused, taken, *columns)
 
 
-def _joined(parts: list[Rows]) -> Rows:
+def _joined(parts: list[StreamRows]) -> StreamRows:
     """All rows of the parts."""
     if len(parts) == 1:
         return parts[0]
@@ -241,4 +243,4 @@ def _joined(parts: list[Rows]) -> Rows:
     tops = None
     if any(part.tops is not None and part.tops.tokens.size for part in parts):
         tops = Tops.joined([part.tops or Tops.none(part.tokens.size) for part in parts])
-    return Rows(requests, offsets, tokens, logprobs, tops)
+    return StreamRows(requests, offsets, tokens, logprobs, tops)

@@ -17,7 +17,7 @@ from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from .. import sizes
 from ..cache.cache import Cache
 from ..cache.groups import Group
-from ..cache.placement import Residence
+from ..cache.placement import Placement
 from ..cache.pool import NO_SPARE, Spare, short_of
 from ..cache.sequences import NO_POOL
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
@@ -36,7 +36,7 @@ from ..waits import (
     rows_of,
 )
 from .queue import WaitingQueue
-from .rows import Runs
+from .rows import RunningRows
 
 BLOCKED_MAX = 16  # behind so many requests that found no room, only the groups are tried that none of them could use
 ALONE_CRASHES = 2
@@ -49,7 +49,7 @@ class Admission:
         self._cache, self._requests = cache, requests
         self._limits, self._clock = cache.limits, cache.clock
         self.waiting = WaitingQueue(cache.clock, cache.limits, cache.tenants)
-        self.runs = Runs(self._limits.sequences_max, self._limits.stop_tokens_max)
+        self.rows = RunningRows(self._limits.sequences_max, self._limits.stop_tokens_max)
         self.running_total = 0
         self._orders = 0
         self._starts = 0
@@ -143,7 +143,7 @@ class Admission:
         while (found := self._next_to_start()) is not None:
             self._start(*found)
 
-    def _next_to_start(self) -> tuple[Request, Residence] | None:
+    def _next_to_start(self) -> tuple[Request, Placement] | None:
         """The first request of the queue that finds room, and its place."""
         kept: set[int] = set()
         at_ceiling: set[int] = set()
@@ -160,7 +160,7 @@ class Admission:
                     continue
                 self._leave_small_pool(request)
                 found = self.choose(request, kept)
-                if isinstance(found, Residence):
+                if isinstance(found, Placement):
                     self._passes(request, blocked)
                     return request, found
                 self.waits.put(request, found)
@@ -208,11 +208,11 @@ class Admission:
 
     def _fits_when_idle(self, group: Group, request: Request) -> bool:
         """Whether the request would find room if everything that runs in the group had ended."""
-        residence = self.plan(group, request)
+        placement = self.plan(group, request)
         supply, held = self._cache.eviction.supply_when_idle(group)
-        shared = int(np.count_nonzero(held[residence.hits - group.pool.base]))
+        shared = int(np.count_nonzero(held[placement.hits - group.pool.base]))
         first = self._cache.sequences.blocks_for(self._length(request) + 1)
-        needed = max(first, residence.needed + residence.hits.size) - shared
+        needed = max(first, placement.needed + placement.hits.size) - shared
         return supply.has(request.tenant, needed, NO_SPARE)
 
     def prompt_holder(self, request: Request) -> Request | None:
@@ -225,7 +225,7 @@ class Admission:
 
     # --------------------------------------------------------------------------------------------------------- choice
 
-    def choose(self, request: Request, kept: Container[int]) -> Residence | Wait:
+    def choose(self, request: Request, kept: Container[int]) -> Placement | Wait:
         """The group for a request, by the longest cached prefix and then the most free blocks; or what it waits for."""
         cache, s = self._cache, self._cache.sequences
         slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
@@ -242,17 +242,17 @@ class Admission:
             if (obstacle := self._obstacle(group, request, kept)) is not None:
                 lacks.append(obstacle)
                 continue
-            residence = Residence(group, np.zeros(0, np.int64), (-1, 0), 0) if resident else self.plan(group, request)
+            placement = Placement(group, np.zeros(0, np.int64), (-1, 0), 0) if resident else self.plan(group, request)
             asking = np.array([] if slot == NO_SLOT else [slot], np.int64)
             try:
-                residence = cache.with_room(residence, request.tenant, self.spare(group, request), asking)
+                placement = cache.with_room(placement, request.tenant, self.spare(group, request), asking)
             except CapacityExceeded as error:
-                lacks.append(_lack(group, request, residence, error))
+                lacks.append(_lack(group, request, placement, error))
                 continue
-            cached = residence.cached_tokens(self._limits.block_size)
+            cached = placement.cached_tokens(self._limits.block_size)
             rank = (cached, group.pool.available(request.tenant) - group.running)
             if rank > best_rank:
-                best, best_rank = residence, rank
+                best, best_rank = placement, rank
         if best is not None:
             return best
         return _nearest(lacks, (eviction_of(request.sequence_id),) if resident else ())
@@ -267,7 +267,7 @@ class Admission:
             return Wait("alone", (rows_of(group.epoch),), group.epoch, other=group.suspect)
         return None
 
-    def plan(self, group: Group, request: Request) -> Residence:
+    def plan(self, group: Group, request: Request) -> Placement:
         """What a request that lives nowhere would share with, and need from, the group's pool."""
         cache, s = self._cache, self._cache.sequences
         holder = self.prompt_holder(request) if not request.admitted_order else None
@@ -277,7 +277,7 @@ class Admission:
         tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
         if request.hashes is None:
             request.hashes = cache.hashes(request.salt, tokens)
-        return cache.plan_residence(group, request.salt, tokens, request.hashes)
+        return cache.plan_placement(group, request.salt, tokens, request.hashes)
 
     def _takes_rows(self, group: Group) -> bool:
         return group.running < self._limits.step_rows_max and group.begins_bytes < sizes.BEGINS_BYTES_MAX
@@ -329,18 +329,18 @@ class Admission:
 
     # ------------------------------------------------------------------------------------------------- start and stop
 
-    def _start(self, request: Request, residence: Residence) -> None:
-        cache, s, group = self._cache, self._cache.sequences, residence.group
+    def _start(self, request: Request, placement: Placement) -> None:
+        cache, s, group = self._cache, self._cache.sequences, placement.group
         again = request.admitted_order > 0
-        self.waiting.take(request)
+        self.waiting.start(request)
         self.waits.wake(FRONT)
         if request.sequence_id:
             slot = s.find(request.sequence_id)
             cache.rewind(slot)
         else:
-            slot = self._take_slot(request)
+            slot = self._create_sequence(request)
         if s.pool[slot] == NO_POOL:
-            cache.settle_in(slot, residence)
+            cache.move_in(slot, placement)
         cached = int(s.computed[slot])
         self._count_prefix(request, slot, cached, again)
         if not again:
@@ -358,14 +358,14 @@ class Admission:
         if request.crashes >= ALONE_CRASHES:
             group.suspect = request.id
         self._starts += 1
-        self.runs.serial[slot] = self._starts
-        self.runs.start(slot, request, request.prompt.size, group.model.eos_tokens, request.admitted_order)
+        self.rows.run[slot] = self._starts
+        self.rows.start(slot, request, request.prompt.size, group.model.eos_tokens, request.admitted_order)
         group.started_slots.append(slot)
         group.begins_bytes += sizes.begin_bytes(request.sampling, int(s.length[slot]))
 
-    def _take_slot(self, request: Request) -> int:
+    def _create_sequence(self, request: Request) -> int:
         s = self._cache.sequences
-        slot = s.take(request.tenant, request.salt)
+        slot = s.create(request.tenant, request.salt)
         known, start = request.prompt.size, request.tokens.size
         s.tokens[slot, :known] = request.prompt
         s.tokens[slot, known : known + start] = request.tokens
@@ -393,7 +393,7 @@ class Admission:
         if slot == NO_SLOT:
             return
         group = self._cache.groups[int(s.pool[slot])]
-        base, length = int(self.runs.base[slot]), int(s.length[slot])
+        base, length = int(self.rows.base[slot]), int(s.length[slot])
         request.tokens = s.tokens[slot, base:length].copy()
         request.logprobs = s.logprobs[slot, base:length].copy()
         request.slot = NO_SLOT
@@ -403,7 +403,7 @@ class Admission:
         group.version += 1
         request.wait = None
         self.waits.wake(rows_of(group.epoch))
-        self.runs.serial[slot] = 0
+        self.rows.run[slot] = 0
         s.request[slot] = 0
         if slot in group.started_slots:
             group.started_slots.remove(slot)
@@ -417,7 +417,7 @@ class Admission:
 
     def check_invariants(self) -> None:
         """The queue, the slots and the request states agree."""
-        s, runs = self._cache.sequences, self.runs
+        s, rows = self._cache.sequences, self.rows
         self.waiting.check_invariants()
         waiting = list(self.waiting)
         assert len(waiting) == len(self.waiting) == len({request.id for request in waiting}), "a request waits twice"
@@ -438,18 +438,18 @@ class Admission:
             assert not parked or self.waits_for_sibling(request), "a sibling waits for a prompt that is known"
         for slot, request in running.items():
             assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a place"
-            assert s.length[slot] + s.pending[slot] <= runs.limit[slot], "more tokens planned than asked for"
+            assert s.length[slot] + s.pending[slot] <= rows.limit[slot], "more tokens planned than asked for"
 
 
-def _lack(group: Group, request: Request, residence: Residence, error: CapacityExceeded) -> Wait:
+def _lack(group: Group, request: Request, placement: Placement, error: CapacityExceeded) -> Wait:
     """The request finds no room in the group: it waits for blocks, for a row that ends and what is kept for it, and for
     a block that it would share. The error itself is not kept: with its traceback it would keep all of this alive."""
     events = [blocks_of(group.epoch), rows_of(group.epoch)]
-    hits = int(residence.hits.size)
+    hits = int(placement.hits.size)
     if request.hashes is not None and hits < request.hashes.size:
         events.append(prefix_of(int(request.hashes[hits])))
     limit = TENANT_CEILING if isinstance(error, QuotaExceeded) else "blocks"
-    return Wait(limit, tuple(events), group.epoch, short_of(error), residence.needed, str(error))
+    return Wait(limit, tuple(events), group.epoch, short_of(error), placement.needed, str(error))
 
 
 def _nearest(lacks: list[Wait], besides: tuple[Event, ...]) -> Wait:

@@ -82,7 +82,7 @@ class Endings:
         if slot == NO_SLOT:
             tokens, logprobs = request.tokens[offset:], request.logprobs[offset:]
         else:
-            first, end = int(self._admission.runs.base[slot]) + offset, int(s.length[slot])
+            first, end = int(self._admission.rows.base[slot]) + offset, int(s.length[slot])
             tokens, logprobs = s.tokens[slot, first:end].copy(), s.logprobs[slot, first:end].copy()
         tops = request.tops.tops(offset) if request.tops is not None else None
         self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)

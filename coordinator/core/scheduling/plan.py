@@ -40,11 +40,11 @@ class Scheduler:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._effects = endings, effects
         self._limits, self._clock = cache.limits, cache.clock
-        self._runs = admission.runs
+        self._rows = admission.rows
 
     def fill(self, group: Group) -> None:
         """Sends the group every step that it can be sent. With none under way nothing is waited for: what rows and
-        blocks wait for a step is settled then, and may be what they lack."""
+        blocks wait for a step is over then, and may be what they lack."""
         while True:
             while (step := self.plan(group)) is not None:
                 self._effects.append(ToWorker(group.worker, step))
@@ -52,7 +52,7 @@ class Scheduler:
                     return
             if group.sent or not group.skip_step():
                 return
-            self._cache.settle(group, group.last_step)
+            self._cache.step_done(group, group.last_step)
 
     def plan(self, group: Group) -> Step | None:
         """The group's next step, or None where it has nothing to do or enough under way.
@@ -76,10 +76,10 @@ class Scheduler:
         group.steady = None
         if group.stopped:
             self._try_stopped(group)
-        s, runs = self._cache.sequences, self._runs
+        s, rows = self._cache.sequences, self._rows
         mine = np.flatnonzero(s.running & (s.pool == group.number))
         target = s.length[mine] + s.pending[mine]
-        left = np.where(target < runs.limit[mine], target - s.scheduled[mine], 0)
+        left = np.where(target < rows.limit[mine], target - s.scheduled[mine], 0)
         if not np.count_nonzero(left > 0) and not group.copies:
             return None
         prefilling = bool(left.max(initial=0) > 1)
@@ -115,7 +115,7 @@ class Scheduler:
         s.scheduled[slots] = steady.starts
         s.pending[slots] += 1
         step_id, version = group.last_step + 1, group.version
-        rows = (slots, steady.serials, steady.ones, steady.samples, slots)
+        rows = (slots, steady.runs, steady.ones, steady.samples, slots)
         self._commit(group, SentStep(step_id, *rows, self._clock.now_us, version, True, 0, steady.tenant), slots.size)
         return Step(
             step_id=step_id,
@@ -139,7 +139,7 @@ class Scheduler:
         s = self._cache.sequences
         rows, _ = self._cache.unwritable(slots, s.scheduled[slots], s.scheduled[slots] + counts)
         waiting = np.zeros(slots.size, np.bool_)
-        waiting[rows] = s.last_step[slots[rows]] > group.pool.settled_step
+        waiting[rows] = s.last_step[slots[rows]] > group.pool.done_step
         return slots[~waiting]
 
     def _decodes(self, group: Group, slots: Slots, prefilling: bool) -> Slots:
@@ -151,7 +151,7 @@ class Scheduler:
         if prefilling:  # decodes alone may not fill every step
             most -= 1 if most > 1 else group.next_step % 2
         if slots.size > most:
-            slots = slots[np.argsort(self._runs.order[slots], kind="stable")][:most]
+            slots = slots[np.argsort(self._rows.order[slots], kind="stable")][:most]
         start = s.scheduled[slots]
         short = s.length[slots] + s.pending[slots] >= s.used[slots] * s.block_size
         short[self._cache.unwritable(slots, start, start + 1)[0]] = True
@@ -171,7 +171,7 @@ class Scheduler:
             try:
                 self._cache.reserve(rows, start, start + 1, target)
             except CapacityExceeded:
-                by_age = rows[np.argsort(self._runs.order[rows], kind="stable")].tolist()
+                by_age = rows[np.argsort(self._rows.order[rows], kind="stable")].tolist()
                 rows = np.array([slot for slot in by_age if self._make_way(group, slot, 1)], np.int64)
             planned.append(rows)
         return np.concatenate(planned)
@@ -203,7 +203,7 @@ class Scheduler:
         So a short prompt does not wait for a long one, and a long one always gets on.
         """
         s = self._cache.sequences
-        by_age = slots[np.argsort(self._runs.order[slots], kind="stable")].tolist()
+        by_age = slots[np.argsort(self._rows.order[slots], kind="stable")].tolist()
         left = dict(zip(by_age, (s.length + s.pending - s.scheduled)[by_age].tolist(), strict=True))
         oldest = by_age[0]
         share = {oldest: min(left[oldest], -(-budget // 2))} if budget > 0 else {}
@@ -248,7 +248,7 @@ class Scheduler:
                     # What a tenant within its floor gave back would be kept for it.
                     floor = self._cache.tenants.floor
                     helps |= ((floor == 0) | (group.pool.usage > floor))[s.tenant[mine]]
-                victim = preemption.choose(self._cache, self._requests, self._runs.order, mine[helps], short_of(error))
+                victim = preemption.choose(self._cache, self._requests, self._rows.order, mine[helps], short_of(error))
                 if victim is None:
                     if not self._cache.unwritable(np.array([slot]), start, start + count)[0].size:
                         end, length = int(start[0]) + count, int(target[0] + samples[0])
@@ -322,14 +322,14 @@ class Scheduler:
         only = bool(decodes.all())
         prefill_tokens = 0 if only or not decodes.any() else int(counts[~decodes].sum())
         sampled = slots if samples.all() else slots[samples]
-        serials = self._runs.serial[slots]
-        step_id, rows = group.next_step, (slots, serials, counts, samples, sampled)
+        runs = self._rows.run[slots]
+        step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
         tenants = s.tenant[slots]
         tenant = int(tenants[0]) if slots.size and (tenants == tenants[0]).all() else -1
         sent = SentStep(step_id, *rows, self._clock.now_us, group.version, only, prefill_tokens, tenant)
         self._commit(group, sent, int(counts.sum()))
         if 0 < slots.size == group.running and only and samples.all():
-            group.steady = self._steady(group, slots, serials, starts + 1, target + 1, tenant)
+            group.steady = self._steady(group, slots, runs, starts + 1, target + 1, tenant)
         return Step(
             step_id=step_id,
             begins=begins,
@@ -338,16 +338,16 @@ class Scheduler:
             counts=counts.astype(np.int32),
             samples=samples.astype(np.int32),
             tokens=tokens,
-            copies=group.take_copies(),
+            copies=group.flush_copies(),
             history=history,
         )
 
-    def _steady(self, group: Group, slots: Slots, serials: Slots, starts: Slots, target: Slots, tenant: int) -> Steady:
+    def _steady(self, group: Group, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int) -> Steady:
         """All rows of the group decode. starts, target: of the step after this one."""
         s = self._cache.sequences
         room = s.used[slots] * s.block_size - target
-        left = int((self._runs.limit[slots] - target).min())
-        return Steady(group.version, self._cache.blocks.holds, slots, serials, starts, room, left, tenant)
+        left = int((self._rows.limit[slots] - target).min())
+        return Steady(group.version, self._cache.blocks.holds, slots, runs, starts, room, left, tenant)
 
     def _inputs(self, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
         """The tokens fed, row after row; -1 for the one that a step under way is still sampling."""
@@ -374,7 +374,7 @@ class Scheduler:
         s = self._cache.sequences
         for slot in group.started_slots:
             request = self._requests.live[int(s.request[slot])]
-            sampling, base, length = request.sampling, int(self._runs.base[slot]), int(s.length[slot])
+            sampling, base, length = request.sampling, int(self._rows.base[slot]), int(s.length[slot])
             first = 0 if sampling.repetition_penalty != 1.0 else base
             if sampling.counts_answer:
                 history.append(s.tokens[slot, first:length])

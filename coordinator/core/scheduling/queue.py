@@ -103,7 +103,7 @@ class WaitingQueue:
         insort(self._returned, (request.admitted_order, request), key=_by_order)
         self.size += 1
 
-    def take(self, request: Request) -> None:
+    def start(self, request: Request) -> None:
         """The request starts."""
         if not request.admitted_order:
             self._virtual = max(self._virtual, float(self.service[request.tenant]))

@@ -11,14 +11,14 @@ from ..requests.lifecycle import Request
 EOS_TOKENS_MAX = 16
 
 
-class Runs:
+class RunningRows:
     """Struct-of-arrays indexed by slot. reader: the client to which its tokens are streamed, 0 where none is."""
 
     def __init__(self, slots: int, stop_tokens_max: int) -> None:
         self.limit = np.zeros(slots, np.int64)
         self.base = np.zeros(slots, np.int64)
         self.order = np.zeros(slots, np.int64)
-        self.serial = np.zeros(slots, np.int64)
+        self.run = np.zeros(slots, np.int64)
         self.reader = np.zeros(slots, np.int64)
         self.tops = np.zeros(slots, np.bool_)
         self.stops = np.full((slots, stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)

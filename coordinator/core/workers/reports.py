@@ -101,7 +101,7 @@ class WorkerReports:
         first_us = None
         for group in self._cache.groups.values():
             if group.sent:
-                since_us = max(group.sent[0].sent_us, group.settled_us)
+                since_us = max(group.sent[0].sent_us, group.result_us)
                 first_us = since_us if first_us is None else min(first_us, since_us)
         return None if first_us is None else first_us + self._limits.step_timeout_us + 1
 
@@ -175,9 +175,9 @@ class WorkerReports:
         if message.step_id != group.sent[0].step_id:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
         sent = group.sent[0]
-        self._results.settle(group, message)
+        self._results.apply(group, message)
         self._scheduler.adapt(group, sent, message.duration_us)
-        group.settled_us = self._clock.now_us
+        group.result_us = self._clock.now_us
 
     def _worker_failed(self, worker: Worker, message: WorkerFailed) -> None:
         error = restore(message.error.code, message.error.message, message.error.fields)
@@ -214,8 +214,8 @@ class WorkerReports:
 
     def _in_steps(self, group: Group) -> set[int]:
         """Slots whose present run is part of a step that the worker has not answered."""
-        serial = self._admission.runs.serial
-        rows = [sent.slots[serial[sent.slots] == sent.serials] for sent in group.sent]
+        run = self._admission.rows.run
+        rows = [sent.slots[run[sent.slots] == sent.runs] for sent in group.sent]
         return {slot for part in rows for slot in part.tolist()}
 
     def _count_crash(self, request: Request, worker: str) -> None:
@@ -242,4 +242,4 @@ def working_us(group: Group | None, now_us: int) -> int:
     """How long the worker of a group has worked on the step that is due; 0 where none is."""
     if group is None or not group.sent:
         return 0
-    return now_us - max(group.sent[0].sent_us, group.settled_us)
+    return now_us - max(group.sent[0].sent_us, group.result_us)

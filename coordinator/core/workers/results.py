@@ -31,17 +31,17 @@ class StepResults:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
         self._endings, self._clock = endings, cache.clock
 
-    def settle(self, group: Group, result: StepResult) -> None:
+    def apply(self, group: Group, result: StepResult) -> None:
         """Applies the result of the oldest step under way. Raises ProtocolError where it does not fit that step."""
         sent = group.sent[0]
         tokens, logprobs, errors = self._aligned(group, sent, result)
         tops = self._tops(group, sent, result)
-        s, runs = self._cache.sequences, self._admission.runs
+        s, running = self._cache.sequences, self._admission.rows
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
         failing: list[int] = []
         if errors or sent.version != group.version:  # perhaps some of the rows are not ours to go on with
-            live = runs.serial[slots] == sent.serials
+            live = running.run[slots] == sent.runs
             failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
             failing = slots[live & failed].tolist()
             good = live & ~failed
@@ -56,7 +56,7 @@ class StepResults:
         # Blocks that decodes fill are not looked for at once: several steps' are indexed together, which costs less.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
             self._cache.index_filled(group)
-        self._cache.settle(group, sent.step_id)
+        self._cache.step_done(group, sent.step_id)
         self._finish(rows, tokens)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]
@@ -64,9 +64,9 @@ class StepResults:
 
     def _finish(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> None:
         """Ends the requests whose newest token is a stop token, or the last one they asked for."""
-        s, runs = self._cache.sequences, self._admission.runs
-        done = s.length[rows] >= runs.limit[rows]
-        stopped = runs.stopped(rows, tokens)
+        s, running = self._cache.sequences, self._admission.rows
+        done = s.length[rows] >= running.limit[rows]
+        stopped = running.stopped(rows, tokens)
         if stopped is not None:
             done |= stopped
         for i in np.flatnonzero(done).tolist() if some(done) else ():
@@ -107,7 +107,7 @@ class StepResults:
             given = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
             tops = Tops.checked(result.slots.size, group.model.vocab_size, given)
         if tops is None:
-            return Tops.none(expected.size) if some(self._admission.runs.tops[expected] > 0) else None
+            return Tops.none(expected.size) if some(self._admission.rows.tops[expected] > 0) else None
         if _same(result.slots, expected):
             return tops
         where = {slot: i for i, slot in enumerate(result.slots.tolist())}
@@ -116,7 +116,7 @@ class StepResults:
     def _record_tops(self, rows: Slots, tops: Tops) -> Tops:
         """Keeps them with the requests that asked; returns what of them is to be streamed."""
         s = self._cache.sequences
-        asked = np.flatnonzero(self._admission.runs.tops[rows])
+        asked = np.flatnonzero(self._admission.rows.tops[rows])
         for i in asked.tolist():
             record, top = self._requests.live[int(s.request[rows[i]])].tops, tops.pick(np.array([i]))
             assert record is not None
@@ -136,7 +136,7 @@ class StepResults:
         """The sampled tokens become part of their sequences and are streamed: [n] each. tenant: of all rows, or -1."""
         if not rows.size:
             return
-        s, runs = self._cache.sequences, self._admission.runs
+        s, running = self._cache.sequences, self._admission.rows
         at = s.length[rows]
         s.tokens[rows, at] = tokens
         s.logprobs[rows, at] = logprobs
@@ -144,7 +144,7 @@ class StepResults:
         s.pending[rows] -= 1
         s.accessed_us[rows] = self._clock.now_us
         s.changed_lengths.append(rows)
-        offsets = at - runs.base[rows]
+        offsets = at - running.base[rows]
         first = offsets == 0
         for slot in rows[first].tolist() if some(first) else ():
             request = self._requests.live[int(s.request[slot])]
@@ -158,7 +158,7 @@ class StepResults:
             self._admission.waiting.charge_each(s.tenant[rows])
         if tops is not None:
             tops = self._record_tops(rows, tops)
-        self._streams.add_step(runs.reader[rows], s.request[rows], offsets, tokens, logprobs, tops)
+        self._streams.add_step(running.reader[rows], s.request[rows], offsets, tokens, logprobs, tops)
 
 
 def _restored(error: ErrorInfo) -> KvforgeError:
