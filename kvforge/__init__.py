@@ -133,7 +133,7 @@ __all__ = [
     "WorkerError",
 ]
 
-# Loaded when they are asked for: whoever needs a part of this package does not wait for all of it. Errors are the rest.
+# Names are loaded when they are asked for, so that nobody waits for parts that are not used. All others are errors.
 _HOMES = {
     "AsyncClient": ".client.aio",
     "AsyncRequest": ".client.aio",

@@ -27,8 +27,8 @@ FRAME_BYTES_MAX = 64 << 20
 FRAMES_MAX = 2
 ITEMS_MAX = 1 << 16
 DEPTH_MAX = 12
-# One for all: its buffer is kept, where a new one would be asked of the system for each message. The interpreter's lock
-# is held while it packs what `_plain` made.
+# One packer for all messages keeps its buffer; a new one would ask the system for memory each time. Nobody else uses it
+# meanwhile: the interpreter's lock is held while it packs what `_plain` made.
 _pack = msgpack.Packer(buf_size=16 << 10).pack
 
 M = TypeVar("M", bound=Message)
@@ -208,7 +208,7 @@ _EMPTY = {np.dtype(dtype): none for dtype, none in (("<i4", NO_INT32), ("<i8", N
 _SCALARS = frozenset((str, int, float, bool, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
 _CONVERT: dict[type[Message], Any] = {cls: _converter(cls) for cls in _TAGS}
-_STEP_MARK: bytes = msgpack.packb("t") + msgpack.packb(tag_of(Step))  # what a body's first entry is, after its size
+_STEP_MARK: bytes = msgpack.packb("t") + msgpack.packb(tag_of(Step))  # the first entry of a body, after its size
 assert len(set(_TAGS.values())) == len(_TAGS), "two messages share a tag"
 # Wide items first, so that every array in the frame starts at a multiple of its item's size.
 assert all(list(cls.FRAMES) == sorted(cls.FRAMES, key=lambda frame: -int(frame[1][2:])) for cls in _TAGS), "alignment"

@@ -28,7 +28,7 @@ MEANINGS: dict[int, str] = {
     INTERRUPTED: "interrupted by Ctrl-C (128 + the signal's number; 143 for SIGTERM)",
 }
 
-# The first class that an error is an instance of decides.
+# The first class in this order that an error is an instance of decides.
 STATUSES: tuple[tuple[type[KvforgeError], int], ...] = (
     (InvalidRequest, USAGE),
     (InvalidConfiguration, USAGE),

@@ -118,7 +118,7 @@ def _writer(descriptor: int) -> tuple[Callable[[bytes], int], Callable[[], None]
         return lambda data: socket.send(data, sockets.MSG_DONTWAIT), socket.close
     own = os.dup(descriptor)
     if stat.S_ISFIFO(mode) or stat.S_ISCHR(mode):
-        with suppress(OSError):  # not ours to open: it is written to as it is
+        with suppress(OSError):  # not ours to open: write to it as it is
             own_again = os.open(f"/proc/self/fd/{descriptor}", os.O_WRONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
             os.close(own)
             own = own_again

@@ -23,7 +23,7 @@ from .log_output import Limited, LogOutput
 
 LEVELS = ("debug", "info", "warning", "error")
 FORMATS = ("text", "json")
-# Keys that every JSON line has; a field may not have such a name.
+# Keys of every JSON line; no field may have such a name.
 RESERVED = frozenset({"time", "process", "level", "event", "message", "exception"})
 
 

@@ -210,7 +210,7 @@ class TablesReader:
         over = self._over(version)
         prefixes[torn], lengths[torn], sequences[torn] = self._copy(again)
         versions = self._row_version[again]
-        newest = max(versions.tolist())  # so few that numpy would take longer
+        newest = max(versions.tolist())  # there are so few that numpy would take longer
         return (torn[:0] if newest <= over else torn[versions > over]), newest
 
     def _over(self, version: int) -> int:
@@ -246,7 +246,7 @@ class TablesReader:
 
     def slots_taken(self) -> npt.NDArray[np.intp]:
         """The slots that hold a sequence now, [n]; when their rows are read they may hold others, or none."""
-        # A copy first: numpy counts, then collects, and refuses what changes in between.
+        # Copy first: numpy counts, then collects, and fails if the number changes in between.
         return np.flatnonzero(self._row_sequence.copy())
 
     def slot_of(self, sequence_id: int) -> int | None:

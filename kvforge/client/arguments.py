@@ -46,7 +46,7 @@ def token_array(field: str, tokens: object, empty: bool = False) -> Int32Array:
         raise InvalidRequest(field, "is empty; it needs at least one token id")
     if len(ids) > PROMPT_TOKENS_MAX:
         raise InvalidRequest(field, f"has {len(ids)} token ids; the most that can be sent is {PROMPT_TOKENS_MAX}")
-    # numpy takes True for 1 beside integers; a set of types is the cheap way to see that there is none.
+    # Among integers numpy reads True as 1; comparing the set of types is a cheap way to find it.
     if ids.dtype.kind not in "iu" or (isinstance(items, list) and set(map(type, items)) != {int}):
         _point_at(field, items)
     wrong = np.flatnonzero((ids < 0) | (ids > INT32_MAX))

@@ -112,7 +112,7 @@ class Connection(ABC):
     def _other_thread(self) -> threading.Thread | None:
         """The thread that this client belongs to, where it is another one: that which used it first, and still runs."""
         here = threading.current_thread()
-        owner = self._owner.setdefault("", here)  # one step: of two threads that come at once, one is the first
+        owner = self._owner.setdefault("", here)  # atomic: of two threads that come at once, one is the first
         if owner is not here and not owner.is_alive():
             owner = self._owner[""] = here
         return None if owner is here else owner
@@ -123,7 +123,7 @@ class Connection(ABC):
         self.link.pump()
         if self.session.welcome is not None:
             return
-        # From now on, not from our turn at the gate: callers in a row do not each wait anew for nobody.
+        # The limit counts from now, not from our turn at the gate: callers in a row do not wait one after the other.
         limit = min(deadline, monotonic() + self._connect_timeout_s)
         async with self._gate():
             while self.session.welcome is None:
@@ -197,8 +197,8 @@ class Connection(ABC):
             if not await self._until(lambda: pending.done, (pending,), deadline):
                 raise DeadlineExceeded(f"the coordinator at {self.endpoint} did not answer {what} within {wait_s:g} s")
         except BaseException:
-            # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task): a request must not run for nobody. That
-            # it is detached changes nothing: nobody has its id. A key does: who sends it again gets the request.
+            # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task), no request may run for nobody. A detached
+            # one neither, since nobody has its id; one with a key may, since whoever sends the key again gets it.
             for reply in session.forget(pending):
                 link.send(reply)
             raise

@@ -220,7 +220,7 @@ def block_number(block_id: object, field: str = "block_id") -> int:
     """The id of a block. Raises InvalidRequest naming `field`, BlockNotFound where no block has such a number."""
     integer = whole(field, block_id, -INT32_MAX, INT32_MAX)
     if integer < 0:
-        raise BlockNotFound(integer)  # an id like any other that is not there; on the wire -1 says that none is meant
+        raise BlockNotFound(integer)  # as for any other id that does not exist; on the wire -1 would mean "none"
     return integer
 
 

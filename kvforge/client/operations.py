@@ -220,7 +220,7 @@ class Operations(Connection):
             if not source:
                 problem = "no worker has said which model it serves; name one with Client(tokenizer=...)"
                 raise InvalidConfiguration("tokenizer", f"{problem} or KVFORGE_TOKENIZER")
-            from kvforge.text.tokenizer import Tokenizer  # only for those who ask: it goes on to load transformers
+            from kvforge.text.tokenizer import Tokenizer  # imported only here, since it loads transformers
 
             self._tokenizer = Tokenizer.load(os.fspath(source))
         return self._tokenizer

@@ -127,7 +127,7 @@ class Track(Watched):
         anew: up to where a stream came that began anew; None: it did not. What is taken back by then is not in it.
         """
         streamed = ended.generated_tokens + ended.cut_tokens
-        # A track that starts behind the last token has none of them, and lacks none.
+        # A track that starts behind the last token has no tokens, and lacks none.
         whole = max(streamed, self.start) == self.reach or (anew == streamed and streamed < self.reach)
         if ended.cut_tokens < 0 or not whole:
             self.error = self.gap(f"it ended after {ended.generated_tokens} tokens and {self.reach} came")
@@ -165,13 +165,13 @@ class Session:
         self.welcome: Welcome | None = None
         self._decoder = Decoder(CLIENT_REPLIES)
         self._pending: dict[int, Pending] = {}
-        # Several of one request only where one was attached to from an earlier offset than the one before it.
+        # A request has several only where it was attached to again, from an earlier offset.
         self._tracks: dict[int, list[Track]] = {}
-        # Requests whose stream is to start anew, with the command that asks for it: until its answer what comes is old.
+        # Requests whose stream is to start anew, and the command that asks for it. What comes before its answer is old.
         self._resuming: dict[int, int] = {}
-        # Where a stream starts anew, until the token there has come: what comes before it was sent before.
+        # The offset where a stream starts anew, until the token there has come. What comes before that is old.
         self._due: dict[int, int] = {}
-        # Of streams that began anew: the offset that follows what has come since.
+        # For streams that began anew: the offset after what has come since.
         self._anew: dict[int, int] = {}
         self._last_rid = 0
 
@@ -201,7 +201,7 @@ class Session:
         Returns what must be sent because of it.
         """
         if pending.keyed:
-            return []  # and its answer is still expected: the requests are then known to be ours
+            return []  # its answer is still expected, and makes the requests known as ours
         self._pending.pop(pending.rid, None)
         if not isinstance(pending.reply, Accepted) or pending.reply.repeated:
             return []
@@ -235,7 +235,7 @@ class Session:
     def _reply(self, message: Message) -> list[Message]:
         rid: int = getattr(message, "rid", -1)
         if rid == 0 and isinstance(message, Refused) and self._pending:
-            # The coordinator could not read which command it refuses. It answers in order: the oldest is meant.
+            # The coordinator could not read which command it refuses. It answers in order, so it means the oldest.
             rid = next(iter(self._pending))
         pending = self._pending.pop(rid, None)
         if pending is None:
@@ -331,7 +331,7 @@ class Session:
         return self._tracks.pop(request_id, [])
 
     def _stream(self, message: Stream) -> list[Message]:
-        # First: rows that come with it may be later ones than those that were lost.
+        # This comes first, since rows in the same message may be later than those that were lost.
         paused = [id_ for id_ in message.paused if id_ in self._tracks and id_ not in self._resuming]
         replies = [self._resume(request_id) for request_id in paused]
         touched: dict[Track, None] = {}
@@ -366,7 +366,7 @@ class Session:
                 del self._due[request_id]
             if self._anew.get(request_id) == offset:
                 self._anew[request_id] = offset + 1
-            # None: not ours any more (we gave up on it, or found it broken).
+            # Without a track it is no longer ours: we gave up on it, or found it broken.
             for track in self._tracks.get(request_id, ()):
                 if 0 <= offset < track.reach:  # a row that came twice
                     continue
@@ -380,7 +380,7 @@ class Session:
         return broken
 
     def _break(self, track: Track, problem: str) -> Message:
-        # A new list: the old one is being gone through.
+        # A new list, since the caller iterates over the old one.
         left = [other for other in self._tracks[track.request_id] if other is not track]
         if left:
             self._tracks[track.request_id] = left

@@ -134,7 +134,7 @@ class Tables:
     def sequence(self, sequence: SequenceRef) -> SequenceRow:
         """One sequence, by its handle or id. Raises SequenceNotFound, InvalidRequest, and DeadlineExceeded as above."""
         wanted = sequence_id(sequence)
-        # A slot that changes hands before its row is read is looked for again: it ends, since no id is given twice.
+        # If the slot changes hands before its row is read, look again. That ends, since no id is given twice.
         while (slot := self._reader.slot_of(wanted)) is not None:
             blocks, length, found = self._reader.row(slot)
             if found == wanted:

@@ -36,8 +36,8 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("offset", "text is read from the first token on; with --ids it may begin anywhere")
     with parsing.open_client(options, options.tokenizer) as kv:
         if not options.ids:
-            kv.health()  # whether somebody is there is known sooner than a tokenizer is loaded
-            # Loads the tokenizer: where there is none, nobody who reads the request now must lose it.
+            kv.health()  # ask first whether somebody is there: loading a tokenizer takes longer
+            # Loads the tokenizer before attaching: if there is none, whoever reads the request now must not lose it.
             kv.encode("-", raw=True)
         request = kv.attach(options.request_id, options.offset)
         afterwards = "it goes on: attach again" if kv.status(request.id).detached else "it is cancelled"

@@ -117,7 +117,7 @@ def _check(options: argparse.Namespace) -> None:
 def _prompt(kv: Client, options: argparse.Namespace) -> list[int]:
     if options.prompt_tokens is not None:
         return parsing.token_ids(options.prompt_tokens, "prompt")
-    kv.health()  # whether somebody is there is known sooner than a tokenizer is loaded
+    kv.health()  # ask first whether somebody is there: loading a tokenizer takes longer
     return kv.encode(sys.stdin.read() if options.prompt == "-" else options.prompt, raw=options.raw)
 
 

@@ -17,7 +17,7 @@ Run = Callable[[argparse.Namespace], int]
 
 def global_options(parser: argparse.ArgumentParser, *, top: bool) -> None:
     """The options that may stand before or after the subcommand."""
-    # Declared twice: only the outer one sets defaults, or the inner one would undo what stood before the subcommand.
+    # They are declared twice. Only the outer ones set defaults: inner ones would undo what stood before the subcommand.
     default: Any = None if top else argparse.SUPPRESS
     group = parser.add_argument_group("where" if top else "also")
     group.add_argument(

@@ -64,7 +64,7 @@ def run(options: argparse.Namespace) -> int:
             if lines % LINES_PER_HEADER == 0:
                 _print_columns([*COLUMNS, "tokens/s", "steps/s", "up"])
             _print_columns([*(now[name] for name in COLUMNS.values()), *_shown(rates), _clock(now["uptime_us"])])
-        sys.stdout.flush()  # whoever reads a pipe sees each line as it comes
+        sys.stdout.flush()  # so that the reader of a pipe sees each line as it comes
         lines, wait_s, before = lines + 1, options.every, now
     return OK
 

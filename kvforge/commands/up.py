@@ -10,7 +10,7 @@ from typing import Any
 
 import msgspec
 
-from kvforge.launch.machine import check_device, check_installed, check_threads
+from kvforge.launch.host import check_device, check_installed, check_threads
 from kvforge.launch.settings import DRAIN_S, STOP_S, WORKERS_MAX, Settings, Value
 from kvforge.launch.supervisor import run_up
 from kvforge.launch.up_file import UpFile, load_up_file
@@ -178,7 +178,7 @@ def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Setti
     def chosen(said: Mapping[str, Value], *names: str) -> dict[str, Value]:
         return {**said, **{name: given[name] for name in names if given[name] is not None}}
 
-    # The size of the pool is said once: an option goes before both of the file's.
+    # The size of the pool has two names: an option of either replaces both of the file's.
     sized = options.blocks is not None or options.kv_bytes is not None
     worker = {name: value for name, value in file.worker.items() if not (sized and name in ("blocks", "kv_bytes"))}
 

@@ -5,5 +5,5 @@ the service only as a client, and knows of coordinator and worker no more than t
 files.
 
 From outside: `supervisor.Supervisor` and `run_up`, with the `Settings` they take (`settings`, `up_file`), `Voice`, and
-the checks of `machine`. `entry.py` is not imported but run, in each child.
+the checks of `host`. `entry.py` is not imported but run, in each child.
 """

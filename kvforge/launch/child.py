@@ -60,7 +60,7 @@ class Child:
         """Starts the process in a process group of its own: Ctrl-C in the terminal reaches only the supervisor."""
         assert self._process is None, "started while it runs"
         self.restart_at, self.served = None, False
-        # -P: a folder of that name in the working directory is not what is meant.
+        # -P: do not import a folder of that name from the working directory.
         command = leashed([sys.executable, "-P", *self._command])
         if self.log_file is not None:
             with self.log_file.open("ab") as log:

@@ -14,7 +14,7 @@ def main() -> None:
     del sys.argv[0]
     sys.path.insert(0, root)
     for name in ("kvforge", sys.argv[0]):
-        __import__(name)  # from now on it is the one that its parts are looked for in
+        __import__(name)  # from now on its parts are imported from this one
     sys.path.remove(root)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)
 

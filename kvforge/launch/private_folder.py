@@ -51,7 +51,7 @@ class PrivateFolder:
         except OSError as error:
             raise InvalidConfiguration("runtime_dir", f"{self._runtime} cannot be used: {error.strerror}") from None
         (self.path / MARK).touch()
-        self._empty()  # of what one that was killed left
+        self._empty()  # of what a supervisor that was killed has left
         self.temporary.mkdir()  # torch makes folders in TMPDIR when it is imported; nobody else would remove them
 
     def release(self, *, clean: bool) -> None:
@@ -78,7 +78,7 @@ class PrivateFolder:
             status = self.path.lstat()
             names = {entry.name for entry in self.path.iterdir()} if stat.S_ISDIR(status.st_mode) else set()
         except FileNotFoundError:
-            return  # removed meanwhile by the one that had it: made again
+            return  # whoever had it has removed it meanwhile; it is made again
         what = f"{self.path}, where `kvforge up` keeps its files,"
         remedy = "move it away, or choose another --runtime-dir"
         if not stat.S_ISDIR(status.st_mode):

@@ -92,7 +92,7 @@ def _scalar(key: str, value: Value) -> str:
 
 
 def _path(path: Path) -> str:
-    # Children expand $VARIABLES and ~ in folders; a folder that contains such a character cannot be told apart.
+    # Children expand $VARIABLES and ~ in folders, so the name of a folder must not look like one.
     text = str(path.absolute())
     if os.path.expandvars(text) != text:
         raise InvalidConfiguration("runtime_dir", f"{text} holds the name of an environment variable; choose another")

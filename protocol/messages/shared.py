@@ -38,7 +38,7 @@ class Message(msgspec.Struct, frozen=True, tag_field="t", eq=False):
 TOP_LOGPROBS_MAX = 20
 LOGIT_BIAS_MAX = 300
 LOGIT_BIAS_LIMIT = 100.0
-# Lowest and highest value of numeric fields of Sampling. Where 0 itself would make no sense, the lowest is a bit more.
+# The lowest and highest value of the numeric fields of Sampling. Where 0 would make no sense, the lowest is a bit more.
 SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "top_k": (0, (1 << 31) - 1),
     "top_p": (1e-9, 1.0),
@@ -49,7 +49,7 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
     "logprobs": (0, TOP_LOGPROBS_MAX),
 }
 
-# Fields of Sampling that a model may have defaults of its own for.
+# Fields of Sampling for which a model may have defaults of its own.
 MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
 

@@ -118,7 +118,7 @@ class AsyncCalls(Operations):
 
     def _pump(self) -> bool:
         more = self.link.pump()
-        if more:  # fairness: other tasks run between two shares of a long queue
+        if more:  # other tasks run between two shares of a long queue
             asyncio.get_running_loop().call_soon(self._pump)
         return more
 

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from kvforge.commands import cli, up
-from kvforge.launch import machine
+from kvforge.launch import host
 from kvforge.launch.settings import Settings
 from kvforge.launch.up_file import load_up_file
 from kvforge.protocol import choices
@@ -28,7 +28,7 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(up, "run_up", started)
     monkeypatch.setattr(up, "pull", started)
-    monkeypatch.setattr(machine, "DEVICE_FILES", {"cuda": ("no-such-device",), "hip": ("no-such-device",)})
+    monkeypatch.setattr(host, "DEVICE_FILES", {"cuda": ("no-such-device",), "hip": ("no-such-device",)})
 
 
 @pytest.mark.parametrize(
@@ -64,27 +64,27 @@ def test_what_cannot_work_is_refused_in_the_options_own_words(
     assert words in capsys.readouterr().err.replace("\n", " ")
 
 
-@pytest.mark.parametrize("missing", machine.NEEDED)
+@pytest.mark.parametrize("missing", host.NEEDED)
 def test_without_what_workers_need_it_says_once_what_to_install(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], missing: str
 ) -> None:
-    monkeypatch.setattr(machine.importlib.util, "find_spec", lambda name: None if name == missing else object())
+    monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None if name == missing else object())
     assert cli.main(["up"]) == 3
     expected = f"kvforge: workers need {missing}, not installed here: pip install 'kvforge[worker]'\n"
     assert capsys.readouterr().err == expected
     with pytest.raises(Unavailable):
-        machine.check_installed()
+        host.check_installed()
 
 
 def test_a_device_is_seen_by_its_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(machine, "DEVICE_FILES", {"cuda": ("nvidia[0-9]*",)})
+    monkeypatch.setattr(host, "DEVICE_FILES", {"cuda": ("nvidia[0-9]*",)})
     (tmp_path / "nvidiactl").touch()
     with pytest.raises(InvalidConfiguration, match="no NVIDIA GPU"):
-        machine.check_device("--device", "cuda", tmp_path)
+        host.check_device("--device", "cuda", tmp_path)
     (tmp_path / "nvidia3").touch()
-    machine.check_device("--device", "cuda", tmp_path)
+    host.check_device("--device", "cuda", tmp_path)
     for always in ("cpu", "auto"):
-        machine.check_device("--device", always, tmp_path)
+        host.check_device("--device", always, tmp_path)
 
 
 def test_the_names_are_those_that_workers_know() -> None:

@@ -9,7 +9,7 @@ from pathlib import Path
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 
 NEEDED = ("torch", "transformers")
-# Where the drivers show their devices: of NVIDIA's boards, of its integrated chips and of Windows' subsystem; of AMD.
+# Where drivers show their devices: NVIDIA's boards, its integrated chips, Windows' subsystem for Linux; AMD's.
 DEVICE_FILES = {"cuda": ("nvidia[0-9]*", "nvgpu", "nvhost-gpu", "dxg"), "hip": ("kfd", "dxg")}
 MAKERS = {"cuda": "NVIDIA", "hip": "AMD"}
 
