@@ -27,11 +27,15 @@ SECONDS = (
     ("schedule", "decode_gap_ms", 1e-3),
 )
 BUFFER_BYTES_MIN = 1 << 20
+CORE = Limits()  # what the core has a limit for has its default there
 
 
 class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[limits]: counts unless the name says otherwise.
 
+    samples_max: answers to one prompt. bulk_max: sequences named in one command; list_max: requests in one list;
+    stop_tokens_max: of one request; holders_per_block_max: names on one block. client_backlog_max: replies that wait
+    for one client.
     finished_bytes_max: what the answers of ended requests may take; then the oldest are forgotten.
     clients_max: connections that have said hello; strangers_max: those that have not yet, of clients and of workers.
     client_buffer_messages, client_buffer_bytes: so much may wait for a client that does not read; then its streams
@@ -43,15 +47,15 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     process of a worker is killed then, for its successor.
     """
 
-    sequences_max: int = 256
-    blocks_max: int = 1 << 20
-    blocks_per_sequence_max: int = 512
-    pools_max: int = 64
-    tenants_max: int = 256
-    queue_max: int = 1024
-    finished_max: int = 4096
-    finished_ttl_s: float = 600.0
-    finished_bytes_max: int = 256 << 20
+    sequences_max: int = CORE.sequences_max
+    blocks_max: int = CORE.blocks_max
+    blocks_per_sequence_max: int = CORE.blocks_per_sequence_max
+    pools_max: int = CORE.pools_max
+    tenants_max: int = CORE.tenants_max
+    queue_max: int = CORE.queue_max
+    finished_max: int = CORE.finished_max
+    finished_ttl_s: float = CORE.finished_ttl_us / 1e6
+    finished_bytes_max: int = CORE.finished_bytes_max
     clients_max: int = 256
     strangers_max: int = 64
     messages_per_turn_max: int = 1024
@@ -60,18 +64,23 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     client_buffer_messages: int = 1024
     client_buffer_bytes: int = 16 << 20
     partial_bytes_max: int = 256 << 20
-    samples_max: int = 256
-    deadline_max_s: float = 86_400.0
-    lease_s: float = 10.0
+    samples_max: int = CORE.samples_max
+    bulk_max: int = CORE.bulk_max
+    list_max: int = CORE.list_max
+    stop_tokens_max: int = CORE.stop_tokens_max
+    holders_per_block_max: int = CORE.holders_per_block_max
+    client_backlog_max: int = 1024
+    deadline_max_s: float = CORE.deadline_max_us / 1e6
+    lease_s: float = CORE.lease_us / 1e6
     silence_s: float = HEARTBEAT_TIMEOUT_MS / 1000
 
 
 class CacheSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[cache]: block_size in tokens."""
 
-    block_size: int = 16
-    policy: str = "lru"
-    partial_tokens_min: int = 4
+    block_size: int = CORE.block_size
+    policy: str = CORE.policy
+    partial_tokens_min: int = CORE.partial_tokens_min
 
 
 class ScheduleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -80,14 +89,14 @@ class ScheduleSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     spin_us: after something arrived, look for more for so long before sleeping; -1: 200 with 4 cores or more, else 0.
     """
 
-    step_tokens_max: int = 512
-    step_rows_max: int = 64
-    steps_in_flight_max: int = 2
-    ageing_s: float = 10.0
-    passes_max: int = 16
-    step_timeout_s: float = 60.0
-    decode_gap_ms: float = 200.0
-    crashes_max: int = 5
+    step_tokens_max: int = CORE.step_tokens_max
+    step_rows_max: int = CORE.step_rows_max
+    steps_in_flight_max: int = CORE.steps_in_flight_max
+    ageing_s: float = CORE.ageing_us / 1e6
+    passes_max: int = CORE.passes_max
+    step_timeout_s: float = CORE.step_timeout_us / 1e6
+    decode_gap_ms: float = CORE.decode_gap_us / 1e3
+    crashes_max: int = CORE.crashes_max
     spin_us: int = -1
 
 
@@ -115,7 +124,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         if not -1 <= self.schedule.spin_us <= 1_000_000:
             raise InvalidConfiguration("schedule.spin_us", "must be -1 (chosen by the number of cores) to 1000000")
         counts = ("clients_max", "strangers_max", "messages_per_turn_max", "client_bytes_per_turn_max")
-        for name in (*counts, "client_buffer_messages"):
+        for name in (*counts, "client_buffer_messages", "client_backlog_max"):
             if getattr(self.limits, name) < 1:
                 raise InvalidConfiguration(f"limits.{name}", "must be at least 1")
         for name in ("client_buffer_bytes", "partial_bytes_max"):
@@ -154,34 +163,15 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         )
 
     def core_limits(self) -> Limits:
-        """The core's bounds. Raises InvalidConfiguration naming the field."""
-        section = self.limits
-        return Limits(
-            block_size=self.cache.block_size,
-            policy=self.cache.policy,
-            partial_tokens_min=self.cache.partial_tokens_min,
-            sequences_max=section.sequences_max,
-            blocks_max=section.blocks_max,
-            blocks_per_sequence_max=section.blocks_per_sequence_max,
-            pools_max=section.pools_max,
-            tenants_max=section.tenants_max,
-            queue_max=section.queue_max,
-            finished_max=section.finished_max,
-            finished_bytes_max=section.finished_bytes_max,
-            finished_ttl_us=int(section.finished_ttl_s * 1e6),
-            step_tokens_max=self.schedule.step_tokens_max,
-            step_rows_max=self.schedule.step_rows_max,
-            steps_in_flight_max=self.schedule.steps_in_flight_max,
-            samples_max=section.samples_max,
-            deadline_max_us=int(section.deadline_max_s * 1e6),
-            lease_us=int(section.lease_s * 1e6),
-            ageing_us=int(self.schedule.ageing_s * 1e6),
-            passes_max=self.schedule.passes_max,
-            step_timeout_us=int(self.schedule.step_timeout_s * 1e6),
-            decode_gap_us=int(self.schedule.decode_gap_ms * 1e3),
-            crashes_max=self.schedule.crashes_max,
-            quotas={tenant: _quota(tenant, values) for tenant, values in self.quotas.items()},
-        )
+        """The core's bounds: what it knows of the sections, by name. Raises InvalidConfiguration naming the field."""
+        sections = (self.limits, self.cache, self.schedule)
+        given = {name: value for section in sections for name, value in msgspec.structs.asdict(section).items()}
+        for unit, factor in (("_s", 1e6), ("_ms", 1e3)):  # the core counts microseconds
+            timed = [name for name in given if name.endswith(unit)]
+            given.update({f"{name.removesuffix(unit)}_us": int(given[name] * factor) for name in timed})
+        quotas = {tenant: _quota(tenant, values) for tenant, values in self.quotas.items()}
+        known = {name: given[name] for name in Limits.__struct_fields__ if name in given}
+        return Limits(**known, quotas=quotas)
 
     def geometry(self) -> Geometry:
         """The shared tables' size. Raises InvalidConfiguration naming the field."""

@@ -129,6 +129,7 @@ class Server:
             client_ms_per_turn_max=config.limits.client_ms_per_turn_max,
             clients_max=config.limits.clients_max,
             workers_max=config.limits.pools_max,
+            client_backlog_max=config.limits.client_backlog_max,
         )
         entropy, sides = partial(secrets.randbits, 64), (self.clients, self.workers)
         self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, bounds, self._replacer)

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 
 import coordinator.core
-from coordinator.config import CoordinatorConfig, LimitsSection
+from coordinator.config import CacheSection, CoordinatorConfig, LimitsSection, ScheduleSection
 from coordinator.core.limits import MAY_BE_ZERO, Limits, Quota
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from kvforge.protocol.messages import GetHealth, WorkerHello
@@ -38,6 +38,26 @@ def test_a_count_that_is_not_positive_is_refused_by_name(field: str, value: int)
         Limits(**{field: value})
     assert caught.value.field == field
     assert str(value) in str(caught.value)
+
+
+# behaviour 1
+def test_every_limit_of_the_core_can_be_configured() -> None:
+    sections = {"limits": LimitsSection, "cache": CacheSection, "schedule": ScheduleSection}
+    units = {"_us": (("_s", 1_000_000), ("_ms", 1_000), ("_us", 1))}
+    for field in msgspec.structs.fields(Limits):
+        if not isinstance(field.default, int):
+            continue
+        stem = field.name.removesuffix("_us")
+        spelled = [(stem + unit, factor) for unit, factor in units["_us"]] if stem != field.name else [(stem, 1)]
+        [(section, name, factor)] = [
+            (section, name, factor)
+            for section, struct in sections.items()
+            for name, factor in spelled
+            if name in struct.__struct_fields__
+        ]
+        made = CoordinatorConfig(**{section: sections[section](**{name: 7})})
+        assert getattr(made.core_limits(), field.name) == 7 * factor, field.name
+        assert getattr(CoordinatorConfig().core_limits(), field.name) == field.default
 
 
 # behaviour 1

@@ -29,7 +29,7 @@ LINE_BYTES = 64
 
 
 class Sequences:
-    """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots, `version` grows when it changes.
+    """Every live sequence. Arrays are indexed by slot; `slot_of` maps ids to slots.
 
     first_id: ids are larger. expiry_us: no sequence's time to live is over before that; None: none is limited. Whoever
     uses one only puts its end off, so this is looked up again when it has come, and not in every turn.
@@ -68,7 +68,6 @@ class Sequences:
         self.tokens = _rows(n, context, np.int32)
         self.logprobs = _rows(n, context, np.float32)
         self.slot_of: dict[int, int] = {}
-        self.version = 0
         self.expiry_us: int | None = None
         self._free = list(range(n - 1, -1, -1))
         self._quarantine: deque[tuple[int, int, int]] = deque()
@@ -103,7 +102,6 @@ class Sequences:
         sequence_id = self._last_id
         assert self.id[slot] == 0 and self.used[slot] == 0
         self.slot_of[sequence_id] = slot
-        self.version += 1
         self.id[slot], self.tenant[slot], self.salt[slot] = sequence_id, tenant, salt
         self.created_us[slot] = self.accessed_us[slot] = self._clock.now_us
         self.changed_rows.append(np.array([slot]))
@@ -116,7 +114,6 @@ class Sequences:
         """
         assert self.used[slot] == 0 and self.id[slot] != 0 and not self.running[slot]
         del self.slot_of[int(self.id[slot])]
-        self.version += 1
         for array in (self.id, self.tenant, self.length, self.computed, self.scheduled, self.pending, self.last_step):
             array[slot] = 0
         for array in (self.salt, self.hashed, self.parent, self.request, self.client, self.created_us):

@@ -45,8 +45,7 @@ class SequenceCommands:
     def __init__(self, cache: Cache, requests: RequestTable, endings: Endings) -> None:
         self._clock, self._cache, self._requests, self._endings = cache.clock, cache, requests, endings
         self._gone: OrderedDict[int, str] = OrderedDict()
-        self._named: tuple[bytes, bytes, int] = (b"", b"", -1)
-        self._slots: Slots = np.zeros(0, np.int64)
+        self._again: Slots = np.zeros(0, np.int64)  # to which the last command appended one token each
 
     def find(self, sequence_id: int) -> int:
         """The slot of a client's sequence. Raises SequenceNotFound, saying why where it was removed by us."""
@@ -131,7 +130,7 @@ class SequenceCommands:
             self._cache.append(slots, message.tokens, counts)
             if counts.size == message.tokens.size:
                 # Who appends one to each of many does so again and again: the next time they need not be looked up.
-                self._named, self._slots = self._name(message), slots
+                self._again = slots
         return Appended(rid=message.rid, lengths=s.length[slots].astype(np.int32))
 
     def _append_one(self, message: Append) -> Appended | None:
@@ -147,19 +146,17 @@ class SequenceCommands:
     def _append_again(self, message: Append) -> Appended | None:
         """One token to each of the sequences to which the last command appended one each: they need not be looked up,
         and are of one tenant. None: the long way, which also says what is wrong."""
-        s, slots = self._cache.sequences, self._slots
-        if self._named != self._name(message) or s.request.take(slots).any():
+        s, slots = self._cache.sequences, self._again
+        # Ids are never used again: a slot that has the id has the sequence, of the same owner and tenant.
+        if s.id.take(slots).tobytes() != message.sequence_ids.tobytes() or not (message.counts == 1).all():
+            return None
+        if s.request.take(slots).any():
             return None
         # Those below zero are large ones here.
         if np.maximum.reduce(message.tokens.view(np.uint32)) >= self._cache.vocab_size:
             return None
         after = self._cache.append_each(slots, message.tokens)
         return None if after is None else Appended(rid=message.rid, lengths=after.astype(np.int32))
-
-    def _name(self, message: Append) -> tuple[bytes, bytes, int]:
-        """What an append must have in common with an earlier one to be to the same living sequences, with the same
-        counts."""
-        return message.sequence_ids.tobytes(), message.counts.tobytes(), self._cache.sequences.version
 
     def fork(self, event: FromClient, message: Fork) -> Message:
         """More sequences over the same blocks."""
