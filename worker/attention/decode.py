@@ -20,9 +20,9 @@ from .plan_items import FIELDS
 
 ROWS_MIN = 16  # query heads of a program: what a matrix instruction takes
 # Numbers of a program's tiles of outputs and of scores; more would not fit its registers. Half as many outputs where
-# numbers of K and V are converted or split first.
+# numbers of K and V are converted or split first, and fewer scores.
 OUTPUTS_MAX = 64 * 128
-SCORES_MAX = 32 * 128
+SCORES_MAX = {1: 32 * 64, 2: 32 * 128, 4: 32 * 32}  # by the bytes of a number of K and V
 MERGE_PARTS = 16  # parts that the merge has in flight at once
 LOG2_E = 1.4426950408889634
 KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # 0: every other dtype
@@ -102,7 +102,7 @@ def decode_constants(
         "BLOCK_SIZE": block_size,
         "HEAD_TILE": head_tile,
         "ROWS": rows,
-        "KEYS": min(tiles.keys, SCORES_MAX // rows),
+        "KEYS": min(tiles.keys, SCORES_MAX[dtype.itemsize] // rows),
         "STAGES": tiles.stages,
         "KIND": KINDS.get(dtype, 0),
         "SOFTCAP": 2 if target.asks_softcap else int(softcap),
