@@ -111,29 +111,29 @@ def _columns(head_size, rotated_size, HALF: tl.constexpr, REST: tl.constexpr):
 
 @triton.jit
 def _store_cache(
-    source,
-    cache,
-    scales,
-    cosines,
-    sines,
-    token,
-    slot,
-    unit,
-    stride,
-    heads,
-    head_size,
-    rotated_size,
-    top,
+    new,
+    stored,
+    rotary,
+    position,
+    shape,
     HEADS: tl.constexpr,
     HALF: tl.constexpr,
     REST: tl.constexpr,
     QUANTISED: tl.constexpr,
 ):
-    """Heads of one token, rotated where `rotated_size` is above 0. source: of the token, `stride` from head to head.
+    """Heads of one token, rotated where `rotated_size` is above 0.
+
+    new: (numbers of the token, stride from head to head). stored: (cache, scales, top). rotary: (cosines, sines,
+    rotated_size). position: (token, its slot in the cache, which HEADS of its heads). shape: (heads, head_size).
 
     K and V each come here with pointers of their own: where a kernel chooses between pointers, Triton's AMD backend
     fails to compile it.
     """
+    source, stride = new
+    cache, scales, top = stored
+    cosines, sines, rotated_size = rotary
+    token, slot, unit = position
+    heads, head_size = shape
     dtype: tl.constexpr = cache.dtype.element_ty
     columns, half, inside_first, inside_second, rest_columns, inside_rest = _columns(
         head_size, rotated_size, HALF, REST
@@ -249,13 +249,15 @@ def write_kernel(
             unit -= query_units
             if unit < kv_units:
                 _store_cache(
-                    key + token * (key_stride * _UNIT), keys, key_scales, cosines, sines, token, slot, unit,
-                    key_head_stride * _UNIT, kv_heads, head_size, rotated_size, top, HEADS, HALF, REST, QUANTISED,
+                    (key + token * (key_stride * _UNIT), key_head_stride * _UNIT), (keys, key_scales, top),
+                    (cosines, sines, rotated_size), (token, slot, unit), (kv_heads, head_size),
+                    HEADS, HALF, REST, QUANTISED,
                 )  # fmt: skip
             else:
                 _store_cache(
-                    value + token * (value_stride * _UNIT), values, value_scales, cosines, sines, token, slot,
-                    unit - kv_units, value_head_stride * _UNIT, kv_heads, head_size, 0, top, HEADS, HALF, 0, QUANTISED,
+                    (value + token * (value_stride * _UNIT), value_head_stride * _UNIT), (values, value_scales, top),
+                    (cosines, sines, 0), (token, slot, unit - kv_units), (kv_heads, head_size),
+                    HEADS, HALF, 0, QUANTISED,
                 )  # fmt: skip
 
 
