@@ -120,9 +120,8 @@ class Machine:
         self.clients: set[int] = set()
         self.turns = 0
         self._stirred = False  # something has happened that a Turn must follow
-        self._commands: dict[type[Message], Callable[[FromClient, Any], Message]] = {
-            Submit: asked.submit,
-            Attach: asked.attach,
+        # Some commands are the same from whomever they come.
+        self._commands: dict[type[Message], Callable[[Any], Message]] = {
             Cancel: asked.cancel,
             FinishAt: asked.finish_at,
             GetRequest: asked.info,
@@ -130,17 +129,21 @@ class Machine:
             PurgeFinished: asked.purge,
             GetStats: self._get_stats,
             GetHealth: self._get_health,
-            CreateSequence: self.sequences.create,
             Append: self.sequences.append,
-            Fork: self.sequences.fork,
             GetSequence: self.sequences.info,
             GetTokens: self.sequences.read,
             RemoveSequences: self.sequences.remove,
             GetBlock: self.blocks.info,
-            RefBlock: self.blocks.ref,
             UnrefBlock: self.blocks.unref,
             Explain: self.explainer.explain,
             Drain: self._drain,
+        }
+        self._commands_of: dict[type[Message], Callable[[FromClient, Any], Message]] = {
+            Submit: asked.submit,
+            Attach: asked.attach,
+            CreateSequence: self.sequences.create,
+            Fork: self.sequences.fork,
+            RefBlock: self.blocks.ref,
         }
 
     # ---------------------------------------------------------------------------------------------------------- apply
@@ -201,7 +204,8 @@ class Machine:
         message: Any = event.message
         self.clients.add(event.client)
         try:
-            reply = self._commands[type(message)](event, message)
+            command = self._commands.get(type(message))
+            reply = self._commands_of[type(message)](event, message) if command is None else command(message)
             self._stirred = self._stirred or not isinstance(message, READING)
         except KvforgeError as error:
             if isinstance(message, Submit):
@@ -209,7 +213,7 @@ class Machine:
             reply = Refused(rid=message.rid, error=ErrorInfo.of(error))
         self._effects.append(ToClient(event.client, reply))
 
-    def _get_stats(self, _event: FromClient, message: GetStats) -> Message:
+    def _get_stats(self, message: GetStats) -> Message:
         return statistics.stats(
             self.cache,
             self.requests,
@@ -221,7 +225,7 @@ class Machine:
             len(self.clients),
         )
 
-    def _get_health(self, _event: FromClient, message: GetHealth) -> Message:
+    def _get_health(self, message: GetHealth) -> Message:
         ready = bool(self.cache.groups) and not self.draining
         reason = "" if ready else self._why_not_ready()
         workers = tuple(worker.health(self._clock.now_us) for worker in self.workers.values())
@@ -248,7 +252,7 @@ class Machine:
         loading = ", ".join(f"{w.name} ({w.phase}, {w.progress:.0%})" for w in self.workers.values())
         return f"workers are loading: {loading}"
 
-    def _drain(self, _event: FromClient, message: Drain) -> Message:
+    def _drain(self, message: Drain) -> Message:
         if not 0 <= message.deadline_ms <= DRAIN_MS_MAX:
             raise InvalidRequest("deadline_ms", f"must be 0 (none) to {DRAIN_MS_MAX}, not {message.deadline_ms}")
         self._asked.begin_drain(self._clock.now_us + message.deadline_ms * 1000 if message.deadline_ms else 0)

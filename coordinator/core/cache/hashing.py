@@ -19,7 +19,6 @@ import numpy as np
 import numpy.typing as npt
 
 Hashes = npt.NDArray[np.uint64]
-MASK = (1 << 64) - 1
 
 
 class BlockHasher:

@@ -18,7 +18,7 @@ class BlockCommands:
     def __init__(self, cache: Cache) -> None:
         self._cache, self._clock = cache, cache.clock
 
-    def info(self, _event: FromClient, message: GetBlock) -> Message:
+    def info(self, message: GetBlock) -> Message:
         """A block, its state and its holders. Raises BlockNotFound."""
         cache, block = self._cache, message.block_id
         group = cache.group_of_block(block)
@@ -64,7 +64,7 @@ class BlockCommands:
         pins.add(group, block, message.generation, message.holder, tenant, event.client)
         return self._count(message.rid, message.block_id)
 
-    def unref(self, _event: FromClient, message: UnrefBlock) -> Message:
+    def unref(self, message: UnrefBlock) -> Message:
         """Takes a holder away. Raises BlockNotFound and what Pins.drop raises."""
         group = self._cache.group_of_block(message.block_id)
         self._cache.pins.drop(group, message.block_id, message.generation, message.holder)

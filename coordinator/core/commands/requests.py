@@ -199,14 +199,14 @@ class RequestCommands:
 
     # ------------------------------------------------------------------------------------------------------------ end
 
-    def cancel(self, _event: FromClient, message: Cancel) -> Message:
+    def cancel(self, message: Cancel) -> Message:
         """Ends a request; doing it twice is the same answer, not an error."""
         request = self._requests.find(message.request_id)
         if request.state != CANCELLED:
             self._endings.end(request, "cancel", "cancelled", None)
         return Done(rid=message.rid)
 
-    def finish_at(self, _event: FromClient, message: FinishAt) -> Message:
+    def finish_at(self, message: FinishAt) -> Message:
         """Ends a request after so many of its tokens."""
         request = self._requests.find(message.request_id)
         self._endings.finish_at(request, message.tokens, self._generated(request))
@@ -280,7 +280,7 @@ class RequestCommands:
             return int(request.tokens.size)
         return int(self._cache.sequences.length[request.slot] - self._admission.rows.base[request.slot])
 
-    def info(self, _event: FromClient, message: GetRequest) -> Message:
+    def info(self, message: GetRequest) -> Message:
         """What is known of a request."""
         request = self._requests.find(message.request_id)
         tokens = request.tokens
@@ -306,7 +306,7 @@ class RequestCommands:
             tokens=tokens if message.with_tokens else NO_INT32,
         )
 
-    def list(self, _event: FromClient, message: ListRequests) -> Message:
+    def list(self, message: ListRequests) -> Message:
         """The newest requests."""
         if not 1 <= message.count_max <= self._limits.list_max:
             raise InvalidRequest("count_max", f"must be 1 to {self._limits.list_max}")
@@ -316,7 +316,7 @@ class RequestCommands:
         rows = [_row(known[i], self._generated(known[i]), self._clock.now_us) for i in newest]
         return RequestList(rid=message.rid, requests=tuple(rows), total=len(known))
 
-    def purge(self, _event: FromClient, message: PurgeFinished) -> Message:
+    def purge(self, message: PurgeFinished) -> Message:
         """Forgets requests that ended some time ago."""
         if message.older_than_ms < 0:
             raise InvalidRequest("older_than_ms", "must be 0 or more")

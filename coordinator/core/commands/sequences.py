@@ -106,7 +106,7 @@ class SequenceCommands:
 
     # --------------------------------------------------------------------------------------------------- append, fork
 
-    def append(self, _event: FromClient, message: Append) -> Message:
+    def append(self, message: Append) -> Message:
         """Appends to all of the sequences or to none."""
         if message.tokens.size == message.counts.size == message.sequence_ids.size:
             reply = self._append_one(message) if message.tokens.size == 1 else self._append_again(message)
@@ -175,11 +175,11 @@ class SequenceCommands:
 
     # ----------------------------------------------------------------------------------------------------------- read
 
-    def info(self, _event: FromClient, message: GetSequence) -> Message:
+    def info(self, message: GetSequence) -> Message:
         """What is known of a sequence. Does not count as an access."""
         return self._info(self.find(message.sequence_id), message.rid)
 
-    def read(self, _event: FromClient, message: GetTokens) -> Message:
+    def read(self, message: GetTokens) -> Message:
         """Its tokens. Counts as an access."""
         slot = self.find(message.sequence_id)
         self._cache.sequences.touch(slot)
@@ -207,7 +207,7 @@ class SequenceCommands:
 
     # --------------------------------------------------------------------------------------------------------- remove
 
-    def remove(self, _event: FromClient, message: RemoveSequences) -> Message:
+    def remove(self, message: RemoveSequences) -> Message:
         """Removes all of them; what runs on one is cancelled first."""
         slots = self._find_all(message.sequence_ids)
         freed = sum(self._end(slot, "") for slot in slots.tolist())

@@ -14,7 +14,6 @@ from ..cache.pool import STATE_NAMES, short_of
 from ..cache.tenants import NO_CEILING
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
-from ..events import FromClient
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..scheduling.admission import Admission
 from ..sizes import HOLDERS_LISTED_MAX
@@ -39,7 +38,7 @@ class Explainer:
         self._clock, self._cache, self._requests, self._admission = cache.clock, cache, requests, admission
         self._sequences, self._blocks = sequences, blocks
 
-    def explain(self, _event: FromClient, message: Explain) -> Message:
+    def explain(self, message: Explain) -> Message:
         """Raises InvalidRequest unless exactly one subject is given, and NotFound where it does not exist."""
         given = [message.block_id >= 0, message.request_id >= 0, message.sequence_id >= 0, bool(message.tenant)]
         if sum(given) != 1:
