@@ -242,7 +242,7 @@ def test_plan_covers_every_key_once(rows: int, programs: int, window: int) -> No
         assert not array.reshape(len(items), -1)[count:].any()
         items = items[:count]
         assert (items["begin"] < items["end"]).all()
-        slots = items["first_slot"] + items["part"]
+        slots = items["first_partial"] + items["part"]
         assert len(set(slots)) == count
         assert slots.max(initial=0) < planner.items_max
         for row, length in enumerate(lengths):

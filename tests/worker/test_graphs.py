@@ -180,7 +180,7 @@ def test_rows_that_are_not_plain_are_sampled_behind_the_graph(kernels: bool, pai
     graphed, eager = pair
     if kernels and not graphed.pool.device.runs_kernels:
         pytest.importorskip("triton")  # its interpreter
-        graphed.runner._state.fused = True
+        graphed.runner._state.runs_kernels = True
     for slot, sampling in enumerate(SAMPLINGS):
         same(graphed.start([slot], sampling), eager.start([slot], sampling))
     mixed = [(slot, [-1] if slot else [7, 8], 1) for slot in range(len(SAMPLINGS))]  # not a decode step

@@ -27,8 +27,8 @@ from .plan_items import DECODE_PART, FIELDS, place
 
 _UNIT = tl.constexpr(HEAD_UNIT)
 _FIELDS = tl.constexpr(FIELDS)
-_ROW, _BEGIN, _END, _FIRST_SLOT, _PART, _PARTS = (
-    tl.constexpr(place(DECODE_PART, name)) for name in ("row", "begin", "end", "first_slot", "part", "parts")
+_ROW, _BEGIN, _END, _FIRST_PARTIAL, _PART, _PARTS = (
+    tl.constexpr(place(DECODE_PART, name)) for name in ("row", "begin", "end", "first_partial", "part", "parts")
 )
 
 
@@ -96,7 +96,7 @@ def _merge(
     partials,
     sizes,
     output,
-    first_slot,
+    first_partial,
     parts,
     first_head,
     heads_left,
@@ -122,7 +122,7 @@ def _merge(
     merged = tl.zeros([ROWS * FOURS, 4], tl.float32)
     for low in range(0, parts, PARTS):
         here = (low + i < parts)[None, :]
-        place = (first_slot + low + i)[None, :] * HEADS + head[:, None]
+        place = (first_partial + low + i)[None, :] * HEADS + head[:, None]
         numbers = (place.to(tl.int64) * HEAD_SIZE + d[:, None])[:, :, None] + four[None, None, :]
         # Other multiprocessors wrote them: past the first-level cache, which does not see that.
         size = tl.load(sizes + place, mask=here, other=float("-inf"), cache_modifier=".cg")
@@ -204,7 +204,7 @@ def decode_kernel(
     row = tl.load(item + _ROW).to(tl.int64)
     begin = tl.load(item + _BEGIN)
     end = tl.load(item + _END)
-    first_slot = tl.load(item + _FIRST_SLOT)
+    first_partial = tl.load(item + _FIRST_PARTIAL)
     part = tl.load(item + _PART)
     parts = tl.load(item + _PARTS)
     if CHAINED:
@@ -314,7 +314,7 @@ def decode_kernel(
         here = output_row + head[:, None] * HEAD_SIZE + e[None, :]
         tl.store(here, result.to(output.dtype.element_ty), mask=mask)
     else:
-        place = (first_slot + part) * HEADS + head
+        place = (first_partial + part) * HEADS + head
         tl.store(partials + place.to(tl.int64)[:, None] * HEAD_SIZE + e[None, :], result, mask=mask)
         tl.store(sizes + place, greatest + tl.log2(weight), mask=g < GROUP)
         if FLUSHED:
@@ -329,6 +329,6 @@ def decode_kernel(
             left = tl.minimum(GROUP - first_in_group, ROWS)
             for done in range(0, left, MERGE_ROWS):
                 _merge(
-                    partials, sizes, output_row, first_slot, parts, kv_head * GROUP + first_in_group + done,
+                    partials, sizes, output_row, first_partial, parts, kv_head * GROUP + first_in_group + done,
                     left - done, HEADS, HEAD_SIZE, HEAD_TILE, MERGE_ROWS, MERGE_PARTS,
                 )  # fmt: skip

@@ -71,9 +71,8 @@ class DecodePlanner:
         rows = np.argsort(-tiles, kind="stable")[: np.count_nonzero(tiles)]
         parts = self._parts(tiles[rows])
         item_rows = np.repeat(rows, parts)
-        slots = np.cumsum(parts) - parts
-        first_slots = np.repeat(slots, parts)
-        part = np.arange(len(item_rows)) - first_slots
+        first_partials = np.repeat(np.cumsum(parts) - parts, parts)
+        part = np.arange(len(item_rows)) - first_partials
         of_row = np.repeat(parts, parts)
         low = firsts[item_rows] + part * tiles[item_rows] // of_row
         high = firsts[item_rows] + (part + 1) * tiles[item_rows] // of_row
@@ -83,7 +82,7 @@ class DecodePlanner:
         items["row"] = item_rows
         items["begin"] = np.maximum(low * self.key_tile, begins[item_rows])
         items["end"] = np.minimum(high * self.key_tile, ends[item_rows])
-        items["first_slot"] = first_slots
+        items["first_partial"] = first_partials
         items["part"] = part
         items["parts"] = of_row
         used[:] = used[np.argsort(low - high, kind="stable")]

@@ -12,7 +12,7 @@ from worker.attention import KvLayer
 from worker.device.copies import copy_numbers
 from worker.device.targets import HEAD_CLASSES, Target
 from worker.kernels import HIDDEN_MAX
-from worker.sampling.choice import PIECE, choose_tokens, feed_tokens
+from worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
 from worker.sampling.sampler import COLUMNS
 
 from . import activation, norm, rotary
@@ -90,8 +90,8 @@ def scan_configurations(target: Target) -> list[Configuration]:
     return once(_choices(target, "scan", 0))
 
 
-def settle_configurations(target: Target) -> list[Configuration]:
-    return once(_choices(target, "settle", 1))
+def merge_configurations(target: Target) -> list[Configuration]:
+    return once(_choices(target, "merge", 1))
 
 
 def feed_configurations(target: Target) -> list[Configuration]:

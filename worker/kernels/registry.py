@@ -144,8 +144,8 @@ KERNELS = (
     _kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
     _kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),
     _kernel("worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers, "project"),
-    _kernel("worker.sampling.choice", "scan_kernel", SamplingState.sample, _sampling, "scan"),
-    _kernel("worker.sampling.choice", "settle_kernel", SamplingState.sample, _sampling, "settle"),
-    _kernel("worker.sampling.choice", "feed_kernel", SamplingState.feed, _sampling, "feed"),
+    _kernel("worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling, "scan"),
+    _kernel("worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling, "merge"),
+    _kernel("worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
     _kernel("worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )

@@ -4,12 +4,12 @@ source.py       what a path is
 configuration.py, gguf.py, rope.py   what its files say about the model
 build.py        transformers builds it and fills in the weights
 report.py       nothing of the files may be left over, nothing of the model left out
-sampling.py     how the model wants its tokens drawn
+sampling_defaults.py   how the model wants its tokens drawn
 fingerprint.py  what was loaded, as one number
 progress.py     what transformers draws on the terminal, as fractions
 model.py        the loaded model and its forward pass; fusion.py: the fused form of those whose layers are known
 probe.py        what each layer asks of attention; verification.py: does it compute what transformers' own does
-chosen.py       which kernels serve it, for people
+serving_kernels.py   which kernels serve it, for people
 load.py         all of it, in order
 
 Law: nothing is served that was not compared with something that does not share its faults. Outside, `load.load_model`
@@ -21,7 +21,7 @@ from .configuration import MODEL_DTYPES, model_dtype, read_config
 from .fingerprint import fingerprint
 from .progress import Progress, gguf_read_once
 from .rope import context_tokens
-from .sampling import model_sampling
+from .sampling_defaults import model_sampling
 from .source import LOAD_FORMATS, MODEL_CONFIGS, Source, find_source, known_configs
 
 __all__ = [

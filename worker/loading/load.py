@@ -25,7 +25,7 @@ from .model import ForwardContext, LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once
 from .rope import context_tokens
-from .sampling import model_sampling
+from .sampling_defaults import model_sampling
 from .source import find_source
 from .verification import verify
 
@@ -104,7 +104,7 @@ def load_model(
         vocab_size=info.vocab_size,
         module=module,
         context=context,
-        takes_logits_to_keep="logits_to_keep" in inspect.signature(module.forward).parameters,
+        accepts_logits_to_keep="logits_to_keep" in inspect.signature(module.forward).parameters,
         fused=fused,
     )
     with device.errors("comparing the model with transformers' own"):

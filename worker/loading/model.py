@@ -87,7 +87,7 @@ class LoadedModel:
     vocab_size: int
     module: Any
     context: ForwardContext
-    takes_logits_to_keep: bool
+    accepts_logits_to_keep: bool
     fused: FusedDecoder | None = None
 
     @torch.inference_mode()
@@ -140,7 +140,7 @@ class LoadedModel:
         pool: KvPool,
     ) -> torch.Tensor:
         self.context.batch, self.context.pool = batch, pool
-        keywords: dict[str, Any] = {"logits_to_keep": logit_tokens} if self.takes_logits_to_keep else {}
+        keywords: dict[str, Any] = {"logits_to_keep": logit_tokens} if self.accepts_logits_to_keep else {}
         try:
             output = self.module(
                 input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True, **keywords
@@ -148,7 +148,7 @@ class LoadedModel:
         finally:
             self.context.batch = self.context.pool = None
         logits: torch.Tensor = output.logits[0]
-        return (logits if self.takes_logits_to_keep else logits[logit_tokens]).float()
+        return (logits if self.accepts_logits_to_keep else logits[logit_tokens]).float()
 
 
 def use_attention(module: Any, name: str) -> None:

@@ -1,7 +1,7 @@
 """From logits to tokens: what each slot asked for, and how a token is chosen.
 
 sampler.py      the state of every slot, and sampling in plain torch
-choice.py       the same in two kernels for rows whose whole vocabulary stays in play, and feeding tokens back
+kernels.py      the same by kernels for rows whose whole vocabulary stays in play, and feeding tokens back
 draws.py        uniform numbers by (seed, position)
 filters.py      which tokens stay in play; penalties.py: what shifts logits
 selftest.py     the kernels against plain torch, at a worker's start

@@ -141,8 +141,8 @@ class SamplingState:
 
     def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
         self._device, self.vocab_size = device, vocab_size
-        self.fused = device.runs_kernels
-        self.overlap = self.fused and current_target(device).chained
+        self.runs_kernels = device.runs_kernels
+        self.overlap = self.runs_kernels and current_target(device).chained
         where = device.torch_device
         self.slots_max = slots_max
         self.values = torch.zeros((slots_max + 1, len(COLUMNS)), dtype=torch.float64, device=where)
@@ -195,7 +195,7 @@ class SamplingState:
         """Which of the slots `sample_plain` can do: those that are greedy, and with kernels also those that draw from
         the whole vocabulary, where no logit is shifted and no other token told. [n] bool."""
         special = self.counts.holds(slots) | self._bias.holds(slots) | (self._tops[slots] > 0)
-        if self.fused:
+        if self.runs_kernels:
             special |= self._min_p[slots] | self._nucleus[slots] | (self._top_k[slots] > 0)
         else:
             special |= self._random[slots]
@@ -231,8 +231,8 @@ class SamplingState:
 
         Where it has none, which a step that fails may leave behind: token 0. That row will fail with the step.
         """
-        if self.fused:
-            from .choice import feed_tokens  # imports triton
+        if self.runs_kernels:
+            from .kernels import feed_tokens  # imports triton
 
             return feed_tokens(packed, self.last_token)
         fed = packed.long()
@@ -249,8 +249,8 @@ class SamplingState:
         [n] int64 device, 0: the slot does not move. packed: gets the result, [3 * n] int32 device, as
         `SampledRows.packed`.
         """
-        if self.fused:
-            from .choice import choose_tokens
+        if self.runs_kernels:
+            from .kernels import choose_tokens
 
             state = (self.values, self.seed, self.generated, self.last_token)
             choose_tokens(logits, slots, wanted, *state, packed, self.overlap)

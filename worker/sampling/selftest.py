@@ -38,7 +38,7 @@ def copies_test(device: Device) -> None:
 
 
 def _choosing(device: Device, vocab_size: int) -> str:
-    from .choice import choose_tokens  # imports triton
+    from .kernels import choose_tokens  # imports triton
 
     rows = len(TEMPERATURES)
     slots = np.arange(rows)[::-1].copy()
@@ -67,7 +67,7 @@ def _choosing(device: Device, vocab_size: int) -> str:
 
 
 def _feeding(device: Device, vocab_size: int) -> str:
-    from .choice import feed_tokens
+    from .kernels import feed_tokens
 
     last = np.array([NO_TOKEN, 0, vocab_size - 1], np.int64)
     packed = np.array([[-1, -1, -1, 5, 0], [0, 1, 2, 0, 2], [7, 8, 9, 10, 11], [1, 0, 1, 0, 1]], np.int32)

@@ -17,9 +17,9 @@ from worker.attention.pool import KvPool
 from worker.config import WorkerConfig
 from worker.device.device import Device, open_device
 from worker.loading import Progress
-from worker.loading.chosen import chosen_kernels
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
+from worker.loading.serving_kernels import serving_kernels
 from worker.model_path import find_model
 
 from .memory import Accounts, DeviceBytes, make_runner, pool_blocks, weight_bytes
@@ -78,7 +78,7 @@ class Engine:
 
     def kernels(self) -> dict[str, str]:
         """Which kernels serve, by what they do: for people."""
-        return chosen_kernels(self.model)
+        return serving_kernels(self.model)
 
     def device_bytes(self) -> DeviceBytes:
         """What the device's memory is for, now."""

@@ -114,7 +114,7 @@ class DecodeGraphs:
         """Captures the graph of `size` rows, one of `sizes`. False where that fails."""
         return self._bucket(size) is not None
 
-    def takes(self, rows: Rows) -> bool:
+    def can_run(self, rows: Rows) -> bool:
         """Whether `launch` can run these rows. Captures what is missing."""
         if len(rows.tokens) != len(rows) or int(rows.starts.max()) >= self._width * self._pool.block_size:
             return False
@@ -124,7 +124,7 @@ class DecodeGraphs:
         return False
 
     def launch(self, rows: Rows) -> Launched:
-        """Queues a step that `takes` took. Errors: what torch raises."""
+        """Queues a step that `can_run` was asked about. Errors: what torch raises."""
         device, count = self._model.device, len(rows)
         bucket = self._buckets[self.size_for(count)]
         plain = (rows.samples == 1) & self._state.plain(rows.slots)
@@ -155,9 +155,6 @@ class DecodeGraphs:
         self._model.device.release_cached()
 
     # ------------------------------------------------------------------------------------------------------ capturing
-
-    def _size(self, rows: int) -> int:
-        return self._sizes[bisect_left(self._sizes, rows)]
 
     def _bucket(self, size: int) -> _Bucket | None:
         """The bucket, captured now if it was not. None where that fails: its size is then left out from now on."""

@@ -14,7 +14,7 @@ from .pending import PendingStep
 class Meter:
     """Sums since the last `reset`. Times of the host in nanoseconds, of the device in milliseconds.
 
-    read: reading block tables. launch: from the arrays to the queue. wait: for the device. settle: from what came back
+    read: reading block tables. launch: from the arrays to the queue. wait: for the device. gather: from what came back
     to the outcome. send: encoding and sending. busy: of decode graphs from their first kernel to their last;
     busy_of_rows: by the number of rows, how many and their sum. idle: between two decode graphs of which the second was
     queued before the first had ended; `pairs` of them. last_ns: when a step was launched last, on the monotonic clock.
@@ -25,7 +25,7 @@ class Meter:
     rows: int = 0
     launch_ns: int = 0
     wait_ns: int = 0
-    settle_ns: int = 0
+    gather_ns: int = 0
     read_ns: int = 0
     send_ns: int = 0
     graphs: int = 0
@@ -43,10 +43,10 @@ class Meter:
         self.rows += rows
         self.launch_ns += took_ns
 
-    def finished(self, pending: PendingStep, wait_ns: int, settle_ns: int) -> None:
+    def finished(self, pending: PendingStep, wait_ns: int, gather_ns: int) -> None:
         """A step has ended; its marks are passed."""
         self.wait_ns += wait_ns
-        self.settle_ns += settle_ns
+        self.gather_ns += gather_ns
         last, self._last_end = self._last_end, None
         if pending.busy is None or pending.errors:
             return
@@ -76,7 +76,7 @@ class Meter:
 
         host = " ".join(
             f"{name} {each(getattr(self, f'{name}_ns'), self.steps):.0f}"
-            for name in ("read", "launch", "wait", "settle", "send")
+            for name in ("read", "launch", "wait", "gather", "send")
         )
         often = max(self.busy_of_rows, key=lambda rows: self.busy_of_rows[rows][0], default=0)
         times, sum_ms = self.busy_of_rows.get(often, (0, 0.0))

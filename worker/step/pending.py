@@ -71,7 +71,7 @@ class PendingStep:
     errors: dict[int, KvforgeError]
     parts: list[Part]
     started_ns: int
-    settle: Callable[[PendingStep], StepOutcome]
+    finisher: Callable[[PendingStep], StepOutcome]
     end: Mark | None = None
     busy: tuple[Mark, Mark] | None = None
     queued_behind: bool = False
@@ -86,7 +86,7 @@ class PendingStep:
 
     def finish(self) -> StepOutcome:
         """Waits for the step's end. Never raises for what the step holds or what the device does."""
-        return self.settle(self)
+        return self.finisher(self)
 
 
 def joined(parts: list[tuple[Int32Array, HostRows]], pending: PendingStep, duration_us: int) -> StepOutcome:

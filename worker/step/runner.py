@@ -83,7 +83,7 @@ class Runner:
         self._refused: dict[int, KvforgeError] = {}  # slots whose start was wrong, until a right one comes
         self._under_way: deque[PendingStep] = deque()
         self._launched = 0
-        self._settled_ns = 0
+        self._finished_ns = 0
         self.graphs: DecodeGraphs | None = None
         if graph_rows_max:
             rows = min(graph_rows_max, step_rows_max)
@@ -115,7 +115,7 @@ class Runner:
             errors={},
             parts=[],
             started_ns=started_ns,
-            settle=self._settle,
+            finisher=self._finish,
             queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
         fault = malformed(step, tables, self.limits)
@@ -209,7 +209,7 @@ class Runner:
 
     def _queue(self, rows: Rows, pending: PendingStep) -> None:
         """Queues the rows, from a graph where they are decodes that one takes."""
-        if self.graphs is None or not self.graphs.takes(rows):
+        if self.graphs is None or not self.graphs.can_run(rows):
             self._queue_pass(rows, pending)
             return
         try:
@@ -267,7 +267,7 @@ class Runner:
     def _sample(self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep) -> None:
         """Queues the choice of tokens for all rows; if that fails, one by one. logits: [n, vocab]; slots: [n] host."""
         device, state = self.model.device, self._state
-        plain = state.plain(slots) & state.fused
+        plain = state.plain(slots) & state.runs_kernels
         if plain.any() and not plain.all():
             for part in (np.flatnonzero(plain), np.flatnonzero(~plain)):
                 self._sample(logits[device.upload(part)], slots[part], pending)
@@ -296,7 +296,7 @@ class Runner:
 
     # -------------------------------------------------------------------------------------------------------- finishing
 
-    def _settle(self, pending: PendingStep) -> StepOutcome:
+    def _finish(self, pending: PendingStep) -> StepOutcome:
         assert self._under_way[0] is pending, "steps are finished in the order of their launch"
         waiting_ns = time.monotonic_ns()
         try:
@@ -320,7 +320,7 @@ class Runner:
         self._under_way.popleft()
         if pending.errors:
             self._spoil(pending)
-        before_ns, self._settled_ns = self._settled_ns, arrived_ns
+        before_ns, self._finished_ns = self._finished_ns, arrived_ns
         outcome = joined(parts, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
         self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
         return outcome

@@ -16,8 +16,8 @@ from worker.attention.prefill_plan import gluon_problem, hopper_problem, prefill
 from worker.attention.triton_attention import TritonAttention
 from worker.device.device import Device
 from worker.device.targets import TARGETS
-from worker.loading.chosen import chosen_kernels
 from worker.loading.model import LoadedModel
+from worker.loading.serving_kernels import serving_kernels
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
 HOPPER = TARGETS["sm_90"]
@@ -71,11 +71,11 @@ def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.M
 def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     plain = f"plain torch: {model.device.name} runs no kernels"
-    assert chosen_kernels(model) == dict.fromkeys(("decode", "prefill", "layers", "sampling"), plain)
+    assert serving_kernels(model) == dict.fromkeys(("decode", "prefill", "layers", "sampling"), plain)
     without = replace(model, device=replace(model.device, kernels=False), fused=None)
-    told = chosen_kernels(without)
+    told = serving_kernels(without)
     assert told["decode"] == told["sampling"] == "plain torch: kernels = 'reference'"
     assert told["layers"] == "transformers' own: LlamaForCausalLM is run one operation at a time"
     monkeypatch.setattr(Device, "runs_kernels", True)
-    told = chosen_kernels(model)
+    told = serving_kernels(model)
     assert (told["prefill"], told["sampling"]) == ("plain torch: attention = 'reference'", "Triton")

@@ -20,10 +20,10 @@ from worker.device.targets import TARGETS
 from worker.kernels import aot_attention as aot
 from worker.kernels.registry import KERNELS
 from worker.kernels.specialise import recorded
-from worker.sampling import choice
+from worker.sampling import kernels
 
 ROWS = 7
-SMALL = [kernel for kernel in KERNELS if kernel.module in ("worker.sampling.choice", "worker.device.copies")]
+SMALL = [kernel for kernel in KERNELS if kernel.module in ("worker.sampling.kernels", "worker.device.copies")]
 
 
 @pytest.fixture(params=["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
@@ -52,7 +52,7 @@ def states(device: Device, vocab: int, temperatures: list[float]) -> tuple[Sampl
 def fused(state: SamplingState, logits: torch.Tensor, slots: list[int], wanted: list[int]) -> HostRows:
     where = logits.device
     packed = torch.full((3 * len(slots),), -1, dtype=torch.int32, device=where)
-    choice.choose_tokens(
+    kernels.choose_tokens(
         logits,
         torch.tensor(slots, device=where),
         torch.tensor(wanted, device=where),
@@ -117,7 +117,7 @@ def test_feeding(rows: int, device: Device) -> None:
     packed = rng.integers(-1, 300, (4, rows)).astype(np.int32)
     packed[1] = rng.integers(0, 300, rows)
     packed[0, ::2] = -1
-    fed = choice.feed_tokens(torch.from_numpy(packed).to(device.torch_device), last).cpu().numpy()
+    fed = kernels.feed_tokens(torch.from_numpy(packed).to(device.torch_device), last).cpu().numpy()
     expected = packed.astype(np.int64)
     expected[0] = np.where(packed[0] < 0, np.maximum(last.cpu().numpy()[packed[1]], 0), packed[0])
     assert fed.dtype == np.int64
@@ -136,8 +136,8 @@ def test_launches_of_any_size_are_among_those_that_are_compiled() -> None:
                 slots, values = torch.empty(rows + 1, dtype=torch.int64), torch.empty((rows, 7), dtype=torch.float64)
                 packed, state = torch.empty(3 * rows, dtype=torch.int32), torch.empty(rows, dtype=torch.int64)
                 moved = (values, state, state, state, packed)
-                choice.choose_tokens(torch.empty((rows, vocab)), slots[1:], slots[1:], *moved, target.chained)
-                choice.feed_tokens(torch.empty((4, rows), dtype=torch.int32), state)
+                kernels.choose_tokens(torch.empty((rows, vocab)), slots[1:], slots[1:], *moved, target.chained)
+                kernels.feed_tokens(torch.empty((4, rows), dtype=torch.int32), state)
                 copies.copy_numbers(packed, packed)
         compiled = {each.kind() for kernel in SMALL for each in kernel.configurations(target)}
         assert not [str(each) for each in made if aot.Configuration("", each, False).kind() not in compiled]

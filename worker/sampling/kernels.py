@@ -3,7 +3,7 @@ feeding back what was chosen.
 
 The logits are read once. `scan_kernel` takes a piece of a row's vocabulary: the best token of it, and the sum for the
 normaliser (rescaled as the maximum grows: Milakov and Gimelshein, "Online normalizer calculation for softmax",
-arXiv 1805.02867). `settle_kernel` merges the pieces of a row and moves its slot on. What is drawn is what
+arXiv 1805.02867). `merge_kernel` merges the pieces of a row and moves its slot on. What is drawn is what
 `sampler.SamplingState` draws in plain torch, from the same bits (see `draws`); pieces are cut by the vocabulary alone,
 so no result depends on the batch.
 """
@@ -165,7 +165,7 @@ def scan_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit(do_not_specialize=["pieces"], do_not_specialize_on_alignment=["slots", "wanted", "packed"])
-def settle_kernel(  # type: ignore[no-untyped-def]
+def merge_kernel(  # type: ignore[no-untyped-def]
     logits,
     slots,
     wanted,
@@ -233,8 +233,8 @@ def scan_constants() -> dict[str, Any]:
     return {"PIECE": PIECE, "DRAW_TILE": DRAW_TILE}
 
 
-def settle_constants(vocab: int) -> dict[str, Any]:
-    """Of `settle_kernel`."""
+def merge_constants(vocab: int) -> dict[str, Any]:
+    """Of `merge_kernel`."""
     return {"PIECES": triton.next_power_of_2(pieces_of(vocab))}
 
 
@@ -277,7 +277,7 @@ def choose_tokens(
         num_warps=WARPS,
         **launch_options(overlap),
     )
-    settle_kernel[(rows,)](
+    merge_kernel[(rows,)](
         logits,
         slots,
         wanted,
@@ -290,7 +290,7 @@ def choose_tokens(
         vocab,
         logits.stride(0),
         pieces,
-        **settle_constants(vocab),
+        **merge_constants(vocab),
         num_warps=1,
         **launch_options(overlap),
     )

@@ -11,7 +11,7 @@ from .probe import bound_options
 LENGTH_MAX = 500  # a coordinator takes 1000
 
 
-def chosen_kernels(model: LoadedModel) -> dict[str, str]:
+def serving_kernels(model: LoadedModel) -> dict[str, str]:
     """For decode, prefill, layers and sampling: a few words each. Where layers differ, all that there are."""
     decodes: dict[str, None] = {}
     prefills: dict[str, None] = {}
