@@ -136,7 +136,8 @@ class Runner:
 
     def _carry_out(self, step: Step, tables: npt.NDArray[np.int32], pending: PendingStep) -> None:
         rows = Rows(step.slots, step.starts, step.counts, step.samples, step.tokens, tables)
-        self._begin(step.begins, split_history(step), pending.errors)
+        if step.begins:
+            self._begin(step.begins, split_history(step), pending.errors)
         rows = self._checked(rows, step.copies.reshape(-1, 3), pending.errors)
         if not len(rows):
             return
