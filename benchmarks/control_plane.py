@@ -28,7 +28,7 @@ import zmq
 from coordinator.core.events import Boot, FromClient, FromWorker, ToWorker, Turn
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
-from coordinator.garbage import TURNS_MIN, Pauses
+from coordinator.garbage import TURNS_MIN, GarbageCollector
 from coordinator.peers import Peers
 from coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
@@ -227,7 +227,7 @@ def whole(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> tuple[list
                 shell.turn()
             taken: list[float] = []
             warming = WARM_STEPS
-            pauses = Pauses(perf_counter_ns)
+            pauses = GarbageCollector(perf_counter_ns)
             pauses.start()
             while len(taken) < steps:
                 step = decoder.decode(shell.worker.recv_multipart())

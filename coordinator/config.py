@@ -15,6 +15,7 @@ from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir
 from .connection import Room
 from .core.limits import Limits, Quota
 from .peers import PeerLimits
+from .turn import TurnLimits
 
 # Sections, names and least values of durations. A microsecond is the least that the core can count.
 SECONDS = (
@@ -30,19 +31,16 @@ BUFFER_BYTES_MIN = 1 << 20
 CORE = Limits()  # what the core has a limit for has its default there
 
 
-class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[limits]: counts unless the name says otherwise.
+class LimitsSection(TurnLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[limits]: counts unless the name says otherwise. Those of one turn are `TurnLimits`.
 
     samples_max: answers to one prompt. bulk_max: sequences named in one command; list_max: requests in one list;
-    stop_tokens_max: of one request; holders_per_block_max: names on one block. client_backlog_max: replies that wait
-    for one client.
+    stop_tokens_max: of one request; holders_per_block_max: names on one block.
     finished_bytes_max: what the answers of ended requests may take; then the oldest are forgotten.
-    clients_max: connections that have said hello; strangers_max: those that have not yet, of clients and of workers.
+    strangers_max: connections that have not said hello yet, of clients and of workers.
     client_buffer_messages, client_buffer_bytes: so much may wait for a client that does not read; then its streams
     pause, and what it asks for is not looked at until it has read half of that. partial_bytes_max: held for messages of
     clients, or of workers, that have begun and not ended.
-    messages_per_turn_max, client_bytes_per_turn_max, client_ms_per_turn_max: so much of what clients send is looked at,
-    connection by connection in turn, before workers are looked at again.
     silence_s: a client or worker from which nothing comes for so long, heartbeats neither, is taken for gone; the
     process of a worker is killed then, for its successor.
     """
@@ -50,17 +48,12 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     sequences_max: int = CORE.sequences_max
     blocks_max: int = CORE.blocks_max
     blocks_per_sequence_max: int = CORE.blocks_per_sequence_max
-    pools_max: int = CORE.pools_max
     tenants_max: int = CORE.tenants_max
     queue_max: int = CORE.queue_max
     finished_max: int = CORE.finished_max
     finished_ttl_s: float = CORE.finished_ttl_us / 1e6
     finished_bytes_max: int = CORE.finished_bytes_max
-    clients_max: int = 256
     strangers_max: int = 64
-    messages_per_turn_max: int = 1024
-    client_bytes_per_turn_max: int = 8 << 20
-    client_ms_per_turn_max: float = 2.0
     client_buffer_messages: int = 1024
     client_buffer_bytes: int = 16 << 20
     partial_bytes_max: int = 256 << 20
@@ -69,7 +62,6 @@ class LimitsSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     list_max: int = CORE.list_max
     stop_tokens_max: int = CORE.stop_tokens_max
     holders_per_block_max: int = CORE.holders_per_block_max
-    client_backlog_max: int = 1024
     deadline_max_s: float = CORE.deadline_max_us / 1e6
     lease_s: float = CORE.lease_us / 1e6
     silence_s: float = HEARTBEAT_TIMEOUT_MS / 1000

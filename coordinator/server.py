@@ -45,7 +45,7 @@ from .ids import first_id
 from .peers import WORKER, Peers
 from .replacing import Replacer
 from .resources import check_descriptors, return_large_blocks
-from .turn import TurnLimits, TurnLoop
+from .turn import TurnLoop
 
 LOCK_FILE = "coordinator.lock"
 GENERATION_BITS = 30  # of 31: the rest is for counting on
@@ -123,16 +123,8 @@ class Server:
         self._epoll = select.epoll()
         self._epoll.register(self._read_wakeup, select.EPOLLIN)
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
-        bounds = TurnLimits(
-            messages_per_turn_max=config.limits.messages_per_turn_max,
-            client_bytes_per_turn_max=config.limits.client_bytes_per_turn_max,
-            client_ms_per_turn_max=config.limits.client_ms_per_turn_max,
-            clients_max=config.limits.clients_max,
-            workers_max=config.limits.pools_max,
-            client_backlog_max=config.limits.client_backlog_max,
-        )
         entropy, sides = partial(secrets.randbits, 64), (self.clients, self.workers)
-        self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, bounds, self._replacer)
+        self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, config.limits, self._replacer)
 
     def _make_tables(self, geometry: Geometry) -> TablesWriter:
         """The shared tables, with room for all of them. Raises InvalidConfiguration, OSError."""

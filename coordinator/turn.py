@@ -87,14 +87,15 @@ class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of one turn, and of the connections it admits.
 
     messages_per_turn_max: of each side. client_bytes_per_turn_max, client_ms_per_turn_max: then no more is taken from
-    clients in this turn; one message is always taken. client_backlog_max: replies that wait for one client.
+    clients in this turn; one message is always taken. clients_max, pools_max: connections of clients and of workers
+    that have said hello. client_backlog_max: replies that wait for one client.
     """
 
     messages_per_turn_max: int = 1024
     client_bytes_per_turn_max: int = 8 << 20
     client_ms_per_turn_max: float = 2.0
     clients_max: int = 256
-    workers_max: int = 64
+    pools_max: int = 64
     client_backlog_max: int = 1024
 
 
@@ -337,7 +338,7 @@ class TurnLoop:
     def _greet_worker(self, identity: bytes, descriptor: int, message: WorkerHello) -> None:
         version = negotiate(message.version_min, message.version_max)
         self._note_ends(turn_over=False)  # a successor of the same name may be faster than its end
-        if len(self.workers) >= self._limits.workers_max:
+        if len(self.workers) >= self._limits.pools_max:
             raise CapacityExceeded("workers", 1, 0, "raise limits.pools_max")
         number = self.workers.admit(identity, descriptor)
         if number is None:

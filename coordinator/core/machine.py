@@ -217,8 +217,7 @@ class Machine:
         return statistics.stats(
             self.cache,
             self.requests,
-            self.admission.waiting,
-            self.admission.running_total,
+            self.admission,
             message.rid,
             self.boot,
             self._clock.now_us - self.start_us,

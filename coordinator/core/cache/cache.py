@@ -18,12 +18,12 @@ from ..clock import Clock
 from ..limits import Limits
 from ..waits import Waits, eviction_of
 from .eviction import Eviction
-from .groups import Group, new_group
+from .groups import Group
 from .hashing import BlockHasher, Hashes
 from .pins import Pins
 from .placement import Placement
-from .pool import NO_SPARE, BlockIds, Blocks, Spare
-from .prefix import PrefixStore, root_key
+from .pool import NO_SPARE, BlockIds, Blocks, Pool, Spare
+from .prefix import PrefixIndex, PrefixStore, root_key
 from .sequences import NO_POOL, Sequences, Slots
 from .tenants import Tenants
 
@@ -77,10 +77,9 @@ class Cache:
         if base + blocks > self.limits.blocks_max:
             raise CapacityExceeded("blocks_max", base + blocks, self.limits.blocks_max, "raise limits.blocks_max")
         self._epochs += 1
-        stores = (self.clock, self.blocks, self.store, self._hasher, self.tenants, self.waits)
-        group = new_group(
-            number, worker, name, self._epochs, base, blocks, stores, model, bytes_per_block, kv_dtype, device
-        )
+        pool = Pool(self.clock, self.blocks, self.tenants, self.waits, self._epochs, base, blocks)
+        index = PrefixIndex(self.store, self.blocks, pool, self._hasher)
+        group = Group(number, worker, name, self._epochs, pool, index, model, bytes_per_block, kv_dtype, device)
         self.groups[number] = group
         self.waits.wake_all()
         self.largest_pool = max(self.largest_pool, blocks)

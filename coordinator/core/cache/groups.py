@@ -10,13 +10,9 @@ import numpy.typing as npt
 
 from kvforge.protocol.messages import Int32Array, ModelInfo
 
-from ..clock import Clock
-from ..waits import Waits
-from .hashing import BlockHasher
-from .pool import BlockIds, Blocks, Pool
-from .prefix import PrefixIndex, PrefixStore
+from .pool import BlockIds, Pool
+from .prefix import PrefixIndex
 from .sequences import Slots
-from .tenants import Tenants
 
 
 class SentStep(msgspec.Struct, frozen=True, eq=False):
@@ -153,23 +149,3 @@ class Group:
             assert state[target] > 0, "a copy is owed to a block nobody holds"
         ids = [step.step_id for step in self.sent]
         assert ids == list(range(self.last_step - len(ids) + 1, self.last_step + 1)), "steps under way"
-
-
-def new_group(
-    number: int,
-    worker: int,
-    name: str,
-    epoch: int,
-    base: int,
-    count: int,
-    stores: tuple[Clock, Blocks, PrefixStore, BlockHasher, Tenants, Waits],
-    model: ModelInfo,
-    bytes_per_block: int,
-    kv_dtype: str,
-    device: str,
-) -> Group:
-    """A group with an empty pool of `count` blocks from global id `base` on."""
-    clock, blocks, store, hasher, tenants, waits = stores
-    pool = Pool(clock, blocks, tenants, waits, epoch, base, count)
-    index = PrefixIndex(store, blocks, pool, hasher)
-    return Group(number, worker, name, epoch, pool, index, model, bytes_per_block, kv_dtype, device)

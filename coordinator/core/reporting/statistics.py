@@ -11,6 +11,7 @@ from ..cache.groups import Group
 from ..cache.pool import REFERENCED
 from ..cache.tenants import NO_CEILING
 from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, RequestTable
+from ..scheduling.admission import Admission
 from ..scheduling.queue import WaitingQueue
 
 
@@ -126,14 +127,7 @@ def tenant_stats(cache: Cache, waiting: WaitingQueue) -> tuple[TenantStats, ...]
 
 
 def stats(
-    cache: Cache,
-    requests: RequestTable,
-    waiting: WaitingQueue,
-    running: int,
-    rid: int,
-    boot: str,
-    uptime_us: int,
-    clients: int,
+    cache: Cache, requests: RequestTable, admission: Admission, rid: int, boot: str, uptime_us: int, clients: int
 ) -> Stats:
     """The whole snapshot."""
     return Stats(
@@ -142,9 +136,9 @@ def stats(
         uptime_us=uptime_us,
         clients=clients,
         sequences=len(cache.sequences),
-        requests=request_stats(requests, running),
+        requests=request_stats(requests, admission.running_total),
         pools=tuple(pool_stats(cache, cache.groups[number]) for number in sorted(cache.groups)),
-        tenants=tenant_stats(cache, waiting),
+        tenants=tenant_stats(cache, admission.waiting),
     )
 
 
