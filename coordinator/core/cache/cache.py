@@ -262,16 +262,13 @@ class Cache:
         if (after > s.context_tokens_max).any():
             raise CapacityExceeded("context", int(after.max()), s.context_tokens_max, "start a new sequence")
         self.reserve(slots, s.length[slots], after, after)
-        if (counts == 1).all():
-            s.tokens[slots, s.length[slots]] = tokens
-        else:
-            start = 0
-            for slot, length, count in zip(slots.tolist(), s.length[slots].tolist(), counts.tolist(), strict=True):
-                s.tokens[slot, length : length + count] = tokens[start : start + count]
-                start += count
-        s.length[slots] = after
-        s.touch(slots)
-        s.changed_rows.append(slots)
+        start = 0
+        several = zip(slots.tolist(), s.length[slots].tolist(), counts.tolist(), strict=True)
+        for slot, length, count in several if tokens.size > slots.size else ():
+            s.tokens[slot, length : length + count - 1] = tokens[start : start + count - 1]
+            start += count
+        s.append(slots, after - 1, tokens[np.cumsum(counts) - 1])
+        s.accesses[slots] += 1
 
     def append_each(self, slots: Slots, tokens: Tokens) -> Slots | None:
         """`append` of one token each where every sequence has a block that it may write: the lengths after it, [n].
@@ -286,12 +283,9 @@ class Cache:
         ids = s.table[slots, column]
         if np.maximum.reduce(blocks.refcount.take(ids)) > 1 or blocks.indexed.take(ids).any():
             return None
-        after = length + 1
-        s.tokens[slots, length] = tokens
-        s.length[slots] = after
-        s.touch(slots)
-        s.changed_lengths.append(slots)
-        return after
+        s.append(slots, length, tokens)
+        s.accesses[slots] += 1
+        return length + 1
 
     def append_one(self, slot: int, token: int) -> bool:
         """Appends a token where that needs no block and no copy. False where it does: then nothing has changed."""

@@ -143,6 +143,14 @@ class Sequences:
             else:
                 self._quarantine.append(entry)
 
+    def append(self, slots: Slots, at: Slots, tokens: npt.NDArray[np.int32]) -> None:
+        """One token more for each of `slots`, [n] distinct, `at` their lengths: this is how every token comes in, but
+        for several at once. There is a block that they may be written to."""
+        self.tokens[slots, at] = tokens
+        self.length[slots] = at + 1
+        self.accessed_us[slots] = self._clock.now_us
+        self.changed_lengths.append(slots)
+
     def touch(self, slots: Slots | int) -> None:
         """Counts an access."""
         self.accessed_us[slots] = self._clock.now_us

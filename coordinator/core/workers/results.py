@@ -138,12 +138,9 @@ class StepResults:
             return
         s, running = self._cache.sequences, self._admission.rows
         at = s.length[rows]
-        s.tokens[rows, at] = tokens
+        s.append(rows, at, tokens)
         s.logprobs[rows, at] = logprobs
-        s.length[rows] = at + 1
         s.pending[rows] -= 1
-        s.accessed_us[rows] = self._clock.now_us
-        s.changed_lengths.append(rows)
         offsets = at - running.base[rows]
         first = offsets == 0
         for slot in rows[first].tolist() if some(first) else ():
