@@ -31,7 +31,8 @@ from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decod
 from worker.attention.decode_plan import DecodePlanner
 from worker.attention.quantised import dequantise, is_quantised
 from worker.device.device import Device, open_device
-from worker.device.targets import Target, current_target
+from worker.device.target import Target
+from worker.device.targets import current_target
 
 from .gpu_attention import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, SCALING, flashinfer_version, stored
 from .gpu_roof import read_bandwidth

@@ -32,7 +32,8 @@ from worker.attention.prefill_copy import plan_copies, workspace_for
 from worker.attention.prefill_plan import plan_prefill, prefill_shape
 from worker.attention.quantised import dequantise, is_quantised
 from worker.device.device import Device, open_device
-from worker.device.targets import Target, current_target
+from worker.device.target import Target
+from worker.device.targets import current_target
 
 from .gpu_attention import BLOCK_SIZE, HEAD_SIZE, HEADS, KV_HEADS, SCALING, flashinfer_version, stored
 from .gpu_timing import Call, captured_in_turn, medians_us

@@ -34,9 +34,10 @@ import triton
 import triton.language as tl
 from triton.experimental.gluon._runtime import GluonJITFunction
 
-from worker.device.targets import TARGETS, Target
-from worker.kernels import aot_attention as aot
-from worker.kernels.aot_attention import Compiled, Configuration, compile_one
+from worker.device.target import Target
+from worker.device.targets import TARGETS
+from worker.kernels import aot
+from worker.kernels.aot import Compiled, Configuration, compile_one
 from worker.kernels.registry import KERNELS
 
 FOLDER = Path(__file__).parents[1] / "data" / "compiled"

@@ -25,9 +25,11 @@ from worker.attention import AttentionOptions, KvLayer, decode, prefill, prefill
 from worker.attention.plan_items import FIELDS
 from worker.attention.quantised import is_quantised
 from worker.device.device import Device
-from worker.device.targets import HEAD_CLASSES, TARGETS, Target, TileKey, current_target
-from worker.kernels import aot_attention as aot
-from worker.kernels.aot_attention import DTYPES, Compiled, Configuration
+from worker.device.target import HEAD_CLASSES, Target, TileKey
+from worker.device.targets import TARGETS, current_target
+from worker.kernels import aot
+from worker.kernels.aot import Compiled, Configuration
+from worker.kernels.aot_attention import DTYPES
 from worker.kernels.registry import KERNELS
 from worker.kernels.specialise import recorded
 

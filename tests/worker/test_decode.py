@@ -16,7 +16,8 @@ from worker.attention.decode_plan import DecodePlanner
 from worker.attention.plan_items import DECODE_PART, named
 from worker.attention.quantised import dequantise, is_quantised, quantise
 from worker.device.device import Device, open_device
-from worker.device.targets import Target, current_target
+from worker.device.target import Target
+from worker.device.targets import current_target
 
 # Against dense attention over what is stored: what quantising itself costs is the business of its own tests.
 TOLERANCE = {torch.float32: 1e-5, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}

@@ -13,7 +13,7 @@ from worker.attention import KvLayer
 from worker.device.device import Device
 from worker.device.targets import TARGETS
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
-from worker.kernels.aot_attention import Configuration
+from worker.kernels.aot import Configuration
 from worker.kernels.fused import FusedOperations
 from worker.kernels.registry import KERNELS
 from worker.kernels.specialise import recorded

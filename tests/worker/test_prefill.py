@@ -25,7 +25,8 @@ from worker.attention.prefill_copy import PAGE, PAGES_MAX, copy_groups, copy_row
 from worker.attention.prefill_plan import packed_heads, plan_prefill, prefill_shape
 from worker.attention.quantised import dequantise, is_quantised, quantise
 from worker.device.device import open_device
-from worker.device.targets import TARGETS, Target, current_target
+from worker.device.target import Target
+from worker.device.targets import TARGETS, current_target
 
 F32, F16, BF16, I8, FP8 = torch.float32, torch.float16, torch.bfloat16, torch.int8, torch.float8_e4m3fn
 # Largest error of a number, and of all of them by the Euclidean norm, relative. Numbers of the output are below 5.

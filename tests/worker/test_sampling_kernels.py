@@ -17,7 +17,7 @@ pytest.importorskip("triton")
 
 from worker.device import copies
 from worker.device.targets import TARGETS
-from worker.kernels import aot_attention as aot
+from worker.kernels import aot
 from worker.kernels.registry import KERNELS
 from worker.kernels.specialise import recorded
 from worker.sampling import kernels

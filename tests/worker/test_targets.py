@@ -18,7 +18,8 @@ from worker.attention import AttentionOptions, triton_attention
 from worker.attention.selftest import AttentionShape, self_test
 from worker.attention.triton_attention import TritonAttention
 from worker.device.device import Device, open_device
-from worker.device.targets import TARGETS, Target, check_dtypes, current_target
+from worker.device.target import Target
+from worker.device.targets import TARGETS, check_dtypes, current_target
 from worker.loading import load
 
 KIB = 1024

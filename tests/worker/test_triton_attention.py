@@ -21,7 +21,8 @@ from worker.attention.prefill_plan import plan_prefill, prefill_shape
 from worker.attention.reference import rotate
 from worker.attention.triton_attention import TritonAttention, is_interpreted
 from worker.device.device import open_device
-from worker.device.targets import TARGETS, Target
+from worker.device.target import Target
+from worker.device.targets import TARGETS
 
 DEVICE = open_device("auto")
 pytestmark = [

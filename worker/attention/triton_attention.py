@@ -20,7 +20,8 @@ import torch
 from triton import knobs
 
 from worker.device.device import Device
-from worker.device.targets import HEAD_CLASSES, HEAD_UNIT, Target, current_target
+from worker.device.target import HEAD_CLASSES, HEAD_UNIT, Target
+from worker.device.targets import current_target
 
 from .batch import Int32Array, IntArray, PagedBatch
 from .decode import DecodeWorkspace, decode_planner, paged_decode

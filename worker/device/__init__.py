@@ -3,7 +3,7 @@
 device.py       Device: memory, what runs there, typed errors
 queue.py        points in the device's queue, the way in and the way out
 capture.py      graphs: work that is queued again in one call
-targets.py      what each architecture is like, and the tile sizes chosen for it
+target.py       what an architecture is to a kernel; targets.py: the table of them, with the tile sizes chosen for each
 check.py        how a kernel is judged at a worker's start
 overlap.py      kernels that start before the one before them has ended; copies.py: small copies, as a kernel
 

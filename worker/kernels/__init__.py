@@ -4,7 +4,8 @@
 rotary.py, activation.py, linear.py, project.py); decoder.py is a whole model of them.
 
 registry.py     every Triton kernel of the worker, those of attention, sampling and copies too
-aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch compiles; compile.py: all
+aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch asks to be compiled
+aot.py          compiling for a GPU that is not here; compile.py: all of them, as a command
 selftest.py     the kernels of this room against plain torch, at a worker's start
 
 Law: no kernel is launched that the registry does not declare with its configurations, its plain-torch reference and its

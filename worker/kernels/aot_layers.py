@@ -10,13 +10,13 @@ import torch
 
 from worker.attention import KvLayer
 from worker.device.copies import copy_numbers
-from worker.device.targets import HEAD_CLASSES, Target
+from worker.device.target import HEAD_CLASSES, Target
 from worker.kernels import HIDDEN_MAX
 from worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
 from worker.sampling.sampler import COLUMNS
 
 from . import activation, norm, rotary
-from .aot_attention import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, once
+from .aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, numbers, once
 from .linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
 from .project import HEAD_SIZES, project
 from .specialise import recorded
@@ -95,13 +95,13 @@ def merge_configurations(target: Target) -> list[Configuration]:
 
 
 def feed_configurations(target: Target) -> list[Configuration]:
-    packed, last_token = _numbers(4, 1, dtype=torch.int32), _numbers(1, dtype=torch.int64)
+    packed, last_token = numbers(4, 1, dtype=torch.int32), numbers(1, dtype=torch.int64)
     return [_configuration(target, "choice: feed", lambda: feed_tokens(packed, last_token))]
 
 
 def copy_configurations(target: Target) -> list[Configuration]:
-    numbers = [_numbers(count, dtype=torch.int32) for count in COPIED]
-    return once(_configuration(target, f"copy {len(each)}", partial(copy_numbers, each, each)) for each in numbers)
+    copied = [numbers(count, dtype=torch.int32) for count in COPIED]
+    return once(_configuration(target, f"copy {len(each)}", partial(copy_numbers, each, each)) for each in copied)
 
 
 def _choices(target: Target, name: str, place: int) -> Iterator[Configuration]:
@@ -114,9 +114,9 @@ def _choices(target: Target, name: str, place: int) -> Iterator[Configuration]:
 
 def _choose(vocab: int, far: bool, overlap: bool) -> None:
     rows = 1 + FAR_BYTES // (4 * vocab) if far else 1
-    slots, packed = _numbers(rows, dtype=torch.int64), _numbers(3 * rows, dtype=torch.int32)
-    values = _numbers(rows, len(COLUMNS), dtype=torch.float64)
-    choose_tokens(_numbers(rows, vocab, dtype=F32), slots, slots, values, slots, slots, slots, packed, overlap)
+    slots, packed = numbers(rows, dtype=torch.int64), numbers(3 * rows, dtype=torch.int32)
+    values = numbers(rows, len(COLUMNS), dtype=torch.float64)
+    choose_tokens(numbers(rows, vocab, dtype=F32), slots, slots, values, slots, slots, slots, packed, overlap)
 
 
 def _product(
@@ -126,8 +126,8 @@ def _product(
     tiles = choose_tiles(tokens, n, k, target, divisible=use == "parts", gated=gated)
     if tiles is None:
         return None
-    x, weight = _numbers(tokens, k, dtype=dtype), _weight(2 * n if gated else n, k, dtype, far)
-    bias = _numbers(len(weight), dtype=dtype) if biased else None
+    x, weight = numbers(tokens, k, dtype=dtype), _weight(2 * n if gated else n, k, dtype, far)
+    bias = numbers(len(weight), dtype=dtype) if biased else None
     result = F32 if use in ("wide", "parts") else dtype
     return _configuration(
         target,
@@ -144,9 +144,9 @@ def _project(
     tiles = choose_tiles(tokens, 6 * head_size, k, target, divisible=False, gated=False)
     if tiles is None:
         return None
-    x, weight = _numbers(tokens, k, dtype=dtype), _weight((heads + 2 * kv_heads) * head_size, k, dtype, far)
-    bias = _numbers(len(weight), dtype=dtype) if biased else None
-    angles, slots = _numbers(tokens, head_size, dtype=dtype), _numbers(tokens, dtype=torch.int32)
+    x, weight = numbers(tokens, k, dtype=dtype), _weight((heads + 2 * kv_heads) * head_size, k, dtype, far)
+    bias = numbers(len(weight), dtype=dtype) if biased else None
+    angles, slots = numbers(tokens, head_size, dtype=dtype), numbers(tokens, dtype=torch.int32)
     cache = _weight(16, kv_heads * head_size, dtype, far_cache).view(1, 16, kv_heads, head_size)
     layer = KvLayer(cache, cache)
     return _configuration(
@@ -160,9 +160,9 @@ def _project(
 
 def _embed(target: Target, dtype: torch.dtype, hidden: int, far: bool) -> Configuration:
     tokens, table, weight = (
-        _numbers(1, dtype=torch.int64),
+        numbers(1, dtype=torch.int64),
         _weight(2, hidden, dtype, far),
-        _numbers(hidden, dtype=dtype),
+        numbers(hidden, dtype=dtype),
     )
     return _configuration(
         target,
@@ -172,8 +172,8 @@ def _embed(target: Target, dtype: torch.dtype, hidden: int, far: bool) -> Config
 
 
 def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, parts: int) -> Configuration:
-    addend = _numbers(parts, 1, hidden, dtype=added)
-    residual, weight = _numbers(1, hidden, dtype=dtype), _numbers(hidden, dtype=dtype)
+    addend = numbers(parts, 1, hidden, dtype=added)
+    residual, weight = numbers(1, hidden, dtype=dtype), numbers(hidden, dtype=dtype)
     return _configuration(
         target,
         f"sum of {parts} {DTYPE_NAMES[added]}, norm {DTYPE_NAMES[dtype]} {hidden}",
@@ -183,7 +183,7 @@ def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, pa
 
 def _head_norm(target: Target, dtype: torch.dtype, head: int, heads: int) -> Configuration:
     kv_heads = 1
-    projected, weight = _numbers(1, (heads + 2 * kv_heads) * head, dtype=dtype), _numbers(head, dtype=dtype)
+    projected, weight = numbers(1, (heads + 2 * kv_heads) * head, dtype=dtype), numbers(head, dtype=dtype)
     return _configuration(
         target,
         f"head norm {DTYPE_NAMES[dtype]} {heads} + {kv_heads} x {head}",
@@ -192,7 +192,7 @@ def _head_norm(target: Target, dtype: torch.dtype, head: int, heads: int) -> Con
 
 
 def _rotary(target: Target, dtype: torch.dtype, head: int) -> Configuration:
-    positions, frequencies = _numbers(1, dtype=torch.int64), _numbers(head // 2, dtype=F32)
+    positions, frequencies = numbers(1, dtype=torch.int64), numbers(head // 2, dtype=F32)
     return _configuration(
         target,
         f"rotary {DTYPE_NAMES[dtype]} {head}",
@@ -201,7 +201,7 @@ def _rotary(target: Target, dtype: torch.dtype, head: int) -> Configuration:
 
 
 def _silu(target: Target, dtype: torch.dtype, size: int) -> Configuration:
-    gate_up = _numbers(1, 2 * size, dtype=dtype)
+    gate_up = numbers(1, 2 * size, dtype=dtype)
     label = f"silu {DTYPE_NAMES[dtype]} {size}"
     return _configuration(target, label, lambda: activation.silu_mul(gate_up, target.chained))
 
@@ -216,8 +216,4 @@ def _configuration(target: Target, label: str, launch: Callable[[], object], mat
 def _weight(rows: int, columns: int, dtype: torch.dtype, far: bool) -> torch.Tensor:
     """[rows, columns]. far: of a storage of 2 GiB or more."""
     size = max(rows * columns, FAR_BYTES // dtype.itemsize if far else 0)
-    return _numbers(size, dtype=dtype)[: rows * columns].view(rows, columns)
-
-
-def _numbers(*shape: int, dtype: torch.dtype) -> torch.Tensor:
-    return torch.empty(shape, dtype=dtype, device="meta")
+    return numbers(size, dtype=dtype)[: rows * columns].view(rows, columns)

@@ -14,9 +14,10 @@ import subprocess
 import sys
 from dataclasses import asdict
 
-from worker.device.targets import TARGETS, Target
+from worker.device.target import Target
+from worker.device.targets import TARGETS
 
-from .aot_attention import compile_one
+from .aot import compile_one
 from .registry import KERNELS
 
 

@@ -16,7 +16,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from worker.device.targets import Target
+from worker.device.target import Target
 
 MEASURED = "sm_90"  # an H200, with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
 MEASURED_TOKENS_MAX = 64  # beyond, torch's library is as fast or faster there

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from worker.device.targets import HEAD_UNIT, head_class, in_units
+from worker.device.target import HEAD_UNIT, head_class, in_units
 
 BLOCK_MIN = 1024
 THREADS_MAX = 1024  # of a program, on every GPU

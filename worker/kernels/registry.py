@@ -25,9 +25,9 @@ from worker.sampling.sampler import SamplingState
 from .selftest import self_test as layer_test
 
 if TYPE_CHECKING:
-    from worker.device.targets import Target
+    from worker.device.target import Target
 
-    from .aot_attention import Configuration
+    from .aot import Configuration
     from .decoder import FusedDecoder
 
 

@@ -7,7 +7,7 @@ import triton
 import triton.language as tl
 
 from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
-from worker.device.targets import head_class
+from worker.device.target import head_class
 
 
 @triton.jit(do_not_specialize_on_alignment=["positions"])  # one number of them is loaded, wherever they begin

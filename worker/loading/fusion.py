@@ -21,7 +21,7 @@ from typing import Any
 import torch
 
 from worker.attention import AttentionOptions, PagedAttention
-from worker.device.targets import HEAD_UNIT
+from worker.device.target import HEAD_UNIT
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
 from worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
 
