@@ -34,8 +34,7 @@ CORE = Limits()  # what the core has a limit for has its default there
 class LimitsSection(TurnLimits, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[limits]: counts unless the name says otherwise. Those of one turn are `TurnLimits`.
 
-    samples_max: answers to one prompt. bulk_max: sequences named in one command; list_max: requests in one list;
-    stop_tokens_max: of one request; holders_per_block_max: names on one block.
+    What the core has a limit for is described there (core.limits.Limits).
     finished_bytes_max: what the answers of ended requests may take; then the oldest are forgotten.
     strangers_max: connections that have not said hello yet, of clients and of workers.
     client_buffer_messages, client_buffer_bytes: so much may wait for a client that does not read; then its streams

@@ -10,6 +10,7 @@ from . import sizes
 
 POLICIES = ("lru", "none")
 MAY_BE_ZERO = ("lease_us",)
+STOP_TOKENS_MOST = 1024
 WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
 
 
@@ -28,6 +29,7 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
     """Bounds of the core. Raises InvalidConfiguration naming the field.
 
     policy: `lru` evicts idle client sequences when cached blocks are not enough; `none` refuses instead.
+    bulk_max: sequences named in one command; list_max: requests in one list. holders_per_block_max: names on one block.
     partial_tokens_min: a cached block that agrees with at least this many tokens is copied instead of recomputed.
     finished_bytes_max: of the answers of requests that have ended; the oldest are forgotten first.
     ageing_us: so much longer waiting is worth one step of priority.
@@ -75,6 +77,9 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
                 raise InvalidConfiguration(field.name, f"must be at least {least}, not {value}")
         if self.policy not in POLICIES:
             raise InvalidConfiguration("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r}")
+        if self.stop_tokens_max > STOP_TOKENS_MOST:  # a place for each of every row
+            problem = f"must be at most {STOP_TOKENS_MOST}, not {self.stop_tokens_max}"
+            raise InvalidConfiguration("stop_tokens_max", problem)
         if self.context_tokens_max >= 1 << 31:
             raise InvalidConfiguration(
                 "blocks_per_sequence_max", f"{self.context_tokens_max} tokens of context do not fit 32 bits"

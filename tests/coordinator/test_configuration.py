@@ -41,6 +41,12 @@ def test_a_count_that_is_not_positive_is_refused_by_name(field: str, value: int)
 
 
 # behaviour 1
+def test_room_for_stop_tokens_is_bounded() -> None:
+    with pytest.raises(InvalidConfiguration) as caught:
+        Limits(stop_tokens_max=1 << 20)
+    assert caught.value.field == "stop_tokens_max"
+
+
 def test_every_limit_of_the_core_can_be_configured() -> None:
     sections = {"limits": LimitsSection, "cache": CacheSection, "schedule": ScheduleSection}
     units = {"_us": (("_s", 1_000_000), ("_ms", 1_000), ("_us", 1))}
