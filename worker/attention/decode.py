@@ -20,9 +20,9 @@ from .plan_items import FIELDS
 
 ROWS_MIN = 16  # query heads of a program: what a matrix instruction takes
 # Numbers of a program's tiles of outputs and of scores; more would not fit its registers. Half as many outputs where
-# numbers of K and V are converted or split first, and fewer scores.
+# numbers of K and V are converted or split first.
 OUTPUTS_MAX = 64 * 128
-SCORES_MAX = {1: 32 * 64, 2: 32 * 128, 4: 32 * 32}  # by the bytes of a number of K and V
+SCORES_MAX = 32 * 128
 MERGE_PARTS = 16  # parts that the merge has in flight at once
 LOG2_E = 1.4426950408889634
 KINDS = {torch.int8: 1, torch.float8_e4m3fn: 2}  # 0: every other dtype
@@ -79,6 +79,13 @@ def _rows(group: int, head_size: int, dtype: torch.dtype, target: Target) -> int
     return int(max(ROWS_MIN, min(triton.next_power_of_2(group), fitting, target.decode_rows)))
 
 
+def _scores_max(rows: int, dtype: torch.dtype) -> int:
+    """What is converted or split beside them takes registers too: as compiled for Hopper, whose tiles are the largest."""
+    if dtype.itemsize == 4:
+        return SCORES_MAX // 4
+    return SCORES_MAX // 2 if dtype.itemsize == 1 and rows > 32 else SCORES_MAX
+
+
 def decode_constants(
     heads: int,
     kv_heads: int,
@@ -102,7 +109,7 @@ def decode_constants(
         "BLOCK_SIZE": block_size,
         "HEAD_TILE": head_tile,
         "ROWS": rows,
-        "KEYS": min(tiles.keys, SCORES_MAX[dtype.itemsize] // rows),
+        "KEYS": min(tiles.keys, _scores_max(rows, dtype) // rows),
         "STAGES": tiles.stages,
         "KIND": KINDS.get(dtype, 0),
         "SOFTCAP": 2 if target.asks_softcap else int(softcap),

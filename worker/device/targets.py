@@ -104,7 +104,7 @@ QUANTISED = (torch.int8, torch.float8_e4m3fn)
 GFX9: dict[str, Any] = {"bitwise": QUANTISED, "barrier_waits": False}
 RDNA: dict[str, Any] = {"bitwise": QUANTISED}
 NVIDIA_PREFILL = (
-    _prefill((128, 64, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2), stored=(1,))
+    _prefill((128, 32, 8, 2), (64, 64, 4, 2), (64, 32, 8, 2), stored=(1,))
     | _prefill((128, 64, 8, 3), (64, 64, 4, 2), (64, 32, 8, 2), stored=(2,))
     | _prefill((64, 32, 8, 2), (32, 16, 8, 2), (32, 16, 8, 2), stored=(4,))
 )
