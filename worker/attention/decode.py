@@ -80,7 +80,7 @@ def _rows(group: int, head_size: int, dtype: torch.dtype, target: Target) -> int
 
 
 def _scores_max(rows: int, dtype: torch.dtype) -> int:
-    """What is converted or split beside them takes registers too: as compiled for Hopper, whose tiles are the largest."""
+    """What is converted or split takes registers too: as compiled for Hopper, whose tiles are the largest."""
     if dtype.itemsize == 4:
         return SCORES_MAX // 4
     return SCORES_MAX // 2 if dtype.itemsize == 1 and rows > 32 else SCORES_MAX
