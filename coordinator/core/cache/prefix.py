@@ -14,7 +14,6 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..bool_arrays import every
 from ..waits import prefix_of
 from .hashing import BlockHasher, Hashes
 from .pool import FREE, BlockIds, Blocks, Pool
@@ -102,7 +101,7 @@ class PrefixIndex:
         good = store.parent[ids] == parents
         if store.contents[ids].tobytes() != tokens[: ids.size * size].tobytes():
             good &= (store.tokens[ids] == tokens[: ids.size * size].reshape(-1, size)).all(axis=1)
-        return ids.size if every(good) else int(np.argmin(good))
+        return ids.size if np.count_nonzero(good) == ids.size else int(np.argmin(good))
 
     def match_partial(self, parent: int, rest: Tokens) -> tuple[int, int]:
         """The child of `parent` that agrees with most of `rest`: (block, leading tokens in common), or (-1, 0)."""

@@ -156,7 +156,7 @@ def gauges(cache: Cache, requests: RequestTable, running: int, turns: int, uptim
     return [
         turns,
         uptime_us,
-        len(cache.sequences),
+        len(cache.sequences.slot_of),
         len(requests.live) - running,
         running,
         blocks,

@@ -18,7 +18,6 @@ import numpy.typing as npt
 from kvforge.protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
 from kvforge.protocol.messages import Ended, Stream
 
-from ..bool_arrays import every
 from ..clock import Clock
 from ..events import Effect, ToClient
 from ..sizes import END_BYTES, error_bytes
@@ -74,15 +73,14 @@ class Streams:
         tops: Tops | None = None,
     ) -> None:
         """One token for each of n requests, of any clients: all [n]."""
-        first = int(clients[0])
-        if every(clients == first):
+        first, rows = int(clients[0]), StreamRows(requests, offsets.astype(np.int32), tokens, logprobs, tops)
+        if np.count_nonzero(clients == first) == clients.size:
             if first:
-                self._add(first, StreamRows(requests, offsets.astype(np.int32), tokens, logprobs, tops))
+                self._rows.setdefault(first, []).append(rows)
             return
         for client in sorted(set(clients.tolist())):
             if client:
-                mine = np.flatnonzero(clients == client)
-                self._add(client, StreamRows(requests, offsets.astype(np.int32), tokens, logprobs, tops).pick(mine))
+                self._rows.setdefault(client, []).append(rows.pick(np.flatnonzero(clients == client)))
 
     def add_tokens(
         self,
@@ -96,10 +94,9 @@ class Streams:
         """Several tokens of one request from `offset` on: [n] each."""
         if client and tokens.size:
             offsets = np.arange(offset, offset + tokens.size, dtype=np.int32)
-            self._add(client, StreamRows(np.full(tokens.size, request_id, np.int64), offsets, tokens, logprobs, tops))
-
-    def _add(self, client: int, rows: StreamRows) -> None:
-        self._rows.setdefault(client, []).append(rows)
+            self._rows.setdefault(client, []).append(
+                StreamRows(np.full(tokens.size, request_id, np.int64), offsets, tokens, logprobs, tops)
+            )
 
     def add_end(self, client: int, ended: Ended) -> None:
         """A request of the client ended."""

@@ -8,7 +8,6 @@ import numpy.typing as npt
 from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
 
-from ..bool_arrays import some
 from ..cache.cache import Cache
 from ..cache.groups import Group, SentStep
 from ..cache.sequences import Slots
@@ -23,7 +22,7 @@ FIELD_MAX, FIELDS_MAX = 200, 16
 
 
 class StepResults:
-    """Applies the results of steps."""
+    """Applies the results of steps. Masks are asked with numpy's count_nonzero: its any() takes three times as long."""
 
     def __init__(
         self, cache: Cache, requests: RequestTable, admission: Admission, streams: Streams, endings: Endings
@@ -69,7 +68,7 @@ class StepResults:
         stopped = running.stopped(rows, tokens)
         if stopped is not None:
             done |= stopped
-        for i in np.flatnonzero(done).tolist() if some(done) else ():
+        for i in np.flatnonzero(done).tolist() if np.count_nonzero(done) else ():
             request = self._requests.live[int(s.request[rows[i]])]
             self._endings.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None)
 
@@ -95,7 +94,7 @@ class StepResults:
             if not set(where) <= set(expected.tolist()):
                 raise ProtocolError("step_result: a token for a row that did not sample")
         # What is below 0 is large where it is taken as unsigned.
-        if some(tokens.view(np.uint32) >= group.model.vocab_size):
+        if np.count_nonzero(tokens.view(np.uint32) >= group.model.vocab_size):
             raise ProtocolError(f"step_result: a token outside the vocabulary of {group.model.vocab_size}")
         return tokens, logprobs, errors
 
@@ -107,7 +106,7 @@ class StepResults:
             given = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
             tops = Tops.checked(result.slots.size, group.model.vocab_size, given)
         if tops is None:
-            return Tops.none(expected.size) if some(self._admission.rows.tops[expected] > 0) else None
+            return Tops.none(expected.size) if np.count_nonzero(self._admission.rows.tops[expected] > 0) else None
         if _same(result.slots, expected):
             return tops
         where = {slot: i for i, slot in enumerate(result.slots.tolist())}
@@ -143,7 +142,7 @@ class StepResults:
         s.pending[rows] -= 1
         offsets = at - running.base[rows]
         first = offsets == 0
-        for slot in rows[first].tolist() if some(first) else ():
+        for slot in rows[first].tolist() if np.count_nonzero(first) else ():
             request = self._requests.live[int(s.request[slot])]
             request.first_token_us = self._clock.now_us
             if request.siblings:
