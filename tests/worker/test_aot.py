@@ -23,6 +23,7 @@ from tests.worker.compiled import code_of, every, fingerprint
 from tests.worker.launches import compiler_environment
 from worker.attention import AttentionOptions, KvLayer, decode, prefill, prefill_copy, write
 from worker.attention.plan_items import FIELDS
+from worker.attention.prefill_plan import prefill_shape
 from worker.attention.quantised import is_quantised
 from worker.device.device import Device
 from worker.device.target import HEAD_CLASSES, Target, TileKey
@@ -210,7 +211,7 @@ def launch_on_hopper(target: Target, random: Random) -> None:
         output = torch.empty((rows, heads, head_size), dtype=model)
         table = torch.empty((rows + 1, random.choice((1, 7, 8, 16))), dtype=torch.int32)
         items, copies, workspace = torch.empty((rows, FIELDS), dtype=torch.int32), None, None
-        if is_quantised(stored) and prefill.prefill_shape(heads, model, layer, options, target, copied=True).hopper:
+        if is_quantised(stored) and prefill_shape(heads, model, layer, options, target, copied=True).hopper:
             pages = random.choice((1, 2, 16, prefill_copy.PAGES_MAX))
             copies = torch.empty((random.randint(1, pages), FIELDS), dtype=torch.int32)
             workspace = prefill_copy.workspace_for(pages, layer, model)

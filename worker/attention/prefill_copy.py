@@ -96,7 +96,7 @@ def copy_groups(starts: IntArray, counts: IntArray, group: int, rows: IntArray) 
 
 
 def plan_copies(items: npt.NDArray[np.int32]) -> npt.NDArray[np.int32]:
-    """The pages of the rows that are planned in `items` (see `prefill.plan_prefill`): [copies, FIELDS] int32."""
+    """The pages of the rows that are planned in `items` (see `prefill_plan.plan_prefill`): [copies, FIELDS] int32."""
     tiles = named(items, PREFILL_TILE)
     _, first = np.unique(tiles["row"], return_index=True)
     of_rows = tiles[first]

@@ -31,7 +31,8 @@ def _decode(
 def _prefill(*rows: tuple[int, ...], stored: tuple[int, ...] = (1, 2, 4)) -> dict[TileKey, PrefillTiles]:
     """rows: (queries, keys, warps, stages) for each of HEAD_CLASSES, for numbers of `stored` bytes.
 
-    Chosen by what the compiler says of registers (no spills, or the fewest; see `aot`), and on sm_90 by time as well.
+    Chosen by what the compiler says of registers (no spills, or the fewest; see `worker.kernels.aot`), and on sm_90 by
+    time as well.
     """
     return {
         TileKey(head, itemsize): PrefillTiles(*row)
@@ -56,7 +57,8 @@ def _decode_hopper(tiles_in_flight: int, waves: int) -> dict[TileKey, DecodeTile
 def _decode_rdna() -> dict[TileKey, DecodeTiles]:
     """Small tiles over many warps, and more of those where there are no matrix instructions or heads are large.
 
-    A thread has 256 registers and no accumulators beside them; what is left spills the least (see `aot`).
+    A thread has 256 registers and no accumulators beside them; what is left spills the least (see
+    `worker.kernels.aot`).
     """
     return {
         key: DecodeTiles(

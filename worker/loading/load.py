@@ -49,7 +49,7 @@ def load_model(
 
     source: a GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
     dtype: float32, float16, bfloat16, or auto (see `loading.model_dtype`).
-    kv_dtype: a name in `pool.KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
+    kv_dtype: a name in `KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
     dummy weights. context_tokens_max: positions to serve, 0: what the model is said to have (see `loading.rope`).
     progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
     Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
