@@ -206,6 +206,25 @@ def test_a_lease_outlasts_its_owners_connection_and_nothing_else_does(make_pool:
 
 
 # behaviour 24
+def test_a_fork_of_a_sequence_whose_owner_is_gone_is_its_own_owners(make_pool: MakePool) -> None:
+    """What a request keeps gets a time to live when its owner goes; who forks it has set none (seed 418)."""
+    driver, worker = make_pool(lease_us=1_000_000)
+    sequence = driver.create([1, 2, 3], client=5)
+    driver.submit(sequence_id=sequence, max_tokens=3, detached=True, client=5)
+    driver.turn()
+    driver.gone(5)
+    (fork,) = driver.fork(sequence, client=6)
+    assert (driver.info(sequence).idle_ttl_ms > 0, driver.info(fork).idle_ttl_ms) == (True, 0)
+    while worker.inbox:
+        driver.answer(worker)
+    driver.run_until_idle()
+    driver.advance(1000 * driver.info(sequence).idle_ttl_ms + 1)
+    driver.turn()
+    driver.refused(GetTokens(rid=1, sequence_id=sequence), SequenceNotFound)
+    assert driver.tokens(fork)[:3] == [1, 2, 3]
+
+
+# behaviour 24
 def test_a_sequence_in_use_does_not_expire(make_pool: MakePool) -> None:
     driver, worker = make_pool()
     sequence = driver.create([1, 2, 3], idle_ttl_ms=1000)

@@ -63,6 +63,7 @@ class Sequences:
         self.accessed_us = np.zeros(n, np.int64)
         self.accesses = np.zeros(n, np.int64)
         self.idle_ttl_us = np.zeros(n, np.int64)
+        self.leased = np.zeros(n, np.bool_)  # its owner is gone: its time to live is not its own
         self.owned = np.zeros(n, np.bool_)
         self.table = _rows(n, limits.blocks_per_sequence_max, np.int32)
         self.tokens = _rows(n, context, np.int32)
@@ -124,7 +125,7 @@ class Sequences:
             self.expiry_us = None
         self.read_pool[slot] = self.read_step[slot] = 0
         self.chain[slot] = 0
-        self.owned[slot] = False
+        self.owned[slot] = self.leased[slot] = False
         self.pool[slot] = NO_POOL
         self.changed_rows.append(np.array([slot]))
         if quarantine_step:

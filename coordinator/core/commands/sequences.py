@@ -168,7 +168,7 @@ class SequenceCommands:
         for _ in range(message.count):
             child = self._cache.fork(slot)
             s.owned[child], s.client[child] = True, event.client
-            s.keep_idle(child, int(s.idle_ttl_us[slot]))
+            s.keep_idle(child, 0 if s.leased[slot] else int(s.idle_ttl_us[slot]))  # this one has an owner
             ids.append(int(s.id[child]))
         s.touch(slot)
         return Forked(rid=message.rid, sequence_ids=np.array(ids, np.int64))
@@ -231,6 +231,7 @@ class SequenceCommands:
         for slot in np.flatnonzero(mine & (s.idle_ttl_us == 0)).tolist():
             if s.request[slot]:
                 s.keep_idle(slot, max(self._cache.limits.lease_us, 1))
+                s.leased[slot] = True
             else:
                 self._end(slot, "its owner's connection ended")
         s.client[mine] = 0
