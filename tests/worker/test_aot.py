@@ -46,11 +46,13 @@ LOCAL_BYTES_MAX_LARGE = LOCAL_BYTES_MAX | {"gfx1100": 384}
 LOCAL_BYTES_MAX_FLOAT32 = LOCAL_BYTES_MAX | {"gfx1100": 640, "gfx1201": 640}
 # NVIDIA's have 255: a few numbers go to memory where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
-    "decode": {"sm_90": 256, "": 64},
-    "prefill": {"sm_90": 256, "": 64},
-    "hopper": {"": 32},  # of the copying warp, which has few registers
+    "decode": {"sm_90": 160, "": 48},
+    "prefill": {"sm_90": 64, "": 32},
+    "hopper": {"": 48},  # of the copying warp, which has few registers
+    "write": {"": 16},
     "rotary": {"": 32},  # digits of pi, for cos and sin of large angles
-    "linear": {"": 8},
+    "sum of 4": {"sm_120": 16},  # 16 numbers of 16,384 a thread
+    "linear": {"": 16},
     "choice: scan": {"": 8},
 }
 SCALAR_SPILLS_MAX = 320  # into lanes of vector registers: the masks of tiles that are padded and windowed
