@@ -98,7 +98,7 @@ def fill(core: Machine, group: Group, tokens: np.ndarray[tuple[int], np.dtype[np
     assert isinstance(created, SequenceInfo)
     slot = s.find(created.sequence_id)
     s.computed[slot] = s.scheduled[slot] = tokens.size
-    cache.index_filled(group, 1)
+    cache.index_filled(group)
     core.apply(FromClient(1, RemoveSequences(rid=2, sequence_ids=np.array([created.sequence_id]))), 2)
     assert group.pool.cached >= tokens.size // core.limits.block_size
 
@@ -134,7 +134,7 @@ def admissions(seconds: float) -> tuple[float, float]:
         submit = FromClient(1, Submit(rid=rid, prompt=tokens, max_tokens=16), 7)
         started = perf_counter_ns()
         accepted = core.apply(submit, rid).effects[0].message  # type: ignore[union-attr]
-        core.admission.admit(rid)
+        core.admission.admit()
         times[cached].append(perf_counter_ns() - started)
         assert isinstance(accepted, Accepted)
         request = core.requests.live[accepted.request_id]
@@ -185,8 +185,9 @@ def main() -> None:
         ["look up 8,192 tokens, none cached", f"{miss:.1f} us", "1000 us"],
         [f"admit a prompt of {ADMITTED_TOKENS:,} tokens, none cached", f"{admitted:.1f} us", "150 us"],
         [f"admit a prompt of {ADMITTED_TOKENS:,} tokens, all cached", f"{admitted_cached:.1f} us", "150 us"],
-        *([f"allocate or free a block, {bulk:,} at a time", f"{ns:.1f} ns", "50 ns"] for bulk, ns in each.items()),
     ]
+    for bulk, ns in each.items():
+        rows.append([f"allocate or free a block, {bulk:,} at a time", f"{ns:.1f} ns", "50 ns"])
     results: dict[str, object] = {
         "create_remove_us": created,
         "lookup_hit_us": hit,

@@ -17,7 +17,7 @@ def stored(numbers: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, tor
     """numbers [blocks, ...] float as a pool of `dtype` holds them, and their scales, None where there are none."""
     if not is_quantised(dtype):
         return numbers.to(dtype), None
-    parts = [quantise(part, dtype) for part in numbers.split(SPLIT)]
+    parts = [quantise(part, dtype) for part in torch.split(numbers, SPLIT)]
     return torch.cat([part for part, _ in parts]), torch.cat([scales for _, scales in parts])
 
 

@@ -225,15 +225,15 @@ def main() -> int:
         us = (f"{result['us']:.1f}", f"{theirs:.1f}" if theirs else "-")
         rows.append([f"{result['case']} {result['dtype']}", *us, f"{100 * share:.1f} %", their_share])
         rows[-1].append(f"{result['error']:.1e}")
-    gains = {dtype: rate / tokens_per_us["bfloat16"] for dtype, rate in tokens_per_us.items()}
+    gains = {kind: rate / tokens_per_us["bfloat16"] for kind, rate in tokens_per_us.items()}
     where = {"gpu": device.name, "read_tb_per_s": round(bandwidth / 1e12, 3), "triton": triton.__version__}
     where["flashinfer"] = flashinfer_version() or "not installed: its columns are empty"
     document = {**where, "cases": results, "tokens_per_second_over_bfloat16": gains}
     header = ["rows x tokens", "us", "FlashInfer us", "share", "FlashInfer", "error"]
     report("Paged decode attention, Llama-3.1-8B shape", header, rows, document, arguments.json)
     print(", ".join(f"{key} {value}" for key, value in where.items()))
-    for dtype in ("int8", "float8_e4m3fn"):
-        print(f"{dtype}: {gains[dtype]:.2f} x the tokens/s of bfloat16 at {QUANTISED_CASE}")
+    for kind in ("int8", "float8_e4m3fn"):
+        print(f"{kind}: {gains[kind]:.2f} x the tokens/s of bfloat16 at {QUANTISED_CASE}")
     return 0
 
 

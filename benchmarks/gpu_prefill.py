@@ -107,15 +107,15 @@ def ours(setup: Setup, target: Target, copied: bool = False) -> Call:
     shape = prefill_shape(HEADS, torch.bfloat16, layer, OPTIONS, target, copied)
     items = plan_prefill(setup.starts, setup.counts, setup.query_starts, shape.tokens)
     on_device = torch.from_numpy(items).to(layer.keys.device)
-    extra: dict[str, torch.Tensor] = {}
+    copies = workspace = None
     if copied:
-        copies = plan_copies(items)
-        extra["workspace"] = workspace_for(len(copies), layer, torch.bfloat16)
-        extra["copies"] = torch.from_numpy(copies).to(layer.keys.device)
+        planned = plan_copies(items)
+        workspace = workspace_for(len(planned), layer, torch.bfloat16)
+        copies = torch.from_numpy(planned).to(layer.keys.device)
 
     def call(number: int) -> None:
         one = (setup.queries[number], setup.layers[number], setup.tables, on_device, setup.outputs[number])
-        paged_prefill(*one, OPTIONS, target, **extra)
+        paged_prefill(*one, OPTIONS, target, copies, workspace)
 
     return call
 

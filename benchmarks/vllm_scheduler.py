@@ -44,7 +44,7 @@ def reason() -> str:
     """Why nothing can be measured here; empty where it can."""
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "ERROR")
     try:
-        import vllm.v1.core.sched.scheduler  # type: ignore[import-not-found]  # noqa: F401
+        import vllm.v1.core.sched.scheduler  # noqa: F401
     except (ImportError, OSError) as error:  # OSError: a shared library it was built for is not here
         return f"vllm cannot be imported: {error}"
     return ""
@@ -52,7 +52,7 @@ def reason() -> str:
 
 def _config(sequences: int, blocks: int) -> Any:
     """A VllmConfig with vLLM's defaults, but for the bounds that N sequences need."""
-    from vllm.config import (  # type: ignore[import-not-found]
+    from vllm.config import (
         CacheConfig,
         DeviceConfig,
         ModelConfig,
@@ -83,20 +83,20 @@ def _scheduler(sequences: int, steps: int) -> Any:
     """A scheduler with N waiting requests and blocks enough that none is ever preempted."""
     import torch
     from vllm import SamplingParams, envs
-    from vllm.utils.hashing import get_hash_fn_by_name  # type: ignore[import-not-found]
-    from vllm.v1.core.kv_cache_utils import (  # type: ignore[import-not-found]
+    from vllm.utils.hashing import get_hash_fn_by_name
+    from vllm.v1.core.kv_cache_utils import (
         get_request_block_hasher,
         init_none_hash,
         resolve_kv_cache_block_sizes,
     )
     from vllm.v1.core.sched.scheduler import Scheduler
-    from vllm.v1.kv_cache_interface import (  # type: ignore[import-not-found]
+    from vllm.v1.kv_cache_interface import (
         FullAttentionSpec,
         KVCacheConfig,
         KVCacheGroupSpec,
     )
-    from vllm.v1.request import Request  # type: ignore[import-not-found]
-    from vllm.v1.structured_output import StructuredOutputManager  # type: ignore[import-not-found]
+    from vllm.v1.request import Request
+    from vllm.v1.structured_output import StructuredOutputManager
 
     blocks = sequences * ((PROMPT_TOKENS + WARM_STEPS + steps) // BLOCK_SIZE + 3) + 1  # one is vLLM's null block
     config = _config(sequences, blocks)
@@ -132,7 +132,7 @@ def decode_step_us(sequences: int, steps: int) -> list[float] | None:
     """Microseconds that `schedule` and `update_from_output` take together, step by step; None without vLLM."""
     if reason():
         return None
-    from vllm.v1.outputs import ModelRunnerOutput  # type: ignore[import-not-found]
+    from vllm.v1.outputs import ModelRunnerOutput
 
     scheduler = _scheduler(sequences, steps)
     ids = [str(i) for i in range(sequences)]
