@@ -171,7 +171,7 @@ class TurnLoop:
         return min(due_us, now_us + RETRY_US) if self._outbox.waiting else due_us
 
     def _apply(self, event: Event) -> None:
-        """Every event comes through here: the core's last word on when a turn is due is the one that counts."""
+        """Every event after Boot comes through here: the core's last word on when a turn is due is what counts."""
         effects, self._core_due_us = self.machine.apply(event, self._now_us)
         self._effects += effects
 

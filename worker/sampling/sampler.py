@@ -31,6 +31,9 @@ from .penalties import LogitBias, PenaltyCounts
 
 NO_TOKEN = -1
 COLUMNS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "presence_penalty", "frequency_penalty")
+TEMPERATURE, TOP_P, MIN_P = (COLUMNS.index(name) for name in ("temperature", "top_p", "min_p"))
+PENALTIES = slice(COLUMNS.index("repetition_penalty"), COLUMNS.index("frequency_penalty") + 1)
+assert TEMPERATURE == 0, "the kernels read it there"
 # A sampled row travels to the host as three int32: the token, the bits of the log-probability, and these flags.
 FINITE, BANNED = 1, 2
 
@@ -132,7 +135,7 @@ class HostRows:
 class SamplingState:
     """Each slot's sampling parameters and progress.
 
-    On the device: values [slots_max, 7] float64, the numbers of COLUMNS; seed [slots_max] int64, the bits of an
+    On the device: values [slots_max, COLUMNS] float64; seed [slots_max] int64, the bits of an
     unsigned 64-bit number; generated [slots_max] int64, tokens the request has generated; last_token [slots_max]
     int64, the one sampled last here, NO_TOKEN before the first. Each has one place more, slot `slots_max`: captured
     graphs let the rows that only fill them up write there. On the host, so that the device need not be asked: which
@@ -193,7 +196,8 @@ class SamplingState:
 
     def plain(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Which of the slots `sample_plain` can do: those that are greedy, and with kernels also those that draw from
-        the whole vocabulary, where no logit is shifted and no other token told. [n] bool."""
+        the whole vocabulary, where no logit is shifted and no other token told. [n] bool. Whatever else a request may
+        ask must be named here: nothing else looks at it on the fast path."""
         special = self.counts.holds(slots) | self._bias.holds(slots) | (self._tops[slots] > 0)
         if self.runs_kernels:
             special |= self._min_p[slots] | self._nucleus[slots] | (self._top_k[slots] > 0)
@@ -281,24 +285,24 @@ class SamplingState:
         rows = np.flatnonzero(penalised)
         if len(rows):
             of = self._device.upload(rows)
-            self.counts.apply(scores, slots[rows], of, self.values[on_device[of]][:, 4:])
+            self.counts.apply(scores, slots[rows], of, self.values[on_device[of]][:, PENALTIES])
         return scores, banned
 
     def _draw(self, scores: torch.Tensor, slots: npt.NDArray[np.integer], on_device: torch.Tensor) -> torch.Tensor:
         """One draw for each row: [n] int64. scores: [n, vocab] after bias and penalties; every temperature above 0."""
         values, vocab = self.values[on_device], scores.shape[1]
-        tempered = scores.double() / values[:, :1]
+        tempered = scores.double() / values[:, TEMPERATURE, None]
         top_k, nucleus = np.minimum(self._top_k[slots], vocab), self._nucleus[slots]
         for group in (np.flatnonzero(top_k), np.flatnonzero(nucleus & (top_k == 0))):
             if len(group):  # those with top_k need no more than k ordered, the others all
                 rows = self._device.upload(group)
                 width = int(top_k[group].max()) or vocab
-                keep = most_likely_mask(tempered[rows], self._device.upload(top_k[group]), values[rows, 2], width)
+                keep = most_likely_mask(tempered[rows], self._device.upload(top_k[group]), values[rows, TOP_P], width)
                 tempered[rows] = tempered[rows].masked_fill_(~keep, -torch.inf)
         group = np.flatnonzero(self._min_p[slots])
         if len(group):
             rows = self._device.upload(group)
-            tempered[rows] = tempered[rows].masked_fill_(~min_p_mask(tempered[rows], values[rows, 3]), -torch.inf)
+            tempered[rows] = tempered[rows].masked_fill_(~min_p_mask(tempered[rows], values[rows, MIN_P]), -torch.inf)
         uniform = uniforms(self.seed[on_device], self.generated[on_device], vocab)
         return torch.argmax(tempered.sub_(uniform.log_().neg_().log_()), dim=-1)
 
@@ -323,5 +327,5 @@ class SamplingState:
 def _columns(sampling: Sampling) -> list[float]:
     """The numbers of COLUMNS. A temperature below the smallest float32 is 0: dividing by it would overflow."""
     values = [float(getattr(sampling, name)) for name in COLUMNS]
-    values[0] = float(np.float32(values[0]))
+    values[TEMPERATURE] = float(np.float32(values[TEMPERATURE]))
     return values

@@ -1,6 +1,7 @@
 """Whom to evict when blocks run out: idle client sequences, least recently used first and whole.
 
-And what there would be if nothing ran any more.
+And what there would be if nothing ran any more. It only chooses. Cached blocks, which nobody holds, go before any
+sequence, one at a time: `Pool` evicts those.
 """
 
 from __future__ import annotations
