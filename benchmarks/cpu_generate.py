@@ -1,11 +1,13 @@
 """Decode throughput of kvforge's runner and of transformers' `generate`: same weights, same batch, one process, CPU.
 
-    python -m benchmarks.cpu_generate [--model PATH] [--tokens 64] [--repeats 3] [--threads N] [--json FILE]
+    python -m benchmarks.cpu_generate [--model PATH] [--tokens 64] [--repeats 3] [--rows 8] [--dtype float32]
+                                      [--threads N] [--json FILE]
 
-Eight prompts of different lengths, float32, greedy, the end token ignored. transformers runs its default way: left
-padding, its dynamic cache, its sdpa attention. Decode throughput is (tokens - 1) x prompts over the time between the
-first and the last token, so that neither side's prefill counts. The two alternate; medians are compared. Run it on an
-idle machine: torch's threads wait for each other in every layer, so a neighbour on one core slows both sides tenfold.
+Up to eight prompts of different lengths, greedy, the end token ignored. kvforge runs twice: as it is, and with its
+weights as plain torch has them (kernels = "reference"). transformers runs its default way: left padding, its dynamic
+cache, its sdpa attention. Decode throughput is (tokens - 1) x prompts over the time between the first and the last
+token, so that no side's prefill counts. They alternate; medians are compared. Run it on an idle machine: torch's
+threads wait for each other in every layer, so a neighbour on one core slows all sides tenfold.
 """
 
 from __future__ import annotations
@@ -13,6 +15,7 @@ from __future__ import annotations
 import argparse
 import statistics
 import time
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -32,10 +35,10 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = (5, 9, 14, 20, 27, 35, 48, 64)
 
 
-def prompts_of(model: LoadedModel) -> list[list[int]]:
+def prompts_of(model: LoadedModel, rows: int) -> list[list[int]]:
     """Random token ids: the work does not depend on what they mean."""
     rng = np.random.default_rng(0)
-    return [rng.integers(3, model.vocab_size, count).tolist() for count in PROMPT_TOKENS]
+    return [rng.integers(3, model.vocab_size, count).tolist() for count in PROMPT_TOKENS[:rows]]
 
 
 def run_kvforge(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
@@ -109,51 +112,62 @@ def run_transformers(model: LoadedModel, prompts: list[list[int]], tokens: int) 
 
 
 def main() -> None:
-    """Measures both sides in turn and prints."""
+    """Measures all sides in turn and prints."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", help="GGUF file or folder (default: smollm2-135m from the cache folder)")
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt")
     parser.add_argument("--repeats", type=int, default=3, help="alternating repeats; medians are compared")
+    parser.add_argument("--rows", type=int, default=len(PROMPT_TOKENS), help="prompts, up to 8")
+    parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice, the cores)")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here too")
     arguments = parser.parse_args()
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    model = load_model(
-        arguments.model or _default_model(), dtype="float32", device=open_device("cpu"), block_size=BLOCK_SIZE
+    source = arguments.model or _default_model()
+    model, plain = (
+        load_model(source, dtype=arguments.dtype, device=open_device("cpu", kernels=kernels), block_size=BLOCK_SIZE)
+        for kernels in (True, False)
     )
-    prompts = prompts_of(model)
-    run_kvforge(model, prompts, 4)  # warm-up: threads, allocator
-    run_transformers(model, prompts, 4)
-    seconds: dict[str, list[float]] = {"kvforge": [], "transformers": []}
+    prompts = prompts_of(model, arguments.rows)
+    sides = {
+        "kvforge": partial(run_kvforge, model),
+        "kvforge, plain torch": partial(run_kvforge, plain),
+        "transformers": partial(run_transformers, plain),
+    }
+    for run in sides.values():
+        run(prompts, 4)  # warm-up: threads, allocator
+    seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens: dict[str, list[list[int]]] = {}
     for _ in range(arguments.repeats):
-        for name, run in (("kvforge", run_kvforge), ("transformers", run_transformers)):
-            elapsed, tokens[name] = run(model, prompts, arguments.tokens)
+        for name, run in sides.items():
+            elapsed, tokens[name] = run(prompts, arguments.tokens)
             seconds[name].append(elapsed)
 
     decoded = (arguments.tokens - 1) * len(prompts)
     rate = {name: decoded / statistics.median(times) for name, times in seconds.items()}
-    ratio = rate["kvforge"] / rate["transformers"]
+    ratios = {name: rate["kvforge"] / rate[name] for name in sides if name != "kvforge"}
     same = sum(a == b for a, b in zip(tokens["kvforge"], tokens["transformers"], strict=True))
     rows = [
         [name, f"{rate[name]:.1f}", f"{decoded / max(times):.1f}", f"{decoded / min(times):.1f}"]
         for name, times in seconds.items()
     ]
-    rows.append(["ratio", f"{ratio:.2f}", "", ""])
+    rows += [[f"kvforge / {name}", f"{ratio:.2f}", "", ""] for name, ratio in ratios.items()]
     results = {
         "model": model.info.name,
+        "dtype": arguments.dtype,
         "prompts": len(prompts),
         "tokens": arguments.tokens,
         "threads": torch.get_num_threads(),
         "decode_tokens_per_second": rate,
         "seconds": seconds,
-        "ratio": ratio,
+        "ratio": ratios["transformers"],
+        "ratio_to_plain": ratios["kvforge, plain torch"],
         "identical_continuations": same,
     }
     title = (
-        f"{model.info.name} float32, {len(prompts)} prompts x {arguments.tokens} tokens, "
+        f"{model.info.name} {arguments.dtype}, {len(prompts)} prompts x {arguments.tokens} tokens, "
         f"{torch.get_num_threads()} threads; {same} of {len(prompts)} continuations identical"
     )
     report(title, ["decode tokens/s", "median", "lowest", "highest"], rows, results, arguments.json)

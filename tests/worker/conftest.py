@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -79,11 +80,18 @@ def write_config(tmp_path: Path) -> Callable[..., Path]:
 
 @pytest.fixture
 def tiny(write_config: Callable[..., Path], cpu: Device) -> Callable[..., LoadedModel]:
-    """tiny(model_type, block_size=4, dtype="float32", **fields) -> a loaded model with random weights."""
+    """tiny(model_type, block_size=4, dtype="float32", kernels=True, **fields) -> a loaded model with random weights."""
 
-    def load(model_type: str, block_size: int = 4, seed: int = 0, dtype: str = "float32", **fields: Any) -> LoadedModel:
-        folder = write_config(model_type, **fields)
-        return load_model(folder, load_format="dummy", dtype=dtype, device=cpu, block_size=block_size, seed=seed)
+    def load(
+        model_type: str,
+        block_size: int = 4,
+        seed: int = 0,
+        dtype: str = "float32",
+        kernels: bool = True,
+        **fields: Any,
+    ) -> LoadedModel:
+        folder, device = write_config(model_type, **fields), replace(cpu, kernels=kernels)
+        return load_model(folder, load_format="dummy", dtype=dtype, device=device, block_size=block_size, seed=seed)
 
     return load
 

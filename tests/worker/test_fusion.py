@@ -59,7 +59,8 @@ def sequences_of(model: LoadedModel) -> list[Any]:
 
 
 def with_random_biases(model: LoadedModel) -> LoadedModel:
-    """Biases and norms are zeros and ones at first, which hides mistakes."""
+    """Biases and norms are zeros and ones at first, which hides mistakes. The same for models of one configuration."""
+    torch.manual_seed(4)
     for name, weight in model.module.named_parameters():
         if name.endswith("bias") or "norm" in name:
             weight.normal_()
@@ -74,9 +75,11 @@ def test_fused_layers_are_transformers_layers(
     tiny: Callable[..., LoadedModel],
     paged_logits: Callable[..., list[torch.Tensor]],
 ) -> None:
-    model = with_random_biases(tiny(model_type, **fields))
+    packed = with_random_biases(tiny(model_type, **fields))
+    model = with_random_biases(tiny(model_type, kernels=False, **fields))
     assert model.fused is not None
-    fused = [model]
+    # With packed weights transformers' layers unpack them, and compute the same.
+    fused = [model, packed, replace(packed, fused=None)]
     if knobs.runtime.interpret:
         fused.append(replace(model, fused=replace(model.fused, operations=FusedOperations(model.device))))
     sequences = sequences_of(model)
@@ -95,7 +98,7 @@ def test_what_is_not_known_is_not_fused(
 
 
 def test_no_weight_is_held_twice(tiny: Callable[..., LoadedModel]) -> None:
-    model = tiny("qwen2")
+    model = tiny("qwen2", kernels=False)
     assert model.fused is not None
     layer, parts = model.fused.layers[1], model.module.model.layers[1]
     q, k, v = parts.self_attn.q_proj, parts.self_attn.k_proj, parts.self_attn.v_proj
@@ -129,7 +132,7 @@ def test_decode_gives_the_logits_of_every_row(
 
 @interpreted
 def test_a_pass_may_want_no_logits(tiny: Callable[..., LoadedModel]) -> None:
-    model = tiny("llama")
+    model = tiny("llama", kernels=False)
     assert model.fused is not None
     model = replace(model, fused=replace(model.fused, operations=FusedOperations(model.device)))
     pool = KvPool(model.geometry, 2, model.device)
@@ -152,7 +155,7 @@ def test_layers_that_differ_are_left_alone(
         def add_norm(self, addend: Any, residual: Any, weight: Any, epsilon: float) -> torch.Tensor:
             return super().add_norm(2 * addend, residual, weight, epsilon)
 
-    monkeypatch.setattr("worker.loading.load.choose_operations", lambda _: Wrong())
+    monkeypatch.setattr("worker.loading.load.choose_operations", lambda *_: Wrong())
     model = load_model(write_config("llama"), load_format="dummy", dtype="float32", device=cpu, block_size=4)
     assert model.fused is None
     assert "one operation at a time" in caplog.text
@@ -167,7 +170,7 @@ def test_self_test_names_the_kernel(model_type: str, tiny: Callable[..., LoadedM
             output[-1, -1] += 0.01 * output.abs().max()
             return output
 
-    model = with_random_biases(tiny(model_type, head_dim=16))
+    model = with_random_biases(tiny(model_type, head_dim=16, kernels=False))
     assert model.fused is not None
     self_test(replace(model.fused, operations=FusedOperations(model.device)), model.device)
     with pytest.raises(WorkerError, match="gate kernel is wrong for 1 tokens, hidden size 64, float32"):

@@ -15,6 +15,7 @@ from kvforge.protocol.messages import ErrorInfo, RowError, WorkerWelcome
 from tests.worker.conftest import TINY
 from worker.config import CPU_KV_BYTES, WorkerConfig
 from worker.device.device import Device, open_device
+from worker.kernels.packed import stored_bytes
 from worker.loading.model import LoadedModel
 from worker.step import memory
 from worker.step.engine import Engine
@@ -118,7 +119,7 @@ def test_purposes_that_take_nothing_are_not_named() -> None:
 
 
 def test_a_weight_that_two_layers_share_is_counted_once(tiny: Callable[..., LoadedModel]) -> None:
-    untied, tied = (tiny("llama", tie_word_embeddings=tie) for tie in (False, True))
+    untied, tied = (tiny("llama", tie_word_embeddings=tie, kernels=False) for tie in (False, True))
     head = untied.module.get_output_embeddings().weight
     assert head.nbytes == untied.vocab_size * untied.module.config.hidden_size * 4
     assert memory.weight_bytes(untied) - memory.weight_bytes(tied) == head.nbytes
@@ -141,7 +142,10 @@ def test_an_engine_for_two_coordinators(folder: Path) -> None:
     assert runner.graphs is not None
     assert runner.graphs.captured == 4
     assert "capturing decode graphs" in told
-    weights = sum(tensor.nbytes for tensor in {*engine.model.module.parameters(), *engine.model.module.buffers()})
+    plain = {*engine.model.module.parameters(), *engine.model.module.buffers()}
+    assert engine.model.fused is not None
+    packed = [weight for weight in engine.model.fused.product_weights() if weight.is_mkldnn]
+    weights = sum(stored_bytes(tensor) for tensor in (*plain, *packed))
     held = {"weights": weights, "pool": 40 * engine.model.geometry.bytes_per_block}
     assert engine.device_bytes().by_purpose() == held
     engine.adopt(welcome())

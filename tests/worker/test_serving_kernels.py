@@ -71,7 +71,13 @@ def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.M
 def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
     plain = f"plain torch: {model.device.name} runs no kernels"
-    assert serving_kernels(model) == dict.fromkeys(("decode", "prefill", "layers", "sampling"), plain)
+    others = dict.fromkeys(("decode", "prefill", "sampling"), plain)
+    assert serving_kernels(model) == others | {"layers": "oneDNN, weights packed at load"}
+    wide = {"tie_word_embeddings": True, "vocab_size": 997}  # most of the model: it is not held twice
+    head = "oneDNN, weights packed at load; the head, which is the embedding, in plain torch"
+    assert serving_kernels(tiny("llama", **wide))["layers"] == head
+    assert serving_kernels(tiny("llama", dtype="float16"))["layers"] == "plain torch: float16 is not packed"
+    assert serving_kernels(tiny("llama", kernels=False))["layers"] == "plain torch: kernels = 'reference'"
     without = replace(model, device=replace(model.device, kernels=False), fused=None)
     told = serving_kernels(without)
     assert told["decode"] == told["sampling"] == "plain torch: kernels = 'reference'"

@@ -44,7 +44,7 @@ METADATA: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str], Any]]:
-    """modules(name) -> one of MODELS with random weights, made once."""
+    """modules(name) -> one of MODELS with random weights that nothing has packed, made once."""
     from tests.worker.conftest import TINY
 
     made: dict[str, LoadedModel] = {}
@@ -56,7 +56,7 @@ def modules(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[str]
             config = {**TINY, **SMALL, "model_type": model_type, **fields}
             (folder / "config.json").write_text(json.dumps(config))
             keywords: dict[str, Any] = {"load_format": "dummy", "dtype": "float32", "block_size": 4}
-            made[name] = load_model(folder, device=open_device("cpu"), **keywords)
+            made[name] = load_model(folder, device=open_device("cpu", kernels=False), **keywords)
         return made[name].module
 
     yield get

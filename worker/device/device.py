@@ -6,6 +6,7 @@ torch names both CUDA and HIP devices "cuda"; `Device.kind` tells them apart whe
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import importlib.util
 import math
 import mmap
@@ -217,9 +218,11 @@ class Device:
         return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
     def release_cached(self) -> None:
-        """Returns memory that torch's caching allocator keeps but nobody uses."""
+        """Returns memory that the allocator keeps but nobody uses: torch's on a GPU, the C library's on a CPU."""
         if self.queues:
             torch.cuda.empty_cache()
+        elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc alone has it
+            trim(0)
 
     @contextlib.contextmanager
     def errors(self, doing: str) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """What a decoder layer does between its matrix products, and the small products themselves; the list of all kernels.
 
 `LayerOperations` says what; `plain.py` does it in torch, `fused.py` with one Triton kernel for each operation (norm.py,
-rotary.py, activation.py, linear.py, project.py); decoder.py is a whole model of them.
+rotary.py, activation.py, linear.py, project.py), `packed.py` as plain.py, but with oneDNN's products where a CPU gains
+by them; decoder.py is a whole model of them.
 
 registry.py     every Triton kernel of the worker, those of attention, sampling and copies too
 aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch asks to be compiled
@@ -105,10 +106,12 @@ class LayerOperations(Protocol):
         """As `linear`, left as a sum [parts, tokens, n] for the next operation to add up: float32 where parts > 1."""
 
 
-def choose_operations(device: Device) -> LayerOperations:
-    """The fastest implementation that `device` can run."""
+def choose_operations(device: Device, dtype: torch.dtype) -> LayerOperations:
+    """The fastest implementation that `device` can run for a model of `dtype`."""
     if not device.runs_kernels:
-        return PlainOperations()
+        from .packed import PackedOperations, packing_problem  # imports the self-test, and that this file
+
+        return PlainOperations() if packing_problem(device, dtype) else PackedOperations(device)
     from .fused import FusedOperations  # imports triton
 
     return FusedOperations(device)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import partial
 
@@ -15,7 +16,7 @@ from . import LayerOperations
 
 @dataclass(frozen=True)
 class Projection:
-    """weight: [n, k]. bias: [n], or None."""
+    """weight: [n, k], packed where `PackedOperations` serve. bias: [n], or None."""
 
     weight: torch.Tensor
     bias: torch.Tensor | None
@@ -55,6 +56,13 @@ class FusedDecoder:
     frequencies: torch.Tensor
     rotary_scaling: float
     epsilon: float
+
+    def product_weights(self) -> Iterator[torch.Tensor]:
+        """Every weight that is multiplied with, the head last."""
+        for layer in self.layers:
+            for projection in (layer.projected, layer.output, layer.gate_up, layer.down):
+                yield projection.weight
+        yield self.head.weight
 
     def forward(
         self,

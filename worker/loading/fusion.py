@@ -9,13 +9,15 @@ table of transformers' classes whose layers compute exactly
 with q, k, v of the norm of x, with or without biases, q and k norms, and rotation. Any other class keeps the path
 through transformers, and `verification` compares either with transformers' own attention before a model is served.
 
-No weight is held twice: the parts of a fused matrix become views of it, layer by layer, so that the transformers
-module stays whole: it computes what it did, and its state has the names it had.
+No weight is held twice: the parts of a fused matrix become views of it, layer by layer, or of the packed one that takes
+its place (see `kernels.packed`), so that the transformers module stays whole: it computes what it did, and its state
+has the names it had. The one exception is the head of a model whose embedding is tied to it: rows are looked up in the
+plain table, so the packed one lies beside it, if it is a small part of the model.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -24,9 +26,14 @@ from worker.attention import AttentionOptions, PagedAttention
 from worker.device.target import HEAD_UNIT
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
 from worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
+from worker.kernels.packed import PackedOperations, PackedRows
 
 from .rope import STATIC_ROPE
 
+# Of all weights' bytes; 0.21 of SmolLM2-135M and Llama-3.2-1B, 0.28 of Qwen2.5-0.5B. A worker may hold 1.3 times them.
+TIED_HEAD_SHARE_MAX = 0.29
+
+Pack = Callable[[torch.Tensor], torch.Tensor]
 FUSIBLE = frozenset(
     {
         "transformers.models.llama.modeling_llama.LlamaForCausalLM",
@@ -43,19 +50,22 @@ def fuse(
 ) -> FusedDecoder | None:
     """The fused form of a transformers model, which then shares its weights; None where the table does not know it.
 
-    options: of each layer, in order.
+    options: of each layer, in order. With `PackedOperations` the unpacked weights are given up one by one; nobody else
+    may hold them, as a former fused form does. Errors: those of `PackedOperations.pack`.
     """
     if not _is_known(module):
         return None
     decoder, config = module.model, module.config
-    layers = tuple(_fuse_layer(layer, each) for layer, each in zip(decoder.layers, options, strict=True))
+    pack = operations.pack if isinstance(operations, PackedOperations) else None
+    head = _head(module, pack)  # first: later the module does not tell how large it was
+    layers = tuple(_fuse_layer(layer, each, pack) for layer, each in zip(decoder.layers, options, strict=True))
     return FusedDecoder(
         operations=operations,
         attention=attention,
         table=decoder.embed_tokens.weight,
         layers=layers,
         final_norm=decoder.norm.weight,
-        head=Projection(module.lm_head.weight, module.lm_head.bias),
+        head=head,
         frequencies=decoder.rotary_emb.inv_freq.float(),
         rotary_scaling=float(decoder.rotary_emb.attention_scaling),
         epsilon=float(config.rms_norm_eps),
@@ -80,7 +90,16 @@ def _is_known(module: Any) -> bool:
     )
 
 
-def _fuse_layer(layer: Any, options: AttentionOptions) -> FusedLayer:
+@torch.no_grad()
+def _head(module: Any, pack: Pack | None) -> Projection:
+    weight, bias = module.lm_head.weight, module.lm_head.bias
+    if pack is None or weight is not module.model.embed_tokens.weight:
+        return _join(module, ("lm_head",), pack)
+    whole = sum(each.nbytes for each in module.parameters())
+    return Projection(pack(weight) if weight.nbytes <= TIED_HEAD_SHARE_MAX * whole else weight, bias)
+
+
+def _fuse_layer(layer: Any, options: AttentionOptions, pack: Pack | None) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     head_size = attention.head_dim
     has_norms = hasattr(attention, "q_norm")
@@ -91,26 +110,32 @@ def _fuse_layer(layer: Any, options: AttentionOptions) -> FusedLayer:
         kv_heads=attention.k_proj.out_features // head_size,
         head_size=head_size,
         input_norm=layer.input_layernorm.weight,
-        projected=_join(attention.q_proj, attention.k_proj, attention.v_proj),
+        projected=_join(attention, ("q_proj", "k_proj", "v_proj"), pack),
         head_norms=(attention.q_norm.weight, attention.k_norm.weight) if has_norms else None,
-        output=_join(attention.o_proj),
+        output=_join(attention, ("o_proj",), pack),
         inner_norm=layer.post_attention_layernorm.weight,
-        gate_up=_join(mlp.gate_proj, mlp.up_proj),
-        down=_join(mlp.down_proj),
+        gate_up=_join(mlp, ("gate_proj", "up_proj"), pack),
+        down=_join(mlp, ("down_proj",), pack),
     )
 
 
 @torch.no_grad()
-def _join(*parts: torch.nn.Linear) -> Projection:
-    """The projections as one, whose rows the parts become."""
-    if len(parts) == 1:
-        return Projection(parts[0].weight, parts[0].bias)
-    weight = torch.cat([part.weight for part in parts])
-    bias = None if parts[0].bias is None else torch.cat([part.bias for part in parts])
-    sizes = [part.out_features for part in parts]
-    for part, rows in zip(parts, weight.split(sizes), strict=True):
-        part.weight = torch.nn.Parameter(rows, requires_grad=False)
-    if bias is not None:
-        for part, rows in zip(parts, bias.split(sizes), strict=True):
-            part.bias = torch.nn.Parameter(rows, requires_grad=False)
-    return Projection(weight, bias)
+def _join(owner: Any, names: Sequence[str], pack: Pack | None) -> Projection:
+    """The projections of these names as one, whose rows the parts become."""
+    parts = [getattr(owner, name) for name in names]
+    weight, bias = parts[0].weight, parts[0].bias
+    if len(parts) > 1:
+        weight = torch.cat([part.weight for part in parts])
+        bias = None if bias is None else torch.cat([part.bias for part in parts])
+    packed = None if pack is None else pack(weight)
+    first = 0
+    for name, part in zip(names, parts, strict=True):
+        rows = slice(first, first + part.out_features)
+        first = rows.stop
+        if packed is not None:
+            setattr(owner, name, PackedRows(packed, rows, None if bias is None else bias[rows]))
+        elif len(parts) > 1:
+            part.weight = torch.nn.Parameter(weight[rows], requires_grad=False)
+            if bias is not None:
+                part.bias = torch.nn.Parameter(bias[rows], requires_grad=False)
+    return Projection(weight if packed is None else packed, bias)

@@ -8,13 +8,14 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvforge.protocol.errors import UnsupportedModel
+from kvforge.protocol.errors import KernelError, UnsupportedModel
 from kvforge.protocol.messages import ModelInfo
 from worker.attention import choose_attention
 from worker.attention.pool import KV_DTYPES, KvGeometry
 from worker.device.device import Device
 from worker.device.targets import check_dtypes
-from worker.kernels import choose_operations
+from worker.kernels import PlainOperations, choose_operations
+from worker.kernels.packed import WAY_OUT, PackedOperations
 from worker.kernels.registry import Serving, check_kernels
 
 from .build import build
@@ -27,7 +28,7 @@ from .progress import Progress, gguf_read_once
 from .rope import context_tokens
 from .sampling_defaults import model_sampling
 from .source import find_source
-from .verification import verify
+from .verification import Reference, verify
 
 log = logging.getLogger(__name__)
 
@@ -81,7 +82,9 @@ def load_model(
     geometry = KvGeometry(shapes, block_size, kv_dtype)
     stored = geometry.dtype.torch_dtype
     kinds = bound_shapes(module, shapes)
-    fused = fuse(module, bound_options(module), choose_operations(device), context.attention)
+    operations = choose_operations(device, torch_dtype)
+    packs = isinstance(operations, PackedOperations)
+    fused = fuse(module, bound_options(module), PlainOperations() if packs else operations, context.attention)
     vocab_size = int(module.get_input_embeddings().num_embeddings)
     check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, fused))
     device.release_cached()
@@ -109,14 +112,31 @@ def load_model(
     )
     with device.errors("comparing the model with transformers' own"):
         try:
-            verify(model)
+            reference = verify(model)
         except UnsupportedModel as error:
             if fused is None:
                 raise
             log.warning("%s; its layers are run one operation at a time", error)
             model = replace(model, fused=None)
             verify(model)
+    if model.fused is not None and isinstance(operations, PackedOperations):
+        progress("packing weights", 0.95)
+        fused, model = None, replace(model, fused=None)  # nothing may hold the unpacked ones
+        model = _packed(model, operations, reference)
     progress("model loaded", 1.0)
+    return model
+
+
+def _packed(model: LoadedModel, operations: PackedOperations, reference: Reference) -> LoadedModel:
+    """A model that was verified, with its weights packed, verified again. Errors: KernelError, WorkerError."""
+    with model.device.errors("packing weights"):
+        fused = fuse(model.module, bound_options(model.module), operations, model.context.attention)
+        model.device.release_cached()
+        model = replace(model, fused=fused)
+        try:
+            verify(model, reference)
+        except UnsupportedModel as error:
+            raise KernelError(f"with packed weights: {error}; {WAY_OUT}") from error
     return model
 
 

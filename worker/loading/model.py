@@ -105,7 +105,8 @@ class LoadedModel:
         Returns raw logits [sampled, vocab] float32 device, in memory of its own. Errors: whatever torch raises.
         """
         wanted = len(logit_tokens)
-        if (padding := self.device.product_rows(wanted) - wanted) > 0:
+        padding = 0 if self._head_is_packed else self.device.product_rows(wanted) - wanted
+        if padding > 0:
             logit_tokens = torch.cat((logit_tokens, logit_tokens[-1:].expand(padding)))
         if self.fused is not None:
             return self.fused.forward(token_ids, positions, logit_tokens, batch, pool)[:wanted]
@@ -130,6 +131,10 @@ class LoadedModel:
         every = torch.arange(len(token_ids), device=token_ids.device)
         found = self._through_transformers(token_ids, positions, every, batch, pool)
         return found if logits is None else logits.copy_(found)
+
+    @property
+    def _head_is_packed(self) -> bool:
+        return self.fused is not None and self.fused.head.weight.is_mkldnn
 
     def _through_transformers(
         self,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from worker.attention import ReferenceAttention
 from worker.kernels import PlainOperations
+from worker.kernels.packed import PackedOperations, packing_problem
 
 from .model import LoadedModel
 from .probe import bound_options
@@ -41,7 +42,12 @@ def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, st
 def _layers(model: LoadedModel) -> str:
     if model.fused is None:
         return f"transformers' own: {model.info.architecture} is run one operation at a time"
-    return _plain(model) if isinstance(model.fused.operations, PlainOperations) else "Triton"
+    if isinstance(model.fused.operations, PackedOperations):
+        head = "" if model.fused.head.weight.is_mkldnn else "; the head, which is the embedding, in plain torch"
+        return f"oneDNN, weights packed at load{head}"
+    if not isinstance(model.fused.operations, PlainOperations):
+        return "Triton"
+    return f"plain torch: {packing_problem(model.device, model.dtype)}"
 
 
 def _plain(model: LoadedModel) -> str:

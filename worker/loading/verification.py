@@ -15,7 +15,7 @@ import contextlib
 import logging
 import math
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
@@ -41,22 +41,34 @@ Sequences = list[npt.NDArray[np.int64]]
 Logits = list[torch.Tensor]  # of each sequence, [tokens, vocab] float32
 
 
+@dataclass(frozen=True)
+class Reference:
+    """Of the two sequences: logits of transformers' own layers and attention, and those in float32 where they were
+    needed."""
+
+    eager: Logits
+    exact: Logits | None = None
+
+
 @torch.no_grad()
-def verify(model: LoadedModel) -> None:
+def verify(model: LoadedModel, reference: Reference | None = None) -> Reference:
     """Compares paged with eager attention on two short sequences, in blocks handed out in falling order.
 
-    Errors: UnsupportedModel.
+    reference: what an earlier call returned, to compare with: from before the weights were packed, so that a fault of
+    packing is not on both sides. None: it is computed. Errors: UnsupportedModel.
     """
     name = type(model.module).__name__
     if model.info.context_tokens_max < LENGTHS.max():
         raise UnsupportedModel(name, "its context is shorter than 8 tokens")
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
-    got, wanted = _paged_logits(model, sequences), _eager_logits(model, sequences)
+    if reference is None:
+        reference = Reference(_eager_logits(model, sequences))
+    got, wanted = _paged_logits(model, sequences), reference.eager
     tolerance = max(TOLERANCE[model.dtype], TOLERANCE.get(model.geometry.dtype.torch_dtype, 0.0))
     apart = distance(got, wanted)
     if apart <= tolerance:
-        return
+        return reference
     dtype = str(model.dtype).removeprefix("torch.")
     if not _finite(got) and not _finite(wanted):
         other = "float32" if dtype == "bfloat16" else "bfloat16 or float32"
@@ -64,12 +76,13 @@ def verify(model: LoadedModel) -> None:
     if model.dtype == torch.float32:
         problem = f"paged attention differs from transformers' own by {apart:.1e} of the largest logit"
         raise UnsupportedModel(name, problem)
-    exact = _exact_logits(model, sequences)
+    exact = reference.exact or _exact_logits(model, sequences)
     ours, theirs = distance(got, exact), distance(wanted, exact)
     if not ours <= max(tolerance, min(theirs, NOTHING_PROVED) if math.isfinite(theirs) else 0.0):
         problem = f"in {dtype} its logits are {ours:.1e} of the largest away from those in float32, with transformers'"
         raise UnsupportedModel(name, f"{problem} own attention {theirs:.1e}")
     log.info("in %s logits are %.1e of the largest from float32, transformers' own %.1e", dtype, ours, theirs)
+    return replace(reference, exact=exact)
 
 
 def distance(got: Logits, wanted: Logits) -> float:
