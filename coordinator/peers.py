@@ -49,10 +49,10 @@ DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not r
 FAULTS_MAX = 64
 TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
 ACCEPTS_MAX = 4
-LOOKS_MAX = 16  # connections that are looked at between two looks at the time
-LOOK_US = 200  # for so long what has come is read at once
+LOOKS_MAX = 4  # connections that are looked at between two looks at the time
+LOOK_US = 100  # for so long what has come is read at once
 TROUBLED_S = 1.0  # so long after somebody broke a bound turns are short
-TROUBLED_TURN_US = 250
+TROUBLED_TURN_US = 150
 ACCEPT_PAUSE_S = 0.1
 BACKLOG = 128
 CLIENT, WORKER = "client", "worker"
@@ -167,7 +167,7 @@ class Peers:
             return None  # what is left is for the next turn: what was asked so far is answered first
         while True:
             if not self._ready:
-                if self._watched and not self._stirred:
+                if (self._watched and not self._stirred) or self._now_ns < self._calm_ns:
                     return None
                 self._look()
                 if not self._ready:
@@ -203,9 +203,10 @@ class Peers:
 
     def note_ends(self, turn_over: bool = True) -> None:
         """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
+        if not (self._turned and self._now_ns < self._calm_ns):  # in a short turn one look is all there is
+            self._look()
         if turn_over:
             self._turned = self._eased = False
-        self._look()
         over, self._over = self._over, []
         for connection in over:
             self._end(connection)

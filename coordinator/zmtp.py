@@ -11,11 +11,11 @@ byte of flags, its size in one byte or eight, and its body; a message is one fra
 
 from __future__ import annotations
 
+import mmap
 import struct
 from collections.abc import Sequence
 
 import msgspec
-import numpy as np
 
 Frame = bytes | memoryview
 
@@ -177,9 +177,10 @@ class Reader:
 
     def _begin_large(self, flags: int, size: int, begin: bytes) -> None:
         try:
-            # Memory that was never written to costs nothing: what a peer announces and does not send.
-            self._large = memoryview(np.empty(size, np.uint8).data)
-        except MemoryError:
+            # Memory that was never written to costs nothing: what is announced and not sent. Not of numpy, which
+            # asks for huge pages: to find one takes the system milliseconds at times.
+            self._large = memoryview(mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS))
+        except (MemoryError, OSError):
             raise Violation(f"there is no memory for a message of {size} bytes") from None
         self._large[: len(begin)] = begin
         self._flags, self._filled = flags, len(begin)

@@ -32,6 +32,7 @@ OWN_SEGMENT_BYTES, SEGMENT_BYTES = 10 << 20, 2 << 20
 # MKL multiplies 16 rows by a large vocabulary matrix in half the time it takes for 8 (49152 x 576 float32, 2 cores:
 # 9.8 ms against 18.1 ms).
 CPU_PRODUCT_ROWS = 16
+PACKING_CAPABILITIES = ("AVX2", "AVX512")  # of a CPU, as torch calls them
 
 
 @dataclass(frozen=True)
@@ -223,6 +224,19 @@ class Device:
             torch.cuda.empty_cache()
         elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc alone has it
             trim(0)
+
+    def packing_problem(self, dtype: torch.dtype) -> str:
+        """Why oneDNN's products with packed weights of `dtype` are not for this device; "" where they are."""
+        if self.queues:
+            return f"{self.name} runs no kernels"
+        if not torch.backends.mkldnn.is_available():
+            return "this torch has no oneDNN"
+        capability = torch.backends.cpu.get_cpu_capability()
+        if capability not in PACKING_CAPABILITIES:
+            return f"packed products were not measured on {capability} CPUs"
+        if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
+            return f"oneDNN has no products of bfloat16 for {self.name}"
+        return ""
 
     @contextlib.contextmanager
     def errors(self, doing: str) -> Iterator[None]:

@@ -23,7 +23,6 @@ from .selftest import TOLERANCE
 # at 8, and faster than those for 64 at 256 and more (benchmarks/NOTES.md, "CPU: packed weights").
 EXPECTED_ROWS = 16
 CHECKED_ROWS = (1, 20, 100)  # a single row is a product of its own kind
-MEASURED_CAPABILITIES = ("AVX2", "AVX512")
 WAY_OUT = "set kernels = 'reference' to serve with plain torch"
 
 
@@ -31,15 +30,8 @@ def packing_problem(device: Device, dtype: torch.dtype) -> str:
     """Why weights of `dtype` stay as they are; "" where `PackedOperations` serve."""
     if not device.kernels:
         return "kernels = 'reference'"
-    if device.queues:
-        return f"{device.name} runs no kernels"
-    if not torch.backends.mkldnn.is_available():
-        return "this torch has no oneDNN"
-    capability = torch.backends.cpu.get_cpu_capability()
-    if capability not in MEASURED_CAPABILITIES:
-        return f"packed products were not measured on {capability} CPUs"
-    if dtype == torch.bfloat16 and not torch.ops.mkldnn._is_mkldnn_bf16_supported():
-        return f"oneDNN has no products of bfloat16 for {device.name}"
+    if problem := device.packing_problem(dtype):
+        return problem
     if dtype not in (torch.float32, torch.bfloat16):
         return f"{str(dtype).removeprefix('torch.')} is not packed"
     return ""
