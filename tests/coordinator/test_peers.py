@@ -243,6 +243,7 @@ def test_one_that_closes_before_it_is_greeted_leaves_nothing(hostile: Hostile) -
     peer.close()
     until(lambda: (hostile.peers.note_ends(), hostile.peers._made)[1] == 1)  # type: ignore[func-returns-value]
     until(lambda: (hostile.peers.note_ends(), not hostile.peers._by_identity)[1])  # type: ignore[func-returns-value]
+    assert hostile.peers._strangers == {} and hostile.peers._by_descriptor == {}
 
 
 def test_a_small_frame_that_does_not_end_is_not_waited_for(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
