@@ -6,7 +6,7 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
   few, and the oldest of them goes when there are too many, or after `STRANGER_S`;
 - messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
   loop only for a while: what was asked by then is answered before more is looked at. What has come is read for a while
-  only, from each in turn; and while somebody breaks bounds turns are short, as everyone waits for their end;
+  only, from each in turn; and while bounds are broken all the time turns are short, as everyone waits for their end;
 - a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
   goes with its connection. One that does not end within `MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
@@ -51,7 +51,8 @@ TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the tur
 ACCEPTS_MAX = 4
 LOOKS_MAX = 4  # connections that are looked at between two looks at the time
 LOOK_US = 100  # for so long what has come is read at once
-TROUBLED_S = 1.0  # so long after somebody broke a bound turns are short
+TROUBLED_S = 1.0  # turns are short while bounds are broken more than TROUBLES_MAX times in such a time
+TROUBLES_MAX = 16  # a neighbour with a fault now and then must not cost others their long turns
 TROUBLED_TURN_US = 150
 ACCEPT_PAUSE_S = 0.1
 BACKLOG = 128
@@ -122,6 +123,7 @@ class Peers:
         self._made = 0
         self._watched, self._stirred, self._turned, self._eased = False, True, False, False
         self._calm_ns = 0  # when turns may be long again
+        self._troubles, self._troubles_end_ns = 0, 0  # how often a bound was broken, in a time that ends then
         self._now_ns = self._beaten_ns = self._turn_ends_ns = time.monotonic_ns()
         self._accept_again_ns = 0
         self._listener = _listen(endpoint)
@@ -203,7 +205,7 @@ class Peers:
 
     def note_ends(self, turn_over: bool = True) -> None:
         """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
-        if not (self._turned and self._now_ns < self._calm_ns):  # in a short turn one look is all there is
+        if not (turn_over and self._turned and self._now_ns < self._calm_ns):  # a short turn ends without another look
             self._look()
         if turn_over:
             self._turned = self._eased = False
@@ -239,7 +241,7 @@ class Peers:
         connection = self._by_identity.get(identity)
         if connection is not None:
             connection.faults += 1
-            self._calm_ns = self._now_ns + int(TROUBLED_S * 1e9)
+            self._note_trouble()
             if connection.faults > FAULTS_MAX:
                 self._drop(connection, f"{connection.faults} of its messages were none")
 
@@ -470,8 +472,16 @@ class Peers:
         """Disconnects a peer that broke a bound, and says so."""
         who = f"connection {connection.number}" if connection.number else "connection that is not admitted"
         log.warning("%s %s dropped: %s", self.kind, who, why, extra={"peer": connection.number})
-        self._calm_ns = self._now_ns + int(TROUBLED_S * 1e9)
+        self._note_trouble()
         self._end(connection)
+
+    def _note_trouble(self) -> None:
+        """Somebody broke a bound."""
+        if self._now_ns >= self._troubles_end_ns:
+            self._troubles, self._troubles_end_ns = 0, self._now_ns + int(TROUBLED_S * 1e9)
+        self._troubles += 1
+        if self._troubles > TROUBLES_MAX:
+            self._calm_ns = self._now_ns + int(TROUBLED_S * 1e9)
 
     def _end(self, connection: Connection) -> None:
         """A connection is over, and not because we were told to forget it."""

@@ -190,6 +190,24 @@ def test_a_turn_takes_messages_for_a_while_and_at_least_one(hostile: Hostile) ->
         hostile.peers.note_ends()
 
 
+def test_an_end_is_seen_before_another_is_admitted_however_short_the_turn(
+    hostile: Hostile, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A worker that was killed, and its successor of the same name, which would be refused."""
+    monkeypatch.setattr("coordinator.peers.TROUBLES_MAX", 0)
+    killed, wrong, busy = hostile.connect(), hostile.connect(), hostile.connect()
+    wrong.send(b"\x08\x00")
+    assert ends(hostile, wrong) == [2]
+    busy.send(part(b"hello of the next", more=False))
+    assert hostile.texts(1) == [b"hello of the next"]
+    busy.send(part(b"more", more=False))
+    until(lambda: hostile.peers.waiting)
+    assert hostile.peers.receive() is not None
+    killed.close()
+    hostile.peers.note_ends(turn_over=False)
+    assert hostile.peers.take_gone() == [1]
+
+
 def test_admitting_another_gives_a_turn_no_more_time(hostile: Hostile) -> None:
     """A worker that says hello again and again, and each time looks for ends, would otherwise make it endless."""
     hostile.connect().send(part(b"busy", more=False) * 3)
@@ -205,12 +223,13 @@ def test_admitting_another_gives_a_turn_no_more_time(hostile: Hostile) -> None:
     assert hostile.peers.receive() is not None
 
 
-def test_turns_are_short_for_a_while_after_somebody_broke_a_bound(
+def test_turns_are_short_for_a_while_after_bounds_were_broken_more_than_now_and_then(
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Short: of no time here. The clock stands still but where it is put forward."""
     now_ns = time.monotonic_ns()
     monkeypatch.setattr("coordinator.peers.TROUBLED_TURN_US", 0)
+    monkeypatch.setattr("coordinator.peers.TROUBLES_MAX", 1)
     busy, wrong = hostile.connect(), hostile.connect()
     monkeypatch.setattr("coordinator.peers.time.monotonic_ns", lambda: now_ns)
     busy.send(part(b"busy", more=False) * 20)
@@ -218,6 +237,11 @@ def test_turns_are_short_for_a_while_after_somebody_broke_a_bound(
     assert [hostile.peers.receive() is not None for _ in range(4)] == [True] * 4
     wrong.send(b"\x08\x00")
     assert ends(hostile, wrong) == [2]
+    assert [hostile.peers.receive() is not None for _ in range(3)] == [True] * 3, "once is no reason"
+    again = RawPeer(hostile.path, shake=False)
+    again.send(b"no ZMTP at all")
+    until(lambda: (hostile.peers.note_ends(), again.ended())[1])  # type: ignore[func-returns-value]
+    again.close()
     assert [hostile.peers.receive() is not None for _ in range(3)] == [True, False, False]
     now_ns += int(TROUBLED_S * 1e9)
     hostile.peers.note_ends()
