@@ -11,7 +11,7 @@ from __future__ import annotations
 from functools import partial
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear
 
 from worker.device.check import require_right
 from worker.device.device import Device
@@ -58,9 +58,8 @@ class PackedOperations(PlainOperations):
             require_right(self._device, "packed product", what, partial(_compare, packed, weight, count), WAY_OUT)
         return packed
 
-    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = _product(x, weight, bias).chunk(2, dim=-1)
-        return silu(gate) * up
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        return _product(x, weight, bias)
 
     def linear(
         self,
@@ -71,11 +70,8 @@ class PackedOperations(PlainOperations):
     ) -> torch.Tensor:
         if not weight.is_mkldnn:
             return super().linear(x, weight, bias, output)
-        found = _product(x, weight, bias)
+        found = self.product(x, weight, bias)
         return found if output is None else output.copy_(found)
-
-    def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return _product(x, weight, bias)[None]
 
 
 class PackedRows(torch.nn.Module):

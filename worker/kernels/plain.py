@@ -42,7 +42,7 @@ class PlainOperations:
         key.copy_(rms_norm(key, key_weight, epsilon))
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        gate, up = linear(x, weight, bias).chunk(2, dim=-1)
+        gate, up = self.product(x, weight, bias).chunk(2, dim=-1)
         return silu(gate) * up
 
     def rotary(
@@ -60,16 +60,20 @@ class PlainOperations:
         output: torch.Tensor | None = None,
     ) -> torch.Tensor:
         if output is None:
-            return linear(x, weight, bias)
+            return self.product(x, weight, bias)
         if bias is None and output.dtype == x.dtype:
             return torch.mm(x, weight.t(), out=output)
-        return output.copy_(linear(x, weight, bias))
+        return output.copy_(self.product(x, weight, bias))
 
     def project(self, *_: Any) -> None:
         """Product, rotation and storing are three operations here."""
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return linear(x, weight, bias)[None]
+        return self.product(x, weight, bias)[None]
+
+    def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x weight^T + bias [tokens, n], new: what all the products here are made of."""
+        return linear(x, weight, bias)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:

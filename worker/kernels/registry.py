@@ -55,7 +55,8 @@ class Kernel:
     """One kernel.
 
     name: of the function that is launched, in `module` (its full name), which is imported when it is first needed.
-    declared: function, and module, of what it is compiled for on a target: every configuration that is launched there.
+    declared: `{declared}_configurations` of aot_attention.py or aot_layers.py has, for a target, all that is launched
+    there of it.
     reference: computes the same in plain torch. check: runs it beside that, for what is going to serve. hopper: runs
     on NVIDIA's Hopper alone.
     """
@@ -64,7 +65,7 @@ class Kernel:
     name: str
     reference: Callable[..., Any]
     check: Callable[[Serving], None]
-    declared: tuple[str, str]
+    declared: str
     hopper: bool = False
 
     @property
@@ -74,8 +75,9 @@ class Kernel:
 
     def configurations(self, target: Target) -> list[Configuration]:
         """Of compilations for `target`; none where it does not run there. Imports Triton."""
-        name, module = self.declared
-        found: list[Configuration] = getattr(import_module(module), name)(target)
+        room = "attention" if self.module.startswith("worker.attention.") else "layers"
+        declaring = import_module(f"worker.kernels.aot_{room}")
+        found: list[Configuration] = getattr(declaring, f"{self.declared}_configurations")(target)
         return found
 
 
@@ -116,36 +118,21 @@ def _copies(serving: Serving) -> None:
         copies_test(serving.device)
 
 
-_ATTENTION, _OTHERS = "worker.kernels.aot_attention", "worker.kernels.aot_layers"
-
-
-def _kernel(
-    module: str,
-    name: str,
-    reference: Callable[..., Any],
-    check: Callable[[Serving], None],
-    declared: str,
-    hopper: bool = False,
-) -> Kernel:
-    where = _ATTENTION if check is _attention else _OTHERS
-    return Kernel(module, name, reference, check, (f"{declared}_configurations", where), hopper)
-
-
 KERNELS = (
-    _kernel("worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention, "decode"),
-    _kernel("worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention, "prefill"),
-    _kernel("worker.attention.prefill_hopper", "prefill_hopper", ReferenceAttention.attend, _attention, "hopper", True),
-    _kernel("worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, "copy", True),
-    _kernel("worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention, "write"),
-    _kernel("worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers, "embed"),
-    _kernel("worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers, "sum"),
-    _kernel("worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers, "head_norm"),
-    _kernel("worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers, "rotary"),
-    _kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
-    _kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),
-    _kernel("worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers, "project"),
-    _kernel("worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling, "scan"),
-    _kernel("worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling, "merge"),
-    _kernel("worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
-    _kernel("worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
+    Kernel("worker.attention.decode", "decode_kernel", ReferenceAttention.attend, _attention, "decode"),
+    Kernel("worker.attention.prefill", "prefill_portable", ReferenceAttention.attend, _attention, "prefill"),
+    Kernel("worker.attention.prefill_hopper", "prefill_hopper", ReferenceAttention.attend, _attention, "hopper", True),
+    Kernel("worker.attention.prefill_copy", "copy_kernel", dequantise, _attention, "copy", True),
+    Kernel("worker.attention.write", "write_kernel", ReferenceAttention.write_rotated, _attention, "write"),
+    Kernel("worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers, "embed"),
+    Kernel("worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers, "sum"),
+    Kernel("worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers, "head_norm"),
+    Kernel("worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers, "rotary"),
+    Kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
+    Kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),
+    Kernel("worker.kernels.project", "project_kernel", ReferenceAttention.write_rotated, _layers, "project"),
+    Kernel("worker.sampling.kernels", "scan_kernel", SamplingState.sample, _sampling, "scan"),
+    Kernel("worker.sampling.kernels", "merge_kernel", SamplingState.sample, _sampling, "merge"),
+    Kernel("worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
+    Kernel("worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )
