@@ -51,7 +51,7 @@ def _show(health: Health) -> None:
     if health.draining:
         print("draining: yes")
     if health.model is not None:
-        printing.print_sampling(health.model)
+        printing.print_model(health.model)
     for worker in health.workers:
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
         printing.print_device_bytes(worker)

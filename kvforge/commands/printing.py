@@ -66,8 +66,10 @@ def print_kernels(worker: WorkerHealth) -> None:
         print(f"    {what}: {kernel}")
 
 
-def print_sampling(model: ModelInfo) -> None:
-    """The line that says what a request gets that names no sampling of its own."""
+def print_model(model: ModelInfo) -> None:
+    """The lines that say what the model is computed in, and what a request gets that names no sampling of its own."""
+    if model.dtype:
+        print(f"computed in {model.dtype}")
     chosen = [f"{name} {getattr(model.sampling, name):g}" for name in MODEL_DEFAULTS]
     print(f"sampling unless a request says otherwise: {', '.join(chosen)}")
 

@@ -45,7 +45,7 @@ def _show(health: Health) -> None:
     else:
         print(f"not ready: {health.reason}")
     if health.model is not None:
-        printing.print_sampling(health.model)
+        printing.print_model(health.model)
     for worker in health.workers:
         doing = f"{worker.phase} {100 * worker.progress:.0f} %" if worker.state == "loading" else ""
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {doing}".rstrip())

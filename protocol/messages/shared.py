@@ -120,6 +120,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     source: the path or name it was loaded from (a client on the same host may load its tokenizer from there).
     sampling: what a request gets that names nothing; only fields of MODEL_DEFAULTS are not off.
     fingerprint: hex digest of what determines the tokens (weights file or configuration, architecture, dtype).
+    dtype: what it computes in, by torch's name; "": not said.
     """
 
     name: str
@@ -130,6 +131,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     context_tokens_max: int
     eos_tokens: tuple[int, ...] = ()
     sampling: Sampling = Sampling()
+    dtype: str = ""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

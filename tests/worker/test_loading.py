@@ -90,7 +90,7 @@ def test_dtype(saved: tuple[LoadedModel, Path], cpu: Device) -> None:
 
 @pytest.mark.parametrize("kind", [torch.bfloat16, torch.float16, torch.float32, torch.float64])
 def test_without_a_dtype_in_the_configuration_that_of_the_weights_is_taken(
-    saved: tuple[LoadedModel, Path], cpu: Device, kind: torch.dtype
+    saved: tuple[LoadedModel, Path], kind: torch.dtype
 ) -> None:
     folder = saved[1]
     values = json.loads((folder / "config.json").read_text())
@@ -100,8 +100,21 @@ def test_without_a_dtype_in_the_configuration_that_of_the_weights_is_taken(
     weights["model.norm.weight"] = weights["model.norm.weight"].float()  # a few are often kept as float32
     save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
     source = find_source(folder, "auto")
+    config = read_config(source)
     wanted = torch.float32 if kind == torch.float64 else kind
-    assert model_dtype("auto", read_config(source), source, cpu) == wanted
+    assert model_dtype("auto", config, source, Cpu(True)) == wanted  # type: ignore[arg-type]
+    slow = torch.float32 if kind == torch.bfloat16 else wanted
+    assert model_dtype("auto", config, source, Cpu(False)) == slow  # type: ignore[arg-type]
+    assert model_dtype("bfloat16", config, source, Cpu(False)) == torch.bfloat16  # type: ignore[arg-type]
+
+
+class Cpu:
+    """Of a device, what decides the dtype."""
+
+    owns_memory = False
+
+    def __init__(self, multiplies_bfloat16: bool) -> None:
+        self.multiplies_bfloat16 = multiplies_bfloat16
 
 
 class Gpu:
@@ -118,11 +131,12 @@ class Gpu:
     [
         ("F32", torch.bfloat16, torch.float16),
         ("F16", torch.float16, torch.float16),
+        ("BF16", torch.bfloat16, torch.float16),
         ("Q8_0", torch.bfloat16, torch.float16),
     ],
 )
 def test_a_gguf_file_becomes_16_bits_on_a_gpu(
-    tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device, kind: str, on_new: torch.dtype, on_old: torch.dtype
+    tiny: Callable[..., LoadedModel], tmp_path: Path, kind: str, on_new: torch.dtype, on_old: torch.dtype
 ) -> None:
     stored = gguf.GGMLQuantizationType[kind]
     path = write_gguf(tiny("llama").module, tmp_path / "tiny.gguf", stored=stored)
@@ -130,7 +144,9 @@ def test_a_gguf_file_becomes_16_bits_on_a_gpu(
     config = read_config(source)
     assert model_dtype("auto", config, source, Gpu(torch.bfloat16)) == on_new  # type: ignore[arg-type]
     assert model_dtype("auto", config, source, Gpu(torch.float16)) == on_old  # type: ignore[arg-type]
-    assert model_dtype("auto", config, source, cpu) == torch.float32
+    for fast in (True, False):
+        on_cpu = torch.bfloat16 if fast and kind == "BF16" else torch.float32
+        assert model_dtype("auto", config, source, Cpu(fast)) == on_cpu  # type: ignore[arg-type]
     assert model_dtype("float32", config, source, Gpu(torch.bfloat16)) == torch.float32  # type: ignore[arg-type]
 
 

@@ -80,6 +80,13 @@ class Device:
         return torch.float16 if emulated else torch.bfloat16
 
     @property
+    def multiplies_bfloat16(self) -> bool:
+        """Whether it has instructions for products of bfloat16: of CPUs those with avx512_bf16 or amx alone."""
+        if self.queues:
+            return self.half_dtype == torch.bfloat16
+        return bool(torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported())
+
+    @property
     def architecture(self) -> tuple[str, int]:
         """Name (sm_90, gfx942, cpu) and number of multiprocessors or compute units (CPU: 0)."""
         if not self.queues:

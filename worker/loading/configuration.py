@@ -51,16 +51,25 @@ def model_dtype(name: str, config: Any, source: Source, device: Device) -> torch
     """The dtype that `name` stands for. auto: the one the configuration names, else that of the stored weights.
 
     A GGUF file names none, and most of them are packed: on a GPU they become what it computes best in 16 bits (or the
-    16 bits that they are stored in), on a CPU float32. Errors: InvalidConfiguration (`dtype`).
+    16 bits that they are stored in), on a CPU float32. bfloat16 of either kind of file stays bfloat16 on a CPU that has
+    instructions for it, and becomes float32 on others, faster in that. Errors: InvalidConfiguration (`dtype`).
     """
     if name != "auto":
         if name not in MODEL_DTYPES:
             raise InvalidConfiguration("dtype", f"{name!r} is not one of auto, {', '.join(MODEL_DTYPES)}")
         return MODEL_DTYPES[name]
+    found = _stored_dtype(config, source, device)
+    if found == torch.bfloat16 and not device.owns_memory and not device.multiplies_bfloat16:
+        return torch.float32
+    return found
+
+
+def _stored_dtype(config: Any, source: Source, device: Device) -> torch.dtype:
+    """What `auto` stands for where the device computes in anything."""
     if source.format == "gguf":
-        if not device.owns_memory:
-            return torch.float32
         kinds = {tensor.type_name for tensor in source.gguf_header.tensors}
+        if not device.owns_memory:
+            return torch.bfloat16 if "BF16" in kinds and kinds <= {"BF16", "F32"} else torch.float32
         is_half = "F16" in kinds and kinds <= {"F16", "F32"}
         return torch.float16 if is_half else device.half_dtype
     wanted = getattr(config, "dtype", None)

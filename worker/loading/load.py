@@ -98,6 +98,7 @@ def load_model(
         context_tokens_max=served_tokens,
         eos_tokens=_eos_tokens(module),
         sampling=model_sampling(found),
+        dtype=dtype_name,
     )
     model = LoadedModel(
         info=info,

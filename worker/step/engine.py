@@ -56,7 +56,9 @@ class Engine:
         progress("making the KV pool", 1.0)
         blocks = pool_blocks(config, self.model, welcome, self._graph_rows)
         self.pool = KvPool(self.model.geometry, blocks, self.device)
-        log.info("%s on %s: %d blocks, %d bytes of KV", self.model.info.name, self.device.name, blocks, self.pool.bytes)
+        info = self.model.info
+        log.info("%s in %s on %s", info.name, info.dtype, self.device.name)
+        log.info("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
         for what, kernel in self.kernels().items():
             log.info("kernels: %s by %s", what, kernel)
         self.runner: Runner = self._make_runner(welcome)
