@@ -26,7 +26,7 @@ import numpy as np
 import zmq
 
 from coordinator.core.events import Boot, FromClient, FromWorker, ToWorker, Turn
-from coordinator.core.limits import Limits
+from coordinator.core.limits import Bounds, Limits, ScheduleLimits
 from coordinator.core.machine import Machine
 from coordinator.garbage import TURNS_MIN, GarbageCollector
 from coordinator.peers import Peers
@@ -69,20 +69,17 @@ def answer(sequences: int, steps: int, prompt: int) -> int:
 def limits(sequences: int, steps: int, prompt: int) -> Limits:
     """Bounds for N sequences that decode for so many steps."""
     width = (prompt + answer(sequences, steps, prompt)) // BLOCK_SIZE + 5
+    blocks = sequences * width
     return Limits(
-        sequences_max=sequences,
-        blocks_max=sequences * width,
-        blocks_per_sequence_max=width,
-        queue_max=sequences,
-        step_rows_max=sequences,
-        step_tokens_max=max(8192, 2 * sequences),
+        bounds=Bounds(sequences_max=sequences, blocks_max=blocks, blocks_per_sequence_max=width, queue_max=sequences),
+        schedule=ScheduleLimits(step_rows_max=sequences, step_tokens_max=max(8192, 2 * sequences)),
     )
 
 
-def ready(bounds: Limits) -> WorkerReady:
+def ready(limits: Limits) -> WorkerReady:
     """What the worker of the benchmark announces."""
     return WorkerReady(
-        rid=2, model=MODEL, blocks=bounds.blocks_max, bytes_per_block=1, kv_dtype="float32", device="none"
+        rid=2, model=MODEL, blocks=limits.bounds.blocks_max, bytes_per_block=1, kv_dtype="float32", device="none"
     )
 
 
@@ -156,16 +153,16 @@ def core(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]
 class Shell:
     """A coordinator's turn loop over real sockets, with one client and one worker in this process."""
 
-    def __init__(self, folder: Path, bounds: Limits) -> None:
+    def __init__(self, folder: Path, limits: Limits) -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._numbers = iter(range(1, 100))
         geometry = Geometry(
-            slots=bounds.sequences_max,
-            blocks=bounds.blocks_max,
-            blocks_per_sequence=bounds.blocks_per_sequence_max,
-            block_size=bounds.block_size,
+            slots=limits.bounds.sequences_max,
+            blocks=limits.bounds.blocks_max,
+            blocks_per_sequence=limits.bounds.blocks_per_sequence_max,
+            block_size=limits.cache.block_size,
         )
-        self.machine = Machine(Boot("benchmark", b"key", bounds), 0)
+        self.machine = Machine(Boot("benchmark", b"key", limits), 0)
         self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
         self.clients = Peers(f"ipc://{folder}/c", self._number)
         self.workers = Peers(f"ipc://{folder}/w", self._number)

@@ -23,7 +23,7 @@ from coordinator.core.cache.pool import Blocks, Pool
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
 from coordinator.core.events import Boot, FromClient, FromWorker, Turn
-from coordinator.core.limits import Limits
+from coordinator.core.limits import Bounds, Limits
 from coordinator.core.machine import Machine
 from coordinator.core.waits import Waits
 from kvforge.protocol.messages import (
@@ -59,7 +59,7 @@ def median_us(action: Callable[[], object], seconds: float) -> float:
 
 def machine() -> Machine:
     """A coordinator's core with one worker of 32,768 blocks of 16 tokens."""
-    limits = Limits(sequences_max=256, blocks_max=1 << 16, blocks_per_sequence_max=1024)
+    limits = Limits(bounds=Bounds(sequences_max=256, blocks_max=1 << 16, blocks_per_sequence_max=1024))
     core = Machine(Boot("benchmark", b"key", limits), 0)
     model = ModelInfo(
         name="m", source="", architecture="a", fingerprint="f", vocab_size=VOCABULARY, context_tokens_max=1 << 20
@@ -100,7 +100,7 @@ def fill(core: Machine, group: Group, tokens: np.ndarray[tuple[int], np.dtype[np
     s.computed[slot] = s.scheduled[slot] = tokens.size
     cache.index_filled(group)
     core.apply(FromClient(1, RemoveSequences(rid=2, sequence_ids=np.array([created.sequence_id]))), 2)
-    assert group.pool.cached >= tokens.size // core.limits.block_size
+    assert group.pool.cached >= tokens.size // core.limits.cache.block_size
 
 
 def prefix_lookups(seconds: float) -> tuple[float, float]:
@@ -114,7 +114,7 @@ def prefix_lookups(seconds: float) -> tuple[float, float]:
 
     def look(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
         placement = core.cache.plan_placement(group, salt, tokens, core.cache.hashes(salt, tokens))
-        return placement.cached_tokens(core.limits.block_size)
+        return placement.cached_tokens(core.limits.cache.block_size)
 
     assert (look(known), look(unknown)) == (PROMPT_TOKENS, 0)
     return median_us(lambda: look(known), seconds), median_us(lambda: look(unknown), seconds)
@@ -148,9 +148,9 @@ def admissions(seconds: float) -> tuple[float, float]:
 
 def allocations(seconds: float, bulk: int) -> float:
     """A million blocks allocated and freed, so many at a time. Returns nanoseconds for each of the two million."""
-    limits = Limits(blocks_max=1 << 20)
-    blocks, tenants = Blocks(limits.blocks_max, limits.block_size), Tenants(limits)
-    pool, tenant = Pool(Clock(), blocks, tenants, Waits(), 1, 0, limits.blocks_max), tenants.intern("a")
+    limits = Limits(bounds=Bounds(blocks_max=1 << 20))
+    blocks, tenants = Blocks(limits.bounds.blocks_max, limits.cache.block_size), Tenants(limits)
+    pool, tenant = Pool(Clock(), blocks, tenants, Waits(), 1, 0, limits.bounds.blocks_max), tenants.intern("a")
 
     def million() -> None:
         for _ in range(1_000_000 // bulk):

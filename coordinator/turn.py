@@ -13,9 +13,7 @@ from __future__ import annotations
 import logging
 from collections import deque
 from collections.abc import Callable
-from typing import Protocol
-
-import msgspec
+from typing import Annotated, Protocol
 
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CapacityExceeded, KvforgeError, ProtocolError, StateLost, VersionMismatch
@@ -57,6 +55,7 @@ from .core.events import (
     Turn,
     WorkerGone,
 )
+from .core.limits import DURATION_S_MAX, Bounds, Count, Range
 from .core.machine import Machine
 from .outbox import Frames, Outbox, Sent, Transport
 from .publish import publish
@@ -83,20 +82,19 @@ class Processes(Protocol):
         """Does what is due. Returns when it must be called again though nothing happens; None: not before."""
 
 
-class TurnLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one turn, and of the connections it admits.
+class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The core's bounds, those of one turn, and those of the connections that it admits.
 
     messages_per_turn_max: of each side. client_bytes_per_turn_max, client_ms_per_turn_max: then no more is taken from
-    clients in this turn; one message is always taken. clients_max, pools_max: connections of clients and of workers
-    that have said hello. client_backlog_max: replies that wait for one client.
+    clients in this turn; one message is always taken. clients_max: connections of clients that have said hello, as
+    pools_max of workers. client_backlog_max: replies that wait for one client.
     """
 
-    messages_per_turn_max: int = 1024
-    client_bytes_per_turn_max: int = 8 << 20
-    client_ms_per_turn_max: float = 2.0
-    clients_max: int = 256
-    pools_max: int = 64
-    client_backlog_max: int = 1024
+    messages_per_turn_max: Count = 1024
+    client_bytes_per_turn_max: Count = 8 << 20
+    client_ms_per_turn_max: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 2.0
+    clients_max: Count = 256
+    client_backlog_max: Count = 1024
 
 
 class Mail:
@@ -357,11 +355,11 @@ class TurnLoop:
             version=version,
             boot=self.machine.boot,
             tables_path=str(self.tables.path),
-            block_size=limits.block_size,
-            slots_max=limits.sequences_max,
-            blocks_per_sequence_max=limits.blocks_per_sequence_max,
-            step_tokens_max=limits.step_tokens_max,
-            step_rows_max=limits.step_rows_max,
+            block_size=limits.cache.block_size,
+            slots_max=limits.bounds.sequences_max,
+            blocks_per_sequence_max=limits.bounds.blocks_per_sequence_max,
+            step_tokens_max=limits.schedule.step_tokens_max,
+            step_rows_max=limits.schedule.step_rows_max,
         )
 
 

@@ -1,6 +1,13 @@
-"""Every limit of the core, in one frozen structure, checked once."""
+"""Every limit of the core: the sections of the coordinator's configuration, as far as the core knows them.
+
+A limit is declared once, here: its name in the file, with its unit; its default; its range; and what it means. The core
+counts microseconds, so a section says its durations in these, too.
+"""
 
 from __future__ import annotations
+
+import math
+from typing import Annotated, NamedTuple
 
 import msgspec
 
@@ -9,94 +16,163 @@ from kvforge.protocol.errors import InvalidConfiguration
 from . import sizes
 
 POLICIES = ("lru", "none")
-MAY_BE_ZERO = ("lease_us",)
-STOP_TOKENS_MOST = 1024
-WEIGHT_MIN, WEIGHT_MAX = 0.001, 1000.0
+STOP_TOKENS_MOST = 1024  # there is a place for each, in every row
+DURATION_S_MAX = 1_000_000_000
 
 
-class Quota(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class Range(NamedTuple):
+    """What a value may be, both ends included."""
+
+    least: float
+    most: float = math.inf
+
+
+Count = Annotated[int, Range(1)]
+Seconds = Annotated[float, Range(1e-6, DURATION_S_MAX)]  # a microsecond is the least that the core can count
+
+
+class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A section of the configuration. A field whose type has a Range is held to it."""
+
+    def check(self, name: str) -> None:
+        """Raises InvalidConfiguration naming the field, in the section `name` of the file."""
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            for bound in getattr(field.type, "__metadata__", ()):
+                if not bound.least <= value <= bound.most:
+                    to = f"at least {bound.least}" if bound.most == math.inf else f"{bound.least} to {bound.most}"
+                    raise InvalidConfiguration(f"{name}.{field.name}", f"must be {to}, not {value}")
+
+
+class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[limits]: how much of everything there may be, and for how long.
+
+    blocks_max, pools_max: over all workers, and of these. queue_max: requests that wait. finished_max, finished_ttl_s,
+    finished_bytes_max: requests that have ended and may still be asked about; those that ended first are forgotten
+    first. samples_max: answers that one command asks for. bulk_max: sequences named in one command; list_max: requests
+    in one list. stop_tokens_max: of one request. holders_per_block_max: names on one block.
+    deadline_max_s: every request ends within it. lease_s: how long a request outlives a connection that just ended.
+    """
+
+    sequences_max: Count = 256
+    blocks_max: Count = 1 << 20
+    blocks_per_sequence_max: Count = 512
+    pools_max: Count = 64
+    tenants_max: Count = 256
+    queue_max: Count = 1024
+    finished_max: Count = 4096
+    finished_ttl_s: Seconds = 600.0
+    finished_bytes_max: Count = 256 << 20
+    samples_max: Count = 256
+    bulk_max: Count = 4096
+    list_max: Count = 1000
+    stop_tokens_max: Annotated[int, Range(1, STOP_TOKENS_MOST)] = 16
+    holders_per_block_max: Count = 64
+    deadline_max_s: Seconds = 86_400.0
+    lease_s: Annotated[float, Range(0, DURATION_S_MAX)] = 10.0
+
+    @property
+    def finished_ttl_us(self) -> int:
+        """In microseconds."""
+        return round(self.finished_ttl_s * 1e6)
+
+    @property
+    def deadline_max_us(self) -> int:
+        """In microseconds."""
+        return round(self.deadline_max_s * 1e6)
+
+    @property
+    def lease_us(self) -> int:
+        """In microseconds."""
+        return round(self.lease_s * 1e6)
+
+
+class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[cache]: blocks of `block_size` tokens.
+
+    policy: `lru` evicts idle client sequences when cached blocks are not enough; `none` refuses instead.
+    partial_tokens_min: a cached block that agrees with at least so many tokens is copied instead of recomputed.
+    """
+
+    block_size: Count = 16
+    policy: str = "lru"
+    partial_tokens_min: Count = 4
+
+
+class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[schedule]: what one step may take, and who goes first.
+
+    ageing_s: so much longer waiting is worth one step of priority.
+    passes_max: so many later requests may start before one that finds no room; then room is kept for it.
+    step_timeout_s: a worker that works longer on one step is taken to be hung, and replaced.
+    decode_gap_ms: prefill chunks beside decodes shrink where steps take longer than this.
+    crashes_max: a request fails when so many workers died in a row while running it, without a token in between.
+    """
+
+    step_tokens_max: Count = 512
+    step_rows_max: Count = 64
+    steps_in_flight_max: Count = 2
+    ageing_s: Seconds = 10.0
+    passes_max: Count = 16
+    step_timeout_s: Seconds = 60.0
+    decode_gap_ms: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 200.0
+    crashes_max: Count = 5
+
+    @property
+    def ageing_us(self) -> int:
+        """In microseconds."""
+        return round(self.ageing_s * 1e6)
+
+    @property
+    def step_timeout_us(self) -> int:
+        """In microseconds."""
+        return round(self.step_timeout_s * 1e6)
+
+    @property
+    def decode_gap_us(self) -> int:
+        """In microseconds."""
+        return round(self.decode_gap_ms * 1e3)
+
+
+class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A tenant's share of each pool, in blocks: `floor` no one else can take, `ceiling` it never exceeds (0 = none).
 
     weight: its share of what is computed while others wait too, relative to theirs.
     """
 
-    floor: int = 0
-    ceiling: int = 0
-    weight: float = 1.0
+    floor: Annotated[int, Range(0)] = 0
+    ceiling: Annotated[int, Range(0)] = 0
+    weight: Annotated[float, Range(0.001, 1000.0)] = 1.0
 
 
 class Limits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of the core. Raises InvalidConfiguration naming the field.
+    """All that bounds the core. Raises InvalidConfiguration naming the field, as it is called in the file."""
 
-    policy: `lru` evicts idle client sequences when cached blocks are not enough; `none` refuses instead.
-    bulk_max: sequences named in one command; list_max: requests in one list. holders_per_block_max: names on one block.
-    partial_tokens_min: a cached block that agrees with at least this many tokens is copied instead of recomputed.
-    finished_bytes_max: of the answers of requests that have ended; the oldest are forgotten first.
-    ageing_us: so much longer waiting is worth one step of priority.
-    passes_max: so many later requests may start before one that finds no room; then room is kept for it.
-    deadline_max_us: every request ends within it. lease_us: how long a request outlives a connection that just ended.
-    step_timeout_us: a worker that works longer on one step is taken to be hung, and replaced.
-    decode_gap_us: prefill chunks beside decodes shrink where steps take longer than this.
-    crashes_max: a request fails when so many workers died in a row while running it, without a token in between.
-    """
-
-    block_size: int = 16
-    sequences_max: int = 256
-    blocks_max: int = 1 << 20
-    blocks_per_sequence_max: int = 512
-    pools_max: int = 64
-    tenants_max: int = 256
-    queue_max: int = 1024
-    finished_max: int = 4096
-    finished_ttl_us: int = 600_000_000
-    finished_bytes_max: int = 256 << 20
-    step_tokens_max: int = 512
-    step_rows_max: int = 64
-    steps_in_flight_max: int = 2
-    stop_tokens_max: int = 16
-    holders_per_block_max: int = 64
-    bulk_max: int = 4096
-    list_max: int = 1000
-    partial_tokens_min: int = 4
-    samples_max: int = 256
-    ageing_us: int = 10_000_000
-    passes_max: int = 16
-    deadline_max_us: int = 86_400_000_000
-    lease_us: int = 10_000_000
-    step_timeout_us: int = 60_000_000
-    decode_gap_us: int = 200_000
-    crashes_max: int = 5
-    policy: str = "lru"
+    bounds: Bounds = Bounds()
+    cache: CacheLimits = CacheLimits()
+    schedule: ScheduleLimits = ScheduleLimits()
     quotas: dict[str, Quota] = {}
 
     def __post_init__(self) -> None:
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            least = 0 if field.name in MAY_BE_ZERO else 1
-            if isinstance(value, int) and value < least:
-                raise InvalidConfiguration(field.name, f"must be at least {least}, not {value}")
-        if self.policy not in POLICIES:
-            raise InvalidConfiguration("policy", f"must be one of {', '.join(POLICIES)}, not {self.policy!r}")
-        if self.stop_tokens_max > STOP_TOKENS_MOST:  # a place for each of every row
-            problem = f"must be at most {STOP_TOKENS_MOST}, not {self.stop_tokens_max}"
-            raise InvalidConfiguration("stop_tokens_max", problem)
+        self.bounds.check("limits")
+        self.cache.check("cache")
+        self.schedule.check("schedule")
+        if self.cache.policy not in POLICIES:
+            problem = f"must be one of {', '.join(POLICIES)}, not {self.cache.policy!r}"
+            raise InvalidConfiguration("cache.policy", problem)
         if self.context_tokens_max >= 1 << 31:
-            raise InvalidConfiguration(
-                "blocks_per_sequence_max", f"{self.context_tokens_max} tokens of context do not fit 32 bits"
-            )
-        sizes.check(self.context_tokens_max, self.step_tokens_max, self.tenants_max, self.pools_max)
-        if len(self.quotas) > self.tenants_max:
-            raise InvalidConfiguration("quotas", f"more than tenants_max = {self.tenants_max} tenants")
+            problem = f"{self.context_tokens_max} tokens of context do not fit 32 bits"
+            raise InvalidConfiguration("limits.blocks_per_sequence_max", problem)
+        bounds = self.bounds
+        sizes.check(self.context_tokens_max, self.schedule.step_tokens_max, bounds.tenants_max, bounds.pools_max)
+        if len(self.quotas) > bounds.tenants_max:
+            raise InvalidConfiguration("quotas", f"more than tenants_max = {bounds.tenants_max} tenants")
         for tenant, quota in self.quotas.items():
-            if quota.floor < 0 or quota.ceiling < 0:
-                raise InvalidConfiguration(f"quotas.{tenant}", "floor and ceiling are counts of blocks, 0 or more")
-            if not WEIGHT_MIN <= quota.weight <= WEIGHT_MAX:
-                problem = f"must be {WEIGHT_MIN:g} to {WEIGHT_MAX:g}, not {quota.weight:g}"
-                raise InvalidConfiguration(f"quotas.{tenant}.weight", problem)
+            quota.check(f"quotas.{tenant}")
             if 0 < quota.ceiling < quota.floor:
                 raise InvalidConfiguration(f"quotas.{tenant}", f"ceiling {quota.ceiling} is below floor {quota.floor}")
 
     @property
     def context_tokens_max(self) -> int:
         """The longest sequence, in tokens: block size x blocks a sequence may hold."""
-        return self.block_size * self.blocks_per_sequence_max
+        return self.cache.block_size * self.bounds.blocks_per_sequence_max

@@ -38,11 +38,12 @@ def check(context_tokens: int, step_tokens: int, tenants: int, pools: int) -> No
     if 4 * context_tokens > FRAME_BYTES_MAX // 2:
         most = FRAME_BYTES_MAX // 8
         problem = f"{context_tokens} tokens of context do not fit a message: at most {most}"
-        raise InvalidConfiguration("blocks_per_sequence_max", problem)
+        raise InvalidConfiguration("limits.blocks_per_sequence_max", problem)
     if 4 * step_tokens > FRAME_BYTES_MAX // 4:
-        raise InvalidConfiguration("step_tokens_max", f"must be at most {FRAME_BYTES_MAX // 16}, not {step_tokens}")
+        problem = f"must be at most {FRAME_BYTES_MAX // 16}, not {step_tokens}"
+        raise InvalidConfiguration("schedule.step_tokens_max", problem)
     for field, count, each in (("tenants_max", tenants, TENANT_BYTES), ("pools_max", pools, WORKER_BYTES)):
         most = BODY_BYTES_MAX // 2 // each
         if count > most:
             problem = f"must be at most {most}, not {count}: statistics of more do not fit a message"
-            raise InvalidConfiguration(field, problem)
+            raise InvalidConfiguration(f"limits.{field}", problem)

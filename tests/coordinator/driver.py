@@ -29,7 +29,6 @@ from coordinator.core.events import (
     Turn,
     WorkerGone,
 )
-from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from kvforge.protocol.errors import GpuError, KvforgeError, restore
 from kvforge.protocol.messages import (
@@ -71,6 +70,7 @@ from kvforge.protocol.messages import (
     WorkerHello,
     WorkerReady,
 )
+from tests.limits import make_limits
 from tests.simulation.digest import refusal_digest
 
 VOCABULARY = 1000
@@ -146,18 +146,18 @@ class FakeWorker:
     def take(self, step: Step) -> None:
         """A step arrives: it is within every limit, and writes only blocks that it may write."""
         limits, cache = self.machine.limits, self.machine.cache
-        assert step.slots.size <= limits.step_rows_max
-        assert step.counts.sum() == step.tokens.size <= limits.step_tokens_max
+        assert step.slots.size <= limits.schedule.step_rows_max
+        assert step.counts.sum() == step.tokens.size <= limits.schedule.step_tokens_max
         assert step.slots.size == np.unique(step.slots).size
         assert step.counts.size == 0 or step.counts.min() >= 1
         for slot, start, count in zip(step.slots.tolist(), step.starts.tolist(), step.counts.tolist(), strict=True):
-            columns = np.arange(start // limits.block_size, -(-(start + count) // limits.block_size))
+            columns = np.arange(start // limits.cache.block_size, -(-(start + count) // limits.cache.block_size))
             ids = cache.sequences.table[slot, columns]
             assert (cache.blocks.refcount[ids] <= 1).all(), "a step writes a shared block"
             assert not cache.blocks.indexed[ids].any(), "a step writes an indexed block"
         self.inbox.append(step)
         self.steps.append(step)
-        assert len(self.inbox) <= limits.steps_in_flight_max
+        assert len(self.inbox) <= limits.schedule.steps_in_flight_max
 
     def execute(self, step: Step) -> StepResult:
         """Copies, then KV and attention, then sampling."""
@@ -197,7 +197,7 @@ class FakeWorker:
         return choose(context, self.model.vocab_size)
 
     def _feed(self, slot: int, start: int, tokens: list[int]) -> int:
-        table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.block_size
+        table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.cache.block_size
         context = self.kv[table[(start - 1) // size], (start - 1) % size] if start else 1
         for position, token in enumerate(tokens, start):
             context = fingerprint(context, token)
@@ -216,7 +216,7 @@ class Driver:
     worker_type: type[FakeWorker] = FakeWorker
 
     def __init__(self, start_us: int = 1_000_000, first_id: int = 0, first_generation: int = 0, **limits: Any) -> None:
-        boot = Boot("boot", b"a key", Limits(**{**SMALL, **limits}), first_id, first_generation)
+        boot = Boot("boot", b"a key", make_limits(**{**SMALL, **limits}), first_id, first_generation)
         self.machine = Machine(boot, start_us)
         self.now_us = start_us
         self.workers: list[FakeWorker] = []

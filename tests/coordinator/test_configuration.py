@@ -11,17 +11,14 @@ import msgspec
 import pytest
 
 import coordinator.core
-from coordinator.config import CacheSection, CoordinatorConfig, LimitsSection, ScheduleSection
-from coordinator.core.limits import MAY_BE_ZERO, Limits, Quota
+from coordinator.config import CoordinatorConfig, LimitsSection
+from coordinator.core.limits import Quota
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from kvforge.protocol.messages import GetHealth, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, model_info
+from tests.limits import SECTIONS, counts, in_core, make_limits
 
-COUNTS = [
-    field.name
-    for field in msgspec.structs.fields(Limits)
-    if isinstance(field.default, int) and field.name not in MAY_BE_ZERO
-]
+COUNTS = counts()
 IMPURE = frozenset(
     {"time", "random", "socket", "os", "threading", "asyncio", "zmq", "torch", "secrets", "uuid", "datetime"}
     | {"subprocess", "multiprocessing", "mmap"}
@@ -35,40 +32,34 @@ MODULES = sorted(CORE.rglob("*.py"))
 @pytest.mark.parametrize("field", COUNTS)
 def test_a_count_that_is_not_positive_is_refused_by_name(field: str, value: int) -> None:
     with pytest.raises(InvalidConfiguration) as caught:
-        Limits(**{field: value})
-    assert caught.value.field == field
-    assert str(value) in str(caught.value)
+        make_limits(**{field: value})
+    name, per_us = in_core(caught.value.field.partition(".")[2])
+    assert name == field
+    assert f"not {value / per_us if per_us else value}" in str(caught.value)
 
 
 # behaviour 1
 def test_room_for_stop_tokens_is_bounded() -> None:
     with pytest.raises(InvalidConfiguration) as caught:
-        Limits(stop_tokens_max=1 << 20)
-    assert caught.value.field == "stop_tokens_max"
+        make_limits(stop_tokens_max=1 << 20)
+    assert caught.value.field == "limits.stop_tokens_max"
 
 
-def test_every_limit_of_the_core_can_be_configured() -> None:
-    sections = {"limits": LimitsSection, "cache": CacheSection, "schedule": ScheduleSection}
-    units = {"_us": (("_s", 1_000_000), ("_ms", 1_000), ("_us", 1))}
-    for field in msgspec.structs.fields(Limits):
-        if not isinstance(field.default, int):
+@pytest.mark.parametrize(("section", "name"), [("bounds", "limits"), ("cache", "cache"), ("schedule", "schedule")])
+def test_every_limit_of_the_core_can_be_configured(section: str, name: str) -> None:
+    default = CoordinatorConfig()
+    for field in msgspec.structs.fields(SECTIONS[section]):
+        if field.type is str:
             continue
-        stem = field.name.removesuffix("_us")
-        spelled = [(stem + unit, factor) for unit, factor in units["_us"]] if stem != field.name else [(stem, 1)]
-        [(section, name, factor)] = [
-            (section, name, factor)
-            for section, struct in sections.items()
-            for name, factor in spelled
-            if name in struct.__struct_fields__
-        ]
-        made = CoordinatorConfig(**{section: sections[section](**{name: 7})})
-        assert getattr(made.core_limits(), field.name) == 7 * factor, field.name
-        assert getattr(CoordinatorConfig().core_limits(), field.name) == field.default
+        made = CoordinatorConfig(**{name: msgspec.structs.replace(getattr(default, name), **{field.name: 7})})
+        core, per_us = getattr(made.core_limits(), section), in_core(field.name)
+        assert getattr(core, per_us[0]) == 7 * (per_us[1] or 1), field.name
+        assert getattr(getattr(default.core_limits(), section), field.name) == field.default
 
 
 # behaviour 1
 def test_all_ones_are_accepted_and_serve_one_token() -> None:
-    limits = Limits(**dict.fromkeys(COUNTS, 1), policy="none")
+    limits = make_limits(**dict.fromkeys(COUNTS, 1), policy="none")
     assert limits.context_tokens_max == 1
     driver = Driver(**dict.fromkeys(COUNTS, 1))
     driver.add_worker(1)
@@ -157,29 +148,29 @@ def hello_and_ready(driver: Driver, worker: FakeWorker, **fields: object) -> Non
 # behaviour 2 (the core's part of it: positions and contexts fit 32 bits)
 def test_a_context_that_does_not_fit_32_bits_is_refused() -> None:
     with pytest.raises(InvalidConfiguration, match="do not fit a message"):
-        Limits(block_size=1 << 15, blocks_per_sequence_max=(1 << 8) + 1)
-    assert Limits(block_size=1 << 15, blocks_per_sequence_max=1 << 8).context_tokens_max == 1 << 23
+        make_limits(block_size=1 << 15, blocks_per_sequence_max=(1 << 8) + 1)
+    assert make_limits(block_size=1 << 15, blocks_per_sequence_max=1 << 8).context_tokens_max == 1 << 23
     with pytest.raises(InvalidConfiguration) as caught:
-        Limits(block_size=1 << 15, blocks_per_sequence_max=1 << 16)
-    assert caught.value.field == "blocks_per_sequence_max"
+        make_limits(block_size=1 << 15, blocks_per_sequence_max=1 << 16)
+    assert caught.value.field == "limits.blocks_per_sequence_max"
 
 
 def test_an_unknown_policy_is_refused_by_name() -> None:
     with pytest.raises(InvalidConfiguration) as caught:
-        Limits(policy="fifo")
-    assert caught.value.field == "policy"
+        make_limits(policy="fifo")
+    assert caught.value.field == "cache.policy"
 
 
 @pytest.mark.parametrize("quota", [Quota(floor=-1), Quota(ceiling=-1), Quota(floor=3, ceiling=2)])
 def test_a_quota_that_contradicts_itself_is_refused_naming_the_tenant(quota: Quota) -> None:
     with pytest.raises(InvalidConfiguration) as caught:
-        Limits(quotas={"a": quota})
-    assert caught.value.field == "quotas.a"
+        make_limits(quotas={"a": quota})
+    assert caught.value.field.startswith("quotas.a")
 
 
 def test_more_quotas_than_tenants_are_refused() -> None:
     with pytest.raises(InvalidConfiguration) as caught:
-        Limits(tenants_max=1, quotas={"a": Quota(), "b": Quota()})
+        make_limits(tenants_max=1, quotas={"a": Quota(), "b": Quota()})
     assert caught.value.field == "quotas"
 
 
@@ -259,7 +250,7 @@ def test_the_core_runs_where_clock_randomness_and_environment_are_forbidden() ->
     program = """
 import numpy, msgspec, hashlib, tempfile
 from coordinator.core.machine import Machine
-from coordinator.core.limits import Limits
+from coordinator.core.limits import Bounds, Limits
 from coordinator.core.events import Boot, FromClient, Turn
 from kvforge.protocol.messages import CreateSequence, GetStats, Submit
 import os, time, random, socket, secrets, threading, numpy.random
@@ -274,7 +265,7 @@ for module, names in {
 }.items():
     for name in names:
         setattr(module, name, forbidden)
-machine = Machine(Boot("boot", b"key", Limits(blocks_max=16, sequences_max=4)), 0)
+machine = Machine(Boot("boot", b"key", Limits(bounds=Bounds(blocks_max=16, sequences_max=4))), 0)
 effects = []
 for message in (CreateSequence(rid=1), Submit(rid=2, max_tokens=1, prompt=numpy.ones(3, numpy.int32)), GetStats(rid=3)):
     effects += machine.apply(FromClient(1, message), 0).effects

@@ -79,7 +79,7 @@ def test_the_earlier_of_two_deadlines_counts(first_ms: int, second_ms: int, left
     drain(driver, second_ms)
     driver.turn()
     if left_ms is None:
-        assert driver.wake_us() == driver.machine.limits.deadline_max_us
+        assert driver.wake_us() == driver.machine.limits.bounds.deadline_max_us
         return
     assert driver.wake_us() == left_ms * 1000
     driver.advance(left_ms * 1000 - 1)

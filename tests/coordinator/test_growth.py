@@ -6,13 +6,13 @@ import msgspec
 import numpy as np
 
 from coordinator.core.events import Boot, FromClient, FromWorker, ToClient, ToWorker, Turn
-from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from kvforge.protocol.messages import Accepted, Step, StepResult, Stream, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import GREEDY, model_info
+from tests.limits import make_limits
 
 BLOCKS = 1_000_000
-LARGEST = Limits(
+LARGEST = make_limits(
     block_size=16,
     sequences_max=4096,
     blocks_max=BLOCKS,
@@ -43,7 +43,7 @@ def test_the_largest_configuration_serves_a_long_prompt_beside_short_ones() -> N
     while steps:
         step = steps.pop(0)
         assert isinstance(step, Step)
-        assert int(step.counts.sum()) <= LARGEST.step_tokens_max
+        assert int(step.counts.sum()) <= LARGEST.schedule.step_tokens_max
         computed += int(step.counts.sum())
         slots = step.slots[step.samples != 0]
         tokens, logprobs = np.full(slots.size, 5, np.int32), np.zeros(slots.size, np.float32)

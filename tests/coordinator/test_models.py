@@ -16,7 +16,7 @@ from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, B
 from coordinator.core.cache.prefix import PrefixIndex, PrefixStore, root_key
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
-from coordinator.core.limits import Limits, Quota
+from coordinator.core.limits import Quota
 from coordinator.core.waits import Waits
 from kvforge.protocol.errors import (
     AlreadyHolder,
@@ -29,6 +29,7 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.messages import Cancel, Fork, RefBlock, UnrefBlock
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.naive import NaiveBlock, NaivePool, NaiveSequences, NaiveTrie, Refused, WeakHasher
+from tests.limits import make_limits
 from tests.simulation.digest import digest, refusal_digest
 
 TENANTS = st.sampled_from([1, 2, 3])
@@ -58,7 +59,7 @@ class PoolMachine(RuleBasedStateMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        tenants = Tenants(Limits(quotas=self.quotas, tenants_max=4))
+        tenants = Tenants(make_limits(quotas=self.quotas, tenants_max=4))
         floors, ceilings = {}, {}
         for name in "abc":
             index = tenants.intern(name)
@@ -175,7 +176,7 @@ class PrefixMachine(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         blocks = Blocks(10, SIZE)
-        tenants = Tenants(Limits(tenants_max=1))
+        tenants = Tenants(make_limits(tenants_max=1))
         tenants.intern("a")
         self.hasher = self.hasher_class(SIZE, b"key", 16)
         self.pool = Pool(Clock(), blocks, tenants, Waits(), 1, 0, 10)

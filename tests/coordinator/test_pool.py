@@ -8,7 +8,7 @@ import pytest
 from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
-from coordinator.core.limits import Limits, Quota
+from coordinator.core.limits import Quota
 from coordinator.core.waits import Waits
 from kvforge.protocol.errors import (
     AlreadyHolder,
@@ -22,12 +22,13 @@ from kvforge.protocol.errors import (
 )
 from kvforge.protocol.messages import Explain, GetBlock, RefBlock, UnrefBlock
 from tests.coordinator.conftest import MakePool
+from tests.limits import make_limits
 from tests.simulation.digest import digest
 
 
 def new_pool(count: int, base: int = 0, **quotas: Quota) -> Pool:
     """A pool with tenants a = 1, b = 2, c = 3."""
-    tenants = Tenants(Limits(quotas=quotas, tenants_max=8))
+    tenants = Tenants(make_limits(quotas=quotas, tenants_max=8))
     for name in "abc":
         tenants.intern(name)
     return Pool(Clock(), Blocks(base + count, 4), tenants, Waits(), 1, base, count)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
-from coordinator.core.limits import Limits, Quota
+from coordinator.core.limits import Quota
 from coordinator.core.requests.lifecycle import Request
 from coordinator.core.scheduling.admission import BLOCKED_MAX
 from coordinator.core.scheduling.queue import WaitingQueue
@@ -20,6 +20,7 @@ from kvforge.protocol.errors import QueueFull
 from kvforge.protocol.messages import Submit
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, continuation, int32
+from tests.limits import make_limits
 
 
 def waiting(driver: Driver) -> list[int]:
@@ -364,7 +365,7 @@ ACTIONS = st.one_of(
 @settings(max_examples=150, deadline=None, derandomize=True)
 @given(st.lists(ACTIONS, max_size=60))
 def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, int, int]]) -> None:
-    limits = Limits(ageing_us=10, tenants_max=3, quotas={"x": Quota(weight=2.0), "y": Quota(weight=0.5)})
+    limits = make_limits(ageing_us=10, tenants_max=3, quotas={"x": Quota(weight=2.0), "y": Quota(weight=0.5)})
     tenants = Tenants(limits)
     for name in ("x", "y", "z"):
         tenants.intern(name)

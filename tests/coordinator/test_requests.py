@@ -11,7 +11,7 @@ import pytest
 
 from coordinator.core.clock import Clock
 from coordinator.core.events import DropWorker, FromWorker, Log, ToWorker
-from coordinator.core.limits import Limits, Quota
+from coordinator.core.limits import Bounds, Quota
 from coordinator.core.requests.lifecycle import PENDING, TERMINAL, TRANSITIONS, Request, RequestTable
 from kvforge.protocol.errors import (
     AlreadyFinished,
@@ -359,7 +359,7 @@ def test_finished_requests_are_purged_by_age_and_on_demand(make_pool: MakePool) 
 # behaviour 30
 def test_the_table_of_finished_requests_keeps_the_newest() -> None:
     clock = Clock()
-    table = RequestTable(clock, Limits(finished_max=3))
+    table = RequestTable(clock, Bounds(finished_max=3))
     for i in range(1, 6):
         request = Request(i, 1, 1, "t", int32([1]), Submit(rid=1, max_tokens=1, sampling=GREEDY), 1, 0, 0, 1 << 40)
         table.add(request)

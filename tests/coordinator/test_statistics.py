@@ -186,10 +186,10 @@ def test_the_published_tables_are_the_state_after_every_turn(make_pool: MakePool
     driver, worker = make_pool(8)
     limits, cache = driver.machine.limits, driver.machine.cache
     geometry = Geometry(
-        slots=limits.sequences_max,
-        blocks=limits.blocks_max,
-        blocks_per_sequence=limits.blocks_per_sequence_max,
-        block_size=limits.block_size,
+        slots=limits.bounds.sequences_max,
+        blocks=limits.bounds.blocks_max,
+        blocks_per_sequence=limits.bounds.blocks_per_sequence_max,
+        block_size=limits.cache.block_size,
     )
     tables = TablesWriter(tmp_path / "tables", geometry, "boot")
     sequences = [driver.create(range(5))]
@@ -211,7 +211,7 @@ def test_the_published_tables_are_the_state_after_every_turn(make_pool: MakePool
         assert np.array_equal(tables.row_length, s.length)
         assert np.array_equal(tables.row_blocks, s.used)
         assert np.array_equal(tables.row_sequence, s.id)
-        inside = np.arange(limits.blocks_per_sequence_max) < s.used[:, None]
+        inside = np.arange(limits.bounds.blocks_per_sequence_max) < s.used[:, None]
         assert np.array_equal(tables.block_table[inside], s.table[inside])
         assert np.array_equal(tables.block_refcount, cache.blocks.refcount)
         assert np.array_equal(tables.block_generation, cache.blocks.generation)

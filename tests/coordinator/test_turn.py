@@ -29,7 +29,6 @@ from coordinator.core.events import (
     Turn,
     WorkerGone,
 )
-from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.core.workers.reports import Worker
 from coordinator.outbox import BACKLOG_BYTES_MAX, Sent
@@ -57,6 +56,7 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from tests.coordinator.net import Net, fill, short_lived_net, until
+from tests.limits import make_limits
 
 Frames = Sequence[bytes | memoryview]
 BACKLOG = 4
@@ -66,7 +66,7 @@ class Scripted(Machine):
     """A core that notes what it is told, and answers with what the test has prepared."""
 
     def __init__(self) -> None:
-        limits = Limits(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8)
+        limits = make_limits(sequences_max=4, blocks_max=64, blocks_per_sequence_max=8)
         super().__init__(Boot("b" * 32, bytes(32), limits), 0)
         self.events: list[Event] = []
         self.answers: dict[type, list[Effect]] = {}

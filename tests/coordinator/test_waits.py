@@ -7,11 +7,12 @@ import pytest
 from coordinator.core.cache.pool import Blocks, Pool
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
-from coordinator.core.limits import Limits, Quota
+from coordinator.core.limits import Quota
 from coordinator.core.scheduling.admission import Admission
 from coordinator.core.waits import Event, Waits, blocks_of
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
+from tests.limits import make_limits
 
 
 def test_a_request_starts_when_the_step_is_over_that_kept_an_idle_sequence_from_being_evicted(
@@ -57,7 +58,7 @@ def test_others_start_as_soon_as_the_one_that_runs_alone_is_past_its_crash_point
 
 
 def test_who_waits_for_one_step_is_not_put_off_by_who_waits_for_a_later_one() -> None:
-    tenants = Tenants(Limits())
+    tenants = Tenants(make_limits())
     told: list[int] = []
 
     class Told(Waits):

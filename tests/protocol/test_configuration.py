@@ -17,12 +17,12 @@ from worker.config import load_config as load_worker
     [
         ("spelling = 1", "spelling"),
         ("[limits]\nsequence_max = 4", "limits.sequence_max"),
-        ("[limits]\nsequences_max = 0", "sequences_max"),
+        ("[limits]\nsequences_max = 0", "limits.sequences_max"),
         ("[limits]\nsequences_max = 'many'", "limits.sequences_max"),
-        ("[cache]\nblock_size = 0", "block_size"),
-        ("[cache]\nblock_size = -3", "block_size"),
-        ("[cache]\npolicy = 'random'", "policy"),
-        ("[limits]\nblocks_per_sequence_max = 1000000000", "blocks_per_sequence_max"),
+        ("[cache]\nblock_size = 0", "cache.block_size"),
+        ("[cache]\nblock_size = -3", "cache.block_size"),
+        ("[cache]\npolicy = 'random'", "cache.policy"),
+        ("[limits]\nblocks_per_sequence_max = 1000000000", "limits.blocks_per_sequence_max"),
         ("[limits]\nclients_max = 0", "limits.clients_max"),
         ("[quotas.a]\nfloor = 5\nceiling = 2", "quotas.a"),
         ("[quotas.a]\nroof = 5", "quotas.a.roof"),
@@ -73,7 +73,7 @@ def test_the_defaults_are_valid_and_ones_are_accepted() -> None:
     config = CoordinatorConfig.__struct_fields__
     assert "limits" in config
     limits = load_ones(ones).core_limits()
-    assert (limits.sequences_max, limits.context_tokens_max) == (1, 1)
+    assert (limits.bounds.sequences_max, limits.context_tokens_max) == (1, 1)
     assert WorkerConfig(name="w", model="m").blocks == 0
 
 

@@ -40,7 +40,7 @@ from coordinator.core.events import (
     Turn,
     WorkerGone,
 )
-from coordinator.core.limits import Limits, Quota
+from coordinator.core.limits import Quota
 from coordinator.core.machine import Machine
 from kvforge.protocol.messages import (
     ErrorInfo,
@@ -52,6 +52,7 @@ from kvforge.protocol.messages import (
     WorkerHello,
     WorkerReady,
 )
+from tests.limits import make_limits
 from tests.scenarios.commands import COMMANDS
 from tests.scenarios.telling import Names, tell, tell_state
 
@@ -93,7 +94,7 @@ class Player:
                 for floor, ceiling in [str(value).split(":")]
             }
             plain = {name: value for name, value in self._settings.items() if not name.startswith("quota.")}
-            self._machine = Machine(Boot("boot", b"key", Limits(**{**DEFAULTS, **plain}, quotas=quotas)), 0)
+            self._machine = Machine(Boot("boot", b"key", make_limits(**{**DEFAULTS, **plain}, quotas=quotas)), 0)
         return self._machine
 
     def play(self, line: str) -> list[str]:

@@ -8,6 +8,7 @@ import msgspec
 
 from coordinator.core.limits import Limits, Quota
 from kvforge.protocol.layout import Geometry
+from tests.limits import make_limits
 
 TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000
@@ -75,7 +76,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
 
     def limits(self) -> Limits:
         """The core's limits."""
-        return Limits(
+        return make_limits(
             block_size=self.block_size,
             sequences_max=self.sequences_max,
             blocks_max=self.blocks_max,

@@ -43,15 +43,16 @@ class Cache:
         self, clock: Clock, limits: Limits, hash_key: bytes, first_id: int = 0, first_generation: int = 0
     ) -> None:
         self.clock, self.limits = clock, limits
+        bounds, block_size = limits.bounds, limits.cache.block_size
         self.tenants = Tenants(limits)
-        self.blocks = Blocks(limits.blocks_max, limits.block_size, first_generation)
+        self.blocks = Blocks(bounds.blocks_max, block_size, first_generation)
         self.waits = Waits()
         self.sequences = Sequences(clock, limits, self.waits, first_id)
-        self.pins = Pins(clock, self.blocks, self.tenants, limits.holders_per_block_max)
-        self.eviction = Eviction(limits, self.blocks, self.sequences)
+        self.pins = Pins(clock, self.blocks, self.tenants, bounds.holders_per_block_max)
+        self.eviction = Eviction(limits.cache.policy, self.blocks, self.sequences)
         self.groups: dict[int, Group] = {}
-        self.store = PrefixStore(limits.blocks_max, limits.block_size)
-        self._hasher = BlockHasher(limits.block_size, hash_key, limits.blocks_per_sequence_max)
+        self.store = PrefixStore(bounds.blocks_max, block_size)
+        self._hasher = BlockHasher(block_size, hash_key, bounds.blocks_per_sequence_max)
         self._epochs = 0
         self.model: ModelInfo | None = None
         self.vocab_size = VOCABULARY_UNKNOWN
@@ -66,7 +67,8 @@ class Cache:
         self, worker: int, name: str, blocks: int, model: ModelInfo, bytes_per_block: int, kv_dtype: str, device: str
     ) -> Group:
         """A new pool of `blocks` blocks. Raises CapacityExceeded."""
-        number = next((n for n in range(self.limits.pools_max) if n not in self.groups), None)
+        bounds = self.limits.bounds
+        number = next((n for n in range(bounds.pools_max) if n not in self.groups), None)
         if number is None:
             raise CapacityExceeded("pools", 1, 0, "raise limits.pools_max")
         base = 0
@@ -74,8 +76,8 @@ class Cache:
             if group.pool.base - base >= blocks:
                 break
             base = group.pool.base + group.pool.count
-        if base + blocks > self.limits.blocks_max:
-            raise CapacityExceeded("blocks_max", base + blocks, self.limits.blocks_max, "raise limits.blocks_max")
+        if base + blocks > bounds.blocks_max:
+            raise CapacityExceeded("blocks_max", base + blocks, bounds.blocks_max, "raise limits.blocks_max")
         self._epochs += 1
         pool = Pool(self.clock, self.blocks, self.tenants, self.waits, self._epochs, base, blocks)
         index = PrefixIndex(self.store, self.blocks, pool, self._hasher)
@@ -138,25 +140,25 @@ class Cache:
 
     def hashes(self, salt: int, tokens: Tokens) -> Hashes:
         """Chained hashes of the full blocks that a hit may use: at least one token is left to compute."""
-        size = self.limits.block_size
+        size = self.blocks.block_size
         return self._hasher.chain(salt, tokens[: (tokens.size - 1) // size * size])
 
     def plan_placement(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes) -> Placement:
         """What `tokens` would share with, and need from, the group's pool. Changes nothing."""
-        size = self.limits.block_size
+        size, partial_tokens_min = self.blocks.block_size, self.limits.cache.partial_tokens_min
         hits = group.index.match(salt, tokens, hashes)
         partial = (-1, 0)
         rest = tokens[hits.size * size : tokens.size - 1]
-        if rest.size >= self.limits.partial_tokens_min:
+        if rest.size >= partial_tokens_min:
             parent = group.index.key(int(hits[-1])) if hits.size else root_key(salt)
             block, common = group.index.match_partial(parent, rest)
-            if common >= self.limits.partial_tokens_min:
+            if common >= partial_tokens_min:
                 partial = (block, common)
         return Placement(group, hits, partial, self.sequences.blocks_for(tokens.size) - hits.size)
 
     def plan_fork(self, group: Group, slot: int, tokens: int) -> Placement:
         """The same for a sequence that starts with the first `tokens` tokens of `slot`, all of which have KV there."""
-        s, size = self.sequences, self.limits.block_size
+        s, size = self.sequences, self.blocks.block_size
         full, rest = divmod(tokens - 1, size)
         partial = (int(s.table[slot, full]), rest) if rest else (-1, 0)
         return Placement(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)

@@ -9,7 +9,6 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from ..limits import Limits
 from .groups import Group
 from .pool import QUARANTINED, BlockIds, Blocks, Spare, Supply
 from .sequences import Sequences, Slots
@@ -20,8 +19,8 @@ NO_ROW = -1
 class Eviction:
     """Reads all, changes nothing: the cache evicts, and says so."""
 
-    def __init__(self, limits: Limits, blocks: Blocks, sequences: Sequences) -> None:
-        self._policy, self._blocks, self._sequences = limits.policy, blocks, sequences
+    def __init__(self, policy: str, blocks: Blocks, sequences: Sequences) -> None:
+        self._policy, self._blocks, self._sequences = policy, blocks, sequences
 
     def victims(
         self, group: Group, tenant: int, count: int, keep: BlockIds, asking: Slots | int, spare: Spare

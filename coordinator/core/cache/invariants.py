@@ -31,7 +31,7 @@ def check_cache(cache: Cache) -> None:
 
 def _check_hashed(cache: Cache, slot: int) -> None:
     """Every indexed block of a sequence holds the sequence's own tokens, acknowledged by a worker."""
-    s, size = cache.sequences, cache.limits.block_size
+    s, size = cache.sequences, cache.blocks.block_size
     for i, block in enumerate(s.blocks_of(slot).tolist()):
         if cache.blocks.indexed[block]:
             own = s.tokens[slot, i * size : min((i + 1) * size, int(s.length[slot]))]

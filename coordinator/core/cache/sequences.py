@@ -37,8 +37,8 @@ class Sequences:
 
     def __init__(self, clock: Clock, limits: Limits, waits: Waits, first_id: int = 0) -> None:
         self._clock, self._waits, self._last_id = clock, waits, first_id
-        n, context = limits.sequences_max, limits.context_tokens_max
-        self.block_size = limits.block_size
+        n, context = limits.bounds.sequences_max, limits.context_tokens_max
+        self.block_size = limits.cache.block_size
         self.context_tokens_max = context
         self.id = np.zeros(n, np.int64)
         self.pool = np.full(n, NO_POOL, np.int64)
@@ -65,7 +65,7 @@ class Sequences:
         self.idle_ttl_us = np.zeros(n, np.int64)
         self.leased = np.zeros(n, np.bool_)  # its owner is gone: its time to live is not its own
         self.owned = np.zeros(n, np.bool_)
-        self.table = _rows(n, limits.blocks_per_sequence_max, np.int32)
+        self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
         self.tokens = _rows(n, context, np.int32)
         self.logprobs = _rows(n, context, np.float32)
         self.slot_of: dict[int, int] = {}

@@ -25,18 +25,18 @@ class Tenants:
     """
 
     def __init__(self, limits: Limits) -> None:
-        self._limits = limits
+        self._most = most = limits.bounds.tenants_max
         self._index: dict[str, int] = {}  # in the order in which they were last heard of
         self.in_use: Callable[[], set[int]] = set
         self.on_forget: list[Callable[[int], None]] = []
         self.forgotten_total = 0
         self.names: list[str] = [""]
-        self.floor = np.zeros(limits.tenants_max + 1, np.int64)
-        self.ceiling = np.full(limits.tenants_max + 1, NO_CEILING, np.int64)
-        self.weight = np.ones(limits.tenants_max + 1, np.float64)
-        self.prefix_queried_tokens = np.zeros(limits.tenants_max + 1, np.int64)
-        self.prefix_hit_tokens = np.zeros(limits.tenants_max + 1, np.int64)
-        self.past_byte_seconds = np.zeros(limits.tenants_max + 1, np.float64)  # in pools that are gone
+        self.floor = np.zeros(most + 1, np.int64)
+        self.ceiling = np.full(most + 1, NO_CEILING, np.int64)
+        self.weight = np.ones(most + 1, np.float64)
+        self.prefix_queried_tokens = np.zeros(most + 1, np.int64)
+        self.prefix_hit_tokens = np.zeros(most + 1, np.int64)
+        self.past_byte_seconds = np.zeros(most + 1, np.float64)  # in pools that are gone
         for name, quota in limits.quotas.items():
             index = self.intern(name, 0)
             self.floor[index] = quota.floor
@@ -51,7 +51,7 @@ class Tenants:
             return
         if not 0 < len(name) <= NAME_LENGTH_MAX or not name.isprintable():
             raise InvalidRequest("tenant", f"a tenant's name is 1 to {NAME_LENGTH_MAX} printable characters")
-        if len(self.names) > self._limits.tenants_max and self._idle(keep) is None:
+        if len(self.names) > self._most and self._idle(keep) is None:
             raise CapacityExceeded("tenants", 1, 0, "raise limits.tenants_max")
 
     def intern(self, name: str, keep: int = 0) -> int:
@@ -59,7 +59,7 @@ class Tenants:
         index = self._index.pop(name, None)
         if index is None:
             self.check(name, keep)
-            if len(self.names) <= self._limits.tenants_max:
+            if len(self.names) <= self._most:
                 index = len(self.names)
                 self.names.append(name)
             else:

@@ -68,7 +68,7 @@ class RequestCommands:
     ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._streams, self._sequences = endings, streams, sequences
-        self._limits, self._clock = cache.limits, cache.clock
+        self._bounds, self._clock = cache.limits.bounds, cache.clock
         self.deadlines = Deadlines()
         self.draining = False
         self.drain_deadline_us = 0
@@ -91,9 +91,9 @@ class RequestCommands:
         prompt = message.prompt if slot == NO_SLOT else np.concatenate([s.text(slot), message.prompt])
         cache.tenants.check(tenant)
         salt = int(s.salt[slot]) if slot != NO_SLOT else cache.salt(validate.salt_text(tenant, message.salt))
-        validate.submit(message, prompt, tenant, self._limits, self._cache.model, cache)
-        if len(self._admission.waiting) + message.count > self._limits.queue_max:
-            raise QueueFull(self._limits.queue_max, self._admission.waiting.retry_after_ms())
+        validate.submit(message, prompt, tenant, cache)
+        if len(self._admission.waiting) + message.count > self._bounds.queue_max:
+            raise QueueFull(self._bounds.queue_max, self._admission.waiting.retry_after_ms())
         if slot != NO_SLOT and message.prompt.size:
             self._append(slot, message.prompt)
         return self._accept(event, message, prompt, tenant, salt)
@@ -111,7 +111,7 @@ class RequestCommands:
         self, event: FromClient, message: Submit, prompt: npt.NDArray[np.int32], name: str, salt: int
     ) -> Message:
         seed = event.entropy if message.sampling.seed is None else message.sampling.seed
-        deadline_us = self._clock.now_us + (message.deadline_ms * 1000 or self._limits.deadline_max_us)
+        deadline_us = self._clock.now_us + (message.deadline_ms * 1000 or self._bounds.deadline_max_us)
         model = self._cache.model
         sampling, open_fields = message.sampling, message.model_defaults
         if model is not None:
@@ -214,7 +214,7 @@ class RequestCommands:
 
     def client_gone(self, client: int, goodbye: bool) -> None:
         """Its requests go with it: at once where it said goodbye, else when its lease is over; detached ones stay."""
-        lease_us = 0 if goodbye else self._limits.lease_us
+        lease_us = 0 if goodbye else self._bounds.lease_us
         for request in [r for r in self._requests.live.values() if r.client == client]:
             if not request.detached and not lease_us:
                 self._endings.end(request, "cancel", "cancelled", None)
@@ -240,7 +240,7 @@ class RequestCommands:
             elif kind == FIRST_TOKEN:
                 if request.first_token_us < 0:
                     self._expire(request, f"it had no token after {age}")
-            elif 0 <= request.orphan_us <= self._clock.now_us - self._limits.lease_us:
+            elif 0 <= request.orphan_us <= self._clock.now_us - self._bounds.lease_us:
                 self._endings.end(request, "cancel", "cancelled", None)
         if self.drain_deadline_us and self._clock.now_us >= self.drain_deadline_us:
             self.hand_back()
@@ -308,8 +308,8 @@ class RequestCommands:
 
     def list(self, message: ListRequests) -> Message:
         """The newest requests."""
-        if not 1 <= message.count_max <= self._limits.list_max:
-            raise InvalidRequest("count_max", f"must be 1 to {self._limits.list_max}")
+        if not 1 <= message.count_max <= self._bounds.list_max:
+            raise InvalidRequest("count_max", f"must be 1 to {self._bounds.list_max}")
         known = {**self._requests.finished, **self._requests.live}
         newest = sorted(known, reverse=True)[: message.count_max]
         newest = newest[: codec.BODY_BYTES_MAX // LISTED_BYTES]
@@ -330,8 +330,8 @@ class RequestCommands:
                 if model is not None:
                     request.sampling = with_model_defaults(request.sampling, request.model_defaults, model)
                     request.model_defaults = ()
-                validate.sampling(request.sampling, self._limits, model)
-                validate.fits(request.prompt, request.max_tokens, request.tenant_name, self._limits, model, self._cache)
+                validate.sampling(request.sampling, self._bounds, model)
+                validate.fits(request.prompt, request.max_tokens, request.tenant_name, self._cache)
             except KvforgeError as error:
                 self._endings.end(request, "fail", "failed", error)
 

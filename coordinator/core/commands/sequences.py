@@ -97,7 +97,7 @@ class SequenceCommands:
             except CapacityExceeded as error:
                 refusal = error
                 continue
-            rank = (placement.cached_tokens(cache.limits.block_size), group.pool.available(tenant))
+            rank = (placement.cached_tokens(cache.blocks.block_size), group.pool.available(tenant))
             if rank > best_rank:
                 best, best_rank = placement, rank
         if best is None and refusal is not None:
@@ -161,8 +161,8 @@ class SequenceCommands:
     def fork(self, event: FromClient, message: Fork) -> Message:
         """More sequences over the same blocks."""
         slot, s = self.find(message.sequence_id), self._cache.sequences
-        if not 1 <= message.count <= self._cache.limits.bulk_max:
-            raise InvalidRequest("count", f"must be 1 to {self._cache.limits.bulk_max}")
+        if not 1 <= message.count <= self._cache.limits.bounds.bulk_max:
+            raise InvalidRequest("count", f"must be 1 to {self._cache.limits.bounds.bulk_max}")
         s.need_slots(message.count)
         ids = []
         for _ in range(message.count):
@@ -230,7 +230,7 @@ class SequenceCommands:
         mine = s.owned & (s.client == client)
         for slot in np.flatnonzero(mine & (s.idle_ttl_us == 0)).tolist():
             if s.request[slot]:
-                s.keep_idle(slot, max(self._cache.limits.lease_us, 1))
+                s.keep_idle(slot, max(self._cache.limits.bounds.lease_us, 1))
                 s.leased[slot] = True
             else:
                 self._end(slot, "its owner's connection ended")
@@ -243,7 +243,7 @@ class SequenceCommands:
             self._endings.end(request, "cancel", "cancelled", None)
         if why:
             self._gone[int(s.id[slot])] = why
-            while len(self._gone) > self._cache.limits.finished_max:
+            while len(self._gone) > self._cache.limits.bounds.finished_max:
                 self._gone.popitem(last=False)
         return self._cache.remove(slot)
 
@@ -251,8 +251,8 @@ class SequenceCommands:
 
     def _find_all(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]]) -> Slots:
         """Slots of distinct sequences. Raises InvalidRequest or SequenceNotFound."""
-        if ids.size > self._cache.limits.bulk_max:
-            raise InvalidRequest("sequence_ids", f"at most {self._cache.limits.bulk_max} in one command")
+        if ids.size > self._cache.limits.bounds.bulk_max:
+            raise InvalidRequest("sequence_ids", f"at most {self._cache.limits.bounds.bulk_max} in one command")
         slot_of, owned = self._cache.sequences.slot_of, self._cache.sequences.owned
         found = [slot_of.get(sequence_id, NO_POOL) for sequence_id in ids.tolist()]
         slots = np.array(found, np.int64)

@@ -20,7 +20,7 @@ from kvforge.protocol.messages import (
 )
 
 from ..cache.cache import Cache
-from ..limits import Limits
+from ..limits import Bounds
 from ..scheduling.rows import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
@@ -38,8 +38,6 @@ def submit(
     message: Submit,
     prompt: npt.NDArray[np.int32],
     tenant: str,
-    limits: Limits,
-    model: ModelInfo | None,
     cache: Cache,
 ) -> None:
     """Raises InvalidRequest or QuotaExceeded where the request could never be served.
@@ -50,20 +48,21 @@ def submit(
         raise InvalidRequest("prompt", "is empty: give at least one token id")
     if message.max_tokens < 1:
         raise InvalidRequest("max_tokens", f"must be at least 1, not {message.max_tokens}")
-    if not 1 <= message.count <= limits.samples_max:
-        raise InvalidRequest("count", f"must be 1 to {limits.samples_max} answers, not {message.count}")
+    limits = cache.limits
+    if not 1 <= message.count <= limits.bounds.samples_max:
+        raise InvalidRequest("count", f"must be 1 to {limits.bounds.samples_max} answers, not {message.count}")
     if message.count > 1 and message.sequence_id:
         raise InvalidRequest("count", "one request continues a sequence: fork the sequence, and continue each fork")
     if not -PRIORITY_MAX <= message.priority <= PRIORITY_MAX:
         raise InvalidRequest("priority", f"must be -{PRIORITY_MAX} to {PRIORITY_MAX}, not {message.priority}")
     for field in ("deadline_ms", "first_token_ms"):
-        most = limits.deadline_max_us // 1000
+        most = limits.bounds.deadline_max_us // 1000
         if not 0 <= getattr(message, field) <= most:
             raise InvalidRequest(field, f"must be 0 (no limit of its own) to {most} ms, not {getattr(message, field)}")
     if not set(message.model_defaults) <= set(MODEL_DEFAULTS):
         raise InvalidRequest("model_defaults", f"a model has defaults of its own for {', '.join(MODEL_DEFAULTS)}")
-    sampling(message.sampling, limits, model)
-    fits(prompt, message.max_tokens, tenant, limits, model, cache)
+    sampling(message.sampling, limits.bounds, cache.model)
+    fits(prompt, message.max_tokens, tenant, cache)
 
 
 def salt_text(tenant: str, salt: str) -> str:
@@ -83,15 +82,15 @@ def tokens(field: str, values: npt.NDArray[np.int32], vocabulary: int) -> None:
         raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary of {vocabulary}")
 
 
-def sampling(values: Sampling, limits: Limits, model: ModelInfo | None) -> None:
+def sampling(values: Sampling, bounds: Bounds, model: ModelInfo | None) -> None:
     """Raises InvalidRequest naming the sampling field."""
     temperature = values.temperature
     if not math.isfinite(temperature) or not 0.0 <= temperature <= TEMPERATURE_MAX:
         raise InvalidRequest("sampling.temperature", f"must be 0 to {TEMPERATURE_MAX:g}, not {temperature}")
     if values.seed is not None and not 0 <= values.seed <= SEED_MAX:
         raise InvalidRequest("sampling.seed", "must be an unsigned 64-bit integer")
-    if len(values.stop_tokens) > limits.stop_tokens_max:
-        raise InvalidRequest("sampling.stop_tokens", f"at most {limits.stop_tokens_max} stop tokens")
+    if len(values.stop_tokens) > bounds.stop_tokens_max:
+        raise InvalidRequest("sampling.stop_tokens", f"at most {bounds.stop_tokens_max} stop tokens")
     vocabulary = model.vocab_size if model else VOCABULARY_UNKNOWN
     for token in values.stop_tokens:
         if not 0 <= token < vocabulary:
@@ -122,20 +121,20 @@ def fits(
     prompt: npt.NDArray[np.int32],
     max_tokens: int,
     tenant: str,
-    limits: Limits,
-    model: ModelInfo | None,
     cache: Cache,
 ) -> None:
     """Raises InvalidRequest or QuotaExceeded where these tokens can never be in any pool."""
     total = prompt.size + max_tokens
-    context = min(limits.context_tokens_max, model.context_tokens_max if model else limits.context_tokens_max)
+    model, context = cache.model, cache.limits.context_tokens_max
+    if model is not None:
+        context = min(context, model.context_tokens_max)
     if prompt.size >= context:
         raise InvalidRequest("prompt", f"has {prompt.size} tokens; the context holds {context}, the answer included")
     if total > context:
         raise InvalidRequest(
             "max_tokens", f"{prompt.size} prompt tokens + {max_tokens} exceed the context of {context}"
         )
-    tokens("prompt", prompt, model.vocab_size if model else VOCABULARY_UNKNOWN)
+    tokens("prompt", prompt, cache.vocab_size)
     needed = cache.sequences.blocks_for(total)
     largest = cache.largest_pool
     reserved = cache.tenants.reserved_for_others(tenant)
@@ -148,7 +147,7 @@ def fits(
         raise QuotaExceeded(tenant, needed, ceiling)
 
 
-def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
+def worker_ready(name: str, message: WorkerReady, bounds: Bounds) -> None:
     """Raises ProtocolError where a worker announces what cannot be."""
     if message.blocks < 1 or message.bytes_per_block < 1:
         raise ProtocolError(f"worker {name}: a pool has at least one block of at least one byte")
@@ -156,10 +155,10 @@ def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
         raise ProtocolError(f"worker {name}: vocabulary and context are at least 1")
     if len(message.model.eos_tokens) > EOS_TOKENS_MAX:
         raise ProtocolError(f"worker {name}: at most {EOS_TOKENS_MAX} end tokens")
-    if message.blocks > limits.blocks_max:
-        raise ProtocolError(f"worker {name}: {message.blocks} blocks exceed blocks_max = {limits.blocks_max}")
+    if message.blocks > bounds.blocks_max:
+        raise ProtocolError(f"worker {name}: {message.blocks} blocks exceed blocks_max = {bounds.blocks_max}")
     try:
-        sampling(message.model.sampling, limits, message.model)
+        sampling(message.model.sampling, bounds, message.model)
     except InvalidRequest as error:
         raise ProtocolError(f"worker {name}: {error}") from None
     _device_bytes(name, message.device_bytes)

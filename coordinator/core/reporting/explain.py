@@ -140,7 +140,7 @@ class Explainer:
             told = f"request {wait.other} computes the prompt that it shares: it starts when that is done"
             return wait.limit, [told], {"other": wait.other}
         if wait.limit == "step_rows_max":
-            rows = cache.limits.step_rows_max
+            rows = cache.limits.schedule.step_rows_max
             return wait.limit, [f"every worker runs its limit of {rows} requests: it starts when one ends"], {}
         if wait.limit == "alone":
             return self._alone(request, wait)
@@ -155,7 +155,7 @@ class Explainer:
 
     def _untried(self, request: Request) -> Wait | None:
         """What keeps requests from being tried at all."""
-        groups, rows_max = self._cache.groups.values(), self._cache.limits.step_rows_max
+        groups, rows_max = self._cache.groups.values(), self._cache.limits.schedule.step_rows_max
         if not groups:
             return Wait("workers")
         if not request.sequence_id and not self._cache.sequences.slots_free:
@@ -241,7 +241,7 @@ class Explainer:
             usage, each = int(group.pool.usage[index]), group.bytes_per_block
             total += usage * each
             integral += group.pool.block_us(index) * each / 1e6
-            slots, tokens = usage * cache.limits.block_size, live_tokens(cache, group, index)
+            slots, tokens = usage * cache.blocks.block_size, live_tokens(cache, group, index)
             live += tokens
             share = f"{tokens / slots:.0%} of their token slots are live" if slots else "none"
             sentences.append(f"{usage} of {group.pool.count} blocks on {group.name} ({usage * each} bytes): {share}")

@@ -22,7 +22,7 @@ def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
 
     Every block that is held is full but for the last ones of sequences, so only those are looked at.
     """
-    s, pool, blocks, size = cache.sequences, group.pool, cache.blocks, cache.limits.block_size
+    s, pool, blocks, size = cache.sequences, group.pool, cache.blocks, cache.blocks.block_size
     owner, state = (column[pool.base : pool.base + pool.count] for column in (blocks.owner, blocks.state))
     referenced = pool.referenced if not tenant else int(np.count_nonzero((state == REFERENCED) & (owner == tenant)))
     slots = np.flatnonzero(s.pool == group.number)
@@ -63,7 +63,7 @@ def pool_stats(cache: Cache, group: Group) -> PoolStats:
         referenced=pool.referenced,
         quarantined=pool.quarantined,
         referenced_peak=pool.referenced_peak,
-        block_size=cache.limits.block_size,
+        block_size=cache.blocks.block_size,
         bytes_per_block=group.bytes_per_block,
         kv_dtype=group.kv_dtype,
         allocated_total=pool.allocated_total,

@@ -18,7 +18,7 @@ from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Ti
 
 from ..cache.hashing import Hashes
 from ..clock import Clock
-from ..limits import Limits
+from ..limits import Bounds
 from ..waits import SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey, IdempotencyKeys
 from .top_logprobs import TopRecord
@@ -202,8 +202,9 @@ class RequestTable:
     first_id: ids up to this one are of an earlier life of the coordinator.
     """
 
-    def __init__(self, clock: Clock, limits: Limits, first_id: int = 0) -> None:
-        self._clock, self._limits, self.first_id = clock, limits, first_id
+    def __init__(self, clock: Clock, bounds: Bounds, first_id: int = 0) -> None:
+        self._clock, self._bounds, self.first_id = clock, bounds, first_id
+        self._ttl_us = bounds.finished_ttl_us
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
         self.kept_bytes = 0
@@ -249,7 +250,7 @@ class RequestTable:
         self.ended_total[request.state] += 1
         self.finished[request.id] = request
         self.kept_bytes += request.kept_bytes
-        most, most_bytes = self._limits.finished_max, self._limits.finished_bytes_max
+        most, most_bytes = self._bounds.finished_max, self._bounds.finished_bytes_max
         while len(self.finished) > most or (self.kept_bytes > most_bytes and len(self.finished) > 1):
             self._forget(next(iter(self.finished.values())))
 
@@ -266,12 +267,12 @@ class RequestTable:
 
     def pass_time(self) -> None:
         """Forgets those that have been kept for their time."""
-        self.purge(self._limits.finished_ttl_us)
+        self.purge(self._ttl_us)
 
     def due_us(self) -> int | None:
         """When the oldest of those that ended is to be forgotten; None where there is none."""
         oldest = next(iter(self.finished.values()), None)
-        return None if oldest is None else oldest.ended_us + self._limits.finished_ttl_us
+        return None if oldest is None else oldest.ended_us + self._ttl_us
 
     def _forget(self, request: Request) -> None:
         del self.finished[request.id]
@@ -284,10 +285,10 @@ class RequestTable:
         assert not any(request.ended for request in self.live.values()), "an ended request is live"
         assert all(request.ended and request.slot == NO_SLOT for request in self.finished.values()), "a finished one"
         assert not self.live.keys() & self.finished.keys(), "a request is both live and finished"
-        assert len(self.finished) <= self._limits.finished_max, "the finished table is above its bound"
+        assert len(self.finished) <= self._bounds.finished_max, "the finished table is above its bound"
         kept = sum(request.kept_bytes for request in self.finished.values())
         assert kept == self.kept_bytes, "the bytes of the answers that are kept"
-        assert kept <= self._limits.finished_bytes_max or len(self.finished) == 1, "more bytes of answers than may be"
+        assert kept <= self._bounds.finished_bytes_max or len(self.finished) == 1, "more bytes of answers than may be"
         known = [*self.live.values(), *self.finished.values()]
         self.keys.check_invariants([request.key for request in known if request.key is not None])
         for request in self.live.values():

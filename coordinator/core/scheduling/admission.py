@@ -47,9 +47,9 @@ class Admission:
 
     def __init__(self, cache: Cache, requests: RequestTable) -> None:
         self._cache, self._requests = cache, requests
-        self._limits, self._clock = cache.limits, cache.clock
+        self._limits, self._clock = cache.limits.schedule, cache.clock
         self.waiting = WaitingQueue(cache.clock, cache.limits, cache.tenants)
-        self.rows = RunningRows(self._limits.sequences_max, self._limits.stop_tokens_max)
+        self.rows = RunningRows(cache.limits.bounds)
         self.running_total = 0
         self._orders = 0
         self._starts = 0
@@ -148,7 +148,7 @@ class Admission:
         kept: set[int] = set()
         at_ceiling: set[int] = set()
         blocked: list[Request] = []
-        others, largest = 0, self._cache.limits.blocks_max
+        others, largest = 0, self._cache.limits.bounds.blocks_max
         if not self._could_start():
             self.waits.stirred = True  # whoever was not tried now is tried when a row ends
             return None
@@ -249,7 +249,7 @@ class Admission:
             except CapacityExceeded as error:
                 lacks.append(_lack(group, request, placement, error))
                 continue
-            cached = placement.cached_tokens(self._limits.block_size)
+            cached = placement.cached_tokens(s.block_size)
             rank = (cached, group.pool.available(request.tenant) - group.running)
             if rank > best_rank:
                 best, best_rank = placement, rank

@@ -39,7 +39,7 @@ class Scheduler:
     ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._effects = endings, effects
-        self._limits, self._clock = cache.limits, cache.clock
+        self._limits, self._clock = cache.limits.schedule, cache.clock
         self._rows = admission.rows
 
     def fill(self, group: Group) -> None:

@@ -36,12 +36,12 @@ class WaitingQueue:
     """
 
     def __init__(self, clock: Clock, limits: Limits, tenants: Tenants) -> None:
-        self._clock, self._limits, self._tenants = clock, limits, tenants
+        self._clock, self._tenants, self._ageing_us = clock, tenants, limits.schedule.ageing_us
         self._returned: list[tuple[int, Request]] = []
         self._fresh: dict[int, list[tuple[int, int, Request]]] = {}
         self._parked: dict[int, Request] = {}
         self.size = 0
-        self.service = np.zeros(limits.tenants_max + 1, np.float64)
+        self.service = np.zeros(limits.bounds.tenants_max + 1, np.float64)
         self._virtual = 0.0
         self._departures: deque[int] = deque(maxlen=DEPARTURES)
 
@@ -141,7 +141,7 @@ class WaitingQueue:
         return min(max(round(max(mean_us, since_us) / 1000), RETRY_MS_MIN), RETRY_MS_MAX)
 
     def _entry(self, request: Request) -> tuple[int, int, Request]:
-        return (request.submitted_us - request.priority * self._limits.ageing_us, request.id, request)
+        return (request.submitted_us - request.priority * self._ageing_us, request.id, request)
 
     def check_invariants(self) -> None:
         """The lists agree with the count, and each is in order."""

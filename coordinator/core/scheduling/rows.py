@@ -6,6 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..cache.sequences import Slots
+from ..limits import Bounds
 from ..requests.lifecycle import Request
 
 EOS_TOKENS_MAX = 16
@@ -14,14 +15,15 @@ EOS_TOKENS_MAX = 16
 class RunningRows:
     """Struct-of-arrays indexed by slot. reader: the client to which its tokens are streamed, 0 where none is."""
 
-    def __init__(self, slots: int, stop_tokens_max: int) -> None:
+    def __init__(self, bounds: Bounds) -> None:
+        slots = bounds.sequences_max
         self.limit = np.zeros(slots, np.int64)
         self.base = np.zeros(slots, np.int64)
         self.order = np.zeros(slots, np.int64)
         self.run = np.zeros(slots, np.int64)
         self.reader = np.zeros(slots, np.int64)
         self.tops = np.zeros(slots, np.bool_)
-        self.stops = np.full((slots, stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
+        self.stops = np.full((slots, bounds.stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
         self._stops_most = 0
 
     def start(self, slot: int, request: Request, prompt_length: int, eos: tuple[int, ...], order: int) -> None:

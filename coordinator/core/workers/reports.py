@@ -75,7 +75,8 @@ class WorkerReports:
     ) -> None:
         self._cache, self._requests, self._admission, self._scheduler = cache, requests, admission, scheduler
         self._endings, self._results, self._commands = endings, results, commands
-        self._limits, self._clock = cache.limits, cache.clock
+        self._clock, self._crashes_max = cache.clock, cache.limits.schedule.crashes_max
+        self._timeout_us = cache.limits.schedule.step_timeout_us
         self.workers: dict[int, Worker] = {}
         self.last_gone = ""  # who went last, and how
         self._effects = effects
@@ -90,7 +91,7 @@ class WorkerReports:
         """Workers that have worked on one step for too long are given up, and their processes ended."""
         for worker in list(self.workers.values()):
             since_us = working_us(worker.group, self._clock.now_us)
-            if since_us > self._limits.step_timeout_us:
+            if since_us > self._timeout_us:
                 reason = f"worker {worker.name} has done no step for {since_us / 1e6:.3g} s while one was due"
                 self._log("error", f"{reason}: it is replaced", "worker_hung", worker)
                 self._drop_worker(worker.number, reason)
@@ -103,7 +104,7 @@ class WorkerReports:
             if group.sent:
                 since_us = max(group.sent[0].sent_us, group.result_us)
                 first_us = since_us if first_us is None else min(first_us, since_us)
-        return None if first_us is None else first_us + self._limits.step_timeout_us + 1
+        return None if first_us is None else first_us + self._timeout_us + 1
 
     def apply(self, event: FromWorker) -> None:
         """Applies one message of a worker."""
@@ -137,7 +138,7 @@ class WorkerReports:
     def _worker_ready(self, worker: Worker, message: WorkerReady) -> None:
         if worker.group is not None:
             raise ProtocolError(f"worker {worker.name}: worker_ready was sent twice")
-        validate.worker_ready(worker.name, message, self._cache.limits)
+        validate.worker_ready(worker.name, message, self._cache.limits.bounds)
         model = self._cache.model
         others = bool(self._cache.groups) or bool(self._requests.live)
         if model is not None and others and model.fingerprint != message.model.fingerprint:
@@ -223,7 +224,7 @@ class WorkerReports:
         length = request.prompt.size + request.tokens.size
         request.crashes = 1 if length > request.crash_length else request.crashes + 1
         request.crash_length = length
-        if request.crashes >= self._limits.crashes_max:
+        if request.crashes >= self._crashes_max:
             problem = f"request {request.id}: {request.crashes} workers died while running it, the last {worker}"
             self._log("error", f"{problem}: it fails")
             error = WorkerError(problem, request_id=request.id, crashes=request.crashes)

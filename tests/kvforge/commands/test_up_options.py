@@ -113,10 +113,11 @@ def settings(folder: Path, text: str, *arguments: str) -> tuple[argparse.Namespa
 
 def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> None:
     """Taken from the structures themselves, so that a setting that is added is reached too."""
-    from coordinator.config import CacheSection, CoordinatorConfig, LimitsSection, ScheduleSection
+    from coordinator.config import CoordinatorConfig
     from worker.config import WorkerConfig
 
-    sections = {"limits": LimitsSection(), "cache": CacheSection(), "schedule": ScheduleSection()}
+    whole = CoordinatorConfig()
+    sections = {"limits": whole.limits, "cache": whole.cache, "schedule": whole.schedule}
     ours = ("name", "model", "runtime_dir", "log_level", "log_format")
     tables = {name: {key: getattr(value, key) for key in value.__struct_fields__} for name, value in sections.items()}
     worker = WorkerConfig(name="w", model="m")
