@@ -1,19 +1,21 @@
-"""What an honest client notices of hostile ones: its round trips alone, and beside a crowd that never pauses.
+"""What an honest client notices of hostile ones: its calls alone, beside a busy neighbour, and beside a crowd.
 
     python -m benchmarks.hostile [--seconds 10] [--rounds 3] [--seed 1] [--json FILE]
 
-A coordinator process with a stand-in pool, an honest client that appends a token and reads its sequence's length, and a
-process with one connection for each attack of tests/hostile/attacks.py to both sockets, all sending as fast as they are
-read. Alone and beside the crowd are measured in turn; the ratio is that of the medians over the rounds.
+A coordinator and a worker with a tiny model, each a process, and an honest client with two kinds of calls: it appends a
+token to a sequence, and it has a request answered with 16 tokens. The crowd is a process with one connection for each
+attack of tests/hostile/attacks.py to both sockets, all sending as fast as they are read, without a pause. The neighbour
+is a process that only counts, and talks to nobody: what it costs is what any third process costs where two cores serve.
+The three are measured in turn; ratios are those of the medians over the rounds.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import multiprocessing
 import sys
-import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from statistics import median
@@ -21,27 +23,16 @@ from time import perf_counter
 
 import numpy as np
 
-from coordinator.config import CoordinatorConfig
-from coordinator.server import Server
-from kvforge import CachedSequence, Client
-from kvforge.protocol import logs
-from kvforge.protocol.transport import client_endpoint, worker_endpoint
+from kvforge import CachedSequence, Client, Sampling
+from kvforge.protocol.transport import client_endpoint
 from tests.hostile.crowd import Crowd
-from tests.hostile.standin import StandIn
 
+from .installation import VOCABULARY, Installation
 from .report import report
 
 WAIT_S = 60.0
-
-
-def serve(runtime: str) -> None:
-    """The coordinator's process."""
-    output = logs.configure("coordinator", "error", "text")
-    server = Server(CoordinatorConfig(runtime_dir=runtime, drain_s=0.0), output.flush)
-    try:
-        server.run()
-    finally:
-        server.close()
+PROMPT_TOKENS, ANSWER_TOKENS = 24, 16
+LENGTH_MAX = 8000
 
 
 def attack(runtime: str, seed: int, stop: Event) -> None:
@@ -54,7 +45,27 @@ def attack(runtime: str, seed: int, stop: Event) -> None:
     crowd.close()
 
 
-def round_trips_us(kv: Client, seconds: float) -> list[float]:
+def count(_runtime: str, _seed: int, stop: Event) -> None:
+    """The neighbour's process."""
+    while not stop.is_set():
+        for _ in range(10_000):
+            pass
+
+
+@contextlib.contextmanager
+def beside(what: Callable[[str, int, Event], None], runtime: Path, seed: int) -> Iterator[None]:
+    """A process that does `what` until the block ends."""
+    stop = multiprocessing.Event()
+    process = multiprocessing.Process(target=what, args=(str(runtime), seed, stop))
+    process.start()
+    try:
+        yield
+    finally:
+        stop.set()
+        process.join(WAIT_S)
+
+
+def appends_us(kv: Client, seconds: float) -> list[float]:
     """Microseconds of each append that was answered within that time. The answers are checked."""
     sequence: CachedSequence = kv.create_sequence([1])
     taken: list[float] = []
@@ -64,7 +75,7 @@ def round_trips_us(kv: Client, seconds: float) -> list[float]:
         kv.append([sequence], [[1]])
         taken.append((perf_counter() - started) * 1e6)
         length += 1
-        if length >= 8000:
+        if length >= LENGTH_MAX:
             kv.remove([sequence])
             sequence, length = kv.create_sequence([1]), 1
     assert len(kv.tokens(sequence)) == length, "an append was lost"
@@ -72,16 +83,20 @@ def round_trips_us(kv: Client, seconds: float) -> list[float]:
     return taken
 
 
-def beside(runtime: str, seed: int, measure: Callable[[], list[float]]) -> list[float]:
-    """Measures beside a crowd."""
-    stop = multiprocessing.Event()
-    crowd = multiprocessing.Process(target=attack, args=(runtime, seed, stop))
-    crowd.start()
-    try:
-        return measure()
-    finally:
-        stop.set()
-        crowd.join(WAIT_S)
+def requests_us(kv: Client, seconds: float) -> list[float]:
+    """Microseconds of each request that was answered within that time. The answers are checked."""
+    sampling = Sampling(temperature=0.0, ignore_eos=True)
+    taken: list[float] = []
+    answers: dict[int, tuple[int, ...]] = {}
+    deadline = perf_counter() + seconds
+    while (started := perf_counter()) < deadline:
+        which = len(taken) % 7
+        prompt = np.random.default_rng(which).integers(0, VOCABULARY, PROMPT_TOKENS).astype(np.int32)
+        result = kv.submit(prompt, max_tokens=ANSWER_TOKENS, sampling=sampling).result()
+        taken.append((perf_counter() - started) * 1e6)
+        answer = tuple(result.tokens)
+        assert len(answer) == ANSWER_TOKENS and answers.setdefault(which, answer) == answer, "another answer"
+    return taken
 
 
 def main() -> int:
@@ -93,40 +108,28 @@ def main() -> int:
     parser.add_argument("--json", help="write the results here too")
     options = parser.parse_args()
     multiprocessing.set_start_method("spawn")
+    calls = {"append": appends_us, "request": requests_us}
     found: dict[str, list[float]] = {}
-    with tempfile.TemporaryDirectory(prefix="kvf-bench-", dir="/tmp") as folder:
-        runtime = str(Path(folder) / "r")
-        server = multiprocessing.Process(target=serve, args=(runtime,))
-        server.start()
-        try:
-            with (
-                Client(client_endpoint(Path(runtime)), timeout_s=WAIT_S, connect_timeout_s=WAIT_S) as kv,
-                StandIn(worker_endpoint(Path(runtime))),
-            ):
-                for i in range(options.rounds):
-
-                    def measure() -> list[float]:
-                        return round_trips_us(kv, options.seconds)
-
-                    for name, taken in (
-                        ("alone", measure()),
-                        ("beside", beside(runtime, options.seed + i, measure)),
-                    ):
-                        for share in (50, 99):
-                            found.setdefault(f"{name}_p{share}_us", []).append(float(np.percentile(taken, share)))
-                        found.setdefault(f"{name}_per_s", []).append(len(taken) / options.seconds)
-        finally:
-            server.terminate()
-            server.join(WAIT_S)
+    installation = Installation(context_tokens=LENGTH_MAX, blocks=2048, schedule={})
+    with installation, Client(client_endpoint(installation.runtime), timeout_s=WAIT_S) as kv:
+        kv.wait_ready(WAIT_S)
+        for i in range(options.rounds):
+            for call, measure in calls.items():
+                for place, what in (("alone", None), ("neighbour", count), ("crowd", attack)):
+                    with beside(what, installation.runtime, options.seed + i) if what else contextlib.nullcontext():
+                        taken = measure(kv, options.seconds)
+                    for share in (50, 99):
+                        found.setdefault(f"{call}_{place}_p{share}_us", []).append(float(np.percentile(taken, share)))
+                    found.setdefault(f"{call}_{place}_per_s", []).append(len(taken) / options.seconds)
     mid = {key: median(values) for key, values in found.items()}
-    mid["p99_ratio"] = mid["beside_p99_us"] / mid["alone_p99_us"]
-    rows = [
-        [name, *(f"{mid[f'{name}_{what}']:.0f}" for what in ("p50_us", "p99_us", "per_s"))]
-        for name in ("alone", "beside")
-    ]
-    title = "an honest client beside hostile ones"
-    report(title, ["client", "p50, us", "p99, us", "round trips a second"], rows, mid, options.json)
-    print(f"p99 beside the crowd: {mid['p99_ratio']:.2f} x alone")
+    rows = []
+    for call in calls:
+        for place in ("alone", "neighbour", "crowd"):
+            p50, p99, rate = (mid[f"{call}_{place}_{what}"] for what in ("p50_us", "p99_us", "per_s"))
+            ratio = mid[f"{call}_{place}_p99_ratio"] = p99 / mid[f"{call}_alone_p99_us"]
+            rows.append([call, place, f"{p50:.0f}", f"{p99:.0f}", f"{rate:.0f}", f"{ratio:.2f}"])
+    title = "an honest client alone, beside a busy neighbour, and beside hostile clients and workers"
+    report(title, ["call", "beside", "p50, us", "p99, us", "a second", "p99 x alone"], rows, mid, options.json)
     return 0
 
 

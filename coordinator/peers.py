@@ -12,6 +12,8 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
   that it costs nothing more until it reads;
 - one that sends what is no message goes on so `FAULTS_MAX` times;
+- one that is disconnected by us hears what it was told before: its end of the connection is closed `LINGER_S` later,
+  as its ZeroMQ throws away what it has not handed out when the connection ends;
 - a process that is gone is noticed at once, one from which nothing comes (heartbeats neither) after their timeout.
   Time in which we stood still ourselves does not count.
 
@@ -45,6 +47,8 @@ from .outbox import Frames, Sent
 STRANGER_S = 10.0
 MESSAGE_S = 30.0
 STALL_S = 60.0
+LINGER_S = 0.5
+LINGERING_MAX = 8
 DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not read: heartbeats may be stuck behind them
 FAULTS_MAX = 64
 TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
@@ -78,8 +82,8 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def descriptors(self) -> int:
-        """How many are needed: connections, the listening socket, its epoll, and one to refuse with."""
-        return self.admitted_max + self.strangers_max + 4
+        """How many are needed: connections, those that linger, the listening socket, its epoll, one to refuse with."""
+        return self.admitted_max + self.strangers_max + LINGERING_MAX + 4
 
 
 def _nothing(_number: int) -> None: ...
@@ -117,6 +121,7 @@ class Peers:
         self._ready: deque[Connection] = deque()  # may have a message
         self._over: list[Connection] = []  # have ended, and their last message was handed out
         self._gone: list[int] = []
+        self._lingering: deque[Connection] = deque()  # forgotten, the longest ago first
         self._together = together
         self._unsent: set[Connection] = set()
         self._partial_bytes = 0
@@ -212,6 +217,8 @@ class Peers:
         over, self._over = self._over, []
         for connection in over:
             self._end(connection)
+        while self._lingering and self._now_ns - self._lingering[0].moved_ns > LINGER_S * 1e9:
+            self._lingering.popleft().socket.close()
         if self._now_ns - self._beaten_ns >= self._beat_ns:
             self._beat()
 
@@ -224,7 +231,12 @@ class Peers:
         """Disconnects: what was sent before still reaches a peer that reads. Idempotent."""
         connection = self._by_number.get(number)
         if connection is not None:
-            self._close(connection)
+            connection.flush(self._now_ns)
+            self._remove(connection)
+            connection.moved_ns = self._now_ns
+            self._lingering.append(connection)
+            if len(self._lingering) > LINGERING_MAX:
+                self._lingering.popleft().socket.close()
 
     def send(self, number: int, frames: Frames) -> Sent:
         """Sends without waiting. A peer that is found to be gone is forgotten and reported by `take_gone`."""
@@ -256,6 +268,8 @@ class Peers:
         """Closes everything; the socket's file is removed by the server. Idempotent."""
         for connection in list(self._by_identity.values()):
             self._close(connection)
+        while self._lingering:
+            self._lingering.popleft().socket.close()
         if not self._epoll.closed:
             self._epoll.close()
             self._listener.close()
@@ -491,13 +505,17 @@ class Peers:
             self._close(connection)
 
     def _close(self, connection: Connection) -> None:
+        self._remove(connection)
+        connection.socket.close()
+
+    def _remove(self, connection: Connection) -> None:
+        """It is none of ours any more, but for its descriptor."""
         identity = connection.identity
         del self._by_identity[identity], self._by_descriptor[connection.descriptor]
         self._strangers.pop(identity, None)
         self._by_number.pop(connection.number, None)
         self._partial_bytes -= connection.counted
         self._register(connection)
-        connection.socket.close()
         connection.head = None
         connection.discard()
 

@@ -13,8 +13,9 @@ from collections.abc import Iterator
 
 import msgspec
 import pytest
+import zmq
 
-from coordinator import zmtp
+from coordinator import peers, zmtp
 from coordinator.connection import UNREAD_PONGS_BYTES, Room
 from coordinator.outbox import Sent
 from coordinator.peers import TROUBLED_S, PeerLimits, Peers
@@ -68,6 +69,31 @@ def test_one_that_is_gone_is_told_apart_and_reported_once(net: Net) -> None:
     assert len(net.peers) == 0
     assert net.peers.send(number, [b"x"]) is Sent.GONE
     assert net.peers.send_to(b"nobody", [b"x"]) is Sent.GONE
+
+
+@pytest.mark.parametrize("linger_s", [0.0, 60.0])
+def test_one_that_is_told_why_and_disconnected_hears_it_though_it_reads_later(
+    net: Net, monkeypatch: pytest.MonkeyPatch, linger_s: float
+) -> None:
+    """Its ZeroMQ drops what it has not handed out when the connection ends: this is why ours ends later."""
+    monkeypatch.setattr(peers, "LINGER_S", linger_s)
+    dealer, number = net.connect()
+    monitor = dealer.get_monitor_socket(zmq.EVENT_DISCONNECTED)
+    assert net.peers.send(number, [b"why"]) is Sent.DONE
+    net.peers.forget(number)
+    assert len(net.peers) == 0
+    heard = []
+
+    def over() -> bool:
+        net.peers.note_ends()
+        if linger_s and dealer.poll(0):
+            heard.append(dealer.recv())
+        return bool(heard or monitor.poll(0))
+
+    until(over)
+    assert heard == ([b"why"] if linger_s else [])
+    dealer.disable_monitor()
+    monitor.close(0)
 
 
 def test_a_reader_that_stalls_keeps_its_connection_beyond_the_heartbeats(short_heartbeats: None, net: Net) -> None:

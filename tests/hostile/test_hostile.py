@@ -12,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, closing, suppress
 from pathlib import Path
 from time import monotonic
 
@@ -92,18 +92,23 @@ def honest_round(kv: Client, tokens: list[int], sequence: int) -> None:
     kv.append([sequence], [added])
     tokens += added
     assert list(kv.tokens(sequence)) == tokens
-    assert [worker.name for worker in kv.health().workers] == ["honest"]
+    # A ghost that has said its first hello is there, until it is looked at again.
+    assert [name for name in workers(kv) if not name.startswith("ghost-")] == ["honest"]
+
+
+def workers(kv: Client) -> list[str]:
+    return [worker.name for worker in kv.health().workers]
 
 
 @pytest.mark.parametrize("seed", [1, 2])
 def test_an_honest_client_does_not_notice(folder: Path, started: list[Coordinator], seed: int) -> None:
     coordinator = Coordinator(folder, "drain_s = 0\n")
     started.append(coordinator)
-    with coordinator.client() as kv, StandIn(worker_endpoint(coordinator.runtime)):
+    with coordinator.client() as kv, StandIn(worker_endpoint(coordinator.runtime)), ExitStack() as stack:
         tokens = [1, 2, 3]
         sequence = kv.create_sequence(tokens)
         honest_round(kv, tokens, sequence)
-        crowd = Crowd(coordinator.runtime, seed)
+        crowd = stack.enter_context(closing(Crowd(coordinator.runtime, seed)))
         boot, connections, before_bytes = kv.health(), clients(kv), coordinator.resident_bytes
         for _ in range(ROUNDS):
             crowd.go_on()
@@ -115,6 +120,7 @@ def test_an_honest_client_does_not_notice(folder: Path, started: list[Coordinato
         honest_round(kv, tokens, sequence)
         assert kv.health().model == boot.model
         until_clients(kv, connections)
+        assert workers(kv) == ["honest"]
     assert coordinator.process.poll() is None
     assert "Traceback" not in coordinator.log
     assert len(coordinator.log) < 200_000  # lines about one peer are limited

@@ -18,10 +18,13 @@ from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from safetensors.numpy import save_file
 
 from kvforge import Client, CoordinatorUnavailable, Draining, KvforgeError, Sampling
 from tests.integration.running import Process, processes_of, tiny_model, wait_gone
+from worker.device.device import open_device
+from worker.kernels.packed import packing_problem
 
 READY_S = 90.0
 PIPE_BYTES, LINE_BYTES_MAX = 4096, 400
@@ -289,3 +292,42 @@ def test_weights_of_another_shape_end_it_once_by_name(folder: Path) -> None:
     assert "model.norm.weight is [65] and has to be [64]" in running.text
     assert "started again" not in running.text and "Traceback" not in running.text
     assert_nothing_left(folder)
+
+
+SPOILT_PRODUCTS = """
+import sys
+
+if sys.orig_argv[1:] and "worker" in sys.orig_argv:
+    from worker.kernels import packed
+
+    right = packed._product
+
+    def wrong(x, weight, bias):
+        found = right(x, weight, bias)
+        return found * 1.01 if weight.is_mkldnn else found
+
+    packed._product = wrong
+"""
+
+
+def test_a_wrong_kernel_ends_it_once_with_the_way_out_which_works(folder: Path) -> None:
+    """As on a processor, or with a library, that no kernel was tried on: what is wrong is found before it serves."""
+    if problem := packing_problem(open_device("cpu"), torch.float32):
+        pytest.skip(problem)
+    (folder / "spoilt").mkdir()
+    (folder / "spoilt" / "sitecustomize.py").write_text(SPOILT_PRODUCTS)
+    spoilt = str(folder / "spoilt")
+    with up(folder, PYTHONPATH=spoilt) as running:
+        assert running.end() == 3
+    said = "kvforge: worker-0 cannot serve (exit status 3): self-test on "
+    line = next(line for line in running.text.splitlines() if line.startswith(said))
+    assert "the packed product kernel is wrong for 1 tokens" in line
+    assert line.endswith("set kernels = 'reference' to serve with plain torch")
+    assert "started again" not in running.text and "Traceback" not in running.text
+    with up(folder, "--kernels", "reference", PYTHONPATH=spoilt) as running:
+        running.expect("ready: 1 worker")
+        with client(folder) as kv:
+            assert len(kv.submit([1, 2, 3], max_tokens=3, sampling=GREEDY).result(timeout_s=30).tokens) == 3
+            assert kv.health().workers[0].kernels["layers"] == "plain torch: kernels = 'reference'"
+        running.signal(signal.SIGTERM)
+        assert running.end() == 0
