@@ -17,9 +17,12 @@ from time import perf_counter_ns
 
 import numpy as np
 
+from coordinator.core.cache.blocks import Blocks
 from coordinator.core.cache.cache import Cache
 from coordinator.core.cache.groups import Group
-from coordinator.core.cache.pool import Blocks, Pool
+from coordinator.core.cache.hashing import BlockHasher
+from coordinator.core.cache.pool import Pool
+from coordinator.core.cache.prefix import PrefixIndex, PrefixStore
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
 from coordinator.core.events import Boot, FromClient, FromWorker, Turn
@@ -98,7 +101,7 @@ def fill(core: Machine, group: Group, tokens: np.ndarray[tuple[int], np.dtype[np
     assert isinstance(created, SequenceInfo)
     slot = s.find(created.sequence_id)
     s.computed[slot] = s.scheduled[slot] = tokens.size
-    cache.index_filled(group)
+    cache.indexing.filled(group)
     core.apply(FromClient(1, RemoveSequences(rid=2, sequence_ids=np.array([created.sequence_id]))), 2)
     assert group.pool.cached >= tokens.size // core.limits.cache.block_size
 
@@ -110,10 +113,10 @@ def prefix_lookups(seconds: float) -> tuple[float, float]:
     known = rng.integers(0, VOCABULARY, PROMPT_TOKENS + 1).astype(np.int32)
     unknown = rng.integers(0, VOCABULARY, PROMPT_TOKENS + 1).astype(np.int32)
     fill(core, group, known)
-    salt = core.cache.salt("tenant:default")
+    salt = core.cache.indexing.salt("tenant:default")
 
     def look(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
-        placement = core.cache.plan_placement(group, salt, tokens, core.cache.hashes(salt, tokens))
+        placement = core.cache.plan_placement(group, salt, tokens, core.cache.indexing.hashes(salt, tokens))
         return placement.cached_tokens(core.limits.cache.block_size)
 
     assert (look(known), look(unknown)) == (PROMPT_TOKENS, 0)
@@ -148,9 +151,10 @@ def admissions(seconds: float) -> tuple[float, float]:
 
 def allocations(seconds: float, bulk: int) -> float:
     """A million blocks allocated and freed, so many at a time. Returns nanoseconds for each of the two million."""
-    limits = Limits(bounds=Bounds(blocks_max=1 << 20))
-    blocks, tenants = Blocks(limits.bounds.blocks_max, limits.cache.block_size), Tenants(limits)
-    pool, tenant = Pool(Clock(), blocks, tenants, Waits(), 1, 0, limits.bounds.blocks_max), tenants.intern("a")
+    count, size, waits = 1 << 20, 16, Waits()
+    blocks, tenants = Blocks(count, size), Tenants(Limits(bounds=Bounds(blocks_max=count)))
+    index = PrefixIndex(PrefixStore(count, size), blocks, waits, BlockHasher(size, b"key", 1))
+    pool, tenant = Pool(Clock(), blocks, tenants, waits, index, 1, 0, count), tenants.intern("a")
 
     def million() -> None:
         for _ in range(1_000_000 // bulk):

@@ -102,7 +102,7 @@ class Machine:
         self.boot, self.start_us = event.boot, now_us
         self._effects: list[Effect] = []  # the one list: whoever wants something done or told puts it here
         self.cache = Cache(clock, limits, event.hash_key, event.first_id, event.first_generation)
-        self.requests = RequestTable(clock, limits.bounds, event.first_id)
+        self.requests = RequestTable(clock, limits.bounds, self.cache.tenants, event.first_id)
         self.admission = Admission(self.cache, self.requests)
         self.streams = Streams(clock)
         parts = (self.cache, self.requests, self.admission)

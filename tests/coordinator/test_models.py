@@ -10,9 +10,10 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from coordinator.core.cache import cache as cache_module
+from coordinator.core.cache import residents
+from coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
 from coordinator.core.cache.hashing import BlockHasher
-from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
+from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.prefix import PrefixIndex, PrefixStore, root_key
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
@@ -29,6 +30,7 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.messages import Cancel, Fork, RefBlock, UnrefBlock
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 from tests.coordinator.naive import NaiveBlock, NaivePool, NaiveSequences, NaiveTrie, Refused, WeakHasher
+from tests.coordinator.test_pool import Flags
 from tests.limits import make_limits
 from tests.simulation.digest import digest, refusal_digest
 
@@ -67,13 +69,10 @@ class PoolMachine(RuleBasedStateMachine):
             floors[index] = quota.floor
             if quota.ceiling:
                 ceilings[index] = quota.ceiling
-        self.pool = Pool(Clock(), Blocks(self.count, 4), tenants, Waits(), 1, 0, self.count)
-        self.pool.on_evict = self.evicted
+        blocks = Blocks(self.count, 4)
+        self.pool = Pool(Clock(), blocks, tenants, Waits(), Flags(blocks), 1, 0, self.count)
         self.model = NaivePool(self.count, floors, ceilings)
         self.step = 0
-
-    def evicted(self, block: int) -> None:
-        self.pool.blocks.indexed[block] = False
 
     def some(self, data: st.DataObject, among: Any) -> list[int]:
         """Distinct blocks of a kind."""
@@ -127,8 +126,7 @@ class PoolMachine(RuleBasedStateMachine):
     @rule(data=st.data())
     def drop_cached(self, data: st.DataObject) -> None:
         block = data.draw(st.sampled_from(self.model.cached))
-        self.evicted(block)
-        self.pool.drop_cached(block)
+        self.pool.unindex(block)
         self.model.evict(0, block)
 
     @invariant()
@@ -179,11 +177,16 @@ class PrefixMachine(RuleBasedStateMachine):
         tenants = Tenants(make_limits(tenants_max=1))
         tenants.intern("a")
         self.hasher = self.hasher_class(SIZE, b"key", 16)
-        self.pool = Pool(Clock(), blocks, tenants, Waits(), 1, 0, 10)
-        self.index = PrefixIndex(PrefixStore(10, SIZE), blocks, self.pool, self.hasher)
-        removes = self.pool.on_evict
-        self.pool.on_evict = lambda block: (self.trie.remove(block), removes(block))[1]
-        self.trie = NaiveTrie()
+        self.trie = trie = NaiveTrie()
+
+        class Watched(PrefixIndex):
+            def remove(self, block: int) -> None:
+                trie.remove(block)
+                super().remove(block)
+
+        waits = Waits()
+        self.index = Watched(PrefixStore(10, SIZE), blocks, waits, self.hasher)
+        self.pool = Pool(Clock(), blocks, tenants, waits, self.index, 1, 0, 10)
         self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.held: list[int] = []
 
@@ -204,10 +207,7 @@ class PrefixMachine(RuleBasedStateMachine):
         parent = self.index.key(hits[-1]) if hits else root_key(salt)
         for i in range(len(hits), len(path)):
             self.content[ids[i]] = (salt, tuple(tokens[: (i + 1) * SIZE].tolist()))
-            indexed = set(np.flatnonzero(self.pool.blocks.indexed).tolist())
-            key = self.index.add(ids[i], parent, int(hashes[i]), tokens[i * SIZE : (i + 1) * SIZE])
-            for block in indexed - set(np.flatnonzero(self.pool.blocks.indexed).tolist()):
-                self.trie.remove(block)  # it collided and made way
+            key = self.pool.index_block(ids[i], parent, int(hashes[i]), tokens[i * SIZE : (i + 1) * SIZE])
             assert self.trie.add(parent, path[i], key, ids[i]) == key
             parent = key
         self.pool.release(np.array(ids, np.int64), 0)
@@ -256,7 +256,6 @@ class PrefixMachine(RuleBasedStateMachine):
     @invariant()
     def holds(self) -> None:
         self.pool.check_invariants()
-        self.index.check_invariants()
         assert len(self.index) == sum(map(len, self.trie.children.values()))
 
 
@@ -581,7 +580,7 @@ TestEverything.settings = run(80, 40)
 @pytest.fixture
 def colliding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Every cache hashes into three values."""
-    monkeypatch.setattr(cache_module, "BlockHasher", WeakHasher)
+    monkeypatch.setattr(residents, "BlockHasher", WeakHasher)
 
 
 @pytest.mark.usefixtures("colliding")

@@ -5,7 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED, Blocks, Pool
+from coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED, Blocks
+from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
 from coordinator.core.limits import Quota
@@ -31,7 +32,24 @@ def new_pool(count: int, base: int = 0, **quotas: Quota) -> Pool:
     tenants = Tenants(make_limits(quotas=quotas, tenants_max=8))
     for name in "abc":
         tenants.intern(name)
-    return Pool(Clock(), Blocks(base + count, 4), tenants, Waits(), 1, base, count)
+    blocks = Blocks(base + count, 4)
+    return Pool(Clock(), blocks, tenants, Waits(), Flags(blocks), 1, base, count)
+
+
+class Flags:
+    """In place of a prefix index: tests set the flags of indexed blocks themselves."""
+
+    def __init__(self, blocks: Blocks) -> None:
+        self.blocks = blocks
+        self.removed: list[int] = []
+
+    def remove(self, block: int) -> None:
+        """The block loses its entry."""
+        self.removed.append(block)
+        self.blocks.indexed[block] = False
+
+    def check_invariants(self, base: int, count: int) -> None:
+        """Flags agree with themselves."""
 
 
 def ids(*values: int) -> np.ndarray:
@@ -117,20 +135,13 @@ def test_quarantine_remembers_the_latest_step_of_any_holder() -> None:
 
 def test_an_indexed_block_is_cached_when_its_last_holder_goes_and_evicted_oldest_first() -> None:
     pool = new_pool(3)
-    evicted: list[int] = []
-
-    def evict(block: int) -> None:
-        evicted.append(block)
-        pool.blocks.indexed[block] = False
-
-    pool.on_evict = evict
     taken = pool.allocate(1, 3)
     pool.blocks.indexed[taken] = True
     pool.release(taken[[1]], 0)
     pool.release(taken[[0, 2]], 0)  # the tail of a table goes before its head
     assert pool.blocks.state[taken].tolist() == [CACHED] * 3
     pool.allocate(1, 2)
-    assert evicted == [1, 2]
+    assert pool.index.removed == [1, 2]
     pool.check_invariants()
 
 

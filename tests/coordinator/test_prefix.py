@@ -7,7 +7,7 @@ import pickle
 import numpy as np
 import pytest
 
-from coordinator.core.cache import cache as cache_module
+from coordinator.core.cache import residents
 from coordinator.core.cache.hashing import BlockHasher
 from coordinator.core.cache.prefix import root_key
 from kvforge.protocol.errors import InvalidRequest
@@ -104,9 +104,9 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_tails_before_he
     driver.create(range(900, 912))  # three blocks: two are free, one is evicted
     assert driver.stats().pools[0].cached == 3
     assert driver.stats().pools[0].free == 0
-    index, salt = driver.machine.cache.groups[0].index, driver.machine.cache.salt("tenant:default")
+    index, salt = driver.machine.cache.groups[0].index, driver.machine.cache.indexing.salt("tenant:default")
     found = {
-        name: index.match(salt, int32(prompt), driver.machine.cache.hashes(salt, int32(prompt))).size
+        name: index.match(salt, int32(prompt), driver.machine.cache.indexing.hashes(salt, int32(prompt))).size
         for name, prompt in (("first", first), ("second", second))
     }
     assert found == {"first": 2, "second": 1}
@@ -168,11 +168,10 @@ def test_descendants_of_an_evicted_block_are_never_hit_under_a_recycled_parent(m
     driver, _ = make_pool(16)
     cache = driver.machine.cache
     served(driver, PROMPT)
-    index, pool, salt = cache.groups[0].index, cache.groups[0].pool, cache.salt("tenant:default")
-    hashes = cache.hashes(salt, int32(PROMPT))
+    index, pool, salt = cache.groups[0].index, cache.groups[0].pool, cache.indexing.salt("tenant:default")
+    hashes = cache.indexing.hashes(salt, int32(PROMPT))
     head, tail = index.match(salt, int32(PROMPT), hashes).tolist()
-    index.remove(head)
-    pool.drop_cached(head)
+    pool.unindex(head)
     assert index.match(salt, int32(PROMPT), hashes).size == 0
     assert served(driver, PROMPT) == 0
     found = index.match(salt, int32(PROMPT), hashes).tolist()
@@ -228,7 +227,7 @@ def test_another_key_salt_or_order_of_blocks_gives_other_hashes() -> None:
 @pytest.mark.parametrize("distinct", [1, 2, 3, 7])
 def test_with_colliding_hashes_answers_stay_exact(monkeypatch: pytest.MonkeyPatch, distinct: int) -> None:
     monkeypatch.setattr(WeakHasher, "distinct", distinct)
-    monkeypatch.setattr(cache_module, "BlockHasher", WeakHasher)
+    monkeypatch.setattr(residents, "BlockHasher", WeakHasher)
     driver = Driver()
     driver.add_worker(16)
     for i in range(30):
@@ -244,10 +243,10 @@ def test_a_candidate_with_the_same_tokens_after_another_parent_is_no_hit(make_po
     served(driver, PROMPT)
     served(driver, [50, 51, 52, 53, *PROMPT[4:]])
     cache = driver.machine.cache
-    index, salt = cache.groups[0].index, cache.salt("tenant:default")
+    index, salt = cache.groups[0].index, cache.indexing.salt("tenant:default")
     tokens = int32(PROMPT[:8])
-    own = cache.hashes(salt, int32(PROMPT))
-    other = cache.hashes(salt, int32([50, 51, 52, 53, *PROMPT[4:]]))
+    own = cache.indexing.hashes(salt, int32(PROMPT))
+    other = cache.indexing.hashes(salt, int32([50, 51, 52, 53, *PROMPT[4:]]))
     assert index.match(salt, tokens, own).size == 2
     forged = np.array([own[0], other[1]])  # as if the two chains had collided: the same tokens, after another block
     assert index.match(salt, tokens, forged).tolist() == index.match(salt, tokens, own)[:1].tolist()

@@ -9,6 +9,7 @@ import msgspec
 import numpy as np
 import pytest
 
+from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
 from coordinator.core.events import DropWorker, FromWorker, Log, ToWorker
 from coordinator.core.limits import Bounds, Quota
@@ -42,6 +43,7 @@ from kvforge.protocol.messages import (
 )
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import GREEDY, Driver, FakeWorker, continuation, int32, model_info
+from tests.limits import make_limits
 from tests.simulation.digest import digest
 
 STATES = ("pending", "running", "preempted", *TERMINAL)
@@ -359,7 +361,7 @@ def test_finished_requests_are_purged_by_age_and_on_demand(make_pool: MakePool) 
 # behaviour 30
 def test_the_table_of_finished_requests_keeps_the_newest() -> None:
     clock = Clock()
-    table = RequestTable(clock, Bounds(finished_max=3))
+    table = RequestTable(clock, Bounds(finished_max=3), Tenants(make_limits()))
     for i in range(1, 6):
         request = Request(i, 1, 1, "t", int32([1]), Submit(rid=1, max_tokens=1, sampling=GREEDY), 1, 0, 0, 1 << 40)
         table.add(request)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from coordinator.core.cache.pool import Blocks, Pool
+from coordinator.core.cache.blocks import Blocks
+from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
 from coordinator.core.limits import Quota
@@ -67,7 +68,7 @@ def test_who_waits_for_one_step_is_not_put_off_by_who_waits_for_a_later_one() ->
             told.append(pool.done_step)
             return []
 
-    pool = Pool(Clock(), Blocks(4, 4), tenants, Told(), 3, 0, 4)
+    pool = Pool(Clock(), Blocks(4, 4), tenants, Told(), None, 3, 0, 4)
     for step in (2, 1, 4):
         pool.await_step(step)
     for step in range(1, 6):

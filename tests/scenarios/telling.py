@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.cache.pool import FREE, STATE_NAMES
+from coordinator.core.cache.blocks import FREE, STATE_NAMES
 from coordinator.core.machine import Machine
 from kvforge.protocol.messages import (
     Accepted,

@@ -7,7 +7,7 @@ from typing import Any
 
 import numpy as np
 
-from coordinator.core.cache.pool import CACHED, FREE, QUARANTINED, REFERENCED
+from coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED
 from coordinator.core.machine import Machine
 from kvforge.protocol.messages import Step
 from kvforge.protocol.tables import TablesWriter

@@ -17,10 +17,12 @@ from coordinator import turn as turns
 from coordinator.core.cache.cache import Cache
 from coordinator.core.cache.groups import Group
 from coordinator.core.cache.hashing import BlockHasher
+from coordinator.core.cache.indexing import Indexing
 from coordinator.core.cache.pins import Pins
-from coordinator.core.cache.pool import Pool, Supply
+from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.prefix import PrefixIndex
 from coordinator.core.cache.sequences import Sequences
+from coordinator.core.cache.supply import Supply
 from coordinator.core.commands.blocks import BlockCommands
 from coordinator.core.commands.requests import RequestCommands
 from coordinator.core.machine import Machine
@@ -92,7 +94,7 @@ def prefix_registered_early() -> list[Patch]:
         s = self._cache.sequences
         before = s.computed[slots].copy()
         s.computed[slots] = np.minimum(s.scheduled[slots], s.length[slots])
-        self._cache.index_filled(group)
+        self._cache.indexing.filled(group)
         s.computed[slots] = before
         return step
 
@@ -360,7 +362,7 @@ def preempted_request_forgotten() -> list[Patch]:
 @fault
 def salt_ignored() -> list[Patch]:
     """One tenant's cached blocks are hits for another."""
-    return [(Cache, "salt", lambda self, text: 7)]
+    return [(Indexing, "salt", lambda self, text: 7)]
 
 
 # ----------------------------------------------------------------------------------------------- time, and who is there

@@ -9,9 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
+from .blocks import QUARANTINED, BlockIds, Blocks
 from .groups import Group
-from .pool import QUARANTINED, BlockIds, Blocks, Spare, Supply
 from .sequences import Sequences, Slots
+from .supply import Spare, Supply
 
 NO_ROW = -1
 

@@ -10,8 +10,8 @@ import numpy.typing as npt
 
 from kvforge.protocol.messages import Int32Array, ModelInfo
 
-from .pool import BlockIds, Pool
-from .prefix import PrefixIndex
+from .blocks import BlockIds
+from .pool import Pool
 from .sequences import Slots
 
 
@@ -19,7 +19,6 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     """What the core remembers of a step until its result arrives. Arrays are [rows], sampled: the slots that sample.
 
     runs: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
-    version: of the group; while it is the same, every row still belongs to its run.
     decodes: one token for each row, and no more. prefill_tokens: those beside decodes. tenant: of every row, or -1.
     """
 
@@ -30,7 +29,6 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     samples: npt.NDArray[np.bool_]
     sampled: npt.NDArray[np.int64]
     sent_us: int
-    version: int
     decodes: bool
     prefill_tokens: int
     tenant: int
@@ -41,18 +39,14 @@ class Steady:
 
     Most steps are like the one before: the same rows, each one token further. As long as nobody joins or leaves, each
     row's block has room or can be followed by a free one, and no new holder shares a block, planning is a few
-    additions. Whatever else happens, the scheduler plans the long way and starts a new one of these.
+    additions. Whatever else happens sets this aside; the scheduler plans the long way and starts a new one.
 
-    Arrays are [rows]. version, holds: of the group and of its blocks when this was true. starts: positions that the
-    next step feeds. room: tokens that fit into the blocks held after that. left: steps until the first row has all that
-    it asked for. tenant: of every row, or -1.
+    Arrays are [rows]. starts: positions that the next step feeds. room: tokens that fit into the blocks held after
+    that. left: steps until the first row has all that it asked for. tenant: of every row, or -1.
     """
 
-    def __init__(
-        self, version: int, holds: int, slots: Slots, runs: Slots, starts: Slots, room: Slots, left: int, tenant: int
-    ) -> None:
-        self.version, self.holds, self.tenant = version, holds, tenant
-        self.slots, self.runs = slots, runs
+    def __init__(self, slots: Slots, runs: Slots, starts: Slots, room: Slots, left: int, tenant: int) -> None:
+        self.slots, self.runs, self.tenant = slots, runs, tenant
         self.starts, self.room, self.left = starts, room, left
         self.ones = np.ones(slots.size, np.int64)
         self.samples = np.ones(slots.size, np.bool_)
@@ -66,7 +60,8 @@ class Steady:
 class Group:
     """One worker and its pool, from its WorkerReady to its death. `epoch` tells its results from an earlier life's.
 
-    running: rows that run; version: grows when one starts or leaves. steady: they decode, step after step.
+    running: rows that run. steady: they decode, step after step; None where the next step may not follow from the last.
+    left_step: the last step that a row may be in that has left since.
     copies: the block copies that the next step must carry, even if it has no rows: target -> (source, tokens).
     suspect: the request that runs alone because workers died with it, 0 for none.
     begins_bytes: what the rows that begin with the next step take in it.
@@ -81,14 +76,13 @@ class Group:
         name: str,
         epoch: int,
         pool: Pool,
-        index: PrefixIndex,
         model: ModelInfo,
         bytes_per_block: int,
         kv_dtype: str,
         device: str,
     ) -> None:
         self.number, self.worker, self.name, self.epoch = number, worker, name, epoch
-        self.pool, self.index, self.model = pool, index, model
+        self.pool, self.index, self.model = pool, pool.index, model
         self.bytes_per_block, self.kv_dtype, self.device = bytes_per_block, kv_dtype, device
         self.sent: deque[SentStep] = deque()
         self.last_step = 0
@@ -97,7 +91,7 @@ class Group:
         self.begins_bytes = 0
         self.steps_total = 0
         self.running = 0
-        self.version = 0
+        self.left_step = 0
         self.steady: Steady | None = None
         self.suspect = 0
         self.stopped: list[int] = []
@@ -108,6 +102,22 @@ class Group:
     def next_step(self) -> int:
         """The id that the next step will have."""
         return self.last_step + 1
+
+    def row_came(self) -> None:
+        """A row starts."""
+        self.running += 1
+        self.steady = None
+
+    def row_left(self) -> None:
+        """A row is over, or preempted."""
+        self.running -= 1
+        self.steady = None
+        self.left_step = self.last_step
+
+    def hold(self, ids: BlockIds) -> None:
+        """Adds one holder to each block: [n] distinct ids. A row that could write one may have to copy it first now."""
+        self.pool.hold(ids)
+        self.steady = None
 
     def copy_block(self, source: int, target: int, tokens: int) -> int:
         """The next step copies the first `tokens` slots of `source` to `target`. Returns the block really read.
@@ -143,7 +153,6 @@ class Group:
     def check_invariants(self) -> None:
         """The group's parts agree."""
         self.pool.check_invariants()
-        self.index.check_invariants()
         state = self.pool.blocks.refcount
         for target in self.copies:
             assert state[target] > 0, "a copy is owed to a block nobody holds"

@@ -22,8 +22,8 @@ from kvforge.protocol.errors import (
 )
 
 from ..clock import Clock
+from .blocks import FREE, QUARANTINED, Blocks
 from .groups import Group
-from .pool import FREE, QUARANTINED, Blocks
 from .tenants import Tenants
 
 NAME_LENGTH_MAX = 128
@@ -39,9 +39,9 @@ class Pins:
         self._tenant_of: dict[tuple[int, str], int] = {}
         self._computed_by: dict[int, int] = {}  # of blocks that are charged to somebody else meanwhile
 
-    def add(self, group: Group, block: int, generation: int, holder: str, tenant: str, client: int) -> None:
-        """One more holder, of a tenant. Raises InvalidRequest, StaleGeneration, BlockNotHeld, AlreadyHolder,
-        CapacityExceeded, QuotaExceeded."""
+    def check(self, block: int, generation: int, holder: str) -> None:
+        """Raises InvalidRequest, StaleGeneration, BlockNotHeld, AlreadyHolder or CapacityExceeded where the block may
+        not get the holder."""
         blocks = self._blocks
         if not 0 < len(holder) <= NAME_LENGTH_MAX or not holder.isprintable():
             raise InvalidRequest("holder", f"1 to {NAME_LENGTH_MAX} printable characters")
@@ -54,17 +54,18 @@ class Pins:
             raise AlreadyHolder(block, holder)
         if len(names) >= self._holders_max:
             raise CapacityExceeded("holders of a block", len(names) + 1, self._holders_max)
+
+    def add(self, group: Group, block: int, holder: str, tenant: int, client: int) -> None:
+        """One more holder, of a tenant that has room for the block. It was checked."""
+        blocks = self._blocks
         owner = int(blocks.owner[block])
-        self._tenants.check(tenant, owner)
-        self._check_room(group, self._tenants.peek(tenant), block)
-        index = self._tenants.intern(tenant, owner)
-        group.pool.hold(np.array([block], np.int64))
-        if not names and index != owner:
-            group.pool.make_room_within_ceiling(index, 1)
-            self._charge(group, block, index)
+        group.hold(np.array([block], np.int64))
+        if block not in blocks.external and tenant != owner:
+            group.pool.make_room_within_ceiling(tenant, 1)
+            self._charge(group, block, tenant)
         blocks.external.setdefault(block, {})[holder] = self._clock.now_us
         self._client_of[block, holder] = client
-        self._tenant_of[block, holder] = index
+        self._tenant_of[block, holder] = tenant
 
     def drop(self, group: Group, block: int, generation: int, holder: str) -> None:
         """One holder less. Raises StaleGeneration, BlockNotHeld, NotAHolder."""
@@ -109,7 +110,7 @@ class Pins:
 
     # -------------------------------------------------------------------------------------------------------- charges
 
-    def _check_room(self, group: Group, tenant: int, block: int) -> None:
+    def check_room(self, group: Group, tenant: int, block: int) -> None:
         """Raises QuotaExceeded or CapacityExceeded where the tenant cannot be charged for the block, or where nothing
         would be left of what is kept for others."""
         if not self._tenants.has_quotas:
@@ -142,7 +143,7 @@ class Pins:
             if heir is not None:
                 self._charge(group, block, heir)
             elif self._blocks.refcount[block] == 1 and self._blocks.indexed[block]:
-                group.index.remove(block)
+                group.pool.unindex(block)
         if not names:
             self._computed_by.pop(block, None)
 

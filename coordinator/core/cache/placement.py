@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import numpy as np
 
+from .blocks import BlockIds
 from .groups import Group
-from .pool import BlockIds
 
 
 class Placement:

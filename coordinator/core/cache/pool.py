@@ -1,22 +1,9 @@
-"""Blocks: their states, reference counts and generations; and the pools that hand them out.
-
-A block is in exactly one state:
-
-    FREE         in its pool's free list, content meaningless
-    REFERENCED   its count, the number of holders, is above zero
-    QUARANTINED  nobody holds it, but a step that was sent may still touch it
-    CACHED       nobody holds it, its content is indexed by prefix and may be used again or evicted
-
-Reference counts are the number of holders: sequences whose table names the block, plus named external holders.
-A generation is bumped whenever a block's content is given up, so an old name for it can be told from a new one.
-"""
+"""The pools that hand out blocks, take them back, and evict cached ones when there are no free ones left."""
 
 from __future__ import annotations
 
 from bisect import insort
 from collections import OrderedDict, deque
-from collections.abc import Callable
-from typing import NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -25,104 +12,31 @@ from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from ..clock import Clock
 from ..waits import Waits, blocks_of
+from .blocks import CACHED, FREE, QUARANTINED, REFERENCED, BlockIds, Blocks
+from .hashing import Hashes
+from .prefix import PrefixIndex, Tokens
+from .supply import NO_SPARE, Spare, Supply
 from .tenants import Tenants
-
-FREE, REFERENCED, QUARANTINED, CACHED = range(4)
-STATE_NAMES = ("free", "referenced", "quarantined", "cached")
-
-BlockIds = npt.NDArray[np.int64]
-
-
-class Blocks:
-    """Struct-of-arrays over every block of every pool, indexed by global block id.
-
-    holds: grows with every new holder of a block that had one.
-    """
-
-    def __init__(self, blocks_max: int, block_size: int, first_generation: int = 0) -> None:
-        self.block_size = block_size
-        self.refcount = np.zeros(blocks_max, np.int32)
-        self.generation = np.full(blocks_max, first_generation, np.int32)
-        self.owner = np.zeros(blocks_max, np.int32)
-        self.state = np.zeros(blocks_max, np.int8)
-        self.indexed = np.zeros(blocks_max, np.bool_)
-        self.touch = np.zeros(blocks_max, np.int64)
-        self.since_us = np.zeros(blocks_max, np.int64)
-        self.external: dict[int, dict[str, int]] = {}
-        self.changed: list[BlockIds] = []
-        self.holds = 0
-
-
-class Spare(NamedTuple):
-    """Blocks to be left over: pool, for all that run there; own, within the tenant's ceiling."""
-
-    pool: int = 0
-    own: int = 0
-
-
-NO_SPARE = Spare()
-
-
-class Supply:
-    """How many blocks each tenant could get: a trial copy that can be asked "and if this were released?"."""
-
-    def __init__(self, tenants: Tenants, free: int, cached: dict[int, int], usage: npt.NDArray[np.int64]) -> None:
-        self._tenants, self._free, self._cached, self._usage = tenants, free, cached, usage
-
-    def room(self, tenant: int) -> int:
-        """Blocks until the tenant's ceiling, its own cached blocks evicted."""
-        return int(self._tenants.ceiling[tenant] - self._usage[tenant]) + self._cached.get(tenant, 0)
-
-    def available(self, tenant: int) -> int:
-        """Blocks that the tenant could get: within its ceiling, leaving every other tenant its floor."""
-        return max(0, min(self.room(tenant), self.stock(tenant)))
-
-    def has(self, tenant: int, count: int, spare: Spare) -> bool:
-        """Whether the tenant could get so many, with some left over."""
-        return self.room(tenant) >= count + spare.own and self.stock(tenant) >= count + spare.pool
-
-    def stock(self, tenant: int) -> int:
-        """Blocks that the tenant could get if it had no ceiling."""
-        floor, usage = self._tenants.floor, self._usage
-        missing = np.maximum(floor - usage, 0)
-        supply = self._free + self._cached.get(tenant, 0) - int(missing.sum() - missing[tenant])
-        for other, count in self._cached.items():
-            if other != tenant:
-                supply += min(count, max(0, int(usage[other] - floor[other])))
-        return supply
-
-    def give_up(self, owner: int) -> None:
-        """One held block of `owner` is charged to somebody else."""
-        self._usage[owner] -= 1
-
-    def gain(self, owner: int, indexed: bool) -> None:
-        """One more block of `owner` loses its last holder: it is cached if indexed, else freed."""
-        if indexed:
-            self._cached[owner] = self._cached.get(owner, 0) + 1
-        else:
-            self._free += 1
-            self._usage[owner] -= 1
-
-    def gain_each(self, owners: npt.NDArray[np.int32], indexed: npt.NDArray[np.bool_]) -> None:
-        """`gain` for each of [n] blocks."""
-        for owner, count in zip(*np.unique(owners[indexed], return_counts=True), strict=True):
-            self._cached[int(owner)] = self._cached.get(int(owner), 0) + int(count)
-        freed = owners[~indexed]
-        self._free += freed.size
-        self._usage -= np.bincount(freed, minlength=self._usage.size)
 
 
 class Pool:
     """One worker's blocks: [base, base + count). All ids are global.
 
-    epoch: of the group, by which those who wait for its blocks are woken. on_evict: called with a block whose entry in
-    the prefix index goes.
+    epoch: of the group, by which those who wait for its blocks are woken. index: of what its blocks hold.
     """
 
     def __init__(
-        self, clock: Clock, blocks: Blocks, tenants: Tenants, waits: Waits, epoch: int, base: int, count: int
+        self,
+        clock: Clock,
+        blocks: Blocks,
+        tenants: Tenants,
+        waits: Waits,
+        index: PrefixIndex,
+        epoch: int,
+        base: int,
+        count: int,
     ) -> None:
-        self._clock, self.blocks, self.waits = clock, blocks, waits
+        self._clock, self.blocks, self.index, self._waits = clock, blocks, index, waits
         self._gain = blocks_of(epoch)
         self.base, self.count = base, count
         self._tenants = tenants
@@ -142,7 +56,6 @@ class Pool:
         self.freed_total = 0
         self.evicted_total = 0
         self._awaited: deque[int] = deque()
-        self.on_evict: Callable[[int], None] = _nothing
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
         blocks.state[ids] = FREE
@@ -239,7 +152,7 @@ class Pool:
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
         self.evicted_total += 1
-        self.on_evict(block)
+        self.index.remove(block)
         self._to_free(np.array([block], np.int64))
 
     def _charge(self, tenant: int, count: int) -> None:
@@ -277,7 +190,7 @@ class Pool:
             self._charge(owner, -1)
             self._charge(tenant, 1)
             self.blocks.owner[block] = tenant
-            self.waits.wake(self._gain)  # the one it was charged to has room for another
+            self._waits.wake(self._gain)  # the one it was charged to has room for another
             self.blocks.changed.append(np.array([block], np.int64))
 
     # ---------------------------------------------------------------------------------------------------- holders
@@ -287,7 +200,6 @@ class Pool:
         blocks = self.blocks
         states = blocks.state[ids]
         assert not (states == FREE).any(), "a free block cannot be held"
-        blocks.holds += 1
         cached = ids[states == CACHED]
         for block, owner in zip(cached.tolist(), blocks.owner[cached].tolist(), strict=True):
             del self._lru[owner][block]
@@ -330,7 +242,7 @@ class Pool:
         if self._awaited and self._awaited[0] <= self.done_step:
             while self._awaited and self._awaited[0] <= self.done_step:
                 self._awaited.popleft()
-            self.waits.wake(self._gain)
+            self._waits.wake(self._gain)
         for _ in range(len(self._quarantine)):
             ids = self._quarantine.popleft()
             ids = ids[self.blocks.state[ids] == QUARANTINED]
@@ -365,7 +277,7 @@ class Pool:
                 self._lru.setdefault(owner, OrderedDict())[block] = self._stamp
             ids = ids[~indexed]
         self._to_free(ids)
-        self.waits.wake(self._gain)
+        self._waits.wake(self._gain)
 
     def _to_free(self, ids: BlockIds) -> None:
         if not ids.size:
@@ -385,8 +297,40 @@ class Pool:
         self.freed_total += ids.size
         blocks.changed.append(ids)
 
-    def drop_cached(self, block: int) -> None:
-        """A block lost its place in the prefix index: if only the index kept it, it becomes free."""
+    # ----------------------------------------------------------------------------------------------------- index
+
+    def index_block(self, block: int, parent: int, value: int, tokens: Tokens) -> int:
+        """Indexes a full, acknowledged, held block under its chained hash `value`. Returns its entry's key.
+
+        Where an entry for the same content exists, that one stays and its key is returned. An entry that collides,
+        or whose parent is gone, makes way.
+        """
+        index = self.index
+        old = index.find(value)
+        if old is not None:
+            if index.is_of(old, parent, tokens):
+                return index.key(old)
+            self.unindex(old)
+        if self.blocks.indexed[block]:
+            index.remove(block)
+        return index.add(block, parent, value, tokens)
+
+    def index_each(
+        self,
+        ids: npt.NDArray[np.integer],
+        parents: npt.NDArray[np.int64],
+        values: Hashes,
+        contents: npt.NDArray[np.int32],
+    ) -> npt.NDArray[np.int64]:
+        """`index_block` for one block of each of n sequences: [n] blocks, parents, values, [n, block_size] contents."""
+        if self.index.all_new(ids, values):
+            return self.index.add_each(ids, parents, values, contents)
+        each = zip(ids.tolist(), parents.tolist(), values.tolist(), contents, strict=True)
+        return np.array([self.index_block(*entry) for entry in each])
+
+    def unindex(self, block: int) -> None:
+        """A block loses its place in the prefix index: if only the index kept it, it becomes free."""
+        self.index.remove(block)
         if self.blocks.state[block] == CACHED:
             del self._lru[int(self.blocks.owner[block])][block]
             self.cached -= 1
@@ -396,6 +340,7 @@ class Pool:
 
     def check_invariants(self) -> None:
         """Free + cached + referenced + quarantined = total, and every list agrees with every state."""
+        self.index.check_invariants(self.base, self.count)
         blocks, ids = self.blocks, np.arange(self.base, self.base + self.count)
         states, counts = blocks.state[ids], blocks.refcount[ids]
         assert (counts >= 0).all(), "a reference count is below zero"
@@ -423,7 +368,3 @@ def short_of(error: CapacityExceeded) -> int:
     """How many blocks more it would have taken."""
     available = error.ceiling if isinstance(error, QuotaExceeded) else error.available
     return int(error.needed) - int(available)
-
-
-def _nothing(_block: int) -> None:
-    return None

@@ -14,9 +14,9 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from ..waits import prefix_of
+from ..waits import Waits, prefix_of
+from .blocks import FREE, BlockIds, Blocks
 from .hashing import BlockHasher, Hashes
-from .pool import FREE, BlockIds, Blocks, Pool
 
 Tokens = npt.NDArray[np.int32]
 PARTIAL_CANDIDATES_MAX = 16
@@ -47,11 +47,10 @@ class PrefixStore:
 class PrefixIndex:
     """The entries of one pool."""
 
-    def __init__(self, store: PrefixStore, blocks: Blocks, pool: Pool, hasher: BlockHasher) -> None:
-        self._store, self._blocks, self._pool, self._hasher = store, blocks, pool, hasher
+    def __init__(self, store: PrefixStore, blocks: Blocks, waits: Waits, hasher: BlockHasher) -> None:
+        self._store, self._blocks, self._waits, self._hasher = store, blocks, waits, hasher
         self._by_hash: dict[int, int] = {}
         self._children: dict[int, dict[int, None]] = {}
-        pool.on_evict = self.remove
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -59,6 +58,14 @@ class PrefixIndex:
     def key(self, block: int) -> int:
         """The exact name of an entry: its block and generation in one integer."""
         return block | int(self._blocks.generation[block]) << 32
+
+    def has_all(self, ids: BlockIds) -> bool:
+        """Whether each of [n] blocks is indexed."""
+        return bool(self._blocks.indexed[ids].all())
+
+    def hash_of(self, block: int) -> int:
+        """The chained hash of an indexed block."""
+        return int(self._store.hash[block])
 
     def alive(self, key: int) -> bool:
         """Whether a parent key (or root) still names an entry."""
@@ -121,22 +128,24 @@ class PrefixIndex:
 
     # ------------------------------------------------------------------------------------------------------- entries
 
-    def add(self, block: int, parent: int, value: int, tokens: Tokens) -> int:
-        """Indexes a full, acknowledged, held block under its chained hash `value`. Returns its entry's key.
+    def find(self, value: int) -> int | None:
+        """The block that is indexed under a chained hash."""
+        return self._by_hash.get(value)
 
-        Where an entry for the same content exists, that one stays and its key is returned. An entry that collides,
-        or whose parent is gone, makes way.
-        """
+    def is_of(self, block: int, parent: int, tokens: Tokens) -> bool:
+        """Whether an indexed block holds exactly these tokens after exactly this parent."""
+        return bool(self._store.parent[block] == parent) and np.array_equal(self._store.tokens[block], tokens)
+
+    def all_new(self, ids: npt.NDArray[np.integer], values: Hashes) -> bool:
+        """Whether none of [n] blocks is indexed, nor any under one of the values, which all differ."""
+        hashes = values.tolist()
+        known = self._by_hash.keys() & hashes
+        return not known and len(set(hashes)) == len(hashes) and not self._blocks.indexed[ids].any()
+
+    def add(self, block: int, parent: int, value: int, tokens: Tokens) -> int:
+        """Indexes a block under a chained hash that no other has. Returns its entry's key."""
         assert self._blocks.state[block] != FREE, "a free block cannot be indexed"
         store = self._store
-        old = self._by_hash.get(value)
-        if old is not None:
-            if store.parent[old] == parent and np.array_equal(store.tokens[old], tokens):
-                return self.key(old)
-            self.remove(old)
-            self._pool.drop_cached(old)
-        if self._blocks.indexed[block]:
-            self.remove(block)
         store.hash[block], store.parent[block], store.tokens[block] = value, parent, tokens
         self._by_hash[value] = block
         self._children.setdefault(parent, {})[block] = None
@@ -153,10 +162,6 @@ class PrefixIndex:
     ) -> npt.NDArray[np.int64]:
         """`add` for one block of each of n sequences: [n] blocks, parents, values, [n, block_size] contents."""
         store, hashes, new = self._store, values.tolist(), ids.tolist()
-        known = self._by_hash.keys() & hashes
-        if known or len(set(hashes)) != len(hashes) or self._blocks.indexed[ids].any():
-            each = zip(new, parents.tolist(), hashes, contents, strict=True)
-            return np.array([self.add(block, parent, value, own) for block, parent, value, own in each])
         assert (self._blocks.state[ids] != FREE).all(), "a free block cannot be indexed"
         store.hash[ids], store.parent[ids], store.tokens[ids] = values, parents, contents
         self._by_hash.update(zip(hashes, new, strict=True))
@@ -169,9 +174,8 @@ class PrefixIndex:
 
     def _tell(self, values: Iterable[int]) -> None:
         """Blocks with these chained hashes can be shared from now on."""
-        waits = self._pool.waits
-        for value in values if waits.awaits_prefix else ():
-            waits.wake(prefix_of(value))
+        for value in values if self._waits.awaits_prefix else ():
+            self._waits.wake(prefix_of(value))
 
     def remove(self, block: int) -> None:
         """Takes a block's entry out of the index (the block itself stays as it is)."""
@@ -186,11 +190,12 @@ class PrefixIndex:
 
     # ---------------------------------------------------------------------------------------------------- invariants
 
-    def check_invariants(self) -> None:
-        """Entries, hashes and children name the same blocks, and every entry's content is what its hash says."""
+    def check_invariants(self, base: int, count: int) -> None:
+        """Entries, hashes and children name the same blocks of the pool [base, base + count), and every entry's content
+        is what its hash says."""
         blocks, store = self._blocks, self._store
         ids = np.fromiter(self._by_hash.values(), np.int64, len(self._by_hash))
-        region = np.arange(self._pool.base, self._pool.base + self._pool.count)
+        region = np.arange(base, base + count)
         assert set(ids.tolist()) == set(region[blocks.indexed[region]].tolist()), "indexed blocks"
         assert store.hash[ids].tolist() == list(self._by_hash), "a hash names another block"
         assert (blocks.state[ids] != FREE).all(), "a free block is indexed"

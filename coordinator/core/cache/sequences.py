@@ -24,6 +24,7 @@ from ..limits import Limits
 from ..waits import SLOT, Waits
 
 Slots = npt.NDArray[np.int64]
+Tokens = npt.NDArray[np.int32]
 NO_POOL = -1
 LINE_BYTES = 64
 
@@ -144,13 +145,24 @@ class Sequences:
             else:
                 self._quarantine.append(entry)
 
-    def append(self, slots: Slots, at: Slots, tokens: npt.NDArray[np.int32]) -> None:
-        """One token more for each of `slots`, [n] distinct, `at` their lengths: this is how every token comes in, but
-        for several at once. There is a block that they may be written to."""
+    def append(self, slots: Slots, at: Slots | int, tokens: Tokens | int) -> None:
+        """One token more for each of `slots`, [n] distinct, `at` their lengths. There is a block that each may be
+        written to. This and `extend` are how every token comes in."""
         self.tokens[slots, at] = tokens
         self.length[slots] = at + 1
         self.accessed_us[slots] = self._clock.now_us
         self.changed_lengths.append(slots)
+
+    def extend(self, slot: int, tokens: Tokens, logprobs: npt.NDArray[np.float32] | None = None) -> None:
+        """Several tokens more for one sequence: [n], with their log-probabilities if they have any."""
+        length = int(self.length[slot])
+        end = length + tokens.size
+        self.tokens[slot, length:end] = tokens
+        if logprobs is not None:
+            self.logprobs[slot, length:end] = logprobs
+        self.length[slot] = end
+        self.accessed_us[slot] = self._clock.now_us
+        self.changed_lengths.append(np.array([slot]))
 
     def touch(self, slots: Slots | int) -> None:
         """Counts an access."""

@@ -6,11 +6,11 @@ configuration does not name and that nothing is left of but cached blocks: the o
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Container
 
 import numpy as np
 
-from kvforge.protocol.errors import CapacityExceeded, InvalidRequest
+from kvforge.protocol.errors import InvalidRequest
 
 from ..limits import Limits
 
@@ -21,68 +21,62 @@ NO_CEILING = np.iinfo(np.int64).max
 class Tenants:
     """Interned tenants. Arrays are indexed by tenant.
 
-    in_use: whoever has a sequence, a living request or a held block; on_forget: called with the index.
+    requests: how many of its requests are alive. service: what was computed for it, in tokens divided by its weight.
     """
 
     def __init__(self, limits: Limits) -> None:
         self._most = most = limits.bounds.tenants_max
         self._index: dict[str, int] = {}  # in the order in which they were last heard of
-        self.in_use: Callable[[], set[int]] = set
-        self.on_forget: list[Callable[[int], None]] = []
         self.forgotten_total = 0
         self.names: list[str] = [""]
         self.floor = np.zeros(most + 1, np.int64)
         self.ceiling = np.full(most + 1, NO_CEILING, np.int64)
         self.weight = np.ones(most + 1, np.float64)
+        self.requests = np.zeros(most + 1, np.int64)
+        self.service = np.zeros(most + 1, np.float64)
         self.prefix_queried_tokens = np.zeros(most + 1, np.int64)
         self.prefix_hit_tokens = np.zeros(most + 1, np.int64)
         self.past_byte_seconds = np.zeros(most + 1, np.float64)  # in pools that are gone
         for name, quota in limits.quotas.items():
-            index = self.intern(name, 0)
+            index = self.intern(name)
             self.floor[index] = quota.floor
             self.ceiling[index] = quota.ceiling or NO_CEILING
             self.weight[index] = quota.weight
         self._configured = len(self.names)
         self.has_quotas = any(quota.floor or quota.ceiling for quota in limits.quotas.values())
 
-    def check(self, name: str, keep: int = 0) -> None:
-        """Raises InvalidRequest or CapacityExceeded where `intern` would; changes nothing."""
-        if name in self._index:
-            return
-        if not 0 < len(name) <= NAME_LENGTH_MAX or not name.isprintable():
+    def check(self, name: str) -> None:
+        """Raises InvalidRequest for what cannot be a tenant's name."""
+        if name not in self._index and (not 0 < len(name) <= NAME_LENGTH_MAX or not name.isprintable()):
             raise InvalidRequest("tenant", f"a tenant's name is 1 to {NAME_LENGTH_MAX} printable characters")
-        if len(self.names) > self._most and self._idle(keep) is None:
-            raise CapacityExceeded("tenants", 1, 0, "raise limits.tenants_max")
 
-    def intern(self, name: str, keep: int = 0) -> int:
-        """The tenant's index, for a new name a new one or that of one that is forgotten for it, other than `keep`."""
+    def has_place_for(self, name: str) -> bool:
+        """Whether the name is known, or can be, and nobody is forgotten for it."""
+        return name in self._index or len(self.names) <= self._most
+
+    def intern(self, name: str, instead: int = 0) -> int:
+        """The tenant's index; for a new name a new one, or that of the tenant that it comes `instead` of."""
         index = self._index.pop(name, None)
         if index is None:
-            self.check(name, keep)
-            if len(self.names) <= self._most:
-                index = len(self.names)
-                self.names.append(name)
+            index = instead or len(self.names)
+            if instead:
+                self._forget(instead)
+                self.names[instead] = name
             else:
-                index = self._forget(keep)
-                self.names[index] = name
+                self.names.append(name)
         self._index[name] = index
         return index
 
-    def _idle(self, keep: int) -> int | None:
-        busy = self.in_use()
-        busy.add(keep)
+    def first_but(self, busy: Container[int]) -> int | None:
+        """Of the tenants that are not busy nor named by the configuration: who was not heard of for longest."""
         return next((i for i in self._index.values() if i >= self._configured and i not in busy), None)
 
-    def _forget(self, keep: int) -> int:
-        index = self._idle(keep)
-        assert index is not None
-        for forget in self.on_forget:
-            forget(index)
+    def _forget(self, index: int) -> None:
+        assert not self.requests[index], "a tenant whose requests are alive was forgotten"
         del self._index[self.names[index]]
-        for column in (self.prefix_queried_tokens, self.prefix_hit_tokens, self.past_byte_seconds):
+        for column in (self.service, self.prefix_queried_tokens, self.prefix_hit_tokens, self.past_byte_seconds):
             column[index] = 0
         self.forgotten_total += 1
-        return index
 
     def peek(self, name: str) -> int:
         """The tenant's index, 0 for a name that was never seen (nobody has no quota)."""

@@ -6,8 +6,8 @@ import numpy as np
 
 from kvforge.protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, Message, RefBlock, UnrefBlock
 
+from ..cache.blocks import STATE_NAMES
 from ..cache.cache import Cache
-from ..cache.pool import STATE_NAMES
 from ..events import FromClient
 from ..sizes import HOLDERS_LISTED_MAX
 
@@ -58,10 +58,13 @@ class BlockCommands:
         return sorted(found, key=lambda holder: -holder.since_us)
 
     def ref(self, event: FromClient, message: RefBlock) -> Message:
-        """Adds a holder. Raises BlockNotFound and what Pins.add raises."""
-        group = self._cache.group_of_block(message.block_id)
-        pins, block, tenant = self._cache.pins, message.block_id, message.tenant
-        pins.add(group, block, message.generation, message.holder, tenant, event.client)
+        """Adds a holder. Raises BlockNotFound and what Pins.check, Cache.check_tenant and Pins.check_room raise."""
+        cache, pins, block = self._cache, self._cache.pins, message.block_id
+        group, owner = cache.group_of_block(block), int(cache.blocks.owner[block])
+        pins.check(block, message.generation, message.holder)
+        cache.check_tenant(message.tenant, owner)
+        pins.check_room(group, cache.tenants.peek(message.tenant), block)
+        pins.add(group, block, message.holder, cache.intern(message.tenant, owner), event.client)
         return self._count(message.rid, message.block_id)
 
     def unref(self, message: UnrefBlock) -> Message:

@@ -89,8 +89,8 @@ class RequestCommands:
         if slot != NO_SLOT and s.request[slot]:
             raise SequenceBusy(message.sequence_id, int(s.request[slot]))
         prompt = message.prompt if slot == NO_SLOT else np.concatenate([s.text(slot), message.prompt])
-        cache.tenants.check(tenant)
-        salt = int(s.salt[slot]) if slot != NO_SLOT else cache.salt(validate.salt_text(tenant, message.salt))
+        cache.check_tenant(tenant)
+        salt = int(s.salt[slot]) if slot != NO_SLOT else cache.indexing.salt(validate.salt_text(tenant, message.salt))
         validate.submit(message, prompt, tenant, cache)
         if len(self._admission.waiting) + message.count > self._bounds.queue_max:
             raise QueueFull(self._bounds.queue_max, self._admission.waiting.retry_after_ms())
@@ -118,7 +118,7 @@ class RequestCommands:
             sampling, open_fields = with_model_defaults(sampling, open_fields, model), ()
         first = self._request_ids + 1
         self._request_ids += message.count
-        tenant = self._cache.tenants.intern(name)
+        tenant = self._cache.intern(name)
         entry = self._requests.keys.add(name, message, first) if message.key else None
         made = []
         for i in range(message.count):

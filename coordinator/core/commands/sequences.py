@@ -29,8 +29,8 @@ from kvforge.protocol.messages import (
 
 from ..cache.cache import Cache
 from ..cache.placement import Placement
-from ..cache.pool import NO_SPARE
 from ..cache.sequences import NO_POOL, Slots
+from ..cache.supply import NO_SPARE
 from ..events import FromClient
 from ..requests.lifecycle import LOST, RequestTable
 from ..scheduling.endings import Endings
@@ -61,23 +61,22 @@ class SequenceCommands:
     def create(self, event: FromClient, message: CreateSequence) -> Message:
         """A new sequence, resident in the group that shares most with it, or waiting for one to appear."""
         cache, s = self._cache, self._cache.sequences
-        cache.tenants.check(message.tenant)
+        cache.check_tenant(message.tenant)
         self._check_tokens(message.tokens)
         if not 0 <= message.idle_ttl_ms <= IDLE_TTL_MS_MAX:
             raise InvalidRequest("idle_ttl_ms", f"must be 0 to {IDLE_TTL_MS_MAX} ms")
         if message.tokens.size > s.context_tokens_max:
             raise CapacityExceeded("context", message.tokens.size, s.context_tokens_max, "split the sequence")
         s.need_slots(1)
-        salt = cache.salt(validate.salt_text(message.tenant, message.salt))
+        salt = cache.indexing.salt(validate.salt_text(message.tenant, message.salt))
         placement, forgotten = self._place(message, salt), cache.tenants.forgotten_total
-        tenant = cache.tenants.intern(message.tenant)
+        tenant = cache.intern(message.tenant)
         if cache.tenants.forgotten_total != forgotten:  # cached blocks went with it, perhaps those that it would share
             placement = self._place(message, salt)
         slot = s.create(tenant, salt)
         s.owned[slot], s.client[slot] = True, event.client
         s.keep_idle(slot, message.idle_ttl_ms * 1000)
-        s.tokens[slot, : message.tokens.size] = message.tokens
-        s.length[slot] = message.tokens.size
+        s.extend(slot, message.tokens)
         if placement is not None:
             cache.move_in(slot, placement)
             cache.tenants.prefix_queried_tokens[tenant] += message.tokens.size
@@ -88,7 +87,7 @@ class SequenceCommands:
         """Where the sequence would live; None where no worker is there yet. Raises CapacityExceeded."""
         cache = self._cache
         tenant = cache.tenants.peek(message.tenant)
-        hashes = cache.hashes(salt, message.tokens)
+        hashes = cache.indexing.hashes(salt, message.tokens)
         best, refusal, best_rank = None, None, (-1, -1)
         for group in cache.groups.values():
             placement = cache.plan_placement(group, salt, message.tokens, hashes)

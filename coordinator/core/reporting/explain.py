@@ -7,10 +7,11 @@ import numpy as np
 from kvforge.protocol.errors import CapacityExceeded, Field, InvalidRequest, NotFound
 from kvforge.protocol.messages import Explain, Explanation, Message
 
+from ..cache.blocks import STATE_NAMES
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.holders import LISTED_MAX, who_holds
-from ..cache.pool import STATE_NAMES, short_of
+from ..cache.pool import short_of
 from ..cache.tenants import NO_CEILING
 from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands

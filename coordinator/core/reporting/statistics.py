@@ -6,9 +6,9 @@ import numpy as np
 
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
 
+from ..cache.blocks import REFERENCED
 from ..cache.cache import Cache
 from ..cache.groups import Group
-from ..cache.pool import REFERENCED
 from ..cache.tenants import NO_CEILING
 from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, RequestTable
 from ..scheduling.admission import Admission

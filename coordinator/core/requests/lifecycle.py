@@ -17,6 +17,7 @@ from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeE
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Timings
 
 from ..cache.hashing import Hashes
+from ..cache.tenants import Tenants
 from ..clock import Clock
 from ..limits import Bounds
 from ..waits import SIBLING, TENANT_CEILING, Wait
@@ -202,8 +203,8 @@ class RequestTable:
     first_id: ids up to this one are of an earlier life of the coordinator.
     """
 
-    def __init__(self, clock: Clock, bounds: Bounds, first_id: int = 0) -> None:
-        self._clock, self._bounds, self.first_id = clock, bounds, first_id
+    def __init__(self, clock: Clock, bounds: Bounds, tenants: Tenants, first_id: int = 0) -> None:
+        self._clock, self._bounds, self._tenants, self.first_id = clock, bounds, tenants, first_id
         self._ttl_us = bounds.finished_ttl_us
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
@@ -234,12 +235,14 @@ class RequestTable:
     def add(self, request: Request) -> None:
         """A request was admitted."""
         self.live[request.id] = request
+        self._tenants.requests[request.tenant] += 1
         self.accepted_total += 1
         self.prompt_tokens_total += request.prompt_tokens
 
     def retire(self, request: Request) -> None:
         """A request reached a terminal state: it stays queryable, within bounds of age and number."""
         del self.live[request.id]
+        self._tenants.requests[request.tenant] -= 1
         request.ended_us = self._clock.now_us
         request.hashes, request.prompt, request.sampling = None, NO_INT32, NO_SAMPLING
         if request.siblings:
@@ -285,6 +288,8 @@ class RequestTable:
         assert not any(request.ended for request in self.live.values()), "an ended request is live"
         assert all(request.ended and request.slot == NO_SLOT for request in self.finished.values()), "a finished one"
         assert not self.live.keys() & self.finished.keys(), "a request is both live and finished"
+        living = np.bincount([r.tenant for r in self.live.values()], minlength=self._tenants.requests.size)
+        assert (living == self._tenants.requests).all(), "the count of a tenant's requests"
         assert len(self.finished) <= self._bounds.finished_max, "the finished table is above its bound"
         kept = sum(request.kept_bytes for request in self.finished.values())
         assert kept == self.kept_bytes, "the bytes of the answers that are kept"

@@ -18,8 +18,9 @@ from .. import sizes
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.placement import Placement
-from ..cache.pool import NO_SPARE, Spare, short_of
+from ..cache.pool import short_of
 from ..cache.sequences import NO_POOL
+from ..cache.supply import NO_SPARE, Spare
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..waits import (
     FRONT,
@@ -54,14 +55,6 @@ class Admission:
         self._orders = 0
         self._starts = 0
         self.waits = cache.waits
-        cache.tenants.in_use = self._tenants_in_use
-        cache.tenants.on_forget.append(self._forget_tenant)
-
-    def _tenants_in_use(self) -> set[int]:
-        return self._cache.tenants_in_use() | {request.tenant for request in self._requests.live.values()}
-
-    def _forget_tenant(self, tenant: int) -> None:
-        self.waiting.forget_tenant(tenant)
 
     # ---------------------------------------------------------------------------------------------------------- queue
 
@@ -276,7 +269,7 @@ class Admission:
         slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
         tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
         if request.hashes is None:
-            request.hashes = cache.hashes(request.salt, tokens)
+            request.hashes = cache.indexing.hashes(request.salt, tokens)
         return cache.plan_placement(group, request.salt, tokens, request.hashes)
 
     def _takes_rows(self, group: Group) -> bool:
@@ -353,8 +346,7 @@ class Admission:
         s.request[slot] = request.id
         s.running[slot] = True
         self.running_total += 1
-        group.running += 1
-        group.version += 1
+        group.row_came()
         if request.crashes >= ALONE_CRASHES:
             group.suspect = request.id
         self._starts += 1
@@ -366,11 +358,9 @@ class Admission:
     def _create_sequence(self, request: Request) -> int:
         s = self._cache.sequences
         slot = s.create(request.tenant, request.salt)
-        known, start = request.prompt.size, request.tokens.size
-        s.tokens[slot, :known] = request.prompt
-        s.tokens[slot, known : known + start] = request.tokens
-        s.logprobs[slot, known : known + start] = request.logprobs
-        s.length[slot] = known + start
+        s.extend(slot, request.prompt)
+        if request.tokens.size:
+            s.extend(slot, request.tokens, request.logprobs)
         return slot
 
     def _count_prefix(self, request: Request, slot: int, cached: int, again: bool) -> None:
@@ -399,8 +389,7 @@ class Admission:
         request.slot = NO_SLOT
         s.running[slot] = False
         self.running_total -= 1
-        group.running -= 1
-        group.version += 1
+        group.row_left()
         request.wait = None
         self.waits.wake(rows_of(group.epoch))
         self.rows.run[slot] = 0

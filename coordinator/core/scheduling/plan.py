@@ -18,8 +18,9 @@ from .. import sizes
 from ..cache.cache import Cache
 from ..cache.groups import Group, SentStep, Steady
 from ..cache.holders import who_holds
-from ..cache.pool import NO_SPARE, short_of
+from ..cache.pool import short_of
 from ..cache.sequences import Slots
+from ..cache.supply import NO_SPARE
 from ..events import Effect, ToWorker
 from ..requests.lifecycle import NO_SLOT, Request, RequestTable
 from ..waits import TENANT_CEILING, Wait, rows_of
@@ -98,7 +99,7 @@ class Scheduler:
     def _same_again(self, group: Group, steady: Steady) -> Step | None:
         """The step after a step of the same decodes; None where something has changed."""
         s = self._cache.sequences
-        if steady.version != group.version or steady.holds != self._cache.blocks.holds or steady.left <= 0:
+        if steady.left <= 0:
             return None
         (full,) = (steady.room <= 0).nonzero()
         if full.size:
@@ -114,9 +115,8 @@ class Scheduler:
         steady.left -= 1
         s.scheduled[slots] = steady.starts
         s.pending[slots] += 1
-        step_id, version = group.last_step + 1, group.version
-        rows = (slots, steady.runs, steady.ones, steady.samples, slots)
-        self._commit(group, SentStep(step_id, *rows, self._clock.now_us, version, True, 0, steady.tenant), slots.size)
+        step_id, rows = group.next_step, (slots, steady.runs, steady.ones, steady.samples, slots)
+        self._commit(group, SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant), slots.size)
         return Step(
             step_id=step_id,
             slots=steady.slots32,
@@ -326,10 +326,10 @@ class Scheduler:
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
         tenants = s.tenant[slots]
         tenant = int(tenants[0]) if slots.size and (tenants == tenants[0]).all() else -1
-        sent = SentStep(step_id, *rows, self._clock.now_us, group.version, only, prefill_tokens, tenant)
+        sent = SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant)
         self._commit(group, sent, int(counts.sum()))
         if 0 < slots.size == group.running and only and samples.all():
-            group.steady = self._steady(group, slots, runs, starts + 1, target + 1, tenant)
+            group.steady = self._steady(slots, runs, starts + 1, target + 1, tenant)
         return Step(
             step_id=step_id,
             begins=begins,
@@ -342,12 +342,12 @@ class Scheduler:
             history=history,
         )
 
-    def _steady(self, group: Group, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int) -> Steady:
+    def _steady(self, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int) -> Steady:
         """All rows of the group decode. starts, target: of the step after this one."""
         s = self._cache.sequences
         room = s.used[slots] * s.block_size - target
         left = int((self._rows.limit[slots] - target).min())
-        return Steady(group.version, self._cache.blocks.holds, slots, runs, starts, room, left, tenant)
+        return Steady(slots, runs, starts, room, left, tenant)
 
     def _inputs(self, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
         """The tokens fed, row after row; -1 for the one that a step under way is still sampling."""

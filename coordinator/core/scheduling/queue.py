@@ -41,7 +41,7 @@ class WaitingQueue:
         self._fresh: dict[int, list[tuple[int, int, Request]]] = {}
         self._parked: dict[int, Request] = {}
         self.size = 0
-        self.service = np.zeros(limits.bounds.tenants_max + 1, np.float64)
+        self.service = tenants.service
         self._virtual = 0.0
         self._departures: deque[int] = deque(maxlen=DEPARTURES)
 
@@ -69,11 +69,6 @@ class WaitingQueue:
         waiting.update({tenant: len(entries) for tenant, entries in self._fresh.items()})
         waiting.update(request.tenant for request in self._parked.values())
         return waiting
-
-    def forget_tenant(self, tenant: int) -> None:
-        """The tenant's number will be another's, which starts where the queue is when it first waits."""
-        assert not self.by_tenant()[tenant]
-        self.service[tenant] = 0.0
 
     def add(self, request: Request) -> None:
         """A new request waits."""

@@ -39,7 +39,7 @@ class StepResults:
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
         failing: list[int] = []
-        if errors or sent.version != group.version:  # perhaps some of the rows are not ours to go on with
+        if errors or sent.step_id <= group.left_step:  # perhaps some of the rows are not ours to go on with
             live = running.run[slots] == sent.runs
             failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
             failing = slots[live & failed].tolist()
@@ -54,7 +54,7 @@ class StepResults:
             self._admission.look_at_suspect(group)
         # Blocks that decodes fill are not looked for at once: several steps' are indexed together, which costs less.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
-            self._cache.index_filled(group)
+            self._cache.indexing.filled(group)
         self._cache.step_done(group, sent.step_id)
         self._finish(rows, tokens)
         for slot in failing:

@@ -1,0 +1,89 @@
+"""Which blocks of which sequences are indexed: those that acknowledged steps have filled.
+
+A sequence knows how many of its leading blocks are indexed (`hashed`), the chained hash of the last of them (`chain`)
+and the key of its entry (`parent`), so that the next one follows from these.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from .groups import Group
+from .hashing import BlockHasher, Hashes
+from .prefix import root_key
+from .sequences import Sequences, Slots
+
+Tokens = npt.NDArray[np.int32]
+
+
+class Indexing:
+    """Hashes what sequences hold, and indexes it."""
+
+    def __init__(self, sequences: Sequences, hasher: BlockHasher) -> None:
+        self._sequences, self._hasher = sequences, hasher
+
+    def salt(self, text: str) -> int:
+        """The salt number of a salt text."""
+        return self._hasher.salt(text)
+
+    def hashes(self, salt: int, tokens: Tokens) -> Hashes:
+        """Chained hashes of the full blocks that a hit may use: at least one token is left to compute."""
+        size = self._sequences.block_size
+        return self._hasher.chain(salt, tokens[: (tokens.size - 1) // size * size])
+
+    def filled(self, group: Group) -> None:
+        """Indexes the blocks of the group's sequences that acknowledged steps have filled.
+
+        A fixed number of numpy operations for those that filled one block, as decodes do, and Python for the others.
+        """
+        s = self._sequences
+        slots = np.flatnonzero(s.pool == group.number)
+        slots = slots[s.computed[slots] // s.block_size > s.hashed[slots]]
+        if not slots.size:
+            return
+        simple = (s.computed[slots] // s.block_size == s.hashed[slots] + 1) & group.index.all_alive(s.parent[slots])
+        if simple.any():
+            self._one_each(group, slots[simple])
+        for slot in slots[~simple].tolist():
+            self.filled_by(group, slot)
+
+    def _one_each(self, group: Group, slots: Slots) -> None:
+        s = self._sequences
+        first = s.hashed[slots]
+        contents = s.tokens[slots[:, None], (first * s.block_size)[:, None] + np.arange(s.block_size)]
+        values = self._hasher.extend(s.chain[slots], contents)
+        keys = group.pool.index_each(s.table[slots, first], s.parent[slots], values, contents)
+        s.hashed[slots], s.chain[slots], s.parent[slots] = first + 1, values, keys
+
+    def filled_by(self, group: Group, slot: int) -> None:
+        """Indexes the blocks of one sequence, which has filled some more."""
+        s, pool = self._sequences, group.pool
+        if not pool.index.alive(int(s.parent[slot])):  # an ancestor was evicted: start again from the root
+            self.restart(slot)
+        first, full = int(s.hashed[slot]), int(s.computed[slot]) // s.block_size
+        tokens = s.tokens[slot, first * s.block_size : full * s.block_size]
+        values = self._hasher.chain(int(s.chain[slot]), tokens).tolist()
+        parent = int(s.parent[slot])
+        for i, block in enumerate(s.table[slot, first:full].tolist()):
+            content = tokens[i * s.block_size : (i + 1) * s.block_size]
+            parent = pool.index_block(block, parent, values[i], content)
+        s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
+
+    def restart(self, slot: int) -> None:
+        """The blocks of a sequence are indexed from the root on: the same entries have the same keys."""
+        s = self._sequences
+        s.hashed[slot], s.chain[slot], s.parent[slot] = 0, s.salt[slot], root_key(int(s.salt[slot]))
+
+    def shared(self, group: Group, slot: int, hits: npt.NDArray[np.int64]) -> None:
+        """A sequence begins with blocks that were there: indexed ones, or some that a sibling computed after someone
+        else had, and indexing finds those again."""
+        s, index = self._sequences, group.index
+        if hits.size and index.has_all(hits):
+            s.hashed[slot], s.chain[slot], s.parent[slot] = (
+                hits.size,
+                index.hash_of(int(hits[-1])),
+                index.key(int(hits[-1])),
+            )
+        else:
+            self.restart(slot)

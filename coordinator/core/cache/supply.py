@@ -1,0 +1,69 @@
+"""What a pool could give to whom: a trial copy of its counts."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from .tenants import Tenants
+
+
+class Spare(NamedTuple):
+    """Blocks to be left over: pool, for all that run there; own, within the tenant's ceiling."""
+
+    pool: int = 0
+    own: int = 0
+
+
+NO_SPARE = Spare()
+
+
+class Supply:
+    """How many blocks each tenant could get: a trial copy that can be asked "and if this were released?"."""
+
+    def __init__(self, tenants: Tenants, free: int, cached: dict[int, int], usage: npt.NDArray[np.int64]) -> None:
+        self._tenants, self._free, self._cached, self._usage = tenants, free, cached, usage
+
+    def room(self, tenant: int) -> int:
+        """Blocks until the tenant's ceiling, its own cached blocks evicted."""
+        return int(self._tenants.ceiling[tenant] - self._usage[tenant]) + self._cached.get(tenant, 0)
+
+    def available(self, tenant: int) -> int:
+        """Blocks that the tenant could get: within its ceiling, leaving every other tenant its floor."""
+        return max(0, min(self.room(tenant), self.stock(tenant)))
+
+    def has(self, tenant: int, count: int, spare: Spare) -> bool:
+        """Whether the tenant could get so many, with some left over."""
+        return self.room(tenant) >= count + spare.own and self.stock(tenant) >= count + spare.pool
+
+    def stock(self, tenant: int) -> int:
+        """Blocks that the tenant could get if it had no ceiling."""
+        floor, usage = self._tenants.floor, self._usage
+        missing = np.maximum(floor - usage, 0)
+        supply = self._free + self._cached.get(tenant, 0) - int(missing.sum() - missing[tenant])
+        for other, count in self._cached.items():
+            if other != tenant:
+                supply += min(count, max(0, int(usage[other] - floor[other])))
+        return supply
+
+    def give_up(self, owner: int) -> None:
+        """One held block of `owner` is charged to somebody else."""
+        self._usage[owner] -= 1
+
+    def gain(self, owner: int, indexed: bool) -> None:
+        """One more block of `owner` loses its last holder: it is cached if indexed, else freed."""
+        if indexed:
+            self._cached[owner] = self._cached.get(owner, 0) + 1
+        else:
+            self._free += 1
+            self._usage[owner] -= 1
+
+    def gain_each(self, owners: npt.NDArray[np.int32], indexed: npt.NDArray[np.bool_]) -> None:
+        """`gain` for each of [n] blocks."""
+        for owner, count in zip(*np.unique(owners[indexed], return_counts=True), strict=True):
+            self._cached[int(owner)] = self._cached.get(int(owner), 0) + int(count)
+        freed = owners[~indexed]
+        self._free += freed.size
+        self._usage -= np.bincount(freed, minlength=self._usage.size)
