@@ -58,7 +58,7 @@ class Step(Message, frozen=True, tag="step"):
     Carried out in this order: `copies`, then KV of the new tokens is written and attention run, then the rows with
     sample = 1 choose a token.
 
-    copies: [3 * n] int32, triples (from block, to block, tokens): the first `tokens` slots of a block are copied.
+    copies: [3 * n] int32, triples (from block, to block, tokens): the first `tokens` tokens of a block are copied.
     Copies of one step never read what another copy of it writes.
     slots, starts, counts, samples: [rows] int32. Row r feeds counts[r] tokens at positions starts[r]...; its block
     table is row slots[r] of the shared tables. tokens: [sum(counts)] int32; -1 stands for the token that the worker

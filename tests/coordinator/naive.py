@@ -235,7 +235,7 @@ class WeakHasher(BlockHasher):
 
 
 def live_tokens(cache: Any, group: Any, tenant: int = 0) -> int:
-    """Token slots of held blocks that hold a live token, block by block: what `statistics.live_tokens` must say."""
+    """Places for tokens in held blocks that hold one, block by block: what `statistics.live_tokens` must say."""
     s, size = cache.sequences, cache.blocks.block_size
     filled: dict[int, int] = {}
     for slot in s.slot_of.values():

@@ -538,12 +538,12 @@ def forgotten_answer_not_told() -> list[Patch]:
 @fault
 def attach_replays_from_the_next() -> list[Patch]:
     """The token at the offset itself is left out."""
-    real = Endings.replay
+    real = Endings.stream_from
 
-    def replay(self: Endings, request: Any, offset: int) -> None:
+    def stream_from(self: Endings, request: Any, offset: int) -> None:
         real(self, request, offset + 1 if offset else 0)
 
-    return [(Endings, "replay", replay)]
+    return [(Endings, "stream_from", stream_from)]
 
 
 @fault

@@ -73,7 +73,7 @@ class Case:
         self.k = [random(n, heads[1], head_size) for n in self.lengths]
         self.v = [random(n, heads[1], head_size) for n in self.lengths]
         for row, start in enumerate(self.starts):
-            slots = self.batch.slots_of(np.array([row]), np.arange(start)[None])[0]
+            slots = self.batch.kv_slots_of(np.array([row]), np.arange(start)[None])[0]
             write_kv(self.k[row][:start], self.v[row][:start], self.layer, device.upload(slots))
         self.new_k = torch.cat([k[start:] for k, start in zip(self.k, self.starts, strict=True)])
         self.new_v = torch.cat([v[start:] for v, start in zip(self.v, self.starts, strict=True)])

@@ -26,9 +26,9 @@ def check(batch: PagedBatch, lengths: list[int], extra: list[int]) -> None:
     tables = tables_of(count)
     last = np.array(lengths) - 1
     slots = tables[np.arange(count), last // BLOCK_SIZE] * BLOCK_SIZE + last % BLOCK_SIZE
-    assert batch.slots_on_device.tolist() == [*slots.tolist(), *[-1] * (rows - count)]
+    assert batch.kv_slots_on_device.tolist() == [*slots.tolist(), *[-1] * (rows - count)]
     assert batch.extra_on_device.tolist() == extra
-    assert batch.resident("lengths", lengths_of).tolist() == [*lengths, *[0] * (rows - count)]
+    assert batch.device_array("lengths", lengths_of).tolist() == [*lengths, *[0] * (rows - count)]
     for row, length in enumerate(lengths):
         used = -(-length // BLOCK_SIZE)
         assert batch.tables_on_device[row, :used].tolist() == tables[row, :used].tolist()
@@ -40,9 +40,9 @@ def test_a_step_goes_to_the_device_in_one_copy(cpu: Device, monkeypatch: pytest.
     monkeypatch.setattr(Staging, "send", lambda self, count: (sent.append(count), send(self, count)))
     batch = PagedBatch.static(4, WIDTH, BLOCK_SIZE, cpu, extra=EXTRA)
     batch.fill(tables_of(3), np.array([1, 20, 40]), np.arange(8, dtype=np.int32))
-    batch.resident("lengths", lengths_of)
-    places = [tensor.data_ptr() for tensor in (batch.slots_on_device, batch.extra_on_device, batch.tables_on_device)]
-    places.append(batch.resident("lengths", lengths_of).data_ptr())
+    batch.device_array("lengths", lengths_of)
+    places = [tensor.data_ptr() for tensor in (batch.kv_slots_on_device, batch.extra_on_device, batch.tables_on_device)]
+    places.append(batch.device_array("lengths", lengths_of).data_ptr())
     check(batch, [1, 20, 40], list(range(8)))
     assert all(place % 16 == 0 for place in places), "kernels are compiled for that"
     for lengths, first in (([9], 50), ([40, 40, 40, 40], 60), ([2, 17], 70)):
@@ -52,10 +52,10 @@ def test_a_step_goes_to_the_device_in_one_copy(cpu: Device, monkeypatch: pytest.
         assert len(sent) == 1
         check(batch, lengths, extra.tolist())
     assert places == [
-        batch.slots_on_device.data_ptr(),
+        batch.kv_slots_on_device.data_ptr(),
         batch.extra_on_device.data_ptr(),
         batch.tables_on_device.data_ptr(),
-        batch.resident("lengths", lengths_of).data_ptr(),
+        batch.device_array("lengths", lengths_of).data_ptr(),
     ]
 
 
@@ -73,6 +73,6 @@ def test_batches_that_share_memory_lay_it_out_each_for_itself(cpu: Device) -> No
 def test_plans_beyond_their_room_are_refused(cpu: Device) -> None:
     batch = PagedBatch.static(1, WIDTH, BLOCK_SIZE, cpu)
     batch.fill(tables_of(1), np.array([3]))
-    batch.resident("large", lambda _: np.zeros(PLANS_MAX - 4, np.int32))
+    batch.device_array("large", lambda _: np.zeros(PLANS_MAX - 4, np.int32))
     with pytest.raises(RuntimeError, match="plans of a static batch"):
-        batch.resident("one more", lambda _: np.zeros(16, np.int32))
+        batch.device_array("one more", lambda _: np.zeros(16, np.int32))

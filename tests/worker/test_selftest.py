@@ -76,7 +76,7 @@ class Careless(TritonAttention):
 
     def write(self, key: Any, value: Any, layer: Any, batch: Any) -> None:
         if batch.is_static:
-            batch.slots_on_device.clamp_(min=0)
+            batch.kv_slots_on_device.clamp_(min=0)
         super().write(key, value, layer, batch)
 
 

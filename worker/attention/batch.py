@@ -3,8 +3,8 @@
 A batch is built for one step, or it is *static*: made once for a number of rows, each of one new token, and filled
 anew for every step. What a static batch keeps on the device stays where it is, so a captured graph may read it.
 
-What a kernel reads of a batch is a *resident*: an int32 array that a function makes from the host arrays. A batch makes
-each once, and a static batch again whenever it is filled.
+What a kernel reads of a batch is a *device array*: int32 numbers that a function makes from the host arrays. A batch
+makes each once, and a static batch again whenever it is filled.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class PagedBatch:
 
     tables: [rows, width] int64 host, block ids in the pool. starts, counts, lengths: [rows] int64 host;
     lengths = starts + counts. query_starts: [rows + 1] int64 host: where each row's tokens begin in the flat batch.
-    slots: [tokens] int64 host: where each new token's K and V go; -1: nowhere (padding of a static batch, length 0).
+    kv_slots: [tokens] int64 host: where each new token's K and V go; -1: nowhere (padding of a static batch, length 0).
     plans: what an implementation derives from the above; emptied when a static batch is filled.
     """
 
@@ -41,11 +41,11 @@ class PagedBatch:
     counts: IntArray
     lengths: IntArray
     query_starts: IntArray
-    slots: IntArray
+    kv_slots: IntArray
     block_size: int
     device: Device
     plans: dict[Any, Any] = field(default_factory=dict)
-    _residents: dict[Hashable, torch.Tensor] = field(default_factory=dict)
+    _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)
     _places: _Places | None = None
     _used: int = 0  # numbers of the places' staging buffer
@@ -90,10 +90,10 @@ class PagedBatch:
         assert width == places.tables.shape[1], "shared memory is for another width"
         assert extra == places.extra, "shared memory is for more or fewer extra numbers"
         staged = places.staging.on_device
-        batch._residents |= {
+        batch._device_arrays |= {
             "tables": places.tables[:rows],
             "extra": staged[: extra * rows],
-            "slots": staged[extra * rows : (extra + 1) * rows].fill_(-1),
+            "kv_slots": staged[extra * rows : (extra + 1) * rows].fill_(-1),
         }
         batch._used = _aligned((extra + 1) * rows)
         return batch
@@ -108,63 +108,63 @@ class PagedBatch:
 
     @property
     def slot_mapping(self) -> torch.Tensor:
-        """`slots` as the device's int64. For plain torch; kernels read `tables_on_device` and `slots_on_device`."""
-        if "slot_mapping" not in self.plans:
-            self.plans["slot_mapping"] = self.device.upload(self.slots)
-        mapping: torch.Tensor = self.plans["slot_mapping"]
+        """`kv_slots` as the device's int64, for plain torch. Kernels read `tables_on_device`, `kv_slots_on_device`."""
+        if "kv_slots64" not in self.plans:
+            self.plans["kv_slots64"] = self.device.upload(self.kv_slots)
+        mapping: torch.Tensor = self.plans["kv_slots64"]
         return mapping
 
     @property
     def tables_on_device(self) -> torch.Tensor:
         """[rows, width] int32 device. Entries past a row's tokens are not defined."""
-        return self.resident("tables", _tables).view(len(self.counts), -1)
+        return self.device_array("tables", _tables).view(len(self.counts), -1)
 
     @property
     def extra_on_device(self) -> torch.Tensor:
         """[extra x rows] int32 device, of a static batch."""
-        return self._residents["extra"]
+        return self._device_arrays["extra"]
 
     @property
-    def slots_on_device(self) -> torch.Tensor:
+    def kv_slots_on_device(self) -> torch.Tensor:
         """[tokens] int32 device."""
-        return self.resident("slots", _slots)
+        return self.device_array("kv_slots", _kv_slots)
 
-    def slots_of(self, rows: IntArray, positions: IntArray) -> IntArray:
+    def kv_slots_of(self, rows: IntArray, positions: IntArray) -> IntArray:
         """Slots in the pool of `positions` [n, p] of `rows` [n]: [n, p] int64."""
         blocks = self.tables[rows[:, None], positions // self.block_size]
         return np.asarray(blocks * self.block_size + positions % self.block_size)
 
-    def resident(self, key: Hashable, make: Callable[[PagedBatch], Int32Array]) -> torch.Tensor:
+    def device_array(self, key: Hashable, make: Callable[[PagedBatch], Int32Array]) -> torch.Tensor:
         """make(self) on the device, flat. A static batch makes it again, of the same size, whenever it is filled."""
-        if key not in self._residents:
+        if key not in self._device_arrays:
             if self._places is None:
                 self.preload({key: make})
             else:
                 self._reside(key, make, self._places)
-        return self._residents[key]
+        return self._device_arrays[key]
 
     def _reside(self, key: Hashable, make: Callable[[PagedBatch], Int32Array], places: _Places) -> None:
-        """Gives a resident of a static batch its place for good."""
+        """Gives a device array of a static batch its place for good."""
         array = make(self).reshape(-1)
         place = slice(self._used, self._used + array.size)
         if place.stop > places.room:
             raise RuntimeError(f"the plans of a static batch take more than {places.room} numbers")
         self._renewed.append((make, place))
-        self._residents[key] = places.staging.on_device[place]
-        self._residents[key].copy_(self.device.upload(array))
+        self._device_arrays[key] = places.staging.on_device[place]
+        self._device_arrays[key].copy_(self.device.upload(array))
         self._used = _aligned(place.stop)
 
     def preload(self, makers: Mapping[Hashable, Callable[[PagedBatch], Int32Array]]) -> None:
-        """Makes several residents with a single copy to the device, and the tables and slots with them."""
+        """Makes several device arrays with a single copy to the device, and the tables and slots with them."""
         if self._places is not None:
             return
-        wanted = {"tables": _tables, "slots": _slots, **makers}
-        arrays = {key: make(self).reshape(-1) for key, make in wanted.items() if key not in self._residents}
+        wanted = {"tables": _tables, "kv_slots": _kv_slots, **makers}
+        arrays = {key: make(self).reshape(-1) for key, make in wanted.items() if key not in self._device_arrays}
         if arrays:
             padded = [np.pad(array, (0, _aligned(len(array)) - len(array))) for array in arrays.values()]
             parts = self.device.upload(np.concatenate(padded)).split([len(array) for array in padded])
             for (key, array), part in zip(arrays.items(), parts, strict=True):
-                self._residents[key] = part[: len(array)]
+                self._device_arrays[key] = part[: len(array)]
 
     def fill(self, tables: Int32Array, lengths: Int32Array, extra: Int32Array | None = None) -> None:
         """The rows of a static batch's next step. tables: [n, any width]; lengths: [n], the new token included, >= 1.
@@ -181,17 +181,17 @@ class PagedBatch:
         self.lengths = np.zeros(rows, np.int64)
         self.lengths[:count] = lengths
         self.starts = np.maximum(self.lengths - 1, 0)
-        self.slots = np.full(rows, -1, np.int64)
+        self.kv_slots = np.full(rows, -1, np.int64)
         last = self.starts[:count, None]
-        self.slots[:count] = self.slots_of(np.arange(count), last)[:, 0]
+        self.kv_slots[:count] = self.kv_slots_of(np.arange(count), last)[:, 0]
         self.plans.clear()
         host, before = places.staging.host(), places.extra * rows
         if extra is not None:
             host[:before] = extra
-        host[before : before + rows] = self.slots
+        host[before : before + rows] = self.kv_slots
         for make, place in self._renewed:
             array = make(self).reshape(-1)
-            assert array.size == place.stop - place.start, "a resident of a static batch has changed its size"
+            assert array.size == place.stop - place.start, "a device array of a static batch has changed its size"
             host[place] = array
         places.send(tables[:, : int(-(-self.lengths.max() // self.block_size))], host, self._used)
 
@@ -202,7 +202,7 @@ class PagedBatch:
 
 class _Places:
     """The device memory of static batches that share it; each of them lays out the staging buffer for its own rows:
-    extra numbers, slots, what was made resident, and behind them the block tables, as far as they are used.
+    extra numbers, slots, the device arrays, and behind them the block tables, as far as they are used.
 
     tables: [rows, width] int32 device. extra: numbers of a row. room: of the staging buffer before the tables.
     """
@@ -232,9 +232,9 @@ def _tables(batch: PagedBatch) -> Int32Array:
     return batch.tables.astype(np.int32)
 
 
-def _slots(batch: PagedBatch) -> Int32Array:
-    assert batch.slots.max(initial=0) < 2**31, "more slots than 32 bits can name"
-    return batch.slots.astype(np.int32)
+def _kv_slots(batch: PagedBatch) -> Int32Array:
+    assert batch.kv_slots.max(initial=0) < 2**31, "more slots than 32 bits can name"
+    return batch.kv_slots.astype(np.int32)
 
 
 def _check_rows(tables: Int32Array, starts: Int32Array, counts: Int32Array, block_size: int) -> None:

@@ -54,7 +54,7 @@ class KvLayer:
 class PagedAttention(Protocol):
     """An implementation. `write` of a step comes before its `attend`; both check their arguments first."""
 
-    def slots(self, batch: PagedBatch) -> torch.Tensor:
+    def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
         """[tokens] int32 device: where K and V of each new token go, for kernels that store them themselves."""
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:

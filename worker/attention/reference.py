@@ -54,8 +54,8 @@ class _Tile:
 class ReferenceAttention:
     """See PagedAttention. Works on every device and for every head size, block size and group size."""
 
-    def slots(self, batch: PagedBatch) -> torch.Tensor:
-        return batch.slots_on_device
+    def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
+        return batch.kv_slots_on_device
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
         check_write(key, value, layer, batch)
@@ -99,8 +99,8 @@ class ReferenceAttention:
 
 def _write(key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
     """Stores the tokens that have a slot; the padding of a static batch has none."""
-    if batch.slots.min(initial=0) < 0:
-        kept = batch.device.upload(np.flatnonzero(batch.slots >= 0))
+    if batch.kv_slots.min(initial=0) < 0:
+        kept = batch.device.upload(np.flatnonzero(batch.kv_slots >= 0))
         write_kv(key[kept], value[kept], layer, batch.slot_mapping[kept])
     else:
         write_kv(key, value, layer, batch.slot_mapping)
@@ -227,6 +227,6 @@ def _plan_tiles(batch: PagedBatch, kv_heads: int, window: int) -> list[_Tile]:
 
 def _gather(batch: PagedBatch, rows: IntArray, positions: IntArray, kv_heads: int) -> torch.Tensor:
     """Cache rows of `positions` [n, keys], ordered [n, kv_heads, keys] and flattened."""
-    slots = batch.slots_of(rows, positions)
+    slots = batch.kv_slots_of(rows, positions)
     index = slots[:, None, :] * kv_heads + np.arange(kv_heads)[None, :, None]
     return batch.device.upload(index.reshape(-1))

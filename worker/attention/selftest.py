@@ -157,7 +157,7 @@ class _Bench:
         _, key, value = self._inputs(len(rows))
         self.attention.write(torch.cat((key, sevens)), torch.cat((value, sevens)), layer, batch)
         others = torch.ones(before[0].shape[0] * self.block_size, dtype=torch.bool, device=query.device)
-        others[batch.slots_on_device[: len(rows)].long()] = False
+        others[batch.kv_slots_on_device[: len(rows)].long()] = False
         for name, old, new in zip(("K", "V"), before, (layer.keys, layer.values), strict=True):
             old_bytes, new_bytes = (cache.view(torch.uint8).flatten(0, 1)[others] for cache in (old, new))
             if not torch.equal(old_bytes, new_bytes):

@@ -89,9 +89,9 @@ class TritonAttention:
             return decode, "Triton for Hopper behind a copy, portable where few tokens are new"
         return decode, f"Triton, portable: {problem}" if problem else "Triton for Hopper"
 
-    def slots(self, batch: PagedBatch) -> torch.Tensor:
+    def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
         self._preload(batch)
-        return batch.slots_on_device
+        return batch.kv_slots_on_device
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
         if not supports(key.shape[2]):
@@ -101,7 +101,7 @@ class TritonAttention:
         self._preload(batch)
         dtype = _stored_from(key.dtype, layer)
         key, value = _placed(key.to(dtype)), _placed(value.to(dtype))
-        write_kv(None, key, value, None, None, layer, batch.slots_on_device, self._target)
+        write_kv(None, key, value, None, None, layer, batch.kv_slots_on_device, self._target)
 
     def write_rotated(
         self,
@@ -122,7 +122,7 @@ class TritonAttention:
             self.write(rotate(key, cos, sin), value, layer, batch)
             return rotate(query, cos, sin)
         query, key, value = _placed(query), _placed(key), _placed(value)
-        write_kv(query, key, value, cos, sin, layer, batch.slots_on_device, self._target)
+        write_kv(query, key, value, cos, sin, layer, batch.kv_slots_on_device, self._target)
         return query
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
@@ -222,7 +222,7 @@ class TritonAttention:
     def _resident(self, batch: PagedBatch, key: Hashable, make: Callable[[PagedBatch], Int32Array]) -> torch.Tensor:
         if not batch.is_static:
             self._needed[key] = make
-        return batch.resident(key, make)
+        return batch.device_array(key, make)
 
     def _workspace(self, planner: DecodePlanner, heads: int, head_size: int, device: torch.device) -> DecodeWorkspace:
         """Memory for one launch, shared by all of them: they run one after another.

@@ -110,7 +110,7 @@ class FusedDecoder:
         """Q of the new tokens, [tokens, heads, head_size]; their K and V are in the cache then."""
         ops, weight, bias = self.operations, layer.projected.weight, layer.projected.bias
         if layer.rotates and layer.head_norms is None:
-            query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.slots, batch))
+            query = ops.project(normed, weight, bias, *rotary, cache, partial(self.attention.kv_slots, batch))
             if query is not None:
                 return query
         projected = ops.linear(normed, weight, bias)

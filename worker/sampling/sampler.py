@@ -194,8 +194,8 @@ class SamplingState:
         self._top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
         self._tops[slot] = sampling.logprobs
 
-    def plain(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
-        """Which of the slots `sample_plain` can do: those that are greedy, and with kernels also those that draw from
+    def simple(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Which of the slots `sample_simple` can do: those that are greedy, and with kernels also those that draw from
         the whole vocabulary, where no logit is shifted and no other token told. [n] bool. Whatever else a request may
         ask must be named here: nothing else looks at it on the fast path."""
         special = self.counts.holds(slots) | self._bias.holds(slots) | (self._tops[slots] > 0)
@@ -244,10 +244,10 @@ class SamplingState:
         fed[0] = torch.where(tokens < 0, self.last_token[slots].clamp_(min=0), tokens)
         return fed
 
-    def sample_plain(
+    def sample_simple(
         self, logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, packed: torch.Tensor
     ) -> None:
-        """As `sample` for plain slots, all on the device, so that it can be captured in a graph.
+        """As `sample` for simple slots, all on the device, so that it can be captured in a graph.
 
         logits: [n, vocab] float32 device. slots: [n] int64 device; only slot `slots_max` may be named twice. wanted:
         [n] int64 device, 0: the slot does not move. packed: gets the result, [3 * n] int32 device, as

@@ -30,7 +30,7 @@ from worker.loading.model import LoadedModel
 from worker.sampling.sampler import SamplingState
 
 from .checks import Rows
-from .pending import Part
+from .pending import Sampled
 
 ROWS_MAX = 512  # larger batches run as they come: there the host has time enough
 INPUTS = 4  # numbers of a row beside its structure: see _Bucket
@@ -47,10 +47,10 @@ def bucket_sizes(rows_max: int) -> tuple[int, ...]:
 
 @dataclass(frozen=True)
 class Launched:
-    """A decode step that was queued. part: its plain rows' tokens, None where it has none. others: [n] int64, rows that
-    are still to be sampled. busy: before the graph, behind it."""
+    """A decode step that was queued. sampled: its simple rows' tokens, None where it has none. others: [n] int64, rows
+    that are still to be sampled. busy: before the graph, behind it."""
 
-    part: Part | None
+    sampled: Sampled | None
     others: npt.NDArray[np.int64]
     busy: tuple[Mark, Mark]
 
@@ -127,18 +127,18 @@ class DecodeGraphs:
         """Queues a step that `can_run` was asked about. Errors: what torch raises."""
         device, count = self._model.device, len(rows)
         bucket = self._buckets[self.size_for(count)]
-        plain = (rows.samples == 1) & self._state.plain(rows.slots)
-        self._fill(bucket, rows, plain)
+        simple = (rows.samples == 1) & self._state.simple(rows.slots)
+        self._fill(bucket, rows, simple)
         begin = Mark(device, timed=True)
         bucket.captured.replay()
         self._logits = bucket.logits()
         busy = (begin, Mark(device, timed=True))
-        chosen = np.flatnonzero(plain)
-        part = None
+        chosen = np.flatnonzero(simple)
+        sampled = None
         if len(chosen):
             fetched = self._landing.fetch(bucket.results)
-            part = Part(rows.slots[chosen], fetched, np.zeros(len(chosen), np.int32), bucket.rows, chosen)
-        return Launched(part, np.flatnonzero((rows.samples == 1) & ~plain), busy)
+            sampled = Sampled(rows.slots[chosen], fetched, np.zeros(len(chosen), np.int32), bucket.rows, chosen)
+        return Launched(sampled, np.flatnonzero((rows.samples == 1) & ~simple), busy)
 
     def logits_of(self, rows: npt.NDArray[np.int64]) -> torch.Tensor:
         """Raw logits of these rows of the last `launch`: [n, vocab] float32 device, for what is queued right now."""
@@ -182,14 +182,14 @@ class DecodeGraphs:
         def run() -> None:
             tokens, slots, positions, wanted = state.feed(batch.extra_on_device.view(INPUTS, size)).unbind()
             left[:] = [model.decode(tokens, positions, batch, self._pool)]
-            state.sample_plain(left[0], slots, wanted, results)
+            state.sample_simple(left[0], slots, wanted, results)
 
         nothing = np.zeros(0, np.int32)
         none = Rows(nothing, nothing, nothing, nothing, nothing, np.zeros((0, 1), np.int32))
         bucket = _Bucket(size, batch, results, Captured(run, None), lambda: left[0])
         self._fill(bucket, none, np.zeros(0, np.bool_))  # the trial run writes nothing that anyone reads
         captured = device.capture(run, self._memory)
-        # The last thing in the graph's memory: the next graph may use the place again, no later part of this one.
+        # The last thing in the graph's memory: the next graph may use the place again, no later sampled of this one.
         left[:] = [device.alias(left[0])]
         return replace(bucket, captured=captured)
 

@@ -33,7 +33,7 @@ class StepOutcome:
 
 
 @dataclass(frozen=True)
-class Part:
+class Sampled:
     """Sampled rows on their way to the host. slots: [n] int32. top_counts: [n] int32.
 
     fetched: [any] int32, as SampledRows.packed. bucket: how many rows it holds, n or more. chosen: [n] int64, which of
@@ -69,7 +69,7 @@ class PendingStep:
     fed: frozenset[int]
     begun: frozenset[int]
     errors: dict[int, KvforgeError]
-    parts: list[Part]
+    sampled: list[Sampled]
     started_ns: int
     finisher: Callable[[PendingStep], StepOutcome]
     end: Mark | None = None
@@ -89,15 +89,15 @@ class PendingStep:
         return self.finisher(self)
 
 
-def joined(parts: list[tuple[Int32Array, HostRows]], pending: PendingStep, duration_us: int) -> StepOutcome:
-    """The parts (slots and rows) as one, in row order, without the rows that failed."""
+def joined(sampled: list[tuple[Int32Array, HostRows]], pending: PendingStep, duration_us: int) -> StepOutcome:
+    """What was sampled (slots and rows) as one, in row order, without the rows that failed."""
     errors = tuple(RowError(slot, ErrorInfo.of(error)) for slot, error in pending.errors.items())
-    if not parts:
+    if not sampled:
         return StepOutcome(NO_INT32, NO_INT32, NO_FLOAT32, errors, duration_us, NO_INT32, NO_INT32, NO_FLOAT32)
-    slots = np.concatenate([slots for slots, _ in parts])
-    rows = HostRows.joined([rows for _, rows in parts])
+    slots = np.concatenate([slots for slots, _ in sampled])
+    rows = HostRows.joined([rows for _, rows in sampled])
     kept = np.arange(len(slots))
-    if len(parts) > 1:  # one part alone is in order
+    if len(sampled) > 1:  # what was sampled together is in order
         order = {slot: place for place, slot in enumerate(pending.slots.tolist())}
         kept = np.argsort([order[slot] for slot in slots.tolist()], kind="stable")
     if errors:

@@ -33,7 +33,7 @@ from worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 from .checks import Rows, StepLimits, bad_copies, check_rows, malformed
 from .graphs import DecodeGraphs
 from .meter import Meter
-from .pending import Part, PendingStep, StepOutcome, joined
+from .pending import PendingStep, Sampled, StepOutcome, joined
 from .starts import Histories, problem_of, split_history
 
 STEPS_UNDER_WAY_MAX = 2
@@ -113,7 +113,7 @@ class Runner:
             fed=frozenset(),
             begun=frozenset(start.slot for start in step.begins),
             errors={},
-            parts=[],
+            sampled=[],
             started_ns=started_ns,
             finisher=self._finish,
             queued_behind=any(not earlier.done() for earlier in self._under_way),
@@ -126,9 +126,9 @@ class Runner:
                 self._carry_out(step, tables, pending)
             except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
                 self._lost(pending, error)
-        for part in pending.parts:
-            self._has_sampled[part.slots] = True
-            self._sampled_in[part.slots] = pending.number
+        for sampled in pending.sampled:
+            self._has_sampled[sampled.slots] = True
+            self._sampled_in[sampled.slots] = pending.number
         self._end(pending)
         self._under_way.append(pending)
         self.meter.launched(len(pending.slots), time.monotonic_ns() - started_ns)
@@ -220,8 +220,8 @@ class Runner:
             pending.errors.update((slot, failure) for slot in rows.slots.tolist())
             return
         pending.busy = launched.busy
-        if launched.part is not None:
-            pending.parts.append(launched.part)
+        if launched.sampled is not None:
+            pending.sampled.append(launched.sampled)
         if len(launched.others):
             self._sample(self.graphs.logits_of(launched.others), rows.slots[launched.others], pending)
 
@@ -268,13 +268,13 @@ class Runner:
     def _sample(self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep) -> None:
         """Queues the choice of tokens for all rows; if that fails, one by one. logits: [n, vocab]; slots: [n] host."""
         device, state = self.model.device, self._state
-        plain = state.plain(slots) & state.runs_kernels
-        if plain.any() and not plain.all():
-            for part in (np.flatnonzero(plain), np.flatnonzero(~plain)):
+        simple = state.simple(slots) & state.runs_kernels
+        if simple.any() and not simple.all():
+            for part in (np.flatnonzero(simple), np.flatnonzero(~simple)):
                 self._sample(logits[device.upload(part)], slots[part], pending)
             return
         try:
-            pending.parts.append(self._choose_plain(logits, slots) if plain.all() else self._choose(logits, slots))
+            pending.sampled.append(self._choose_simple(logits, slots) if simple.all() else self._choose(logits, slots))
         except Exception as error:  # noqa: BLE001 - no memory for a few rows' filters: the others go on
             if len(slots) == 1 or not device.survives():
                 failure = as_worker_error(error, "sampling", device)
@@ -284,16 +284,16 @@ class Runner:
             for row in range(len(slots)):
                 self._sample(logits[row : row + 1], slots[row : row + 1], pending)
 
-    def _choose(self, logits: torch.Tensor, slots: Int32Array) -> Part:
+    def _choose(self, logits: torch.Tensor, slots: Int32Array) -> Sampled:
         chosen = self._state.sample(logits, slots)
-        return Part(slots, Fetched(self.model.device, chosen.packed()), chosen.top_counts)
+        return Sampled(slots, Fetched(self.model.device, chosen.packed()), chosen.top_counts)
 
-    def _choose_plain(self, logits: torch.Tensor, slots: Int32Array) -> Part:
+    def _choose_simple(self, logits: torch.Tensor, slots: Int32Array) -> Sampled:
         device = self.model.device
         on_device = device.upload(slots.astype(np.int64))
         packed = torch.empty(3 * len(slots), dtype=torch.int32, device=device.torch_device)
-        self._state.sample_plain(logits, on_device, torch.ones_like(on_device), packed)
-        return Part(slots, Fetched(device, packed), np.zeros(len(slots), np.int32))
+        self._state.sample_simple(logits, on_device, torch.ones_like(on_device), packed)
+        return Sampled(slots, Fetched(device, packed), np.zeros(len(slots), np.int32))
 
     # -------------------------------------------------------------------------------------------------------- finishing
 
@@ -305,16 +305,16 @@ class Runner:
                 pending.end.wait()
         except RuntimeError as error:
             self._lost(pending, error)
-        parts: list[tuple[Int32Array, HostRows]] = []
-        for part in pending.parts:
-            rows = part.rows()
-            parts.append((part.slots, rows))
+        read: list[tuple[Int32Array, HostRows]] = []
+        for sampled in pending.sampled:
+            rows = sampled.rows()
+            read.append((sampled.slots, rows))
             if rows.banned.any():
                 problem = InvalidRequest("sampling.logit_bias", "bans every token of the vocabulary")
-                pending.errors.update((slot, problem) for slot in part.slots[rows.banned].tolist())
+                pending.errors.update((slot, problem) for slot in sampled.slots[rows.banned].tolist())
             if not rows.finite.all():
                 broken = WorkerError("the model gave logits that are not finite")
-                pending.errors.update((slot, broken) for slot in part.slots[~rows.finite].tolist())
+                pending.errors.update((slot, broken) for slot in sampled.slots[~rows.finite].tolist())
         for slot, spoiled in pending.spoiled.items():
             pending.errors.setdefault(slot, spoiled)
         arrived_ns = time.monotonic_ns()
@@ -322,7 +322,7 @@ class Runner:
         if pending.errors:
             self._spoil(pending)
         before_ns, self._finished_ns = self._finished_ns, arrived_ns
-        outcome = joined(parts, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
+        outcome = joined(read, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
         self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
         return outcome
 
@@ -331,7 +331,7 @@ class Runner:
         failure = as_worker_error(error, "a step", self.model.device)
         for slot in pending.slots.tolist():
             pending.errors.setdefault(slot, failure)
-        pending.parts = []
+        pending.sampled = []
 
     def _spoil(self, pending: PendingStep) -> None:
         """Rows of this step have failed: what was launched behind it and fed with their tokens fails too."""

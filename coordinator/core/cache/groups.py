@@ -120,7 +120,7 @@ class Group:
         self.steady = None
 
     def copy_block(self, source: int, target: int, tokens: int) -> int:
-        """The next step copies the first `tokens` slots of `source` to `target`. Returns the block really read.
+        """The next step copies the first `tokens` tokens of `source` to `target`. Returns the block really read.
 
         A source that is itself still to be copied stands for its own source: copies of one step are independent.
         """

@@ -182,7 +182,7 @@ class RequestCommands:
         self._streams.restart(client, request.id)
         if request.slot != NO_SLOT:
             self._admission.rows.reader[request.slot] = client
-        self._endings.replay(request, offset)
+        self._endings.stream_from(request, offset)
         if request.ended:
             cut = max(0, offset - request.generated)
             self._streams.add_end(client, ended(request, cut))

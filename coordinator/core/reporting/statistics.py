@@ -16,7 +16,7 @@ from ..scheduling.queue import WaitingQueue
 
 
 def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
-    """Token slots of the pool's held blocks that hold a live token, each counted once however many share it.
+    """Places for tokens in the pool's held blocks that hold one, each counted once however many share it.
 
     tenant: only blocks charged to it; 0 means all.
 

@@ -73,10 +73,10 @@ class Endings:
         if request.paused:
             return  # its client is told when it reads again, and asks for what it lacks
         if not request.stream:
-            self.replay(request, 0)
+            self.stream_from(request, 0)
         self._streams.add_end(request.client, ended(request, cut if request.stream else 0))
 
-    def replay(self, request: Request, offset: int) -> None:
+    def stream_from(self, request: Request, offset: int) -> None:
         """Streams to the request's client what it has generated from `offset` on."""
         slot, s = request.slot, self._cache.sequences
         if slot == NO_SLOT:
