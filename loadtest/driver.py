@@ -86,7 +86,6 @@ class Outcome:
 class Depth:
     """The coordinator's queue at one moment."""
 
-    at_s: float
     pending: int
     running: int
 
@@ -170,7 +169,7 @@ class Driver:
         loop, pause_s = asyncio.get_running_loop(), SAMPLE_S
         while True:
             if (stats := await self._stats()) is not None:
-                depths.append(Depth(loop.time() - start, stats.requests.pending, stats.requests.running))
+                depths.append(Depth(stats.requests.pending, stats.requests.running))
             if len(depths) >= SAMPLES_MAX:
                 del depths[1::2]
                 pause_s *= 2

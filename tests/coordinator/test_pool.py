@@ -61,7 +61,7 @@ def ids(*values: int) -> np.ndarray:
 def test_a_fresh_pool_is_all_free() -> None:
     pool = new_pool(5, base=3)
     assert (pool.free, pool.cached, pool.referenced, pool.quarantined) == (5, 0, 0, 0)
-    assert (pool.allocated_total, pool.freed_total, pool.referenced_peak, pool.evicted_total) == (0, 0, 0, 0)
+    assert (pool.allocated_total, pool.freed_total, pool.referenced_peak) == (0, 0, 0)
     pool.check_invariants()
 
 

@@ -61,7 +61,7 @@ def run() -> Measured:
         Outcome(3.0, state=INTERRUPTED, awake_s=3.0),
         Outcome(9.0),
     ]
-    depths = [Depth(0.5, 1, 2), Depth(1.0, 3, 2)]
+    depths = [Depth(1, 2), Depth(3, 2)]
     before, after = stats(1, refused_total=5), stats(3, refused_total=6, computed_tokens_total=9)
     return Measured(outcomes=outcomes, depths=depths, before=before, after=after, wall_s=4.0, cpu_s=1.0)
 

@@ -315,12 +315,12 @@ def test_nothing_else_settles_in_a_pools_memory() -> None:
 def test_the_pool_gives_its_memory_back(wide: LoadedModel) -> None:
     device = wide.device
     device.release_cached()
-    allocated, free = device.allocated_bytes(), device.free_bytes()
+    allocated, free = torch.cuda.memory_allocated(device.torch_device), device.free_bytes()
     pool = KvPool(wide.geometry, (4 << 30) // wide.geometry.bytes_per_block, device)
-    assert device.allocated_bytes() - allocated == pytest.approx(pool.bytes, rel=1e-3)
+    assert torch.cuda.memory_allocated(device.torch_device) - allocated == pytest.approx(pool.bytes, rel=1e-3)
     assert free - device.free_bytes() == pytest.approx(pool.bytes, rel=1e-2)
     pool.close()
-    assert device.allocated_bytes() == allocated
+    assert torch.cuda.memory_allocated(device.torch_device) == allocated
     assert device.free_bytes() == pytest.approx(free, rel=1e-3)
 
 
@@ -333,7 +333,7 @@ def test_graphs_give_their_memory_back(wide: LoadedModel) -> None:
     for _ in range(2):  # what the first round leaves is compiled code, and the attention's workspace
         gc.collect()
         device.release_cached()
-        allocated, free = device.allocated_bytes(), device.free_bytes()
+        allocated, free = torch.cuda.memory_allocated(device.torch_device), device.free_bytes()
         runner = Runner(wide, pool, **limits, table_width=WIDTH, graph_rows_max=32)
         assert runner.graphs is not None
         runner.graphs.capture()
@@ -342,7 +342,7 @@ def test_graphs_give_their_memory_back(wide: LoadedModel) -> None:
         del runner
     gc.collect()
     device.release_cached()
-    assert device.allocated_bytes() == pytest.approx(allocated, abs=1 << 20)
+    assert torch.cuda.memory_allocated(device.torch_device) == pytest.approx(allocated, abs=1 << 20)
     assert device.free_bytes() == pytest.approx(free, abs=64 << 20)
 
 

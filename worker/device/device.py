@@ -204,13 +204,6 @@ class Device:
         if self.queues:
             torch.cuda.synchronize(self.torch_device)
 
-    def allocated_bytes(self) -> int:
-        """Bytes in use by this process as the device allocator counts them (CPU: resident set size)."""
-        if self.queues:
-            return int(torch.cuda.memory_allocated(self.torch_device))
-        with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123 - a kernel file, not a path of ours
-            return int(statm.read().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-
     def free_bytes(self) -> int:
         """Bytes that could still be allocated here (CPU: memory the kernel calls available)."""
         if self.queues:

@@ -54,7 +54,6 @@ class Pool:
         self.referenced_peak = 0
         self.allocated_total = 0
         self.freed_total = 0
-        self.evicted_total = 0
         self._awaited: deque[int] = deque()
         ids = slice(base, base + count)
         assert not blocks.refcount[ids].any(), "a pool's range was still in use"
@@ -151,7 +150,6 @@ class Pool:
     def _evict_one(self, tenant: int) -> None:
         block, _ = self._lru[tenant].popitem(last=False)
         self.cached -= 1
-        self.evicted_total += 1
         self.index.remove(block)
         self._to_free(np.array([block], np.int64))
 
