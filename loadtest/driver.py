@@ -141,7 +141,7 @@ class Driver:
         measured.before = await self._stats()
         cpu_s, start = time.process_time(), asyncio.get_running_loop().time()
         run = _Run(plan, self._clients, measured.outcomes, start)
-        sampler = asyncio.create_task(self._sample(measured.depths, start))
+        sampler = asyncio.create_task(self._sample(measured.depths))
         work = asyncio.create_task(run.all())
         stopped = asyncio.create_task(stop.wait())
         try:
@@ -164,9 +164,9 @@ class Driver:
             return await self._observer.stats(timeout_s=ASK_S)
         return None
 
-    async def _sample(self, depths: list[Depth], start: float) -> None:
+    async def _sample(self, depths: list[Depth]) -> None:
         """Notes the queue's depth at regular times; when there are too many, keeps every other and slows down."""
-        loop, pause_s = asyncio.get_running_loop(), SAMPLE_S
+        pause_s = SAMPLE_S
         while True:
             if (stats := await self._stats()) is not None:
                 depths.append(Depth(stats.requests.pending, stats.requests.running))

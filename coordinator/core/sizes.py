@@ -34,7 +34,7 @@ def begin_bytes(sampling: Sampling, length: int) -> int:
 
 
 def check(context_tokens: int, step_tokens: int, tenants: int, pools: int) -> None:
-    """Raises InvalidConfiguration naming the field with which a message could become larger than its peer takes."""
+    """Raises InvalidConfiguration naming the field that would let a message become larger than its peer accepts."""
     if 4 * context_tokens > FRAME_BYTES_MAX // 2:
         most = FRAME_BYTES_MAX // 8
         problem = f"{context_tokens} tokens of context do not fit a message: at most {most}"

@@ -10,6 +10,7 @@ from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
 from coordinator.core.limits import Quota
 from coordinator.core.scheduling.admission import Admission
+from coordinator.core.scheduling.choice import Choice
 from coordinator.core.waits import Event, Waits, blocks_of
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, continuation
@@ -106,8 +107,8 @@ def test_siblings_that_wait_cost_a_turn_nothing(monkeypatch: pytest.MonkeyPatch)
     real = Admission.waits_for_sibling
     monkeypatch.setattr(Admission, "waits_for_sibling", lambda self, r: looked.append(r.id) or real(self, r))
     iterated: list[int] = []
-    tried = Admission.choose
-    monkeypatch.setattr(Admission, "choose", lambda self, r, kept: iterated.append(r.id) or tried(self, r, kept))
+    tried = Choice.choose
+    monkeypatch.setattr(Choice, "choose", lambda self, r, kept: iterated.append(r.id) or tried(self, r, kept))
     monkeypatch.setattr(driver.machine, "check_invariants", lambda: None)  # that one looks at all of them
     for _ in range(3):
         driver.answer(worker)

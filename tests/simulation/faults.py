@@ -33,6 +33,7 @@ from coordinator.core.requests.streams import Streams
 from coordinator.core.requests.top_logprobs import TopRecord, Tops
 from coordinator.core.scheduling import endings, preemption
 from coordinator.core.scheduling.admission import Admission
+from coordinator.core.scheduling.choice import Choice
 from coordinator.core.scheduling.endings import Endings
 from coordinator.core.scheduling.plan import Scheduler
 from coordinator.core.scheduling.queue import WaitingQueue
@@ -719,7 +720,7 @@ def crash_never_counted() -> list[Patch]:
 @fault
 def suspect_runs_among_others() -> list[Patch]:
     """Whoever is on board when a request kills worker after worker fails with it."""
-    return [(Admission, "must_be_alone", lambda self, request: False)]
+    return [(Choice, "must_be_alone", lambda self, request: False)]
 
 
 @fault

@@ -92,7 +92,7 @@ class Progress:
         for request in admission.waiting if not kept else ():
             if request.wait is None or request.awaits_sibling:
                 continue
-            hashes, found = request.hashes, admission.choose(request, ())
+            hashes, found = request.hashes, admission.choice.choose(request, ())
             request.hashes = hashes
             if isinstance(found, Placement) and request.wait.limit != "kept":
                 raise Violation(f"request {request.id} waits for {request.wait}, and would find room")
@@ -163,7 +163,7 @@ class Progress:
         slot = cache.sequences.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
         if slot != NO_SLOT and cache.sequences.pool[slot] != NO_POOL:
             return int(cache.sequences.pool[slot])
-        able = [g.number for g in cache.groups.values() if self._machine.admission.could_hold(g, request)]
+        able = [g.number for g in cache.groups.values() if self._machine.admission.choice.could_hold(g, request)]
         return able[0] if len(able) == 1 else NO_POOL
 
     # --------------------------------------------------------------------------------------------------------- shares

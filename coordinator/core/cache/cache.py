@@ -108,8 +108,8 @@ class Cache(Residents):
             self._extend(slots[rows], more[rows], fresh[copies:])
 
     def _to_copy(self, slots: Slots, rows: Slots, columns: Slots) -> tuple[Slots, Slots]:
-        """Of the blocks that each of several rows may not write, those that must be copied: where the rows are all that
-        hold a block, the last of them keeps it."""
+        """Which of the blocks that the rows may not write must be copied. A block that nobody but these rows holds is
+        kept by the last of them."""
         if rows.size < 2:
             return rows, columns
         ids = self.sequences.table[slots[rows], columns]
@@ -128,9 +128,9 @@ class Cache(Residents):
         return self.sequences.blocks_for(length) - int(self.sequences.used[slot]) + int(copies)
 
     def grow(self, group: Group, slots: Slots) -> bool:
-        """One more block for each of `slots`, all of the group, where that takes nothing from anybody.
+        """Gives one more block to each of `slots`, all of the group, if that takes nothing from anybody.
 
-        False where it would: then nothing has changed.
+        Returns False if it would; then nothing has changed.
         """
         s, pool = self.sequences, group.pool
         owners = s.tenant[slots].tolist()

@@ -18,7 +18,7 @@ NO_ROW = -1
 
 
 class Eviction:
-    """Reads all, changes nothing: the cache evicts, and says so."""
+    """Chooses. It changes nothing: the cache evicts."""
 
     def __init__(self, policy: str, blocks: Blocks, sequences: Sequences) -> None:
         self._policy, self._blocks, self._sequences = policy, blocks, sequences
@@ -56,9 +56,9 @@ class Eviction:
         return np.array(taken, np.int64), trial
 
     def supply_when_idle(self, group: Group, but: int = NO_ROW) -> tuple[Supply, npt.NDArray[np.bool_]]:
-        """What there would be to give if all that ends by itself had ended: every row but `but`, every step, and the
-        idle sequences that may be evicted. The rest is held by clients. With it, [blocks of the pool]: which would be
-        held.
+        """What there would be to give once everything had ended that ends by itself: every row except `but`, every
+        step, and the idle sequences that may be evicted. What is left is held by clients. Also returns which blocks
+        would still be held: [blocks of the pool].
         """
         s, blocks, pool = self._sequences, self._blocks, group.pool
         ends = (s.pool == group.number) & (s.id != 0)

@@ -35,7 +35,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
 
 
 class Steady:
-    """Rows that decode together, step after step: what the next step needs is known but for a handful of numbers.
+    """Rows that decode together, step after step: all that the next step needs is known, except a handful of numbers.
 
     Most steps are like the one before: the same rows, each one token further. As long as nobody joins or leaves, each
     row's block has room or can be followed by a free one, and no new holder shares a block, planning is a few
@@ -58,10 +58,11 @@ class Steady:
 
 
 class Group:
-    """One worker and its pool, from its WorkerReady to its death. `epoch` tells its results from an earlier life's.
+    """One worker and its pool, from its WorkerReady to its death. By its `epoch` its results are told from those of an
+    earlier life.
 
     running: rows that run. steady: they decode, step after step; None where the next step may not follow from the last.
-    left_step: the last step that a row may be in that has left since.
+    left_step: the last step in which a row may be that has left since.
     copies: the block copies that the next step must carry, even if it has no rows: target -> (source, tokens).
     suspect: the request that runs alone because workers died with it, 0 for none.
     begins_bytes: what the rows that begin with the next step take in it.
@@ -143,8 +144,8 @@ class Group:
         return np.array(triples, np.int32)
 
     def skip_step(self) -> bool:
-        """With nothing under way and nothing owed, no step can touch a block: gives up the next id so that what
-        waits for it is settled. Returns whether it did."""
+        """While nothing is under way and nothing is owed, no step can touch a block. Then the next id is given up, so
+        that nothing waits for it any longer. Returns whether it was."""
         if self.sent or self.copies or not self.pool.awaits_step:
             return False
         self.last_step += 1

@@ -13,7 +13,7 @@ LISTED_MAX = 5
 
 
 def who_holds(cache: Cache, group: Group, tenant: int = 0, but: int = -1, running: bool = True) -> list[str]:
-    """Names, idle sequences and rows that hold blocks of the group, a few of each, those with most first.
+    """Which names, idle sequences and rows hold blocks of the group: a few of each, those that hold most first.
 
     tenant: only blocks that are charged to it; 0: all. but: a slot that is left out. running: rows too.
     """

@@ -76,8 +76,8 @@ class Indexing:
         s.hashed[slot], s.chain[slot], s.parent[slot] = 0, s.salt[slot], root_key(int(s.salt[slot]))
 
     def shared(self, group: Group, slot: int, hits: npt.NDArray[np.int64]) -> None:
-        """A sequence begins with blocks that were there: indexed ones, or some that a sibling computed after someone
-        else had, and indexing finds those again."""
+        """A sequence begins with blocks that were there before it. If one of them is not indexed (a sibling computed
+        what somebody else had computed before), indexing starts from the root and finds the others again."""
         s, index = self._sequences, group.index
         if hits.size and index.has_all(hits):
             s.hashed[slot], s.chain[slot], s.parent[slot] = (

@@ -111,8 +111,8 @@ class Pins:
     # -------------------------------------------------------------------------------------------------------- charges
 
     def check_room(self, group: Group, tenant: int, block: int) -> None:
-        """Raises QuotaExceeded or CapacityExceeded where the tenant cannot be charged for the block, or where nothing
-        would be left of what is kept for others."""
+        """Raises QuotaExceeded or CapacityExceeded where the tenant cannot be charged for the block, or where it would
+        take what is kept for others."""
         if not self._tenants.has_quotas:
             return
         pool, owner = group.pool, int(self._blocks.owner[block])
@@ -132,7 +132,8 @@ class Pins:
     def _pass_charge(self, group: Group, block: int) -> None:
         """A name let go: the block is charged to whoever still names it, else to the tenant that computed it.
 
-        Where none of them has room it stays where it is while it is held, and is not kept as a cached one.
+        Where none of them has room, the charge stays as it is while the block is held, and afterwards the block is not
+        cached.
         """
         names = self._blocks.external.get(block, {})
         heirs = [self._tenant_of[block, name] for name in names]

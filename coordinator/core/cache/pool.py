@@ -117,13 +117,14 @@ class Pool:
         return ids
 
     def make_room_within_ceiling(self, tenant: int, count: int) -> None:
-        """A tenant at its ceiling makes room for `count` blocks with its own cached ones, of which there are enough."""
+        """A tenant at its ceiling makes room for `count` blocks by giving up cached blocks of its own. It has enough of
+        them."""
         if self._tenants.has_quotas:
             for _ in range(int(self.usage[tenant] - self._tenants.ceiling[tenant]) + count):
                 self._evict_one(tenant)
 
     def shortage(self, tenant: int, count: int, supply: Supply, spare: Spare = NO_SPARE) -> CapacityExceeded:
-        """The error that says why `tenant` cannot have `count` blocks although all of `supply` was at hand."""
+        """The error that says why `tenant` cannot have `count` blocks, even with all of `supply`."""
         ceiling, room = int(self._tenants.ceiling[tenant]), supply.room(tenant)
         if count + spare.own > room:
             return QuotaExceeded(self._tenants.names[tenant], ceiling - room + count + spare.own, ceiling)
@@ -174,7 +175,7 @@ class Pool:
         return int(self.usage[tenant]) - len(self._lru.get(tenant, ()))
 
     def forget_tenant(self, tenant: int) -> None:
-        """The tenant's number will be another's: what is cached for it goes, and what it occupied."""
+        """The tenant's number will be another's: its cached blocks go, and so does the record of what it occupied."""
         while self._lru.get(tenant):
             self._evict_one(tenant)
         assert not self.usage[tenant], "a tenant that holds blocks was forgotten"

@@ -133,7 +133,8 @@ class Residents:
             raise CapacityExceeded("tenants", 1, 0, "raise limits.tenants_max")
 
     def intern(self, name: str, keep: int = 0) -> int:
-        """The tenant's index. For a new name another one is forgotten where there are as many as may be: not `keep`."""
+        """The tenant's index. If there are as many as there may be, another one, not `keep`, is forgotten for a new
+        name."""
         self.check_tenant(name, keep)
         if self.tenants.has_place_for(name):
             return self.tenants.intern(name)
@@ -144,7 +145,7 @@ class Residents:
         return self.tenants.intern(name, idle)
 
     def _idle_tenant(self, keep: int) -> int | None:
-        """Who has no sequence, no request that is alive, and is charged for no block that is not merely cached."""
+        """A tenant that has no sequence and no living request, and that is charged for cached blocks at most."""
         s, tenants = self.sequences, self.tenants
         busy = {keep, *np.unique(s.tenant[s.id != 0]).tolist(), *np.flatnonzero(tenants.requests).tolist()}
         busy |= self.pins.tenants()
@@ -155,7 +156,7 @@ class Residents:
     # ----------------------------------------------------------------------------------------------------- placement
 
     def plan_placement(self, group: Group, salt: int, tokens: Tokens, hashes: Hashes) -> Placement:
-        """What `tokens` would share with, and need from, the group's pool. Changes nothing."""
+        """What `tokens` would share with the group's pool, and need from it. Changes nothing."""
         size, partial_tokens_min = self.blocks.block_size, self.limits.cache.partial_tokens_min
         hits = group.index.match(salt, tokens, hashes)
         partial = (-1, 0)
@@ -175,7 +176,8 @@ class Residents:
         return Placement(group, s.blocks_of(slot)[:full], partial, s.blocks_for(tokens) - full)
 
     def with_room(self, placement: Placement, tenant: int, spare: Spare, asking: Slots) -> Placement:
-        """The placement, or the same without its partial copy: that one's source must stay, which may be too much.
+        """The placement; or the same without its partial copy, whose source has to stay as well, where that is too
+        much.
 
         spare: blocks that are to be left over. Raises CapacityExceeded where there is no room for either.
         """
@@ -219,7 +221,7 @@ class Residents:
         if s.pool[slot] == NO_POOL:
             return 0
         group = self.groups[int(s.pool[slot])]
-        if s.computed[slot] // s.block_size > s.hashed[slot]:  # what it has filled is worth more indexed than free
+        if s.computed[slot] // s.block_size > s.hashed[slot]:  # what it filled is worth more if it can be found
             self.indexing.filled_by(group, slot)
         dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]))
         if s.request[slot]:

@@ -166,7 +166,7 @@ class Explainer:
         return None
 
     def _alone(self, request: Request, wait: Wait) -> tuple[str, list[str], Facts]:
-        if self._admission.must_be_alone(request):
+        if self._admission.choice.must_be_alone(request):
             told = f"{request.crashes} workers in a row died while running it: it runs alone, when a worker is idle"
             return wait.limit, [told], {"crashes": request.crashes}
         told = f"workers died while running request {wait.other}: that one runs alone until it has its next token"
@@ -177,10 +177,10 @@ class Explainer:
         cache, s = self._cache, self._cache.sequences
         slot = s.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
         hashes = request.hashes
-        placement = self._admission.plan(group, request)
+        placement = self._admission.choice.plan(group, request)
         request.hashes = hashes  # asking leaves nothing behind, not even a faster next time
         needed = 0 if slot != NO_SLOT and s.pool[slot] == group.number else placement.needed
-        asking, spare = np.array([slot] if slot >= 0 else [], int), self._admission.spare(group, request)
+        asking, spare = np.array([slot] if slot >= 0 else [], int), self._admission.choice.spare(group, request)
         try:
             cache.check_room(group, request.tenant, needed, placement.hits, asking, spare)
         except CapacityExceeded as error:

@@ -109,7 +109,7 @@ class Streams:
         self._taken.setdefault(client, []).append(request_id)
 
     def restart(self, client: int, request_id: int) -> None:
-        """The client asks for the request anew: what it was still to be told of it does not count."""
+        """The client asks for the request anew: what it had not been told yet no longer counts."""
         self._resumed(client, request_id)
         if (taken := self._taken.get(client)) is not None:
             self._taken[client] = [other for other in taken if other != request_id]
@@ -135,7 +135,8 @@ class Streams:
     def lost(self, client: int, stream: Stream) -> list[int]:
         """A message could not be sent. Returns the requests whose rows were in it: they are to be paused.
 
-        What another client has taken meanwhile is not: told that it was paused, this one would take it back.
+        Requests that another client has taken meanwhile are not: if this client were told of a pause, it would take
+        them back.
         """
         self._retry_us = self._clock.now_us + RETRY_US
         missed = {*stream.request_ids.tolist(), *(ended.request_id for ended in stream.ended)}

@@ -44,8 +44,8 @@ class Scheduler:
         self._rows = admission.rows
 
     def fill(self, group: Group) -> None:
-        """Sends the group every step that it can be sent. With none under way nothing is waited for: what rows and
-        blocks wait for a step is over then, and may be what they lack."""
+        """Sends the group every step that it can be sent. If no step is under way, no block or row has to wait for one
+        any longer, and what is released by that may be what the next step lacks."""
         while True:
             while (step := self.plan(group)) is not None:
                 self._effects.append(ToWorker(group.worker, step))
@@ -58,7 +58,7 @@ class Scheduler:
     def plan(self, group: Group) -> Step | None:
         """The group's next step, or None where it has nothing to do or enough under way.
 
-        A row that finds no room for its next token, and never would though all else that runs had ended, fails.
+        A row fails if it finds no room for its next token and would not find any even if everything else had ended.
         """
         if group.steady is not None and not group.copies and len(group.sent) < self._limits.steps_in_flight_max:
             step = self._same_again(group, group.steady)
@@ -107,7 +107,7 @@ class Scheduler:
                 return None
             steady.room[full] += s.block_size
         slots = steady.slots
-        # What the step before samples is not known yet where that is under way, and else is for every row.
+        # While the step before is under way, no row's token is known; once it is over, every row's is.
         tokens = steady.unknown if group.sent else s.tokens[slots, steady.starts]
         starts = steady.starts.astype(np.int32)
         steady.starts += 1
@@ -281,8 +281,8 @@ class Scheduler:
         return [request for request in known if request is not None and request.slot != NO_SLOT]
 
     def _give_up_stopped(self, group: Group, step: Step | None) -> bool:
-        """Ends the rows that stand still for good: whose room only a client could give back, or, where the whole group
-        stands still, the youngest. Returns whether it ended any."""
+        """Ends the rows that stand still for good: those whose room only a client could give back; or the youngest, if
+        the whole group stands still. Returns whether it ended any."""
         still = [request for request in self._stopped(group) if request.wait is not None]
         lost = [request for request in still if not self._can_go_on(group, request)]
         if still and not lost and step is None and not group.sent and not group.pool.awaits_step:
@@ -292,7 +292,7 @@ class Scheduler:
         return bool(lost)
 
     def _can_go_on(self, group: Group, request: Request) -> bool:
-        """Whether the row would find room if everything else that ends by itself had ended."""
+        """Whether the row would find room once everything else had ended that ends by itself."""
         supply, _ = self._cache.eviction.supply_when_idle(group, request.slot)
         return request.wait is None or supply.has(request.tenant, request.wait.needed, NO_SPARE)
 

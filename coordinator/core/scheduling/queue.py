@@ -79,7 +79,7 @@ class WaitingQueue:
         self.size += 1
 
     def park(self, request: Request) -> None:
-        """A new request waits, and is not to be tried before another one is further."""
+        """A new request waits, and is not tried before another request has got further."""
         self._parked[request.id] = request
         self.size += 1
 

@@ -220,7 +220,8 @@ class WorkerReports:
         return {slot for part in rows for slot in part.tolist()}
 
     def _count_crash(self, request: Request, worker: str) -> None:
-        """A worker died with the request under way: where that goes on without a token in between, it is the cause."""
+        """A worker died while the request was under way. If that happens again and again, without a token in between,
+        the request is taken to be the cause."""
         length = request.prompt.size + request.tokens.size
         request.crashes = 1 if length > request.crash_length else request.crashes + 1
         request.crash_length = length

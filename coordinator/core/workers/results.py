@@ -52,7 +52,7 @@ class StepResults:
         self._append(rows, tokens, logprobs, tops, sent.tenant)
         if group.suspect:
             self._admission.look_at_suspect(group)
-        # Blocks that decodes fill are not looked for at once: several steps' are indexed together, which costs less.
+        # The blocks that decodes fill are indexed for several steps at a time, which costs less.
         if not sent.decodes or not group.sent or sent.step_id % INDEX_STEPS == 0:
             self._cache.indexing.filled(group)
         self._cache.step_done(group, sent.step_id)
@@ -93,7 +93,7 @@ class StepResults:
                     errors[slot] = WorkerError("the worker returned no token for this request")
             if not set(where) <= set(expected.tolist()):
                 raise ProtocolError("step_result: a token for a row that did not sample")
-        # What is below 0 is large where it is taken as unsigned.
+        # Taken as unsigned, a negative number is a large one.
         if np.count_nonzero(tokens.view(np.uint32) >= group.model.vocab_size):
             raise ProtocolError(f"step_result: a token outside the vocabulary of {group.model.vocab_size}")
         return tokens, logprobs, errors

@@ -1,0 +1,166 @@
+"""Where a request could run, and what keeps it out.
+
+It changes nothing, except that it remembers the hashes of a prompt. `Admission` starts requests, and writes down what
+the others wait for.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Container
+
+import msgspec
+import numpy as np
+
+from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
+
+from .. import sizes
+from ..cache.cache import Cache
+from ..cache.groups import Group
+from ..cache.placement import Placement
+from ..cache.pool import short_of
+from ..cache.sequences import NO_POOL
+from ..cache.supply import NO_SPARE, Spare
+from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
+from ..waits import FRONT, SLOT, TENANT_CEILING, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, rows_of
+
+ALONE_CRASHES = 2
+
+
+class Choice:
+    """Looks for a group."""
+
+    def __init__(self, cache: Cache, requests: RequestTable) -> None:
+        self._cache, self._requests = cache, requests
+        self._rows_max = cache.limits.schedule.step_rows_max
+
+    def prompt_holder(self, request: Request) -> Request | None:
+        """A sibling that runs and has the KV of the whole prompt."""
+        s = self._cache.sequences
+        for other in request.siblings:
+            if other is not request and other.slot != NO_SLOT and s.computed[other.slot] >= request.prompt.size:
+                return other
+        return None
+
+    def choose(self, request: Request, kept: Container[int]) -> Placement | Wait:
+        """The group for a request, by the longest cached prefix and then the most free blocks; or what it waits for."""
+        cache, s = self._cache, self._cache.sequences
+        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        if slot == NO_SLOT and not s.slots_free:
+            return Wait("sequences_max", (SLOT,))
+        if slot != NO_SLOT and cache.still_read(slot):
+            return Wait("step", (blocks_of(cache.groups[int(s.read_pool[slot])].epoch),))
+        resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
+        best, best_rank = None, (-1, -1)
+        lacks: list[Wait] = []
+        for group in cache.groups.values():
+            if (resident and s.pool[slot] != group.number) or not self.could_hold(group, request):
+                continue
+            if (obstacle := self._obstacle(group, request, kept)) is not None:
+                lacks.append(obstacle)
+                continue
+            placement = Placement(group, np.zeros(0, np.int64), (-1, 0), 0) if resident else self.plan(group, request)
+            asking = np.array([] if slot == NO_SLOT else [slot], np.int64)
+            try:
+                placement = cache.with_room(placement, request.tenant, self.spare(group, request), asking)
+            except CapacityExceeded as error:
+                lacks.append(_lack(group, request, placement, error))
+                continue
+            cached = placement.cached_tokens(s.block_size)
+            rank = (cached, group.pool.available(request.tenant) - group.running)
+            if rank > best_rank:
+                best, best_rank = placement, rank
+        if best is not None:
+            return best
+        return _nearest(lacks, (eviction_of(request.sequence_id),) if resident else ())
+
+    def _obstacle(self, group: Group, request: Request, kept: Container[int]) -> Wait | None:
+        """What keeps the request out of the group, whatever room there is."""
+        if group.number in kept:
+            return Wait("kept", (FRONT,), group.epoch)
+        if not self.takes_rows(group):
+            return Wait("step_rows_max", (rows_of(group.epoch),), group.epoch)
+        if group.running and (self.must_be_alone(request) or self.runs_alone(group)):
+            return Wait("alone", (rows_of(group.epoch),), group.epoch, other=group.suspect)
+        return None
+
+    def plan(self, group: Group, request: Request) -> Placement:
+        """What a request that lives nowhere would share with the group's pool, and need from it."""
+        cache, s = self._cache, self._cache.sequences
+        holder = self.prompt_holder(request) if not request.admitted_order else None
+        if holder is not None and s.pool[holder.slot] == group.number:
+            return cache.plan_fork(group, holder.slot, request.prompt.size)
+        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
+        if request.hashes is None:
+            request.hashes = cache.indexing.hashes(request.salt, tokens)
+        return cache.plan_placement(group, request.salt, tokens, request.hashes)
+
+    def takes_rows(self, group: Group) -> bool:
+        return group.running < self._rows_max and group.begins_bytes < sizes.BEGINS_BYTES_MAX
+
+    def must_be_alone(self, request: Request) -> bool:
+        """A request with which workers died runs by itself until it is past that point: nobody else fails with it."""
+        return request.crashes >= ALONE_CRASHES and self.length(request) <= request.crash_length
+
+    def runs_alone(self, group: Group) -> bool:
+        request = self._requests.live.get(group.suspect)
+        return request is not None and request.state == RUNNING and self.must_be_alone(request)
+
+    def length(self, request: Request) -> int:
+        if request.slot != NO_SLOT:
+            return int(self._cache.sequences.length[request.slot])
+        return request.prompt.size + request.tokens.size
+
+    def could_hold(self, group: Group, request: Request) -> bool:
+        """Whether all that the request may come to need could ever be in the group's pool."""
+        tenants = self._cache.tenants
+        reserved = tenants.reserved_for_others(tenants.names[request.tenant])
+        return self.most_blocks(request) <= group.pool.count - reserved
+
+    def most_blocks(self, request: Request) -> int:
+        """The blocks of the request if it runs to its end."""
+        return self._cache.sequences.blocks_for(request.prompt.size + request.max_tokens)
+
+    def fits_when_idle(self, group: Group, request: Request) -> bool:
+        """Whether the request would find room if everything that runs in the group had ended."""
+        placement = self.plan(group, request)
+        supply, held = self._cache.eviction.supply_when_idle(group)
+        shared = int(np.count_nonzero(held[placement.hits - group.pool.base]))
+        first = self._cache.sequences.blocks_for(self.length(request) + 1)
+        needed = max(first, placement.needed + placement.hits.size) - shared
+        return supply.has(request.tenant, needed, NO_SPARE)
+
+    def spare(self, group: Group, request: Request) -> Spare:
+        """Blocks that admission leaves free: one for each running row to grow into, or it would soon preempt.
+
+        Within the tenant's ceiling only its own rows count. If none of them runs, there must be room for the request's
+        first token: without it the request would hold its blocks and wait.
+        """
+        s, pool = self._cache.sequences, group.running + 1 if group.running else 0
+        if not self._cache.tenants.has_quotas:
+            return Spare(pool)
+        mine = int(np.count_nonzero(s.running & (s.pool == group.number) & (s.tenant == request.tenant)))
+        length = self.length(request)
+        return Spare(pool, mine + 1 if mine else s.blocks_for(length + 1) - s.blocks_for(length))
+
+
+def _lack(group: Group, request: Request, placement: Placement, error: CapacityExceeded) -> Wait:
+    """The request finds no room in the group. It waits for blocks, for the end of a row (and what was kept for that
+    row), and for a block that it could share. The error itself is not stored: its traceback would keep all of this
+    alive."""
+    events = [blocks_of(group.epoch), rows_of(group.epoch)]
+    hits = int(placement.hits.size)
+    if request.hashes is not None and hits < request.hashes.size:
+        events.append(prefix_of(int(request.hashes[hits])))
+    limit = TENANT_CEILING if isinstance(error, QuotaExceeded) else "blocks"
+    return Wait(limit, tuple(events), group.epoch, short_of(error), placement.needed, str(error))
+
+
+def _nearest(lacks: list[Wait], besides: tuple[Event, ...]) -> Wait:
+    """One record for all groups: in the words of the group where the request lacks least, with the events of all."""
+    if not lacks:
+        return Wait("workers", (WORKER, *besides))
+    room = [wait for wait in lacks if wait.limit == "blocks"] or [w for w in lacks if w.limit == TENANT_CEILING]
+    told = min(room, key=lambda wait: wait.short) if room else lacks[0]
+    events = dict.fromkeys(event for wait in lacks for event in wait.events)
+    return msgspec.structs.replace(told, events=(*events, *besides))
