@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import fcntl
 import socket as sockets
+import termios
 from collections import deque
 
 from . import zmtp
 from .outbox import Frames, Sent
 
+STRANGER_S = 10.0
+MESSAGE_S = 30.0
+STALL_S = 60.0
+DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not read: heartbeats may be stuck behind them
 READ_BYTES = 64 << 10
 READ_LARGE_BYTES = 256 << 10  # memory that was never written to costs more than its copy
 WRITE_BYTES = 128 << 10
@@ -191,3 +197,43 @@ class Connection:
         self._queue.clear()
         self.queued_bytes = self.queued_messages = 0
         self.full = False
+
+    def put_off(self, late_ns: int) -> None:
+        """Nobody looked for so long: that time does not count."""
+        self.heard_ns += late_ns
+        self.moved_ns += late_ns
+        self.opened_ns += late_ns
+        self.begun_ns += late_ns if self.begun_ns else 0
+
+    def problem(self, now_ns: int, silence_ns: int) -> tuple[str, bool]:
+        """Why it is to be ended, "" where it is not; and whether that is because nothing comes from it."""
+        if not self.queued_bytes:
+            self.moved_ns = now_ns
+        if self.ended or (self.listed and not self.full):
+            return "", False  # its turn will come
+        if self.full:
+            unread_bytes = _unread_bytes(self.descriptor)
+            if unread_bytes > self.unread_bytes:  # not taken, but it came
+                self.heard_ns = now_ns
+            self.unread_bytes = unread_bytes
+            if unread_bytes > DEAF_BYTES:
+                stalled = now_ns - self.moved_ns > STALL_S * 1e9
+                words = f"it has asked for much and read nothing of {self.queued_bytes} bytes for {STALL_S:g} s"
+                return (words if stalled else ""), False
+        if now_ns - self.heard_ns > silence_ns:
+            return f"nothing came from it for {silence_ns / 1e9:g} s", True
+        if not self.number and now_ns - self.opened_ns > STRANGER_S * 1e9:
+            return f"it said no hello within {STRANGER_S:g} s", False
+        if self.begun_ns and now_ns - self.begun_ns > MESSAGE_S * 1e9 and not self.full:
+            return f"a message did not end within {MESSAGE_S:g} s", False
+        return "", False
+
+
+def _unread_bytes(descriptor: int) -> int:
+    """How many bytes have come that nobody has read."""
+    count = bytearray(4)
+    try:
+        fcntl.ioctl(descriptor, termios.FIONREAD, count)
+    except OSError:
+        return 0
+    return int.from_bytes(count, "little")

@@ -3,12 +3,12 @@
 Whatever a peer does, it costs a bounded amount, and those beside it do not notice:
 
 - so many connections are open at once, each within its process's descriptors; those that have not said hello yet are
-  few, and the oldest of them goes when there are too many, or after `STRANGER_S`;
+  few, and the oldest of them goes when there are too many, or after `connection.STRANGER_S`;
 - messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
   loop only for a while: what was asked by then is answered before more is looked at. What has come is read for a while
   only, from each in turn; and while bounds are broken all the time turns are short, as everyone waits for their end;
 - a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
-  goes with its connection. One that does not end within `MESSAGE_S` goes too;
+  goes with its connection. One that does not end within `connection.MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
   that it costs nothing more until it reads;
 - one that sends what is no message goes on so `FAULTS_MAX` times;
@@ -22,46 +22,32 @@ A peer that breaks a bound is disconnected, with a line in the log.
 
 from __future__ import annotations
 
-import errno
-import fcntl
 import logging
-import os
 import select
 import socket as sockets
-import stat
-import termios
 import time
 from collections import deque
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
 
 from kvforge.protocol import transport
-from kvforge.protocol.errors import InvalidConfiguration
 
 from . import zmtp
 from .connection import Connection, Room
+from .listener import Listener
 from .outbox import Frames, Sent
 
-STRANGER_S = 10.0
-MESSAGE_S = 30.0
-STALL_S = 60.0
 LINGER_S = 0.5
 LINGERING_MAX = 8
-DEAF_BYTES = 32 << 10  # of commands that are not taken from one that does not read: heartbeats may be stuck behind them
 FAULTS_MAX = 64
 TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
-ACCEPTS_MAX = 4
 LOOKS_MAX = 4  # connections that are looked at between two looks at the time
 LOOK_US = 100  # for so long what has come is read at once
 TROUBLED_S = 1.0  # turns are short while bounds are broken more than TROUBLES_MAX times in such a time
 TROUBLES_MAX = 16  # a neighbour with a fault now and then must not cost others their long turns
 TROUBLED_TURN_US = 150
-ACCEPT_PAUSE_S = 0.1
-BACKLOG = 128
 CLIENT, WORKER = "client", "worker"
-NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 log = logging.getLogger("coordinator")
 
 
@@ -130,11 +116,8 @@ class Peers:
         self._calm_ns = 0  # when turns may be long again
         self._troubles, self._troubles_end_ns = 0, 0  # how often a bound was broken, in a time that ends then
         self._now_ns = self._beaten_ns = self._turn_ends_ns = time.monotonic_ns()
-        self._accept_again_ns = 0
-        self._listener = _listen(endpoint)
-        self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self._epoll = select.epoll()
-        self._epoll.register(self._listener, select.EPOLLIN)
+        self._listener = Listener(endpoint, self._epoll)
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -273,7 +256,6 @@ class Peers:
         if not self._epoll.closed:
             self._epoll.close()
             self._listener.close()
-            os.close(self._spare)
 
     # ----------------------------------------------------------------------------------------------------- what comes
 
@@ -281,9 +263,7 @@ class Peers:
         """Takes in what has come: some of it from each connection."""
         self._stirred = False
         self._now_ns = now_ns = time.monotonic_ns()
-        if self._accept_again_ns and now_ns >= self._accept_again_ns:
-            self._accept_again_ns = 0
-            self._epoll.register(self._listener, select.EPOLLIN)
+        self._listener.look_again(now_ns)
         until_ns, left = now_ns + LOOK_US * 1000, len(self._by_descriptor) + 1
         while events := self._epoll.poll(0, LOOKS_MAX):  # those that were looked at go to the end of its queue
             for descriptor, what in events:
@@ -300,7 +280,8 @@ class Peers:
         connection = self._by_descriptor.get(descriptor)
         if connection is None:
             if descriptor == self._listener.fileno():
-                self._accept()
+                for socket in self._listener.accept(now_ns):
+                    self._welcome(socket)
             return
         if what & select.EPOLLHUP and connection.full:
             connection.discard()  # it has closed, and reads nothing more
@@ -351,33 +332,6 @@ class Peers:
                 oldest = min((c for c in self._by_identity.values() if c.counted), key=lambda c: c.begun_ns)
                 self._drop(oldest, f"{self._partial_bytes} bytes are held for messages that have not ended, its first")
         return frames
-
-    def _accept(self) -> None:
-        for _ in range(ACCEPTS_MAX):
-            try:
-                socket, _address = self._listener.accept()
-            except BlockingIOError:
-                return
-            except OSError as error:
-                if error.errno in NO_DESCRIPTOR and self._refuse():
-                    continue
-                log.error("a connection cannot be accepted: %s; the next try is in %g s", error, ACCEPT_PAUSE_S)
-                self._epoll.unregister(self._listener)
-                self._accept_again_ns = self._now_ns + int(ACCEPT_PAUSE_S * 1e9)
-                return
-            self._welcome(socket)
-
-    def _refuse(self) -> bool:
-        """Where no descriptor is left: closes the next connection, with the one that is kept for this."""
-        os.close(self._spare)
-        try:
-            self._listener.accept()[0].close()
-            log.warning("a connection was refused: this process has no descriptor left for it")
-        except OSError:
-            return False
-        finally:
-            self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        return True
 
     def _welcome(self, socket: sockets.socket) -> None:
         """A new connection: a stranger until it is admitted."""
@@ -445,11 +399,8 @@ class Peers:
         self._beaten_ns = self._now_ns
         for connection in list(self._by_identity.values()):
             if late_ns > 0:
-                connection.heard_ns += late_ns
-                connection.moved_ns += late_ns
-                connection.opened_ns += late_ns
-                connection.begun_ns += late_ns if connection.begun_ns else 0
-            problem, silent = self._problem(connection)
+                connection.put_off(late_ns)
+            problem, silent = connection.problem(self._now_ns, self._silence_ns)
             if problem:
                 if silent and connection.number:
                     self._on_silent(connection.number)
@@ -457,30 +408,6 @@ class Peers:
             elif connection.reader.ready and not connection.queued_bytes:
                 connection.command(self._ping, self._now_ns)
                 self._write(connection)
-
-    def _problem(self, connection: Connection) -> tuple[str, bool]:
-        """Why a connection is to be ended, "" where it is not; and whether that is because nothing comes from it."""
-        now_ns = self._now_ns
-        if not connection.queued_bytes:
-            connection.moved_ns = now_ns
-        if connection.ended or (connection.listed and not connection.full):
-            return "", False  # its turn will come
-        if connection.full:
-            unread_bytes = _unread_bytes(connection.descriptor)
-            if unread_bytes > connection.unread_bytes:  # not taken, but it came
-                connection.heard_ns = now_ns
-            connection.unread_bytes = unread_bytes
-            if unread_bytes > DEAF_BYTES:
-                stalled = now_ns - connection.moved_ns > STALL_S * 1e9
-                words = f"it has asked for much and read nothing of {connection.queued_bytes} bytes for {STALL_S:g} s"
-                return (words if stalled else ""), False
-        if now_ns - connection.heard_ns > self._silence_ns:
-            return f"nothing came from it for {self._silence_ns / 1e9:g} s", True
-        if not connection.number and now_ns - connection.opened_ns > STRANGER_S * 1e9:
-            return f"it said no hello within {STRANGER_S:g} s", False
-        if connection.begun_ns and now_ns - connection.begun_ns > MESSAGE_S * 1e9 and not connection.full:
-            return f"a message did not end within {MESSAGE_S:g} s", False
-        return "", False
 
     def _drop(self, connection: Connection, why: str) -> None:
         """Disconnects a peer that broke a bound, and says so."""
@@ -518,31 +445,3 @@ class Peers:
         self._register(connection)
         connection.head = None
         connection.discard()
-
-
-def _listen(endpoint: str) -> sockets.socket:
-    """Listens at an endpoint `ipc://PATH`; the socket that a dead coordinator left is replaced. Raises OSError."""
-    scheme, _, path = endpoint.partition("://")
-    if scheme != "ipc" or not path:
-        raise InvalidConfiguration("endpoint", f"{endpoint!r} is not ipc://PATH")
-    if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
-        Path(path).unlink()
-    listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-    try:
-        listener.setblocking(False)
-        listener.bind(path)
-        listener.listen(BACKLOG)
-    except OSError:
-        listener.close()
-        raise
-    return listener
-
-
-def _unread_bytes(descriptor: int) -> int:
-    """How many bytes have come that nobody has read."""
-    count = bytearray(4)
-    try:
-        fcntl.ioctl(descriptor, termios.FIONREAD, count)
-    except OSError:
-        return 0
-    return int.from_bytes(count, "little")

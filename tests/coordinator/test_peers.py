@@ -297,7 +297,7 @@ def test_one_that_closes_before_it_is_greeted_leaves_nothing(hostile: Hostile) -
 
 
 def test_a_small_frame_that_does_not_end_is_not_waited_for(hostile: Hostile, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("coordinator.peers.MESSAGE_S", 0.1)
+    monkeypatch.setattr("coordinator.connection.MESSAGE_S", 0.1)
     slow = hostile.connect()
     slow.send(part(b"a part", more=False)[:-2])
     hostile.peers._beat_ns = 20_000_000

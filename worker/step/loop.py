@@ -18,6 +18,7 @@ from collections import deque
 from pathlib import Path
 from types import FrameType
 
+import msgspec
 import numpy as np
 
 from kvforge.protocol.errors import GpuError, InternalError, KvforgeError, restore
@@ -222,7 +223,7 @@ class Worker:
         runner, base = self._runner, self._pool_at.base_block
         if step.copies.size:
             local = step.copies.reshape(-1, 3) - np.array([base, base, 0], np.int32)
-            step = _with_copies(step, local.reshape(-1))
+            step = msgspec.structs.replace(step, copies=local.reshape(-1))
         started_ns = time.monotonic_ns()
         tables = self._tables_of(step)
         if base:
@@ -288,20 +289,3 @@ class Worker:
         if self._stopping:
             raise InternalError("stopped by a second signal")
         self._stopping = True
-
-
-def _with_copies(step: Step, copies: Int32Array) -> Step:
-    """The step with its copies in pool-local ids."""
-    if not copies.size:
-        return step
-    return Step(
-        step_id=step.step_id,
-        begins=step.begins,
-        slots=step.slots,
-        starts=step.starts,
-        counts=step.counts,
-        samples=step.samples,
-        tokens=step.tokens,
-        copies=copies,
-        history=step.history,
-    )
