@@ -21,13 +21,16 @@ log = logging.getLogger("coordinator")
 
 
 class Listener:
-    """One endpoint. `epoll` reports it whenever somebody waits there, but not while nobody can be accepted."""
+    """One endpoint. `epoll` reports it whenever somebody waits there, but not while nobody can be accepted.
+
+    again_ns: when that is tried again; 0: somebody can be.
+    """
 
     def __init__(self, endpoint: str, epoll: select.epoll) -> None:
         """Binds. Raises OSError, InvalidConfiguration."""
         self._socket, self._epoll = _listen(endpoint), epoll
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
-        self._again_ns = 0  # when accepting is tried again; 0: now
+        self.again_ns = 0
         epoll.register(self._socket, select.EPOLLIN)
 
     def fileno(self) -> int:
@@ -35,9 +38,9 @@ class Listener:
         return self._socket.fileno()
 
     def look_again(self, now_ns: int) -> None:
-        """A pause is over once its time has come."""
-        if self._again_ns and now_ns >= self._again_ns:
-            self._again_ns = 0
+        """Accepts again, if it is time."""
+        if now_ns >= self.again_ns:
+            self.again_ns = 0
             self._epoll.register(self._socket, select.EPOLLIN)
 
     def accept(self, now_ns: int) -> Iterator[sockets.socket]:
@@ -52,7 +55,7 @@ class Listener:
                     continue
                 log.error("a connection cannot be accepted: %s; the next try is in %g s", error, ACCEPT_PAUSE_S)
                 self._epoll.unregister(self._socket)
-                self._again_ns = now_ns + int(ACCEPT_PAUSE_S * 1e9)
+                self.again_ns = now_ns + int(ACCEPT_PAUSE_S * 1e9)
                 return
             yield socket
 

@@ -263,7 +263,8 @@ class Peers:
         """Takes in what has come: some of it from each connection."""
         self._stirred = False
         self._now_ns = now_ns = time.monotonic_ns()
-        self._listener.look_again(now_ns)
+        if self._listener.again_ns:
+            self._listener.look_again(now_ns)
         until_ns, left = now_ns + LOOK_US * 1000, len(self._by_descriptor) + 1
         while events := self._epoll.poll(0, LOOKS_MAX):  # those that were looked at go to the end of its queue
             for descriptor, what in events:

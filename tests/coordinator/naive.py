@@ -174,13 +174,16 @@ class NaiveSequences:
         self.table[sequence] = [NaiveBlock(sequence) for _ in range(blocks)]
 
     def append(self, pairs: list[tuple[int, list[int]]]) -> None:
-        """All or none; a shared block that is written is copied first, by everyone who writes."""
+        """All or none; a shared block that is written is copied first, but for the last of its holders."""
         if any(len(self.tokens[sequence]) + len(tokens) > self.length_max for sequence, tokens in pairs):
             raise Refused
-        plans = []
+        plans, left = [], {}
         for sequence, tokens in pairs:
             length, table = len(self.tokens[sequence]), self.table[sequence]
-            shared = bool(length % self.size) and len(table[-1].holders) > 1
+            holders = left.get(table[-1], len(table[-1].holders)) if length % self.size else 0
+            shared = holders > 1
+            if shared:
+                left[table[-1]] = holders - 1
             more = -(-(length + len(tokens)) // self.size) - len(table)
             plans.append((sequence, tokens, shared, more))
         self.need(sum(shared + more for _, _, shared, more in plans))

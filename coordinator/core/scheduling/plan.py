@@ -115,7 +115,7 @@ class Scheduler:
         steady.left -= 1
         s.scheduled[slots] = steady.starts
         s.pending[slots] += 1
-        step_id, rows = group.next_step, (slots, steady.runs, steady.ones, steady.samples, slots)
+        step_id, rows = group.last_step + 1, (slots, steady.runs, steady.ones, steady.samples, slots)
         self._commit(group, SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant), slots.size)
         return Step(
             step_id=step_id,
