@@ -6,7 +6,8 @@ import logging
 import re
 import tempfile
 import traceback
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from random import Random
 
@@ -56,8 +57,7 @@ def play(
             performed.append(action)
             yield action
 
-    logging.getLogger("coordinator").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder:
+    with _quiet(), tempfile.TemporaryDirectory() as folder:
         world = World(settings, str(seed), Path(folder), check_every)
         error = where = ""
         try:
@@ -88,8 +88,7 @@ def trace_seed(seed: int, events: int) -> list[str]:
 def digest_seed(seed: int, events: int) -> str:
     """One digest of all that leaves the core in a seed's world, however the core is built."""
     settings, drawer = drawn(seed)
-    logging.getLogger("coordinator").setLevel(logging.CRITICAL)
-    with tempfile.TemporaryDirectory() as folder:
+    with _quiet(), tempfile.TemporaryDirectory() as folder:
         world = World(settings, str(seed), Path(folder))
         world.recording = left = Left()
         try:
@@ -97,6 +96,18 @@ def digest_seed(seed: int, events: int) -> str:
             return left.over(world.tables)
         finally:
             world.tables.close()
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """The coordinator logs nothing that is less than critical; afterwards it logs as before."""
+    logger = logging.getLogger("coordinator")
+    level = logger.level
+    logger.setLevel(logging.CRITICAL)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def shrunk(outcome: Outcome) -> list[Action]:
