@@ -41,9 +41,10 @@ test: check
 amd: venv
 	$(BIN)/python -m tests.amdgcn.suite $(if $(TARGETS),--target $(TARGETS))
 
-# Every Triton that torch's releases bring, fetched for a look at its names (1.3 GB): see tests/worker/triton_names.py.
+# Every Triton that torch's releases bring, fetched for a look at its names (1.3 GB): see
+# tests/worker/kernels/triton_names.py.
 triton-versions: venv
-	$(BIN)/python -m tests.worker.triton_names "$${TMPDIR:-/tmp}/kvforge-triton"
+	$(BIN)/python -m tests.worker.kernels.triton_names "$${TMPDIR:-/tmp}/kvforge-triton"
 
 clean:
 	rm -rf $(VENV) .mypy_cache .pytest_cache .ruff_cache .hypothesis .import_linter_cache

@@ -15,7 +15,7 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.amdgcn.suite import NAMES, WHOLE, checks
-from tests.worker.launches import compiler_environment
+from tests.worker.kernels.launches import compiler_environment
 
 
 def run(module: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:

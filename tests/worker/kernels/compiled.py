@@ -1,8 +1,8 @@
 """What the compiler makes of every kernel in every configuration, kept in tests/data/compiled, so that only what has
 changed is compiled again.
 
-    python -m tests.worker.compiled [--target gfx942 ...]      # compiles what is missing, and writes the files anew
-    python -m tests.worker.compiled --print --target gfx942    # a line of JSON for each configuration: for the tests
+    python -m tests.worker.kernels.compiled [--target gfx942 ...]    # compiles what is missing, writes the files anew
+    python -m tests.worker.kernels.compiled --print --target gfx942  # a line of JSON a configuration: for the tests
 
 To compile all of them takes a core three minutes for each target. So a result is kept under a *fingerprint*, which
 covers all that it depends on: Triton's version, the target, what the launcher says of the arguments, the code of the
@@ -40,7 +40,7 @@ from worker.kernels import aot
 from worker.kernels.aot import Compiled, Configuration, compile_one
 from worker.kernels.registry import KERNELS
 
-FOLDER = Path(__file__).parents[1] / "data" / "compiled"
+FOLDER = Path(__file__).parents[2] / "data" / "compiled"
 GLUON = ("worker.attention.prefill_hopper", "worker.attention.gluon_names")
 SHARE = 1  # of each kernel, compiled again each time
 READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)
@@ -171,7 +171,7 @@ def main() -> int:
     if len(arguments.target) == 1:
         return _renew(TARGETS[arguments.target[0]])
     # A process for each: after gfx950, Triton 3.6 uses some of its instructions for other targets as well.
-    command = [sys.executable, "-m", "tests.worker.compiled", "--target"]
+    command = [sys.executable, "-m", "tests.worker.kernels.compiled", "--target"]
     return max(subprocess.run([*command, name], check=False).returncode for name in arguments.target)
 
 

@@ -15,7 +15,7 @@ import torch
 
 from kvforge.protocol.messages import Sampling, Step
 from tests.worker.conftest import TINY
-from tests.worker.test_runner import BLOCK_SIZE, begin, i4, replace_start
+from tests.worker.step.test_runner import BLOCK_SIZE, begin, i4, replace_start
 from worker.attention import ReferenceAttention
 from worker.attention.pool import KvPool
 from worker.device.device import Device, open_device

@@ -16,7 +16,7 @@ import transformers
 
 from kvforge.protocol.errors import UnsupportedModel
 from tests.worker.conftest import TINY
-from tests.worker.gguf_files import Tensors, write_gguf
+from tests.worker.loading.gguf_files import Tensors, write_gguf
 from worker.device.device import Device
 from worker.loading import build, find_source, read_config
 

@@ -13,7 +13,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.worker.cases import HEADS, STEPS, Case, broken_layer, compare
+from tests.worker.attention.cases import HEADS, STEPS, Case, broken_layer, compare
 from worker.attention import AttentionOptions, KvLayer, PagedBatch, choose_attention, prefill_copy, triton_attention
 from worker.attention.prefill import paged_prefill
 from worker.attention.prefill_copy import PAGE, copy_rows, workspace_for

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
-from tests.worker.cases import HEADS, STEPS, Case, compare
+from tests.worker.attention.cases import HEADS, STEPS, Case, compare
 from worker.attention import AttentionOptions, KvLayer, PagedBatch, ReferenceAttention, choose_attention
 from worker.device.device import Device
 

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 
 import worker.loading.load as load_module
 from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel, WorkerError
-from tests.worker.gguf_files import write_gguf
+from tests.worker.loading.gguf_files import write_gguf
 from worker.attention import ReferenceAttention
 from worker.device.device import Device
 from worker.loading import find_source, model_dtype, read_config

@@ -9,7 +9,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.worker.cases import broken_layer
+from tests.worker.attention.cases import broken_layer
 from worker.attention import KvLayer, PagedBatch
 from worker.attention.quantised import TOP, dequantise
 from worker.attention.reference import rotate

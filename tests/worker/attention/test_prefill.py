@@ -17,7 +17,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.worker.launches import compiler_environment
+from tests.worker.kernels.launches import compiler_environment
 from worker.attention.interface import AttentionOptions, KvLayer
 from worker.attention.plan_items import FIELDS, PREFILL_TILE, named
 from worker.attention.prefill import paged_prefill

@@ -20,7 +20,7 @@ from worker.step.runner import Runner
 pytestmark = pytest.mark.model
 
 BLOCK_SIZE = 16
-SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))
+SAMPLE = json.loads((Path(__file__).parents[2] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = SAMPLE["cases"]
 
 

@@ -23,7 +23,7 @@ import worker
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
 from kvforge.protocol.messages import WorkerWelcome
 from tests.worker.conftest import TINY
-from tests.worker.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
+from tests.worker.device.test_device import BLOCK_SIZE, ROWS, WIDTH, tokens_of
 from worker.attention import AttentionOptions, choose_attention, selftest
 from worker.attention.selftest import AttentionShape
 from worker.attention.triton_attention import is_interpreted

@@ -19,8 +19,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from tests.worker.compiled import code_of, every, fingerprint
-from tests.worker.launches import compiler_environment
+from tests.worker.kernels.compiled import code_of, every, fingerprint
+from tests.worker.kernels.launches import compiler_environment
 from worker.attention import AttentionOptions, KvLayer, decode, prefill, prefill_copy, write
 from worker.attention.plan_items import FIELDS
 from worker.attention.prefill_plan import prefill_shape
@@ -64,7 +64,7 @@ def test_every_configuration_compiles_within_bounds(name: str, tmp_path: Path) -
     """Of attention, layers, sampling and copies. What has not changed is not compiled again: see `compiled`."""
     target, within = TARGETS[name], _within_amds if TARGETS[name].backend == "hip" else _within_nvidias
     result = subprocess.run(
-        [sys.executable, "-m", "tests.worker.compiled", "--print", "--target", name],
+        [sys.executable, "-m", "tests.worker.kernels.compiled", "--print", "--target", name],
         env=compiler_environment(tmp_path),
         capture_output=True,
         text=True,

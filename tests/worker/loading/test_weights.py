@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
-from tests.worker.gguf_files import Tensors, write_gguf
+from tests.worker.loading.gguf_files import Tensors, write_gguf
 from worker.device.device import Device, open_device
 from worker.loading import build, find_source, fingerprint, read_config
 from worker.loading.fingerprint import PIECE_WORDS, _on_device, _sums

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import RowStart, Sampling
-from tests.worker.test_runner import BLOCK_SIZE, PROMPTS, Bench, i4
+from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, i4
 from worker.loading.model import LoadedModel
 
 COUNT = 10

@@ -10,7 +10,7 @@ import pytest
 
 pytest.importorskip("triton")
 
-from tests.worker.triton_names import EITHER, GLUON, TABLE, VERSIONS, is_there, names_used
+from tests.worker.kernels.triton_names import EITHER, GLUON, TABLE, VERSIONS, is_there, names_used
 from worker.attention.prefill_plan import GLUON_VERSIONS
 
 FOUND = json.loads(TABLE.read_text())
@@ -51,6 +51,6 @@ def test_the_installed_one_is_as_the_table_says() -> None:
 
 def test_the_range_that_is_published_begins_where_the_table_does() -> None:
     """torch 2.9 brings Triton 3.5; 2.8 has 3.4, whose compiler refuses the dependent launches of decode on sm_90."""
-    project = Path(__file__).parents[2] / "pyproject.toml"
+    project = Path(__file__).parents[3] / "pyproject.toml"
     assert re.findall(r'"torch>=([\d.]+)"', project.read_text()) == ["2.9"]
     assert VERSIONS[0].startswith("3.5.")

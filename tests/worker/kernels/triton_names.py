@@ -1,6 +1,6 @@
 """What `worker` uses of Triton, looked up in the wheels that torch's releases bring along.
 
-    python -m tests.worker.triton_names FOLDER     (or: make triton-versions)
+    python -m tests.worker.kernels.triton_names FOLDER     (or: make triton-versions)
 
 fetches each into FOLDER, imports everything that imports Triton with it, and writes `triton_names.json` beside this
 file: what was looked up, and what each version lacks. The test reads that table, so that it needs none of the wheels; a
@@ -95,7 +95,7 @@ def look(version: str, folder: Path) -> dict[str, list[str]]:
         pip = [sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--target", str(target)]
         subprocess.run([*pip, f"triton=={version}"], check=True)
     environment = os.environ | {"PYTHONPATH": str(target), "PYTHONWARNINGS": "ignore"}
-    command = [sys.executable, "-m", "tests.worker.triton_names", "--here", version]
+    command = [sys.executable, "-m", "tests.worker.kernels.triton_names", "--here", version]
     done = subprocess.run(command, env=environment, check=True, stdout=subprocess.PIPE, text=True)
     found: dict[str, list[str]] = json.loads(done.stdout.splitlines()[-1])
     print(f"triton {version}: lacks {len(found['lacks'])} names; does not import: {found['failed'] or 'nothing'}")
