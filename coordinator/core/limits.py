@@ -105,7 +105,7 @@ class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     ageing_s: so much longer waiting is worth one step of priority.
     passes_max: so many later requests may start before one that finds no room; then room is kept for it.
     step_timeout_s: a worker that works longer on one step is taken to be hung, and replaced.
-    decode_gap_ms: prefill chunks beside decodes shrink where steps take longer than this.
+    decode_gap_ms: chunks of prompts beside decodes are as long as a step of this time, or half of a step, has room for.
     crashes_max: a request fails when so many workers died in a row while running it, without a token in between.
     """
 

@@ -113,7 +113,7 @@ class Machine:
         self.explainer = Explainer(self.cache, self.requests, self.admission, self.sequences, self.blocks)
         asked = self._asked = RequestCommands(*parts, self.endings, self.streams, self.sequences)
         results = StepResults(*parts, self.streams, self.endings)
-        self._reports = WorkerReports(*parts, self.scheduler, self.endings, results, asked, self._effects)
+        self._reports = WorkerReports(*parts, self.endings, results, asked, self._effects)
         # What waits for time to pass; requests before the sequences that they kept.
         self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports)
         self.workers = self._reports.workers

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
-import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -404,70 +403,3 @@ def test_the_queue_agrees_with_a_naive_one(actions: list[tuple[str, int, int, in
         assert bool(queue) == bool(naive.held)
         counts = [sum(r.tenant == tenant for r in naive.held) for tenant in (1, 2, 3)]
         assert [queue.by_tenant()[tenant] for tenant in (1, 2, 3)] == counts
-
-
-# ------------------------------------------------------------------------------------------------- chunks of prompts
-
-
-def decode_and_prompt(**limits: Any) -> tuple[Driver, int, int]:
-    """One decodes while another's prompt of 500 tokens is computed: (driver, who decodes, the prompt's request)."""
-    fields = {"step_tokens_max": 64, "blocks_per_sequence_max": 256, "blocks_max": 256, "decode_gap_us": 1000}
-    driver = Driver(steps_in_flight_max=1, **{**fields, **limits})
-    driver.add_worker(256)
-    decoding = driver.submit([1, 2], max_tokens=60)
-    driver.step()
-    return driver, decoding, driver.submit([i % 1000 for i in range(500)], max_tokens=2)
-
-
-def timed_chunk(driver: Driver, duration_us: int) -> int:
-    """One step that took so long; its largest chunk."""
-    (worker,) = driver.workers
-    driver.turn()
-    (step,) = worker.inbox
-    driver.report(worker, msgspec.structs.replace(worker.execute(worker.inbox.popleft()), duration_us=duration_us))
-    return int(step.counts.max())
-
-
-# behaviour 31
-def test_chunks_beside_decodes_shrink_while_steps_are_slow_and_grow_again() -> None:
-    driver, decoding, prompt = decode_and_prompt()
-    durations = [1000, 1001, 5000, 9000, 9000, 1000, 500, 499, 499, 499, 499]
-    chunks = [timed_chunk(driver, duration) for duration in durations]
-    assert chunks == [63, 63, 31, 16, 16, 16, 16, 16, 32, 63, 63]
-    driver.run_until_idle()
-    assert driver.answer_of(decoding) == continuation([1, 2], 60)
-    assert driver.answer_of(prompt) == continuation([i % 1000 for i in range(500)], 2)
-
-
-# behaviour 31
-def test_steps_of_one_kind_say_nothing_about_chunks_beside_decodes() -> None:
-    driver, decoding, prompt = decode_and_prompt()
-    driver.cancel(decoding)
-    assert [timed_chunk(driver, 9000) for _ in range(3)] == [64, 64, 64]  # nobody waits for a token
-    driver.cancel(prompt)
-    decoding = driver.submit([1, 2], max_tokens=60)
-    assert [timed_chunk(driver, 9000) for _ in range(3)] == [2, 1, 1]
-    driver.submit(range(200, 500), max_tokens=2)
-    assert timed_chunk(driver, 0) == 63
-
-
-# behaviour 31
-def test_the_oldest_prompt_gets_half_and_then_the_shortest_go_first() -> None:
-    driver = Driver(step_tokens_max=32, steps_in_flight_max=1, blocks_per_sequence_max=64)
-    worker = driver.add_worker(64)
-    lengths = [60, 50, 5, 8]
-    requests = [driver.submit([100 + i] * length, max_tokens=2) for i, length in enumerate(lengths)]
-    chunks: list[dict[int, int]] = []
-    while any(driver.request(request).generated_tokens == 0 for request in requests):
-        driver.turn()
-        (step,) = worker.inbox
-        request_of = {request.slot: request.id for request in driver.machine.requests.live.values()}
-        chunks.append({request_of[slot]: n for slot, n in zip(step.slots.tolist(), step.counts.tolist(), strict=True)})
-        driver.answer(worker)
-    one, two, three, four = requests
-    assert chunks[0] == {one: 16, two: 3, three: 5, four: 8}
-    assert chunks[1] == {three: 1, four: 1, one: 15, two: 15}
-    assert chunks[2] == {one: 16, two: 16}
-    assert chunks[3] == {one: 13, two: 16}  # the rest of both
-    driver.run_until_idle()
-    assert [driver.answer_of(r) for r in requests] == [continuation([100 + i] * n, 2) for i, n in enumerate(lengths)]

@@ -11,6 +11,7 @@ import numpy.typing as npt
 from kvforge.protocol.messages import Int32Array, ModelInfo
 
 from .blocks import BlockIds
+from .costs import StepCosts
 from .pool import Pool
 from .sequences import Slots
 
@@ -19,7 +20,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     """What the core remembers of a step until its result arrives. Arrays are [rows], sampled: the slots that sample.
 
     runs: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
-    decodes: one token for each row, and no more. prefill_tokens: those beside decodes. tenant: of every row, or -1.
+    decodes: one token for each row, and no more. prefill_tokens: those of prompts. tenant: of every row, or -1.
     """
 
     step_id: int
@@ -67,7 +68,7 @@ class Group:
     suspect: the request that runs alone because workers died with it, 0 for none.
     begins_bytes: what the rows that begin with the next step take in it.
     stopped: requests whose rows found no room for their next token when the last step was planned.
-    result_us: when its last result came. chunk_tokens: prefill tokens of a step beside decodes, 0 before the first.
+    result_us: when its last result came. costs: what its steps cost, as far as it is known.
     """
 
     def __init__(
@@ -97,7 +98,7 @@ class Group:
         self.suspect = 0
         self.stopped: list[int] = []
         self.result_us = 0
-        self.chunk_tokens = 0
+        self.costs = StepCosts()
 
     @property
     def next_step(self) -> int:

@@ -193,14 +193,15 @@ class Scheduler:
         return np.append(decodes, np.array(chosen, np.int64)), np.append(counts, np.array(chunks, np.int64))
 
     def _prefill_budget(self, group: Group, decodes: int) -> int:
-        """Prefill tokens of the next step: beside decodes, as many as the group computes in `decode_gap_us`."""
+        """Prefill tokens of the next step: beside decodes, as many as `decode_gap_us` leaves room for."""
         budget = self._limits.step_tokens_max - decodes
-        return min(budget, group.chunk_tokens) if decodes and group.chunk_tokens else budget
+        chunk = group.costs.chunk(self._limits.decode_gap_us) if decodes else 0
+        return min(budget, max(CHUNK_TOKENS_MIN, chunk)) if chunk else budget
 
     def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
-        """(slot, chunk) of the prompts in a step: the oldest gets half of the budget, then the shortest go first.
+        """(slot, chunk) of the prompts in a step: half of the budget for the oldest, the rest for the shortest.
 
-        So a short prompt does not wait for a long one, and a long one always gets on.
+        So a short prompt does not wait for a long one, a long one always gets on, and equal ones end one by one.
         """
         s = self._cache.sequences
         by_age = slots[np.argsort(self._rows.order[slots], kind="stable")].tolist()
@@ -208,27 +209,13 @@ class Scheduler:
         oldest = by_age[0]
         share = {oldest: min(left[oldest], -(-budget // 2))} if budget > 0 else {}
         budget -= sum(share.values())
-        for slot in sorted(by_age[1:], key=left.__getitem__):
+        for slot in sorted(by_age, key=left.__getitem__):
             if budget <= 0:
                 break
-            share[slot] = min(left[slot], budget)
-            budget -= share[slot]
-        if budget > 0:
-            share[oldest] += min(left[oldest] - share[oldest], budget)
+            before = share.get(slot, 0)
+            share[slot] = min(left[slot], before + budget)
+            budget -= share[slot] - before
         return list(share.items())
-
-    def adapt(self, group: Group, sent: SentStep, duration_us: int) -> None:
-        """A step took so long: where decodes waited for prefill chunks, the next chunks are smaller or larger.
-
-        A token budget alone does not bound a step's time: a chunk also pays for the keys that it looks at.
-        """
-        prefill = sent.prefill_tokens
-        if not prefill:
-            return
-        if duration_us > self._limits.decode_gap_us:
-            group.chunk_tokens = max(CHUNK_TOKENS_MIN, prefill // 2)
-        elif group.chunk_tokens and duration_us < self._limits.decode_gap_us // 2:
-            group.chunk_tokens = min(self._limits.step_tokens_max, max(group.chunk_tokens, 2 * prefill))
 
     def _make_way(self, group: Group, slot: int, count: int) -> bool:
         """Reserves room for one row, preempting others of its group where it must."""
@@ -320,7 +307,7 @@ class Scheduler:
         s.pending[slots] += samples
         decodes = counts == 1
         only = bool(decodes.all())
-        prefill_tokens = 0 if only or not decodes.any() else int(counts[~decodes].sum())
+        prefill_tokens = 0 if only else int(counts[~decodes].sum())
         sampled = slots if samples.all() else slots[samples]
         runs = self._rows.run[slots]
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)

@@ -29,7 +29,6 @@ from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorke
 from ..requests.lifecycle import Request, RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.endings import Endings
-from ..scheduling.plan import Scheduler
 from .results import StepResults
 
 
@@ -67,13 +66,12 @@ class WorkerReports:
         cache: Cache,
         requests: RequestTable,
         admission: Admission,
-        scheduler: Scheduler,
         endings: Endings,
         results: StepResults,
         commands: RequestCommands,
         effects: list[Effect],
     ) -> None:
-        self._cache, self._requests, self._admission, self._scheduler = cache, requests, admission, scheduler
+        self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._results, self._commands = endings, results, commands
         self._clock, self._crashes_max = cache.clock, cache.limits.schedule.crashes_max
         self._timeout_us = cache.limits.schedule.step_timeout_us
@@ -177,7 +175,7 @@ class WorkerReports:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
         sent = group.sent[0]
         self._results.apply(group, message)
-        self._scheduler.adapt(group, sent, message.duration_us)
+        group.costs.add(sent.prefill_tokens, message.duration_us)
         group.result_us = self._clock.now_us
 
     def _worker_failed(self, worker: Worker, message: WorkerFailed) -> None:
