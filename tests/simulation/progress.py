@@ -88,7 +88,10 @@ class Progress:
             if group.running and not group.sent:
                 raise Violation(f"{group.running} rows of {group.name} stand still, and nothing is under way")
         admission = self._machine.admission
+        chosen = [request.kept_epoch for request in admission.waiting]
         kept = [r for r in admission.waiting if r.wait is not None and admission._kept_for(r) is not None]
+        for request, epoch in zip(admission.waiting, chosen, strict=True):
+            request.kept_epoch = epoch  # to ask chooses where room is kept, which is not for a check to do
         for request in admission.waiting if not kept else ():
             if request.wait is None or request.awaits_sibling:
                 continue
