@@ -1,9 +1,10 @@
-"""The paged KV cache, and attention over it: one interface, the plain-torch reference, Triton's kernels, the choice.
+"""The paged KV cache, and attention over it: one interface, the plain-torch reference, kernels, the choice.
 
 interface.py    what every implementation keeps; batch.py: the structure of a step's rows
 pool.py         the KV pool: geometry, byte counts, tensors
 reference.py    plain torch; quantised.py: int8 and fp8 with their scales
 triton_attention.py   Triton's: decode (decode*.py), prefill (prefill*.py), KV write (write.py)
+host_attention.py     the CPU's, compiled by Numba (host_kernels.py)
 selftest.py     the kernels against plain torch, at a worker's start
 
 Law: a slot that was not written, or that a row cannot reach, is never read; what a row gets does not depend on the
@@ -36,13 +37,20 @@ KINDS = ("auto", "triton", "reference")
 def choose_attention(device: Device, kind: str = "auto") -> PagedAttention:
     """The implementation for `device`: "triton", "reference", or "auto", the fastest that runs there.
 
-    The reference runs everywhere. Triton's kernels run on GPUs, and on the CPU under Triton's interpreter, which is for
-    tests. Errors: InvalidConfiguration names `attention` where the wanted one cannot run.
+    The reference runs everywhere, Numba's kernels on a CPU that they are written for. Triton's run on GPUs, and on the
+    CPU under Triton's interpreter, which is for tests. Errors: InvalidConfiguration names
+    `attention` where the wanted one cannot run.
     """
     if kind not in KINDS:
         raise InvalidConfiguration("attention", f"{kind!r} is not one of {', '.join(KINDS)}")
-    if kind == "reference" or (kind == "auto" and not device.runs_kernels):
+    if kind == "reference":
         return ReferenceAttention()
+    if kind == "auto" and not device.runs_kernels:
+        if device.host_kernels_problem:
+            return ReferenceAttention()
+        from .host_attention import HostAttention  # imports numba
+
+        return HostAttention()
     if not device.kernels:
         raise InvalidConfiguration("attention", "kernels = 'reference' leaves out Triton's; use attention = 'auto'")
     if importlib.util.find_spec("triton") is None:

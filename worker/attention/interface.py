@@ -54,6 +54,11 @@ class KvLayer:
 class PagedAttention(Protocol):
     """An implementation. `write` of a step comes before its `attend`; both check their arguments first."""
 
+    def describe(
+        self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, window: int
+    ) -> tuple[str, str]:
+        """What decodes such a layer, and what prefills it, and why: for people."""
+
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
         """[tokens] int32 device: where K and V of each new token go, for kernels that store them themselves."""
 

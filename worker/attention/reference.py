@@ -12,6 +12,7 @@ their own: K and V are never repeated. Indices and masks are made once a step an
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -53,6 +54,9 @@ class _Tile:
 
 class ReferenceAttention:
     """See PagedAttention. Works on every device and for every head size, block size and group size."""
+
+    def describe(self, *_: Any) -> tuple[str, str]:
+        return "plain torch", "plain torch"
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
         return batch.kv_slots_on_device

@@ -13,6 +13,7 @@ import logging
 import time
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
+from importlib import metadata
 from pathlib import Path
 
 import numpy as np
@@ -255,17 +256,25 @@ def _name(dtype: torch.dtype) -> str:
 
 def _key(device: Device, shape: AttentionShape, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int) -> str:
     """Names everything that a result depends on."""
-    import triton
-
+    from worker.device import host_kernel
     from worker.device.targets import current_target
 
     digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.read_bytes())
-    versions = (torch.__version__, triton.__version__, device.toolkit)
-    what = (current_target(device), *versions, shape, dtype, kv_dtype, block_size)
+    for folder in (Path(__file__).parent, Path(host_kernel.__file__).parent):
+        for path in sorted(folder.glob("*.py")):
+            digest.update(path.read_bytes())
+    compilers = [_version(name) for name in ("triton", "numba", "llvmlite")]
+    versions = (torch.__version__, *compilers, device.toolkit, torch.backends.cpu.get_cpu_capability())
+    what = (current_target(device), device.name, *versions, shape, dtype, kv_dtype, block_size)
     digest.update(repr(what).encode())
     return digest.hexdigest()[:32]
+
+
+def _version(package: str) -> str:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return ""
 
 
 def _remember(path: Path, text: str) -> None:

@@ -78,7 +78,6 @@ class TritonAttention:
     def describe(
         self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, window: int
     ) -> tuple[str, str]:
-        """Which kernel decodes such a layer, and which prefills it, and why: for people."""
         if not supports(head_size):
             reason = f"plain torch: no kernel takes heads of {head_size}"
             return reason, reason

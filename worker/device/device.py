@@ -22,6 +22,7 @@ import torch
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
 
 from .capture import Captured, GraphMemory, Place, captured_on
+from .host_kernel import host_kernel_problem
 
 KINDS = ("cpu", "cuda", "hip", "auto")
 WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"
@@ -224,6 +225,13 @@ class Device:
             torch.cuda.empty_cache()
         elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc alone has it
             trim(0)
+
+    @property
+    def host_kernels_problem(self) -> str:
+        """Why kernels that Numba compiles for a CPU are not for this device; "" where they are."""
+        if self.queues:
+            return f"{self.name} is no CPU"
+        return host_kernel_problem() if self.kernels else "kernels = 'reference'"
 
     def packing_problem(self, dtype: torch.dtype) -> str:
         """Why oneDNN's products with packed weights of `dtype` are not for this device; "" where they are."""

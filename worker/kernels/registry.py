@@ -1,7 +1,7 @@
-"""Every Triton kernel there is: what it is compiled for, what computes the same in plain torch, and its check at start.
+"""Every kernel there is: what it is compiled for, what computes the same in plain torch, and its check at start.
 
-Nothing launches a kernel that is not in `KERNELS`; the tests look for launches that are forgotten here, spoil each
-kernel in turn, and see the start refuse it. `kernels = "reference"` runs none of them.
+Nothing launches a kernel that is not in `KERNELS` (Triton's) or `HOST_KERNELS` (the CPU's); the tests look for launches
+that are forgotten here, spoil each kernel in turn, and see the start refuse it. `kernels = "reference"` runs none.
 """
 
 from __future__ import annotations
@@ -81,9 +81,22 @@ class Kernel:
         return found
 
 
+@dataclass(frozen=True)
+class HostKernelEntry:
+    """A kernel of the CPU. It is compiled where it runs, for this very CPU, and serves all dtypes and shapes.
+
+    name, module, reference, check: see Kernel.
+    """
+
+    module: str
+    name: str
+    reference: Callable[..., Any]
+    check: Callable[[Serving], None]
+
+
 def check_kernels(serving: Serving) -> None:
     """Runs the check of every kernel that may be launched. Errors: KernelError names the kernel; GpuError."""
-    for check in dict.fromkeys(kernel.check for kernel in KERNELS):
+    for check in dict.fromkeys(kernel.check for kernel in (*KERNELS, *HOST_KERNELS)):
         check(serving)
 
 
@@ -136,3 +149,4 @@ KERNELS = (
     Kernel("worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
     Kernel("worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )
+HOST_KERNELS = (HostKernelEntry("worker.attention.host_kernels", "attend", ReferenceAttention.attend, _attention),)

@@ -9,6 +9,7 @@ from worker.kernels.packed import PackedOperations, packing_problem
 from .model import LoadedModel
 from .probe import bound_options
 
+WANTED = "attention = 'reference'"
 LENGTH_MAX = 500  # a coordinator takes 1000
 
 
@@ -31,12 +32,9 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
 def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, str]:
     attention, geometry = model.context.attention, model.geometry
     if not isinstance(attention, ReferenceAttention):
-        from worker.attention.triton_attention import TritonAttention  # imports triton
-
-        if isinstance(attention, TritonAttention):
-            return attention.describe(head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, window)
-    reason = "plain torch: attention = 'reference'" if model.device.runs_kernels else _plain(model)
-    return reason, reason
+        return attention.describe(head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, window)
+    problem = "" if model.device.runs_kernels else model.device.host_kernels_problem
+    return (f"plain torch: {problem or WANTED}",) * 2
 
 
 def _layers(model: LoadedModel) -> str:

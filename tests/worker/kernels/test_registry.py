@@ -31,12 +31,13 @@ from worker.config import WorkerConfig
 from worker.device.check import require_right
 from worker.device.device import Device, open_device
 from worker.kernels import registry
-from worker.kernels.registry import KERNELS, Kernel, Serving
+from worker.kernels.registry import HOST_KERNELS, KERNELS, HostKernelEntry, Kernel, Serving
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
 from worker.step.engine import Engine
 
 DEVICE = open_device("auto")
+CPU = open_device("cpu")
 PACKAGE = Path(worker.__file__).parent
 runs_kernels = pytest.mark.skipif(
     not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"
@@ -88,8 +89,23 @@ def test_every_kernel_is_declared() -> None:
     assert functions - {name for _, name in launches} <= helpers, "neither launched nor part of another"
 
 
+def test_every_kernel_of_the_cpu_is_declared() -> None:
+    """They are declared where they are written, and nothing else makes one."""
+    made = {
+        (name, node.name)
+        for name, tree in modules()
+        for node in ast.walk(tree)
+        if isinstance(node, ast.FunctionDef)
+        and any(isinstance(each, ast.Call) and names([each.func]) == {"host_kernel"} for each in node.decorator_list)
+    }
+    assert made == {(kernel.module, kernel.name) for kernel in HOST_KERNELS}
+    for name, tree in modules():
+        called = names([node.func for node in ast.walk(tree) if isinstance(node, ast.Call)])
+        assert "HostKernel" not in called or name == "worker.device.host_kernel"
+
+
 def test_every_kernel_has_a_reference_without_kernels() -> None:
-    for kernel in KERNELS:
+    for kernel in (*KERNELS, *HOST_KERNELS):
         code = getattr(kernel.reference, "__code__", None)
         assert code is None or "triton" not in Path(code.co_filename).name
         assert callable(kernel.reference) and callable(kernel.check)
@@ -204,6 +220,36 @@ def test_a_kernel_that_is_wrong_or_does_not_compile_is_refused_at_start(
 @pytest.mark.parametrize("model_type", ["llama", "qwen3"])
 def test_right_kernels_pass(model_type: str, serving: Callable[[str], Serving]) -> None:
     registry.check_kernels(serving(model_type))
+
+
+@pytest.mark.skipif(bool(CPU.host_kernels_problem), reason=CPU.host_kernels_problem)
+@pytest.mark.parametrize("kernel", [pytest.param(each, id=f"{each.module}.{each.name}") for each in HOST_KERNELS])
+@pytest.mark.parametrize("compiles", [True, False])
+def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_start(
+    compiles: bool, kernel: HostKernelEntry, write_config: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from worker.device.host_kernel import HostKernel
+
+    right = getattr(import_module(kernel.module), kernel.name)
+    skipped = []
+
+    def spoilt(this: HostKernel, *arguments: Any) -> None:
+        if this is not right:
+            called(this, *arguments)
+        elif compiles:
+            skipped.append(this.name)  # what it was to write is what lay there
+        else:
+            raise RuntimeError("LLVM ERROR: Cannot select")
+
+    folder = write_config("qwen3", **SHAPE)
+    model = load_model(folder, load_format="dummy", dtype="float32", device=CPU, block_size=8)
+    called = HostKernel.__call__
+    monkeypatch.setattr(HostKernel, "__call__", spoilt)
+    shapes, float32 = (AttentionShape(2, 1, 64, AttentionOptions(0.125)),), torch.float32
+    started = Serving(CPU, model.context.attention, shapes, float32, float32, 8, 5000, model.fused, folder)
+    with pytest.raises(KernelError, match=r"kernels = 'reference'"):
+        kernel.check(started)
+    assert bool(skipped) == compiles
 
 
 DEVICE_FAILURES: list[Exception] = [  # a new start may find a device that is well, or has memory

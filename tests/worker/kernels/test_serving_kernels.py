@@ -11,12 +11,12 @@ import torch
 
 pytest.importorskip("triton")
 
-from worker.attention import AttentionOptions, KvLayer, prefill_plan, triton_attention
+from worker.attention import AttentionOptions, KvLayer, ReferenceAttention, prefill_plan, triton_attention
 from worker.attention.prefill_plan import gluon_problem, hopper_problem, prefill_shape
 from worker.attention.triton_attention import TritonAttention
 from worker.device.device import Device
 from worker.device.targets import TARGETS
-from worker.loading.model import LoadedModel
+from worker.loading.model import ForwardContext, LoadedModel
 from worker.loading.serving_kernels import serving_kernels
 
 F32, F16, BF16, I8 = torch.float32, torch.float16, torch.bfloat16, torch.int8
@@ -70,18 +70,24 @@ def test_a_triton_attention_tells_its_kernels(cpu: Device, monkeypatch: pytest.M
 
 def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
     model = tiny("llama")
-    plain = f"plain torch: {model.device.name} runs no kernels"
-    others = dict.fromkeys(("decode", "prefill", "sampling"), plain)
+    served, problem = "Numba for", model.device.host_kernels_problem
+    if problem:
+        served = f"plain torch: {problem}"
+    told = serving_kernels(model)
+    assert told["decode"] == told["prefill"] and told["decode"].startswith(served)
+    others = {what: told[what] for what in ("decode", "prefill")}
+    others |= {"sampling": f"plain torch: {model.device.name} runs no kernels"}
     assert serving_kernels(model) == others | {"layers": "oneDNN, weights packed at load"}
     wide = {"tie_word_embeddings": True, "vocab_size": 997}  # most of the model: it is not held twice
     head = "oneDNN, weights packed at load; the head, which is the embedding, in plain torch"
     assert serving_kernels(tiny("llama", **wide))["layers"] == head
     assert serving_kernels(tiny("llama", dtype="float16"))["layers"] == "plain torch: float16 is not packed"
     assert serving_kernels(tiny("llama", kernels=False))["layers"] == "plain torch: kernels = 'reference'"
-    without = replace(model, device=replace(model.device, kernels=False), fused=None)
+    context = ForwardContext(ReferenceAttention())
+    without = replace(model, device=replace(model.device, kernels=False), fused=None, context=context)
     told = serving_kernels(without)
     assert told["decode"] == told["sampling"] == "plain torch: kernels = 'reference'"
     assert told["layers"] == "transformers' own: LlamaForCausalLM is run one operation at a time"
     monkeypatch.setattr(Device, "runs_kernels", True)
-    told = serving_kernels(model)
+    told = serving_kernels(replace(model, context=context))
     assert (told["prefill"], told["sampling"]) == ("plain torch: attention = 'reference'", "Triton")

@@ -1,0 +1,149 @@
+"""What the CPU's kernels are made of, and how they are compiled, kept and run."""
+
+from __future__ import annotations
+
+import ctypes
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from worker.device import host_kernel
+from worker.device.host_kernel import HostKernel, host_kernel_problem, part
+from worker.device.rows import load, load_any, narrow, read_any, store, widen
+from worker.device.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
+
+pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+FLOATS = (torch.float32, torch.float16, torch.bfloat16)
+
+
+def convert(arguments: int) -> None:
+    """Every number alone and by vectors, as float32; and back, of a float."""
+    source, code, wide, single, back, count = (
+        read_integer(arguments + 16),
+        read_integer(arguments + 24),
+        read_integer(arguments + 32),
+        read_integer(arguments + 40),
+        read_integer(arguments + 48),
+        read_integer(arguments + 56),
+    )
+    widen(source, code, wide, count, np.float32(1))
+    for index in range(count):
+        write_float(single + 4 * index, read_any(source + index * read_integer(arguments + 64), code))
+    if code < 3:
+        narrow(wide, back, code, count, np.float32(1))
+
+
+CONVERT = HostKernel(convert, "7q")
+
+
+@pytest.mark.parametrize("dtype", CODES, ids=str)
+@pytest.mark.parametrize("count", [5, 16, 65536])
+def test_numbers_become_float32_and_come_back(dtype: torch.dtype, count: int) -> None:
+    bits = torch.arange(count, dtype=torch.int32)
+    if dtype == torch.float32:
+        numbers = (bits * 65536 + 12345).view(torch.float32)
+    elif dtype.itemsize == 2:
+        numbers = bits.to(torch.int16).view(dtype)
+    else:
+        numbers = bits.to(torch.uint8).view(dtype)
+    wide, single, back = torch.empty(count), torch.empty(count), torch.empty(count, dtype=dtype)
+    places = [tensor.data_ptr() for tensor in (wide, single, back)]
+    CONVERT(1, numbers.data_ptr(), CODES[dtype], *places, count, dtype.itemsize)
+    want = numbers.float()
+    assert torch.equal(wide.view(torch.int32)[~want.isnan()], want.view(torch.int32)[~want.isnan()])
+    assert torch.equal(wide.isnan(), want.isnan()) and torch.equal(single.isnan(), want.isnan())
+    assert torch.equal(single[~want.isnan()], want[~want.isnan()])
+    if dtype in FLOATS:
+        assert torch.equal(back.isnan(), want.isnan()) and torch.equal(back[~want.isnan()], numbers[~want.isnan()])
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
+def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype) -> None:
+    generator = torch.Generator().manual_seed(0)
+    numbers = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), generator=generator, dtype=torch.int64).int()
+    ties = torch.arange(1 << 15, dtype=torch.int32) * 65536 + 32768
+    source = torch.cat((numbers, ties)).view(torch.float32)
+    wide, back = torch.empty_like(source), torch.empty(len(source), dtype=dtype)
+    narrow_only = HostKernel(round_row, "4q")
+    narrow_only(1, source.data_ptr(), back.data_ptr(), CODES[dtype], len(source))
+    want = source.to(dtype)
+    assert torch.equal(back.isnan(), want.isnan()) and torch.equal(back[~want.isnan()], want[~want.isnan()])
+    assert wide.shape == source.shape
+
+
+def round_row(arguments: int) -> None:
+    source, target = read_integer(arguments + 16), read_integer(arguments + 24)
+    narrow(source, target, read_integer(arguments + 32), read_integer(arguments + 40), np.float32(1))
+
+
+def exponentiate(arguments: int) -> None:
+    source, target = read_integer(arguments + 16), read_integer(arguments + 24)
+    for at in range(0, 4 * read_integer(arguments + 32), 64):
+        store(target + at, exp(load(source + at)))
+
+
+def test_exp_is_right_to_the_last_bits() -> None:
+    kernel = HostKernel(exponentiate, "3q")
+    x = torch.cat((torch.linspace(-87.2, 88.3, (1 << 18) - 16), torch.tensor([0.0, -0.0, 1e-30, -1e-8]).repeat(4)))
+    found = torch.empty_like(x)
+    kernel(1, x.data_ptr(), found.data_ptr(), len(x))
+    want = x.double().exp()
+    assert float(((found.double() - want) / want).abs().max()) < 2 * 2.0**-23
+    assert found[-16:].tolist() == x[-16:].exp().tolist()
+    nan, inf = float("nan"), float("inf")
+    edges = torch.tensor([nan, inf, -inf, 89.0, -88.0, -1e30, 1e30, 0.0]).repeat(2)
+    kernel(1, edges.data_ptr(), found.data_ptr(), 16)
+    assert str(found[:8].tolist()) == str([nan, inf, 0.0, inf, 0.0, 0.0, inf, 1.0])
+
+
+def count_tickets(arguments: int) -> None:
+    me, last = take_ticket(arguments + 8), read_integer(arguments + 24)
+    counts = read_integer(arguments + 16)
+    while take_ticket(arguments) < last:
+        write_integer(counts + 8 * me, read_integer(counts + 8 * me) + 1)
+
+
+def test_each_ticket_is_taken_once_by_any_number_of_threads() -> None:
+    kernel = HostKernel(count_tickets, "2q")
+    for threads in (1, 2, 5):
+        counts = torch.zeros(8, dtype=torch.int64)
+        kernel(threads, counts.data_ptr(), 1000)
+        assert int(counts.sum()) == 1000
+
+
+def test_without_openmp_there_is_one_thread(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 4)
+    assert host_kernel.threads_for(1e6) == 4 and host_kernel.threads_for(1.0) == 1
+
+    def nothing(name: str) -> ctypes.CDLL:
+        raise OSError(name)
+
+    host_kernel._parallel.cache_clear()
+    monkeypatch.setattr(ctypes, "CDLL", nothing)
+    assert host_kernel.threads_for(1e6) == 1
+    host_kernel._parallel.cache_clear()
+
+
+def test_what_is_compiled_is_kept_where_that_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    host_kernel._kept_in.cache_clear()
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path / "cache"))
+    counts = torch.zeros(1, dtype=torch.int64)
+    for hits in (0, 1):
+        kernel = HostKernel(count_tickets, "2q")
+        kernel(1, counts.data_ptr(), 10)
+        assert kernel._compiled.cache_hits == hits
+    host_kernel._kept_in.cache_clear()
+    (tmp_path / "file").write_text("not a folder")
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path / "file"))
+    kernel = HostKernel(count_tickets, "2q")
+    kernel(1, counts.data_ptr(), 10)
+    assert kernel._compiled.cache_hits == 0 and int(counts) == 30
+    host_kernel._kept_in.cache_clear()
+
+
+def test_parts_are_compiled_as_they_are_written() -> None:
+    assert part(lambda a, b: a // b)(7, 2) == 3 and load_any.py_func.__doc__ == "16 numbers."

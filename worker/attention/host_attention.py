@@ -1,0 +1,157 @@
+"""Paged attention on the CPU by kernels that Numba compiles: see PagedAttention, and host_kernels.py for how."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+
+from worker.device.host_kernel import threads_for
+from worker.device.vector import CODES
+
+from .batch import IntArray, PagedBatch
+from .host_kernels import ITEM_FIELDS, PART, attend, partial_bytes, scratch_bytes
+from .interface import AttentionOptions, KvLayer, check_attend
+from .reference import ReferenceAttention
+
+QUERIES = 48  # of an item at least, where a row has so many: what a chunk is brought for
+# Numbers of K and V that a thread takes in a microsecond, and products: to tell how long it will take.
+BROUGHT_PER_US, MULTIPLIED_PER_US = 5_000, 30_000
+
+
+@dataclass(frozen=True)
+class _Plan:
+    """items: [n, ITEM_FIELDS] int64, see `host_kernels.attend`. tables: [rows, width] int64.
+
+    microseconds: that one thread takes for one KV head. queries: of the largest item. parts, counters: that several
+    threads share.
+    """
+
+    items: IntArray
+    tables: IntArray
+    microseconds: float
+    queries: int
+    parts: int
+    counters: int
+
+
+class HostAttention:
+    """See PagedAttention. For every head size, block size, group size and dtype of K and V."""
+
+    def __init__(self) -> None:
+        self._reference = ReferenceAttention()
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+        self._partials = torch.empty(0, dtype=torch.uint8)
+        self._counters = torch.zeros(0, dtype=torch.int64)
+
+    def describe(self, *_: Any) -> tuple[str, str]:
+        told = f"Numba for {torch.backends.cpu.get_cpu_capability()}, K and V read in place"
+        return told, told
+
+    def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
+        return self._reference.kv_slots(batch)
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
+        self._reference.write(key, value, layer, batch)
+
+    def write_rotated(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        cos: torch.Tensor,
+        sin: torch.Tensor,
+        layer: KvLayer,
+        batch: PagedBatch,
+    ) -> torch.Tensor:
+        return self._reference.write_rotated(query, key, value, cos, sin, layer, batch)
+
+    def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
+        check_attend(query, layer, batch)
+        _, heads, size = query.shape
+        kv_heads, keys = layer.keys.shape[2], layer.keys
+        plan_key = ("host", heads, kv_heads, size, options.window)
+        plan = batch.plans.get(plan_key)
+        if plan is None:
+            plan = batch.plans[plan_key] = _plan(batch, heads // kv_heads, kv_heads, size, options.window)
+        # Padding of a static batch is not attended to.
+        output = (torch.empty if batch.lengths.all() else torch.zeros)(query.shape, dtype=query.dtype)
+        threads = threads_for(plan.microseconds * kv_heads)
+        stride = -(-scratch_bytes(plan.queries, size) // 64) * 64
+        self._make_room(
+            threads * stride, plan.parts * kv_heads * partial_bytes(plan.queries, size), plan.counters * kv_heads
+        )
+        attend(
+            threads,
+            plan.items.ctypes.data,
+            len(plan.items),
+            self._scratch.data_ptr(),
+            stride,
+            query.data_ptr(),
+            query.stride(0) * query.itemsize,
+            query.stride(1) * query.itemsize,
+            CODES[query.dtype],
+            output.data_ptr(),
+            keys.data_ptr(),
+            layer.values.data_ptr(),
+            0 if layer.key_scales is None else layer.key_scales.data_ptr(),
+            0 if layer.value_scales is None else layer.value_scales.data_ptr(),
+            CODES[keys.dtype],
+            plan.tables.ctypes.data,
+            plan.tables.shape[1],
+            batch.block_size,
+            heads,
+            kv_heads,
+            size,
+            options.scaling,
+            options.softcap,
+            options.window,
+            self._partials.data_ptr(),
+            self._counters.data_ptr(),
+        )
+        return output
+
+    def _make_room(self, scratch: int, partials: int, counters: int) -> None:
+        """Memory of so many bytes, and counters that are 0; the kernel leaves them so."""
+        if len(self._scratch) < scratch:
+            self._scratch = torch.empty(scratch, dtype=torch.uint8)
+        if len(self._partials) < partials:
+            self._partials = torch.empty(partials, dtype=torch.uint8)
+        if len(self._counters) < counters:
+            self._counters = torch.zeros(counters, dtype=torch.int64)
+
+
+def _plan(batch: PagedBatch, group: int, kv_heads: int, size: int, window: int) -> _Plan:
+    tokens = max(1, QUERIES // group)
+    items: list[tuple[int, ...]] = []
+    costs: list[float] = []
+    split = _splits(batch, kv_heads, window)
+    parts = counters = 0
+    for row in range(len(batch.counts)):
+        start, end, first = int(batch.starts[row]), int(batch.lengths[row]), int(batch.query_starts[row])
+        for position in range(start, end, tokens):
+            count = min(tokens, end - position)
+            end_part = -(-(position + count) // PART)
+            place = row, first + position - start, position, count
+            keys = min(position + count, window + count) if window else position + count
+            cost = keys * size * (2 / BROUGHT_PER_US + 2 * count * group / MULTIPLIED_PER_US)
+            if split and count == 1 and end_part > 1:
+                items += [(*place, part, part + 1, parts, end_part, counters) for part in range(end_part)]
+                costs += [cost / end_part] * end_part
+                parts, counters = parts + end_part, counters + 1
+            else:
+                items.append((*place, 0, end_part, -1, 0, 0))
+                costs.append(cost)
+    order = np.argsort(-np.array(costs), kind="stable")  # the longest first
+    planned = np.array(items, np.int64).reshape(-1, ITEM_FIELDS)[order]
+    queries = group * int(planned[:, 3].max(initial=1))
+    tables = np.ascontiguousarray(batch.tables)
+    return _Plan(planned, tables, sum(costs), queries, parts, counters)
+
+
+def _splits(batch: PagedBatch, kv_heads: int, window: int) -> bool:
+    """Whether decodes are shared by several threads: where there are few of them, and long ones."""
+    alone = len(batch.counts) * kv_heads
+    return window == 0 and int(batch.lengths.max(initial=0)) > 2 * PART and alone < 8 * torch.get_num_threads()

@@ -1,0 +1,140 @@
+"""Kernels that run on the CPU: compiled by Numba once, kept on disk, and run by torch's own threads.
+
+A kernel is a function of one address, where its arguments lie: an int64 that counts the tickets taken, one that counts
+the threads that came, then what `host_kernel` was told of. Its threads take tickets until there are none left (see
+`vector.take_ticket`), so it does not matter how many there are, and a thread that is late holds up nobody.
+
+There is one pool of threads in the process: the kernel is called by the OpenMP library that torch is linked with
+(`GOMP_parallel`, which LLVM's and Intel's have too), so the threads are those that just did a product. A pool of
+Numba's own would fight them for the cores.
+
+Law: a kernel is made of its own file, of vector.py and rows.py; what is kept is found by these files' contents.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import logging
+import os
+import struct
+import time
+from collections.abc import Callable
+from functools import cached_property, lru_cache
+from importlib import import_module
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from kvforge.models.store import default_cache_dir
+from kvforge.protocol.errors import KvforgeError
+
+CAPABILITIES = ("AVX2", "AVX512")  # of a CPU, as torch calls them
+SHARED_FILES = ("vector.py", "rows.py", "host_kernel.py")
+OPTIONS = {"error_model": "numpy"}  # nothing is raised: a kernel has nobody to tell
+log = logging.getLogger("worker")
+
+
+def host_kernel_problem() -> str:
+    """Why this process cannot run such kernels; "" where it can."""
+    capability = torch.backends.cpu.get_cpu_capability()
+    if capability not in CAPABILITIES:
+        return f"kernels are compiled for AVX2 and AVX-512, this CPU has {capability}"
+    try:
+        import_module("numba")
+    except ImportError as error:  # not there, or it refuses this numpy
+        return f"Numba cannot be imported: {error}"
+    return ""
+
+
+class HostKernel:
+    """A kernel, compiled when it is first called."""
+
+    def __init__(self, function: Callable[[int], None], layout: str) -> None:
+        self.function, self.name = function, function.__name__
+        self._layout = struct.Struct(f"=qq{layout}")
+        self._arguments = ctypes.create_string_buffer(self._layout.size)
+        self._where = ctypes.addressof(self._arguments)
+
+    def __call__(self, threads: int, *numbers: float) -> None:
+        """Runs it to its end. threads: at most so many. numbers: as `layout` has them."""
+        self._layout.pack_into(self._arguments, 0, 0, 0, *numbers)
+        if threads == 1:
+            self._alone(self._where)
+        else:
+            parallel = _parallel()
+            assert parallel is not None, "more threads than `threads_for` allows"
+            parallel(self._address, self._where, threads, 0)
+
+    @cached_property
+    def _compiled(self) -> Any:
+        import numba
+        from numba.core import config
+
+        began, folder = time.perf_counter(), _kept_in(Path(self.function.__code__.co_filename))
+        before, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")
+        try:
+            compiled = numba.cfunc("void(int64)", cache=folder is not None, **OPTIONS)(self.function)
+        finally:
+            config.CACHE_DIR = before
+        kept = "loaded" if compiled.cache_hits else "compiled"
+        log.info("the CPU's kernel %s was %s in %.1f s", self.name, kept, time.perf_counter() - began)
+        return compiled
+
+    @cached_property
+    def _address(self) -> int:
+        return int(self._compiled.address)
+
+    @cached_property
+    def _alone(self) -> Callable[[int], None]:
+        return ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
+
+
+def host_kernel(layout: str) -> Callable[[Callable[[int], None]], HostKernel]:
+    """Makes a kernel of a function. layout: of its arguments, as `struct` has it; q: int64, d: double."""
+    return lambda function: HostKernel(function, layout)
+
+
+def part(function: Callable[..., Any]) -> Any:
+    """Makes a function that kernels are made of."""
+    import numba
+
+    return numba.njit(**OPTIONS)(function)
+
+
+def threads_for(microseconds: float, gain_us: float = 100.0) -> int:
+    """Threads for work that takes one of them so long: all that torch has, where that gains more than waking them."""
+    return torch.get_num_threads() if microseconds > gain_us and _parallel() is not None else 1
+
+
+@lru_cache(maxsize=1)
+def _parallel() -> Callable[[int, int, int, int], None] | None:
+    """GOMP_parallel of the OpenMP library that this torch is linked with; None where there is none."""
+    for name in ("libtorch_cpu.so", "libtorch_cpu.dylib"):
+        try:
+            # dlsym looks through what a library is linked with too: it finds the very one that torch calls.
+            found = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / name)).GOMP_parallel
+        except (OSError, AttributeError):
+            continue
+        found.argtypes, found.restype = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_uint, ctypes.c_uint), None
+        return found
+    log.warning("torch is linked with no OpenMP library: the CPU's kernels run on one thread")
+    return None
+
+
+@lru_cache(maxsize=16)
+def _kept_in(path: Path) -> Path | None:
+    """The folder for what is compiled of this file; None where nothing can be kept."""
+    try:
+        digest = hashlib.sha256()
+        for part in (*(Path(__file__).with_name(name) for name in SHARED_FILES), path):
+            digest.update(part.read_bytes())
+        folder = default_cache_dir() / "numba" / digest.hexdigest()[:16]
+        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        if os.access(folder, os.W_OK):
+            return folder
+        log.info("the CPU's kernels are not kept: %s cannot be written", folder)
+    except (OSError, KvforgeError) as error:
+        log.info("the CPU's kernels are not kept: %s", error)
+    return None
