@@ -7,7 +7,7 @@ from pathlib import Path
 
 import msgspec
 
-from kvforge.protocol import logs
+from kvforge.protocol import choices, logs
 from kvforge.protocol.configuration import expand, load
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.transport import default_runtime_dir
@@ -30,6 +30,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: CPU threads of torch, 0 = torch's own choice. coordinator_wait_s: how long to wait for a coordinator.
     watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
     -1: 200 where there are 4 cores or more).
+    weight_dtype: what weights are multiplied as on a CPU: as `dtype` says, in int8 or int4, or (auto) as a quantised
+    GGUF file has them.
     attention: the kernels, the plain-torch reference, or (auto) the fastest that the device can run. kernels: auto, or
     reference: attention, layers, sampling and copies all in plain torch, and no kernel of Triton's anywhere.
     graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: for batches of up to so many rows.
@@ -44,6 +46,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: str = "auto"
     device_index: int = 0
     dtype: str = "auto"
+    weight_dtype: str = "dtype"
     kv_dtype: str = "auto"
     kv_bytes: int = 0
     blocks: int = 0
@@ -65,9 +68,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not self.model:
             raise InvalidConfiguration("model", "is required: a path, or a name that `kvforge pull` knows")
         logs.check(self.log_level, self.log_format)
-        for field, choices in (("attention", ATTENTIONS), ("kernels", KERNELS), ("graphs", GRAPHS)):
-            if getattr(self, field) not in choices:
-                raise InvalidConfiguration(field, f"must be one of {', '.join(choices)}")
+        named = {"attention": ATTENTIONS, "kernels": KERNELS, "graphs": GRAPHS, "weight_dtype": choices.WEIGHT_DTYPES}
+        for field, known in named.items():
+            if getattr(self, field) not in known:
+                raise InvalidConfiguration(field, f"must be one of {', '.join(known)}")
         if (self.attention, self.kernels) == ("triton", "reference"):
             raise InvalidConfiguration("attention", "kernels = 'reference' leaves out Triton's; use attention = 'auto'")
         if self.graph_rows_max < 1:

@@ -69,7 +69,8 @@ def print_kernels(worker: WorkerHealth) -> None:
 def print_model(model: ModelInfo) -> None:
     """The lines that say what the model is computed in, and what a request gets that names no sampling of its own."""
     if model.dtype:
-        print(f"computed in {model.dtype}")
+        weights = f", weights in {model.weight_dtype}" if model.weight_dtype not in ("", model.dtype) else ""
+        print(f"computed in {model.dtype}{weights}")
     chosen = [f"{name} {getattr(model.sampling, name):g}" for name in MODEL_DEFAULTS]
     print(f"sampling unless a request says otherwise: {', '.join(chosen)}")
 

@@ -39,6 +39,7 @@ UP_OPTIONS = (
 WORKER_OPTIONS = (
     "device",
     "dtype",
+    "weight_dtype",
     "kv_dtype",
     "kv_bytes",
     "blocks",
@@ -51,6 +52,7 @@ WORKER_OPTIONS = (
 NAMES = {
     "device": choices.DEVICES,
     "dtype": choices.DTYPES,
+    "weight_dtype": choices.WEIGHT_DTYPES,
     "kv_dtype": choices.KV_DTYPES,
     "load_format": choices.LOAD_FORMATS,
 }
@@ -70,6 +72,11 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--device", choices=choices.DEVICES, help="[auto]")
     parser.add_argument("--devices", metavar="LIST", help="device index of each worker, like 0,1 [0,1,2,...]")
     parser.add_argument("--dtype", choices=choices.DTYPES, help="of weights and activations [auto]")
+    parser.add_argument(
+        "--weight-dtype",
+        choices=choices.WEIGHT_DTYPES,
+        help="of weights on a CPU; auto: as a GGUF file has them [dtype]",
+    )
     parser.add_argument("--kv-dtype", choices=choices.KV_DTYPES, help="of the KV cache [auto]")
     size = parser.add_mutually_exclusive_group()
     size.add_argument("--kv-bytes", type=int, metavar="N", help="size of each worker's KV pool in bytes")

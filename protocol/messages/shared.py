@@ -120,7 +120,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     source: the path or name it was loaded from (a client on the same host may load its tokenizer from there).
     sampling: what a request gets that names nothing; only fields of MODEL_DEFAULTS are not off.
     fingerprint: hex digest of what determines the tokens (weights file or configuration, architecture, dtype).
-    dtype: what it computes in, by torch's name; "": not said.
+    dtype: what it computes in, by torch's name; "": not said. weight_dtype: the same, or int8 or int4 where most of its
+    matrices are quantised.
     """
 
     name: str
@@ -132,6 +133,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     eos_tokens: tuple[int, ...] = ()
     sampling: Sampling = Sampling()
     dtype: str = ""
+    weight_dtype: str = ""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

@@ -88,10 +88,12 @@ def tiny(write_config: Callable[..., Path], cpu: Device) -> Callable[..., Loaded
         seed: int = 0,
         dtype: str = "float32",
         kernels: bool = True,
+        weight_dtype: str = "dtype",
         **fields: Any,
     ) -> LoadedModel:
         folder, device = write_config(model_type, **fields), replace(cpu, kernels=kernels)
-        return load_model(folder, load_format="dummy", dtype=dtype, device=device, block_size=block_size, seed=seed)
+        settings = {"load_format": "dummy", "dtype": dtype, "weight_dtype": weight_dtype, "seed": seed}
+        return load_model(folder, device=device, block_size=block_size, **settings)
 
     return load
 

@@ -246,6 +246,16 @@ class Device:
             return f"oneDNN has no products of bfloat16 for {self.name}"
         return ""
 
+    def quantising_problem(self, kind: str) -> str:
+        """Why products with weights of "int8" or "int4" are not for this CPU; "" where they are."""
+        if self.queues:
+            return f"weights are quantised on CPUs alone, and this is {self.name}"
+        if kind == "int8" and not torch.cpu._is_vnni_supported():  # without, sums of two products overflow 16 bits
+            return f"{self.name} has no instructions for exact products of 8 bits (avx512_vnni)"
+        if kind == "int4" and not (torch.cpu._is_avx512_supported() and self.multiplies_bfloat16):
+            return f"{self.name} has no instructions for products of bfloat16 (avx512_bf16)"
+        return ""
+
     @contextlib.contextmanager
     def errors(self, doing: str) -> Iterator[None]:
         """Turns a failure of torch or of Triton while `doing` something into what `as_worker_error` says."""

@@ -12,12 +12,12 @@ through transformers, and `verification` compares either with transformers' own 
 No weight is held twice: the parts of a fused matrix become views of it, layer by layer, or of the packed one that takes
 its place (see `kernels.packed`), so that the transformers module stays whole: it computes what it did, and its state
 has the names it had. The one exception is the head of a model whose embedding is tied to it: rows are looked up in the
-plain table, so the packed one lies beside it, if it is a small part of the model.
+plain table, so the packed one lies beside it, if it is a small part of the model, or quantised.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -26,14 +26,14 @@ from worker.attention import AttentionOptions, PagedAttention
 from worker.device.target import HEAD_UNIT
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
 from worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
-from worker.kernels.packed import PackedOperations, PackedRows
+from worker.kernels.packed import PackedRows
 
+from .quantisation import Packer
 from .rope import STATIC_ROPE
 
 # Of all weights' bytes; 0.21 of SmolLM2-135M and Llama-3.2-1B, 0.28 of Qwen2.5-0.5B. A worker may hold 1.3 times them.
 TIED_HEAD_SHARE_MAX = 0.29
 
-Pack = Callable[[torch.Tensor], torch.Tensor]
 FUSIBLE = frozenset(
     {
         "transformers.models.llama.modeling_llama.LlamaForCausalLM",
@@ -46,19 +46,23 @@ FUSIBLE = frozenset(
 
 
 def fuse(
-    module: Any, options: Sequence[AttentionOptions], operations: LayerOperations, attention: PagedAttention
+    module: Any,
+    options: Sequence[AttentionOptions],
+    operations: LayerOperations,
+    attention: PagedAttention,
+    packer: Packer | None = None,
 ) -> FusedDecoder | None:
     """The fused form of a transformers model, which then shares its weights; None where the table does not know it.
 
-    options: of each layer, in order. With `PackedOperations` the unpacked weights are given up one by one; nobody else
-    may hold them, as a former fused form does. Errors: those of `PackedOperations.pack`.
+    options: of each layer, in order. packer: what makes the weights that `operations` multiply (see `quantisation`);
+    the others are given up one by one, and nobody else may hold them, as a former fused form does. None: they are taken
+    as they are. Errors: those of `packer`.
     """
-    if not _is_known(module):
+    if not is_known(module):
         return None
     decoder, config = module.model, module.config
-    pack = operations.pack if isinstance(operations, PackedOperations) else None
-    head = _head(module, pack)  # first: later the module does not tell how large it was
-    layers = tuple(_fuse_layer(layer, each, pack) for layer, each in zip(decoder.layers, options, strict=True))
+    head = _head(module, packer)  # first: later the module does not tell how large it was
+    layers = tuple(_fuse_layer(layer, each, packer) for layer, each in zip(decoder.layers, options, strict=True))
     return FusedDecoder(
         operations=operations,
         attention=attention,
@@ -72,7 +76,8 @@ def fuse(
     )
 
 
-def _is_known(module: Any) -> bool:
+def is_known(module: Any) -> bool:
+    """Whether `fuse` makes something of a transformers model."""
     kind, config = type(module), module.config
     if f"{kind.__module__}.{kind.__qualname__}" not in FUSIBLE or config.hidden_act not in ("silu", "swish"):
         return False
@@ -91,15 +96,17 @@ def _is_known(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _head(module: Any, pack: Pack | None) -> Projection:
+def _head(module: Any, packer: Packer | None) -> Projection:
     weight, bias = module.lm_head.weight, module.lm_head.bias
-    if pack is None or weight is not module.model.embed_tokens.weight:
-        return _join(module, ("lm_head",), pack)
+    if packer is None or weight is not module.model.embed_tokens.weight:
+        return _join(module, ("lm_head",), packer)
     whole = sum(each.nbytes for each in module.parameters())
-    return Projection(pack(weight) if weight.nbytes <= TIED_HEAD_SHARE_MAX * whole else weight, bias)
+    if weight.nbytes > TIED_HEAD_SHARE_MAX * whole and not packer.quantises:
+        return Projection(weight, bias)
+    return Projection(packer.pack(weight, [module.lm_head]), bias)
 
 
-def _fuse_layer(layer: Any, options: AttentionOptions, pack: Pack | None) -> FusedLayer:
+def _fuse_layer(layer: Any, options: AttentionOptions, packer: Packer | None) -> FusedLayer:
     attention, mlp = layer.self_attn, layer.mlp
     head_size = attention.head_dim
     has_norms = hasattr(attention, "q_norm")
@@ -110,24 +117,24 @@ def _fuse_layer(layer: Any, options: AttentionOptions, pack: Pack | None) -> Fus
         kv_heads=attention.k_proj.out_features // head_size,
         head_size=head_size,
         input_norm=layer.input_layernorm.weight,
-        projected=_join(attention, ("q_proj", "k_proj", "v_proj"), pack),
+        projected=_join(attention, ("q_proj", "k_proj", "v_proj"), packer),
         head_norms=(attention.q_norm.weight, attention.k_norm.weight) if has_norms else None,
-        output=_join(attention, ("o_proj",), pack),
+        output=_join(attention, ("o_proj",), packer),
         inner_norm=layer.post_attention_layernorm.weight,
-        gate_up=_join(mlp, ("gate_proj", "up_proj"), pack),
-        down=_join(mlp, ("down_proj",), pack),
+        gate_up=_join(mlp, ("gate_proj", "up_proj"), packer),
+        down=_join(mlp, ("down_proj",), packer),
     )
 
 
 @torch.no_grad()
-def _join(owner: Any, names: Sequence[str], pack: Pack | None) -> Projection:
+def _join(owner: Any, names: Sequence[str], packer: Packer | None) -> Projection:
     """The projections of these names as one, whose rows the parts become."""
     parts = [getattr(owner, name) for name in names]
     weight, bias = parts[0].weight, parts[0].bias
     if len(parts) > 1:
         weight = torch.cat([part.weight for part in parts])
         bias = None if bias is None else torch.cat([part.bias for part in parts])
-    packed = None if pack is None else pack(weight)
+    packed = None if packer is None else packer.pack(weight, parts)
     first = 0
     for name, part in zip(names, parts, strict=True):
         rows = slice(first, first + part.out_features)

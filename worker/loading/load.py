@@ -8,23 +8,24 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from kvforge.protocol.errors import KernelError, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
 from kvforge.protocol.messages import ModelInfo
 from worker.attention import choose_attention
 from worker.attention.pool import KV_DTYPES, KvGeometry
 from worker.device.device import Device
 from worker.device.targets import check_dtypes
 from worker.kernels import PlainOperations, choose_operations
-from worker.kernels.packed import WAY_OUT, PackedOperations
+from worker.kernels.packed import QUANTISED_WAY_OUT, WAY_OUT, PackedOperations
 from worker.kernels.registry import Serving, check_kernels
 
 from .build import build
 from .configuration import model_dtype, read_config
 from .fingerprint import fingerprint
-from .fusion import fuse
+from .fusion import fuse, is_known
 from .model import ForwardContext, LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
 from .progress import Progress, gguf_read_once
+from .quantisation import Packer, choose_quantisation
 from .rope import context_tokens
 from .sampling_defaults import model_sampling
 from .source import find_source
@@ -38,6 +39,7 @@ def load_model(
     *,
     load_format: str = "auto",
     dtype: str = "auto",
+    weight_dtype: str = "dtype",
     device: Device,
     block_size: int,
     kv_dtype: str = "auto",
@@ -50,12 +52,13 @@ def load_model(
 
     source: a GGUF file, a Hugging Face folder, or (load_format "dummy") a config.json or a folder with one.
     dtype: float32, float16, bfloat16, or auto (see `loading.model_dtype`).
+    weight_dtype: in how many bits weights stay (see `loading.quantisation`).
     kv_dtype: a name in `KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
     dummy weights. context_tokens_max: positions to serve, 0: what the model is said to have (see `loading.rope`).
     progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
     Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
-    kv_dtype, attention, block_size, context_tokens_max); KernelError where one is wrong or does not compile;
-    WorkerError or GpuError where memory runs out.
+    weight_dtype, kv_dtype, attention, block_size, context_tokens_max); KernelError where one is wrong or does not
+    compile; WorkerError or GpuError where memory runs out.
     """
     progress("reading the configuration", 0.0)
     found = find_source(source, load_format)
@@ -63,6 +66,7 @@ def load_model(
         config = read_config(found)
         served_tokens = context_tokens(config, context_tokens_max)
         torch_dtype = model_dtype(dtype, config, found, device)
+        quantisation = choose_quantisation(weight_dtype, found, torch_dtype, device)
         dtype_name = str(torch_dtype).removeprefix("torch.")
         kv_dtype = dtype_name if kv_dtype == "auto" else kv_dtype
         # Its errors come before the wait.
@@ -74,8 +78,12 @@ def load_model(
         progress("loading weights", 0.05)
         module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed)
 
+    if quantisation is not None and not is_known(module):
+        _refuse_quantising(weight_dtype, type(module).__name__)
+        quantisation = None
+
     progress("checking weights", 0.87)
-    digest = fingerprint(module, dtype_name)
+    digest = fingerprint(module, dtype_name if quantisation is None else f"{dtype_name} {quantisation.digest}")
     progress("checking attention", 0.9)
     context = ForwardContext(chosen)
     shapes = bind_layers(module, context, served_tokens, device)
@@ -99,6 +107,7 @@ def load_model(
         eos_tokens=_eos_tokens(module),
         sampling=model_sampling(found),
         dtype=dtype_name,
+        weight_dtype=dtype_name if quantisation is None else quantisation.kind,
     )
     model = LoadedModel(
         info=info,
@@ -115,7 +124,7 @@ def load_model(
         try:
             reference = verify(model)
         except UnsupportedModel as error:
-            if fused is None:
+            if fused is None or quantisation is not None:
                 raise
             log.warning("%s; its layers are run one operation at a time", error)
             model = replace(model, fused=None)
@@ -123,22 +132,35 @@ def load_model(
     if model.fused is not None and isinstance(operations, PackedOperations):
         progress("packing weights", 0.95)
         fused, model = None, replace(model, fused=None)  # nothing may hold the unpacked ones
-        model = _packed(model, operations, reference)
+        model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
     progress("model loaded", 1.0)
     return model
 
 
-def _packed(model: LoadedModel, operations: PackedOperations, reference: Reference) -> LoadedModel:
-    """A model that was verified, with its weights packed, verified again. Errors: KernelError, WorkerError."""
+def _packed(model: LoadedModel, operations: PackedOperations, packer: Packer, reference: Reference) -> LoadedModel:
+    """A model that was verified, with its weights packed, verified again. Errors: KernelError, WorkerError.
+
+    Quantised weights are not compared with what they were made of, from which they differ by as much as it takes, but
+    with transformers' own layers over the numbers that they stand for. What these are was checked one by one.
+    """
     with model.device.errors("packing weights"):
-        fused = fuse(model.module, bound_options(model.module), operations, model.context.attention)
+        fused = fuse(model.module, bound_options(model.module), operations, model.context.attention, packer)
         model.device.release_cached()
         model = replace(model, fused=fused)
         try:
-            verify(model, reference)
+            verify(model, reference, quantised=packer.quantises)
         except UnsupportedModel as error:
-            raise KernelError(f"with packed weights: {error}; {WAY_OUT}") from error
+            what, way_out = ("quantised", QUANTISED_WAY_OUT) if packer.quantises else ("packed", WAY_OUT)
+            raise KernelError(f"with {what} weights: {error}; {way_out}") from error
     return model
+
+
+def _refuse_quantising(weight_dtype: str, architecture: str) -> None:
+    """Errors: InvalidConfiguration, unless it was `auto`, which is satisfied with what can be."""
+    problem = f"the weights of {architecture}, whose layers are transformers' own, are not quantised"
+    if weight_dtype != "auto":
+        raise InvalidConfiguration("weight_dtype", f"{weight_dtype!r}: {problem}; use 'dtype'")
+    log.info("weight_dtype: %s", problem)
 
 
 def _eos_tokens(module: Any) -> tuple[int, ...]:

@@ -21,6 +21,7 @@ from worker.attention import AttentionOptions, PagedAttention, PagedBatch
 from worker.attention.pool import KvGeometry, KvPool
 from worker.device.device import Device
 from worker.kernels.decoder import FusedDecoder
+from worker.kernels.packed import is_packed
 
 ATTENTION_NAME = "kvforge_paged"
 BINDING = "kvforge_binding"
@@ -134,7 +135,7 @@ class LoadedModel:
 
     @property
     def _head_is_packed(self) -> bool:
-        return self.fused is not None and self.fused.head.weight.is_mkldnn
+        return self.fused is not None and is_packed(self.fused.head.weight)
 
     def _through_transformers(
         self,

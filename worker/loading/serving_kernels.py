@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 from worker.attention import ReferenceAttention
 from worker.kernels import PlainOperations
-from worker.kernels.packed import PackedOperations, packing_problem
+from worker.kernels.packed import PackedOperations, is_packed, packing_problem, weight_kind
 
 from .model import LoadedModel
 from .probe import bound_options
@@ -41,8 +43,10 @@ def _layers(model: LoadedModel) -> str:
     if model.fused is None:
         return f"transformers' own: {model.info.architecture} is run one operation at a time"
     if isinstance(model.fused.operations, PackedOperations):
-        head = "" if model.fused.head.weight.is_mkldnn else "; the head, which is the embedding, in plain torch"
-        return f"oneDNN, weights packed at load{head}"
+        head = "" if is_packed(model.fused.head.weight) else "; the head, which is the embedding, in plain torch"
+        counts = Counter(weight_kind(weight) for weight in model.fused.product_weights())
+        kinds = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if kind)
+        return f"oneDNN, weights quantised at load: {kinds}" if kinds else f"oneDNN, weights packed at load{head}"
     if not isinstance(model.fused.operations, PlainOperations):
         return "Triton"
     return f"plain torch: {packing_problem(model.device, model.dtype)}"

@@ -32,6 +32,8 @@ log = logging.getLogger(__name__)
 
 # Largest difference of logits, relative to the largest logit, that rounding explains.
 TOLERANCE = {torch.float32: 1e-3, torch.float16: 2e-2, torch.bfloat16: 1e-1}
+# The same, where rows of x are quantised to 8 bits before they are multiplied.
+QUANTISED_TOLERANCE = 1.5e-1
 # So far from float32 right and wrong look alike: whatever transformers does, this is too far.
 NOTHING_PROVED = 0.5
 # Of a batch of two: tokens of each, and how many of them the first pass feeds (the second: a chunk and a decode).
@@ -51,21 +53,26 @@ class Reference:
 
 
 @torch.no_grad()
-def verify(model: LoadedModel, reference: Reference | None = None) -> Reference:
+def verify(model: LoadedModel, reference: Reference | None = None, quantised: bool = False) -> Reference:
     """Compares paged with eager attention on two short sequences, in blocks handed out in falling order.
 
     reference: what an earlier call returned, to compare with: from before the weights were packed, so that a fault of
-    packing is not on both sides. None: it is computed. Errors: UnsupportedModel.
+    packing is not on both sides. None: it is computed. quantised: the weights were, since then: `reference` only tells
+    by how much that changed the logits. Errors: UnsupportedModel.
     """
     name = type(model.module).__name__
     if model.info.context_tokens_max < LENGTHS.max():
         raise UnsupportedModel(name, "its context is shorter than 8 tokens")
     rng = np.random.default_rng(0)
     sequences = [rng.integers(0, model.vocab_size, count) for count in LENGTHS]
-    if reference is None:
+    before = reference if quantised else None
+    if reference is None or quantised:
         reference = Reference(_eager_logits(model, sequences))
     got, wanted = _paged_logits(model, sequences), reference.eager
     tolerance = max(TOLERANCE[model.dtype], TOLERANCE.get(model.geometry.dtype.torch_dtype, 0.0))
+    if before is not None:
+        tolerance = max(tolerance, QUANTISED_TOLERANCE)
+        log.info("quantising changed logits by %.1e of the largest", distance(got, before.eager))
     apart = distance(got, wanted)
     if apart <= tolerance:
         return reference

@@ -43,6 +43,7 @@ class Engine:
             find_model(config),
             load_format=config.load_format,
             dtype=config.dtype,
+            weight_dtype=config.weight_dtype,
             device=self.device,
             block_size=welcome.block_size,
             kv_dtype=config.kv_dtype,
@@ -57,7 +58,7 @@ class Engine:
         blocks = pool_blocks(config, self.model, welcome, self._graph_rows)
         self.pool = KvPool(self.model.geometry, blocks, self.device)
         info = self.model.info
-        log.info("%s in %s on %s", info.name, info.dtype, self.device.name)
+        log.info("%s in %s, weights in %s, on %s", info.name, info.dtype, info.weight_dtype, self.device.name)
         log.info("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
         for what, kernel in self.kernels().items():
             log.info("kernels: %s by %s", what, kernel)

@@ -17,7 +17,7 @@ from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
 from worker.attention.pool import KvPool
 from worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
 from worker.device.device import Device
-from worker.kernels.packed import stored_bytes
+from worker.kernels.packed import is_packed, stored_bytes
 from worker.loading.model import LoadedModel
 
 from .graphs import bucket_sizes
@@ -78,7 +78,7 @@ def weight_bytes(model: LoadedModel) -> int:
     tensors = chain(model.module.parameters(), model.module.buffers())
     plain = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
     weights = model.fused.product_weights() if model.fused is not None else ()
-    return plain + sum(stored_bytes(weight) for weight in weights if weight.is_mkldnn)
+    return plain + sum(stored_bytes(weight) for weight in weights if is_packed(weight))
 
 
 def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:

@@ -76,11 +76,11 @@ def test_what_was_packed_is_given_back(
         gc.collect()
         return sum(not each.expired() for each in unpacked)
 
-    def noted(model: LoadedModel, *reference: Any) -> Any:
+    def noted(model: LoadedModel, *reference: Any, **how: Any) -> Any:
         storages = [each.untyped_storage() for each in model.module.parameters() if each.dim() == 2]
         if not reference:
             unpacked.extend(map(StorageWeakRef, {each.data_ptr(): each for each in storages}.values()))
-        return verify(model, *reference)
+        return verify(model, *reference, **how)
 
     def counted(self: PackedOperations, weight: torch.Tensor) -> torch.Tensor:
         alive.append(count())

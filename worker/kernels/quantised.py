@@ -1,0 +1,212 @@
+"""Weights of 8 and of 4 bits for a CPU, each multiplied by a kernel of torch that never widens them all.
+
+int8 (`Int8Weight`): a scale for each row of the weight. Each row of x is quantised on its own when it comes, and oneDNN
+multiplies whole numbers, whose sums are exact: what is beside a row does not change it. A few columns of x are often 20
+times as large as the others, and would leave these few levels; so weight and x are rotated first, in blocks of up to
+128 columns, by Hadamard's matrix (Ashkboos and others, "QuaRot", arXiv 2404.00456), which changes no product.
+
+int4 (`Int4Weight`): a scale and a smallest value for each 32 numbers of a row, both bfloat16: the groups of Q4_0, Q4_1
+and Q4_K of GGUF files, whose levels are kept as they are. x is rounded to bfloat16, not quantised. From 128 rows on the
+weight is widened to bfloat16 a part at a time for oneDNN's product, as torch's own kernel is made for a few rows.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import abstractmethod
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import Any, Self
+
+import torch
+
+GROUP = 32  # numbers of a row that share a scale in int4
+TILE = 64  # rows of a weight that torch's kernel lays out together on AVX-512
+WIDENED_ROWS = 128  # of x; see benchmarks/NOTES.md, "CPU: quantised weights"
+WIDENED_NUMBERS = 1 << 21  # of a weight, at a time
+LEVELS = 127  # of int8, on either side of 0; int4 has 15 above its smallest
+ROTATED = 128  # columns that are rotated together, at most: fewer where the power of 2 does not divide k
+SMALLEST = 1e-30  # a row of zeros has this scale, so that nothing is divided by 0
+EXPECTED_ROWS = 16  # see packed.py
+
+
+class QuantisedWeight(torch.Tensor):
+    """A weight [n, k] float32, to whoever asks for its shape; only `product` takes part in a computation."""
+
+    @staticmethod
+    def __new__(cls, n: int, k: int, *_: Any) -> Self:
+        made: Self = torch.Tensor._make_wrapper_subclass(cls, (n, k), dtype=torch.float32)
+        return made
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        raise TypeError(f"{func} takes no quantised weight")
+
+    @property
+    @abstractmethod
+    def stored_bytes(self) -> int:
+        """That it takes."""
+
+    @abstractmethod
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x weight^T + bias, [tokens, n] in the dtype of x. x: [tokens, k] float32 or bfloat16. bias: [n]."""
+
+    @abstractmethod
+    def widened(self) -> torch.Tensor:
+        """The numbers that it stands for, [n, k] float32, new."""
+
+    @abstractmethod
+    def seen(self, x: torch.Tensor) -> torch.Tensor:
+        """x as `product` multiplies it, [tokens, k] float32."""
+
+
+class Int8Weight(QuantisedWeight):
+    """levels: [n, k] int8, -127 to 127, of the rotated weight. scales: [n] float32, what one level is worth. rotation:
+    of `rotation_of`."""
+
+    def __init__(self, n: int, k: int, levels: torch.Tensor, scales: torch.Tensor, rotation: torch.Tensor) -> None:
+        assert (n, k) == levels.shape
+        self._packed = torch.ops.onednn.qlinear_prepack(levels, [EXPECTED_ROWS, k])
+        self._scales = scales / LEVELS  # of a row of x too: its largest number is multiplied last
+        self._zeros = torch.zeros(n, dtype=torch.int32)
+        self._rotation = rotation
+        self._middle = torch.tensor(128.5)  # of the levels of x, 1 to 255; the half is for rounding
+
+    @property
+    def stored_bytes(self) -> int:
+        return int(torch.ops.mkldnn._nbytes(self._packed)) + self._scales.nbytes + self._zeros.nbytes
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        levels, largest = self._quantise(x)
+        found: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+            levels, 1.0, 128, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
+        )
+        found = found.mul_(largest).to(x.dtype)
+        return found if bias is None else found.add_(bias)
+
+    def widened(self) -> torch.Tensor:
+        rotated = self._packed.to_dense().t().float().mul_(self._scales[:, None] * LEVELS)
+        return rotate(rotated, self._rotation)
+
+    def seen(self, x: torch.Tensor) -> torch.Tensor:
+        levels, largest = self._quantise(x)
+        return rotate((levels.float() - 128) * (largest / LEVELS), self._rotation)
+
+    def _quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x rotated: levels [tokens, k] uint8 around 128, and the largest number of each row [tokens, 1] float32."""
+        x = rotate(x.float(), self._rotation)
+        largest = x.abs().amax(1, keepdim=True).clamp_min_(SMALLEST)
+        return torch.addcmul(self._middle, x, LEVELS / largest).to(torch.uint8), largest
+
+
+@dataclass(frozen=True)
+class Groups:
+    """A weight [n, k] in groups of 32: level x scale + low. levels: [n, k] uint8, 0 to 15. scales, lows: [n, k / 32]
+    float32."""
+
+    levels: torch.Tensor
+    scales: torch.Tensor
+    lows: torch.Tensor
+
+    def widened(self) -> torch.Tensor:
+        """[n, k] float32."""
+        return (self.levels.unflatten(1, (-1, GROUP)) * self.scales[..., None]).add_(self.lows[..., None]).flatten(1)
+
+
+class Int4Weight(QuantisedWeight):
+    """groups: their levels are kept, their scales and lows rounded to bfloat16. n: a multiple of 64, k: of 32."""
+
+    def __init__(self, n: int, k: int, groups: Groups) -> None:
+        assert (n, k) == groups.levels.shape
+        self._packed = torch.ops.aten._convert_weight_to_int4pack_for_cpu(groups.levels.int(), 1)
+        # Of the kernel a level is 8 less, so its zero is what level 8 stands for.
+        zeros = groups.lows + 8 * groups.scales
+        both = torch.stack((groups.scales.t(), zeros.t()), dim=2)
+        self._scales_and_zeros = both.to(torch.bfloat16).contiguous()
+
+    @property
+    def stored_bytes(self) -> int:
+        return self._packed.nbytes + self._scales_and_zeros.nbytes
+
+    def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        narrow = x.to(torch.bfloat16).contiguous()
+        if len(x) >= WIDENED_ROWS:
+            found = torch.cat([narrow @ part for part in self._parts()], dim=1)
+        else:
+            found = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, self._packed, GROUP, self._scales_and_zeros)
+        found = found.to(x.dtype)
+        return found if bias is None else found.add_(bias)
+
+    def widened(self) -> torch.Tensor:
+        n, k = self.shape
+        scales, zeros = self._scales_and_zeros.float().unbind(2)
+        levels = self._levels(slice(None)).float().view(k // GROUP, GROUP, n) - 8
+        return (levels * scales[:, None] + zeros[:, None]).view(k, n).t().contiguous()
+
+    def seen(self, x: torch.Tensor) -> torch.Tensor:
+        return x.to(torch.bfloat16).float()
+
+    def _parts(self) -> Iterator[torch.Tensor]:
+        """The weight, transposed, [k, some of n] bfloat16 each."""
+        n, k = self.shape
+        tiles = max(1, WIDENED_NUMBERS // (k * TILE))
+        for first in range(0, n // TILE, tiles):
+            rows = slice(first * TILE, (first + tiles) * TILE)
+            scales, zeros = self._scales_and_zeros[:, rows].unbind(2)
+            scales = scales.contiguous()
+            lows = zeros.float().sub_(8 * scales.float()).to(torch.bfloat16)
+            levels = self._levels(slice(first, first + tiles)).to(torch.bfloat16).view(k // GROUP, GROUP, -1)
+            yield levels.mul_(scales[:, None]).add_(lows[:, None]).view(k, -1)
+
+    def _levels(self, tiles: slice) -> torch.Tensor:
+        """[k, rows of the weight in these tiles] uint8, out of the layout that torch gives them on AVX-512: of each 64
+        rows and number of k there are 32 bytes, the rows 0 to 31 in their lower halves, the others in the upper."""
+        n, k = self.shape
+        octets = self._packed.view(n // TILE, k, TILE // 2)[tiles]
+        return torch.cat((octets & 15, octets >> 4), dim=2).permute(1, 0, 2).reshape(k, -1)
+
+
+def can_be_int4(weight: torch.Tensor) -> bool:
+    """Whether `Int4Weight` takes a weight of this shape."""
+    n, k = weight.shape
+    return n % TILE == 0 and k % GROUP == 0
+
+
+@lru_cache(maxsize=16)
+def rotation_of(k: int) -> torch.Tensor:
+    """Hadamard's matrix by Sylvester, orthonormal and its own inverse, [size, size] float32: size is the largest power
+    of 2 up to ROTATED that divides k."""
+    size = math.gcd(k, ROTATED)
+    found = torch.ones(1, 1)
+    while len(found) < size:
+        found = torch.kron(torch.tensor([[1.0, 1.0], [1.0, -1.0]]), found)
+    return found / math.sqrt(size)
+
+
+def rotate(x: torch.Tensor, rotation: torch.Tensor) -> torch.Tensor:
+    """Each block of columns of x [rows, k] float32, rotated: new, of the same shape."""
+    return (x.reshape(-1, len(rotation)) @ rotation).view(x.shape)
+
+
+def quantise_int8(weight: torch.Tensor) -> Int8Weight:
+    """The nearest levels; a row's largest number is the largest level. weight: [n, k], finite."""
+    rotation = rotation_of(weight.shape[1])
+    rotated = rotate(weight.detach().float(), rotation)
+    scales = rotated.abs().amax(1).clamp_min_(SMALLEST) / LEVELS
+    levels = rotated.div_(scales[:, None]).round_().to(torch.int8)
+    n, k = weight.shape
+    return Int8Weight(n, k, levels, scales, rotation)
+
+
+def quantise_int4(weight: torch.Tensor) -> Groups:
+    """The nearest levels of each group, from its smallest number to its largest. weight: [n, k], finite; see
+    `can_be_int4`."""
+    grouped = weight.detach().float().unflatten(1, (-1, GROUP))
+    smallest, largest = torch.aminmax(grouped, dim=2)
+    # Rounded first, as they will be, so that the levels are the nearest of what is kept.
+    scales = ((largest - smallest) / 15).clamp_min_(SMALLEST).to(torch.bfloat16).float()
+    zeros = (smallest + 8 * scales).to(torch.bfloat16).float()
+    lows = zeros - 8 * scales
+    levels = ((grouped - lows[..., None]) / scales[..., None]).round_().clamp_(0, 15)
+    return Groups(levels.to(torch.uint8).flatten(1), scales, lows)
