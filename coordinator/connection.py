@@ -59,6 +59,7 @@ class Connection:
         "reader",
         "registered",
         "socket",
+        "trusted",
         "unread_bytes",
     )
 
@@ -72,7 +73,7 @@ class Connection:
         self.begun_ns = now_ns  # when the message that has not ended began; 0: none has begun
         self.counted = self.unread_bytes = self.registered = 0  # these are kept by `Peers`
         self.faults = 0
-        self.listed = False
+        self.listed = self.trusted = False
         self.queued_bytes = self.queued_messages = 0
         self._room = room
         # What is still to be written, with whether a message ends there.

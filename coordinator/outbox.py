@@ -25,6 +25,10 @@ class Transport(Protocol):
 
     def __len__(self) -> int: ...
 
+    @property
+    def again_us(self) -> int | None:
+        """When a turn is due for it though nothing arrives; None: never."""
+
     def receive(self) -> tuple[bytes, int, Frames] | None:
         """The next message: (identity, descriptor, frames); None where none is waiting. The descriptor is that of a
         connection which is not admitted yet; what it is for others nobody asks."""

@@ -6,7 +6,8 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
   few, and the oldest of them goes when there are too many, or after `connection.STRANGER_S`;
 - messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
   loop only for a while: what was asked by then is answered before more is looked at. What has come is read for a while
-  only, from each in turn; and while bounds are broken all the time turns are short, as everyone waits for their end;
+  only, from each in turn; and while bounds are broken all the time, strangers and those who sent something wrong are
+  looked at now and then only (`pace`);
 - a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
   goes with its connection. One that does not end within `connection.MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
@@ -37,6 +38,7 @@ from . import zmtp
 from .connection import Connection, Room
 from .listener import Listener
 from .outbox import Frames, Sent
+from .pace import Pace
 
 LINGER_S = 0.5
 LINGERING_MAX = 8
@@ -44,9 +46,6 @@ FAULTS_MAX = 64
 TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
 LOOKS_MAX = 4  # connections that are looked at between two looks at the time
 LOOK_US = 100  # for so long what has come is read at once
-TROUBLED_S = 1.0  # turns are short while bounds are broken more than TROUBLES_MAX times in such a time
-TROUBLES_MAX = 16  # a neighbour with a fault now and then must not cost others their long turns
-TROUBLED_TURN_US = 150
 CLIENT, WORKER = "client", "worker"
 log = logging.getLogger("coordinator")
 
@@ -68,8 +67,8 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def descriptors(self) -> int:
-        """How many are needed: connections, those that linger, the listening socket, its epoll, one to refuse with."""
-        return self.admitted_max + self.strangers_max + LINGERING_MAX + 4
+        """How many are needed: connections, those that linger, the listening socket, its epolls, one to refuse with."""
+        return self.admitted_max + self.strangers_max + LINGERING_MAX + 6
 
 
 def _nothing(_number: int) -> None: ...
@@ -105,6 +104,7 @@ class Peers:
         self._by_descriptor: dict[int, Connection] = {}
         self._strangers: dict[bytes, Connection] = {}  # the oldest first
         self._ready: deque[Connection] = deque()  # may have a message
+        self._put_off: deque[Connection] = deque()  # so may these, but they are paced
         self._over: list[Connection] = []  # have ended, and their last message was handed out
         self._gone: list[int] = []
         self._lingering: deque[Connection] = deque()  # forgotten, the longest ago first
@@ -113,11 +113,14 @@ class Peers:
         self._partial_bytes = 0
         self._made = 0
         self._watched, self._stirred, self._turned, self._eased = False, True, False, False
-        self._calm_ns = 0  # when turns may be long again
-        self._troubles, self._troubles_end_ns = 0, 0  # how often a bound was broken, in a time that ends then
+        self._pace = Pace()
         self._now_ns = self._beaten_ns = self._turn_ends_ns = time.monotonic_ns()
-        self._epoll = select.epoll()
-        self._listener = Listener(endpoint, self._epoll)
+        # Those with standing, and all others with the listening socket: the second is taken out while they are paced.
+        self._epoll, self._trusted, self._others = select.epoll(), select.epoll(), select.epoll()
+        self._listener = Listener(endpoint, self._others)
+        self._epoll.register(self._trusted, select.EPOLLIN)
+        self._epoll.register(self._others, select.EPOLLIN)
+        self._paced = False
 
     def __len__(self) -> int:
         return len(self._by_number)
@@ -142,7 +145,12 @@ class Peers:
         """Whether a message, the end of a connection, or room for one that had none is there to be looked at."""
         if (self._stirred or not self._watched) and not self._ready:
             self._look()
-        return bool(self._ready or self._over or self._gone or self._eased)
+        return bool(self._next_queue() or self._over or self._gone or self._eased)
+
+    @property
+    def again_us(self) -> int | None:
+        """When a turn is due though nothing arrives, for those that are paced; None: nobody is."""
+        return self._pace.again_ns // 1000 + 1 if self._paced else None
 
     # --------------------------------------------------------------------------------------------------- for the turn
 
@@ -151,22 +159,24 @@ class Peers:
         if not self._turned:
             self._turned = True
             self._look()  # also where messages are left from before: others may have come meanwhile
-            turn_us = self.limits.turn_us if self._now_ns >= self._calm_ns else TROUBLED_TURN_US
-            self._turn_ends_ns = self._now_ns + turn_us * 1000
+            self._turn_ends_ns = self._now_ns + self.limits.turn_us * 1000
         elif time.monotonic_ns() >= self._turn_ends_ns:
             return None  # what is left is for the next turn: what was asked so far is answered first
         while True:
-            if not self._ready:
-                if (self._watched and not self._stirred) or self._now_ns < self._calm_ns:
+            queue = self._next_queue()
+            if not queue:
+                if self._watched and not self._stirred:
                     return None
                 self._look()
-                if not self._ready:
+                if not (queue := self._next_queue()):
                     return None
-            connection = self._ready.popleft()
+            connection = queue.popleft()
             connection.listed = False
             if connection.identity not in self._by_identity or connection.full:
                 continue  # one that is full comes again when it is not
             if (frames := self._next(connection)) is not None:
+                if queue is self._put_off:
+                    self._pace.heard()
                 if connection.holds:
                     self._list(connection)
                 else:
@@ -187,14 +197,14 @@ class Peers:
             return None
         assert connection.descriptor == descriptor, "a connection has one descriptor"
         if not connection.number:
+            self._trust(connection, not connection.faults)
             connection.number = self._numbers()
             self._by_number[connection.number] = self._strangers.pop(identity)
         return connection.number
 
     def note_ends(self, turn_over: bool = True) -> None:
         """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
-        if not (turn_over and self._turned and self._now_ns < self._calm_ns):  # a short turn ends without another look
-            self._look()
+        self._look()
         if turn_over:
             self._turned = self._eased = False
         over, self._over = self._over, []
@@ -236,7 +246,8 @@ class Peers:
         connection = self._by_identity.get(identity)
         if connection is not None:
             connection.faults += 1
-            self._note_trouble()
+            self._pace.note_trouble(self._now_ns)
+            self._trust(connection, False)
             if connection.faults > FAULTS_MAX:
                 self._drop(connection, f"{connection.faults} of its messages were none")
 
@@ -254,7 +265,8 @@ class Peers:
         while self._lingering:
             self._lingering.popleft().socket.close()
         if not self._epoll.closed:
-            self._epoll.close()
+            for epoll in (self._epoll, self._trusted, self._others):
+                epoll.close()
             self._listener.close()
 
     # ----------------------------------------------------------------------------------------------------- what comes
@@ -265,8 +277,19 @@ class Peers:
         self._now_ns = now_ns = time.monotonic_ns()
         if self._listener.again_ns:
             self._listener.look_again(now_ns)
-        until_ns, left = now_ns + LOOK_US * 1000, len(self._by_descriptor) + 1
-        while events := self._epoll.poll(0, LOOKS_MAX):  # those that were looked at go to the end of its queue
+        self._look_through(self._trusted)
+        if self._pace.begins(now_ns):
+            stirred = self._stirred
+            self._look_through(self._others)
+            if bool(self._pace.again_ns) != self._paced:
+                self._change_pace()
+            if self._paced:
+                self._stirred = stirred
+
+    def _look_through(self, epoll: select.epoll) -> None:
+        """Looks at each once, while there is time."""
+        until_ns, left = time.monotonic_ns() + LOOK_US * 1000, len(self._by_descriptor) + 1
+        while events := epoll.poll(0, LOOKS_MAX):  # those that were looked at go to the end of its queue
             for descriptor, what in events:
                 self._look_at(descriptor, what)
             left -= len(events)
@@ -275,6 +298,20 @@ class Peers:
             if time.monotonic_ns() >= until_ns:
                 self._stirred = True
                 return
+
+    def _change_pace(self) -> None:
+        """Those without standing are paced from now on, or are no longer."""
+        self._paced = not self._paced
+        if self._paced:
+            self._epoll.unregister(self._others)
+        else:
+            self._epoll.register(self._others, select.EPOLLIN)
+            self._ready += self._put_off
+            self._put_off.clear()
+
+    def _next_queue(self) -> deque[Connection]:
+        """Where the next message is looked for."""
+        return self._put_off if not self._ready and self._pace.hears else self._ready
 
     def _look_at(self, descriptor: int, what: int) -> None:
         now_ns = self._now_ns
@@ -316,7 +353,22 @@ class Peers:
         """It may have a message."""
         if not connection.listed:
             connection.listed = True
-            self._ready.append(connection)
+            (self._put_off if self._paced and not connection.trusted else self._ready).append(connection)
+
+    def _trust(self, connection: Connection, trusted: bool) -> None:
+        """It has standing from now on, or has it no longer."""
+        if connection.trusted != trusted:
+            if connection.registered:
+                self._epoll_of(connection).unregister(connection.descriptor)
+                connection.registered = 0
+            connection.trusted = trusted
+            self._register(connection)
+            if trusted and connection in self._put_off:
+                self._put_off.remove(connection)
+                self._ready.append(connection)
+
+    def _epoll_of(self, connection: Connection) -> select.epoll:
+        return self._trusted if connection.trusted else self._others
 
     def _next(self, connection: Connection) -> list[zmtp.Frame] | None:
         """The next message of a connection. One that breaks the protocol is disconnected."""
@@ -354,7 +406,9 @@ class Peers:
         if sent is Sent.GONE:
             self._end(connection)
         elif connection.queued_bytes:
-            if self._together and connection.queued_messages < TOGETHER_MAX:
+            if connection.registered & select.EPOLLOUT:
+                pass  # the one before was not taken: epoll tells when it is
+            elif self._together and connection.queued_messages < TOGETHER_MAX:
                 self._unsent.add(connection)
             else:
                 self._write(connection)
@@ -378,12 +432,13 @@ class Peers:
                 wanted |= select.EPOLLOUT
         if wanted == connection.registered:
             return
+        epoll = self._epoll_of(connection)
         if not wanted:
-            self._epoll.unregister(connection.descriptor)
+            epoll.unregister(connection.descriptor)
         elif connection.registered:
-            self._epoll.modify(connection.descriptor, wanted)
+            epoll.modify(connection.descriptor, wanted)
         else:
-            self._epoll.register(connection.descriptor, wanted)
+            epoll.register(connection.descriptor, wanted)
         connection.registered = wanted
 
     def _ease(self, connection: Connection) -> None:
@@ -414,16 +469,8 @@ class Peers:
         """Disconnects a peer that broke a bound, and says so."""
         who = f"connection {connection.number}" if connection.number else "connection that is not admitted"
         log.warning("%s %s dropped: %s", self.kind, who, why, extra={"peer": connection.number})
-        self._note_trouble()
+        self._pace.note_trouble(self._now_ns)
         self._end(connection)
-
-    def _note_trouble(self) -> None:
-        """Somebody broke a bound."""
-        if self._now_ns >= self._troubles_end_ns:
-            self._troubles, self._troubles_end_ns = 0, self._now_ns + int(TROUBLED_S * 1e9)
-        self._troubles += 1
-        if self._troubles > TROUBLES_MAX:
-            self._calm_ns = self._now_ns + int(TROUBLED_S * 1e9)
 
     def _end(self, connection: Connection) -> None:
         """A connection is over, and not because we were told to forget it."""

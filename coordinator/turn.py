@@ -164,6 +164,9 @@ class TurnLoop:
         due_us = now_us + BEAT_US
         if self._core_due_us is not None:
             due_us = min(due_us, self._core_due_us)
+        for peers in (self.clients, self.workers):
+            if (again_us := peers.again_us) is not None:
+                due_us = min(due_us, again_us)
         if self._processes is not None and (act_us := self._processes.act(now_us)) is not None:
             due_us = min(due_us, act_us)
         return min(due_us, now_us + RETRY_US) if self._outbox.waiting else due_us

@@ -18,7 +18,8 @@ import zmq
 from coordinator import peers, zmtp
 from coordinator.connection import UNREAD_PONGS_BYTES, Room
 from coordinator.outbox import Sent
-from coordinator.peers import TROUBLED_S, PeerLimits, Peers
+from coordinator.pace import MESSAGES_MAX, PACE_US, TROUBLED_S
+from coordinator.peers import PeerLimits, Peers
 from kvforge.protocol import transport
 from tests.coordinator.net import QUEUE, Net, short_lived_net, until
 from tests.hostile.raw import RawPeer, part
@@ -216,11 +217,11 @@ def test_a_turn_takes_messages_for_a_while_and_at_least_one(hostile: Hostile) ->
         hostile.peers.note_ends()
 
 
-def test_an_end_is_seen_before_another_is_admitted_however_short_the_turn(
+def test_an_end_is_seen_before_another_is_admitted_also_beside_those_that_are_paced(
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A worker that was killed, and its successor of the same name, which would be refused."""
-    monkeypatch.setattr("coordinator.peers.TROUBLES_MAX", 0)
+    monkeypatch.setattr("coordinator.pace.TROUBLES_MAX", 0)
     killed, wrong, busy = hostile.connect(), hostile.connect(), hostile.connect()
     wrong.send(b"\x08\x00")
     assert ends(hostile, wrong) == [2]
@@ -249,29 +250,48 @@ def test_admitting_another_gives_a_turn_no_more_time(hostile: Hostile) -> None:
     assert hostile.peers.receive() is not None
 
 
-def test_turns_are_short_for_a_while_after_bounds_were_broken_more_than_now_and_then(
+def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_and_then(
     hostile: Hostile, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Short: of no time here. The clock stands still but where it is put forward."""
+    """The clock stands still but where it is put forward."""
+    monkeypatch.setattr("coordinator.pace.TROUBLES_MAX", 1)
+    honest, faulty, wrong = (hostile.connect() for _ in range(3))
     now_ns = time.monotonic_ns()
-    monkeypatch.setattr("coordinator.peers.TROUBLED_TURN_US", 0)
-    monkeypatch.setattr("coordinator.peers.TROUBLES_MAX", 1)
-    busy, wrong = hostile.connect(), hostile.connect()
     monkeypatch.setattr("coordinator.peers.time.monotonic_ns", lambda: now_ns)
-    busy.send(part(b"busy", more=False) * 20)
+
+    def heard(*, honest_sends: int = 0, faulty_sends: int = 0) -> list[bytes]:
+        """What is handed out in one turn."""
+        honest.send(part(b"honest", more=False) * honest_sends)
+        faulty.send(part(b"faulty", more=False) * faulty_sends)
+        hostile.peers.note_ends()
+        return [bytes(message[2][0]) for message in iter(hostile.peers.receive, None)]
+
+    def breaks_a_bound() -> None:
+        peer = RawPeer(hostile.path, shake=False)
+        peer.send(b"no ZMTP at all")
+        until(lambda: (hostile.peers.note_ends(), peer.ended())[1])  # type: ignore[func-returns-value]
+        peer.close()
+
+    faulty.send(part(b"no message", more=False))
+    hostile.peers.fault(hostile.receive()[0])
+    assert sorted(heard(honest_sends=9, faulty_sends=9)) == 9 * [b"faulty"] + 9 * [b"honest"], "once is no reason"
+    breaks_a_bound()
+    assert hostile.peers.again_us is None
     hostile.peers.note_ends()
-    assert [hostile.peers.receive() is not None for _ in range(4)] == [True] * 4
-    wrong.send(b"\x08\x00")
-    assert ends(hostile, wrong) == [2]
-    assert [hostile.peers.receive() is not None for _ in range(3)] == [True] * 3, "once is no reason"
-    again = RawPeer(hostile.path, shake=False)
-    again.send(b"no ZMTP at all")
-    until(lambda: (hostile.peers.note_ends(), again.ended())[1])  # type: ignore[func-returns-value]
-    again.close()
-    assert [hostile.peers.receive() is not None for _ in range(3)] == [True, False, False]
+    heard(faulty_sends=3 * MESSAGES_MAX)
+    for _ in range(3):
+        again_us = hostile.peers.again_us
+        assert again_us is not None
+        assert heard(honest_sends=9) == 9 * [b"honest"]
+        assert not hostile.peers.waiting, "its turn is not due, and nothing else is there"
+        now_ns += PACE_US * 1000
+        assert now_ns // 1000 <= again_us
+        assert heard(honest_sends=9) == 9 * [b"honest"] + MESSAGES_MAX * [b"faulty"]
+    heard(faulty_sends=9)
     now_ns += int(TROUBLED_S * 1e9)
-    hostile.peers.note_ends()
-    assert [hostile.peers.receive() is not None for _ in range(3)] == [True] * 3
+    assert heard() == 9 * [b"faulty"]
+    assert hostile.peers.again_us is None
+    assert not wrong.ended()
 
 
 def test_where_reading_takes_too_long_the_rest_is_read_in_the_next_look(

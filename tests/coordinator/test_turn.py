@@ -129,6 +129,10 @@ class Wire:
         self.forget(number)
         self._ended.append(number)
 
+    @property
+    def again_us(self) -> None:
+        return None
+
     def take_gone(self) -> list[int]:
         ended, self._ended = self._ended, []
         return ended

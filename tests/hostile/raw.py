@@ -30,8 +30,7 @@ class RawPeer:
     def __init__(self, path: str, shake: bool = True) -> None:
         """Connects; shake: greets as it should."""
         self.socket = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
-        self.socket.settimeout(WAIT_S)
-        self.socket.connect(path)
+        self.socket.connect(path)  # waits where others are waiting to be accepted
         self.socket.setblocking(False)
         self._left = b""
         if shake:

@@ -145,7 +145,7 @@ LIMITS = "[limits]\nclients_max = 16\nstrangers_max = 8\npools_max = 4\n"
 def test_more_connections_than_descriptors_are_refused_and_nobody_else_notices(
     folder: Path, started: list[Coordinator]
 ) -> None:
-    coordinator = Coordinator(folder, LIMITS, descriptors=96)
+    coordinator = Coordinator(folder, LIMITS, descriptors=112)
     started.append(coordinator)
     with coordinator.client() as kv:
         kv.health()
@@ -154,7 +154,7 @@ def test_more_connections_than_descriptors_are_refused_and_nobody_else_notices(
         for _ in range(20):
             crowd += [RawPeer(path) for _ in range(15)]
             assert kv.health().live
-            assert coordinator.descriptors <= 96
+            assert coordinator.descriptors <= 112
         for peer in crowd[:200]:
             peer.wait_ended()
         with coordinator.client() as other:

@@ -199,6 +199,10 @@ class SimulatedPeers:
                 self.forget(number)
                 self._gone.append(number)
 
+    @property
+    def again_us(self) -> None:
+        return None
+
     def take_gone(self) -> list[int]:
         gone, self._gone = self._gone, []
         return gone
