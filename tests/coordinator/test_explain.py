@@ -271,7 +271,7 @@ def test_a_tenant_tells_its_quota_its_live_tokens_and_its_hits() -> None:
         "prefix_hit_tokens": 8,
     }
     assert told.sentences == (
-        f"3 of 16 blocks on w1 ({3 * BYTES_PER_BLOCK} bytes): 75% of their places for tokens are live",
+        f"3 of 16 blocks on w1 ({3 * BYTES_PER_BLOCK} bytes): 75% of their token slots are live",
         "prefix cache: 8 of 18 tokens were there (44.4%)",
     )
     error = driver.refused(Explain(rid=1, tenant="nobody"), NotFound)

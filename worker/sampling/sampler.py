@@ -159,6 +159,7 @@ class SamplingState:
         self._nucleus = np.zeros(slots_max, np.bool_)
         self._top_k = np.zeros(slots_max, np.int64)
         self._tops = np.zeros(slots_max, np.int64)
+        self._simple = np.ones(slots_max, np.bool_)
         self._started: dict[int, RowStart] = {}
 
     def begin(self, start: RowStart, prompt: Int32Array = NO_INT32, generated: Int32Array = NO_INT32) -> None:
@@ -193,17 +194,15 @@ class SamplingState:
         self._nucleus[slot] = sampling.top_p < 1
         self._top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
         self._tops[slot] = sampling.logprobs
+        filtered = self._min_p[slot] or self._nucleus[slot] or self._top_k[slot]
+        special = filtered if self.runs_kernels else self._random[slot]
+        self._simple[slot] = not (special or sampling.counts_answer or sampling.logit_bias or sampling.logprobs)
 
     def simple(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Which of the slots `sample_simple` can do: those that are greedy, and with kernels also those that draw from
         the whole vocabulary, where no logit is shifted and no other token told. [n] bool. Whatever else a request may
-        ask must be named here: nothing else looks at it on the fast path."""
-        special = self.counts.holds(slots) | self._bias.holds(slots) | (self._tops[slots] > 0)
-        if self.runs_kernels:
-            special |= self._min_p[slots] | self._nucleus[slots] | (self._top_k[slots] > 0)
-        else:
-            special |= self._random[slots]
-        return np.asarray(~special)
+        ask must be named where it begins (`_remember`): nothing looks at it on the fast path."""
+        return self._simple[slots]
 
     def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.integer]) -> SampledRows:
         """Chooses a token for each row and moves its slot on by one, unless the row is not finite or all banned.

@@ -80,7 +80,7 @@ def malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> Inval
         return InvalidRequest("counts", f"must be at least 1 each and {len(step.tokens)} together")
     if len(step.copies) % 3:
         return InvalidRequest("copies", f"holds {len(step.copies)} numbers, not triples")
-    if split_history(step) is None:
+    if (step.begins or len(step.history)) and split_history(step) is None:
         return InvalidRequest("history", f"its {len(step.history)} tokens are not what `begins` says")
     return None
 

@@ -244,7 +244,7 @@ class Explainer:
             integral += group.pool.block_us(index) * each / 1e6
             places, tokens = usage * cache.blocks.block_size, live_tokens(cache, group, index)
             live += tokens
-            share = f"{tokens / places:.0%} of their places for tokens are live" if places else "none"
+            share = f"{tokens / places:.0%} of their token slots are live" if places else "none"
             sentences.append(f"{usage} of {group.pool.count} blocks on {group.name} ({usage * each} bytes): {share}")
         queried, hit = int(tenants.prefix_queried_tokens[index]), int(tenants.prefix_hit_tokens[index])
         if queried:
