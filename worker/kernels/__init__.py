@@ -2,7 +2,7 @@
 
 `LayerOperations` says what; `plain.py` does it in torch, `fused.py` with one Triton kernel for each operation (norm.py,
 rotary.py, activation.py, linear.py, project.py), `packed.py` as plain.py, but with oneDNN's products where a CPU gains
-by them; decoder.py is a whole model of them.
+by them (quantised.py: in fewer bits); decoder.py is a whole model of them.
 
 registry.py     every Triton kernel of the worker, those of attention, sampling and copies too
 aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch asks to be compiled

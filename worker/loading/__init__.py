@@ -5,6 +5,7 @@ configuration.py, gguf.py, rope.py   what its files say about the model
 build.py        transformers builds it and fills in the weights
 report.py       nothing of the files may be left over, nothing of the model left out
 sampling_defaults.py   how the model wants its tokens drawn
+quantisation.py, gguf_groups.py   in how many bits its weights stay, and those that a file holds in 4
 fingerprint.py  what was loaded, as one number
 progress.py     what transformers draws on the terminal, as fractions
 model.py        the loaded model and its forward pass; fusion.py: the fused form of those whose layers are known
