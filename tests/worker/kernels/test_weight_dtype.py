@@ -17,7 +17,7 @@ from worker.config import WorkerConfig
 from worker.device.device import Device
 from worker.kernels import quantised
 from worker.kernels.packed import PackedOperations, quantising_problem, weight_kind
-from worker.kernels.quantised import GROUP, QuantisedWeight
+from worker.kernels.quantised import GROUP, Groups, QuantisedWeight
 from worker.loading.gguf_groups import read_groups
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
@@ -163,11 +163,16 @@ def test_a_gguf_file_stays_as_it_is(
 def test_groups_that_are_not_the_weight_are_not_taken(
     tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody changes a matrix after it was read: then it is quantised as any other."""
+    """Where the file says other numbers than the model has, its weights are quantised as any others."""
     path = write_gguf(
         tiny("llama", kernels=False).module, tmp_path / "tiny.gguf", stored=gguf.GGMLQuantizationType.Q4_0
     )
-    monkeypatch.setattr("worker.loading.gguf_groups.FOUR_BITS", ("Q4_1",))
+
+    def other(octets: Any, type_name: str) -> Groups:
+        found = read_groups(octets, type_name)
+        return Groups(found.levels ^ 1, found.scales, found.lows)
+
+    monkeypatch.setattr("worker.loading.gguf_groups.read_groups", other)
     model = load_model(path, dtype="float32", weight_dtype="auto", device=cpu, block_size=4)
     assert kinds_of(model) == ["int8"] * 9
 
