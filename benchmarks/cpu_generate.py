@@ -1,13 +1,14 @@
 """Decode throughput of kvforge's runner and of transformers' `generate`: same weights, same batch, one process, CPU.
 
-    python -m benchmarks.cpu_generate [--model PATH] [--tokens 64] [--repeats 3] [--rows 8] [--dtype float32]
-                                      [--threads N] [--json FILE]
+    python -m benchmarks.cpu_generate [--model PATH] [--tokens 64] [--repeats 3] [--rows 8] [--prompt N]
+                                      [--dtype float32] [--threads N] [--json FILE]
 
-Up to eight prompts of different lengths, greedy, the end token ignored. kvforge runs twice: as it is, and with its
-weights as plain torch has them (kernels = "reference"). transformers runs its default way: left padding, its dynamic
-cache, its sdpa attention. Decode throughput is (tokens - 1) x prompts over the time between the first and the last
-token, so that no side's prefill counts. They alternate; medians are compared. Run it on an idle machine: torch's
-threads wait for each other in every layer, so a neighbour on one core slows all sides tenfold.
+Up to eight prompts, of different lengths or all of N tokens, greedy, the end token ignored. kvforge runs twice: as it
+is, and in plain torch (kernels = "reference"). transformers runs its default way: left padding, its dynamic cache, its
+sdpa attention. Decode throughput is (tokens - 1) x prompts over the time between the first and the last token, so that
+no side's prefill counts, and prefill throughput the prompts' tokens over the time to the first. They alternate; medians
+are compared. Run it on an idle machine: torch's threads wait for each other in every layer, so a neighbour
+on one core slows all sides tenfold.
 """
 
 from __future__ import annotations
@@ -35,14 +36,15 @@ BLOCK_SIZE = 16
 PROMPT_TOKENS = (5, 9, 14, 20, 27, 35, 48, 64)
 
 
-def prompts_of(model: LoadedModel, rows: int) -> list[list[int]]:
-    """Random token ids: the work does not depend on what they mean."""
+def prompts_of(model: LoadedModel, rows: int, tokens: int | None = None) -> list[list[int]]:
+    """Random token ids: the work does not depend on what they mean. tokens: of each; None: of `PROMPT_TOKENS`."""
     rng = np.random.default_rng(0)
-    return [rng.integers(3, model.vocab_size, count).tolist() for count in PROMPT_TOKENS[:rows]]
+    counts = PROMPT_TOKENS[:rows] if tokens is None else (tokens,) * rows
+    return [rng.integers(3, model.vocab_size, count).tolist() for count in counts]
 
 
-def run_kvforge(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
-    """Seconds from the first token to the last, and the tokens of each prompt."""
+def run_kvforge(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, float, list[list[int]]]:
+    """Seconds to the first token and from it to the last, and the tokens of each prompt."""
     width = -(-(max(map(len, prompts)) + tokens) // BLOCK_SIZE)
     pool = KvPool(model.geometry, width * len(prompts), model.device)
     total = sum(map(len, prompts))
@@ -62,6 +64,7 @@ def run_kvforge(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tu
         samples=ones,
         tokens=np.concatenate([np.array(prompt, np.int32) for prompt in prompts]),
     )
+    began = time.perf_counter()
     outcomes = [runner.run(step, tables)]
     started = time.perf_counter()
     for index in range(1, tokens):
@@ -71,7 +74,7 @@ def run_kvforge(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tu
     elapsed = time.perf_counter() - started
     pool.close()
     assert not any(outcome.errors for outcome in outcomes)
-    return elapsed, np.stack([outcome.tokens for outcome in outcomes], axis=1).tolist()
+    return started - began, elapsed, np.stack([outcome.tokens for outcome in outcomes], axis=1).tolist()
 
 
 class _Clock(transformers.LogitsProcessor):  # type: ignore[misc]
@@ -85,7 +88,7 @@ class _Clock(transformers.LogitsProcessor):  # type: ignore[misc]
         return scores
 
 
-def run_transformers(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, list[list[int]]]:
+def run_transformers(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, float, list[list[int]]]:
     """The same of `generate`, on the left-padded batch."""
     width = max(map(len, prompts))
     ids = torch.zeros((len(prompts), width), dtype=torch.int64)
@@ -98,6 +101,7 @@ def run_transformers(model: LoadedModel, prompts: list[list[int]], tokens: int) 
     module.generation_config.eos_token_id = None
     module.generation_config.pad_token_id = 0
     use_attention(module, "sdpa")
+    began = time.perf_counter()
     try:
         output = module.generate(
             input_ids=ids,
@@ -108,7 +112,7 @@ def run_transformers(model: LoadedModel, prompts: list[list[int]], tokens: int) 
         )
     finally:
         use_attention(module, ATTENTION_NAME)
-    return clock.times[-1] - clock.times[0], output[:, width:].tolist()
+    return clock.times[0] - began, clock.times[-1] - clock.times[0], output[:, width:].tolist()
 
 
 def main() -> None:
@@ -118,6 +122,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to generate for each prompt")
     parser.add_argument("--repeats", type=int, default=3, help="alternating repeats; medians are compared")
     parser.add_argument("--rows", type=int, default=len(PROMPT_TOKENS), help="prompts, up to 8")
+    parser.add_argument("--prompt", type=int, help="tokens of each prompt (default: 5 to 64)")
     parser.add_argument("--dtype", choices=("float32", "bfloat16"), default="float32", help="of the weights")
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's own choice, the cores)")
     parser.add_argument("--json", metavar="FILE", help="write the numbers here too")
@@ -130,7 +135,7 @@ def main() -> None:
         load_model(source, dtype=arguments.dtype, device=open_device("cpu", kernels=kernels), block_size=BLOCK_SIZE)
         for kernels in (True, False)
     )
-    prompts = prompts_of(model, arguments.rows)
+    prompts = prompts_of(model, arguments.rows, arguments.prompt)
     sides = {
         "kvforge": partial(run_kvforge, model),
         "kvforge, plain torch": partial(run_kvforge, plain),
@@ -139,29 +144,45 @@ def main() -> None:
     for run in sides.values():
         run(prompts, 4)  # warm-up: threads, allocator
     seconds: dict[str, list[float]] = {name: [] for name in sides}
+    first_seconds: dict[str, list[float]] = {name: [] for name in sides}
     tokens: dict[str, list[list[int]]] = {}
     for _ in range(arguments.repeats):
         for name, run in sides.items():
-            elapsed, tokens[name] = run(prompts, arguments.tokens)
+            first, elapsed, tokens[name] = run(prompts, arguments.tokens)
             seconds[name].append(elapsed)
+            first_seconds[name].append(first)
 
     decoded = (arguments.tokens - 1) * len(prompts)
     rate = {name: decoded / statistics.median(times) for name, times in seconds.items()}
+    prompt_tokens = sum(map(len, prompts))
+    prefill_rate = {name: prompt_tokens / statistics.median(times) for name, times in first_seconds.items()}
+    prefill_ratios = {name: prefill_rate["kvforge"] / prefill_rate[name] for name in sides if name != "kvforge"}
     ratios = {name: rate["kvforge"] / rate[name] for name in sides if name != "kvforge"}
     same = sum(a == b for a, b in zip(tokens["kvforge"], tokens["transformers"], strict=True))
     rows = [
-        [name, f"{rate[name]:.1f}", f"{decoded / max(times):.1f}", f"{decoded / min(times):.1f}"]
+        [
+            name,
+            f"{rate[name]:.1f}",
+            f"{decoded / max(times):.1f}",
+            f"{decoded / min(times):.1f}",
+            f"{prefill_rate[name]:.0f}",
+        ]
         for name, times in seconds.items()
     ]
-    rows += [[f"kvforge / {name}", f"{ratio:.2f}", "", ""] for name, ratio in ratios.items()]
+    rows += [
+        [f"kvforge / {name}", f"{ratio:.2f}", "", "", f"{prefill_ratios[name]:.2f}"] for name, ratio in ratios.items()
+    ]
     results = {
         "model": model.info.name,
         "dtype": arguments.dtype,
         "prompts": len(prompts),
+        "prompt_tokens": prompt_tokens,
         "tokens": arguments.tokens,
         "threads": torch.get_num_threads(),
         "decode_tokens_per_second": rate,
         "seconds": seconds,
+        "prefill_tokens_per_second": prefill_rate,
+        "prefill_ratios": prefill_ratios,
         "ratio": ratios["transformers"],
         "ratio_to_plain": ratios["kvforge, plain torch"],
         "identical_continuations": same,
@@ -170,7 +191,7 @@ def main() -> None:
         f"{model.info.name} {arguments.dtype}, {len(prompts)} prompts x {arguments.tokens} tokens, "
         f"{torch.get_num_threads()} threads; {same} of {len(prompts)} continuations identical"
     )
-    report(title, ["decode tokens/s", "median", "lowest", "highest"], rows, results, arguments.json)
+    report(title, ["tokens/s", "decode, median", "lowest", "highest", "prefill, median"], rows, results, arguments.json)
 
 
 def _default_model() -> Path:

@@ -108,8 +108,8 @@ def main() -> None:
     prompt = np.random.default_rng(0).integers(3, models[KINDS[0]].vocab_size, PREFILL_TOKENS).tolist()
     for repeat in range(-1, arguments.repeats):  # the first one warms up
         for kind, model in models.items():
-            one, _ = run_kvforge(model, prompts_of(model, 8)[-1:], arguments.tokens)
-            eight, _ = run_kvforge(model, prompts_of(model, 8), arguments.tokens)
+            _, one, _ = run_kvforge(model, prompts_of(model, 8)[-1:], arguments.tokens)
+            _, eight, _ = run_kvforge(model, prompts_of(model, 8), arguments.tokens)
             began = time.perf_counter()
             logits_of(model, prompt, sampled=1)
             if repeat >= 0:

@@ -13,12 +13,16 @@ from worker.device.vector import CODES
 
 from .batch import IntArray, PagedBatch
 from .host_kernels import ITEM_FIELDS, PART, attend, partial_bytes, scratch_bytes
-from .interface import AttentionOptions, KvLayer, check_attend
+from .host_write import write_rotated
+from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
+from .quantised import is_quantised
 from .reference import ReferenceAttention
 
 QUERIES = 48  # of an item at least, where a row has so many: what a chunk is brought for
-# Numbers of K and V that a thread takes in a microsecond, and products: to tell how long it will take.
+# Numbers of K and V that a thread takes in a microsecond, products, and numbers stored: to tell how
+# long it will take.
 BROUGHT_PER_US, MULTIPLIED_PER_US = 5_000, 30_000
+COPIED_PER_US = 2_000
 
 
 @dataclass(frozen=True)
@@ -54,7 +58,11 @@ class HostAttention:
         return self._reference.kv_slots(batch)
 
     def write(self, key: torch.Tensor, value: torch.Tensor, layer: KvLayer, batch: PagedBatch) -> None:
-        self._reference.write(key, value, layer, batch)
+        if is_quantised(layer.keys.dtype):
+            self._reference.write(key, value, layer, batch)
+            return
+        check_write(key, value, layer, batch)
+        self._store(key[:, :0], key, value, None, layer, batch)
 
     def write_rotated(
         self,
@@ -66,7 +74,53 @@ class HostAttention:
         layer: KvLayer,
         batch: PagedBatch,
     ) -> torch.Tensor:
-        return self._reference.write_rotated(query, key, value, cos, sin, layer, batch)
+        if is_quantised(layer.keys.dtype) or not query.dtype == key.dtype == value.dtype:
+            return self._reference.write_rotated(query, key, value, cos, sin, layer, batch)
+        check_write(key, value, layer, batch)
+        check_rotary(query, cos, sin, layer, batch)
+        self._store(query, key, value, (cos, sin), layer, batch)
+        return query
+
+    def _store(
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        angles: tuple[torch.Tensor, torch.Tensor] | None,
+        layer: KvLayer,
+        batch: PagedBatch,
+    ) -> None:
+        """Rotates the query in place, and stores key and value. angles: cos and sin; None: nothing is rotated."""
+        tokens, kv_heads, size = key.shape
+        cos, sin = angles or (key, key)
+        heads = query.shape[1] + 2 * kv_heads
+        threads = threads_for(tokens * heads * size / COPIED_PER_US)
+        stride = -(-4 * size // 64) * 64
+        self._make_room(threads * stride)
+        write_rotated(
+            threads,
+            tokens,
+            size,
+            CODES[key.dtype],
+            0 if angles is None else cos.shape[1],
+            cos.data_ptr(),
+            sin.data_ptr(),
+            CODES[cos.dtype],
+            query.data_ptr(),
+            *_strides(query),
+            query.shape[1],
+            key.data_ptr(),
+            *_strides(key),
+            value.data_ptr(),
+            *_strides(value),
+            kv_heads,
+            batch.kv_slots.ctypes.data,
+            layer.keys.data_ptr(),
+            layer.values.data_ptr(),
+            CODES[layer.keys.dtype],
+            self._scratch.data_ptr(),
+            stride,
+        )
 
     def attend(self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions) -> torch.Tensor:
         check_attend(query, layer, batch)
@@ -90,8 +144,7 @@ class HostAttention:
             self._scratch.data_ptr(),
             stride,
             query.data_ptr(),
-            query.stride(0) * query.itemsize,
-            query.stride(1) * query.itemsize,
+            *_strides(query),
             CODES[query.dtype],
             output.data_ptr(),
             keys.data_ptr(),
@@ -113,7 +166,7 @@ class HostAttention:
         )
         return output
 
-    def _make_room(self, scratch: int, partials: int, counters: int) -> None:
+    def _make_room(self, scratch: int, partials: int = 0, counters: int = 0) -> None:
         """Memory of so many bytes, and counters that are 0; the kernel leaves them so."""
         if len(self._scratch) < scratch:
             self._scratch = torch.empty(scratch, dtype=torch.uint8)
@@ -121,6 +174,11 @@ class HostAttention:
             self._partials = torch.empty(partials, dtype=torch.uint8)
         if len(self._counters) < counters:
             self._counters = torch.zeros(counters, dtype=torch.int64)
+
+
+def _strides(tensor: torch.Tensor) -> tuple[int, int]:
+    """In bytes, from token to token and from head to head."""
+    return tensor.stride(0) * tensor.itemsize, tensor.stride(1) * tensor.itemsize
 
 
 def _plan(batch: PagedBatch, group: int, kv_heads: int, size: int, window: int) -> _Plan:

@@ -113,3 +113,16 @@ def narrow(source, target, code, count, factor):
     for index in range(0, count, LANES):
         first = min(index, count - LANES)
         store_any(target + size * first, multiply(load(source + 4 * first), factors), code)
+
+
+@part
+def copy(source, code, target, target_code, count):
+    """target [count] = source [count], in another dtype, a float. They do not overlap."""
+    size, target_size = item_bytes(code), item_bytes(target_code)
+    if count < LANES:
+        for index in range(count):
+            write_any(target + target_size * index, read_any(source + size * index, code), target_code)
+        return
+    for index in range(0, count, LANES):
+        first = min(index, count - LANES)
+        store_any(target + target_size * first, load_any(source + size * first, code), target_code)

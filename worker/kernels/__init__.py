@@ -2,7 +2,8 @@
 
 `LayerOperations` says what; `plain.py` does it in torch, `fused.py` with one Triton kernel for each operation (norm.py,
 rotary.py, activation.py, linear.py, project.py), `packed.py` as plain.py, but with oneDNN's products where a CPU gains
-by them (quantised.py: in fewer bits); decoder.py is a whole model of them.
+by them (quantised.py: in fewer bits), `host.py` as packed.py, with one Numba kernel for each operation between them
+(host_layers.py); decoder.py is a whole model of them.
 
 registry.py     every Triton kernel of the worker, those of attention, sampling and copies too
 aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch asks to be compiled
@@ -111,7 +112,13 @@ def choose_operations(device: Device, dtype: torch.dtype) -> LayerOperations:
     if not device.runs_kernels:
         from .packed import PackedOperations, packing_problem  # imports the self-test, and that this file
 
-        return PlainOperations() if packing_problem(device, dtype) else PackedOperations(device)
+        if packing_problem(device, dtype):
+            return PlainOperations()
+        if device.host_kernels_problem:
+            return PackedOperations(device)
+        from .host import HostOperations  # imports numba
+
+        return HostOperations(device)
     from .fused import FusedOperations  # imports triton
 
     return FusedOperations(device)

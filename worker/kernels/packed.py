@@ -105,7 +105,7 @@ class PackedOperations(PlainOperations):
             yield count, f"{count} tokens, a weight of {n} x {k}, {kind}"
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        return _product(x, weight, bias)
+        return _product(x, weight, bias) if is_packed(weight) else super().product(x, weight, bias)
 
     def linear(
         self,

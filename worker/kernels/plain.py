@@ -13,7 +13,9 @@ from torch.nn.functional import embedding, linear, silu
 
 
 class PlainOperations:
-    """See LayerOperations."""
+    """See LayerOperations. kernels: the self-test's names of those that are kernels."""
+
+    kernels: tuple[str, ...] = ()
 
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float

@@ -149,4 +149,11 @@ KERNELS = (
     Kernel("worker.sampling.kernels", "feed_kernel", SamplingState.feed, _sampling, "feed"),
     Kernel("worker.device.copies", "copy_kernel", torch.Tensor.copy_, _copies, "copy"),
 )
-HOST_KERNELS = (HostKernelEntry("worker.attention.host_kernels", "attend", ReferenceAttention.attend, _attention),)
+HOST_KERNELS = (
+    HostKernelEntry("worker.attention.host_kernels", "attend", ReferenceAttention.attend, _attention),
+    HostKernelEntry("worker.attention.host_write", "write_rotated", ReferenceAttention.write_rotated, _attention),
+    HostKernelEntry("worker.kernels.host_layers", "embed_norm", PlainOperations.embed, _layers),
+    HostKernelEntry("worker.kernels.host_layers", "add_norm", PlainOperations.add_norm, _layers),
+    HostKernelEntry("worker.kernels.host_layers", "head_norm", PlainOperations.head_norm, _layers),
+    HostKernelEntry("worker.kernels.host_layers", "gate", PlainOperations.gated, _layers),
+)

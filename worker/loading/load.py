@@ -94,7 +94,9 @@ def load_model(
     packs = isinstance(operations, PackedOperations)
     fused = fuse(module, bound_options(module), PlainOperations() if packs else operations, context.attention)
     vocab_size = int(module.get_input_embeddings().num_embeddings)
-    check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, fused))
+    checked = replace(fused, operations=operations) if fused is not None else None  # plain products until it is packed
+    check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked))
+    del checked
     device.release_cached()
     architecture = type(module).__name__
     info = ModelInfo(

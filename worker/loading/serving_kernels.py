@@ -43,10 +43,12 @@ def _layers(model: LoadedModel) -> str:
     if model.fused is None:
         return f"transformers' own: {model.info.architecture} is run one operation at a time"
     if isinstance(model.fused.operations, PackedOperations):
+        between = "; Numba between the products" if model.fused.operations.kernels else ""
         head = "" if is_packed(model.fused.head.weight) else "; the head, which is the embedding, in plain torch"
         counts = Counter(weight_kind(weight) for weight in model.fused.product_weights())
         kinds = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if kind)
-        return f"oneDNN, weights quantised at load: {kinds}" if kinds else f"oneDNN, weights packed at load{head}"
+        packed = f"weights quantised at load: {kinds}" if kinds else f"weights packed at load{head}"
+        return f"oneDNN, {packed}{between}"
     if not isinstance(model.fused.operations, PlainOperations):
         return "Triton"
     return f"plain torch: {packing_problem(model.device, model.dtype)}"

@@ -30,7 +30,7 @@ from worker.attention.triton_attention import is_interpreted
 from worker.config import WorkerConfig
 from worker.device.check import require_right
 from worker.device.device import Device, open_device
-from worker.kernels import registry
+from worker.kernels import choose_operations, registry
 from worker.kernels.registry import HOST_KERNELS, KERNELS, HostKernelEntry, Kernel, Serving
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
@@ -242,11 +242,14 @@ def test_a_kernel_of_the_cpu_that_is_wrong_or_does_not_compile_is_refused_at_sta
             raise RuntimeError("LLVM ERROR: Cannot select")
 
     folder = write_config("qwen3", **SHAPE)
-    model = load_model(folder, load_format="dummy", dtype="float32", device=CPU, block_size=8)
+    plain = replace(CPU, kernels=False)  # its weights are not packed yet, as at a start
+    fused = load_model(folder, load_format="dummy", dtype="float32", device=plain, block_size=8).fused
+    assert fused is not None
+    fused = replace(fused, operations=choose_operations(CPU, torch.float32))
     called = HostKernel.__call__
     monkeypatch.setattr(HostKernel, "__call__", spoilt)
     shapes, float32 = (AttentionShape(2, 1, 64, AttentionOptions(0.125)),), torch.float32
-    started = Serving(CPU, model.context.attention, shapes, float32, float32, 8, 5000, model.fused, folder)
+    started = Serving(CPU, choose_attention(CPU), shapes, float32, float32, 8, 5000, fused, folder)
     with pytest.raises(KernelError, match=r"kernels = 'reference'"):
         kernel.check(started)
     assert bool(skipped) == compiles

@@ -1,0 +1,111 @@
+"""The small operations that Numba compiles for the CPU: plain torch's numbers, row by row."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from tests.worker.attention.cases import Case
+from worker.attention import ReferenceAttention
+from worker.attention.host_attention import HostAttention
+from worker.device.device import Device
+from worker.device.host_kernel import host_kernel_problem
+from worker.kernels import PlainOperations
+from worker.kernels.host import HostOperations
+
+pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+DTYPES = (torch.float32, torch.float16, torch.bfloat16)
+# Of the largest number: 32 bits may differ in the last ones, 16 bits in the last one.
+TOLERANCE = {torch.float32: 1e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+def near(got: torch.Tensor, want: torch.Tensor) -> bool:
+    assert got.shape == want.shape and got.dtype == want.dtype
+    return float((got.double() - want.double()).abs().max()) <= TOLERANCE[got.dtype] * float(want.double().abs().max())
+
+
+def random(*shape: int, dtype: torch.dtype) -> torch.Tensor:
+    return (torch.randn(shape, generator=torch.Generator().manual_seed(shape[-1])) * 2).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize(("rows", "width"), [(1, 5), (3, 16), (9, 64), (30, 97), (600, 72)])
+@pytest.mark.parametrize("threads", [1, 3])
+def test_each_computes_what_plain_torch_does(
+    threads: int, rows: int, width: int, dtype: torch.dtype, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.kernels.host.threads_for", lambda _: threads)
+    table, weight, x = random(50, width, dtype=dtype), random(width, dtype=dtype), random(rows, width, dtype=dtype)
+    tokens = torch.arange(rows).remainder(50)
+    heads = random(rows, 5 * width, dtype=dtype)
+    product, bias = random(2 * 33, width, dtype=dtype), random(2 * 33, dtype=dtype)
+
+    def summed(ops: PlainOperations) -> tuple[torch.Tensor, ...]:
+        residual = x.flip(0).contiguous()
+        return ops.add_norm(x[None], residual, weight, 1e-5), residual
+
+    def by_heads(ops: PlainOperations) -> tuple[torch.Tensor, ...]:
+        numbers = heads.clone()
+        ops.head_norm(numbers, weight, weight + 1, 3, 1, 1e-5)
+        assert torch.equal(numbers[:, 4 * width :], heads[:, 4 * width :]), "V is left alone"
+        return (numbers,)
+
+    runs: list[Callable[[PlainOperations], Any]] = [
+        lambda ops: ops.embed(tokens, table, weight, 1e-5),
+        summed,
+        by_heads,
+        lambda ops: (ops.gated(x, product, bias),),
+    ]
+    for run in runs:
+        for got, want in zip(run(HostOperations(cpu)), run(PlainOperations()), strict=True):
+            assert near(got, want)
+
+
+def test_a_row_has_the_same_bits_beside_others(cpu: Device) -> None:
+    ops, x, weight = HostOperations(cpu), random(700, 90, dtype=torch.float32), random(90, dtype=torch.float32)
+    whole = ops.add_norm(x[None], torch.ones_like(x), weight, 1e-6)
+    for row in (0, 1, 6, 699):
+        assert torch.equal(ops.add_norm(x[None, row : row + 1], torch.ones(1, 90), weight, 1e-6)[0], whole[row])
+
+
+def test_what_is_not_finite_stays_so_in_its_row(cpu: Device) -> None:
+    ops, x = HostOperations(cpu), random(3, 40, dtype=torch.float32)
+    x[1, 7] = float("nan")
+    normed = ops.add_norm(x[None], torch.zeros_like(x), torch.ones(40), 1e-6)
+    assert normed[1].isnan().all() and normed[[0, 2]].isfinite().all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("kv_dtype", [*DTYPES, torch.int8], ids=str)
+@pytest.mark.parametrize("rotated", [2, 24, 64, 80])
+def test_what_is_stored_is_the_references_to_the_last_bit(
+    rotated: int, kv_dtype: torch.dtype, dtype: torch.dtype, cpu: Device
+) -> None:
+    found = []
+    for attention in (HostAttention(), ReferenceAttention()):
+        case = Case([(5, 3), (40, 1), (0, 20)], (6, 2), 80, 16, cpu, dtype, kv_dtype)
+        tokens = case.batch.tokens
+        angles = torch.randn(tokens, rotated, generator=torch.Generator().manual_seed(1)).to(dtype)
+        packed = torch.cat((case.query, case.new_k, case.new_v), dim=1)
+        query, key, value = packed.split((6, 2, 2), dim=1)
+        turned = attention.write_rotated(query, key, value, angles.cos(), angles.sin(), case.layer, case.batch)
+        assert torch.equal(key, case.new_k) and torch.equal(value, case.new_v)
+        stored = [case.layer.keys.clone(), case.layer.values.clone()]
+        attention.write(value, key, case.layer, case.batch)
+        found.append([turned, *stored, case.layer.keys, case.layer.values])
+    for got, want in zip(*found, strict=True):
+        assert torch.equal(got.nan_to_num(7.0), want.nan_to_num(7.0))
+
+
+def test_a_token_without_a_slot_is_stored_nowhere(cpu: Device) -> None:
+    case = Case([(8, 1), (3, 1)], (2, 2), 64, 8, cpu)
+    before = case.keys.clone()
+    case.batch.kv_slots[1] = -1
+    HostAttention().write(case.new_k, case.new_v, case.layer, case.batch)
+    changed = (case.keys.nan_to_num(7.0) != before.nan_to_num(7.0)).any(-1).any(-1)
+    assert changed.nonzero().tolist() == [[int(case.tables[0, 1]), 0]]

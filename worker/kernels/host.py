@@ -1,0 +1,112 @@
+"""`LayerOperations` of a CPU: oneDNN's products with packed weights, and between them kernels that Numba compiles."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.device.host_kernel import threads_for
+from worker.device.vector import CODES
+
+from .host_layers import add_norm, embed_norm, gate, head_norm
+from .packed import PackedOperations
+from .plain import sum_parts
+
+NUMBERS_PER_US = 2_000  # that one thread takes
+
+
+class HostOperations(PackedOperations):
+    """See LayerOperations."""
+
+    kernels = ("embedding norm", "head norm", "gate", "sum and norm")
+
+    def embed(
+        self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        rows, count = len(tokens), table.shape[1]
+        if not (tokens.is_contiguous() and tokens.dtype == torch.int64 and _same(table, weight)):
+            return super().embed(tokens, table, weight, epsilon)
+        residual, normed = torch.empty((2, rows, count), dtype=table.dtype).unbind()
+        embed_norm(
+            _threads(residual),
+            tokens.data_ptr(),
+            table.data_ptr(),
+            weight.data_ptr(),
+            residual.data_ptr(),
+            normed.data_ptr(),
+            rows,
+            count,
+            CODES[table.dtype],
+            epsilon,
+        )
+        return residual, normed
+
+    def add_norm(
+        self, addend: torch.Tensor, residual: torch.Tensor, weight: torch.Tensor, epsilon: float
+    ) -> torch.Tensor:
+        added = addend[0] if len(addend) == 1 else sum_parts(addend, residual.dtype)
+        if not _same(added, residual, weight):
+            return super().add_norm(addend, residual, weight, epsilon)
+        normed = torch.empty_like(residual)
+        add_norm(
+            _threads(residual),
+            added.data_ptr(),
+            residual.data_ptr(),
+            weight.data_ptr(),
+            normed.data_ptr(),
+            *residual.shape,
+            CODES[residual.dtype],
+            epsilon,
+        )
+        return normed
+
+    def head_norm(
+        self,
+        projected: torch.Tensor,
+        query_weight: torch.Tensor,
+        key_weight: torch.Tensor,
+        heads: int,
+        kv_heads: int,
+        epsilon: float,
+    ) -> None:
+        if not _same(projected, query_weight, key_weight):
+            super().head_norm(projected, query_weight, key_weight, heads, kv_heads, epsilon)
+            return
+        head_norm(
+            _threads(projected),
+            projected.data_ptr(),
+            projected.stride(0) * projected.itemsize,
+            query_weight.data_ptr(),
+            key_weight.data_ptr(),
+            len(projected),
+            heads,
+            kv_heads,
+            len(query_weight),
+            CODES[projected.dtype],
+            epsilon,
+        )
+
+    def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        both = self.product(x, weight, bias)
+        if not _same(both):
+            both = both.contiguous()
+        rows, count = both.shape
+        found = torch.empty((rows, count // 2), dtype=both.dtype)
+        gate(
+            _threads(both),
+            both.data_ptr(),
+            both.stride(0) * both.itemsize,
+            found.data_ptr(),
+            rows,
+            count // 2,
+            CODES[both.dtype],
+        )
+        return found
+
+
+def _same(first: torch.Tensor, *others: torch.Tensor) -> bool:
+    """Whether they lie as the kernels read them, and are of one dtype."""
+    return first.is_contiguous() and all(each.is_contiguous() and each.dtype == first.dtype for each in others)
+
+
+def _threads(numbers: torch.Tensor) -> int:
+    return threads_for(numbers.numel() / NUMBERS_PER_US)

@@ -1,0 +1,141 @@
+"""The layers' small operations on the CPU, one kernel each, rounded where plain torch rounds (see plain.py).
+
+A ticket is a few rows. Sums run over 16 lanes, which are added up at the end: their order depends on the row's length
+alone.
+"""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+
+from worker.device.host_kernel import host_kernel, part
+from worker.device.rows import copy, item_bytes, load_any, read_any, spread, spread_one, store_any, write_any
+from worker.device.vector import (
+    LANES,
+    add,
+    divide,
+    exp,
+    first_lane,
+    fma,
+    multiply,
+    read_double,
+    read_integer,
+    reading_integers,
+    subtract,
+    take_ticket,
+    total,
+)
+
+ROWS = 4  # of a ticket
+F = np.float32
+read_8, read_9, read_10 = reading_integers(8), reading_integers(9), reading_integers(10)
+
+
+@part
+def scale_of(row, code, count, epsilon):
+    """1 / the root of the mean square of a row."""
+    size, at = item_bytes(code), 0
+    squares = spread(F(0))
+    while at + LANES <= count:
+        x = load_any(row + size * at, code)
+        squares = fma(x, x, squares)
+        at += LANES
+    summed = total(squares)
+    for index in range(at, count):
+        x = read_any(row + size * index, code)
+        summed += x * x
+    return F(1) / F(math.sqrt(summed / F(count) + epsilon))
+
+
+@part
+def normalise(row, weight, target, code, count, epsilon):
+    """target [count] = the row's norm; it may be the row itself. Rounded before and after the weight."""
+    scale, size, at = scale_of(row, code, count, epsilon), item_bytes(code), 0
+    scales = spread(scale)
+    while at + LANES <= count:
+        place = target + size * at
+        store_any(place, multiply(load_any(row + size * at, code), scales), code)
+        store_any(place, multiply(load_any(place, code), load_any(weight + size * at, code)), code)
+        at += LANES
+    for index in range(at, count):
+        place = target + size * index
+        write_any(place, read_any(row + size * index, code) * scale, code)
+        write_any(place, read_any(place, code) * read_any(weight + size * index, code), code)
+
+
+@host_kernel("8qd")
+def embed_norm(arguments):
+    """residual [rows, count] = rows of the table, normed = their norms."""
+    _, _, tokens, table, weight, residual, normed, rows, count, code = read_10(arguments)
+    epsilon, width = F(read_double(arguments + 80)), count * item_bytes(code)
+    while True:
+        first = ROWS * take_ticket(arguments)
+        if first >= rows:
+            return
+        for row in range(first, min(first + ROWS, rows)):
+            place = residual + width * row
+            copy(table + width * read_integer(tokens + 8 * row), code, place, code, count)
+            normalise(place, weight, normed + width * row, code, count, epsilon)
+
+
+@host_kernel("7qd")
+def add_norm(arguments):
+    """residual [rows, count] += addend; normed = its norm."""
+    _, _, addend, residual, weight, normed, rows, count, code = read_9(arguments)
+    epsilon, size = F(read_double(arguments + 72)), item_bytes(code)
+    while True:
+        first = ROWS * take_ticket(arguments)
+        if first >= rows:
+            return
+        for row in range(first, min(first + ROWS, rows)):
+            more, place, at = addend + size * count * row, residual + size * count * row, 0
+            while at + LANES <= count:
+                here = place + size * at
+                store_any(here, add(load_any(here, code), load_any(more + size * at, code)), code)
+                at += LANES
+            for index in range(at, count):
+                here = place + size * index
+                write_any(here, read_any(here, code) + read_any(more + size * index, code), code)
+            normalise(place, weight, normed + size * count * row, code, count, epsilon)
+
+
+@host_kernel("9qd")
+def head_norm(arguments):
+    """The norm of each head of Q and of K, in place. stride: bytes from one row to the next."""
+    _, _, projected, stride, query_weight, key_weight, rows, heads, kv_heads, size = read_10(arguments)
+    code, epsilon = read_integer(arguments + 80), F(read_double(arguments + 88))
+    while True:
+        first = ROWS * take_ticket(arguments)
+        if first >= rows:
+            return
+        for row in range(first, min(first + ROWS, rows)):
+            for head in range(heads + kv_heads):
+                place = projected + stride * row + item_bytes(code) * size * head
+                weight = query_weight if head < heads else key_weight
+                normalise(place, weight, place, code, size, epsilon)
+
+
+@host_kernel("6q")
+def gate(arguments):
+    """target [rows, count] = silu(x[:, :count]) x[:, count:]. stride: bytes from one row of x to the next."""
+    _, _, source, stride, target, rows, count, code = read_8(arguments)
+    size, zero, one = item_bytes(code), spread(F(0)), spread(F(1))
+    while True:
+        first = ROWS * take_ticket(arguments)
+        if first >= rows:
+            return
+        for row in range(first, min(first + ROWS, rows)):
+            here, there, at = source + stride * row, target + size * count * row, 0
+            while at + LANES <= count:
+                x, place = load_any(here + size * at, code), there + size * at
+                store_any(place, divide(x, add(one, exp(subtract(zero, x)))), code)
+                up = load_any(here + size * (count + at), code)
+                store_any(place, multiply(load_any(place, code), up), code)
+                at += LANES
+            for index in range(at, count):
+                x, place = read_any(here + size * index, code), there + size * index
+                write_any(place, x / (F(1) + first_lane(exp(spread_one(-x)))), code)
+                up = read_any(here + size * (count + index), code)
+                write_any(place, read_any(place, code) * up, code)
