@@ -29,6 +29,7 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.exits import FAILED, OK, TIMED_OUT, UNAVAILABLE, status_of
 
 from .config import load_config
+from .cores import Place, choose
 from .model_path import find_model
 
 
@@ -43,11 +44,13 @@ def main(arguments: list[str] | None = None) -> int:
         # torch makes this folder as soon as it is imported, in /tmp unless it is told where compiled code may stay.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
         find_model(config)
+        place = Place(config.runtime_path, config.name)
+        cores = choose(place, config.threads, os.environ)  # before torch, whose OpenMP reads it
         from .step.loop import (
             Worker,  # torch takes seconds to import: what is wrong with settings and files is told before
         )
 
-        Worker(config).run()
+        Worker(config, cores, place).run()
     except ImportError as error:
         problem = f"a worker needs torch and transformers ({error}): pip install 'kvforge[worker]'"
         return _fail(Unavailable(problem))

@@ -27,7 +27,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     name: unique among the coordinator's workers. runtime_dir: where the coordinator's sockets are.
     model: a path or a known name. blocks or kv_bytes: the size of the KV pool (at most one of them; 0 = not said).
-    threads: CPU threads of torch, 0 = torch's own choice. coordinator_wait_s: how long to wait for a coordinator.
+    threads: CPU threads of torch, 0 = its share of the cores. coordinator_wait_s: how long to wait for a coordinator.
     watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
     -1: 200 where there are 4 cores or more).
     weight_dtype: what weights are multiplied as on a CPU: as `dtype` says, in int8 or int4, or (auto) as a quantised

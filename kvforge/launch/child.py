@@ -37,9 +37,7 @@ class Child:
         self.given_up = False
         self.restart_at: float | None = None
         self._command = command
-        # OpenMP threads that spin while they wait take the cores from whoever they wait for: measured with torch on two
-        # cores, sleeping costs nothing when the machine is idle and is 3 to 20 times faster when it is busy.
-        self._environment = {"OMP_WAIT_POLICY": "PASSIVE", **os.environ, "TMPDIR": str(temporary)}
+        self._environment = {**os.environ, "TMPDIR": str(temporary)}
         self._line = line
         self._process: subprocess.Popen[bytes] | None = None
         self._output = -1

@@ -15,6 +15,7 @@ from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import WorkerWelcome
 from worker.attention.pool import KvPool
 from worker.config import WorkerConfig
+from worker.cores import Cores
 from worker.device.device import Device, open_device
 from worker.loading import Progress
 from worker.loading.load import load_model
@@ -31,11 +32,13 @@ log = logging.getLogger("worker")
 class Engine:
     """Made once in a worker's life, when the first coordinator has said its limits."""
 
-    def __init__(self, config: WorkerConfig, welcome: WorkerWelcome, progress: Progress) -> None:
+    def __init__(
+        self, config: WorkerConfig, welcome: WorkerWelcome, progress: Progress, cores: Cores | None = None
+    ) -> None:
         """Loads the model and makes the pool; `progress` is told. Errors: those of load_model, KvPool and Runner."""
-        if config.threads:
-            torch.set_num_threads(config.threads)
-        self.config = config
+        if cores is not None or config.threads:
+            torch.set_num_threads(config.threads if cores is None else cores.threads)
+        self.config, self._cores = config, cores
         self.device: Device = open_device(config.device, config.device_index, kernels=config.kernels != "reference")
         self._accounts = Accounts(self.device)
         self._progress = progress
@@ -81,7 +84,10 @@ class Engine:
 
     def kernels(self) -> dict[str, str]:
         """Which kernels serve, by what they do: for people."""
-        return serving_kernels(self.model)
+        told = serving_kernels(self.model)
+        if self._cores is not None and self.device.kind == "cpu":
+            told["threads"] = self._cores.describe()
+        return told
 
     def device_bytes(self) -> DeviceBytes:
         """What the device's memory is for, now."""

@@ -15,6 +15,7 @@ import signal
 import socket as sockets
 import time
 from collections import deque
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -40,6 +41,7 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.notify import notify
 from kvforge.protocol.tables import TablesReader
 from worker.config import WorkerConfig
+from worker.cores import Cores, Place
 
 from .engine import Engine
 from .link import Link
@@ -57,9 +59,12 @@ log = logging.getLogger("worker")
 class Worker:
     """One worker process."""
 
-    def __init__(self, config: WorkerConfig) -> None:
-        """Connects lazily. Raises InvalidConfiguration."""
-        self.config = config
+    def __init__(self, config: WorkerConfig, cores: Cores, place: Place) -> None:
+        """Connects lazily. cores: its share when it started; place: among those with whom it shares.
+
+        Raises InvalidConfiguration.
+        """
+        self.config, self._cores, self._place = config, cores, place
         self._stopping = False
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         self._catch_signals()
@@ -93,6 +98,7 @@ class Worker:
             self._link.close(goodbye=self._stopping)  # one that ends by a fault has died, and says nothing
             if self._engine is not None:
                 self._engine.close()
+            self._place.leave()
             signal.set_wakeup_fd(-1)
             self._read_wakeup.close()
             self._write_wakeup.close()
@@ -136,7 +142,10 @@ class Worker:
         """Loads the model once, makes the pool once, maps this coordinator's tables."""
         if self._engine is None:
             notify(f"STATUS=loading {self.config.model}")
-            self._engine = Engine(self.config, welcome, self._report_progress)
+            cores = replace(self._cores, others=self._place.others())  # others may have started meanwhile
+            self._engine = Engine(self.config, welcome, self._report_progress, cores)
+            if self._engine.device.kind != "cpu":
+                self._place.leave()
         else:
             self._engine.adopt(welcome)
         self._tables = TablesReader(Path(welcome.tables_path), welcome.boot)

@@ -1,0 +1,104 @@
+"""A worker's share of the cores, and how its threads wait."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker import cores
+from worker.cores import Cores, Place, choose, usable, used_by_others
+
+
+def test_workers_of_one_folder_share_its_cores(tmp_path: Path) -> None:
+    first = Place(tmp_path, "a")
+    assert first.others() == 0
+    second = Place(tmp_path, "b")
+    assert (first.others(), second.others()) == (1, 1)
+    assert [Cores(8, others).threads for others in (0, 1, 2, 20)] == [8, 4, 2, 1]
+    second.leave()
+    assert first.others() == 0
+    first.leave()
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_one_that_was_killed_is_not_counted(tmp_path: Path) -> None:
+    code = f"import os, worker.cores as c; c.Place(c.Path({str(tmp_path)!r}), 'dead'); os.kill(os.getpid(), 9)"
+    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
+    assert done.returncode == -9
+    assert (tmp_path / "cores" / "dead").exists()
+    assert Place(tmp_path, "a").others() == 0
+
+
+def test_a_folder_that_cannot_be_written_counts_nobody(tmp_path: Path) -> None:
+    (tmp_path / "cores").write_text("no folder")
+    place = Place(tmp_path, "a")
+    assert place.others() == 0
+    place.leave()
+
+
+@pytest.mark.parametrize(
+    ("quotas", "most"),
+    [
+        ({}, 1 << 20),
+        ({"a/cpu.max": "max 100000"}, 1 << 20),
+        ({"a/cpu.max": "50000 100000"}, 1),
+        ({"cpu.max": "1 2"}, 1),
+    ],
+)
+def test_a_quota_bounds_the_cores(tmp_path: Path, quotas: dict[str, str], most: int) -> None:
+    groups = tmp_path / "cgroup"
+    groups.write_text("0::/a\n")
+    (tmp_path / "root" / "a").mkdir(parents=True)
+    for name, text in quotas.items():
+        (tmp_path / "root" / name).write_text(text + "\n")
+    assert usable(groups, tmp_path / "root") == min(most, len(os.sched_getaffinity(0)))
+
+
+def test_no_control_group_bounds_nothing(tmp_path: Path) -> None:
+    assert usable(tmp_path / "none", tmp_path) == len(os.sched_getaffinity(0))
+
+
+@pytest.fixture
+def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
+    """A process of 4 cores that has not loaded torch, nobody else on them."""
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    monkeypatch.setattr(cores, "usable", lambda: 4)
+    monkeypatch.setattr(cores, "used_by_others", lambda: 0.1)
+    return monkeypatch
+
+
+def test_threads_spin_where_the_cores_are_their_own(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
+    environment: dict[str, str] = {}
+    chosen = choose(Place(tmp_path, "a"), 0, environment)
+    assert environment == {"GOMP_SPINCOUNT": str(cores.SPINS)}
+    assert chosen.describe() == "4 threads, which spin while a step is under way: the cores are their own; 4 cores"
+
+
+def test_threads_sleep_where_others_compute(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(cores, "used_by_others", lambda: 1.0)
+    environment: dict[str, str] = {}
+    chosen = choose(Place(tmp_path, "a"), 0, environment)
+    assert environment == {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert chosen.describe() == "4 threads, which sleep while they wait: others use 1.0 of the cores; 4 cores"
+    environment.clear()
+    choose(Place(tmp_path, "b"), 3, environment)
+    assert "GOMP_SPINCOUNT" in environment, "one core is the other's, three are ours"
+
+
+def test_one_thread_waits_for_nobody_and_what_the_user_says_stands(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
+    fresh.setattr(cores, "used_by_others", lambda: pytest.fail("measured for nothing"))
+    environment: dict[str, str] = {}
+    assert choose(Place(tmp_path, "a"), 1, environment).describe() == "1 thread; 4 cores"
+    assert environment == {}
+    environment = {"OMP_WAIT_POLICY": "ACTIVE"}
+    chosen = choose(Place(tmp_path, "b"), 0, environment)
+    assert environment == {"OMP_WAIT_POLICY": "ACTIVE"}
+    assert "as OMP_WAIT_POLICY=ACTIVE says" in chosen.describe()
+
+
+def test_what_others_use_is_measured() -> None:
+    assert 0.0 <= used_by_others(0.02) <= len(os.sched_getaffinity(0)) + 1
