@@ -84,6 +84,7 @@ class Server:
     def __enter__(self) -> Self:
         self.folder.mkdir()
         environment = {name: value for name, value in os.environ.items() if not name.startswith(("OMP_", "GOMP_"))}
+        environment["PYTHONPATH"] = str(self._cwd)  # of a checkout, its own packages
         with (self.folder / "log").open("wb") as log:
             self.process = subprocess.Popen(
                 leashed(self._command), stdin=subprocess.DEVNULL, stdout=log, stderr=log, cwd=self._cwd, env=environment
@@ -130,7 +131,9 @@ class Kvforge:
         self._runtime = folder / "kvforge" / "r"
         ours = ["-m", "kvforge", "--runtime-dir", str(self._runtime), "up", "--model", self._options.model]
         blocks = max(self._options.clients) * (-(-(self._options.prompt + self._options.tokens) // 16) + 2)
-        ours += ["--device", "cpu", "--dtype", self._dtype, "--blocks", str(blocks), *shlex.split(self._options.up)]
+        dtype, _, weights = self._dtype.partition(":")
+        ours += ["--device", "cpu", "--dtype", dtype, *(["--weight-dtype", weights] if weights else [])]
+        ours += ["--blocks", str(blocks), *shlex.split(self._options.up)]
         self._server = Server([sys.executable, *ours], folder / "kvforge", self._checkout)
         return self._server
 
@@ -325,7 +328,12 @@ def main() -> int:
     )
     parser.add_argument("--json", help="write the results here too")
     parser.add_argument("--model", default="smollm2-135m", help="as `kvforge up` takes it [smollm2-135m]")
-    parser.add_argument("--dtypes", nargs="*", default=["float32", "bfloat16"], help="[float32 bfloat16]")
+    parser.add_argument(
+        "--dtypes",
+        nargs="*",
+        default=["float32", "bfloat16"],
+        help="as --dtype takes them, or DTYPE:WEIGHTS [float32 bfloat16]",
+    )
     parser.add_argument("--up", default="", help="more options of `kvforge up`, in one word")
     parser.add_argument(
         "--checkout", type=Path, nargs="*", default=[], help="other checkouts of kvforge to compare with"

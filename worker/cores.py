@@ -1,7 +1,7 @@
 """The cores that a worker computes on: how many are its share, and how its threads wait for each other.
 
 Threads that look for work without sleeping make a decode step up to 1.7 times as fast where the cores are theirs alone,
-and 3 times as slow where one other process wants a core all the time. So it is measured which it is: once, before torch
+and 4 times as slow where one other process wants a core all the time. So it is measured which it is: once, before torch
 is loaded, because its OpenMP reads its environment then and never again. They look for a moment after each of the many
 parts of a step, which is longer than what lies between two of them; the threads of an idle worker sleep.
 
@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FOLDER = "cores"
-SPINS = 4000  # looks of libgomp before it sleeps: 1000 are too few, more are hardly faster and cost others more
+SPINS = 10_000  # looks of libgomp before it sleeps: 1000 are too few for what lies between two parts of a step
 WINDOW_S = 0.1
 LOCK_TRIES, LOCK_PAUSE_S = 20, 0.002
 BUSY_MAX = 0.4  # cores: what others may use of those that are to be ours alone
