@@ -22,8 +22,9 @@ class Settings:
     from the children's defaults.
 
     devices: the device index of each worker in turn; empty: worker i takes device i. threads: CPU threads of each
-    worker; None: the machine's cores, shared out. drain_s: how long running requests may take to end when asked to
-    stop; stop_s: how long the processes may take after that.
+    worker; None: the cores, shared out; a worker alone counts them itself, for a control group may have a quota.
+    drain_s: how long running requests may take to end when asked to stop; stop_s: how long the processes may take after
+    that.
     """
 
     model: Path
@@ -55,13 +56,13 @@ class Settings:
 
     def worker_file(self, index: int) -> str:
         """Text of the configuration of worker `index`."""
-        cores = len(os.sched_getaffinity(0))
+        shared = max(1, len(os.sched_getaffinity(0)) // self.workers) if self.workers > 1 else 0
         top: dict[str, Value] = {
             "name": f"worker-{index}",
             "runtime_dir": _path(self.runtime_dir),
             "model": str(self.model),
             "device_index": self.devices[index % len(self.devices)] if self.devices else index,
-            "threads": self.threads if self.threads is not None else max(1, cores // self.workers),
+            "threads": self.threads if self.threads is not None else shared,
             "log_level": self.log_level,
             "log_format": self.log_format,
             **self.worker,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import tomllib
 from pathlib import Path
 
@@ -40,3 +41,15 @@ def test_the_children_accept_what_is_written_for_them() -> None:
     worker = convert(tomllib.loads(settings.worker_file(1)), WorkerConfig)
     assert (worker.name, worker.model, worker.threads, worker.device_index) == ("worker-1", '/a "model"', 3, 5)
     assert (worker.blocks, worker.load_format, str(worker.runtime_path)) == (64, "dummy", "/run/x")
+
+
+def test_the_cores_are_shared_out_and_a_worker_alone_counts_them_itself() -> None:
+    def threads(**said: int) -> list[int]:
+        settings = Settings(model=Path("/m"), runtime_dir=Path("/run/x"), **said)
+        return [tomllib.loads(settings.worker_file(index))["threads"] for index in range(settings.workers)]
+
+    cores = len(os.sched_getaffinity(0))
+    assert threads() == [0]
+    assert threads(workers=2) == [max(1, cores // 2)] * 2
+    assert threads(workers=64) == [max(1, cores // 64)] * 64
+    assert threads(workers=2, threads=1) == [1, 1]
