@@ -44,8 +44,8 @@ def test_the_children_accept_what_is_written_for_them() -> None:
 
 
 def test_the_cores_are_shared_out_and_a_worker_alone_counts_them_itself() -> None:
-    def threads(**said: int) -> list[int]:
-        settings = Settings(model=Path("/m"), runtime_dir=Path("/run/x"), **said)
+    def threads(workers: int = 1, threads: int | None = None) -> list[int]:
+        settings = Settings(model=Path("/m"), runtime_dir=Path("/run/x"), workers=workers, threads=threads)
         return [tomllib.loads(settings.worker_file(index))["threads"] for index in range(settings.workers)]
 
     cores = len(os.sched_getaffinity(0))
