@@ -13,6 +13,7 @@ import faulthandler
 import os
 import signal
 import sys
+from contextlib import closing
 from pathlib import Path
 
 from kvforge.models.store import default_cache_dir
@@ -44,13 +45,13 @@ def main(arguments: list[str] | None = None) -> int:
         # torch makes this folder as soon as it is imported, in /tmp unless it is told where compiled code may stay.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
         find_model(config)
-        place = Place(config.runtime_path, config.name)
-        cores = choose(place, config.threads, os.environ)  # before torch, whose OpenMP reads it
-        from .step.loop import (
-            Worker,  # torch takes seconds to import: what is wrong with settings and files is told before
-        )
+        with closing(Place(config.runtime_path, config.name)) as place:
+            cores = choose(place, config.threads, os.environ)  # before torch, whose OpenMP reads it
+            from .step.loop import (
+                Worker,  # torch takes seconds to import: what is wrong with settings and files is told before
+            )
 
-        Worker(config, cores, place).run()
+            Worker(config, cores, place).run()
     except ImportError as error:
         problem = f"a worker needs torch and transformers ({error}): pip install 'kvforge[worker]'"
         return _fail(Unavailable(problem))

@@ -5,14 +5,15 @@ and 4 times as slow where one other process wants a core all the time. So it is 
 is loaded, because its OpenMP reads its environment then and never again. They look for a moment after each of the many
 parts of a step, which is longer than what lies between two of them; the threads of an idle worker sleep.
 
-Workers of one runtime folder share the cores: each holds a lock there while it runs, and counts those of the others.
+Workers of one runtime folder share the cores: each has a name that all see while it runs, and counts the others.
 """
 
 from __future__ import annotations
 
-import fcntl
+import hashlib
 import math
 import os
+import socket
 import sys
 import time
 from collections.abc import MutableMapping
@@ -20,10 +21,9 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-FOLDER = "cores"
+SOCKETS = Path("/proc/net/unix")
 SPINS = 10_000  # looks of libgomp before it sleeps: 1000 are too few for what lies between two parts of a step
 WINDOW_S = 0.1
-LOCK_TRIES, LOCK_PAUSE_S = 20, 0.002
 BUSY_MAX = 0.4  # cores: what others may use of those that are to be ours alone
 SAID = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
@@ -66,55 +66,26 @@ def usable(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
 
 
 class Place:
-    """This worker among those of its runtime folder, for as long as the process lives: the lock ends with it."""
+    """This worker among those of its runtime folder: a socket with a name and without a file, which ends with it."""
 
     def __init__(self, runtime: Path, name: str) -> None:
-        self._folder = runtime / FOLDER
-        self._file = -1
-        with suppress(OSError):  # a folder that is not there yet, or not ours to write to: then nobody is counted
-            self._folder.mkdir(mode=0o770, exist_ok=True)
-            self._path = self._folder / name.replace("/", "_")
-            self._file = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o660)
-            self._lock()
-
-    def _lock(self) -> None:
-        for _ in range(LOCK_TRIES):  # somebody may be looking whether it is held
-            with suppress(BlockingIOError):
-                fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                return
-            time.sleep(LOCK_PAUSE_S)
+        folder = hashlib.blake2b(bytes(runtime.absolute()), digest_size=16).hexdigest()
+        self._folder = f"kvforge-cores-{folder}-"
+        self._name = self._folder + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
+        self._socket = socket.socket(socket.AF_UNIX)
+        with suppress(OSError):  # another of this name, which the coordinator will refuse
+            self._socket.bind("\0" + self._name)
 
     def others(self) -> int:
-        """How many more hold their lock."""
-        found = 0
+        """How many more workers of the folder there are."""
         with suppress(OSError):
-            for path in self._folder.iterdir():
-                if self._file < 0 or path != self._path:
-                    found += self._held(path)
-        return found
+            names = [line.rpartition(" @")[2] for line in SOCKETS.read_text(errors="replace").splitlines()]
+            return len({name for name in names if name.startswith(self._folder)} - {self._name})
+        return 0
 
-    @staticmethod
-    def _held(path: Path) -> bool:
-        try:
-            file = os.open(path, os.O_RDWR | os.O_CLOEXEC)
-        except OSError:
-            return False
-        try:
-            fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except OSError:
-            return True
-        finally:
-            os.close(file)
-        return False
-
-    def leave(self) -> None:
+    def close(self) -> None:
         """It computes elsewhere, or ends."""
-        if self._file >= 0:
-            with suppress(OSError):
-                self._path.unlink()
-                self._folder.rmdir()  # where it was the last
-            os.close(self._file)
-            self._file = -1
+        self._socket.close()
 
 
 def _busy_ticks(cores: set[int]) -> int:

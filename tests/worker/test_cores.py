@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import pytest
@@ -19,25 +21,25 @@ def test_workers_of_one_folder_share_its_cores(tmp_path: Path) -> None:
     second = Place(tmp_path, "b")
     assert (first.others(), second.others()) == (1, 1)
     assert [Cores(8, others).threads for others in (0, 1, 2, 20)] == [8, 4, 2, 1]
-    second.leave()
+    with closing(Place(tmp_path / "elsewhere", "a")) as elsewhere:
+        assert elsewhere.others() == 0
+    second.close()
     assert first.others() == 0
-    first.leave()
+    first.close()
     assert list(tmp_path.iterdir()) == []
 
 
 def test_one_that_was_killed_is_not_counted(tmp_path: Path) -> None:
-    code = f"import os, worker.cores as c; c.Place(c.Path({str(tmp_path)!r}), 'dead'); os.kill(os.getpid(), 9)"
-    done = subprocess.run([sys.executable, "-c", code], check=False, timeout=60)
-    assert done.returncode == -9
-    assert (tmp_path / "cores" / "dead").exists()
-    assert Place(tmp_path, "a").others() == 0
-
-
-def test_a_folder_that_cannot_be_written_counts_nobody(tmp_path: Path) -> None:
-    (tmp_path / "cores").write_text("no folder")
-    place = Place(tmp_path, "a")
-    assert place.others() == 0
-    place.leave()
+    mine = Place(tmp_path, "a")
+    code = f"import os, worker.cores as c; place = c.Place(c.Path({str(tmp_path)!r}), 'b'); print(flush=True); input()"
+    other = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    assert other.stdout is not None
+    other.stdout.readline()
+    assert mine.others() == 1
+    other.kill()
+    other.communicate(timeout=60)
+    assert mine.others() == 0
+    mine.close()
 
 
 @pytest.mark.parametrize(
@@ -63,6 +65,13 @@ def test_no_control_group_bounds_nothing(tmp_path: Path) -> None:
 
 
 @pytest.fixture
+def place(tmp_path: Path) -> Iterator[Place]:
+    """Of a worker that is alone."""
+    with closing(Place(tmp_path, "a")) as found:
+        yield found
+
+
+@pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     """A process of 4 cores that has not loaded torch, nobody else on them."""
     monkeypatch.delitem(sys.modules, "torch", raising=False)
@@ -71,31 +80,31 @@ def fresh(monkeypatch: pytest.MonkeyPatch) -> pytest.MonkeyPatch:
     return monkeypatch
 
 
-def test_threads_spin_where_the_cores_are_their_own(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
+def test_threads_spin_where_the_cores_are_their_own(place: Place, fresh: pytest.MonkeyPatch) -> None:
     environment: dict[str, str] = {}
-    chosen = choose(Place(tmp_path, "a"), 0, environment)
+    chosen = choose(place, 0, environment)
     assert environment == {"GOMP_SPINCOUNT": str(cores.SPINS)}
     assert chosen.describe() == "4 threads, which spin while a step is under way: the cores are their own; 4 cores"
 
 
-def test_threads_sleep_where_others_compute(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
+def test_threads_sleep_where_others_compute(place: Place, fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(cores, "used_by_others", lambda: 1.0)
     environment: dict[str, str] = {}
-    chosen = choose(Place(tmp_path, "a"), 0, environment)
+    chosen = choose(place, 0, environment)
     assert environment == {"OMP_WAIT_POLICY": "PASSIVE"}
     assert chosen.describe() == "4 threads, which sleep while they wait: others use 1.0 of the cores; 4 cores"
     environment.clear()
-    choose(Place(tmp_path, "b"), 3, environment)
+    choose(place, 3, environment)
     assert "GOMP_SPINCOUNT" in environment, "one core is the other's, three are ours"
 
 
-def test_one_thread_waits_for_nobody_and_what_the_user_says_stands(tmp_path: Path, fresh: pytest.MonkeyPatch) -> None:
+def test_one_thread_waits_for_nobody_and_what_the_user_says_stands(place: Place, fresh: pytest.MonkeyPatch) -> None:
     fresh.setattr(cores, "used_by_others", lambda: pytest.fail("measured for nothing"))
     environment: dict[str, str] = {}
-    assert choose(Place(tmp_path, "a"), 1, environment).describe() == "1 thread; 4 cores"
+    assert choose(place, 1, environment).describe() == "1 thread; 4 cores"
     assert environment == {}
     environment = {"OMP_WAIT_POLICY": "ACTIVE"}
-    chosen = choose(Place(tmp_path, "b"), 0, environment)
+    chosen = choose(place, 0, environment)
     assert environment == {"OMP_WAIT_POLICY": "ACTIVE"}
     assert "as OMP_WAIT_POLICY=ACTIVE says" in chosen.describe()
 

@@ -98,7 +98,6 @@ class Worker:
             self._link.close(goodbye=self._stopping)  # one that ends by a fault has died, and says nothing
             if self._engine is not None:
                 self._engine.close()
-            self._place.leave()
             signal.set_wakeup_fd(-1)
             self._read_wakeup.close()
             self._write_wakeup.close()
@@ -145,7 +144,7 @@ class Worker:
             cores = replace(self._cores, others=self._place.others())  # others may have started meanwhile
             self._engine = Engine(self.config, welcome, self._report_progress, cores)
             if self._engine.device.kind != "cpu":
-                self._place.leave()
+                self._place.close()
         else:
             self._engine.adopt(welcome)
         self._tables = TablesReader(Path(welcome.tables_path), welcome.boot)
