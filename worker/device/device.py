@@ -55,6 +55,11 @@ class Device:
         return self.kind != "cpu"
 
     @property
+    def computes_on_cores(self) -> bool:
+        """Whether a model's computing takes the cores of the host, and not a GPU."""
+        return not self.queues
+
+    @property
     def runs_kernels(self) -> bool:
         """Whether Triton's kernels run here, and Triton is installed, and they are wanted."""
         return self.kernels and self.queues and importlib.util.find_spec("triton") is not None

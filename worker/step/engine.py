@@ -85,7 +85,7 @@ class Engine:
     def kernels(self) -> dict[str, str]:
         """Which kernels serve, by what they do: for people."""
         told = serving_kernels(self.model)
-        if self._cores is not None and self.device.kind == "cpu":
+        if self._cores is not None and self.device.computes_on_cores:
             told["threads"] = self._cores.describe()
         return told
 

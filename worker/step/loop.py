@@ -143,7 +143,7 @@ class Worker:
             notify(f"STATUS=loading {self.config.model}")
             cores = replace(self._cores, others=self._place.others())  # others may have started meanwhile
             self._engine = Engine(self.config, welcome, self._report_progress, cores)
-            if self._engine.device.kind != "cpu":
+            if not self._engine.device.computes_on_cores:
                 self._place.close()
         else:
             self._engine.adopt(welcome)

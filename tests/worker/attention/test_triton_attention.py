@@ -101,10 +101,10 @@ def test_plans_of_the_last_step_are_made_ahead_and_no_others() -> None:
     before, after = [], []
     for step, number in zip(steps, (1, 1, 0, 0), strict=True):
         attention.write(step.new_k, step.new_v, step.layer, step.batch)
-        before.append(set(step.batch._residents))
+        before.append(set(step.batch._device_arrays))
         compare(step, options(number, 64), attention)
-        after.append(set(step.batch._residents))
-    assert before[0] == {"tables", "slots"}
+        after.append(set(step.batch._device_arrays))
+    assert before[0] == {"tables", "kv_slots"}
     assert before[1] == after[1] == after[0]
     assert before[2] == after[0]  # these layers have another window: one plan is made that was not foreseen
     forgotten = before[2] - before[3]
@@ -193,7 +193,7 @@ def test_static_batch_is_filled_again_and_again(kv_dtype: torch.dtype) -> None:
                 wanted = AttentionOptions(0.125, window)
                 got = attention.attend(query, case.layer, batch, wanted)[: len(rows)].double()
                 assert float((got - case.dense(wanted)).abs().max()) <= (1e-5 if kv_dtype == F32 else 5e-2)
-        held = {key: tensor.data_ptr() for key, tensor in large._residents.items()}
+        held = {key: tensor.data_ptr() for key, tensor in large._device_arrays.items()}
         assert addresses is None or held == addresses
         addresses = held
 
