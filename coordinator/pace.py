@@ -10,8 +10,8 @@ from __future__ import annotations
 
 TROUBLED_S = 1.0  # bounds are broken all the time where it is more than TROUBLES_MAX times in such a time
 TROUBLES_MAX = 16
-PACE_US = 10_000
-MESSAGES_MAX = 4  # that are taken of them in such a time
+PACE_US = 20_000
+MESSAGES_MAX = 2  # that are taken of them in such a time
 
 
 class Pace:
