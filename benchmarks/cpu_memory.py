@@ -5,7 +5,7 @@
 For each kind of weights (`dtype`, `weight_dtype`) a process of its own imports what a worker does, loads the model, and
 reads /proc/self/smaps: bytes that are its own (anonymous), and those of mapped files (libraries, the model's). What is
 aimed at is 1.3 times the weights that are served, the embedding beside its packed head included, plus 250 MB; a KV
-pool, which is not made here, comes on top of both.
+pool, which is not made here, comes on top of both. A kind that this CPU has no products for is passed over.
 """
 
 from __future__ import annotations
@@ -44,15 +44,20 @@ def resident() -> dict[str, int]:
 
 def measure(model: str, dtype: str, weight_dtype: str) -> dict[str, Any]:
     """In a process of its own: before the load, and after."""
+    from kvforge.protocol.errors import InvalidConfiguration
     from worker.device.device import open_device
     from worker.loading.load import load_model
     from worker.step.memory import weight_bytes
 
     before = resident()
     device = open_device("cpu")
-    loaded = load_model(Path(model), dtype=dtype, weight_dtype=weight_dtype, device=device, block_size=16)
+    try:
+        loaded = load_model(Path(model), dtype=dtype, weight_dtype=weight_dtype, device=device, block_size=16)
+    except InvalidConfiguration as error:
+        return {"refused": str(error)}
     device.release_cached()
-    return {"before": before, "after": resident(), "weight_bytes": weight_bytes(loaded)}
+    kept = loaded.info.weight_dtype
+    return {"before": before, "after": resident(), "weight_bytes": weight_bytes(loaded), "kept_in": kept}
 
 
 def main() -> None:
@@ -75,13 +80,16 @@ def main() -> None:
         printed = subprocess.run(command, check=True, capture_output=True, text=True).stdout
         found = json.loads(printed.splitlines()[-1])
         results.append({"dtype": kind[0], "weight_dtype": kind[1], **found})
+        if "refused" in found:
+            print(f"{', '.join(kind)}: not on this machine: {found['refused']}")
+            continue
         after, before = found["after"], found["before"]
         files = sorted((name for name in after if name not in ("all", "anonymous")), key=lambda name: -after[name])
         numbers = (found["weight_bytes"], before["all"], after["all"], after["anonymous"])
         bound = BOUND_SHARE * found["weight_bytes"] + BOUND_BYTES
         rows.append(
             [
-                ", ".join(kind),
+                f"{', '.join(kind)} ({found['kept_in']})",
                 *(f"{number / 1e6:.0f}" for number in (*numbers, bound)),
                 ", ".join(f"{name} {after[name] / 1e6:.0f}" for name in files[:3]),
             ]

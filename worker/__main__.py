@@ -1,4 +1,4 @@
-"""python -m worker --config FILE.toml
+"""python -m worker --config FILE.toml [--check]
 
 Exit status: as `protocol.exits` has it: 0 stopped as asked; 1 the device failed, or the coordinator has no room for
 this worker at present (a new start may help); 2 wrong configuration or no such model; 3 could not start, and would not
@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import argparse
 import faulthandler
+import json
 import os
 import signal
 import sys
@@ -29,7 +30,7 @@ from kvforge.protocol.errors import (
 )
 from kvforge.protocol.exits import FAILED, OK, TIMED_OUT, UNAVAILABLE, status_of
 
-from .config import load_config
+from .config import WorkerConfig, load_config
 from .cores import Place, choose
 from .model_path import find_model
 
@@ -38,13 +39,16 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a worker until it is told to stop. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="TOML file")
+    parser.add_argument("--check", action="store_true", help="see whether model and device are there, and end")
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config)
         logs.configure(config.name, config.log_level, config.log_format)
         # torch makes this folder as soon as it is imported, in /tmp unless it is told where compiled code may stay.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
-        find_model(config)
+        model = find_model(config)
+        if options.check:
+            return _check(config, model)
         with closing(Place(config.runtime_path, config.name)) as place:
             cores = choose(place, config.threads, os.environ)  # before torch, whose OpenMP reads it
             from .step.loop import (
@@ -57,6 +61,23 @@ def main(arguments: list[str] | None = None) -> int:
         return _fail(Unavailable(problem))
     except KvforgeError as error:
         return _fail(error)
+    return OK
+
+
+def _check(config: WorkerConfig, model: str) -> int:
+    """Imports what a worker needs and opens its device, and says as JSON what it found. Nothing is loaded.
+
+    Raises ImportError, InvalidConfiguration.
+    """
+    import torch
+    import transformers
+
+    from .device.device import open_device
+
+    device = open_device(config.device, config.device_index)
+    versions = {"torch": torch.__version__, "transformers": transformers.__version__}
+    place = {"name": config.name, "runtime_dir": str(config.runtime_path)}
+    print(json.dumps({**place, **device.described, "model": model, **versions}))
     return OK
 
 

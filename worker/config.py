@@ -10,7 +10,8 @@ import msgspec
 from kvforge.protocol import choices, logs
 from kvforge.protocol.configuration import expand, load
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.transport import default_runtime_dir
+from kvforge.protocol.network import Proof, host_and_port, proof_for
+from kvforge.protocol.transport import default_runtime_dir, worker_endpoint
 
 ATTENTIONS = ("auto", "triton", "reference")
 KERNELS = ("auto", "reference")
@@ -26,6 +27,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Everything a worker can be told.
 
     name: unique among the coordinator's workers. runtime_dir: where the coordinator's sockets are.
+    endpoint: `tcp://HOST:PORT` of a coordinator that is reached over a network, "": the socket in runtime_dir. It needs
+    server_key, the coordinator's public key, and key_file, this worker's own keys. The coordinator's shared tables must
+    be here too, at the same path (a container that mounts its folder).
     model: a path or a known name. blocks or kv_bytes: the size of the KV pool (at most one of them; 0 = not said).
     threads: CPU threads of torch, 0 = its share of the cores. coordinator_wait_s: how long to wait for a coordinator.
     watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
@@ -42,6 +46,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     name: str
     model: str
     runtime_dir: str = ""
+    endpoint: str = ""
+    server_key: str = ""
+    key_file: str = ""
     load_format: str = "auto"
     device: str = "auto"
     device_index: int = 0
@@ -65,6 +72,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def __post_init__(self) -> None:
         if not 0 < len(self.name) <= 64 or not self.name.isprintable() or " " in self.name:
             raise InvalidConfiguration("name", "1 to 64 printable characters without spaces")
+        if self.endpoint:
+            host_and_port(self.endpoint, "endpoint")
         if not self.model:
             raise InvalidConfiguration("model", "is required: a path, or a name that `kvforge pull` knows")
         logs.check(self.log_level, self.log_format)
@@ -92,6 +101,11 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if self.watch_us >= 0:
             return self.watch_us
         return WATCH_US if len(os.sched_getaffinity(0)) >= WATCH_CORES_MIN else 0
+
+    def coordinator(self) -> tuple[str, Proof | None]:
+        """Where the coordinator is, and what it lets this worker in for. Raises InvalidConfiguration."""
+        endpoint = self.endpoint or worker_endpoint(self.runtime_path)
+        return endpoint, proof_for(endpoint, self.server_key, expand(self.key_file) if self.key_file else None)
 
     @property
     def runtime_path(self) -> Path:

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 SOCKETS = Path("/proc/net/unix")
+PROCESSES = Path("/proc")
 SPINS = 10_000  # looks of libgomp before it sleeps: 1000 are too few for what lies between two parts of a step
 WINDOW_S = 0.1
 BUSY_MAX = 0.4  # cores: what others may use of those that are to be ours alone
@@ -89,20 +90,28 @@ class Place:
 
 
 def _busy_ticks(cores: set[int]) -> int:
-    """Of these cores since the machine started, in clock ticks; what a hypervisor took counts."""
-    total = 0
-    for line in Path("/proc/stat").read_text(encoding="ascii").splitlines():
+    """Of these cores since the machine started, in clock ticks; what a hypervisor took counts.
+
+    Errors: OSError, ValueError, where it does not say.
+    """
+    found = []
+    for line in (PROCESSES / "stat").read_text(encoding="ascii").splitlines():
         name, *ticks = line.split()
         if name.startswith("cpu") and name[3:].isdigit() and int(name[3:]) in cores:
             user, nice, system, _idle, _waiting, *rest = map(int, ticks)
-            total += user + nice + system + sum(rest[:3])
-    return total
+            found.append(user + nice + system + sum(rest[:3]))
+    if len(found) < len(cores):
+        raise ValueError("not all of these cores are told of")
+    return sum(found)
 
 
 def _family_ticks() -> int:
-    """What this process and those that were started with it have used: a coordinator that starts, other workers."""
+    """What this process and those that were started with it have used: a coordinator that starts, other workers.
+
+    Errors: OSError.
+    """
     parent, total = os.getppid(), 0
-    for entry in Path("/proc").iterdir():
+    for entry in PROCESSES.iterdir():
         if not entry.name.isdigit():
             continue
         with suppress(OSError, ValueError):
@@ -112,12 +121,15 @@ def _family_ticks() -> int:
     return total
 
 
-def used_by_others(window_s: float = WINDOW_S) -> float:
-    """How many of our cores others keep busy, measured now for so long."""
+def used_by_others(window_s: float = WINDOW_S) -> float | None:
+    """How many of our cores others keep busy, measured now for so long; None where a sandbox does not show it."""
     cores = os.sched_getaffinity(0)
-    family, busy, started = _family_ticks(), _busy_ticks(cores), time.monotonic()
-    time.sleep(window_s)
-    busy, family = _busy_ticks(cores) - busy, _family_ticks() - family
+    try:
+        family, busy, started = _family_ticks(), _busy_ticks(cores), time.monotonic()
+        time.sleep(window_s)
+        busy, family = _busy_ticks(cores) - busy, _family_ticks() - family
+    except (OSError, ValueError):
+        return None
     return max(0.0, (busy - family) / TICKS_PER_S / (time.monotonic() - started))
 
 
@@ -131,7 +143,10 @@ def choose(place: Place, wanted: int, environment: MutableMapping[str, str]) -> 
     if cores.threads == 1:
         return cores
     used = used_by_others()
-    if cores.threads + used > count + BUSY_MAX:
+    if used is None:
+        environment["OMP_WAIT_POLICY"] = "PASSIVE"
+        waiting = "which sleep while they wait: what others use of the cores cannot be told here"
+    elif cores.threads + used > count + BUSY_MAX:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
         waiting = f"which sleep while they wait: others use {used:.1f} of the cores"
     else:

@@ -110,4 +110,38 @@ def test_one_thread_waits_for_nobody_and_what_the_user_says_stands(place: Place,
 
 
 def test_what_others_use_is_measured() -> None:
-    assert 0.0 <= used_by_others(0.02) <= len(os.sched_getaffinity(0)) + 1
+    used = used_by_others(0.02)
+    assert used is not None and 0.0 <= used <= len(os.sched_getaffinity(0)) + 1
+
+
+@pytest.mark.parametrize(
+    "stat",
+    [
+        None,
+        "",
+        "cpu  1 2 3 4 5 6 7 8 9 10\n",
+        "".join(f"cpu{core} 1 2\n" for core in os.sched_getaffinity(0)),
+        "".join(f"cpu{core} one 2 3 4 5 6 7 8\n" for core in os.sched_getaffinity(0)),
+    ],
+    ids=["not there", "empty", "no single cores", "cut", "no numbers"],
+)
+def test_where_it_cannot_be_measured_threads_sleep(
+    place: Place, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, stat: str | None
+) -> None:
+    """As under systemd's ProcSubset=pid, and in other sandboxes."""
+    proc = tmp_path / "proc"
+    proc.mkdir()
+    if stat is not None:
+        (proc / "stat").write_text(stat)
+    monkeypatch.setattr(cores, "PROCESSES", proc)
+    monkeypatch.setattr(cores, "usable", lambda: 4)
+    monkeypatch.delitem(sys.modules, "torch", raising=False)
+    environment: dict[str, str] = {}
+    told = choose(place, 0, environment).describe()
+    assert environment == {"OMP_WAIT_POLICY": "PASSIVE"}
+    assert told == "4 threads, which sleep while they wait: what others use of the cores cannot be told here; 4 cores"
+
+
+def test_without_any_proc_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(cores, "PROCESSES", tmp_path / "nowhere")
+    assert used_by_others(0.0) is None

@@ -50,6 +50,11 @@ class Device:
     kernels: bool = True
 
     @property
+    def described(self) -> dict[str, str]:
+        """kind and name, for whoever reads."""
+        return {"kind": self.kind, "device": self.name}
+
+    @property
     def queues(self) -> bool:
         """Whether what is called is queued and done later, as on every GPU."""
         return self.kind != "cpu"
@@ -296,6 +301,11 @@ def compilers_words(error: BaseException) -> str:
 def _is_tritons(error: BaseException) -> bool:
     """What its compiler raises, and a launch that asks for more than the device has."""
     return type(error).__module__.partition(".")[0] == "triton"
+
+
+def built_for_gpus() -> bool:
+    """Whether this build of torch has a GPU's part, be there a GPU or not."""
+    return torch.version.cuda is not None or torch.version.hip is not None
 
 
 def open_device(kind: str = "auto", index: int = 0, kernels: bool = True) -> Device:

@@ -20,6 +20,7 @@ import os
 import struct
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
@@ -69,18 +70,40 @@ class HostKernel:
 
     @cached_property
     def _compiled(self) -> Any:
-        import numba
-        from numba.core import config
-
         began, folder = time.perf_counter(), _kept_in(Path(self.function.__code__.co_filename))
-        before, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")
-        try:
-            compiled = numba.cfunc("void(int64)", cache=folder is not None, **OPTIONS)(self.function)
-        finally:
-            config.CACHE_DIR = before
+        compiled = self._kept(folder) if folder is not None else None
+        if compiled is None:
+            compiled = self._compile(None)
         kept = "loaded" if compiled.cache_hits else "compiled"
         log.info("the CPU's kernel %s was %s in %.1f s", self.name, kept, time.perf_counter() - began)
         return compiled
+
+    def _kept(self, folder: Path) -> Any | None:
+        """From what is kept in the folder, or compiled and kept there; None where it cannot be.
+
+        A machine that lost its power leaves files that are empty or cut: they are removed, and made once more.
+        """
+        for _ in range(2):
+            try:
+                return self._compile(folder)
+            except Exception as error:  # noqa: BLE001 - a damaged pickle raises whatever it likes, a full disk OSError
+                log.warning(
+                    "the CPU's kernel %s cannot be kept as it is: %s: %s", self.name, type(error).__name__, error
+                )
+            with suppress(OSError):
+                for path in folder.rglob(f"*.{self.name}-*.nb*"):
+                    path.unlink()
+        return None
+
+    def _compile(self, folder: Path | None) -> Any:
+        import numba
+        from numba.core import config
+
+        before, config.CACHE_DIR = config.CACHE_DIR, str(folder or "")
+        try:
+            return numba.cfunc("void(int64)", cache=folder is not None, **OPTIONS)(self.function)
+        finally:
+            config.CACHE_DIR = before
 
     @cached_property
     def _address(self) -> int:

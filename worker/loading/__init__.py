@@ -7,6 +7,7 @@ report.py       nothing of the files may be left over, nothing of the model left
 sampling_defaults.py   how the model wants its tokens drawn
 quantisation.py, gguf_groups.py   in how many bits its weights stay, and those that a file holds in 4
 fingerprint.py  what was loaded, as one number
+lean.py         transformers, imported without what serving has no use for
 progress.py     what transformers draws on the terminal, as fractions
 model.py        the loaded model and its forward pass; fusion.py: the fused form of those whose layers are known
 probe.py        what each layer asks of attention; verification.py: does it compute what transformers' own does
@@ -17,6 +18,7 @@ Law: nothing is served that was not compared with something that does not share 
 makes a `model.LoadedModel`, and its `forward` and `decode` are called.
 """
 
+from . import lean as lean  # before the files below import transformers
 from .build import build
 from .configuration import MODEL_DTYPES, model_dtype, read_config
 from .fingerprint import fingerprint

@@ -14,6 +14,7 @@ from worker.device.device import Device, as_worker_error
 from .configuration import sentence
 from .gguf import noted_names
 from .gguf_config import check_rotation
+from .lean import less_of_torch
 from .progress import Bars, Progress, bars_to
 from .report import check_experts, check_finite, check_unpacked, judge, reported
 from .source import Source
@@ -27,7 +28,7 @@ def build(source: Source, config: Any, dtype: torch.dtype, device: Device, progr
     progress is called with 0 to 1. Errors: UnsupportedModel, which names the tensors that are missing, left over, of
     another shape or not finite; ModelNotFound (files unreadable); WorkerError or GpuError (no memory).
     """
-    with bars_to(progress) as bars:
+    with bars_to(progress) as bars, less_of_torch():
         try:
             module = _dummy(config, dtype, device, seed) if source.format == "dummy" else _load(source, config, dtype)
             module = module.to(device.torch_device).eval()

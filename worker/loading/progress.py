@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any, Self
 
@@ -98,6 +99,8 @@ def gguf_read_once() -> Iterator[None]:
         yield
         return
 
+    array, string = gguf.GGUFValueType.ARRAY, gguf.GGUFValueType.STRING
+
     class Reader(gguf.GGUFReader):
         data: Any
 
@@ -105,6 +108,17 @@ def gguf_read_once() -> Iterator[None]:
             # A vocabulary is cut out piece by piece, and every piece of a memmap is one again, which takes longer.
             self.data = np.asarray(self.data)
             return super()._build_fields(*arguments)
+
+        def _get_field_parts(self, offset: int, kind: int) -> Any:
+            # Of a vocabulary a model needs the size alone, and an array for each of its strings takes 85 MB: all of
+            # them are read as empty ones.
+            if kind != array or self.data[offset : offset + 4].view(np.uint32)[0] != string:
+                return super()._get_field_parts(offset, kind)
+            count, end = int(self.data[offset + 4 : offset + 12].view(np.uint64)[0]), offset + 12
+            octets = memoryview(self.data)
+            for _ in range(count):
+                end += 8 + int.from_bytes(octets[end : end + 8], sys.byteorder)
+            return end - offset, [np.empty(0, np.uint8)], [0] * count, [array, string]
 
     made = {"GGUFReader": functools.cache(Reader), "get_tensor_name_map": functools.cache(gguf.get_tensor_name_map)}
     kept = {name: getattr(gguf, name) for name in made}

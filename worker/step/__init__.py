@@ -8,6 +8,6 @@ runner.py       a step becomes tensors, a forward pass and sampled rows, queued 
 graphs.py       decode steps from captured graphs
 pending.py      a step under way, and its outcome; meter.py: what steps cost
 
-Law: a step is queued and never waited for; only `PendingStep.finish` waits. A row's fault is that row's alone. From
+Law: a step is queued and never waited for; only `Runner.finish` waits. A row's fault is that row's alone. From
 outside, `loop.Worker` is started by `worker.__main__`; benchmarks and tests drive `engine.Engine` and `runner.Runner`.
 """

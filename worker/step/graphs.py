@@ -189,7 +189,7 @@ class DecodeGraphs:
         bucket = _Bucket(size, batch, results, Captured(run, None), lambda: left[0])
         self._fill(bucket, none, np.zeros(0, np.bool_))  # the trial run writes nothing that anyone reads
         captured = device.capture(run, self._memory)
-        # The last thing in the graph's memory: the next graph may use the place again, no later sampled of this one.
+        # The last thing in the graph's memory: the next graph may use the place again, no later part of this one.
         left[:] = [device.alias(left[0])]
         return replace(bucket, captured=captured)
 

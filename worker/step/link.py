@@ -8,52 +8,78 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
-from pathlib import Path
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvforge.protocol import codec
+from kvforge.protocol import codec, network
 from kvforge.protocol.errors import CoordinatorUnavailable
 from kvforge.protocol.handover import StepWatch
 from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
-from kvforge.protocol.transport import dealer, worker_endpoint
+from kvforge.protocol.transport import dealer
 
 SEND_WAIT_MS = 1000
+RETRY_S, RETRY_S_MAX = 0.05, 2.0  # between two attempts at a connection
 LOOKS = 64  # at the word in memory for each one at the socket, which takes as long as several of them
 STEP_BYTES_MAX = 16 << 20  # each row that starts may bring LOGIT_BIAS_MAX biases of 15 bytes
 
 
 class Link:
-    """One DEALER socket with its monitor and a wake-up descriptor for signals."""
+    """A DEALER socket with its monitor for each connection, one after the other, and a wake-up descriptor for signals.
 
-    def __init__(self, runtime: Path, wakeup_fd: int) -> None:
-        """Connects. Raises InvalidConfiguration where the path cannot be a socket's."""
-        self.endpoint = worker_endpoint(runtime)
+    connected: whether there is a connection now. connections: how many there were.
+    """
+
+    def __init__(self, endpoint: str, wakeup_fd: int, proof: network.Proof | None = None) -> None:
+        """`wait_connected` waits for the connection. proof: of who we are, for a coordinator that is reached over a
+        network."""
+        self.endpoint, self._proof = endpoint, proof
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = dealer(self._context)
-        self._socket.setsockopt(zmq.SNDTIMEO, SEND_WAIT_MS)
-        self._monitor = self._socket.get_monitor_socket(zmq.EVENT_DISCONNECTED | zmq.EVENT_HANDSHAKE_SUCCEEDED)
         self._decoder = codec.Decoder(WORKER_REPLIES, body_bytes_max=STEP_BYTES_MAX)
         self._wakeup_fd = wakeup_fd
-        self._poller = zmq.Poller()
-        self._poller.register(self._socket, zmq.POLLIN)
-        self._poller.register(self._monitor, zmq.POLLIN)
-        self._poller.register(wakeup_fd, zmq.POLLIN)
         self._watch: StepWatch | None = None
         self._watch_ns = self._active_ns = 0
         self._steps = 0  # that came over the socket since `watch`
         self.connected = False
         self.connections = 0
+        self._open()
+
+    def _open(self) -> None:
+        """Begins an attempt at a connection."""
+        self._over = False  # it came to nothing, or has ended
+        self._socket = dealer(self._context, self._proof, immediate=False)
+        self._socket.setsockopt(zmq.SNDTIMEO, SEND_WAIT_MS)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | network.REFUSED
+        )
+        self._poller = zmq.Poller()
+        self._poller.register(self._socket, zmq.POLLIN)
+        self._poller.register(self._monitor, zmq.POLLIN)
+        self._poller.register(self._wakeup_fd, zmq.POLLIN)
         self._socket.connect(self.endpoint)
 
+    def _close(self) -> None:
+        """What it had not handed out yet is lost, as it was meant for a connection that is no more."""
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
     def send(self, message: Message) -> bool:
-        """Sends; False where there is no coordinator to take it."""
+        """Sends on this connection; False where it has ended."""
+        self.look()
+        if not self.connected:
+            return False
         try:
             self._socket.send_multipart(codec.encode(message))
         except zmq.Again:
             return False
         return True
+
+    def discard(self) -> None:
+        """Throws away what has come. Nobody has said anything to a worker that has not said hello: it is left from an
+        earlier connection."""
+        while self._socket.poll(0):
+            self._socket.recv_multipart(zmq.NOBLOCK)
 
     def watch(self, steps: StepWatch | None, watch_us: int) -> None:
         """From now on steps are looked for in shared memory too: for so long after each message. None: no more."""
@@ -62,14 +88,14 @@ class Link:
     def receive(self, timeout_ms: int) -> Message | None:
         """The next message; None where the time is over, a signal came, or the connection changed.
 
-        Raises ProtocolError for bytes that are no message.
+        Raises ProtocolError for bytes that are no message, NotAllowed where the coordinator does not know our key.
         """
         frames = self._next_frames()
         if frames is None and self._watch is not None and timeout_ms > 0:
             frames = self._look_for_steps(self._watch, timeout_ms)
         if frames is None:
             self._poller.poll(timeout_ms)
-            self._note_changes()
+            self.look()
             frames = self._next_frames()
         if frames is None:
             return None
@@ -104,22 +130,33 @@ class Link:
         return None
 
     def wait_connected(self, timeout_s: float) -> None:
-        """Waits for the coordinator. Raises CoordinatorUnavailable; returns early on a signal."""
-        deadline = time.monotonic() + timeout_s
+        """Waits for the coordinator, where there is no connection to it. Raises CoordinatorUnavailable, NotAllowed;
+        returns early on a signal."""
+        now = time.monotonic()
+        deadline, retry_s, retry_at = now + timeout_s, RETRY_S, now
         while not self.connected:
-            left_ms = int((deadline - time.monotonic()) * 1000)
-            if left_ms <= 0:
+            now = time.monotonic()
+            if now >= deadline:
                 raise CoordinatorUnavailable(
                     f"no coordinator answered at {self.endpoint} within {timeout_s:g} s: is it running there?"
                 )
-            if any(descriptor == self._wakeup_fd for descriptor, _ in self._poller.poll(min(left_ms, 1000))):
+            if self._over and now >= retry_at:
+                self._close()
+                self._open()
+                retry_at, retry_s = now + retry_s, min(2 * retry_s, RETRY_S_MAX)
+            wait_s = min(deadline - now, retry_at - now if self._over else 1.0)
+            if any(descriptor == self._wakeup_fd for descriptor, _ in self._poller.poll(max(1, int(wait_s * 1000)))):
                 return
-            self._note_changes()
+            self.look()
 
-    def _note_changes(self) -> None:
+    def look(self) -> None:
+        """Notes what has become of the connection. What came before its end can still be received."""
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] == network.REFUSED and self._proof is not None:
+                raise network.refusal(self.endpoint, self._proof)
             self.connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._over = not self.connected
             self.connections += self.connected
 
     def close(self, goodbye: bool) -> None:

@@ -1,7 +1,8 @@
 """The worker's life: connect, load, register the pool, run steps, leave.
 
 One thread. While a model loads, ZeroMQ's own thread answers heartbeats. When the coordinator goes away the model
-stays loaded and the worker registers again with the next one.
+stays loaded, steps under way go on, and what they give is kept: the next process goes on with it where it knows the
+pool, else the worker registers again.
 
 Two steps may be under way: the second is queued on the device before the first has ended, and results leave in the
 order in which steps came. While a step runs, the loop looks for its end and for messages in turn (`Patience`).
@@ -22,7 +23,16 @@ from types import FrameType
 import msgspec
 import numpy as np
 
-from kvforge.protocol.errors import GpuError, InternalError, KvforgeError, restore
+from kvforge.protocol import token
+from kvforge.protocol.errors import (
+    DeadlineExceeded,
+    GpuError,
+    InternalError,
+    KvforgeError,
+    ProtocolError,
+    Unavailable,
+    restore,
+)
 from kvforge.protocol.messages import (
     ErrorInfo,
     Int32Array,
@@ -38,7 +48,7 @@ from kvforge.protocol.messages import (
     WorkerReady,
     WorkerWelcome,
 )
-from kvforge.protocol.notify import notify
+from kvforge.protocol.notify import Watchdog, notify, working
 from kvforge.protocol.tables import TablesReader
 from worker.config import WorkerConfig
 from worker.cores import Cores, Place
@@ -49,8 +59,13 @@ from .patience import Patience
 from .runner import STEPS_UNDER_WAY_MAX, PendingStep, Runner
 
 REPLY_WAIT_S = 10.0
+TABLES_GONE_S = 1.0  # for the end of a connection to be heard of, after the tables of who was there are gone
 IDLE_WAIT_MS = 1000
+ANSWERS_KEPT = 16  # results, each of which may not have reached the coordinator: as many as steps may be under way
+NO_POOL = PoolRegistered(rid=0, epoch=0, base_block=0)
 PROGRESS_EVERY_S = 0.2
+# Between two words of a model that loads: kernels are compiled without one, on a slow machine for minutes.
+LOADING_S_MAX = 900.0
 REPORT_IDLE_NS = 900_000_000
 REPORT_STEPS_MIN = 100  # shorter bursts are not worth a line in the log
 log = logging.getLogger("worker")
@@ -65,17 +80,21 @@ class Worker:
         Raises InvalidConfiguration.
         """
         self.config, self._cores, self._place = config, cores, place
+        endpoint, proof = config.coordinator()
         self._stopping = False
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         self._catch_signals()
-        self._link = Link(config.runtime_path, self._read_wakeup.fileno())
+        self._link = Link(endpoint, self._read_wakeup.fileno(), proof)
         self._rid = 0
         self._engine: Engine | None = None
         self._request_of: dict[int, int] = {}  # by slot; kept only where steps are logged
         self._under_way: deque[tuple[int, PendingStep]] = deque()
+        self._answered: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)  # of this registration
+        self._last_step = 0  # that was launched under it
         self._patience = Patience()
+        self._watchdog = Watchdog()
         self._tables: TablesReader | None = None
-        self._pool_at = PoolRegistered(rid=0, epoch=0, base_block=0)
+        self._pool_at, self._boot = NO_POOL, ""
         self._connection = 0
         self._progress_at = 0.0
 
@@ -87,11 +106,14 @@ class Worker:
                 if welcome is None:
                     continue
                 try:
-                    self._prepare(welcome)
+                    if welcome.epoch:
+                        registered = self._come_back(welcome)
+                    else:
+                        registered = self._prepare(welcome) and self._register()
                 except KvforgeError as error:
                     self._link.send(WorkerFailed(error=ErrorInfo.of(error)))
                     raise
-                if self._register():
+                if registered:
                     self._serve()
         finally:
             notify("STOPPING=1")
@@ -106,19 +128,32 @@ class Worker:
 
     def _greet(self) -> WorkerWelcome | None:
         """Says hello to whichever coordinator is there. None where a signal or a disconnection came first."""
+        working("waiting for a coordinator", self.config.coordinator_wait_s + REPLY_WAIT_S)
         self._link.wait_connected(self.config.coordinator_wait_s)
         if not self._link.connected:
             return None
         self._connection = self._link.connections
-        reply = self._ask(WorkerHello(rid=self._next_rid(), name=self.config.name, pid=os.getpid()))
+        self._link.discard()
+        hello = WorkerHello(
+            rid=self._next_rid(),
+            name=self.config.name,
+            pid=os.getpid(),
+            boot=self._boot,
+            epoch=self._pool_at.epoch,
+            watches=self._watches,
+            token=token.read(self.config.runtime_path),  # another one after each start of the coordinator
+        )
+        reply = self._ask(hello)
         return reply if isinstance(reply, WorkerWelcome) else None
 
     def _ask(self, message: Message) -> Message | None:
         """Sends a command and waits for its reply. None where the connection ended or we are to stop."""
-        if not self._link.send(message):
-            return None
+        return self._next_reply() if self._link.send(message) else None
+
+    def _next_reply(self) -> Message | None:
         deadline = time.monotonic() + REPLY_WAIT_S
         while time.monotonic() < deadline and self._same_connection():
+            self._feed()
             reply = self._link.receive(100)
             if isinstance(reply, Refused):
                 raise restore(reply.error.code, reply.error.message, reply.error.fields)
@@ -129,7 +164,10 @@ class Worker:
         return None
 
     def _same_connection(self) -> bool:
-        return not self._stopping and self._link.connected and self._link.connections == self._connection
+        return not self._stopping and self._still_connected()
+
+    def _still_connected(self) -> bool:
+        return self._link.connected and self._link.connections == self._connection
 
     def _next_rid(self) -> int:
         self._rid += 1
@@ -137,23 +175,64 @@ class Worker:
 
     # -------------------------------------------------------------------------------------------------------- loading
 
-    def _prepare(self, welcome: WorkerWelcome) -> None:
-        """Loads the model once, makes the pool once, maps this coordinator's tables."""
+    def _prepare(self, welcome: WorkerWelcome) -> bool:
+        """Loads the model once, makes the pool once, maps this coordinator's tables. False where it went away
+        meanwhile."""
+        self._under_way.clear()
+        self._answered.clear()
+        self._last_step, self._pool_at = 0, NO_POOL
         if self._engine is None:
-            notify(f"STATUS=loading {self.config.model}")
+            working(f"loading {self.config.model}", LOADING_S_MAX)
             cores = replace(self._cores, others=self._place.others())  # others may have started meanwhile
             self._engine = Engine(self.config, welcome, self._report_progress, cores)
             if not self._engine.device.computes_on_cores:
                 self._place.close()
         else:
             self._engine.adopt(welcome)
-        self._tables = TablesReader(Path(welcome.tables_path), welcome.boot)
+        return self._map_tables(welcome)
+
+    def _map_tables(self, welcome: WorkerWelcome) -> bool:
+        """False where the coordinator that named them went away, and its tables with it.
+
+        Raises Unavailable where it is there and they are not, ProtocolError where they are none of its own.
+        """
+        try:
+            self._tables, self._boot = TablesReader(Path(welcome.tables_path), welcome.boot), welcome.boot
+        except (OSError, ProtocolError) as error:
+            deadline = time.monotonic() + TABLES_GONE_S
+            while self._same_connection() and time.monotonic() < deadline:
+                self._link.receive(100)
+            if not self._same_connection():
+                return False
+            if isinstance(error, ProtocolError):
+                raise
+            raise Unavailable(f"the tables {welcome.tables_path} cannot be read here: {error.strerror}") from None
+        return True
+
+    @property
+    def _watches(self) -> bool:
+        return self.config.watched_us > 0
+
+    def _come_back(self, welcome: WorkerWelcome) -> bool:
+        """The coordinator's process is another one and knows the pool: what is in it counts, and steps under way go on.
+        False where the connection ended meanwhile."""
+        if not self._map_tables(welcome):
+            return False
+        self._link.watch(None, 0)
+        reply = self._next_reply()
+        if not isinstance(reply, PoolRegistered):
+            return False
+        self._go_on_at(reply)
+        self._answer_again(reply.done)
+        log.info("the coordinator is back: going on after step %d", self._last_step)
+        return True
 
     def _report_progress(self, phase: str, fraction: float) -> None:
         now = time.monotonic()
         if now - self._progress_at < PROGRESS_EVERY_S and fraction < 1:
             return
         self._progress_at = now
+        working(f"{phase} {100 * fraction:.0f} %", LOADING_S_MAX)
         self._link.receive(0)  # reads the monitor; nothing is sent to a worker that has no pool
         if self._link.connected:
             self._link.send(WorkerLoading(phase=phase, progress=fraction))
@@ -169,7 +248,7 @@ class Worker:
             bytes_per_block=model.geometry.bytes_per_block,
             kv_dtype=model.geometry.kv_dtype,
             device=model.device.name,
-            watches=self.config.watched_us > 0,
+            watches=self._watches,
             device_bytes=self._engine.device_bytes().by_purpose(),
             kernels=self._engine.kernels(),
         )
@@ -177,36 +256,35 @@ class Worker:
         reply = self._ask(ready)
         if not isinstance(reply, PoolRegistered):
             return False
-        if ready.watches:
-            assert self._tables is not None
-            self._link.watch(self._tables.watch(reply.pool, reply.epoch), self.config.watched_us)
-        self._pool_at = reply
+        self._go_on_at(reply)
         notify("READY=1", f"STATUS=serving {model.info.name}, {pool.blocks} blocks")
         log.info("registered: blocks %d to %d", reply.base_block, reply.base_block + pool.blocks - 1)
         return True
+
+    def _go_on_at(self, place: PoolRegistered) -> None:
+        if self._watches:
+            assert self._tables is not None
+            self._link.watch(self._tables.watch(place.pool, place.epoch), self.config.watched_us)
+        self._pool_at = place
 
     # -------------------------------------------------------------------------------------------------------- serving
 
     def _serve(self) -> None:
         """Runs steps in the order in which they come, until told to stop or the coordinator is gone."""
-        try:
-            while self._same_connection():
-                message = self._link.receive(self._wait_ms())
-                if isinstance(message, Step):
-                    if len(self._under_way) == STEPS_UNDER_WAY_MAX:
-                        self._answer()
-                    self._launch(message)
-                elif isinstance(message, Stop):
-                    log.info("told to stop: %s", message.reason)
-                    self._stopping = True
-                elif isinstance(message, Refused):
-                    raise restore(message.error.code, message.error.message, message.error.fields)
-                while self._under_way and self._under_way[0][1].done():
-                    self._answer()
-            while self._stopping and self._link.connected and self._under_way:
-                self._answer()  # it finishes what it was sent
-        finally:
-            self._under_way.clear()
+        while self._same_connection():
+            self._feed()
+            message = self._link.receive(self._wait_ms())
+            if isinstance(message, Step):
+                self._take(message)
+            elif isinstance(message, Stop):
+                log.info("told to stop: %s", message.reason)
+                self._stopping = True
+            elif isinstance(message, Refused):
+                raise restore(message.error.code, message.error.message, message.error.fields)
+            while self._under_way and self._under_way[0][1].done():
+                self._answer()
+        while self._stopping and self._link.connected and self._under_way:
+            self._answer()  # it finishes what it was sent
         if not self._stopping:
             log.warning("the coordinator is gone; waiting for the next one")
 
@@ -226,18 +304,42 @@ class Worker:
             meter.reset()
         return IDLE_WAIT_MS
 
+    def _feed(self) -> None:
+        self._watchdog.feed(time.monotonic_ns() // 1000)
+
+    def _take(self, step: Step) -> None:
+        """Does a step, unless it came before: a coordinator whose process is another one sends anew what is due."""
+        if step.step_id > self._last_step:
+            if len(self._under_way) == STEPS_UNDER_WAY_MAX:
+                self._answer()
+            self._launch(step)
+
+    def _answer_again(self, done: int) -> None:
+        """Sends the results that the process before did not write down: those after step `done`."""
+        lacking = [result for result in self._answered if result.step_id > done]
+        under_way = len(self._under_way)
+        if len(lacking) + under_way < self._last_step - done:
+            raise ProtocolError(
+                f"the result of step {done + 1} is not kept any more, the last step is {self._last_step}"
+            )
+        for result in lacking:
+            self._link.send(result)
+
     def _launch(self, step: Step) -> None:
-        """Queues a step on the device."""
+        """Queues a step on the device, unless its coordinator has ended: the next one sends it again."""
         runner, base = self._runner, self._pool_at.base_block
-        if step.copies.size:
-            local = step.copies.reshape(-1, 3) - np.array([base, base, 0], np.int32)
-            step = msgspec.structs.replace(step, copies=local.reshape(-1))
         started_ns = time.monotonic_ns()
         tables = self._tables_of(step)
+        if tables is None:
+            return
         if base:
             tables = tables - base
         runner.meter.read_ns += time.monotonic_ns() - started_ns
+        if step.copies.size:
+            local = step.copies.reshape(-1, 3) - np.array([base, base, 0], np.int32)
+            step = msgspec.structs.replace(step, copies=local.reshape(-1))
         self._under_way.append((step.step_id, runner.launch(step, tables)))
+        self._last_step = step.step_id
         self._patience.begin(len(self._under_way))
         if log.isEnabledFor(logging.DEBUG):
             self._tell_step(step)
@@ -252,7 +354,7 @@ class Worker:
     def _answer(self) -> None:
         """Waits for the oldest step under way and sends its result. Raises GpuError where the device is lost."""
         step_id, pending = self._under_way.popleft()
-        outcome = pending.finish()
+        outcome = self._runner.finish(pending)
         self._patience.end(len(self._under_way))
         started_ns = time.monotonic_ns()
         result = StepResult(
@@ -267,7 +369,10 @@ class Worker:
             top_tokens=outcome.top_tokens,
             top_logprobs=outcome.top_logprobs,
         )
-        self._link.send(result)
+        self._answered.append(result)
+        self._link.look()
+        if self._still_connected():  # another process of the coordinator asks for it when it knows us
+            self._link.send(result)
         self._runner.meter.send_ns += time.monotonic_ns() - started_ns
         lost = [error for error in outcome.errors if error.error.code == GpuError.code]
         device = self._runner.model.device
@@ -276,14 +381,24 @@ class Worker:
             self._link.send(WorkerFailed(error=ErrorInfo.of(error)))
             raise error
 
-    def _tables_of(self, step: Step) -> Int32Array:
-        """The block tables of the step's rows, global ids, from shared memory."""
+    def _tables_of(self, step: Step) -> Int32Array | None:
+        """The block tables of the step's rows, global ids, from shared memory.
+
+        None where the coordinator ended while it wrote them. One that was stopped there is waited for.
+        """
         assert self._tables is not None
         if not step.slots.size:
             return np.zeros((0, 1), np.int32)
         block_size = self._runner.pool.block_size
         width = int(-(-int((step.starts + step.counts).max()) // block_size))
-        return self._tables.rows(step.slots, width)[0]
+        while True:
+            try:
+                return self._tables.rows(step.slots, width)[0]
+            except DeadlineExceeded:
+                self._feed()
+                self._link.look()
+                if not self._same_connection():
+                    return None
 
     # -------------------------------------------------------------------------------------------------------- signals
 

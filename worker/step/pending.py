@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -71,22 +70,17 @@ class PendingStep:
     errors: dict[int, KvforgeError]
     sampled: list[Sampled]
     started_ns: int
-    finisher: Callable[[PendingStep], StepOutcome]
     end: Mark | None = None
     busy: tuple[Mark, Mark] | None = None
     queued_behind: bool = False
     spoiled: dict[int, KvforgeError] = field(default_factory=dict)
 
     def done(self) -> bool:
-        """True once `finish` will not wait."""
+        """True once `Runner.finish` will not wait."""
         try:
             return self.end is None or self.end.passed()
-        except RuntimeError:  # `finish` says what failed
+        except RuntimeError:  # `Runner.finish` says what failed
             return True
-
-    def finish(self) -> StepOutcome:
-        """Waits for the step's end. Never raises for what the step holds or what the device does."""
-        return self.finisher(self)
 
 
 def joined(sampled: list[tuple[Int32Array, HostRows]], pending: PendingStep, duration_us: int) -> StepOutcome:

@@ -93,7 +93,7 @@ class Runner:
 
     def run(self, step: Step, tables: npt.NDArray[np.int32]) -> StepOutcome:
         """`launch` and `finish` in one."""
-        return self.launch(step, tables).finish()
+        return self.finish(self.launch(step, tables))
 
     @torch.inference_mode()
     def launch(self, step: Step, tables: npt.NDArray[np.int32]) -> PendingStep:
@@ -115,7 +115,6 @@ class Runner:
             errors={},
             sampled=[],
             started_ns=started_ns,
-            finisher=self._finish,
             queued_behind=any(not earlier.done() for earlier in self._under_way),
         )
         fault = malformed(step, tables, self.limits)
@@ -156,7 +155,7 @@ class Runner:
     def reset(self) -> None:
         """Forgets every slot: another coordinator is in charge. Steps under way are waited for and dropped."""
         while self._under_way:
-            self._under_way[0].finish()
+            self.finish(self._under_way[0])
         self._has_sampled[:] = False
         self._refused.clear()
 
@@ -297,7 +296,8 @@ class Runner:
 
     # -------------------------------------------------------------------------------------------------------- finishing
 
-    def _finish(self, pending: PendingStep) -> StepOutcome:
+    def finish(self, pending: PendingStep) -> StepOutcome:
+        """Waits for the end of the oldest step under way. Never raises for what it holds or what the device does."""
         assert self._under_way[0] is pending, "steps are finished in the order of their launch"
         waiting_ns = time.monotonic_ns()
         try:

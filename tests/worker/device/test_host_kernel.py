@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import resource
 from pathlib import Path
 
 import numpy as np
@@ -67,12 +68,16 @@ def test_rounding_is_to_nearest_ties_to_even(dtype: torch.dtype) -> None:
     numbers = torch.randint(-(2**31), 2**31 - 1, (1 << 16,), generator=generator, dtype=torch.int64).int()
     ties = torch.arange(1 << 15, dtype=torch.int32) * 65536 + 32768
     source = torch.cat((numbers, ties)).view(torch.float32)
-    wide, back = torch.empty_like(source), torch.empty(len(source), dtype=dtype)
-    narrow_only = HostKernel(round_row, "4q")
-    narrow_only(1, source.data_ptr(), back.data_ptr(), CODES[dtype], len(source))
+    back = torch.zeros(len(source) + 16, dtype=dtype)
+    kernel = HostKernel(round_row, "4q")
     want = source.to(dtype)
-    assert torch.equal(back.isnan(), want.isnan()) and torch.equal(back[~want.isnan()], want[~want.isnan()])
-    assert wide.shape == source.shape
+    for count in (len(source), 21, 5):  # by vectors, with a last one that reaches back, and number by number
+        back[:] = -1
+        kernel(1, source[-count:].data_ptr(), back.data_ptr(), CODES[dtype], count)
+        got, wanted = back[:count], want[-count:]
+        assert torch.equal(got.isnan(), wanted.isnan())
+        assert torch.equal(got[~wanted.isnan()], wanted[~wanted.isnan()])
+        assert back[count:].eq(-1).all(), "written behind the row"
 
 
 def round_row(arguments: int) -> None:
@@ -142,6 +147,45 @@ def test_what_is_compiled_is_kept_where_that_is_possible(tmp_path: Path, monkeyp
     kernel = HostKernel(count_tickets, "2q")
     kernel(1, counts.data_ptr(), 10)
     assert kernel._compiled.cache_hits == 0 and int(counts) == 30
+    host_kernel._kept_in.cache_clear()
+
+
+@pytest.mark.parametrize("kind", ["nbi", "nbc"])
+@pytest.mark.parametrize("left", [0.0, 0.5])
+def test_what_is_kept_and_damaged_is_made_once_more(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kind: str, left: float
+) -> None:
+    """As a machine leaves it that lost its power."""
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
+    host_kernel._kept_in.cache_clear()
+    counts = torch.zeros(1, dtype=torch.int64)
+    HostKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
+    (damaged,) = tmp_path.rglob(f"*.{kind}")
+    damaged.write_bytes(damaged.read_bytes()[: int(left * damaged.stat().st_size)])
+    for hits in (0, 1):
+        kernel = HostKernel(count_tickets, "2q")
+        kernel(1, counts.data_ptr(), 10)
+        assert kernel._compiled.cache_hits == hits
+    assert int(counts) == 30
+    host_kernel._kept_in.cache_clear()
+
+
+def test_where_nothing_more_can_be_written_it_runs_all_the_same(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a full disk."""
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
+    host_kernel._kept_in.cache_clear()
+    counts = torch.zeros(1, dtype=torch.int64)
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
+    try:
+        kernel = HostKernel(count_tickets, "2q")
+        kernel(1, counts.data_ptr(), 10)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+    assert kernel._compiled.cache_hits == 0 and int(counts) == 10
+    assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
     host_kernel._kept_in.cache_clear()
 
 

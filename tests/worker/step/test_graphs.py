@@ -54,10 +54,10 @@ class Decoding:
 
     def start(self, slots: list[int], sampling: Sampling | None = None) -> StepOutcome:
         starts = tuple(replace_start(begin(s, seed=s), sampling=sampling or Sampling(temperature=0.0)) for s in slots)
-        return self.launch([(slot, PROMPTS[slot], 1) for slot in slots], begins=starts).finish()
+        return self.runner.finish(self.launch([(slot, PROMPTS[slot], 1) for slot in slots], begins=starts))
 
     def decode(self, slots: list[int]) -> StepOutcome:
-        return self.launch([(slot, [-1], 1) for slot in slots]).finish()
+        return self.runner.finish(self.launch([(slot, [-1], 1) for slot in slots]))
 
 
 def gpu() -> Device:
@@ -184,7 +184,7 @@ def test_rows_that_are_not_plain_are_sampled_behind_the_graph(kernels: bool, pai
     for slot, sampling in enumerate(SAMPLINGS):
         same(graphed.start([slot], sampling), eager.start([slot], sampling))
     mixed = [(slot, [-1] if slot else [7, 8], 1) for slot in range(len(SAMPLINGS))]  # not a decode step
-    same(graphed.launch(mixed).finish(), eager.launch(mixed).finish())
+    same(graphed.runner.finish(graphed.launch(mixed)), eager.runner.finish(eager.launch(mixed)))
     for slots in ([0, 1, 2, 3, 4, 5, 6], [6, 5, 4, 3, 2, 1, 0], [1, 3], [0, 6], [2]):
         for _ in range(2):
             same(graphed.decode(slots), eager.decode(slots))
@@ -196,9 +196,12 @@ def test_rows_that_are_not_sampled_and_chunks(pair: tuple[Decoding, Decoding]) -
         each.start([0, 1, 2])
     rows = [(0, [-1], 1), (5, [9], 0), (1, [-1], 1)]  # one token of a prompt that is not yet whole
     begins = (begin(5),)
-    same(graphed.launch(rows, begins=begins).finish(), eager.launch(rows, begins=begins).finish())
+    same(
+        graphed.runner.finish(graphed.launch(rows, begins=begins)),
+        eager.runner.finish(eager.launch(rows, begins=begins)),
+    )
     rows = [(5, [8, 7, 6], 1), (0, [-1], 1)]  # a chunk: not a decode step
-    same(graphed.launch(rows).finish(), eager.launch(rows).finish())
+    same(graphed.runner.finish(graphed.launch(rows)), eager.runner.finish(eager.launch(rows)))
     same(graphed.decode([5, 0, 1]), eager.decode([5, 0, 1]))
 
 
@@ -210,8 +213,8 @@ def test_two_steps_under_way(pair: tuple[Decoding, Decoding]) -> None:
     for index in range(12, 4, -1):
         slots = slots[:index]
         under_way.append(graphed.launch([(slot, [-1], 1) for slot in slots]))
-        same(under_way.pop(0).finish(), eager.decode(list(range(min(12, index + 1)))))
-    same(under_way.pop().finish(), eager.decode(slots))
+        same(graphed.runner.finish(under_way.pop(0)), eager.decode(list(range(min(12, index + 1)))))
+    same(graphed.runner.finish(under_way.pop()), eager.decode(slots))
 
 
 def test_a_row_that_is_not_finite_is_found_in_a_graph(pair: tuple[Decoding, Decoding], model: LoadedModel) -> None:
@@ -221,7 +224,7 @@ def test_a_row_that_is_not_finite_is_found_in_a_graph(pair: tuple[Decoding, Deco
         cache[WIDTH] = float("nan")  # the first block of slot 1
     first = graphed.launch([(slot, [-1], 1) for slot in (0, 1, 2)])
     second = graphed.launch([(slot, [-1], 1) for slot in (0, 1, 2)])
-    for outcome in (first.finish(), second.finish()):
+    for outcome in (graphed.runner.finish(first), graphed.runner.finish(second)):
         assert [error.slot for error in outcome.errors] == [1]
         assert "not finite" in outcome.errors[0].error.message
         assert outcome.slots.tolist() == [0, 2]

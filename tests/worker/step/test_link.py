@@ -15,7 +15,7 @@ import zmq
 
 from kvforge.protocol import codec
 from kvforge.protocol.layout import MAIL_BYTES, Geometry
-from kvforge.protocol.messages import Step, Stop, WorkerHello
+from kvforge.protocol.messages import WORKER_MESSAGES, Step, Stop, WorkerHello, WorkerLoading
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
 from tests.router import router
@@ -29,16 +29,28 @@ class Coordinator:
     """Its side of one connection."""
 
     def __init__(self, folder: Path) -> None:
-        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._socket = router(self._context)
-        self._socket.bind(worker_endpoint(folder))
+        self._folder = folder
+        self._listen()
         self.tables = TablesWriter(
             folder / "t", Geometry(slots=4, blocks=16, blocks_per_sequence=4, block_size=4), "boot"
         )
         self._identity = b""
 
-    def greeted(self) -> None:
-        self._identity = self._socket.recv_multipart()[0]
+    def _listen(self) -> None:
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._socket = router(self._context)
+        self._socket.bind(worker_endpoint(self._folder))
+
+    def greeted(self) -> list[bytes]:
+        """Waits for a worker's first message, and returns it."""
+        self._identity, *frames = self._socket.recv_multipart()
+        return frames
+
+    def hang_up(self) -> None:
+        """Ends every connection, as one that is killed, and is there again."""
+        self._socket.close(0)
+        self._context.term()
+        self._listen()
 
     def show(self, number: int, frames: list[bytes | memoryview]) -> None:
         self.tables.mail.put(POOL, EPOCH, number, frames)
@@ -57,7 +69,7 @@ def ends() -> Iterator[tuple[Coordinator, Link]]:
     read, write = os.pipe()
     with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
         coordinator = Coordinator(Path(name))
-        link = Link(Path(name), read)
+        link = Link(worker_endpoint(Path(name)), read)
         try:
             link.wait_connected(60)
             assert link.send(WorkerHello(rid=1, name="w", pid=1))
@@ -146,3 +158,23 @@ def test_a_new_registration_starts_from_one(ends: tuple[Coordinator, Link]) -> N
     message = receive(link)
     assert isinstance(message, Step)
     assert message.step_id == 9
+
+
+def test_what_was_meant_for_one_coordinator_does_not_reach_the_next_ahead_of_a_hello(
+    ends: tuple[Coordinator, Link],
+) -> None:
+    """It was started again while a model was loaded: on that connection nobody knows who tells of its progress."""
+    coordinator, link = ends
+    before = link.connections
+    coordinator.hang_up()
+    deadline = monotonic() + 60
+    while link.connected:
+        assert monotonic() < deadline, "the end of the connection is not noticed"
+        assert link.receive(100) is None
+    assert not link.send(WorkerLoading(phase="weights", progress=0.5))
+    link.wait_connected(60)
+    assert link.connections == before + 1
+    assert link.send(WorkerHello(rid=2, name="w", pid=1))
+    assert isinstance(codec.Decoder(WORKER_MESSAGES).decode(coordinator.greeted()), WorkerHello)
+    coordinator.send(codec.encode(Stop()))
+    assert isinstance(receive(link), Stop)

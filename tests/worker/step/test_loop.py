@@ -4,15 +4,16 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable
-from contextlib import nullcontext
+from contextlib import closing, nullcontext
 from dataclasses import dataclass, field
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
 import pytest
 
-from kvforge.protocol.errors import GpuError
+from kvforge.protocol.errors import DeadlineExceeded, GpuError, ProtocolError, Unavailable
 from kvforge.protocol.messages import (
     NO_FLOAT32,
     NO_INT32,
@@ -25,9 +26,13 @@ from kvforge.protocol.messages import (
     Step,
     StepResult,
     Stop,
+    WorkerWelcome,
 )
+from kvforge.protocol.notify import Watchdog
+from tests.protocol.systemd_ear import Ear
 from worker.config import WorkerConfig
-from worker.step.loop import Worker
+from worker.step import loop
+from worker.step.loop import ANSWERS_KEPT, Worker
 from worker.step.meter import Meter
 from worker.step.pending import StepOutcome
 
@@ -45,10 +50,6 @@ class FakePending:
     def done(self) -> bool:
         return self.over
 
-    def finish(self) -> StepOutcome:
-        self.over = True
-        return self.result
-
 
 class FakeRunner:
     def __init__(self) -> None:
@@ -63,6 +64,10 @@ class FakeRunner:
         assert sum(not pending.over for pending in self.launched) < 2
         self.launched.append(FakePending(step.step_id, result=self.result))
         return self.launched[-1]
+
+    def finish(self, pending: FakePending) -> StepOutcome:
+        pending.over = True
+        return pending.result
 
     def end(self, index: int) -> Callable[[], None]:
         """What ends the step that was launched as number `index`."""
@@ -89,7 +94,11 @@ class FakeLink:
         what = self.script.popleft()
         return what() if callable(what) else what
 
+    def look(self) -> None:
+        pass
+
     def send(self, message: Message) -> bool:
+        assert self.connected, "what was given to nobody is lost"
         self.sent.append(message)
         return True
 
@@ -99,21 +108,26 @@ class FakeLink:
 
 
 def serve(runner: FakeRunner, link: FakeLink) -> FakeLink:
+    worker_of(runner, link)._serve()
+    return link
+
+
+def worker_of(runner: FakeRunner, link: FakeLink) -> Worker:
     worker = Worker.__new__(Worker)  # without sockets and signals
     worker.config = WorkerConfig(name="w", model="m")
     worker._stopping = False
     worker._request_of = {}
     worker._link = link  # type: ignore[assignment]
     worker._engine = SimpleNamespace(runner=runner)  # type: ignore[assignment]
-    worker._under_way = deque()
+    worker._under_way, worker._answered, worker._last_step = deque(), deque(maxlen=ANSWERS_KEPT), 0
     patience = SimpleNamespace(begin=lambda _: None, end=lambda _: None, wait_ms=lambda: 0)
     worker._patience = patience  # type: ignore[assignment]
+    worker._watchdog = Watchdog()
     worker._pool_at = PoolRegistered(rid=0, epoch=3, base_block=0)
     worker._connection = 1
     tables = SimpleNamespace(rows=lambda slots, width: (np.zeros((len(slots), width), np.int32), None))
     worker._tables = tables  # type: ignore[assignment]
-    worker._serve()
-    return link
+    return worker
 
 
 def step(number: int) -> Step:
@@ -153,6 +167,16 @@ def test_it_sleeps_only_where_nothing_is_under_way() -> None:
     assert link.waits == [1000, 1000, 0, 0, 1000]
 
 
+def test_the_loop_feeds_the_watchdog_whether_steps_come_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Ear(tmp_path / "notify", monkeypatch)) as ear:
+        ear.watch(4)  # a microsecond's pause: every turn feeds
+        fed: list[int] = []
+        runner, link = FakeRunner(), FakeLink()
+        link.script += [lambda: fed.append(len(ear.heard())), step(1), lambda: fed.append(len(ear.heard()))]
+        serve(runner, link)
+        assert fed == [1, 2]
+
+
 @pytest.mark.parametrize("survives", [True, False])
 def test_a_lost_device_ends_the_worker_after_the_last_result(survives: bool) -> None:
     runner = FakeRunner()
@@ -182,3 +206,110 @@ def test_the_log_of_a_step_names_its_requests(caplog: pytest.LogCaptureFixture) 
         "step 1: 2 rows, 4 tokens (request 41: 1, request 42: 3)",
         "step 2: 2 rows, 4 tokens (request 43: 1, request 42: 3)",
     ]
+
+
+def test_a_step_that_comes_again_is_not_done_again() -> None:
+    """A coordinator that is another process sends again what it has no result of."""
+    runner = FakeRunner()
+    link = FakeLink(step(1), step(2), step(1), runner.end(0), step(2), runner.end(1), step(1), step(2), step(3))
+    serve(runner, link)
+    assert [pending.number for pending in runner.launched] == [1, 2, 3]
+    assert link.answered == [1, 2]
+
+
+def test_what_ends_while_nobody_is_connected_is_sent_first_to_who_comes_next() -> None:
+    """Results leave in the order of the steps, whatever ends meanwhile."""
+    runner = FakeRunner()
+    link = FakeLink(step(1), step(2))
+
+    def hang_up() -> None:
+        runner.end(0)()
+        link.connected = False
+
+    link.script.append(hang_up)
+    worker = worker_of(runner, link)
+    worker._serve()
+    assert link.answered == [] and [result.step_id for result in worker._answered] == [1]
+    assert [step_id for step_id, _ in worker._under_way] == [2], "it goes on"
+    runner.end(1)()
+    link.connected = True
+    worker._answer_again(0)
+    link.script.extend([step(1), step(2), step(3)])
+    worker._serve()
+    assert link.answered == [1, 2]
+    assert [pending.number for pending in runner.launched] == [1, 2, 3]
+
+
+@pytest.mark.parametrize("done", [0, 1, ANSWERS_KEPT + 1])
+def test_results_that_are_no_longer_kept_are_missed(done: int) -> None:
+    runner, last = FakeRunner(), ANSWERS_KEPT + 1
+    script: list[Any] = []
+    for number in range(1, last + 1):
+        script += [step(number), runner.end(number - 1)]
+    worker = worker_of(runner, link := FakeLink(*script))
+    worker._serve()
+    assert link.answered == list(range(1, last + 1))
+    link.sent.clear()
+    link.connected = True
+    if done == 0:
+        with pytest.raises(ProtocolError, match="the result of step 1 is not kept any more"):
+            worker._answer_again(done)
+    else:
+        worker._answer_again(done)
+    assert link.answered == list(range(done + 1, last + 1))[: 0 if done == 0 else None]
+
+
+def test_rows_whose_writer_died_in_the_middle_are_left_to_its_successor() -> None:
+    """The coordinator was killed in the middle of a row, which never comes to rest; the step comes again."""
+    runner = FakeRunner()
+    link = FakeLink(step(1))
+    worker = worker_of(runner, link)
+    looks = []
+
+    def torn(_slots: Any, _width: int) -> None:
+        raise DeadlineExceeded("a row never comes to rest")
+
+    def look() -> None:
+        looks.append(1)
+        link.connected = len(looks) < 3
+
+    worker._tables, link.look = SimpleNamespace(rows=torn), look  # type: ignore[assignment, method-assign]
+    worker._serve()
+    assert len(looks) == 3, "one that was only stopped there is waited for"
+    assert runner.launched == []
+    again = FakeLink(step(1), lambda: runner.end(0)())
+    worker_of(runner, again)._serve()
+    assert again.answered == [1]
+
+
+def welcome_to(folder: Path) -> WorkerWelcome:
+    """Of a coordinator with its tables in this folder."""
+    return WorkerWelcome(
+        rid=1,
+        version=1,
+        boot="b",
+        tables_path=str(folder / "tables.shm"),
+        block_size=16,
+        slots_max=4,
+        blocks_per_sequence_max=4,
+        step_tokens_max=64,
+        step_rows_max=4,
+    )
+
+
+def test_tables_that_are_gone_with_their_coordinator_are_no_fault(tmp_path: Path) -> None:
+    """A model loads for long: meanwhile the coordinator may have ended, and removed its tables."""
+    link = FakeLink()
+    worker = worker_of(FakeRunner(), link)
+    assert not worker._map_tables(welcome_to(tmp_path)), (
+        "the end of the connection is heard of after the tables are gone"
+    )
+
+
+def test_tables_that_cannot_be_read_here_are_an_error_that_names_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(loop, "TABLES_GONE_S", 0.0)
+    worker = worker_of(FakeRunner(), FakeLink())
+    with pytest.raises(Unavailable, match="cannot be read here: No such file"):
+        worker._map_tables(welcome_to(tmp_path))

@@ -358,8 +358,8 @@ def test_a_step_launched_before_the_last_one_is_finished_gets_its_tokens(
     for index in range(5):
         rows = [(slot, len(prompt) + index, [-1], 1) for slot, prompt in enumerate(PROMPTS)]
         under_way.append(launch(bench, rows))
-        got.append(under_way.pop(0).finish().tokens.tolist())
-    got.append(under_way.pop(0).finish().tokens.tolist())
+        got.append(bench.runner.finish(under_way.pop(0)).tokens.tolist())
+    got.append(bench.runner.finish(under_way.pop(0)).tokens.tolist())
     assert np.transpose(got).tolist() == expected
 
 
@@ -369,11 +369,11 @@ def test_steps_are_finished_in_order_and_two_at_most_are_under_way(bench: Bench)
     with pytest.raises(AssertionError, match="finish a step"):
         launch(bench, [(0, 3, [-1], 1)])
     with pytest.raises(AssertionError, match="order"):
-        second.finish()
+        bench.runner.finish(second)
     assert first.done() and second.done()
-    assert (first.finish().errors, second.finish().errors) == ((), ())
+    assert (bench.runner.finish(first).errors, bench.runner.finish(second).errors) == ((), ())
     third = launch(bench, [(0, 3, [-1], 1)])
-    assert len(third.finish().tokens) == 1
+    assert len(bench.runner.finish(third).tokens) == 1
 
 
 def test_a_row_without_a_token_fails_in_the_step_behind_too(bench: Bench, model: LoadedModel) -> None:
@@ -382,7 +382,7 @@ def test_a_row_without_a_token_fails_in_the_step_behind_too(bench: Bench, model:
     prompts = {0: PROMPTS[0], 2: PROMPTS[2], 3: PROMPTS[3]}
     first = launch(bench, [(s, 0, prompt, 1) for s, prompt in prompts.items()], begins=tuple(map(begin, prompts)))
     second = launch(bench, [(s, len(prompt), [-1], 1) for s, prompt in prompts.items()])
-    for outcome in (first.finish(), second.finish()):
+    for outcome in (bench.runner.finish(first), bench.runner.finish(second)):
         assert [(error.slot, error.error.code) for error in outcome.errors] == [(2, "worker_error")]
         assert "not finite" in outcome.errors[0].error.message
         assert outcome.slots.tolist() == [0, 3]
@@ -397,9 +397,9 @@ def test_a_slot_that_changed_hands_is_not_blamed_for_its_last_owner(bench: Bench
         model.module.get_input_embeddings().weight[61] = float("nan")
     first = launch(bench, [(2, 0, PROMPTS[2], 1)], begins=(begin(2),))
     second = launch(bench, [(2, 0, PROMPTS[3], 1)], begins=(begin(2),))
-    assert len(first.finish().errors) == 1
+    assert len(bench.runner.finish(first).errors) == 1
     third = launch(bench, [(2, len(PROMPTS[3]), [-1], 1)])
-    outcomes = [second.finish(), third.finish()]
+    outcomes = [bench.runner.finish(second), bench.runner.finish(third)]
     assert [outcome.errors for outcome in outcomes] == [(), ()]
     assert [int(outcome.tokens[0]) for outcome in outcomes] == expected
 
@@ -415,10 +415,10 @@ def test_what_the_device_fails_at_later_fails_the_rows_of_its_step(
 
     assert first.end is not None
     monkeypatch.setattr(first.end, "wait", fault)
-    outcome = first.finish()
+    outcome = bench.runner.finish(first)
     assert {error.slot: error.error.code for error in outcome.errors} == {0: "gpu_error", 1: "gpu_error"}
     assert outcome.slots.tolist() == []
-    outcome = second.finish()
+    outcome = bench.runner.finish(second)
     assert [error.slot for error in outcome.errors] == [0]
     assert outcome.slots.tolist() == [2]
 
@@ -501,10 +501,10 @@ def test_the_time_of_a_step_that_waited_for_the_one_before_it_begins_when_that_o
     clock.now_ns += 1_000_000
     second = launch(bench, [(0, 2, [-1], 1)])
     clock.now_ns += 9_000_000
-    assert first.finish().duration_us == 10_000
+    assert bench.runner.finish(first).duration_us == 10_000
     clock.now_ns += 2_000_000
-    assert second.finish().duration_us == 2_000
+    assert bench.runner.finish(second).duration_us == 2_000
     clock.now_ns += 5_000_000  # nothing was under way: that time is nobody's
     third = launch(bench, [(0, 3, [-1], 1)])
     clock.now_ns += 3_000_000
-    assert third.finish().duration_us == 3_000
+    assert bench.runner.finish(third).duration_us == 3_000

@@ -1,0 +1,110 @@
+"""What a load leaves in memory of transformers and of a GGUF file's header."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from tests.worker.loading.gguf_files import write_gguf
+from worker.device.device import Device
+from worker.loading import find_source, gguf_read_once, read_config
+from worker.loading.model import LoadedModel
+
+UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton")
+
+
+def run(code: str) -> str:
+    """What a process of its own prints last."""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    return done.stdout.splitlines()[-1]
+
+
+def test_a_load_imports_no_compiler_and_leaves_it_as_it_was(tiny: Callable[..., LoadedModel], tmp_path: Path) -> None:
+    folder = tmp_path / "saved"
+    tiny("llama").module.save_pretrained(folder)
+    code = f"""
+import sys
+from worker.device.device import open_device
+from worker.loading.load import load_model
+import torch
+
+load_model({str(folder)!r}, device=open_device("cpu"), block_size=4)
+found = [name for name in {UNUSED!r} if name in sys.modules]
+compiled = torch.compile(lambda x: x + 1, backend="eager")
+print(found, compiled(torch.ones(2)).tolist(), torch.distributed.is_available(), torch._dynamo.is_compiling())
+"""
+    assert run(code) == "[] [2.0, 2.0] True False"
+
+
+def test_who_asks_for_more_of_the_compiler_gets_the_real_one() -> None:
+    code = """
+import sys
+from worker.loading.lean import less_of_torch
+import torch
+
+def f(): pass
+with less_of_torch():
+    import torch._dynamo as compiler
+    same = [compiler.disable(f) is f, compiler.allow_in_graph(f) is f, compiler.disable(recursive=False)(f) is f]
+    stood_in = not hasattr(compiler, "__file__")
+    compiling = compiler.is_compiling()
+print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not None)
+"""
+    assert run(code) == "[True, True, True] True False True"
+
+
+def test_a_version_that_needs_all_of_torch_gets_it() -> None:
+    code = """
+import importlib, sys
+
+kept, refused = importlib.import_module, []
+
+def refusing(name, package=None):
+    compiler = sys.modules.get("torch._dynamo")
+    if name == "transformers.modeling_rope_utils" and compiler and not hasattr(compiler, "__file__"):
+        refused.append(name)
+        raise AttributeError("no such part")
+    return kept(name, package)
+
+importlib.import_module = refusing
+import worker.loading.load
+import transformers
+print(refused, transformers.AttentionInterface.__name__, hasattr(sys.modules["torch._dynamo"], "__file__"))
+"""
+    assert run(code) == "['transformers.modeling_rope_utils'] AttentionInterface True"
+
+
+def test_of_a_vocabulary_only_the_size_is_read(tiny: Callable[..., LoadedModel], tmp_path: Path, cpu: Device) -> None:
+    path = write_gguf(tiny("llama").module, tmp_path / "tiny.gguf", metadata={"vocab_size": None})
+    plain = gguf.GGUFReader(path)
+    with gguf_read_once():
+        reader = gguf.GGUFReader(path)
+        assert read_config(find_source(path, "auto")).vocab_size == 97
+    tokens = reader.fields["tokenizer.ggml.tokens"]
+    assert len(tokens.parts) < 10 and tokens.contents() == [""] * 97
+    assert list(reader.fields) == list(plain.fields)
+    for name, field in plain.fields.items():
+        if name != "tokenizer.ggml.tokens":
+            assert reader.fields[name].contents() == field.contents(), name
+    for one, other in zip(reader.tensors, plain.tensors, strict=True):
+        assert one.name == other.name and np.array_equal(one.data, other.data)
+
+
+def test_a_build_for_a_gpu_has_transformers_import_what_it_wants() -> None:
+    """One whose transformers used the compiler beyond its decorators did not start: half of it had been imported."""
+    code = """
+import torch
+torch.version.cuda = "13.0"
+import sys
+import worker.loading.lean as lean
+
+with lean.less_of_torch():
+    print(lean.ON_CPU_ALONE, getattr(sys.modules.get("torch._dynamo"), "__file__", None) is not None)
+"""
+    assert run(code) == "False True"
