@@ -50,15 +50,16 @@ def encode(message: Message) -> list[bytes | memoryview]:
         body[name] = _plain(getattr(message, name))
     if not cls.FRAMES:
         return [_pack(body)]
-    sizes, parts = [], []
+    sizes, parts, sent = [], [], 0
     for name, dtype in _ARRAYS[cls]:
         array = getattr(message, name)
         sizes.append(array.size)
         if array.size:
+            sent = len(sizes)
             parts.append(array.tobytes() if array.dtype == dtype else array.astype(dtype).tobytes())
     if not parts:
         return [_pack(body)]
-    body["n"] = sizes
+    body["n"] = sizes[:sent]  # a peer that is older than the last arrays does not know them
     return [_pack(body), parts[0] if len(parts) == 1 else b"".join(parts)]
 
 

@@ -5,6 +5,7 @@ KvforgeError
  │   └─ VersionMismatch       version_mismatch       the two sides share no protocol version
  ├─ InvalidConfiguration      invalid_configuration  a setting is wrong; names the field
  ├─ InvalidRequest            invalid_request        an argument is wrong; names the field
+ ├─ NotAllowed                not_allowed            whoever asks lacks a right; carries right
  ├─ NotFound                  not_found
  │   ├─ SequenceNotFound      sequence_not_found     carries sequence_id
  │   ├─ BlockNotFound         block_not_found        carries block_id
@@ -27,8 +28,10 @@ KvforgeError
  │   ├─ CoordinatorUnavailable coordinator_unavailable
  │   ├─ CoordinatorInUse      coordinator_in_use     another coordinator serves in this runtime folder
  │   ├─ Draining              draining               admission has stopped
+ │   ├─ JournalFull           journal_full           no room for the journal, and the process was told to stop
  │   └─ NotReady              not_ready              no worker is ready to serve
  ├─ DeadlineExceeded          deadline_exceeded      the wait or the request ran out of time
+ ├─ JournalCorrupt            journal_corrupt        what was written to state_dir is damaged; carries file, offset
  ├─ UnsupportedModel          unsupported_model      refused at load, by name
  ├─ WorkerError               worker_error           a worker failed while running a request
  │   ├─ GpuError              gpu_error              the device failed (out of memory, fault)
@@ -90,6 +93,15 @@ class InvalidRequest(KvforgeError):
 
     def __init__(self, field: str, problem: str) -> None:
         super().__init__(f"{field}: {problem}", field=field)
+
+
+class NotAllowed(KvforgeError):
+    """Whoever asks lacks a right, which `right` names: `connect` is that of being served at all."""
+
+    code = "not_allowed"
+
+    def __init__(self, right: str, problem: str) -> None:
+        super().__init__(f"the right {right!r} is missing: {problem}", right=right)
 
 
 class NotFound(KvforgeError):
@@ -229,10 +241,15 @@ class CapacityExceeded(KvforgeError):
 class QueueFull(CapacityExceeded):
     code = "queue_full"
 
-    def __init__(self, limit: int, retry_after_ms: int) -> None:
+    def __init__(self, limit: int, retry_after_ms: int, whose: str = "") -> None:
+        full = (
+            f"{whose} has its limit of {limit} requests at once"
+            if whose
+            else f"the queue holds its limit of {limit} requests"
+        )
         KvforgeError.__init__(
             self,
-            f"the queue holds its limit of {limit} requests; try again in {retry_after_ms} ms",
+            f"{full}; try again in {retry_after_ms} ms",
             limit=limit,
             retry_after_ms=retry_after_ms,
         )
@@ -264,6 +281,14 @@ class CoordinatorInUse(Unavailable):
     code = "coordinator_in_use"
 
 
+class JournalFull(Unavailable):
+    code = "journal_full"
+
+    def __init__(self, folder: str) -> None:
+        problem = f"no room for the journal in {folder}: what is written there is kept"
+        super().__init__(f"{problem}; make room, and start again", folder=folder)
+
+
 class Draining(Unavailable):
     code = "draining"
 
@@ -274,6 +299,26 @@ class NotReady(Unavailable):
 
 class DeadlineExceeded(KvforgeError):
     code = "deadline_exceeded"
+
+
+class JournalCorrupt(KvforgeError):
+    """Something in the middle of what was written is damaged. record: the number of the first one that is missing, and
+    following: of the next one that is whole; 0 where that is not it."""
+
+    code = "journal_corrupt"
+
+    def __init__(self, file: str, offset: int, record: int = 0, following: int = 0) -> None:
+        what = f"{file} is damaged at byte {offset}"
+        if record:
+            what += f": record {record} is missing and {following} follows"
+        super().__init__(
+            f"{what}. Nothing was changed. `kvforge replay` shows what can be read; put a copy of the folder back, or "
+            "start with --discard-state: then its requests are lost",
+            file=file,
+            offset=offset,
+            record=record,
+            following=following,
+        )
 
 
 class UnsupportedModel(KvforgeError):

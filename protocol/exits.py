@@ -8,6 +8,7 @@ from .errors import (
     DeadlineExceeded,
     InvalidConfiguration,
     InvalidRequest,
+    JournalCorrupt,
     KernelError,
     KvforgeError,
     NotFound,
@@ -15,7 +16,7 @@ from .errors import (
     UnsupportedModel,
 )
 
-OK, FAILED, USAGE, UNAVAILABLE, TIMED_OUT = 0, 1, 2, 3, 4
+OK, FAILED, USAGE, UNAVAILABLE, TIMED_OUT, DAMAGED = 0, 1, 2, 3, 4, 5
 INTERRUPTED = 128 + signal.SIGINT
 
 MEANINGS: dict[int, str] = {
@@ -25,6 +26,7 @@ MEANINGS: dict[int, str] = {
     UNAVAILABLE: "not available: no coordinator or worker, the runtime folder in use, a model that cannot be served "
     "here (or a kernel that it needs)",
     TIMED_OUT: "no answer in time",
+    DAMAGED: "what a coordinator had written to its state_dir is damaged: nothing was changed, somebody must look",
     INTERRUPTED: "interrupted by Ctrl-C (128 + the signal's number; 143 for SIGTERM)",
 }
 
@@ -37,6 +39,7 @@ STATUSES: tuple[tuple[type[KvforgeError], int], ...] = (
     (UnsupportedModel, UNAVAILABLE),
     (KernelError, UNAVAILABLE),
     (DeadlineExceeded, TIMED_OUT),
+    (JournalCorrupt, DAMAGED),
     (KvforgeError, FAILED),
 )
 

@@ -15,7 +15,7 @@ import mmap
 import os
 import tempfile
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -35,14 +35,26 @@ Rows = tuple[Int32Array, Int32Array, Int64Array]
 Copies = tuple[npt.NDArray[np.void], Int32Array, Int64Array]
 
 
+def _nothing(_tables: TablesWriter) -> None: ...
+
+
 class TablesWriter:
     """The coordinator's side: creates the file, writes it, removes it."""
 
-    def __init__(self, path: Path, geometry: Geometry, boot: str) -> None:
-        """Creates `path` (0600, replacing a stale file of a dead boot). Raises OSError, where it has no room too."""
+    def __init__(
+        self, path: Path, geometry: Geometry, boot: str, fill: Callable[[TablesWriter], None] = _nothing
+    ) -> None:
+        """Creates `path` (0600, replacing a stale file of a dead boot). Raises OSError, where it has no room too.
+
+        fill: writes what is known already, before anybody can see the file: a worker that goes on with its pool may
+        open it as soon as it is there.
+        Nobody else may be writing in its folder: what one that was killed right here has left is removed.
+        """
         self.path = path
         self.geometry = geometry
         size = file_bytes(geometry)
+        for unfinished in path.parent.glob(f"{path.name}.*"):
+            unfinished.unlink(missing_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
         try:
             # Not ftruncate: a file with holes is killed by SIGBUS at the first write that finds the disk full.
@@ -57,12 +69,16 @@ class TablesWriter:
             header["pools"] = geometry.pools
             header["file_bytes"], header["pid"] = size, os.getpid()
             header["magic"] = MAGIC  # last: a file with the magic is complete
+            self._look_at(geometry)
+            fill(self)
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
             raise
         finally:
             os.close(handle)
+
+    def _look_at(self, geometry: Geometry) -> None:
         self._gauges = np.frombuffer(self._map, "<i8", 1 + len(GAUGES), PAGE_BYTES)
         views = _views(self._map, geometry)
         self._rows_written: Int64Array = views["rows_written"]
@@ -111,7 +127,8 @@ class TablesReader:
 
     def __init__(self, path: Path, boot: str | None = None) -> None:
         with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
+            status = os.fstat(file.fileno())
+            size, self.inode = status.st_size, (status.st_dev, status.st_ino)
             if size < 2 * PAGE_BYTES:
                 raise ProtocolError(f"{path} is not a kvforge table file: it has {size} bytes")
             self._map = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)

@@ -1,6 +1,7 @@
 """Endpoints and socket options: the one place that knows how kvforge processes reach each other.
 
-`ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise.
+`ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise;
+`tcp://` is in `network`.
 The coordinator speaks ZMTP itself (coordinator.peers). Clients and workers have a DEALER of ZeroMQ, made here: with a
 linger of zero, bounded queues and heartbeats, so that nothing waits for a coordinator that is gone.
 
@@ -19,6 +20,7 @@ from pathlib import Path
 import zmq
 
 from .errors import InvalidConfiguration
+from .network import Proof
 
 CLIENT_SOCKET = "clients.sock"
 WORKER_SOCKET = "workers.sock"
@@ -28,8 +30,7 @@ HEARTBEAT_INTERVAL_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 SEND_MESSAGES_MAX = 10_000
 RECEIVE_MESSAGES_MAX = 10_000
-RECONNECT_MS = 50
-RECONNECT_MS_MAX = 2_000
+NEVER_MS = 24 * 3600 * 1000  # without reconnecting at all ZeroMQ throws away what came and was not read yet
 # sockaddr_un.sun_path holds 108 bytes with its terminating zero.
 IPC_PATH_BYTES_MAX = 107
 
@@ -87,10 +88,20 @@ def prepare_runtime_dir(runtime_dir: Path) -> None:
         raise InvalidConfiguration("runtime_dir", f"{runtime_dir} is writable by everyone: chmod 0700 it")
 
 
-def dealer(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
-    """A client's or worker's socket. It reconnects by itself, at growing intervals."""
+def dealer(
+    context: zmq.Context[zmq.Socket[bytes]], proof: Proof | None = None, *, immediate: bool = True
+) -> zmq.Socket[bytes]:
+    """A client's or worker's socket, for one connection. proof: for `tcp://`.
+
+    immediate: nothing is queued for a coordinator that is not there: a send waits. But then what has come and is not
+    read is thrown away when the connection ends, and libzmq aborts the process where that is in the middle of a message
+    of several parts. Who knows from the monitor whether it is connected does without.
+    """
     socket = context.socket(zmq.DEALER)
     configure_dealer(socket)
+    socket.setsockopt(zmq.IMMEDIATE, int(immediate))
+    if proof is not None:
+        proof.set_on(socket)
     return socket
 
 
@@ -103,7 +114,4 @@ def configure_dealer(socket: zmq.Socket[bytes]) -> None:
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, 0)
-    socket.setsockopt(zmq.RECONNECT_IVL, RECONNECT_MS)
-    socket.setsockopt(zmq.RECONNECT_IVL_MAX, RECONNECT_MS_MAX)
-    # Nothing is queued for a coordinator that is not there: a send waits, bounded by its own timeout.
-    socket.setsockopt(zmq.IMMEDIATE, 1)
+    socket.setsockopt(zmq.RECONNECT_IVL, NEVER_MS)

@@ -8,7 +8,8 @@ Every command carries `rid`, chosen by its sender; the reply to it carries the s
 unit in the name. Ids are integers below 2^53 and are never reused, not by a later boot either.
 
 A new message goes into the file of its direction, and into the union at that file's end: the decoder at the other end
-takes nothing else. A new field has a default, so that who does not send it is understood.
+takes nothing else. A new field has a default, so that who does not send it is understood; who does not know it skips
+it, if it is no array that is not empty and not in Sampling. Version 1 is frozen in `tests/data/protocol_v1/`.
 """
 
 from .client_to_coordinator import *  # noqa: F403

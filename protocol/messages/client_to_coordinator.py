@@ -16,12 +16,17 @@ from .shared import (
 
 
 class Hello(Message, frozen=True, tag="hello"):
-    """First message on every connection. A boot other than "" must be the coordinator's, else it answers StateLost."""
+    """First message on every connection. A boot other than "" must be the coordinator's, else it answers StateLost.
+
+    session: 128 bits in hex that the sender drew for itself once. A later connection that names them again is the same
+    client: it takes the place of the earlier one, whatever became of that, with all that it had. "": none.
+    """
 
     rid: int
     version_min: int = PROTOCOL_VERSION_MIN
     version_max: int = PROTOCOL_VERSION
     boot: str = ""
+    session: str = ""
 
 
 class Submit(Message, frozen=True, tag="submit"):

@@ -21,12 +21,18 @@ from .shared import (
 
 
 class Welcome(Message, frozen=True, tag="welcome"):
-    """Answer to Hello. tables_path: the shared-memory file, to be mapped read-only."""
+    """Answer to Hello. tables_path: the shared-memory file, to be mapped read-only.
+
+    resumed: the session that Hello named was known, and this connection has taken the place of its earlier one: its
+    requests, sequences and holders of blocks are its own as before. A command that is sent again with its rid has the
+    answer that it had, and is done once; streams go on with an Attach (`resume`).
+    """
 
     rid: int
     version: int
     boot: str
     tables_path: str
+    resumed: bool = False
 
 
 class Accepted(Message, frozen=True, tag="accepted"):

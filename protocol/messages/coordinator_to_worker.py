@@ -8,7 +8,11 @@ from .shared import NO_INT32, Int32Array, Message, Refused, Sampling
 
 
 class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
-    """Answer to WorkerHello: the geometry that every pool shares, and the tables to map read-only."""
+    """Answer to WorkerHello: the geometry that every pool shares, and the tables to map read-only.
+
+    epoch: of the registration under which the worker goes on with its pool; PoolRegistered follows, and the steps that
+    are due, each of which it may have got before. 0: whatever it holds means nothing any more.
+    """
 
     rid: int
     version: int
@@ -19,18 +23,21 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     blocks_per_sequence_max: int
     step_tokens_max: int
     step_rows_max: int
+    epoch: int = 0
 
 
 class PoolRegistered(Message, frozen=True, tag="pool_registered"):
     """The worker's blocks are [base_block, base_block + blocks) in tables and copies. Results must name `epoch`.
 
-    pool: the pool's number, by which its steps are found in shared memory.
+    pool: the pool's number, by which its steps are found in shared memory. done: the last step whose result is there:
+    a worker that comes back sends again what it has of those after it, in order, before anything else.
     """
 
     rid: int
     epoch: int
     base_block: int
     pool: int = 0
+    done: int = 0
 
 
 class RowStart(msgspec.Struct, frozen=True, kw_only=True):

@@ -19,13 +19,22 @@ from .shared import (
 
 
 class WorkerHello(Message, frozen=True, tag="worker_hello"):
-    """First message of a worker. Names are unique; a second worker of the same name is refused."""
+    """First message of a worker. Names are unique; a second worker of the same name is refused.
+
+    boot, epoch: of the coordinator and the registration under which it holds its pool, where it has one; then it goes
+    on with it if the coordinator does, and `watches` says again what WorkerReady said.
+    token: what it read in the coordinator's runtime folder (`protocol.token`); who comes over a network has a key.
+    """
 
     rid: int
     name: str
     pid: int
     version_min: int = PROTOCOL_VERSION_MIN
     version_max: int = PROTOCOL_VERSION
+    boot: str = ""
+    epoch: int = 0
+    watches: bool = False
+    token: str = ""
 
 
 class WorkerLoading(Message, frozen=True, tag="worker_loading"):

@@ -15,6 +15,7 @@ from kvforge.protocol.messages import ErrorInfo
 EXAMPLES: list[KvforgeError] = [
     errors.InvalidConfiguration("blocks", "must be at least 1"),
     errors.InvalidRequest("prompt", "is empty"),
+    errors.NotAllowed("admin", "drain"),
     errors.SequenceNotFound(7),
     errors.BlockNotFound(8),
     errors.RequestNotFound(9),
@@ -31,14 +32,17 @@ EXAMPLES: list[KvforgeError] = [
     errors.QueueFull(10, 500),
     errors.QuotaExceeded("a", 12, 8),
     errors.UnsupportedModel("m", "attention sinks"),
+    errors.JournalFull("folder"),
+    errors.JournalCorrupt("records-1", 12, 3, 5),
 ]
 # A peer of another version knows these texts: changing one breaks the wire.
 STABLE_CODES = {
-    "error", "protocol_error", "version_mismatch", "invalid_configuration", "invalid_request", "not_found",
-    "sequence_not_found", "block_not_found", "request_not_found", "model_not_found", "conflict",
-    "invalid_transition", "already_finished", "sequence_busy",
+    "error", "protocol_error", "version_mismatch", "invalid_configuration", "invalid_request",
+    "not_allowed", "not_found", "sequence_not_found", "block_not_found", "request_not_found", "model_not_found",
+    "conflict", "invalid_transition", "already_finished", "sequence_busy",
     "key_reused", "already_holder", "not_a_holder", "block_not_held",
     "stale_generation", "state_lost", "capacity_exceeded", "queue_full", "quota_exceeded", "unavailable",
+    "journal_full", "journal_corrupt",
     "coordinator_unavailable", "coordinator_in_use", "draining", "not_ready", "deadline_exceeded",
     "unsupported_model", "worker_error", "gpu_error", "kernel_error", "internal_error",
 }  # fmt: skip

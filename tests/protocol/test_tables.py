@@ -161,6 +161,13 @@ def test_the_file_is_private_has_its_room_from_the_start_and_is_removed_at_the_e
     assert list(tmp_path.iterdir()) == []
 
 
+def test_what_a_dead_boot_left_half_made_is_removed(tmp_path: Path) -> None:
+    (tmp_path / "t.shm.q1w2e3").write_bytes(b"half")
+    (tmp_path / "mine").write_bytes(b"not ours")
+    TablesWriter(tmp_path / "t.shm", GEOMETRY, "b").close()
+    assert [path.name for path in tmp_path.iterdir()] == ["mine"]
+
+
 def test_a_stale_file_of_a_dead_boot_is_replaced_and_its_readers_keep_what_they_saw(tmp_path: Path) -> None:
     old = TablesWriter(tmp_path / "t.shm", GEOMETRY, "old")
     write_row(old, 0, [1], 4, 9)

@@ -1,14 +1,17 @@
-"""Folders of sockets and tables: only ours, and only where it was said."""
+"""Folders of sockets and tables: only ours, and only where it was said; sockets that connect once."""
 
 from __future__ import annotations
 
 import os
+import socket
+import tempfile
 from pathlib import Path
 
 import pytest
+import zmq
 
 from kvforge.protocol.errors import InvalidConfiguration
-from kvforge.protocol.transport import prepare_runtime_dir
+from kvforge.protocol.transport import dealer, prepare_runtime_dir
 
 
 def test_a_runtime_folder_is_made_private(tmp_path: Path) -> None:
@@ -45,3 +48,19 @@ def test_a_file_in_its_place_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(InvalidConfiguration, match="run cannot be used: File exists"):
         prepare_runtime_dir(tmp_path / "run")
+
+
+def test_a_socket_makes_one_connection_and_no_other_by_itself() -> None:
+    """One that made another would take a stranger's place at its peer, again and again, without a word."""
+    context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+    with socket.socket(socket.AF_UNIX) as listener, tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        listener.bind(f"{folder}/s")
+        listener.listen()
+        listener.settimeout(60)
+        with dealer(context) as ours:
+            ours.connect(f"ipc://{folder}/s")
+            listener.accept()[0].close()
+            listener.settimeout(0.5)
+            with pytest.raises(TimeoutError):
+                listener.accept()
+    context.term()

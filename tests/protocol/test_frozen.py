@@ -1,0 +1,125 @@
+"""Version 1 of the protocol stays as it was frozen: who speaks it goes on working beside whatever came since."""
+
+from __future__ import annotations
+
+import dataclasses
+import typing
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from kvforge.protocol import messages as m
+from kvforge.protocol.codec import Decoder, encode
+from kvforge.protocol.errors import BY_CODE
+from tests.protocol.frozen import UNIONS, JsonMap, Peer, Version, described, example, structs
+
+V1 = Version.read(1)
+NOW = structs()
+MESSAGES = [name for name, frozen in V1.structs.items() if frozen["tag"]]
+
+
+def of(said: JsonMap) -> str:
+    return f"{said['message']} {'whole' if said['whole'] else 'least'}"
+
+
+def later() -> dict[str, frozenset[str]]:
+    """What a newer coordinator leaves as it is by default for a peer of version 1, by struct.
+
+    Arrays that it does not know, and fields of a struct that takes no unknown ones.
+    """
+    left = {}
+    for name, frozen in V1.structs.items():
+        today, known = described(NOW[name]), frozen["fields"]
+        arrays = {array for array, _ in today["arrays"]}
+        left[name] = frozenset(
+            field for field in today["fields"] if field not in known and (field in arrays or frozen["forbids_unknown"])
+        )
+    return left
+
+
+@pytest.mark.parametrize("said", V1.examples, ids=of)
+def test_bytes_of_version_1_mean_today_what_they_meant(said: JsonMap) -> None:
+    message = Decoder(UNIONS[said["from"]]).decode([bytes.fromhex(frame) for frame in said["frames"]])
+    assert type(message).__name__ == said["message"]
+    assert V1.meaning(message) == said["meaning"]
+    for field in msgspec.structs.fields(type(message)):
+        if field.name not in V1.structs[said["message"]]["fields"]:
+            value = getattr(message, field.name)
+            assert (value.size == 0) if isinstance(value, np.ndarray) else value in (field.default, (), {}, [])
+
+
+@pytest.mark.parametrize("whole", [True, False])
+@pytest.mark.parametrize("name", MESSAGES)
+def test_a_peer_of_version_1_reads_what_is_sent_today(name: str, whole: bool) -> None:
+    message = example(NOW[name], whole=whole, leave=later())
+    read = Peer(V1).read(name, encode(message))
+    assert V1.meaning(read) == V1.meaning(message)
+
+
+@pytest.mark.parametrize("name", V1.structs)
+def test_no_field_of_version_1_was_removed_or_changed(name: str) -> None:
+    frozen, today = V1.structs[name], described(NOW[name])
+    kept = {field: today["fields"].get(field) for field in frozen["fields"]}
+    if name == "Hello":  # says which versions it speaks
+        kept["version_max"] = frozen["fields"]["version_max"]
+    assert kept == frozen["fields"]
+    added = [field for field in today["fields"] if field not in frozen["fields"]]
+    assert all("default" in today["fields"][field] for field in added), "what is new has a default"
+    assert today["tag"] == frozen["tag"]
+    assert today["arrays"][: len(frozen["arrays"])] == frozen["arrays"], "new arrays come after all others"
+    assert today["forbids_unknown"] <= frozen["forbids_unknown"]
+    if frozen["forbids_unknown"] and added:
+        assert NOW[name].__struct_config__.omit_defaults, "what is new is sent only where it was asked for"
+
+
+@pytest.mark.parametrize("direction", UNIONS)
+def test_no_message_of_version_1_was_removed(direction: str) -> None:
+    frozen = {said["message"] for said in V1.examples if said["from"] == direction}
+    assert frozen <= {cls.__name__ for cls in typing.get_args(UNIONS[direction])}
+
+
+def test_no_error_of_version_1_was_removed() -> None:
+    assert set(V1.errors) <= set(BY_CODE)
+
+
+def test_version_1_is_still_spoken() -> None:
+    assert m.PROTOCOL_VERSION_MIN <= 1 <= m.PROTOCOL_VERSION
+
+
+def test_the_examples_show_every_field_other_than_by_default() -> None:
+    for said in V1.examples:
+        if said["whole"]:
+            fields = V1.structs[said["message"]]["fields"]
+            assert all(said["meaning"][name] != spec["default"] for name, spec in fields.items() if "default" in spec)
+
+
+def without(name: str, field: str) -> Version:
+    """Version 1 as it would be if one field came only today."""
+    frozen = V1.structs[name]
+    fields = {other: spec for other, spec in frozen["fields"].items() if other != field}
+    arrays = [array for array in frozen["arrays"] if array[0] != field]
+    return dataclasses.replace(V1, structs={**V1.structs, name: {**frozen, "fields": fields, "arrays": arrays}})
+
+
+@pytest.mark.parametrize(
+    ("message", "field"),
+    [
+        (m.Welcome(rid=1, version=1, boot="b", tables_path="/t"), "tables_path"),
+        (m.Stream(request_ids=np.array([1])), "top_logprobs"),
+        (m.Step(step_id=1, tokens=np.array([4], np.int32)), "history"),
+        (m.Submit(rid=1, max_tokens=2, prompt=np.array([4], np.int32)), "key"),
+    ],
+)
+def test_a_field_that_came_later_does_not_disturb_who_does_not_know_it(message: Any, field: str) -> None:
+    earlier = without(type(message).__name__, field)
+    assert earlier.meaning(Peer(earlier).read(type(message).__name__, encode(message))) == earlier.meaning(message)
+
+
+def test_a_peer_of_version_1_refuses_a_sampling_parameter_that_it_does_not_know() -> None:
+    earlier = without("Sampling", "min_p")
+    asked = m.Submit(rid=1, max_tokens=2, sampling=m.Sampling(min_p=0.5))
+    with pytest.raises(msgspec.ValidationError, match="min_p"):
+        Peer(earlier).read("Submit", encode(asked))
+    Peer(earlier).read("Submit", encode(msgspec.structs.replace(asked, sampling=m.Sampling(top_p=0.5))))
