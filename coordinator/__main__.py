@@ -1,19 +1,22 @@
-"""python -m coordinator --config FILE.toml
+"""python -m coordinator --config FILE.toml [--check]
 
-Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 folder in use.
+Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 a folder in
+use, 5 what is in state_dir is damaged.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
 from kvforge.protocol import logs
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, status_of
+from kvforge.protocol.layout import file_bytes
 
-from .config import load_config
+from .config import geometry, load_config
 from .server import Server
 
 
@@ -21,11 +24,19 @@ def main(arguments: list[str] | None = None) -> int:
     """Runs a coordinator until it is told to stop. Returns the exit status."""
     parser = argparse.ArgumentParser(prog="python -m coordinator", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; without it, the defaults")
+    parser.add_argument("--check", action="store_true", help="say what the file means here, as JSON, and end")
+    parser.add_argument(
+        "--discard-state", action="store_true", help="throw away what an earlier process left in state_dir"
+    )
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config)
+        if options.check:
+            folders = {"runtime_dir": str(config.runtime_path), "state_dir": str(config.state_path)}
+            print(json.dumps({**folders, "tables_bytes": file_bytes(geometry(config.core_limits()))}))
+            return OK
         output = logs.configure("coordinator", config.log_level, config.log_format)
-        server = Server(config, output.flush)
+        server = Server(config, output.flush, options.discard_state)
     except KvforgeError as error:
         return _fail(error)
     try:

@@ -13,8 +13,11 @@ from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir
 
+from . import access
+from .access import AccessSection, TcpSection
 from .connection import Room
 from .core.limits import DURATION_S_MAX, Bounds, CacheLimits, Count, Limits, Quota, Range, ScheduleLimits, Section
+from .journal.log import DURABILITIES
 from .peers import PeerLimits
 from .turn import TurnLimits
 
@@ -28,6 +31,7 @@ class LimitsSection(TurnLimits, frozen=True, kw_only=True, forbid_unknown_fields
     """[limits]: the core's (`core.limits.Bounds`), those of one turn (`TurnLimits`), and those of connections.
 
     strangers_max: connections that have not said hello yet, of clients and of workers.
+    client_share_ms: of `client_ms_per_turn_max` for one connection, while others are there.
     client_buffer_messages, client_buffer_bytes: so much may wait for a client that does not read; then its streams
     pause, and what it asks for is not looked at until it has read half of that. partial_bytes_max: held for messages of
     clients, or of workers, that have begun and not ended.
@@ -36,6 +40,7 @@ class LimitsSection(TurnLimits, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     strangers_max: Count = 64
+    client_share_ms: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 0.5
     client_buffer_messages: Count = 1024
     client_buffer_bytes: BufferBytes = 16 << 20
     partial_bytes_max: BufferBytes = 256 << 20
@@ -51,37 +56,78 @@ class ScheduleSection(ScheduleLimits, frozen=True, kw_only=True, forbid_unknown_
     spin_us: Annotated[int, Range(-1, 1_000_000)] = -1
 
 
+class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[journal]: when it is cut by a snapshot.
+
+    bytes_max: of records since the last one. replay_ms_max: of the loop's time that these records took, and that
+    applying them again after a crash would take.
+    """
+
+    bytes_max: Annotated[int, Range(1 << 16)] = 64 << 20
+    replay_ms_max: Annotated[float, Range(1.0, DURATION_S_MAX * 1e3)] = 500.0
+
+
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a coordinator can be told. An empty folder means the default of protocol.transport."""
+    """Everything a coordinator can be told. An empty folder means the default of protocol.transport.
+
+    state_dir: folder of the journal; "": `state` in the runtime folder, which is gone with the host's next start.
+    durability: what an accepted command outlives: "process" that of the coordinator, "power" that of the host (each
+    turn waits for the disk), "none" nothing.
+    on_stop: "drain" ends what runs within `drain_s` and hands the rest back; "keep" leaves it to the next start, which
+    goes on with it, and leaves workers running.
+    """
 
     runtime_dir: str = ""
+    state_dir: str = ""
+    durability: str = "process"
+    on_stop: str = "drain"
     log_level: str = "info"
     log_format: str = "text"
     drain_s: float = 30.0
     limits: LimitsSection = LimitsSection()
     cache: CacheLimits = CacheLimits()
     schedule: ScheduleSection = ScheduleSection()
+    journal: JournalSection = JournalSection()
     quotas: dict[str, dict[str, int | float]] = {}
+    tcp: TcpSection = TcpSection()
+    access: AccessSection = AccessSection()
 
     def __post_init__(self) -> None:
         logs.check(self.log_level, self.log_format)
         if not 0 <= self.drain_s <= 86_400:
             raise InvalidConfiguration("drain_s", "must be 0 to 86400 seconds")
+        for name, value, choices in (
+            ("durability", self.durability, DURABILITIES),
+            ("on_stop", self.on_stop, ("drain", "keep")),
+        ):
+            if value not in choices:
+                raise InvalidConfiguration(name, f"must be one of {', '.join(choices)}, not {value!r}")
+        if self.on_stop == "keep" and self.durability == "none":
+            raise InvalidConfiguration("on_stop", 'nothing can be kept with durability = "none"')
+        self.journal.check("journal")
         self.limits.check("limits")
         self.schedule.check("schedule")
         self.core_limits()
+        access.check(self.tcp, self.access)
 
     @property
     def runtime_path(self) -> Path:
         """Folder of the sockets and the shared tables."""
         return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
 
+    @property
+    def state_path(self) -> Path:
+        """Folder of the journal."""
+        return expand(self.state_dir) if self.state_dir else self.runtime_path / "state"
+
     def client_limits(self) -> PeerLimits:
         """Bounds of the clients' socket."""
         limits = self.limits
         room = Room(queue_messages_max=limits.client_buffer_messages, queue_bytes_max=limits.client_buffer_bytes)
         turn_us = int(limits.client_ms_per_turn_max * 1000)  # the loop's own budget is the same: it counts answers, too
-        return msgspec.structs.replace(self._peer_limits(limits.clients_max, room), turn_us=turn_us)
+        share_us = int(limits.client_share_ms * 1000)
+        peers = self._peer_limits(limits.clients_max, room)
+        return msgspec.structs.replace(peers, turn_us=turn_us, share_us=share_us)
 
     def worker_limits(self) -> PeerLimits:
         """Bounds of the workers' socket."""
@@ -111,15 +157,17 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
             quotas={tenant: _quota(tenant, values) for tenant, values in self.quotas.items()},
         )
 
-    def geometry(self) -> Geometry:
-        """The shared tables' size. Raises InvalidConfiguration naming the field."""
-        return Geometry(
-            slots=self.limits.sequences_max,
-            blocks=self.limits.blocks_max,
-            blocks_per_sequence=self.limits.blocks_per_sequence_max,
-            block_size=self.cache.block_size,
-            pools=self.limits.pools_max,
-        )
+
+def geometry(limits: Limits) -> Geometry:
+    """The shared tables' size. Raises InvalidConfiguration naming the field."""
+    bounds = limits.bounds
+    return Geometry(
+        slots=bounds.sequences_max,
+        blocks=bounds.blocks_max,
+        blocks_per_sequence=bounds.blocks_per_sequence_max,
+        block_size=limits.cache.block_size,
+        pools=bounds.pools_max,
+    )
 
 
 def _of_core(cls: type[S], section: S) -> S:

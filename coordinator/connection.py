@@ -8,7 +8,9 @@ import termios
 from collections import deque
 
 from . import zmtp
+from .listener import Door
 from .outbox import Frames, Sent
+from .users import credentials
 
 STRANGER_S = 10.0
 MESSAGE_S = 30.0
@@ -34,8 +36,9 @@ class Room(zmtp.Bounds, frozen=True, kw_only=True):
 class Connection:
     """One accepted connection. Times in nanoseconds, monotonic.
 
-    identity: names it within its socket. number: what it was given when it was admitted, 0 before. head: the next
-    message, if it was taken apart already. ended: nothing more comes. full: nothing more is to be written for now.
+    identity: names it within its socket. user: whose process is there, -1 if the system cannot say. number: what it was
+    given when it was admitted, 0 before. head: the next message, if it was taken apart already. ended: nothing more
+    comes. full: nothing more is to be written for now.
     """
 
     __slots__ = (
@@ -58,21 +61,25 @@ class Connection:
         "queued_messages",
         "reader",
         "registered",
+        "share_ns",
+        "share_turn",
         "socket",
         "trusted",
         "unread_bytes",
+        "user",
     )
 
-    def __init__(self, socket: sockets.socket, identity: bytes, room: Room, now_ns: int) -> None:
+    def __init__(self, socket: sockets.socket, identity: bytes, door: Door, room: Room, now_ns: int) -> None:
         self.socket, self.descriptor, self.identity = socket, socket.fileno(), identity
+        self.user = -1 if door.users is None else credentials(socket)[1]
         self.number = 0
-        self.reader = zmtp.Reader(room)
+        self.reader = door.reader(room)
         self.head: list[zmtp.Frame] | None = None
         self.ended = self.full = False
         self.opened_ns = self.heard_ns = self.moved_ns = now_ns
         self.begun_ns = now_ns  # when the message that has not ended began; 0: none has begun
         self.counted = self.unread_bytes = self.registered = 0  # these are kept by `Peers`
-        self.faults = 0
+        self.faults = self.share_ns = self.share_turn = 0  # these too
         self.listed = self.trusted = False
         self.queued_bytes = self.queued_messages = 0
         self._room = room
@@ -109,9 +116,11 @@ class Connection:
                 self.begun_ns = 0
             elif not self.begun_ns:
                 self.begun_ns = now_ns
-            context, self.reader.pong = self.reader.pong, None
-            if context is not None and self.queued_bytes < UNREAD_PONGS_BYTES:
-                self.command(zmtp.pong(context), now_ns)
+            reply = self.reader.reply
+            if reply:
+                self.reader.reply = b""
+                if self.queued_bytes < UNREAD_PONGS_BYTES:
+                    self.command(reply, now_ns)
         return message
 
     @property
@@ -123,7 +132,7 @@ class Connection:
         """Has a message written with the next `flush`, behind what waits."""
         if self.full:
             return Sent.FULL
-        pieces = zmtp.message(frames)
+        pieces = self.reader.message(frames)
         last = len(pieces) - 1
         for i, piece in enumerate(pieces):
             self._queue.append((piece, i == last))

@@ -8,10 +8,15 @@ import os
 import select
 import socket as sockets
 import stat
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any, NamedTuple
 
 from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.network import host_and_port
+
+from . import zmtp
+from .users import LocalUsers
 
 ACCEPTS_MAX = 4
 ACCEPT_PAUSE_S = 0.1
@@ -20,15 +25,29 @@ NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 log = logging.getLogger("coordinator")
 
 
+class Door(NamedTuple):
+    """Where peers come in, `ipc://PATH` or `tcp://HOST:PORT`, and how what they send there is read.
+
+    setting: by which it was configured, for words about what is wrong with it. users: who may connect, None: whoever
+    can.
+    """
+
+    endpoint: str
+    reader: Callable[[zmtp.Bounds], zmtp.Reader] = zmtp.Reader
+    setting: str = "runtime_dir"
+    users: LocalUsers | None = None
+
+
 class Listener:
-    """One endpoint. `epoll` reports it whenever somebody waits there, but not while nobody can be accepted.
+    """One door. `epoll` reports it whenever somebody waits there, but not while nobody can be accepted.
 
     again_ns: when that is tried again; 0: somebody can be.
     """
 
-    def __init__(self, endpoint: str, epoll: select.epoll) -> None:
+    def __init__(self, door: Door, epoll: select.epoll) -> None:
         """Binds. Raises OSError, InvalidConfiguration."""
-        self._socket, self._epoll = _listen(endpoint), epoll
+        self.door = door
+        self._socket, self._epoll = _listen(door), epoll
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self.again_ns = 0
         epoll.register(self._socket, select.EPOLLIN)
@@ -36,6 +55,12 @@ class Listener:
     def fileno(self) -> int:
         """Its descriptor."""
         return self._socket.fileno()
+
+    @property
+    def endpoint(self) -> str:
+        """Where it is, also where the system chose the port (0)."""
+        endpoint = self.door.endpoint
+        return f"{endpoint[:-2]}:{self._socket.getsockname()[1]}" if endpoint.endswith(":0") else endpoint
 
     def look_again(self, now_ns: int) -> None:
         """Accepts again, if it is time."""
@@ -77,17 +102,38 @@ class Listener:
         return True
 
 
-def _listen(endpoint: str) -> sockets.socket:
-    """Listens at an endpoint `ipc://PATH`; the socket that a dead coordinator left is replaced. Raises OSError."""
-    scheme, _, path = endpoint.partition("://")
-    if scheme != "ipc" or not path:
-        raise InvalidConfiguration("endpoint", f"{endpoint!r} is not ipc://PATH")
+def _listen(door: Door) -> sockets.socket:
+    """Listens at a door. Raises InvalidConfiguration."""
+    scheme, _, where = door.endpoint.partition("://")
+    try:
+        if scheme == "ipc" and where:
+            listener = _bound(sockets.AF_UNIX, _free(where))
+            if door.users is not None:
+                door.users.own_socket(where)
+            return listener
+        host, port = host_and_port(door.endpoint, door.setting)
+        found = sockets.getaddrinfo(host or None, port, type=sockets.SOCK_STREAM, flags=sockets.AI_PASSIVE)
+        family, *_, address = found[0]
+        return _bound(family, address)
+    except OSError as error:
+        raise InvalidConfiguration(door.setting, f"{door.endpoint} cannot be used: {error}") from None
+
+
+def _free(path: str) -> str:
+    """The path, where the socket that a dead coordinator left is not in the way."""
     if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
         Path(path).unlink()
-    listener = sockets.socket(sockets.AF_UNIX, sockets.SOCK_STREAM)
+    return path
+
+
+def _bound(family: int, address: str | tuple[Any, ...]) -> sockets.socket:
+    listener = sockets.socket(family, sockets.SOCK_STREAM)
     try:
         listener.setblocking(False)
-        listener.bind(path)
+        if family != sockets.AF_UNIX:
+            listener.setsockopt(sockets.SOL_SOCKET, sockets.SO_REUSEADDR, 1)  # after a restart, at once
+            listener.setsockopt(sockets.IPPROTO_TCP, sockets.TCP_NODELAY, 1)  # whoever is accepted inherits it
+        listener.bind(address)
         listener.listen(BACKLOG)
     except OSError:
         listener.close()

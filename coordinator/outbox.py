@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from enum import Enum
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 Frames = Sequence[bytes | memoryview]
 # Kept for one client that does not read, beside what its connection holds. A longer reply is kept alone.
@@ -18,6 +18,16 @@ class Sent(Enum):
     DONE = "done"  # it is on its way
     FULL = "full"  # the peer takes nothing more for now
     GONE = "gone"  # there is no such peer any more
+
+
+class Who(NamedTuple):
+    """Whom the system, or a key, says that a peer is: user -1, key b"" where it does not.
+
+    user: its number on this machine. key: its public key, whose secret it has.
+    """
+
+    user: int = -1
+    key: bytes = b""
 
 
 class Transport(Protocol):
@@ -36,8 +46,12 @@ class Transport(Protocol):
     def number(self, identity: bytes) -> int | None:
         """The number of an admitted connection."""
 
-    def admit(self, identity: bytes, descriptor: int) -> int | None:
-        """Gives a connection its number; None where it has ended already."""
+    def who(self, identity: bytes) -> Who:
+        """Who is there."""
+
+    def admit(self, identity: bytes, descriptor: int, number: int | None = None) -> int | None:
+        """Gives a connection its number, that of an earlier one where it takes its place; None where it has ended
+        already."""
 
     def note_ends(self, turn_over: bool = True) -> None:
         """Looks for connections that ended. turn_over: nothing more is received in this turn."""

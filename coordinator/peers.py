@@ -1,11 +1,13 @@
-"""One listening socket and who is behind it: numbers for connections, their messages in turn, noticing those that end.
+"""Where clients, or workers, come in, and who is there: numbers for connections, their messages in turn, their ends.
 
 Whatever a peer does, it costs a bounded amount, and those beside it do not notice:
 
 - so many connections are open at once, each within its process's descriptors; those that have not said hello yet are
   few, and the oldest of them goes when there are too many, or after `connection.STRANGER_S`;
 - messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
-  loop only for a while: what was asked by then is answered before more is looked at. What has come is read for a while
+  loop only for a while: what was asked by then is answered before more is looked at. Each connection has a share of
+  that while, by how long its messages take (deficit round robin): one that sends as fast as it can, or what is costly,
+  ends the turn with its share, and waits for the next while others are served. What has come is read for a while
   only, from each in turn; and while bounds are broken all the time, strangers and those who sent something wrong are
   looked at now and then only (`pace`);
 - a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
@@ -28,7 +30,7 @@ import select
 import socket as sockets
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 
@@ -36,14 +38,15 @@ from kvforge.protocol import transport
 
 from . import zmtp
 from .connection import Connection, Room
-from .listener import Listener
-from .outbox import Frames, Sent
+from .listener import Door, Listener
+from .outbox import Frames, Sent, Who
 from .pace import Pace
 
 LINGER_S = 0.5
 LINGERING_MAX = 8
 FAULTS_MAX = 64
 TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
+ALONE_S = 0.1  # who alone has sent anything for so long is alone
 LOOKS_MAX = 4  # connections that are looked at between two looks at the time
 LOOK_US = 100  # for so long what has come is read at once
 CLIENT, WORKER = "client", "worker"
@@ -51,31 +54,33 @@ log = logging.getLogger("coordinator")
 
 
 class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
-    """Bounds of one listening socket, all its connections together.
+    """Bounds of one side, all its connections together.
 
     strangers_max: connections that have not said hello. partial_bytes_max: held for messages that have not ended.
-    turn_us: for so long messages are handed out in one turn, but for one. silence_ms: a peer from which nothing comes
-    for so long, heartbeats neither, is taken for gone.
+    turn_us: for so long messages are handed out in one turn, but for one; share_us: to one connection, while others are
+    there. silence_ms: a peer from which nothing comes for so long, heartbeats neither, is taken for gone.
     """
 
     admitted_max: int = 256
     strangers_max: int = 64
     partial_bytes_max: int = 256 << 20
     turn_us: int = 2_000
+    share_us: int = 1_000_000
     silence_ms: int = transport.HEARTBEAT_TIMEOUT_MS
     room: Room = Room()
 
     @property
     def descriptors(self) -> int:
-        """How many are needed: connections, those that linger, the listening socket, its epolls, one to refuse with."""
-        return self.admitted_max + self.strangers_max + LINGERING_MAX + 6
+        """How many are needed: connections, those that linger, epolls, and for each of two doors its socket and one to
+        refuse with."""
+        return self.admitted_max + self.strangers_max + LINGERING_MAX + 8
 
 
 def _nothing(_number: int) -> None: ...
 
 
 class Peers:
-    """The connections of one socket. A connection has a number once `admit` gave it one.
+    """The connections of one side. A connection has a number once `admit` gave it one.
 
     kind: what they are, for the log. on_silent: told the number of an admitted one from which nothing came for so long
     that it is taken for gone, though its process may be there, before `take_gone` names it.
@@ -83,21 +88,22 @@ class Peers:
 
     def __init__(
         self,
-        endpoint: str,
+        doors: Sequence[Door],
         numbers: Callable[[], int],
         limits: PeerLimits | None = None,
         kind: str = CLIENT,
         on_silent: Callable[[int], None] = _nothing,
         together: bool = False,
+        offset_us: int = 0,
     ) -> None:
-        """Binds. together: messages wait for `flush`, and leave together. Raises OSError."""
+        """Binds each door. together: messages wait for `flush`, and leave together. offset_us: of the loop's clock from
+        the monotonic one. Raises InvalidConfiguration."""
         self.limits = limits if limits is not None else PeerLimits()
         self.kind = kind
         self._numbers, self._on_silent = numbers, on_silent
         # Several of our heartbeats, each of which is answered, fall into the time that a peer may be silent.
         self._beat_ns = min(transport.HEARTBEAT_INTERVAL_MS * 1_000_000, self.limits.silence_ms * 1_000_000 // 4)
         self._silence_ns = self.limits.silence_ms * 1_000_000
-        self._greeting = zmtp.GREETING + zmtp.ready()
         self._ping = zmtp.ping(transport.HEARTBEAT_TIMEOUT_MS)
         self._by_identity: dict[bytes, Connection] = {}
         self._by_number: dict[int, Connection] = {}
@@ -105,25 +111,36 @@ class Peers:
         self._strangers: dict[bytes, Connection] = {}  # the oldest first
         self._ready: deque[Connection] = deque()  # may have a message
         self._put_off: deque[Connection] = deque()  # so may these, but they are paced
+        self._spent: deque[Connection] = deque()  # so may these, but they have had their share of this turn
+        self._turn, self._handed_out = 0, False
+        self._serving: Connection | None = None  # whose message was handed out last, and when
+        self._last: Connection | None = None  # the same, and since when it is always the same one
+        self._served_ns = self._changed_ns = 0
         self._over: list[Connection] = []  # have ended, and their last message was handed out
         self._gone: list[int] = []
         self._lingering: deque[Connection] = deque()  # forgotten, the longest ago first
-        self._together = together
+        self._together, self._offset_us = together, offset_us
         self._unsent: set[Connection] = set()
         self._partial_bytes = 0
         self._made = 0
         self._watched, self._stirred, self._turned, self._eased = False, True, False, False
         self._pace = Pace()
         self._now_ns = self._beaten_ns = self._turn_ends_ns = time.monotonic_ns()
-        # Those with standing, and all others with the listening socket: the second is taken out while they are paced.
+        # Those with standing, and all others with the listening sockets: the second is taken out while they are paced.
         self._epoll, self._trusted, self._others = select.epoll(), select.epoll(), select.epoll()
-        self._listener = Listener(endpoint, self._others)
+        listeners = [Listener(door, self._others) for door in doors]
+        self._listeners = {listener.fileno(): listener for listener in listeners}
         self._epoll.register(self._trusted, select.EPOLLIN)
         self._epoll.register(self._others, select.EPOLLIN)
         self._paced = False
 
     def __len__(self) -> int:
         return len(self._by_number)
+
+    @property
+    def endpoints(self) -> list[str]:
+        """Where they come in."""
+        return [listener.endpoint for listener in self._listeners.values()]
 
     # ------------------------------------------------------------------------------------------------- for the loop
 
@@ -145,35 +162,37 @@ class Peers:
         """Whether a message, the end of a connection, or room for one that had none is there to be looked at."""
         if (self._stirred or not self._watched) and not self._ready:
             self._look()
-        return bool(self._next_queue() or self._over or self._gone or self._eased)
+        return bool(self._next_queue() or self._spent or self._over or self._gone or self._eased)
 
     @property
     def again_us(self) -> int | None:
         """When a turn is due though nothing arrives, for those that are paced; None: nobody is."""
-        return self._pace.again_ns // 1000 + 1 if self._paced else None
+        return self._pace.again_ns // 1000 + 1 + self._offset_us if self._paced else None
 
     # --------------------------------------------------------------------------------------------------- for the turn
 
     def receive(self) -> tuple[bytes, int, list[zmtp.Frame]] | None:
         """The next message: (identity, descriptor, frames); None where none is waiting."""
+        now_ns = self._settle()
         if not self._turned:
-            self._turned = True
-            self._look()  # also where messages are left from before: others may have come meanwhile
-            self._turn_ends_ns = self._now_ns + self.limits.turn_us * 1000
-        elif time.monotonic_ns() >= self._turn_ends_ns:
+            self._begin_turn()
+        elif now_ns >= self._turn_ends_ns:
             return None  # what is left is for the next turn: what was asked so far is answered first
         while True:
             queue = self._next_queue()
             if not queue:
-                if self._watched and not self._stirred:
-                    return None
-                self._look()
-                if not (queue := self._next_queue()):
+                if not self._watched or self._stirred:
+                    self._look()
+                if not (queue := self._next_queue()) and not (queue := self._forgiven()):
                     return None
             connection = queue.popleft()
-            connection.listed = False
             if connection.identity not in self._by_identity or connection.full:
+                connection.listed = False
                 continue  # one that is full comes again when it is not
+            if queue is self._ready and not self._has_share(connection):
+                self._spent.append(connection)
+                continue
+            connection.listed = False
             if (frames := self._next(connection)) is not None:
                 if queue is self._put_off:
                     self._pace.heard()
@@ -181,16 +200,59 @@ class Peers:
                     self._list(connection)
                 else:
                     self._note_end(connection)
+                self._serving, self._served_ns, self._handed_out = connection, time.monotonic_ns(), True
+                if connection is not self._last:
+                    self._last, self._changed_ns = connection, self._served_ns
                 return connection.identity, connection.descriptor, frames
             self._note_end(connection)
+
+    def _begin_turn(self) -> None:
+        self._turned, self._handed_out = True, False
+        self._turn += 1
+        self._look()  # also where messages are left from before: others may have come meanwhile
+        self._turn_ends_ns = self._now_ns + self.limits.turn_us * 1000
+        self._ready += self._spent
+        self._spent.clear()
+
+    def _settle(self) -> int:
+        """Whoever was served last is charged for the time that it took. Returns the time."""
+        now_ns = time.monotonic_ns()
+        if self._serving is not None:
+            self._serving.share_ns -= now_ns - self._served_ns
+            self._serving = None
+        return now_ns
+
+    def _has_share(self, connection: Connection) -> bool:
+        """Whether some is left of its share of this turn, and of what it owes of those before."""
+        share_ns = self.limits.share_us * 1000
+        turns, connection.share_turn = self._turn - connection.share_turn, self._turn
+        if turns:
+            connection.share_ns = min(share_ns, connection.share_ns + turns * share_ns)
+        return connection.share_ns > 0
+
+    def _forgiven(self) -> deque[Connection]:
+        """Those without a share are served where nobody else wants anything: in this turn; or for a while, in which
+        they are served on, since short turns cost time."""
+        if not self._handed_out or time.monotonic_ns() - self._changed_ns > ALONE_S * 1e9:
+            self._ready += self._spent
+            for connection in self._spent:
+                connection.share_ns = self.limits.share_us * 1000
+            self._spent.clear()
+        return self._ready
 
     def number(self, identity: bytes) -> int | None:
         """The number of an admitted connection."""
         connection = self._by_identity.get(identity)
         return connection.number or None if connection is not None else None
 
-    def admit(self, identity: bytes, descriptor: int) -> int | None:
-        """Gives a connection its number; None where it has ended already."""
+    def who(self, identity: bytes) -> Who:
+        """Who is there; nobody in particular where it has gone."""
+        connection = self._by_identity.get(identity)
+        return Who(connection.user, connection.reader.key) if connection is not None else Who()
+
+    def admit(self, identity: bytes, descriptor: int, number: int | None = None) -> int | None:
+        """Gives a connection its number, that of an earlier one where it takes its place; None where it has ended
+        already."""
         self.note_ends(turn_over=False)
         connection = self._by_identity.get(identity)
         if connection is None or connection.ended:
@@ -198,12 +260,13 @@ class Peers:
         assert connection.descriptor == descriptor, "a connection has one descriptor"
         if not connection.number:
             self._trust(connection, not connection.faults)
-            connection.number = self._numbers()
+            connection.number = self._numbers() if number is None else number
             self._by_number[connection.number] = self._strangers.pop(identity)
         return connection.number
 
     def note_ends(self, turn_over: bool = True) -> None:
         """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
+        self._settle()
         self._look()
         if turn_over:
             self._turned = self._eased = False
@@ -267,7 +330,8 @@ class Peers:
         if not self._epoll.closed:
             for epoll in (self._epoll, self._trusted, self._others):
                 epoll.close()
-            self._listener.close()
+            for listener in self._listeners.values():
+                listener.close()
 
     # ----------------------------------------------------------------------------------------------------- what comes
 
@@ -275,8 +339,9 @@ class Peers:
         """Takes in what has come: some of it from each connection."""
         self._stirred = False
         self._now_ns = now_ns = time.monotonic_ns()
-        if self._listener.again_ns:
-            self._listener.look_again(now_ns)
+        for listener in self._listeners.values():
+            if listener.again_ns:
+                listener.look_again(now_ns)
         self._look_through(self._trusted)
         if self._pace.begins(now_ns):
             stirred = self._stirred
@@ -317,9 +382,9 @@ class Peers:
         now_ns = self._now_ns
         connection = self._by_descriptor.get(descriptor)
         if connection is None:
-            if descriptor == self._listener.fileno():
-                for socket in self._listener.accept(now_ns):
-                    self._welcome(socket)
+            if (listener := self._listeners.get(descriptor)) is not None:
+                for socket in listener.accept(now_ns):
+                    self._welcome(socket, listener.door)
             return
         if what & select.EPOLLHUP and connection.full:
             connection.discard()  # it has closed, and reads nothing more
@@ -375,6 +440,8 @@ class Peers:
         try:
             frames = connection.next(self._now_ns)
         except zmtp.Violation as violation:
+            if violation.last:
+                connection.command(violation.last, self._now_ns)
             self._drop(connection, str(violation))
             return None
         held = connection.reader.held
@@ -386,16 +453,21 @@ class Peers:
                 self._drop(oldest, f"{self._partial_bytes} bytes are held for messages that have not ended, its first")
         return frames
 
-    def _welcome(self, socket: sockets.socket) -> None:
+    def _welcome(self, socket: sockets.socket, door: Door) -> None:
         """A new connection: a stranger until it is admitted."""
+        if door.users is not None and (problem := door.users.problem(socket)):
+            log.warning("%s connection refused: %s", self.kind, problem)
+            self._pace.note_trouble(self._now_ns)
+            socket.close()
+            return
         if len(self._strangers) >= self.limits.strangers_max:
             self._drop(next(iter(self._strangers.values())), "it said no hello, and others want to")
         socket.setblocking(False)
         self._made += 1
-        connection = Connection(socket, b"%d" % self._made, self.limits.room, self._now_ns)
+        connection = Connection(socket, b"%d" % self._made, door, self.limits.room, self._now_ns)
         self._by_identity[connection.identity] = self._strangers[connection.identity] = connection
         self._by_descriptor[connection.descriptor] = connection
-        connection.command(self._greeting, self._now_ns)
+        connection.command(connection.reader.greeting, self._now_ns)
         self._note_end(connection)
         self._register(connection)
 
@@ -462,7 +534,7 @@ class Peers:
                     self._on_silent(connection.number)
                 self._drop(connection, problem)
             elif connection.reader.ready and not connection.queued_bytes:
-                connection.command(self._ping, self._now_ns)
+                connection.command(connection.reader.sealed(self._ping), self._now_ns)
                 self._write(connection)
 
     def _drop(self, connection: Connection, why: str) -> None:

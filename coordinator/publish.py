@@ -22,6 +22,25 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int) -> None:
     tables.write_gauges(machine.gauges(now_us))
 
 
+def forget_changes(machine: Machine) -> None:
+    """Nobody is to see what changed."""
+    s = machine.cache.sequences
+    for changes in (s.changed_rows, s.changed_lengths, s.changed_cells, machine.cache.blocks.changed):
+        changes.clear()
+
+
+def all_changed(machine: Machine) -> None:
+    """The tables are new: everything is to be written."""
+    s = machine.cache.sequences
+    forget_changes(machine)
+    slots = np.flatnonzero(s.id)
+    rows, columns = np.nonzero(np.arange(s.table.shape[1]) < s.used[slots][:, None])
+    s.changed_rows.append(slots)
+    s.changed_cells.append((slots[rows], columns))
+    pools = [group.pool for group in machine.cache.groups.values()]
+    machine.cache.blocks.changed.extend(np.arange(pool.base, pool.base + pool.count) for pool in pools)
+
+
 def publish_rows(s: Sequences, tables: TablesWriter) -> None:
     """Writes the changed rows. Those of which only the length changed, most of a decode step, are never marked."""
     if s.changed_rows or s.changed_cells:

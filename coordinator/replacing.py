@@ -13,11 +13,11 @@ import logging
 import os
 import signal
 import socket as sockets
-import struct
 from typing import NamedTuple
 
+from .users import credentials
+
 GRACE_S = 1.0
-UCRED = struct.Struct("iII")  # pid, uid, gid
 log = logging.getLogger("coordinator")
 
 
@@ -105,9 +105,7 @@ class Replacer:
 def _peer(descriptor: int) -> int:
     """The process at the other end of a local connection; 0: one that cannot be seen from here. Raises OSError."""
     with sockets.fromfd(descriptor, sockets.AF_UNIX, sockets.SOCK_STREAM) as connection:
-        credentials = connection.getsockopt(sockets.SOL_SOCKET, sockets.SO_PEERCRED, UCRED.size)
-    pid: int = UCRED.unpack(credentials)[0]
-    return pid
+        return credentials(connection)[0]
 
 
 def _signal(pidfd: int, pid: int, number: signal.Signals) -> bool:

@@ -21,11 +21,12 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from kvforge.protocol import codec
-from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
+from kvforge.protocol import codec, token
+from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError
 from kvforge.protocol.layout import Geometry, file_bytes
 from kvforge.protocol.messages import Stop
-from kvforge.protocol.notify import notify
+from kvforge.protocol.network import is_network
+from kvforge.protocol.notify import Watchdog, notify
 from kvforge.protocol.tables import TablesWriter
 from kvforge.protocol.transport import (
     CLIENT_SOCKET,
@@ -33,22 +34,19 @@ from kvforge.protocol.transport import (
     WORKER_SOCKET,
     client_endpoint,
     prepare_runtime_dir,
-    worker_endpoint,
 )
 
-from .config import CoordinatorConfig
-from .core.events import Boot
-from .core.limits import Limits
-from .core.machine import Machine
+from . import access
+from .config import CoordinatorConfig, geometry
 from .garbage import GarbageCollector
-from .ids import first_id
+from .life import Life
 from .peers import WORKER, Peers
+from .publish import publish
 from .replacing import Replacer
 from .resources import check_descriptors, return_large_blocks
 from .turn import TurnLoop
 
 LOCK_FILE = "coordinator.lock"
-GENERATION_BITS = 30  # of 31: the rest is for counting on
 PROGRESS_US = 3_000_000
 SPIN_US, SPIN_CORES_MIN = 200, 4
 CLIENTS_LEAVE_NS, WORKERS_LEAVE_NS = 200_000_000, 500_000_000
@@ -90,83 +88,99 @@ def _nothing() -> None: ...
 class Server:
     """Owns the sockets, the shared tables and the machine. `run` serves until told to stop."""
 
-    def __init__(self, config: CoordinatorConfig, flush_log: Callable[[], None] = _nothing) -> None:
-        """Binds and creates the tables. flush_log: called in each turn, writes log lines that wait.
+    def __init__(
+        self, config: CoordinatorConfig, flush_log: Callable[[], None] = _nothing, discard: bool = False
+    ) -> None:
+        """Goes on from the journal, where there is one, creates the tables, and binds. flush_log: called in each turn,
+        writes log lines that wait. discard: nothing is gone on from.
 
-        Raises InvalidConfiguration, or Unavailable where the folder is in use.
+        Raises InvalidConfiguration, Unavailable where a folder is in use, JournalCorrupt.
         """
         self.config, self._flush_log = config, flush_log
         self.runtime = config.runtime_path
-        limits, geometry = config.core_limits(), config.geometry()
         check_descriptors(config.descriptors)
         return_large_blocks()
-        client_address, worker_address = client_endpoint(self.runtime), worker_endpoint(self.runtime)
         prepare_runtime_dir(self.runtime)
+        client_doors = access.client_doors(self.runtime, config.tcp, config.access)
+        worker_doors = access.worker_doors(self.runtime, config.tcp, config.access)
         self._lock = RuntimeLock(self.runtime)
-        self.boot = secrets.token_hex(16)
-        self.machine = Machine(self._birth(limits), self._now_us())
-        self._numbers = 0
         self._signals = self._signals_taken = 0
+        try:
+            life = self._life = Life(config, lambda: self._signals > 0, discard)
+        except KvforgeError:
+            self._lock.release()
+            raise
+        self.machine, self.boot, self._now_us = life.machine, life.machine.boot, life.now_us
+        self._ended = False
         self._ending: Ending | None = None
         self._turned_us = self._due_us = 0
-        self._replacer = Replacer()
+        self._replacer, self._watchdog = Replacer(), Watchdog()
         self.garbage = GarbageCollector(time.monotonic_ns)
         self._spin_ns, self._arrived_ns = spin_us(config.schedule.spin_us) * 1000, 0
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         try:
-            self.tables = self._make_tables(geometry)
-            self.clients = Peers(client_address, self._next_number, config.client_limits(), together=True)
-            self.workers = Peers(worker_address, self._next_number, config.worker_limits(), WORKER, self._silent)
-        except OSError as error:
-            self._lock.release()
+            self.tables, gate = (
+                self._make_tables(geometry(self.machine.limits)),
+                access.Gate(token.make(self.runtime), config.access),
+            )
+            numbers, offset_us = life.next_number, life.offset_us
+            self.clients = Peers(client_doors, numbers, config.client_limits(), together=True, offset_us=offset_us)
+            self.workers = Peers(
+                worker_doors, numbers, config.worker_limits(), WORKER, self._silent, offset_us=offset_us
+            )
+        except (OSError, InvalidConfiguration) as error:
+            self._release()
+            if isinstance(error, InvalidConfiguration):
+                raise
             raise InvalidConfiguration("runtime_dir", f"{self.runtime} cannot be used: {error}") from None
         self._epoll = select.epoll()
         self._epoll.register(self._read_wakeup, select.EPOLLIN)
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         entropy, sides = partial(secrets.randbits, 64), (self.clients, self.workers)
-        self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, config.limits, self._replacer)
+        kept = (self._replacer, life.journal)
+        self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, config.limits, *kept, gate)
+        if life.again:
+            self._turns.restarted(self._now_us())
 
     def _make_tables(self, geometry: Geometry) -> TablesWriter:
         """The shared tables, with room for all of them. Raises InvalidConfiguration, OSError."""
         try:
-            return TablesWriter(self.runtime / TABLES_FILE, geometry, self.boot)
+            return TablesWriter(self.runtime / TABLES_FILE, geometry, self.boot, self._fill)
         except OSError as error:
             if error.errno not in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
                 raise
-            self._lock.release()
+            self._release()
             raise InvalidConfiguration(
                 "runtime_dir",
                 f"{self.runtime} has no room for the shared tables, {file_bytes(geometry)} bytes ({error.strerror}): "
                 "make room there, or lower limits.sequences_max, blocks_max or blocks_per_sequence_max",
             ) from None
 
-    def _birth(self, limits: Limits) -> Boot:
-        """What distinguishes this life from every other one."""
-        first, generation = first_id(time.time_ns() // 1_000_000), secrets.randbits(GENERATION_BITS)
-        return Boot(self.boot, secrets.token_bytes(32), limits, first, generation)
+    def _fill(self, tables: TablesWriter) -> None:
+        publish(self.machine, tables, self._now_us())
 
-    @staticmethod
-    def _now_us() -> int:
-        return time.monotonic_ns() // 1000
+    def _release(self) -> None:
+        self._life.close(ended=not self._life.again)
+        self._lock.release()
 
     def _silent(self, worker: int) -> None:
         """Nothing comes from a worker any more, and its process may be there: one that was stopped, for example."""
         self._replacer.silent(worker, f"nothing came from it for {self.config.limits.silence_s:g} s", self._now_us())
 
-    def _next_number(self) -> int:
-        self._numbers += 1
-        return self._numbers
-
     # ----------------------------------------------------------------------------------------------------------- loop
 
     def run(self) -> None:
-        """Serves until SIGTERM or SIGINT, then drains: what runs ends (bounded by `drain_s`), workers are stopped.
+        """Serves until SIGTERM or SIGINT. Then it drains: what runs ends (bounded by `drain_s`), workers are stopped;
+        or it leaves everything to the next start (`on_stop`).
 
         A second signal ends it at once.
         """
         self._catch_signals()
         notify("READY=1", "STATUS=accepting clients and workers")
         log.info("serving at %s (boot %s)", client_endpoint(self.runtime), self.boot[:8])
+        for peers in (self.clients, self.workers):
+            for endpoint in filter(is_network, peers.endpoints):
+                log.info("serving %ss that [access] names at %s", peers.kind, endpoint)
         self.garbage.start()
         try:
             while not self._finished():
@@ -174,10 +188,15 @@ class Server:
                 self._take_signals()
                 self.turn()
                 self.garbage.turn(idle=not arrived)
-            self._let_leave(self.clients, CLIENTS_LEAVE_NS)
+            if not self._keeps:
+                self._let_leave(self.clients, CLIENTS_LEAVE_NS)
         finally:
             self.garbage.stop()
-        self._stop_workers()
+        if self._keeps:
+            log.info("stopped; %d requests go on with the next start", len(self.machine.requests.live))
+        else:
+            self._stop_workers()
+        self._ended = True
 
     def _wait(self) -> bool:
         """Until something arrives or is due. Returns whether something arrived.
@@ -222,7 +241,9 @@ class Server:
     def turn(self) -> None:
         """One turn of the loop; does not wait."""
         self._turned_us = self._now_us()
+        self._watchdog.feed(self._turned_us)
         self._due_us = self._turns.turn(self._turned_us)
+        self._life.turned(self._turned_us)
         self._flush_log()
 
     def _wait_ms(self) -> int:
@@ -233,6 +254,8 @@ class Server:
     def _finished(self) -> bool:
         if self._ending is None:
             return False
+        if self._keeps:
+            return True
         return self._signals > 1 or self._ending.over(self._turned_us, len(self.machine.requests.live))
 
     # ------------------------------------------------------------------------------------------------------- the ends
@@ -255,11 +278,19 @@ class Server:
                 self._read_wakeup.recv(1024)
             if self._ending is None:
                 self._ending = Ending(now_us, int(self.config.drain_s * 1e6))
-                self._turns.begin_drain(now_us, self._ending.deadline_us)
+                if not self._keeps:
+                    self._turns.begin_drain(now_us, self._ending.deadline_us)
                 notify("STOPPING=1", "STATUS=draining")
-        if self._ending is not None and (words := self._ending.progress(now_us, len(self.machine.requests.live))):
+        if self._ending is None or self._keeps:
+            return
+        if words := self._ending.progress(now_us, len(self.machine.requests.live)):
             log.info("%s", words)
             notify(f"STATUS={words}")
+
+    @property
+    def _keeps(self) -> bool:
+        """Whether a stop leaves everything to the next start."""
+        return self.config.on_stop == "keep"
 
     def _stop_workers(self) -> None:
         for number in list(self.machine.workers):
@@ -277,10 +308,11 @@ class Server:
         self.clients.close()
         self.workers.close()
         self.tables.close()
-        for name in (CLIENT_SOCKET, WORKER_SOCKET):
+        for name in (CLIENT_SOCKET, WORKER_SOCKET, token.TOKEN_FILE):
             (self.runtime / name).unlink(missing_ok=True)
         self._read_wakeup.close()
         self._write_wakeup.close()
+        self._life.close(self._ended)
         self._lock.release()
 
 

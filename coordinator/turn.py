@@ -1,8 +1,8 @@
 """One turn of the coordinator, without its sockets: messages in, core, tables, messages out.
 
 Always in this order: drain what has arrived (a bounded number of messages from each side), apply every event to the
-core, apply Turn, publish the tables, send. The server runs it over ZeroMQ, the simulator over a simulated network; both
-call it when something arrived and when the turn before said, and never otherwise.
+core, apply Turn, write the journal, publish the tables, send. The server runs it over ZeroMQ, the simulator over a
+simulated network; both call it when something arrived and when the turn before said, and never otherwise.
 
 Nobody is waited for. What a client that does not read should have been streamed is the core's to send again; replies
 wait for it here, so many and no more.
@@ -16,7 +16,14 @@ from collections.abc import Callable
 from typing import Annotated, Protocol
 
 from kvforge.protocol import codec
-from kvforge.protocol.errors import CapacityExceeded, KvforgeError, ProtocolError, StateLost, VersionMismatch
+from kvforge.protocol.errors import (
+    CapacityExceeded,
+    KvforgeError,
+    NotAllowed,
+    ProtocolError,
+    StateLost,
+    VersionMismatch,
+)
 from kvforge.protocol.handover import StepMail
 from kvforge.protocol.logs import tell
 from kvforge.protocol.messages import (
@@ -31,6 +38,7 @@ from kvforge.protocol.messages import (
     PoolRegistered,
     Refused,
     Step,
+    StepResult,
     Stream,
     Submit,
     Welcome,
@@ -40,8 +48,11 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesWriter
 
+from .access import Gate
 from .core.events import (
     BeginDrain,
+    Boot,
+    ClientCame,
     ClientFull,
     ClientGone,
     DropWorker,
@@ -50,6 +61,7 @@ from .core.events import (
     FromClient,
     FromWorker,
     Log,
+    Restarted,
     ToClient,
     ToWorker,
     Turn,
@@ -80,6 +92,16 @@ class Processes(Protocol):
 
     def act(self, now_us: int) -> int | None:
         """Does what is due. Returns when it must be called again though nothing happens; None: not before."""
+
+
+class Writer(Protocol):
+    """What is written of the events before anything follows from them: what `coordinator.journal.log.Journal` is."""
+
+    def note(self, event: Event | Boot, now_us: int, frames: Frames = ()) -> None:
+        """It enters the core at that time. frames: those of its message."""
+
+    def commit(self) -> None:
+        """Writes what was noted since the last call."""
 
 
 class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -114,7 +136,7 @@ class TurnLoop:
     """What happens in one turn. Time and entropy (64 bit, for seeds) come from the caller.
 
     clock_us: says how long clients have been served in this turn. processes: ends worker processes that hang; None:
-    nobody does.
+    nobody does. journal: what enters is written there; None: nowhere. gate: who is let in; None: everybody.
     """
 
     def __init__(
@@ -127,10 +149,14 @@ class TurnLoop:
         clock_us: Callable[[], int],
         limits: TurnLimits,
         processes: Processes | None = None,
+        journal: Writer | None = None,
+        gate: Gate | None = None,
     ) -> None:
         self.machine, self.tables = machine, tables
         self.clients, self.workers = clients, workers
         self._entropy, self._clock_us, self._limits, self._processes = entropy, clock_us, limits, processes
+        self._journal, self._unwritten = journal, False
+        self._gate = gate or Gate()
         self._outbox = Outbox(clients, limits.client_backlog_max)
         self._watching: set[int] = set()  # workers that look for their steps in shared memory too
         self._mail: dict[int, Mail] = {}
@@ -145,6 +171,11 @@ class TurnLoop:
         self._now_us = now_us
         self._apply(BeginDrain(deadline_us))
 
+    def restarted(self, now_us: int) -> None:
+        """The machine was made anew from its journal, and nobody is connected: the next turn is due at once."""
+        self._now_us = now_us
+        self._apply(Restarted())
+
     def turn(self, now_us: int) -> int:
         """One turn at `now_us` (microseconds, monotonic); does not wait.
 
@@ -158,6 +189,7 @@ class TurnLoop:
         self._note_ends()
         if self._core_due_us is not None and self._core_due_us <= now_us:
             self._apply(Turn())
+        self._write()
         publish(self.machine, self.tables, now_us)
         self._carry_out()
         self.clients.flush()
@@ -171,16 +203,30 @@ class TurnLoop:
             due_us = min(due_us, act_us)
         return min(due_us, now_us + RETRY_US) if self._outbox.waiting else due_us
 
-    def _apply(self, event: Event) -> None:
-        """Every event after Boot comes through here: the core's last word on when a turn is due is what counts."""
+    def _apply(self, event: Event, frames: Frames = ()) -> None:
+        """Every event after Boot comes through here: the core's last word on when a turn is due is what counts.
+
+        frames: those of its message.
+        """
+        if self._journal is not None:
+            self._journal.note(event, self._now_us, frames)
+            self._unwritten = True
         effects, self._core_due_us = self.machine.apply(event, self._now_us)
         self._effects += effects
+
+    def _write(self) -> None:
+        """Nothing that follows from an event may be seen by anybody before this."""
+        if self._unwritten:
+            assert self._journal is not None
+            self._journal.commit()
+            self._unwritten = False
 
     # -------------------------------------------------------------------------------------------------------- effects
 
     def _carry_out(self) -> None:
         """Does what is to be done, and what follows from it."""
         while self._effects:
+            self._write()  # a client that does not read makes events while effects are carried out
             effect = self._effects.popleft()
             if isinstance(effect, ToClient):
                 self._to_client(effect.client, effect.message)
@@ -274,7 +320,7 @@ class TurnLoop:
                 self._client_gone(number, goodbye=True)
             else:
                 entropy = self._entropy() if isinstance(message, Submit) else 0
-                self._apply(FromClient(number, message, entropy))
+                self._apply(FromClient(number, message, entropy), frames)
         except KvforgeError as error:
             number = self.clients.number(identity)
             refused = _refusal("client", number, error, message)
@@ -289,19 +335,33 @@ class TurnLoop:
         version = negotiate(message.version_min, message.version_max)
         if message.boot not in ("", self.machine.boot):
             raise StateLost(message.boot, self.machine.boot)
+        access = self._gate.client(self.clients.who(identity))
+        # A session is its owner's: whoever else names it means another one.
+        session = f"{access.name}\n{message.session}" if message.session else ""
+        before = self.machine.sessions.number(session) if session else None
         if number is None:
+            if before is not None:
+                self._take_place(before)
             if len(self.clients) >= self._limits.clients_max:
                 raise CapacityExceeded("clients", 1, 0, "raise limits.clients_max")
-            number = self.clients.admit(identity, descriptor)
+            number = self.clients.admit(identity, descriptor, before)
             if number is None:
                 return
+            self._apply(ClientCame(number, session, access))
         welcome = Welcome(
             rid=message.rid,
             version=version,
             boot=self.machine.boot,
             tables_path=str(self.tables.path),
+            resumed=number == before,
         )
         self._effects.append(ToClient(number, welcome))
+
+    def _take_place(self, number: int) -> None:
+        """Another connection takes the place of this one, where it is still there: what was kept for it is lost."""
+        self.clients.forget(number)
+        self._outbox.forget(number)
+        self._effects = deque(e for e in self._effects if not (isinstance(e, ToClient) and e.client == number))
 
     # -------------------------------------------------------------------------------------------------------- workers
 
@@ -318,7 +378,9 @@ class TurnLoop:
             message = self._worker_decoder.decode(frames)
             number = self.workers.number(identity)
             if isinstance(message, WorkerHello) and number is None:
-                self._greet_worker(identity, descriptor, message)
+                self._greet_worker(identity, descriptor, message, frames)
+            elif isinstance(message, StepResult) and number is None:
+                return  # meant for the process before this one: it says hello next, and then is asked for it
             elif number is None:
                 raise ProtocolError("a worker's first message is worker_hello")
             elif number not in self.machine.workers:
@@ -329,15 +391,16 @@ class TurnLoop:
             else:
                 if isinstance(message, WorkerReady) and message.watches:
                     self._watching.add(number)
-                self._apply(FromWorker(number, message))
+                self._apply(FromWorker(number, message), frames)
         except KvforgeError as error:
             refused = _refusal("worker", self.workers.number(identity), error, message)
             self.workers.send_to(identity, codec.encode(refused))
-            if isinstance(error, ProtocolError):
+            if isinstance(error, ProtocolError | NotAllowed):
                 self.workers.fault(identity)
 
-    def _greet_worker(self, identity: bytes, descriptor: int, message: WorkerHello) -> None:
+    def _greet_worker(self, identity: bytes, descriptor: int, message: WorkerHello, frames: Frames) -> None:
         version = negotiate(message.version_min, message.version_max)
+        self._gate.check_worker(self.workers.who(identity), message.token)
         self._note_ends(turn_over=False)  # a successor of the same name may be faster than its end
         if len(self.workers) >= self._limits.pools_max:
             raise CapacityExceeded("workers", 1, 0, "raise limits.pools_max")
@@ -345,13 +408,16 @@ class TurnLoop:
         if number is None:
             return
         place = len(self._effects)
-        self._apply(FromWorker(number, message))
+        if message.watches:
+            self._watching.add(number)
+        self._apply(FromWorker(number, message), frames)
         if number in self.machine.workers:
             if self._processes is not None:
                 self._processes.watch(number, message.pid, descriptor)
-            self._effects.insert(place, ToWorker(number, self._worker_welcome(message.rid, version)))
+            self._effects.insert(place, ToWorker(number, self._worker_welcome(number, message.rid, version)))
 
-    def _worker_welcome(self, rid: int, version: int) -> Message:
+    def _worker_welcome(self, number: int, rid: int, version: int) -> Message:
+        group = self.machine.workers[number].group
         limits = self.machine.limits
         return WorkerWelcome(
             rid=rid,
@@ -363,6 +429,7 @@ class TurnLoop:
             blocks_per_sequence_max=limits.bounds.blocks_per_sequence_max,
             step_tokens_max=limits.schedule.step_tokens_max,
             step_rows_max=limits.schedule.step_rows_max,
+            epoch=group.epoch if group is not None else 0,
         )
 
 

@@ -21,7 +21,7 @@ Frame = bytes | memoryview
 
 MORE, LONG, COMMAND = 1, 2, 4
 GREETING_BYTES = 64
-GREETING = b"\xff" + bytes(8) + b"\x7f\x03\x01" + b"NULL".ljust(20, b"\0") + bytes(32)
+NULL = b"NULL"  # nothing is hidden and nobody proves who it is: for sockets that only whom we know can reach
 PEERS = (b"DEALER", b"REQ", b"ROUTER")  # the types of socket that may talk to a ROUTER
 LARGE_BYTES = 16 << 10  # a frame above this is read to its own place, and is not copied
 COMMAND_BYTES_MAX = 4096
@@ -30,8 +30,20 @@ CONTEXT_BYTES_MAX = 16
 LONG_HEADER = struct.Struct(">BQ")
 
 
+def greeting(mechanism: bytes, as_server: bool = True) -> bytes:
+    """What both sides say first."""
+    return b"\xff" + bytes(8) + b"\x7f\x03\x01" + mechanism.ljust(20, b"\0") + bytes((as_server,)) + bytes(31)
+
+
+GREETING = greeting(NULL, as_server=False)
+
+
 class Violation(Exception):
-    """A peer broke the protocol or a bound: the connection is of no use."""
+    """A peer broke the protocol or a bound: the connection is of no use. last: what it is told before it is ended."""
+
+    def __init__(self, words: str, last: bytes = b"") -> None:
+        super().__init__(words)
+        self.last = last
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +58,12 @@ class Reader:
     """What one peer sends, from its greeting on.
 
     Feed what was read (`feed`, or into `room` where a large frame is under way), then take messages with `next` until
-    it gives None. `pong` is the context of a PING that is to be answered, None where there is none.
+    it gives None. `reply` is a command that is to be written, b"" where there is none; `key` proves who the peer is,
+    b"" where the mechanism proves nothing. Both sides agree on a mechanism in their greetings: this is NULL's, and
+    `curve.SealedReader` is CURVE's.
     """
+
+    MECHANISM = NULL
 
     __slots__ = (
         "_at",
@@ -60,7 +76,8 @@ class Reader:
         "_parts",
         "_ready",
         "held",
-        "pong",
+        "key",
+        "reply",
     )
 
     def __init__(self, bounds: Bounds) -> None:
@@ -72,7 +89,7 @@ class Reader:
         self._large: memoryview | None = None
         self._filled = self._flags = 0
         self.held = 0  # bytes of the message that has begun and not ended
-        self.pong: bytes | None = None
+        self.reply = self.key = b""
 
     @property
     def ready(self) -> bool:
@@ -114,7 +131,8 @@ class Reader:
             if self._filled < len(self._large):
                 return None
             large, self._large = self._large.toreadonly(), None
-            if (message := self._add(large, self._flags)) is not None:
+            flags, whole = self._opened(self._flags, large)
+            if (message := self._add(whole, flags)) is not None:
                 return message
         commands = 0
         while (frame := self._frame(admitted)) is not None:
@@ -123,7 +141,7 @@ class Reader:
                 commands += 1
                 if commands > COMMANDS_MAX:
                     raise Violation(f"it sent more than {COMMANDS_MAX} commands at once")
-                self._command(part)
+                self._command(bytes(part))
             elif (message := self._add(part, flags)) is not None:
                 return message
         return None
@@ -139,7 +157,7 @@ class Reader:
         self._parts, self.held = [], 0
         return parts
 
-    def _frame(self, admitted: bool) -> tuple[int, bytes] | None:
+    def _frame(self, admitted: bool) -> tuple[int, Frame] | None:
         """The next frame that has come whole; None: it has not, and where it is a large one it has got its room."""
         data, at = self._data, self._at
         there = len(data) - at
@@ -187,31 +205,56 @@ class Reader:
         self.held += len(begin)
         self._data, self._at = b"", 0
 
+    def _opened(self, flags: int, body: Frame) -> tuple[int, Frame]:
+        """What a large frame says once it has come whole."""
+        return flags, body
+
     # ------------------------------------------------------------------------------------------------------- handshake
 
+    @property
+    def greeting(self) -> bytes:
+        """What we say as soon as the peer is there: all that this mechanism can say unasked."""
+        return GREETING + ready()
+
+    def sealed(self, command: bytes) -> bytes:
+        """A command's frame as this mechanism sends it."""
+        return command
+
+    def message(self, frames: Sequence[Frame]) -> list[Frame]:
+        """A message as bytes to be written."""
+        return message(frames)
+
     def _shake_hands(self) -> bool:
-        if not self._greeted:
-            seen = self._data[self._at : self._at + GREETING_BYTES]
-            if seen[:1] not in (b"", b"\xff") or (len(seen) > 9 and not seen[9] & 1):
-                raise Violation("it does not speak ZMTP")
-            if len(seen) < GREETING_BYTES:
-                return False
-            if seen[10] < 3 or seen[12:32].rstrip(b"\0") != b"NULL":
-                raise Violation(f"it speaks ZMTP {seen[10]} with {seen[12:32].rstrip(bytes(1))!r}, not 3 with NULL")
-            self._greeted = True
-            self._at += GREETING_BYTES
-        frame = self._frame(False)
-        if frame is None:
-            if self._large is not None:
-                raise Violation("its first frame is not READY")
+        if not self._greeted and not self._greet():
             return False
-        flags, body = frame
-        if not flags & COMMAND or not body.startswith(b"\x05READY"):
+        while (frame := self._frame(False)) is not None:
+            flags, body = frame
+            if self._introduced(bytes(body) if flags & COMMAND else b""):
+                self._ready = True
+                return True
+        if self._large is not None:
+            self._introduced(b"")
+        return False
+
+    def _greet(self) -> bool:
+        """Whether the greeting has come whole."""
+        seen = self._data[self._at : self._at + GREETING_BYTES]
+        if seen[:1] not in (b"", b"\xff") or (len(seen) > 9 and not seen[9] & 1):
+            raise Violation("it does not speak ZMTP")
+        if len(seen) < GREETING_BYTES:
+            return False
+        mechanism, wanted = seen[12:32].rstrip(b"\0"), self.MECHANISM
+        if seen[10] < 3 or mechanism != wanted:
+            raise Violation(f"it speaks ZMTP {seen[10]} with {mechanism!r}, not 3 with {wanted.decode()}")
+        self._greeted = True
+        self._at += GREETING_BYTES
+        return True
+
+    def _introduced(self, body: bytes) -> bool:
+        """Takes the next command of the handshake, b"" for a frame that is none. Returns whether it was the last."""
+        if not body.startswith(b"\x05READY"):
             raise Violation("its first frame is not READY")
-        kind = _properties(body[6:]).get(b"socket-type", b"")
-        if kind not in PEERS:
-            raise Violation(f"it is a socket of type {kind[:16]!r}, which cannot talk to a ROUTER")
-        self._ready = True
+        check_type(body[6:])
         return True
 
     def _command(self, body: bytes) -> None:
@@ -219,24 +262,24 @@ class Reader:
         if body.startswith(b"\x04PING"):
             if not 7 <= len(body) <= 7 + CONTEXT_BYTES_MAX:
                 raise Violation("it sent a PING of a wrong size")
-            self.pong = body[7:]
+            self.reply = self.sealed(pong(body[7:]))
         elif body.startswith(b"\x05ERROR"):
             raise Violation("it sent an ERROR")
 
 
 def ready() -> bytes:
     """The READY command of a ROUTER."""
-    return _frame_of(COMMAND, b"\x05READY" + _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b""))
+    return command(b"\x05READY" + METADATA)
 
 
 def ping(ttl_ms: int) -> bytes:
     """A PING. The peer takes us for gone if nothing comes from us for `ttl_ms` after it, to a tenth of a second."""
-    return _frame_of(COMMAND, b"\x04PING" + min(ttl_ms // 100, 0xFFFF).to_bytes(2, "big"))
+    return command(b"\x04PING" + min(ttl_ms // 100, 0xFFFF).to_bytes(2, "big"))
 
 
 def pong(context: bytes) -> bytes:
     """The answer to a PING."""
-    return _frame_of(COMMAND, b"\x04PONG" + context)
+    return command(b"\x04PONG" + context)
 
 
 def message(frames: Sequence[Frame]) -> list[Frame]:
@@ -258,13 +301,24 @@ def message(frames: Sequence[Frame]) -> list[Frame]:
     return pieces
 
 
-def _frame_of(flags: int, body: bytes) -> bytes:
-    assert len(body) < 256, "commands are short"
-    return bytes((flags, len(body))) + body
+def command(body: bytes) -> bytes:
+    """The frame of a command."""
+    assert len(body) < 256, "our commands are short"
+    return bytes((COMMAND, len(body))) + body
+
+
+def check_type(metadata: bytes) -> None:
+    """Whether a socket of this type may talk to a ROUTER. Raises Violation."""
+    kind = _properties(metadata).get(b"socket-type", b"")
+    if kind not in PEERS:
+        raise Violation(f"it is a socket of type {kind[:16]!r}, which cannot talk to a ROUTER")
 
 
 def _property(name: bytes, value: bytes) -> bytes:
     return bytes((len(name),)) + name + len(value).to_bytes(4, "big") + value
+
+
+METADATA = _property(b"Socket-Type", b"ROUTER") + _property(b"Identity", b"")  # what a ROUTER says of itself
 
 
 def _properties(data: bytes) -> dict[bytes, bytes]:

@@ -13,6 +13,7 @@ from kvforge.protocol.errors import Field
 from kvforge.protocol.messages import Message, Stream
 
 from .limits import Limits
+from .rights import Access
 
 # A peer's number is given by the shell when it connects and is never used again within a boot.
 
@@ -31,6 +32,17 @@ class Boot(msgspec.Struct, frozen=True):
     limits: Limits
     first_id: int = 0
     first_generation: int = 0
+
+
+class ClientCame(msgspec.Struct, frozen=True):
+    """A client said hello: nothing comes from it before.
+
+    session: a name of its own by which it can come back under the same number; "": none. access: what it may do.
+    """
+
+    client: int
+    session: str = ""
+    access: Access = Access()
 
 
 class FromClient(msgspec.Struct, frozen=True):
@@ -75,11 +87,16 @@ class BeginDrain(msgspec.Struct, frozen=True):
     deadline_us: int
 
 
+class Restarted(msgspec.Struct, frozen=True):
+    """The process is another one, which has made this machine anew from its journal: all connections are gone. Whoever
+    was connected may come back, and goes on where it was."""
+
+
 class Turn(msgspec.Struct, frozen=True):
     """Everything that had arrived has been applied: let time pass, plan steps, flush streams."""
 
 
-Event = FromClient | ClientGone | ClientFull | FromWorker | WorkerGone | BeginDrain | Turn
+Event = ClientCame | FromClient | ClientGone | ClientFull | FromWorker | WorkerGone | BeginDrain | Restarted | Turn
 
 
 class ToClient(msgspec.Struct, frozen=True):

@@ -1,7 +1,6 @@
 """Every limit of the core: the sections of the coordinator's configuration, as far as the core knows them.
 
-A limit is declared once, here: its name in the file, with its unit; its default; its range; and what it means. The core
-counts microseconds, so a section says its durations in these, too.
+A limit is declared once, here: its name in the file, with its unit; its default; its range; and what it means.
 """
 
 from __future__ import annotations
@@ -18,6 +17,11 @@ from . import sizes
 POLICIES = ("lru", "none")
 STOP_TOKENS_MOST = 1024  # there is a place for each, in every row
 DURATION_S_MAX = 1_000_000_000
+
+
+def microseconds(seconds: float) -> int:
+    """What the core counts."""
+    return round(seconds * 1e6)
 
 
 class Range(NamedTuple):
@@ -52,6 +56,8 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     first. samples_max: answers that one command asks for. bulk_max: sequences named in one command; list_max: requests
     in one list. stop_tokens_max: of one request. holders_per_block_max: names on one block.
     deadline_max_s: every request ends within it. lease_s: how long a request outlives a connection that just ended.
+    reattach_s: how long a coordinator that was started again waits for those who were connected. answers_kept_max: the
+    answers that are kept for one client, which it may not have got by then.
     """
 
     sequences_max: Count = 256
@@ -70,21 +76,8 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     holders_per_block_max: Count = 64
     deadline_max_s: Seconds = 86_400.0
     lease_s: Annotated[float, Range(0, DURATION_S_MAX)] = 10.0
-
-    @property
-    def finished_ttl_us(self) -> int:
-        """In microseconds."""
-        return round(self.finished_ttl_s * 1e6)
-
-    @property
-    def deadline_max_us(self) -> int:
-        """In microseconds."""
-        return round(self.deadline_max_s * 1e6)
-
-    @property
-    def lease_us(self) -> int:
-        """In microseconds."""
-        return round(self.lease_s * 1e6)
+    reattach_s: Seconds = 10.0
+    answers_kept_max: Count = 1024
 
 
 class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -117,21 +110,6 @@ class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     step_timeout_s: Seconds = 60.0
     decode_gap_ms: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 200.0
     crashes_max: Count = 5
-
-    @property
-    def ageing_us(self) -> int:
-        """In microseconds."""
-        return round(self.ageing_s * 1e6)
-
-    @property
-    def step_timeout_us(self) -> int:
-        """In microseconds."""
-        return round(self.step_timeout_s * 1e6)
-
-    @property
-    def decode_gap_us(self) -> int:
-        """In microseconds."""
-        return round(self.decode_gap_ms * 1e3)
 
 
 class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

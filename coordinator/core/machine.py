@@ -17,6 +17,7 @@ from typing import Any, Protocol
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.messages import (
+    Accepted,
     Append,
     Attach,
     Cancel,
@@ -48,17 +49,22 @@ from .cache.cache import Cache
 from .cache.invariants import check_cache
 from .clock import Clock
 from .commands.blocks import BlockCommands
+from .commands.guard import Guard
 from .commands.requests import RequestCommands
 from .commands.sequences import SequenceCommands
+from .commands.sessions import Sessions
 from .events import (
     Applied,
+    BeginDrain,
     Boot,
+    ClientCame,
     ClientFull,
     ClientGone,
     Effect,
     Event,
     FromClient,
     FromWorker,
+    Restarted,
     ToClient,
     Turn,
     WorkerGone,
@@ -67,6 +73,7 @@ from .reporting import statistics
 from .reporting.explain import Explainer
 from .requests.lifecycle import RequestTable
 from .requests.streams import Streams
+from .rights import Access
 from .scheduling.admission import Admission
 from .scheduling.endings import Endings
 from .scheduling.plan import Scheduler
@@ -113,11 +120,13 @@ class Machine:
         self.explainer = Explainer(self.cache, self.requests, self.admission, self.sequences, self.blocks)
         asked = self._asked = RequestCommands(*parts, self.endings, self.streams, self.sequences)
         results = StepResults(*parts, self.streams, self.endings)
-        self._reports = WorkerReports(*parts, self.endings, results, asked, self._effects)
+        self._reports = WorkerReports(*parts, self.endings, results, asked, self._effects, event.boot)
+        self.sessions = Sessions(clock, limits.bounds)
         # What waits for time to pass; requests before the sequences that they kept.
-        self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports)
+        self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports, self.sessions)
         self.workers = self._reports.workers
-        self.clients: set[int] = set()
+        self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks)
+        self.clients: dict[int, Access | None] = {}  # None: may do everything
         self.turns = 0
         self._stirred = False  # something has happened that a Turn must follow
         # Some commands are the same from whomever they come.
@@ -125,18 +134,21 @@ class Machine:
             Cancel: asked.cancel,
             FinishAt: asked.finish_at,
             GetRequest: asked.info,
-            ListRequests: asked.list,
-            PurgeFinished: asked.purge,
-            GetStats: self._get_stats,
             GetHealth: self._get_health,
             Append: self.sequences.append,
             GetSequence: self.sequences.info,
             GetTokens: self.sequences.read,
             RemoveSequences: self.sequences.remove,
+            Drain: self._drain,
+        }
+        # Some are about what the asker sees: one tenant, or ("") all of them.
+        self._commands_for: dict[type[Message], Callable[[str, Any], Message]] = {
+            ListRequests: asked.list,
+            PurgeFinished: asked.purge,
+            GetStats: self._get_stats,
             GetBlock: self.blocks.info,
             UnrefBlock: self.blocks.unref,
             Explain: self.explainer.explain,
-            Drain: self._drain,
         }
         self._commands_of: dict[type[Message], Callable[[FromClient, Any], Message]] = {
             Submit: asked.submit,
@@ -169,8 +181,15 @@ class Machine:
                 self._client_gone(event)
             elif isinstance(event, WorkerGone):
                 self._reports.gone(event.worker, event.goodbye)
-            else:
+            elif isinstance(event, ClientCame):
+                self.clients[event.client] = None if event.access.unlimited else event.access
+                if self.sessions.came(event.client, event.session):
+                    self._asked.client_away(event.client)
+            elif isinstance(event, BeginDrain):
                 self._asked.begin_drain(event.deadline_us)
+            else:
+                assert isinstance(event, Restarted)
+                self._restarted()
         effects = self._effects.copy()
         self._effects.clear()
         if self._stirred:
@@ -186,6 +205,8 @@ class Machine:
         for _ in range(ROUNDS_MAX):
             for part in self._timed:
                 part.pass_time()
+            while self.sessions.over:
+                self._client_gone(ClientGone(self.sessions.over.pop()))
             self.admission.admit()
             for number in sorted(self.cache.groups):
                 self.scheduler.fill(self.cache.groups[number])
@@ -202,18 +223,37 @@ class Machine:
 
     def _from_client(self, event: FromClient) -> None:
         message: Any = event.message
-        self.clients.add(event.client)
+        access = self.clients[event.client]  # it came before
         try:
-            command = self._commands.get(type(message))
-            reply = self._commands_of[type(message)](event, message) if command is None else command(message)
-            self._stirred = self._stirred or not isinstance(message, READING)
+            if (answer := self.sessions.answer(event.client, message.rid)) is not None:
+                reply = self._asked.again(event, message, answer) if isinstance(message, Submit) else answer
+            else:
+                if access is not None:
+                    message = self._guard.check(access, message)
+                reply = self._answer(event, message, access.sees if access is not None else "")
+                if access is not None and isinstance(reply, Accepted):
+                    self._guard.accepted(access, reply)
+            if not isinstance(message, READING):
+                self._stirred = True
+                self.sessions.keep(event.client, message.rid, reply, message)
         except KvforgeError as error:
             if isinstance(message, Submit):
                 self.requests.refused_total += 1
             reply = Refused(rid=message.rid, error=ErrorInfo.of(error))
         self._effects.append(ToClient(event.client, reply))
 
-    def _get_stats(self, message: GetStats) -> Message:
+    def _answer(self, event: FromClient, message: Any, seen: str) -> Message:
+        """Carries out a command. seen: the one tenant that the asker sees, "": all."""
+        kind = type(message)
+        if (command := self._commands.get(kind)) is not None:
+            return command(message)
+        if (command_for := self._commands_for.get(kind)) is not None:
+            return command_for(seen, message)
+        return self._commands_of[kind](event, message)
+
+    def _get_stats(self, tenant: str, message: GetStats) -> Message:
+        if tenant:
+            return statistics.stats_of(tenant, self.cache, self.requests, self.admission, message.rid, self.boot)
         return statistics.stats(
             self.cache,
             self.requests,
@@ -262,12 +302,20 @@ class Machine:
         """Whether admission has stopped."""
         return self._asked.draining
 
+    def _restarted(self) -> None:
+        """Who was connected may come back; who cannot is gone."""
+        for client in self.sessions.restarted(set(self.clients)):
+            self._client_gone(ClientGone(client))
+        for client in sorted(self.clients):
+            self._asked.client_away(client)
+        self._reports.restarted()
+
     def _client_gone(self, event: ClientGone) -> None:
-        self.clients.discard(event.client)
+        self.clients.pop(event.client, None)
+        self.sessions.gone(event.client)
         self._asked.client_gone(event.client, event.goodbye)
         self.sequences.client_gone(event.client)
         self.blocks.client_gone(event.client)
-        self.streams.forget(event.client)
 
     def due_us(self) -> int | None:
         """When a Turn is due though nothing happens; None where nothing waits for time to pass.
@@ -287,6 +335,14 @@ class Machine:
         return earliest_us
 
     # ---------------------------------------------------------------------------------------------------------- other
+
+    @property
+    def kept(self) -> int:
+        """How much there is that somebody may still ask for after all connections and all that ran are gone: detached
+        requests that have ended, and sequences with a time to live of their own."""
+        s = self.cache.sequences
+        detached = sum(request.detached for request in self.requests.finished.values())
+        return detached + int((s.owned & (s.idle_ttl_us > 0)).sum())
 
     def gauges(self, now_us: int) -> list[int]:
         """What the shared tables publish besides rows."""

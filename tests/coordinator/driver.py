@@ -16,6 +16,7 @@ import pytest
 
 from coordinator.core.events import (
     Boot,
+    ClientCame,
     ClientFull,
     ClientGone,
     DropWorker,
@@ -30,6 +31,7 @@ from coordinator.core.events import (
     WorkerGone,
 )
 from coordinator.core.machine import Machine
+from coordinator.core.rights import Access
 from kvforge.protocol.errors import GpuError, KvforgeError, restore
 from kvforge.protocol.messages import (
     Accepted,
@@ -380,6 +382,7 @@ class Driver:
 
     def ask(self, message: Any, client: int = 1) -> Any:
         """The reply to a command. Raises the error it was refused with."""
+        self.come(client)
         effects = self.apply(FromClient(client, message, entropy=7))
         reply = next(e.message for e in effects if isinstance(e, ToClient) and not isinstance(e.message, Stream))
         assert reply.rid == message.rid
@@ -389,6 +392,7 @@ class Driver:
 
     def refused(self, message: Any, error: type[KvforgeError], client: int = 1) -> KvforgeError:
         """The command is refused with exactly this error, and leaves the state byte-identical."""
+        self.come(client)
         before = refusal_digest(self.machine)
         with pytest.raises(error) as caught:
             self.ask(message, client)
@@ -400,6 +404,11 @@ class Driver:
         """A fresh number for a command."""
         self._rid += 1
         return self._rid
+
+    def come(self, client: int, access: Access | None = None) -> None:
+        """A client connects, if it has not. access: what it may do; None: everything."""
+        if access is not None or client not in self.machine.clients:
+            self.apply(ClientCame(client, access=access or Access()))
 
     def gone(self, client: int, goodbye: bool = False) -> None:
         """A client's connection ends."""

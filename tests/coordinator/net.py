@@ -14,6 +14,7 @@ from time import monotonic
 import zmq
 
 from coordinator.connection import Room
+from coordinator.listener import Door
 from coordinator.outbox import Frames, Sent
 from coordinator.peers import PeerLimits, Peers
 from kvforge.protocol import transport
@@ -54,7 +55,7 @@ class Net:
         silence_ms = transport.HEARTBEAT_TIMEOUT_MS  # as it is now: a test may have shortened it
         limits = PeerLimits(room=Room(queue_messages_max=QUEUE), silence_ms=silence_ms)
         self.silent: list[int] = []
-        self.peers = Peers(self.endpoint, lambda: next(numbers), limits, on_silent=self.silent.append)
+        self.peers = Peers((Door(self.endpoint),), lambda: next(numbers), limits, on_silent=self.silent.append)
 
     def connect(self) -> tuple[zmq.Socket[bytes], int]:
         """A peer with a small queue of its own, and its number."""

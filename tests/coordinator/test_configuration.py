@@ -12,7 +12,7 @@ import pytest
 
 import coordinator.core
 from coordinator.config import CoordinatorConfig, LimitsSection
-from coordinator.core.limits import Quota
+from coordinator.core.limits import Quota, microseconds
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from kvforge.protocol.messages import GetHealth, WorkerHello
 from tests.coordinator.driver import Driver, FakeWorker, model_info
@@ -52,9 +52,12 @@ def test_every_limit_of_the_core_can_be_configured(section: str, name: str) -> N
         if field.type is str:
             continue
         made = CoordinatorConfig(**{name: msgspec.structs.replace(getattr(default, name), **{field.name: 7})})
-        core, per_us = getattr(made.core_limits(), section), in_core(field.name)
-        assert getattr(core, per_us[0]) == 7 * (per_us[1] or 1), field.name
+        assert getattr(getattr(made.core_limits(), section), field.name) == 7, field.name
         assert getattr(getattr(default.core_limits(), section), field.name) == field.default
+
+
+def test_durations_are_counted_in_microseconds() -> None:
+    assert [microseconds(seconds) for seconds in (1e-6, 0.2, 7, 86_400.0)] == [1, 200_000, 7_000_000, 86_400_000_000]
 
 
 # behaviour 1
@@ -227,6 +230,7 @@ def test_no_module_of_the_core_imports_the_outside_world(path: Path) -> None:
         "__future__",
         "bisect",
         "collections",
+        "dataclasses",
         "hashlib",
         "heapq",
         "math",
@@ -251,7 +255,7 @@ def test_the_core_runs_where_clock_randomness_and_environment_are_forbidden() ->
 import numpy, msgspec, hashlib, tempfile
 from coordinator.core.machine import Machine
 from coordinator.core.limits import Bounds, Limits
-from coordinator.core.events import Boot, FromClient, Turn
+from coordinator.core.events import Boot, ClientCame, FromClient, Turn
 from kvforge.protocol.messages import CreateSequence, GetStats, Submit
 import os, time, random, socket, secrets, threading, numpy.random
 
@@ -266,7 +270,7 @@ for module, names in {
     for name in names:
         setattr(module, name, forbidden)
 machine = Machine(Boot("boot", b"key", Limits(bounds=Bounds(blocks_max=16, sequences_max=4))), 0)
-effects = []
+effects = machine.apply(ClientCame(1), 0).effects
 for message in (CreateSequence(rid=1), Submit(rid=2, max_tokens=1, prompt=numpy.ones(3, numpy.int32)), GetStats(rid=3)):
     effects += machine.apply(FromClient(1, message), 0).effects
 effects += machine.apply(Turn(), 1).effects

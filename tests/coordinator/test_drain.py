@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from coordinator.core.events import BeginDrain
+from coordinator.core.limits import microseconds
 from kvforge.protocol.errors import Draining, InvalidRequest
 from kvforge.protocol.messages import Drain, GetHealth
 from tests.coordinator.conftest import MakePool
@@ -79,7 +80,7 @@ def test_the_earlier_of_two_deadlines_counts(first_ms: int, second_ms: int, left
     drain(driver, second_ms)
     driver.turn()
     if left_ms is None:
-        assert driver.wake_us() == driver.machine.limits.bounds.deadline_max_us
+        assert driver.wake_us() == microseconds(driver.machine.limits.bounds.deadline_max_s)
         return
     assert driver.wake_us() == left_ms * 1000
     driver.advance(left_ms * 1000 - 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 import numpy as np
 
-from coordinator.core.events import Boot, FromClient, FromWorker, ToClient, ToWorker, Turn
+from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToClient, ToWorker, Turn
 from coordinator.core.machine import Machine
 from kvforge.protocol.messages import Accepted, Step, StepResult, Stream, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import GREEDY, model_info
@@ -29,6 +29,7 @@ def test_the_largest_configuration_serves_a_long_prompt_beside_short_ones() -> N
     machine = Machine(Boot("boot", b"key", LARGEST), 0)
     model = msgspec.structs.replace(model_info(), context_tokens_max=1_000_000)
     ready = WorkerReady(rid=2, model=model, blocks=BLOCKS, bytes_per_block=1, kv_dtype="float32", device="none")
+    machine.apply(ClientCame(2), 0)
     machine.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
     machine.apply(FromWorker(1, ready), 0)
     prompts = [np.arange(PROMPT, dtype=np.int32) % 97, *(np.array([i, i + 1], np.int32) for i in range(20))]

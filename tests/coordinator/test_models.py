@@ -427,6 +427,7 @@ class EverythingMachine(RuleBasedStateMachine):
 
     def tell(self, message: Any) -> Any:
         """The reply, or None for a refusal that changed nothing."""
+        self.driver.come(1)
         before = refusal_digest(self.driver.machine)
         try:
             return self.driver.ask(message)

@@ -17,6 +17,7 @@ import zmq
 
 from coordinator import peers, zmtp
 from coordinator.connection import UNREAD_PONGS_BYTES, Room
+from coordinator.listener import Door
 from coordinator.outbox import Sent
 from coordinator.pace import MESSAGES_MAX, PACE_US, TROUBLED_S
 from coordinator.peers import PeerLimits, Peers
@@ -143,7 +144,7 @@ class Hostile:
     def __init__(self, folder: str, limits: PeerLimits) -> None:
         self.path = f"{folder}/s"
         numbers = itertools.count(1)
-        self.peers = Peers(f"ipc://{self.path}", lambda: next(numbers), limits)
+        self.peers = Peers((Door(f"ipc://{self.path}"),), lambda: next(numbers), limits)
         self._raw: list[RawPeer] = []
 
     def connect(self, hello: bool = True) -> RawPeer:
@@ -205,6 +206,76 @@ def test_messages_are_taken_from_each_connection_in_turn(hostile: Hostile) -> No
     assert hostile.texts(3) == [b"busy"] * 3
     other.send(part(b"other", more=False))
     assert b"other" in hostile.texts(3)  # though hundreds were there before it
+
+
+class StoppedTime:
+    """A clock that goes on by a microsecond whenever it is looked at."""
+
+    def __init__(self) -> None:
+        self.now_ns = 1_000_000_000
+
+    def monotonic_ns(self) -> int:
+        self.now_ns += 1_000
+        return self.now_ns
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch, hostile: Hostile) -> StoppedTime:
+    """Turns are long, and the share of one connection is a millisecond."""
+    made = StoppedTime()
+    monkeypatch.setattr(peers, "time", made)
+    hostile.peers._beaten_ns = made.now_ns
+    hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=1_000_000, share_us=1_000)
+    return made
+
+
+def in_one_turn(hostile: Hostile, clock: StoppedTime) -> list[bytes]:
+    """What a turn hears; what is costly takes 20 ms."""
+    heard = []
+    while (received := hostile.peers.receive()) is not None:
+        heard.append(bytes(received[2][0]))
+        clock.now_ns += 20_000_000 if heard[-1] == b"costly" else 0
+    hostile.peers.note_ends()
+    return heard
+
+
+def come(hostile: Hostile, count: int) -> None:
+    """Waits until so many have something to say."""
+    until(lambda: (hostile.peers._look(), len(hostile.peers._ready) == count)[1])  # type: ignore[func-returns-value]
+
+
+def test_who_floods_has_a_share_of_a_turn_and_ends_it(hostile: Hostile, clock: StoppedTime) -> None:
+    busy, other = hostile.connect(), hostile.connect()
+    busy.send(part(b"costly", more=False) * 50)
+    come(hostile, 1)
+    assert in_one_turn(hostile, clock) == [b"costly"], "though the turn has time"
+    assert hostile.peers.waiting, "the next turn is due at once"
+    other.send(part(b"other", more=False))
+    come(hostile, 1)
+    assert in_one_turn(hostile, clock) == [b"other"]
+    assert in_one_turn(hostile, clock) == [b"costly"], "where nobody else wants anything it goes on"
+
+
+def test_who_is_alone_is_not_held_back(hostile: Hostile, clock: StoppedTime) -> None:
+    busy, other = hostile.connect(), hostile.connect()
+    busy.send(part(b"costly", more=False) * 30)
+    come(hostile, 1)
+    assert [len(in_one_turn(hostile, clock)) for _ in range(4)] == [1] * 4, "somebody may be there"
+    assert in_one_turn(hostile, clock) == [b"costly"] * 26, "nobody was for a while"
+    busy.send(part(b"costly", more=False) * 30)
+    other.send(part(b"other", more=False))
+    come(hostile, 2)
+    assert in_one_turn(hostile, clock) in ([b"costly", b"other"], [b"other", b"costly"], [b"other"])
+
+
+def test_what_a_costly_message_took_is_owed_in_later_turns(hostile: Hostile, clock: StoppedTime) -> None:
+    costly, cheap = hostile.connect(), hostile.connect()
+    costly.send(part(b"costly", more=False) * 20)
+    cheap.send(part(b"cheap", more=False) * 5000)
+    come(hostile, 2)
+    heard = list(itertools.chain.from_iterable(in_one_turn(hostile, clock) for _ in range(4)))
+    assert heard.count(b"costly") == 1
+    assert heard.count(b"cheap") > 1000
 
 
 def test_a_turn_takes_messages_for_a_while_and_at_least_one(hostile: Hostile) -> None:

@@ -104,7 +104,7 @@ def test_cached_blocks_are_evicted_least_recently_used_first_and_tails_before_he
     driver.create(range(900, 912))  # three blocks: two are free, one is evicted
     assert driver.stats().pools[0].cached == 3
     assert driver.stats().pools[0].free == 0
-    index, salt = driver.machine.cache.groups[0].index, driver.machine.cache.indexing.salt("tenant:default")
+    index, salt = driver.machine.cache.groups[0].index, driver.machine.cache.hasher.salt("tenant:default")
     found = {
         name: index.match(salt, int32(prompt), driver.machine.cache.indexing.hashes(salt, int32(prompt))).size
         for name, prompt in (("first", first), ("second", second))
@@ -168,7 +168,7 @@ def test_descendants_of_an_evicted_block_are_never_hit_under_a_recycled_parent(m
     driver, _ = make_pool(16)
     cache = driver.machine.cache
     served(driver, PROMPT)
-    index, pool, salt = cache.groups[0].index, cache.groups[0].pool, cache.indexing.salt("tenant:default")
+    index, pool, salt = cache.groups[0].index, cache.groups[0].pool, cache.hasher.salt("tenant:default")
     hashes = cache.indexing.hashes(salt, int32(PROMPT))
     head, tail = index.match(salt, int32(PROMPT), hashes).tolist()
     pool.unindex(head)
@@ -243,7 +243,7 @@ def test_a_candidate_with_the_same_tokens_after_another_parent_is_no_hit(make_po
     served(driver, PROMPT)
     served(driver, [50, 51, 52, 53, *PROMPT[4:]])
     cache = driver.machine.cache
-    index, salt = cache.groups[0].index, cache.indexing.salt("tenant:default")
+    index, salt = cache.groups[0].index, cache.hasher.salt("tenant:default")
     tokens = int32(PROMPT[:8])
     own = cache.indexing.hashes(salt, int32(PROMPT))
     other = cache.indexing.hashes(salt, int32([50, 51, 52, 53, *PROMPT[4:]]))

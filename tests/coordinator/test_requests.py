@@ -834,10 +834,15 @@ def test_a_worker_that_says_it_failed_is_dropped(make_pool: MakePool) -> None:
     driver.submit([1], max_tokens=3)
     driver.turn()
     error: KvforgeError = GpuError("the device is lost")
+    pid = driver.ask(GetHealth(rid=1)).workers[0].pid
     driver.report(worker, WorkerFailed(ErrorInfo.of(error)))
     assert worker.dropped == "the device is lost"
     text, fields = f"worker {worker.name} failed: the device is lost", {"worker": worker.name, "error": "gpu_error"}
     assert Log("error", text, "worker_failed", fields) in driver.logs
+    assert (
+        f"the last one, {worker.name} (process {pid}) was lost (the device is lost): "
+        in driver.ask(GetHealth(rid=1)).reason
+    )
     assert not driver.machine.workers
 
 

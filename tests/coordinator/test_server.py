@@ -6,7 +6,9 @@ from __future__ import annotations
 import shutil
 import tempfile
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import numpy as np
 import pytest
@@ -15,9 +17,18 @@ import zmq
 from coordinator.config import CoordinatorConfig, LimitsSection
 from coordinator.server import Server
 from coordinator.turn import BEAT_US
-from kvforge.protocol import codec, transport
-from kvforge.protocol.messages import CreateSequence, GetHealth, Hello, Submit, WorkerHello
+from kvforge.protocol import codec, token, transport
+from kvforge.protocol.messages import (
+    WORKER_REPLIES,
+    CreateSequence,
+    GetHealth,
+    Hello,
+    Refused,
+    Submit,
+    WorkerHello,
+)
 from kvforge.protocol.tables import TablesReader
+from tests.protocol.systemd_ear import Ear
 
 UNDER_WAY = 4000
 TURNS_MAX = 5_000
@@ -117,6 +128,17 @@ def test_a_server_that_hears_nothing_wakes_for_what_is_due_and_for_nothing_else(
     assert gauges()["uptime_us"] >= uptime_us + BEAT_US
 
 
+def test_an_idle_server_feeds_systemds_watchdog_with_each_turn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with closing(Ear(tmp_path / "notify", monkeypatch)) as ear:
+        ear.watch(4)  # a microsecond's pause: every turn feeds
+        with TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder, closing(Bench(Path(folder))) as bench:
+            fed = []
+            for _ in range(2):
+                bench.turn()
+                fed.append(ear.heard())
+            assert fed == [["WATCHDOG=1"]] * 2
+
+
 def test_a_drain_by_signal_is_taken_up_at_once_and_ends_when_it_was_said(bench: Bench) -> None:
     client = bench.client()
     bench.ask(client, Submit(rid=2, max_tokens=1, prompt=np.array([1], np.int32)))  # no worker will ever come
@@ -134,6 +156,34 @@ def test_a_drain_by_signal_is_taken_up_at_once_and_ends_when_it_was_said(bench: 
     assert [request.reason for request in bench.server.machine.requests.finished.values()] == ["failed"]
 
 
+@pytest.mark.parametrize(("said", "words"), [("", "no token"), ("0" * 64, "another token")])
+def test_a_worker_without_the_token_of_the_runtime_folder_is_refused(
+    bench: Bench, caplog: pytest.LogCaptureFixture, said: str, words: str
+) -> None:
+    worker = bench.worker()
+    worker.send(WorkerHello(rid=1, name="w", pid=1, token=said))
+    while not worker.has(zmq.POLLIN):
+        bench.turn()
+    refused = codec.Decoder(WORKER_REPLIES).decode(worker.socket.recv_multipart())
+    assert isinstance(refused, Refused)
+    assert (refused.error.code, refused.error.fields) == ("not_allowed", {"right": "worker"})
+    assert words in refused.error.message
+    assert words in caplog.text
+    assert not bench.server.machine.workers
+    assert len(bench.server.workers) == 0
+
+
+def test_a_token_is_private_new_with_each_boot_and_gone_with_it(bench: Bench) -> None:
+    runtime = bench.server.runtime
+    first = token.read(runtime)
+    assert len(first) == token.TOKEN_LENGTH_MAX
+    assert (runtime / token.TOKEN_FILE).stat().st_mode & 0o777 == 0o600
+    assert token.make(runtime) != first
+    bench.server.close()
+    assert token.read(runtime) == ""
+    assert not list(runtime.glob(f"{token.TOKEN_FILE}*"))
+
+
 def test_a_client_that_always_has_more_hides_no_worker(bench: Bench) -> None:
     busy = bench.client()
     busy.send(*[GetHealth(rid=2)] * UNDER_WAY)
@@ -141,7 +191,7 @@ def test_a_client_that_always_has_more_hides_no_worker(bench: Bench) -> None:
         bench.turn()
         busy.read()
     worker = bench.worker()
-    worker.send(WorkerHello(rid=1, name="w", pid=1))
+    worker.send(WorkerHello(rid=1, name="w", pid=1, token=token.read(bench.server.runtime)))
     for _ in range(TURNS_MAX):
         busy.send(*[GetHealth(rid=2)] * 4)  # what a turn takes
         bench.turn()

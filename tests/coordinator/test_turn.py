@@ -31,7 +31,7 @@ from coordinator.core.events import (
 )
 from coordinator.core.machine import Machine
 from coordinator.core.workers.reports import Worker
-from coordinator.outbox import BACKLOG_BYTES_MAX, Sent
+from coordinator.outbox import BACKLOG_BYTES_MAX, Sent, Who
 from coordinator.server import PROGRESS_US, Ending
 from coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
 from kvforge.protocol import codec
@@ -117,7 +117,11 @@ class Wire:
     def number(self, identity: bytes) -> int | None:
         return int(identity) if int(identity) in self.known else None
 
-    def admit(self, identity: bytes, _descriptor: int) -> int | None:
+    def who(self, _identity: bytes) -> Who:
+        return Who()
+
+    def admit(self, identity: bytes, _descriptor: int, number: int | None = None) -> int | None:
+        assert number is None
         self.known.add(int(identity))
         return int(identity)
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import TracebackType
 from typing import Self
 
 import zmq
 
-from kvforge.protocol import codec
+from kvforge.protocol import codec, token
 from kvforge.protocol.messages import (
     WORKER_REPLIES,
     Message,
@@ -33,10 +34,13 @@ class StandIn:
         self._socket.setsockopt(zmq.SNDTIMEO, WAIT_MS)
         self._socket.connect(endpoint)
         self._decoder = codec.Decoder(WORKER_REPLIES)
-        self._hello = WorkerHello(rid=1, name=name, pid=pid)
+        self._runtime = Path(endpoint.removeprefix("ipc://")).parent
+        self._name, self._pid = name, pid
 
     def __enter__(self) -> Self:
-        assert isinstance(self._ask(self._hello), WorkerWelcome)
+        assert self._socket.poll(WAIT_MS, zmq.POLLOUT), "no coordinator"
+        hello = WorkerHello(rid=1, name=self._name, pid=self._pid, token=token.read(self._runtime))
+        assert isinstance(self._ask(hello), WorkerWelcome)
         model = ModelInfo(
             name="m", source="", architecture="any", fingerprint="1", vocab_size=100, context_tokens_max=1 << 20
         )

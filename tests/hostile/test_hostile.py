@@ -104,7 +104,9 @@ def workers(kv: Client) -> list[str]:
 def test_an_honest_client_does_not_notice(folder: Path, started: list[Coordinator], seed: int) -> None:
     coordinator = Coordinator(folder, "drain_s = 0\n")
     started.append(coordinator)
-    with coordinator.client() as kv, StandIn(worker_endpoint(coordinator.runtime)), ExitStack() as stack:
+    with coordinator.client() as kv, ExitStack() as stack:
+        assert kv.health().live, "it is there to be connected to"
+        stack.enter_context(StandIn(worker_endpoint(coordinator.runtime)))
         tokens = [1, 2, 3]
         sequence = kv.create_sequence(tokens)
         honest_round(kv, tokens, sequence)

@@ -6,6 +6,7 @@ runner checks the core's invariants after every command. Commands:
     limits NAME=VALUE ...            first, once; a quota is quota.TENANT=FLOOR:CEILING
     worker NAME BLOCKS               a worker connects, ready with so many blocks
     worker NAME dies
+    client NAME [tenant= rights=RIGHT,... requests_max=]   one that may do less than everything connects
     client NAME leaves
     create S TOKENS [tenant= salt= ttl_ms=]
     append S TOKENS; fork S T ...; remove S ...; info S; tokens S
@@ -29,6 +30,7 @@ import numpy as np
 
 from coordinator.core.events import (
     Boot,
+    ClientCame,
     ClientGone,
     DropWorker,
     Effect,
@@ -42,6 +44,7 @@ from coordinator.core.events import (
 )
 from coordinator.core.limits import Quota
 from coordinator.core.machine import Machine
+from coordinator.core.rights import EVERY_TENANT, RIGHTS, Access
 from kvforge.protocol.messages import (
     ErrorInfo,
     Message,
@@ -142,6 +145,8 @@ class Player:
         options = dict(word.split("=", 1) for word in words if "=" in word)
         plain = [word for word in words if "=" not in word]
         client = self._number(options.pop("by", "c"), self._clients)
+        if client not in self.machine.clients:
+            self._apply(ClientCame(client))
         self._rid += 1
         message: Message = COMMANDS[verb](self._rid, plain, options, self.names)
         return self._apply(FromClient(client, message, entropy=self._rid))
@@ -157,7 +162,13 @@ class Player:
         return [*self._apply(FromWorker(number, hello)), *self._apply(FromWorker(number, ready))]
 
     def _client(self, words: list[str]) -> list[str]:
-        return self._apply(ClientGone(self._clients.pop(words[0])))
+        name, *rest = words
+        if rest == ["leaves"]:
+            return self._apply(ClientGone(self._clients.pop(name)))
+        options = dict(word.split("=", 1) for word in rest)
+        rights = tuple(options["rights"].split(",")) if "rights" in options else RIGHTS[:2]
+        access = Access(name, options.get("tenant", EVERY_TENANT), rights, int(options.get("requests_max", 0)))
+        return self._apply(ClientCame(self._number(name, self._clients), access=access))
 
     def _turn(self, _words: list[str]) -> list[str]:
         return self._apply(Turn())

@@ -188,7 +188,7 @@ class Cache(Residents):
             last = s.last_step[slot] = group.next_step
             group.pool.await_step(last)
             self.blocks.touch[origin] = max(int(self.blocks.touch[origin]), last)
-        self._release(group, np.array([old], np.int64), last)
+        group.release(np.array([old], np.int64), last)
         s.table[slot, column] = fresh
         s.changed_cells.append((np.array([slot]), np.array([column])))
         s.changed_rows.append(np.array([slot]))

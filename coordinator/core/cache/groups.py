@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.protocol.messages import Int32Array, ModelInfo
+from kvforge.protocol.messages import Int32Array, Step, WorkerReady
 
 from .blocks import BlockIds
 from .costs import StepCosts
@@ -21,6 +21,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
 
     runs: which run each row belonged to. A request that was preempted and came back to the same slot is another run.
     decodes: one token for each row, and no more. prefill_tokens: those of prompts. tenant: of every row, or -1.
+    message: the step as it was sent, for a worker that comes back and may not have got it.
     """
 
     step_id: int
@@ -33,6 +34,7 @@ class SentStep(msgspec.Struct, frozen=True, eq=False):
     decodes: bool
     prefill_tokens: int
     tenant: int
+    message: Step
 
 
 class Steady:
@@ -68,24 +70,14 @@ class Group:
     suspect: the request that runs alone because workers died with it, 0 for none.
     begins_bytes: what the rows that begin with the next step take in it.
     stopped: requests whose rows found no room for their next token when the last step was planned.
+    away: its worker was connected to an earlier process and has not come back yet.
     result_us: when its last result came. costs: what its steps cost, as far as it is known.
     """
 
-    def __init__(
-        self,
-        number: int,
-        worker: int,
-        name: str,
-        epoch: int,
-        pool: Pool,
-        model: ModelInfo,
-        bytes_per_block: int,
-        kv_dtype: str,
-        device: str,
-    ) -> None:
+    def __init__(self, number: int, worker: int, name: str, epoch: int, pool: Pool, ready: WorkerReady) -> None:
         self.number, self.worker, self.name, self.epoch = number, worker, name, epoch
-        self.pool, self.index, self.model = pool, pool.index, model
-        self.bytes_per_block, self.kv_dtype, self.device = bytes_per_block, kv_dtype, device
+        self.pool, self.index, self.model = pool, pool.index, ready.model
+        self.bytes_per_block, self.kv_dtype = ready.bytes_per_block, ready.kv_dtype
         self.sent: deque[SentStep] = deque()
         self.last_step = 0
         self.copies: dict[int, tuple[int, int]] = {}
@@ -97,6 +89,7 @@ class Group:
         self.steady: Steady | None = None
         self.suspect = 0
         self.stopped: list[int] = []
+        self.away = False
         self.result_us = 0
         self.costs = StepCosts()
 
@@ -133,10 +126,13 @@ class Group:
         self.copies[target] = (source, tokens)
         return source
 
-    def forget_copies(self, released: BlockIds) -> None:
-        """Blocks nobody holds any more need no copy."""
-        for block in released.tolist() if self.copies else ():
-            self.copies.pop(block, None)
+    def release(self, ids: BlockIds, last_step: int) -> int:
+        """Takes one holder from each block, as `Pool.release`; those that nobody holds any more need no copy."""
+        dead = self.pool.release(ids, last_step)
+        if dead and self.copies:
+            for block in ids[self.pool.blocks.refcount[ids] == 0].tolist():
+                self.copies.pop(block, None)
+        return dead
 
     def flush_copies(self) -> Int32Array:
         """The copies that the next step carries: [3 * n] int32 triples."""

@@ -12,28 +12,35 @@ from .groups import Group
 LISTED_MAX = 5
 
 
-def who_holds(cache: Cache, group: Group, tenant: int = 0, but: int = -1, running: bool = True) -> list[str]:
+def who_holds(cache: Cache, group: Group, seen: int, tenant: int = 0, but: int = -1, running: bool = True) -> list[str]:
     """Which names, idle sequences and rows hold blocks of the group: a few of each, those that hold most first.
 
+    seen: the tenant of whoever is told, who is told that others hold some, and not which; 0: everyone is named.
     tenant: only blocks that are charged to it; 0: all. but: a slot that is left out. running: rows too.
     """
     s, blocks, pool = cache.sequences, cache.blocks, group.pool
     names: Counter[str] = Counter()
+    others = 0
     for block, holders in blocks.external.items():
         if pool.base <= block < pool.base + pool.count and tenant in (0, int(blocks.owner[block])):
-            names.update(list(holders))
+            known = [name for name in holders if seen in (0, cache.pins.tenant_of(block, name))]
+            names.update(known)
+            others += len(holders) - len(known)
     told = [f"{name!r} holds {_blocks(count)} by name" for name, count in names.most_common(LISTED_MAX)]
     resident = np.flatnonzero((s.pool == group.number) & (s.id != 0))
     held = {}
     for slot in resident[resident != but].tolist():
         ids = s.blocks_of(slot)
         held[slot] = int(ids.size if not tenant else np.count_nonzero(blocks.owner[ids] == tenant))
+    if seen:
+        others += sum(count for slot, count in held.items() if int(s.tenant[slot]) != seen)
+        held = {slot: count for slot, count in held.items() if int(s.tenant[slot]) == seen}
     largest = sorted((slot for slot in held if held[slot]), key=lambda slot: -held[slot])
     idle = [slot for slot in largest if not s.running[slot]][:LISTED_MAX]
     rows = [slot for slot in largest if s.running[slot]][: LISTED_MAX if running else 0]
     told += [f"sequence {s.id[slot]} is idle and holds {_blocks(held[slot])}" for slot in idle]
     told += [f"request {s.request[slot]} runs and holds {_blocks(held[slot])}" for slot in rows]
-    return told
+    return [*told, f"other tenants hold {_blocks(others)}"] if others else told
 
 
 def _blocks(count: int) -> str:

@@ -23,10 +23,6 @@ class Indexing:
     def __init__(self, sequences: Sequences, hasher: BlockHasher) -> None:
         self._sequences, self._hasher = sequences, hasher
 
-    def salt(self, text: str) -> int:
-        """The salt number of a salt text."""
-        return self._hasher.salt(text)
-
     def hashes(self, salt: int, tokens: Tokens) -> Hashes:
         """Chained hashes of the full blocks that a hit may use: at least one token is left to compute."""
         size = self._sequences.block_size

@@ -1,7 +1,7 @@
 """Named external holders of blocks: clients that keep a block alive without having it in a sequence.
 
-A holder is a name; a name holds a block at most once. Whoever added it, any client may take it away by name; what a
-connection added is dropped when the connection ends, so that a dead client pins nothing.
+A holder is a name; a name holds a block at most once. Whoever added it, any client that sees its tenant may take it
+away by name; what a connection added is dropped when the connection ends, so that a dead client pins nothing.
 
 Whoever pins is charged: from the first name on, the block counts for the tenant that was named with it, within that
 one's ceiling, and no longer for the one that computed it; with the last name gone it is the other way round again,
@@ -35,8 +35,7 @@ class Pins:
     def __init__(self, clock: Clock, blocks: Blocks, tenants: Tenants, holders_per_block_max: int) -> None:
         self._clock, self._blocks, self._tenants = clock, blocks, tenants
         self._holders_max = holders_per_block_max
-        self._client_of: dict[tuple[int, str], int] = {}
-        self._tenant_of: dict[tuple[int, str], int] = {}
+        self._added_by: dict[tuple[int, str], tuple[int, int]] = {}  # client and tenant of each name on a block
         self._computed_by: dict[int, int] = {}  # of blocks that are charged to somebody else meanwhile
 
     def check(self, block: int, generation: int, holder: str) -> None:
@@ -64,22 +63,23 @@ class Pins:
             group.pool.make_room_within_ceiling(tenant, 1)
             self._charge(group, block, tenant)
         blocks.external.setdefault(block, {})[holder] = self._clock.now_us
-        self._client_of[block, holder] = client
-        self._tenant_of[block, holder] = tenant
+        self._added_by[block, holder] = client, tenant
 
-    def drop(self, group: Group, block: int, generation: int, holder: str) -> None:
-        """One holder less. Raises StaleGeneration, BlockNotHeld, NotAHolder."""
+    def tenant_of(self, block: int, holder: str) -> int:
+        """Which tenant a name on a block is of."""
+        return self._added_by[block, holder][1]
+
+    def drop(self, group: Group, block: int, generation: int, holder: str, tenant: int = 0) -> None:
+        """One holder less, of a tenant (0: of any). Raises StaleGeneration, BlockNotHeld, NotAHolder."""
         self.check_generation(block, generation)
         if self._blocks.refcount[block] == 0:
             raise BlockNotHeld(block)
         names = self._blocks.external.get(block, {})
-        if holder not in names:
+        if holder not in names or tenant not in (0, self.tenant_of(block, holder)):
             raise NotAHolder(block, holder)
         self._forget(block, holder)
         self._pass_charge(group, block)
-        ids = np.array([block], np.int64)
-        if group.pool.release(ids, 0):
-            group.forget_copies(ids)
+        group.release(np.array([block], np.int64), 0)
 
     def check_generation(self, block: int, generation: int) -> None:
         """Raises StaleGeneration where a generation is named (not -1) and is not the block's."""
@@ -89,24 +89,24 @@ class Pins:
 
     def of_client(self, client: int) -> list[tuple[int, str]]:
         """The (block, holder) pairs that a connection added."""
-        return [pair for pair, owner in self._client_of.items() if owner == client]
+        return [pair for pair, (owner, _) in self._added_by.items() if owner == client]
 
     def forget_pool(self, first: int, count: int) -> None:
         """The pool of blocks [first, first + count) is gone, and every hold on them."""
-        for block, holder in [pair for pair in self._client_of if first <= pair[0] < first + count]:
+        for block, holder in [pair for pair in self._added_by if first <= pair[0] < first + count]:
             self._forget(block, holder)
         self._computed_by = {b: t for b, t in self._computed_by.items() if not first <= b < first + count}
 
     def tenants(self) -> set[int]:
         """Whoever has a name on a block, or computed one that another one pays for."""
-        return {*self._tenant_of.values(), *self._computed_by.values()}
+        return {*(tenant for _, tenant in self._added_by.values()), *self._computed_by.values()}
 
     def _forget(self, block: int, holder: str) -> None:
         names = self._blocks.external[block]
         del names[holder]
         if not names:
             del self._blocks.external[block]
-        del self._client_of[block, holder], self._tenant_of[block, holder]
+        del self._added_by[block, holder]
 
     # -------------------------------------------------------------------------------------------------------- charges
 
@@ -136,7 +136,7 @@ class Pins:
         cached.
         """
         names = self._blocks.external.get(block, {})
-        heirs = [self._tenant_of[block, name] for name in names]
+        heirs = [self._added_by[block, name][1] for name in names]
         if not names and block in self._computed_by:
             heirs = [self._computed_by[block]]
         if heirs and int(self._blocks.owner[block]) not in heirs:
@@ -149,8 +149,8 @@ class Pins:
             self._computed_by.pop(block, None)
 
     def check_invariants(self) -> None:
-        """Every hold has a connection and the other way round."""
+        """Every hold has a connection and a tenant, and the other way round."""
         held = {(block, holder) for block, names in self._blocks.external.items() for holder in names}
-        assert held == set(self._client_of) == set(self._tenant_of), "a hold without a connection, or without a tenant"
+        assert held == self._added_by.keys(), "a hold without a connection, or the other way round"
         assert self._computed_by.keys() <= self._blocks.external.keys(), "a block without a name is charged for one"
         assert all(self._blocks.external.values()), "an empty list of holders"

@@ -101,7 +101,8 @@ class Pool:
         if count > self.available(tenant):
             raise self.shortage(tenant, count, self.supply())
         self.make_room_within_ceiling(tenant, count)
-        for _ in range(count + self._reserved_for_others(tenant) - self.free):
+        kept = self._tenants.kept_for_others(tenant, self.usage) if self._tenants.has_quotas else 0
+        for _ in range(count + kept - self.free):
             self._evict_one(self._lru_tenant(tenant))
         self.free -= count
         ids = self._stack[self.free : self.free + count][::-1].copy()
@@ -131,12 +132,6 @@ class Pool:
         hint = "remove sequences or wait for requests to end"
         return CapacityExceeded("blocks", count + spare.pool, max(0, supply.stock(tenant)), hint)
 
-    def _reserved_for_others(self, tenant: int) -> int:
-        if not self._tenants.has_quotas:
-            return 0
-        missing = np.maximum(self._tenants.floor - self.usage, 0)
-        return int(missing.sum() - missing[tenant])
-
     def _lru_tenant(self, asking: int) -> int:
         """Whose cached block is the oldest one that `asking` may evict."""
         best, best_stamp = 0, -1
@@ -163,12 +158,6 @@ class Pool:
         """Blocks x microseconds that each tenant has occupied so far: [tenants] int64."""
         each: npt.NDArray[np.int64] = self._usage_block_us + self.usage * (self._clock.now_us - self._usage_since_us)
         return each
-
-    def block_us(self, tenant: int) -> int:
-        """The same of one tenant."""
-        return int(
-            self._usage_block_us[tenant] + self.usage[tenant] * (self._clock.now_us - self._usage_since_us[tenant])
-        )
 
     def held_by(self, tenant: int) -> int:
         """Blocks charged to the tenant that are not merely cached."""

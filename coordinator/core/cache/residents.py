@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.errors import BlockNotFound, CapacityExceeded
-from kvforge.protocol.messages import ModelInfo
+from kvforge.protocol.messages import ModelInfo, WorkerReady
 
 from ..clock import Clock
 from ..limits import Limits
@@ -54,8 +54,8 @@ class Residents:
         self.eviction = Eviction(limits.cache.policy, self.blocks, self.sequences)
         self.groups: dict[int, Group] = {}
         self.store = PrefixStore(bounds.blocks_max, block_size)
-        self._hasher = BlockHasher(block_size, hash_key, bounds.blocks_per_sequence_max)
-        self.indexing = Indexing(self.sequences, self._hasher)
+        self.hasher = BlockHasher(block_size, hash_key, bounds.blocks_per_sequence_max)
+        self.indexing = Indexing(self.sequences, self.hasher)
         self._epochs = 0
         self.model: ModelInfo | None = None
         self.vocab_size = VOCABULARY_UNKNOWN
@@ -65,11 +65,9 @@ class Residents:
 
     # -------------------------------------------------------------------------------------------------------- groups
 
-    def add_group(
-        self, worker: int, name: str, blocks: int, model: ModelInfo, bytes_per_block: int, kv_dtype: str, device: str
-    ) -> Group:
-        """A new pool of `blocks` blocks. Raises CapacityExceeded."""
-        bounds = self.limits.bounds
+    def add_group(self, worker: int, name: str, ready: WorkerReady) -> Group:
+        """A new pool of as many blocks as the worker has. Raises CapacityExceeded."""
+        bounds, blocks = self.limits.bounds, ready.blocks
         number = next((n for n in range(bounds.pools_max) if n not in self.groups), None)
         if number is None:
             raise CapacityExceeded("pools", 1, 0, "raise limits.pools_max")
@@ -81,13 +79,13 @@ class Residents:
         if base + blocks > bounds.blocks_max:
             raise CapacityExceeded("blocks_max", base + blocks, bounds.blocks_max, "raise limits.blocks_max")
         self._epochs += 1
-        index = PrefixIndex(self.store, self.blocks, self.waits, self._hasher)
+        index = PrefixIndex(self.store, self.blocks, self.waits, self.hasher)
         pool = Pool(self.clock, self.blocks, self.tenants, self.waits, index, self._epochs, base, blocks)
-        group = Group(number, worker, name, self._epochs, pool, model, bytes_per_block, kv_dtype, device)
+        group = Group(number, worker, name, self._epochs, pool, ready)
         self.groups[number] = group
         self.waits.wake_all()
         self.largest_pool = max(self.largest_pool, blocks)
-        self.model, self.vocab_size = model, model.vocab_size
+        self.model, self.vocab_size = ready.model, ready.model.vocab_size
         self.blocks.changed.append(np.arange(base, base + blocks))
         return group
 
@@ -223,7 +221,7 @@ class Residents:
         group = self.groups[int(s.pool[slot])]
         if s.computed[slot] // s.block_size > s.hashed[slot]:  # what it filled is worth more if it can be found
             self.indexing.filled_by(group, slot)
-        dead = self._release(group, s.blocks_of(slot), int(s.last_step[slot]))
+        dead = group.release(s.blocks_of(slot), int(s.last_step[slot]))
         if s.request[slot]:
             self.waits.wake(eviction_of(int(s.id[slot])))
         if s.last_step[slot] > group.pool.done_step:
@@ -236,12 +234,6 @@ class Residents:
         s = self.sequences
         group = self.groups.get(int(s.read_pool[slot]))
         return group is not None and bool(s.read_step[slot] > group.pool.done_step)
-
-    def _release(self, group: Group, ids: BlockIds, last_step: int) -> int:
-        dead = group.pool.release(ids, last_step)
-        if dead and group.copies:
-            group.forget_copies(ids[self.blocks.refcount[ids] == 0])
-        return dead
 
     def _forget_kv(self, slot: int) -> None:
         s = self.sequences
@@ -275,7 +267,7 @@ class Residents:
         keep = s.blocks_for(int(s.length[slot]))
         if s.pool[slot] != NO_POOL and s.used[slot] > keep:
             group = self.groups[int(s.pool[slot])]
-            self._release(group, s.blocks_of(slot)[keep:], int(s.last_step[slot]))
+            group.release(s.blocks_of(slot)[keep:], int(s.last_step[slot]))
             s.used[slot] = keep
         self._row_changed(slot)
 

@@ -66,6 +66,7 @@ class Sequences:
         self.idle_ttl_us = np.zeros(n, np.int64)
         self.leased = np.zeros(n, np.bool_)  # its owner is gone: its time to live is not its own
         self.owned = np.zeros(n, np.bool_)
+        self._columns = [column for column in vars(self).values() if isinstance(column, np.ndarray)]
         self.table = _rows(n, limits.bounds.blocks_per_sequence_max, np.int32)
         self.tokens = _rows(n, context, np.int32)
         self.logprobs = _rows(n, context, np.float32)
@@ -116,18 +117,11 @@ class Sequences:
         """
         assert self.used[slot] == 0 and self.id[slot] != 0 and not self.running[slot]
         del self.slot_of[int(self.id[slot])]
-        for array in (self.id, self.tenant, self.length, self.computed, self.scheduled, self.pending, self.last_step):
-            array[slot] = 0
-        for array in (self.salt, self.hashed, self.parent, self.request, self.client, self.created_us):
-            array[slot] = 0
-        for array in (self.accessed_us, self.accesses, self.idle_ttl_us, self.resident_us):
-            array[slot] = 0
+        for column in self._columns:
+            column[slot] = 0
+        self.pool[slot] = NO_POOL
         if self.expiry_us is not None and not self.idle_ttl_us.any():
             self.expiry_us = None
-        self.read_pool[slot] = self.read_step[slot] = 0
-        self.chain[slot] = 0
-        self.owned[slot] = self.leased[slot] = False
-        self.pool[slot] = NO_POOL
         self.changed_rows.append(np.array([slot]))
         if quarantine_step:
             self._quarantine.append((pool, quarantine_step, slot))

@@ -41,8 +41,7 @@ class Supply:
     def stock(self, tenant: int) -> int:
         """Blocks that the tenant could get if it had no ceiling."""
         floor, usage = self._tenants.floor, self._usage
-        missing = np.maximum(floor - usage, 0)
-        supply = self._free + self._cached.get(tenant, 0) - int(missing.sum() - missing[tenant])
+        supply = self._free + self._cached.get(tenant, 0) - self._tenants.kept_for_others(tenant, usage)
         for other, count in self._cached.items():
             if other != tenant:
                 supply += min(count, max(0, int(usage[other] - floor[other])))

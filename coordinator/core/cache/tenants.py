@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Container
 
 import numpy as np
+import numpy.typing as npt
 
 from kvforge.protocol.errors import InvalidRequest
 
@@ -82,10 +83,15 @@ class Tenants:
         """The tenant's index, 0 for a name that was never seen (nobody has no quota)."""
         return self._index.get(name, 0)
 
+    def kept_for_others(self, tenant: int, usage: npt.NDArray[np.int64]) -> int:
+        """Blocks of a pool that the others' floors still lack. usage: what each has of it."""
+        missing = np.maximum(self.floor - usage, 0)
+        return int(missing.sum() - missing[tenant])
+
     def reserved_for_others(self, name: str) -> int:
         """Blocks of each pool that no one but other tenants than this one, known or not, may take."""
         return int(self.floor.sum() - self.floor[self._index.get(name, 0)])
 
-    def ceiling_of(self, name: str) -> int:
-        """The most blocks of one pool that the tenant may occupy, known or not."""
-        return int(self.ceiling[self._index.get(name, 0)])
+    def ceiling_told(self, index: int) -> int:
+        """The most blocks of one pool that the tenant may occupy, 0 where there is no limit."""
+        return 0 if self.ceiling[index] == NO_CEILING else int(self.ceiling[index])

@@ -3,5 +3,5 @@
 Law: a command that is refused raises a typed error that names what was wrong, and has changed nothing. A handler checks
 and hands over; what must hold for ever is kept by the rooms below.
 
-From outside: the machine calls the handlers; what only reads (`find`, `holders`) may be used by the reports too.
+From outside: the machine calls the handlers; what only reads (`find`, `info`) may be used by the reports too.
 """

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import msgspec
 import numpy as np
 
+from kvforge.protocol.errors import BlockNotFound
 from kvforge.protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, Message, RefBlock, UnrefBlock
 
 from ..cache.blocks import STATE_NAMES
@@ -18,42 +20,43 @@ class BlockCommands:
     def __init__(self, cache: Cache) -> None:
         self._cache, self._clock = cache, cache.clock
 
-    def info(self, message: GetBlock) -> Message:
-        """A block, its state and its holders. Raises BlockNotFound."""
+    def concerns(self, block: int, tenant: str) -> bool:
+        """Whether there is such a block, and the tenant pays for it or holds it."""
+        cache = self._cache
+        index = cache.tenants.peek(tenant)
+        try:
+            cache.group_of_block(block)
+        except BlockNotFound:
+            return False
+        return bool(index) and (int(cache.blocks.owner[block]) == index or bool(self._holders(block, tenant)))
+
+    def info(self, tenant: str, message: GetBlock) -> BlockInfo:
+        """A block, its state and those of its holders that are of the tenant ("": all). Raises BlockNotFound."""
         cache, block = self._cache, message.block_id
-        group = cache.group_of_block(block)
+        group, owner = cache.group_of_block(block), cache.tenants.names[int(cache.blocks.owner[block])]
         return BlockInfo(
-            rid=message.rid,
-            block_id=block,
+            **msgspec.structs.asdict(self._count(message.rid, block)),
             worker=group.name,
-            state=STATE_NAMES[int(cache.blocks.state[block])],
-            refcount=int(cache.blocks.refcount[block]),
-            generation=int(cache.blocks.generation[block]),
-            tenant=cache.tenants.names[int(cache.blocks.owner[block])],
+            tenant=owner if tenant in ("", owner) else "",
             indexed=bool(cache.blocks.indexed[block]),
-            holders=tuple(self.holders(block)[:HOLDERS_LISTED_MAX]),
+            holders=tuple(self._holders(block, tenant)[:HOLDERS_LISTED_MAX]),
         )
 
-    def holders(self, block: int) -> list[Holder]:
-        """Everyone who holds the block and for how long, longest first."""
-        s, blocks = self._cache.sequences, self._cache.blocks
+    def _holders(self, block: int, tenant: str) -> list[Holder]:
+        """Everyone of a tenant ("": of all) who holds the block and for how long, longest first."""
+        s, blocks, index = self._cache.sequences, self._cache.blocks, self._cache.tenants.peek(tenant)
         width = int(s.used.max(initial=0))
         inside = np.arange(width) < s.used[:, None]
         found = []
         for slot in np.flatnonzero(((s.table[:, :width] == block) & inside).any(axis=1)).tolist():
+            if tenant and int(s.tenant[slot]) != index:
+                continue
             since = max(int(blocks.since_us[block]), int(s.resident_us[slot]))
-            sequence, request = int(s.id[slot]), int(s.request[slot])
-            if s.owned[slot]:
-                found.append(
-                    Holder(
-                        kind="sequence", name=f"sequence {sequence}", id=sequence, since_us=self._clock.now_us - since
-                    )
-                )
-            else:
-                found.append(
-                    Holder(kind="request", name=f"request {request}", id=request, since_us=self._clock.now_us - since)
-                )
+            kind, number = ("sequence", int(s.id[slot])) if s.owned[slot] else ("request", int(s.request[slot]))
+            found.append(Holder(kind=kind, name=f"{kind} {number}", id=number, since_us=self._clock.now_us - since))
         for name, since in blocks.external.get(block, {}).items():
+            if tenant and self._cache.pins.tenant_of(block, name) != index:
+                continue
             found.append(Holder(kind="external", name=name, id=0, since_us=self._clock.now_us - since))
         return sorted(found, key=lambda holder: -holder.since_us)
 
@@ -67,10 +70,10 @@ class BlockCommands:
         pins.add(group, block, message.holder, cache.intern(message.tenant, owner), event.client)
         return self._count(message.rid, message.block_id)
 
-    def unref(self, message: UnrefBlock) -> Message:
-        """Takes a holder away. Raises BlockNotFound and what Pins.drop raises."""
-        group = self._cache.group_of_block(message.block_id)
-        self._cache.pins.drop(group, message.block_id, message.generation, message.holder)
+    def unref(self, tenant: str, message: UnrefBlock) -> Message:
+        """Takes a holder away, of the tenant ("": of any). Raises BlockNotFound and what Pins.drop raises."""
+        group, whose = self._cache.group_of_block(message.block_id), self._cache.tenants.peek(tenant)
+        self._cache.pins.drop(group, message.block_id, message.generation, message.holder, whose)
         return self._count(message.rid, message.block_id)
 
     def client_gone(self, client: int) -> None:

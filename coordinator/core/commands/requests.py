@@ -8,6 +8,7 @@ import numpy.typing as npt
 
 from kvforge.protocol import codec
 from kvforge.protocol.errors import (
+    AlreadyFinished,
     CapacityExceeded,
     Conflict,
     DeadlineExceeded,
@@ -42,8 +43,9 @@ from kvforge.protocol.messages import (
 
 from ..cache.cache import Cache
 from ..events import FromClient
+from ..limits import microseconds
 from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, Deadlines
-from ..requests.lifecycle import CANCELLED, NO_SLOT, Request, RequestTable
+from ..requests.lifecycle import CANCELLED, FINISHED, NO_SLOT, Request, RequestTable
 from ..requests.streams import Streams
 from ..scheduling.admission import Admission
 from ..scheduling.endings import Endings, ended, forgotten
@@ -69,6 +71,7 @@ class RequestCommands:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._streams, self._sequences = endings, streams, sequences
         self._bounds, self._clock = cache.limits.bounds, cache.clock
+        self._lease_us = microseconds(self._bounds.lease_s)
         self.deadlines = Deadlines()
         self.draining = False
         self.drain_deadline_us = 0
@@ -83,14 +86,14 @@ class RequestCommands:
         tenant = message.tenant if slot == NO_SLOT else cache.tenants.names[int(s.tenant[slot])]
         entry = self._requests.keys.find(tenant, message)
         if entry is not None:
-            return self._again(event, message, entry.request_id)
+            return self._again(event, message, entry.request_id, 0)
         if self.draining:
             raise Draining("the coordinator is draining and admits nothing more; submit elsewhere or after its restart")
         if slot != NO_SLOT and s.request[slot]:
             raise SequenceBusy(message.sequence_id, int(s.request[slot]))
         prompt = message.prompt if slot == NO_SLOT else np.concatenate([s.text(slot), message.prompt])
         cache.check_tenant(tenant)
-        salt = int(s.salt[slot]) if slot != NO_SLOT else cache.indexing.salt(validate.salt_text(tenant, message.salt))
+        salt = int(s.salt[slot]) if slot != NO_SLOT else cache.hasher.salt(validate.salt_text(tenant, message.salt))
         validate.submit(message, prompt, tenant, cache)
         if len(self._admission.waiting) + message.count > self._bounds.queue_max:
             raise QueueFull(self._bounds.queue_max, self._admission.waiting.retry_after_ms())
@@ -111,7 +114,7 @@ class RequestCommands:
         self, event: FromClient, message: Submit, prompt: npt.NDArray[np.int32], name: str, salt: int
     ) -> Message:
         seed = event.entropy if message.sampling.seed is None else message.sampling.seed
-        deadline_us = self._clock.now_us + (message.deadline_ms * 1000 or self._bounds.deadline_max_us)
+        deadline_us = self._clock.now_us + (message.deadline_ms * 1000 or microseconds(self._bounds.deadline_max_s))
         model = self._cache.model
         sampling, open_fields = message.sampling, message.model_defaults
         if model is not None:
@@ -144,8 +147,13 @@ class RequestCommands:
         self.deadlines.sweep(self._requests.live)
         return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count)
 
-    def _again(self, event: FromClient, message: Submit, first: int) -> Message:
-        """The command of a known key: its requests are streamed to whoever asks now. Some may be forgotten by now."""
+    def again(self, event: FromClient, message: Submit, answer: Message) -> Message:
+        """A command that was done already and answered so, by a client that came back."""
+        assert isinstance(answer, Accepted), "a Submit is accepted or refused"
+        return self._again(event, message, answer.request_id, answer.seed)
+
+    def _again(self, event: FromClient, message: Submit, first: int, seed: int) -> Message:
+        """Its requests are streamed to whoever asks now. Some may be forgotten by now. seed: where all of them are."""
         requests = []
         for request_id in range(first, first + message.count):
             request = self._requests.known(request_id)
@@ -155,7 +163,8 @@ class RequestCommands:
             else:
                 self._give(request, event.client, 0)
                 requests.append(request)
-        seed = (requests[0].seed - (requests[0].id - first)) % SEEDS
+        if requests:
+            seed = (requests[0].seed - (requests[0].id - first)) % SEEDS
         return Accepted(rid=message.rid, request_id=first, seed=seed, count=message.count, repeated=True)
 
     # --------------------------------------------------------------------------------------------------------- attach
@@ -168,7 +177,7 @@ class RequestCommands:
                 f"request {request.id} is read by another connection now; attach again to take it back",
                 request_id=request.id,
             )
-        most = self._generated(request) + request.cut
+        most = self._admission.generated(request) + request.cut
         if not 0 <= message.offset <= most:
             raise InvalidRequest("offset", f"must be 0 to {most}, the tokens generated so far, not {message.offset}")
         self._give(request, event.client, message.offset)
@@ -207,14 +216,33 @@ class RequestCommands:
         return Done(rid=message.rid)
 
     def finish_at(self, message: FinishAt) -> Message:
-        """Ends a request after so many of its tokens."""
+        """Ends a request as stopped after so many of its tokens. Asking again changes nothing.
+
+        Raises AlreadyFinished, or InvalidRequest where it has not generated so many.
+        """
         request = self._requests.find(message.request_id)
-        self._endings.finish_at(request, message.tokens, self._generated(request))
+        generated = self._admission.generated(request)
+        if request.state == FINISHED and request.reason == "stop" and generated == message.tokens:
+            return Done(rid=message.rid)
+        if request.ended:
+            raise AlreadyFinished(request.id, request.state)
+        if not 1 <= message.tokens <= generated:
+            problem = f"must be 1 to {generated}, the tokens generated so far, not {message.tokens}"
+            raise InvalidRequest("tokens", problem)
+        self._endings.end(request, "finish", "stop", None, keep=message.tokens)
         return Done(rid=message.rid)
+
+    def client_away(self, client: int) -> None:
+        """Its connection is gone and may come back: then it asks for what it lacks of each of its requests."""
+        for request in self._requests.of_client(client):
+            request.paused = True
+            if request.slot != NO_SLOT:
+                self._admission.rows.reader[request.slot] = 0
+        self._streams.forget(client)
 
     def client_gone(self, client: int, goodbye: bool) -> None:
         """Its requests go with it: at once where it said goodbye, else when its lease is over; detached ones stay."""
-        lease_us = 0 if goodbye else self._bounds.lease_us
+        lease_us = 0 if goodbye else self._lease_us
         for request in [r for r in self._requests.live.values() if r.client == client]:
             if not request.detached and not lease_us:
                 self._endings.end(request, "cancel", "cancelled", None)
@@ -240,10 +268,12 @@ class RequestCommands:
             elif kind == FIRST_TOKEN:
                 if request.first_token_us < 0:
                     self._expire(request, f"it had no token after {age}")
-            elif 0 <= request.orphan_us <= self._clock.now_us - self._bounds.lease_us:
+            elif 0 <= request.orphan_us <= self._clock.now_us - self._lease_us:
                 self._endings.end(request, "cancel", "cancelled", None)
         if self.drain_deadline_us and self._clock.now_us >= self.drain_deadline_us:
-            self.hand_back()
+            for request in list(self._requests.live.values()):
+                problem = f"request {request.id} was handed back: the coordinator is draining; submit it elsewhere"
+                self._endings.end(request, "fail", "failed", Draining(problem, request_id=request.id))
 
     def due_us(self) -> int | None:
         """When `pass_time` has something to do; None where nothing waits for time to pass."""
@@ -267,60 +297,53 @@ class RequestCommands:
             self.drain_deadline_us = min(deadline_us, self.drain_deadline_us or deadline_us)
             self.pass_time()
 
-    def hand_back(self) -> None:
-        """Everything that is left fails with an error that says that it may be submitted elsewhere."""
-        for request in list(self._requests.live.values()):
-            problem = f"request {request.id} was handed back: the coordinator is draining; submit it elsewhere"
-            self._endings.end(request, "fail", "failed", Draining(problem, request_id=request.id))
-
     # ----------------------------------------------------------------------------------------------------------- read
-
-    def _generated(self, request: Request) -> int:
-        if request.slot == NO_SLOT:
-            return int(request.tokens.size)
-        return int(self._cache.sequences.length[request.slot] - self._admission.rows.base[request.slot])
 
     def info(self, message: GetRequest) -> Message:
         """What is known of a request."""
         request = self._requests.find(message.request_id)
-        tokens = request.tokens
-        if request.slot != NO_SLOT:
-            tokens = self._cache.sequences.text(request.slot)[int(self._admission.rows.base[request.slot]) :]
         return RequestInfo(
             rid=message.rid,
+            **msgspec.structs.asdict(self._row(request)),
+            cached_tokens=request.cached_tokens,
+            error=ErrorInfo.of(request.error) if request.error else None,
+            timings=request.timings(),
+            priority=request.priority,
+            preemptions=request.preemptions,
+            detached=request.detached,
+            tokens=self._admission.answer(request)[0] if message.with_tokens else NO_INT32,
+        )
+
+    def list(self, tenant: str, message: ListRequests) -> Message:
+        """The newest requests of a tenant, "": of all."""
+        if not 1 <= message.count_max <= self._bounds.list_max:
+            raise InvalidRequest("count_max", f"must be 1 to {self._bounds.list_max}")
+        known = {**self._requests.finished, **self._requests.live}
+        if tenant:
+            known = {i: request for i, request in known.items() if request.tenant_name == tenant}
+        newest = sorted(known, reverse=True)[: message.count_max]
+        newest = newest[: codec.BODY_BYTES_MAX // LISTED_BYTES]
+        return RequestList(rid=message.rid, requests=tuple(self._row(known[i]) for i in newest), total=len(known))
+
+    def _row(self, request: Request) -> RequestRow:
+        """One line of the list of requests."""
+        return RequestRow(
             request_id=request.id,
             state=request.state,
             tenant=request.tenant_name,
             prompt_tokens=request.prompt_tokens,
             max_tokens=request.max_tokens,
-            generated_tokens=tokens.size,
-            cached_tokens=request.cached_tokens,
+            generated_tokens=self._admission.generated(request),
             age_us=self._clock.now_us - request.submitted_us,
             reason=request.reason,
-            error=ErrorInfo.of(request.error) if request.error else None,
-            timings=request.timings(),
             worker=request.worker,
-            priority=request.priority,
-            preemptions=request.preemptions,
-            detached=request.detached,
-            tokens=tokens if message.with_tokens else NO_INT32,
         )
 
-    def list(self, message: ListRequests) -> Message:
-        """The newest requests."""
-        if not 1 <= message.count_max <= self._bounds.list_max:
-            raise InvalidRequest("count_max", f"must be 1 to {self._bounds.list_max}")
-        known = {**self._requests.finished, **self._requests.live}
-        newest = sorted(known, reverse=True)[: message.count_max]
-        newest = newest[: codec.BODY_BYTES_MAX // LISTED_BYTES]
-        rows = [_row(known[i], self._generated(known[i]), self._clock.now_us) for i in newest]
-        return RequestList(rid=message.rid, requests=tuple(rows), total=len(known))
-
-    def purge(self, message: PurgeFinished) -> Message:
-        """Forgets requests that ended some time ago."""
+    def purge(self, tenant: str, message: PurgeFinished) -> Message:
+        """Forgets requests of a tenant, "": of all, that ended some time ago."""
         if message.older_than_ms < 0:
             raise InvalidRequest("older_than_ms", "must be 0 or more")
-        return Purged(rid=message.rid, count=self._requests.purge(message.older_than_ms * 1000))
+        return Purged(rid=message.rid, count=self._requests.purge(message.older_than_ms * 1000, tenant))
 
     def recheck(self) -> None:
         """The model is known now: requests that came before are held to its limits."""
@@ -341,18 +364,3 @@ def with_model_defaults(sampling: Sampling, model_defaults: tuple[str, ...], mod
     if not model_defaults:
         return sampling
     return msgspec.structs.replace(sampling, **{name: getattr(model.sampling, name) for name in model_defaults})
-
-
-def _row(request: Request, generated: int, now_us: int) -> RequestRow:
-    """One line of the list of requests."""
-    return RequestRow(
-        request_id=request.id,
-        state=request.state,
-        tenant=request.tenant_name,
-        prompt_tokens=request.prompt_tokens,
-        max_tokens=request.max_tokens,
-        generated_tokens=generated,
-        age_us=now_us - request.submitted_us,
-        reason=request.reason,
-        worker=request.worker,
-    )

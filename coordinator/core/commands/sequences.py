@@ -32,6 +32,7 @@ from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, Slots
 from ..cache.supply import NO_SPARE
 from ..events import FromClient
+from ..limits import microseconds
 from ..requests.lifecycle import LOST, RequestTable
 from ..scheduling.endings import Endings
 from . import validate
@@ -44,17 +45,31 @@ class SequenceCommands:
 
     def __init__(self, cache: Cache, requests: RequestTable, endings: Endings) -> None:
         self._clock, self._cache, self._requests, self._endings = cache.clock, cache, requests, endings
-        self._gone: OrderedDict[int, str] = OrderedDict()
+        self._gone: OrderedDict[int, tuple[str, str]] = OrderedDict()  # its tenant, and why it was removed by us
         self._again: Slots = np.zeros(0, np.int64)  # to which the last command appended one token each
 
-    def find(self, sequence_id: int) -> int:
-        """The slot of a client's sequence. Raises SequenceNotFound, saying why where it was removed by us."""
+    def find(self, sequence_id: int, tenant: str = "") -> int:
+        """The slot of a client's sequence, which must be of the tenant ("": of any).
+
+        Raises SequenceNotFound, saying why where it was removed by us.
+        """
         s = self._cache.sequences
         slot = s.slot_of.get(sequence_id)
-        if slot is None or not s.owned[slot]:
-            lost = LOST if 0 < sequence_id <= self._requests.first_id else ""
-            raise SequenceNotFound(sequence_id, self._gone.get(sequence_id, lost))
-        return slot
+        if slot is not None and s.owned[slot] and (not tenant or self._tenant(slot) == tenant):
+            return slot
+        whose, why = self._gone.get(sequence_id, ("", ""))
+        if not why or tenant not in ("", whose):
+            why = LOST if 0 < sequence_id <= self._requests.first_id else ""
+        raise SequenceNotFound(sequence_id, why)
+
+    def _tenant(self, slot: int) -> str:
+        return self._cache.tenants.names[int(self._cache.sequences.tenant[slot])]
+
+    def check_all(self, ids: np.ndarray[tuple[int], np.dtype[np.int64]], tenant: str) -> None:
+        """Raises SequenceNotFound for the first that is not the tenant's. Too many are for others to refuse."""
+        if ids.size <= self._cache.limits.bounds.bulk_max:
+            for sequence_id in ids.tolist():
+                self.find(sequence_id, tenant)
 
     # --------------------------------------------------------------------------------------------------------- create
 
@@ -62,13 +77,13 @@ class SequenceCommands:
         """A new sequence, resident in the group that shares most with it, or waiting for one to appear."""
         cache, s = self._cache, self._cache.sequences
         cache.check_tenant(message.tenant)
-        self._check_tokens(message.tokens)
+        validate.tokens("tokens", message.tokens, self._cache.vocab_size)
         if not 0 <= message.idle_ttl_ms <= IDLE_TTL_MS_MAX:
             raise InvalidRequest("idle_ttl_ms", f"must be 0 to {IDLE_TTL_MS_MAX} ms")
         if message.tokens.size > s.context_tokens_max:
             raise CapacityExceeded("context", message.tokens.size, s.context_tokens_max, "split the sequence")
         s.need_slots(1)
-        salt = cache.indexing.salt(validate.salt_text(message.tenant, message.salt))
+        salt = cache.hasher.salt(validate.salt_text(message.tenant, message.salt))
         placement, forgotten = self._place(message, salt), cache.tenants.forgotten_total
         tenant = cache.intern(message.tenant)
         if cache.tenants.forgotten_total != forgotten:  # cached blocks went with it, perhaps those that it would share
@@ -119,7 +134,7 @@ class SequenceCommands:
             raise InvalidRequest("counts", "each sequence gets at least one token")
         if int(counts.sum()) != message.tokens.size:
             raise InvalidRequest("tokens", f"{message.tokens.size} tokens where the counts say {int(counts.sum())}")
-        self._check_tokens(message.tokens)
+        validate.tokens("tokens", message.tokens, self._cache.vocab_size)
         slots = self._find_all(message.sequence_ids)
         for slot in slots[s.request[slots] != 0].tolist():
             raise SequenceBusy(int(s.id[slot]), int(s.request[slot]))
@@ -174,7 +189,7 @@ class SequenceCommands:
 
     # ----------------------------------------------------------------------------------------------------------- read
 
-    def info(self, message: GetSequence) -> Message:
+    def info(self, message: GetSequence) -> SequenceInfo:
         """What is known of a sequence. Does not count as an access."""
         return self._info(self.find(message.sequence_id), message.rid)
 
@@ -229,7 +244,7 @@ class SequenceCommands:
         mine = s.owned & (s.client == client)
         for slot in np.flatnonzero(mine & (s.idle_ttl_us == 0)).tolist():
             if s.request[slot]:
-                s.keep_idle(slot, max(self._cache.limits.bounds.lease_us, 1))
+                s.keep_idle(slot, max(microseconds(self._cache.limits.bounds.lease_s), 1))
                 s.leased[slot] = True
             else:
                 self._end(slot, "its owner's connection ended")
@@ -241,7 +256,7 @@ class SequenceCommands:
         if request is not None:
             self._endings.end(request, "cancel", "cancelled", None)
         if why:
-            self._gone[int(s.id[slot])] = why
+            self._gone[int(s.id[slot])] = self._tenant(slot), why
             while len(self._gone) > self._cache.limits.bounds.finished_max:
                 self._gone.popitem(last=False)
         return self._cache.remove(slot)
@@ -261,6 +276,3 @@ class SequenceCommands:
         if len(set(found)) != len(found):
             raise InvalidRequest("sequence_ids", "a sequence is named twice")
         return slots
-
-    def _check_tokens(self, tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> None:
-        validate.tokens("tokens", tokens, self._cache.vocab_size)

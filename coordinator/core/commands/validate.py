@@ -20,7 +20,7 @@ from kvforge.protocol.messages import (
 )
 
 from ..cache.cache import Cache
-from ..limits import Bounds
+from ..limits import Bounds, microseconds
 from ..scheduling.rows import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
@@ -56,7 +56,7 @@ def submit(
     if not -PRIORITY_MAX <= message.priority <= PRIORITY_MAX:
         raise InvalidRequest("priority", f"must be -{PRIORITY_MAX} to {PRIORITY_MAX}, not {message.priority}")
     for field in ("deadline_ms", "first_token_ms"):
-        most = limits.bounds.deadline_max_us // 1000
+        most = microseconds(limits.bounds.deadline_max_s) // 1000
         if not 0 <= getattr(message, field) <= most:
             raise InvalidRequest(field, f"must be 0 (no limit of its own) to {most} ms, not {getattr(message, field)}")
     if not set(message.model_defaults) <= set(MODEL_DEFAULTS):
@@ -142,7 +142,7 @@ def fits(
         held_back = f", {reserved} of them reserved for other tenants" if reserved else ""
         problem = f"{total} tokens need {needed} blocks; the largest pool has {largest}{held_back}"
         raise InvalidRequest("max_tokens", problem)
-    ceiling = cache.tenants.ceiling_of(tenant)
+    ceiling = int(cache.tenants.ceiling[cache.tenants.peek(tenant)])
     if needed > ceiling:
         raise QuotaExceeded(tenant, needed, ceiling)
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import numpy as np
 
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
@@ -9,8 +11,7 @@ from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStat
 from ..cache.blocks import REFERENCED
 from ..cache.cache import Cache
 from ..cache.groups import Group
-from ..cache.tenants import NO_CEILING
-from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, RequestTable
+from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING, RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.queue import WaitingQueue
 
@@ -80,10 +81,7 @@ def request_stats(requests: RequestTable, running: int) -> RequestStats:
         pending=len(requests.live) - running,
         running=running,
         accepted_total=requests.accepted_total,
-        finished_total=requests.ended_total[FINISHED],
-        failed_total=requests.ended_total[FAILED],
-        cancelled_total=requests.ended_total[CANCELLED],
-        expired_total=requests.ended_total[EXPIRED],
+        **{f"{state}_total": count for state, count in requests.ended_total.items()},
         refused_total=requests.refused_total,
         prompt_tokens_total=requests.prompt_tokens_total,
         cached_tokens_total=requests.cached_tokens_total,
@@ -105,24 +103,20 @@ def tenant_stats(cache: Cache, waiting: WaitingQueue) -> tuple[TenantStats, ...]
         used_bytes += group.pool.usage[:count] * group.bytes_per_block
         byte_seconds += group.pool.block_us_each()[:count] * (group.bytes_per_block / 1e6)
     pending = waiting.by_tenant()
-    columns = (usage, tenants.prefix_queried_tokens, tenants.prefix_hit_tokens, used_bytes, byte_seconds)
-    limits = (tenants.floor, np.where(tenants.ceiling == NO_CEILING, 0, tenants.ceiling), tenants.weight)
-    rows = zip(tenants.names, *(column[:count].tolist() for column in (*columns, *limits)), strict=True)
     return tuple(
         TenantStats(
-            tenant=name,
-            blocks=blocks,
-            prefix_queried_tokens_total=queried,
-            prefix_hit_tokens_total=hit,
-            bytes=size,
-            byte_seconds=integral,
-            floor=floor,
-            ceiling=ceiling,
-            weight=weight,
-            pending=pending.get(index, 0),
+            tenant=tenants.names[index],
+            blocks=int(usage[index]),
+            prefix_queried_tokens_total=int(tenants.prefix_queried_tokens[index]),
+            prefix_hit_tokens_total=int(tenants.prefix_hit_tokens[index]),
+            bytes=int(used_bytes[index]),
+            byte_seconds=float(byte_seconds[index]),
+            floor=int(tenants.floor[index]),
+            ceiling=tenants.ceiling_told(index),
+            weight=float(tenants.weight[index]),
+            pending=pending[index],
         )
-        for index, (name, blocks, queried, hit, size, integral, floor, ceiling, weight) in enumerate(rows)
-        if index
+        for index in range(1, count)
     )
 
 
@@ -139,6 +133,38 @@ def stats(
         requests=request_stats(requests, admission.running_total),
         pools=tuple(pool_stats(cache, cache.groups[number]) for number in sorted(cache.groups)),
         tenants=tenant_stats(cache, admission.waiting),
+    )
+
+
+def stats_of(tenant: str, cache: Cache, requests: RequestTable, admission: Admission, rid: int, boot: str) -> Stats:
+    """What one tenant may know: of its own, and nothing of pools or of others. Totals are of the requests that are
+    known still; what was computed for them is not counted by tenant."""
+    known = [r for table in (requests.live, requests.finished) for r in table.values() if r.tenant_name == tenant]
+    states = Counter(request.state for request in known)
+    s, index = cache.sequences, cache.tenants.peek(tenant)
+    return Stats(
+        rid=rid,
+        boot=boot,
+        uptime_us=0,
+        clients=0,
+        sequences=int(np.count_nonzero((s.id != 0) & (s.tenant == index))) if index else 0,
+        requests=RequestStats(
+            pending=states[PENDING] + states[PREEMPTED],
+            running=states[RUNNING],
+            accepted_total=len(known),
+            finished_total=states[FINISHED],
+            failed_total=states[FAILED],
+            cancelled_total=states[CANCELLED],
+            expired_total=states[EXPIRED],
+            refused_total=0,
+            prompt_tokens_total=sum(request.prompt_tokens for request in known),
+            cached_tokens_total=sum(request.cached_tokens for request in known),
+            generated_tokens_total=sum(admission.generated(request) for request in known),
+            computed_tokens_total=0,
+            preemptions_total=sum(request.preemptions for request in known),
+        ),
+        pools=(),
+        tenants=tuple(row for row in tenant_stats(cache, admission.waiting) if row.tenant == tenant),
     )
 
 

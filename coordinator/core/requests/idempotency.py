@@ -75,7 +75,7 @@ def _digest(command: Submit) -> bytes:
 
     Of tuples: of a struct msgspec leaves out what is the very object that its default is, and writes an equal one.
     """
-    apart = ("rid", "prompt", "sampling")
+    apart = ("rid", "prompt", "sampling", "tenant")  # the tenant is a part of the key
     fields = [getattr(command, name) for name in command.__struct_fields__ if name not in apart]
     fields += msgspec.structs.astuple(command.sampling)
     digest = hashlib.blake2b(msgspec.msgpack.encode(fields), digest_size=16)

@@ -9,6 +9,7 @@ pending, running, preempted ──cancel──> cancelled   ──expire──> 
 from __future__ import annotations
 
 from collections import OrderedDict
+from dataclasses import InitVar, dataclass, field
 
 import numpy as np
 import numpy.typing as npt
@@ -19,7 +20,7 @@ from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Ti
 from ..cache.hashing import Hashes
 from ..cache.tenants import Tenants
 from ..clock import Clock
-from ..limits import Bounds
+from ..limits import Bounds, microseconds
 from ..waits import SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey, IdempotencyKeys
 from .top_logprobs import TopRecord
@@ -50,6 +51,7 @@ NO_SAMPLING = Sampling()
 LOST = "it is of a time before the coordinator was started, and lost"
 
 
+@dataclass(slots=True, eq=False)
 class Request:
     """One request. `prompt` is what it started from; `tokens` what it has generated, while it holds no slot.
 
@@ -66,93 +68,61 @@ class Request:
     prompt_tokens: the length of its prompt. The prompt itself is not kept beyond its end, nor how it sampled.
     """
 
-    __slots__ = (
-        "admitted_order",
-        "cached_tokens",
-        "client",
-        "computed",
-        "crash_length",
-        "crashes",
-        "cut",
-        "deadline_us",
-        "detached",
-        "ended_us",
-        "error",
-        "first_scheduled_us",
-        "first_token_us",
-        "generated",
-        "hashes",
-        "id",
-        "kept_epoch",
-        "key",
-        "logprobs",
-        "max_tokens",
-        "model_defaults",
-        "orphan_us",
-        "passed",
-        "paused",
-        "preemptions",
-        "priority",
-        "prompt",
-        "prompt_known",
-        "prompt_tokens",
-        "reason",
-        "redone_tokens",
-        "salt",
-        "sampling",
-        "seed",
-        "sequence_id",
-        "siblings",
-        "slot",
-        "state",
-        "stream",
-        "submitted_us",
-        "tenant",
-        "tenant_name",
-        "tokens",
-        "tops",
-        "wait",
-        "worker",
-    )
+    id: int
+    client: int
+    tenant: int
+    tenant_name: str
+    prompt: npt.NDArray[np.int32]
+    message: InitVar[Submit]
+    seed: int
+    submitted_us: int
+    salt: int
+    deadline_us: int
+    prompt_tokens: int = field(init=False)
+    max_tokens: int = field(init=False)
+    sampling: Sampling = field(init=False)
+    model_defaults: tuple[str, ...] = ()
+    stream: bool = field(init=False)
+    detached: bool = field(init=False)
+    priority: int = field(init=False)
+    sequence_id: int = field(init=False)
+    siblings: list[Request] = field(default_factory=list)
+    key: IdempotencyKey | None = None
+    state: str = PENDING
+    slot: int = NO_SLOT
+    tokens: npt.NDArray[np.int32] = field(init=False)
+    logprobs: npt.NDArray[np.float32] = field(init=False)
+    tops: TopRecord | None = field(init=False)
+    generated: int = 0
+    cut: int = 0
+    cached_tokens: int = 0
+    computed: int = 0
+    redone_tokens: int = 0
+    admitted_order: int = 0
+    passed: int = 0
+    preemptions: int = 0
+    kept_epoch: int = 0
+    crashes: int = 0
+    crash_length: int = 0
+    paused: bool = False
+    prompt_known: bool = False
+    wait: Wait | None = None
+    hashes: Hashes | None = None
+    reason: str = ""
+    worker: str = ""
+    error: KvforgeError | None = None
+    first_scheduled_us: int = -1
+    first_token_us: int = -1
+    ended_us: int = -1
+    orphan_us: int = -1
 
-    def __init__(
-        self,
-        request_id: int,
-        client: int,
-        tenant: int,
-        tenant_name: str,
-        prompt: npt.NDArray[np.int32],
-        message: Submit,
-        seed: int,
-        now_us: int,
-        salt: int,
-        deadline_us: int,
-    ) -> None:
-        self.id, self.client, self.tenant, self.tenant_name = request_id, client, tenant, tenant_name
-        self.prompt_tokens = int(prompt.size)
-        self.prompt, self.max_tokens, self.sampling = prompt, message.max_tokens, message.sampling
-        self.model_defaults: tuple[str, ...] = ()
-        self.seed, self.stream, self.submitted_us = seed, message.stream, now_us
-        self.sequence_id, self.salt = message.sequence_id, salt
-        self.priority, self.detached, self.deadline_us = message.priority, message.detached, deadline_us
-        self.siblings: list[Request] = []
-        self.key: IdempotencyKey | None = None
-        self.state = PENDING
-        self.slot = NO_SLOT
-        self.tokens: npt.NDArray[np.int32] = NO_INT32
-        self.logprobs: npt.NDArray[np.float32] = NO_FLOAT32
+    def __post_init__(self, message: Submit) -> None:
+        self.prompt_tokens = int(self.prompt.size)
+        self.max_tokens, self.sampling = message.max_tokens, message.sampling
+        self.stream, self.detached, self.priority = message.stream, message.detached, message.priority
+        self.sequence_id = message.sequence_id
+        self.tokens, self.logprobs = NO_INT32, NO_FLOAT32
         self.tops = TopRecord(message.sampling.logprobs) if message.sampling.logprobs else None
-        self.generated = self.cut = 0
-        self.cached_tokens = self.computed = self.redone_tokens = 0
-        self.admitted_order = self.passed = self.preemptions = self.kept_epoch = 0
-        self.crashes = self.crash_length = 0
-        self.paused = self.prompt_known = False
-        self.wait: Wait | None = None
-        self.hashes: Hashes | None = None
-        self.reason = ""
-        self.worker = ""
-        self.error: KvforgeError | None = None
-        self.first_scheduled_us = self.first_token_us = self.ended_us = self.orphan_us = -1
 
     @property
     def ended(self) -> bool:
@@ -205,7 +175,7 @@ class RequestTable:
 
     def __init__(self, clock: Clock, bounds: Bounds, tenants: Tenants, first_id: int = 0) -> None:
         self._clock, self._bounds, self._tenants, self.first_id = clock, bounds, tenants, first_id
-        self._ttl_us = bounds.finished_ttl_us
+        self._ttl_us = microseconds(bounds.finished_ttl_s)
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
         self.kept_bytes = 0
@@ -229,8 +199,16 @@ class RequestTable:
         """Raises RequestNotFound."""
         request = self.known(request_id)
         if request is None:
-            raise RequestNotFound(request_id, LOST if 0 < request_id <= self.first_id else "")
+            raise self.not_found(request_id)
         return request
+
+    def of_client(self, client: int) -> list[Request]:
+        """Those that the client reads, ended ones too."""
+        return [r for table in (self.live, self.finished) for r in table.values() if r.client == client]
+
+    def not_found(self, request_id: int) -> RequestNotFound:
+        """What is said of a request that is not known."""
+        return RequestNotFound(request_id, LOST if 0 < request_id <= self.first_id else "")
 
     def add(self, request: Request) -> None:
         """A request was admitted."""
@@ -257,16 +235,17 @@ class RequestTable:
         while len(self.finished) > most or (self.kept_bytes > most_bytes and len(self.finished) > 1):
             self._forget(next(iter(self.finished.values())))
 
-    def purge(self, older_than_us: int) -> int:
-        """Forgets requests that ended at least `older_than_us` ago. Returns how many."""
-        count = 0
-        while self.finished:
-            oldest = next(iter(self.finished.values()))
-            if self._clock.now_us - oldest.ended_us < older_than_us:
+    def purge(self, older_than_us: int, tenant: str = "") -> int:
+        """Forgets requests that ended at least `older_than_us` ago, of one tenant, "": of all. Returns how many."""
+        old = []
+        for request in self.finished.values():  # those that ended first come first
+            if self._clock.now_us - request.ended_us < older_than_us:
                 break
-            self._forget(oldest)
-            count += 1
-        return count
+            if tenant in ("", request.tenant_name):
+                old.append(request)
+        for request in old:
+            self._forget(request)
+        return len(old)
 
     def pass_time(self) -> None:
         """Forgets those that have been kept for their time."""

@@ -167,9 +167,7 @@ class Streams:
         clients: AbstractSet[int] = self._rows.keys()
         if self._ended or self._paused or self._taken:
             clients = clients | self._ended.keys() | self._paused.keys() | self._taken.keys()
-        for client in sorted(clients):
-            message = self._message(client)
-            effects.append(ToClient(client, message))
+        effects.extend(ToClient(client, self._message(client)) for client in sorted(clients))
 
     def _message(self, client: int) -> Stream:
         """What comes next for the client, as much as fits: first what was paused, then tokens, ends, and what others

@@ -29,19 +29,15 @@ class Tops(msgspec.Struct, frozen=True, eq=False):
         """Rows without any."""
         return cls(np.zeros(rows, np.int32), NO_INT32, NO_FLOAT32)
 
-    @classmethod
-    def checked(cls, rows: int, vocabulary: int, tops: Tops) -> Tops | None:
-        """What a worker sent for `rows` rows; None where it sent none. Raises ProtocolError."""
-        counts, tokens = tops.counts, tops.tokens
-        if not counts.size and not tokens.size and not tops.logprobs.size:
-            return None
+    def check(self, rows: int, vocabulary: int) -> None:
+        """Raises ProtocolError where a worker cannot have meant this for `rows` rows."""
+        counts, tokens = self.counts, self.tokens
         if counts.size != rows or (rows and not 0 <= int(counts.min()) <= int(counts.max()) <= TOP_LOGPROBS_MAX):
             raise ProtocolError(f"step_result: top_counts must be {rows} numbers of 0 to {TOP_LOGPROBS_MAX}")
-        if not int(counts.sum()) == tokens.size == tops.logprobs.size:
+        if not int(counts.sum()) == tokens.size == self.logprobs.size:
             raise ProtocolError("step_result: top_tokens and top_logprobs are not as long as top_counts says")
         if tokens.size and not 0 <= int(tokens.min()) <= int(tokens.max()) < vocabulary:
             raise ProtocolError(f"step_result: a top token outside the vocabulary of {vocabulary}")
-        return tops
 
     def pick(self, rows: npt.NDArray[np.integer]) -> Tops:
         """These rows, in this order; -1 stands for a row without any."""

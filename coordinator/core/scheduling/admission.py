@@ -8,21 +8,15 @@ requests wait that it could serve, and none waits for ever.
 from __future__ import annotations
 
 import numpy as np
+import numpy.typing as npt
 
 from .. import sizes
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.placement import Placement
-from ..cache.sequences import NO_POOL
+from ..cache.sequences import NO_POOL, Tokens
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
-from ..waits import (
-    FRONT,
-    SIBLING,
-    Wait,
-    blocks_of,
-    prompt_of,
-    rows_of,
-)
+from ..waits import FRONT, SIBLING, Wait, blocks_of, prompt_of, rows_of
 from .choice import ALONE_CRASHES, Choice
 from .queue import WaitingQueue
 from .rows import RunningRows
@@ -39,9 +33,7 @@ class Admission:
         self.waiting = WaitingQueue(cache.clock, cache.limits, cache.tenants)
         self.rows = RunningRows(cache.limits.bounds)
         self.choice = Choice(cache, requests)
-        self.running_total = 0
         self._orders = 0
-        self._starts = 0
         self.waits = cache.waits
 
     # ---------------------------------------------------------------------------------------------------------- queue
@@ -111,7 +103,7 @@ class Admission:
     @property
     def stirred(self) -> bool:
         """Whether anything has changed since `admit` looked that may let a waiting request start."""
-        return self.waits.stirred and self.waiting.size > 0 and self._could_start()
+        return self.waits.stirred and self._could_start()
 
     def _could_start(self) -> bool:
         return bool(self.waiting) and any(self.choice.takes_rows(group) for group in self._cache.groups.values())
@@ -175,7 +167,7 @@ class Admission:
         if request.passed < self._limits.passes_max and not self.choice.must_be_alone(request):
             return None
         cache, s = self._cache, self._cache.sequences
-        slot = s.slot_of.get(request.sequence_id, NO_SLOT) if request.sequence_id else NO_SLOT
+        slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot != NO_SLOT and s.pool[slot] != NO_POOL:
             return int(s.pool[slot])
         able = [group for group in cache.groups.values() if self.choice.could_hold(group, request)]
@@ -190,7 +182,7 @@ class Admission:
     def _leave_small_pool(self, request: Request) -> None:
         """A sequence that lives where its request could never end gives up its KV, if another pool can hold it."""
         s, groups = self._cache.sequences, self._cache.groups
-        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot == NO_SLOT or s.pool[slot] == NO_POOL or self.choice.could_hold(groups[int(s.pool[slot])], request):
             return
         if any(self.choice.could_hold(group, request) for group in groups.values()):
@@ -221,13 +213,10 @@ class Admission:
         request.move("schedule")
         s.request[slot] = request.id
         s.running[slot] = True
-        self.running_total += 1
         group.row_came()
         if request.crashes >= ALONE_CRASHES:
             group.suspect = request.id
-        self._starts += 1
-        self.rows.run[slot] = self._starts
-        self.rows.start(slot, request, request.prompt.size, group.model.eos_tokens, request.admitted_order)
+        self.rows.start(slot, request, group.model.eos_tokens)
         group.started_slots.append(slot)
         group.begins_bytes += sizes.begin_bytes(request.sampling, int(s.length[slot]))
 
@@ -256,15 +245,10 @@ class Admission:
     def vacate(self, request: Request) -> None:
         """The request leaves its slot, taking what it has generated with it. A client's sequence stays its own."""
         slot, s = request.slot, self._cache.sequences
-        if slot == NO_SLOT:
-            return
         group = self._cache.groups[int(s.pool[slot])]
-        base, length = int(self.rows.base[slot]), int(s.length[slot])
-        request.tokens = s.tokens[slot, base:length].copy()
-        request.logprobs = s.logprobs[slot, base:length].copy()
+        request.tokens, request.logprobs = self.answer(request)
         request.slot = NO_SLOT
         s.running[slot] = False
-        self.running_total -= 1
         group.row_left()
         request.wait = None
         self.waits.wake(rows_of(group.epoch))
@@ -278,6 +262,27 @@ class Admission:
         else:
             self._cache.remove(slot)
 
+    # -------------------------------------------------------------------------------------------------------- answers
+
+    @property
+    def running_total(self) -> int:
+        """How many requests run."""
+        return sum(group.running for group in self._cache.groups.values())
+
+    def generated(self, request: Request) -> int:
+        """How many tokens the request has generated."""
+        if request.slot == NO_SLOT:
+            return int(request.tokens.size)
+        return int(self._cache.sequences.length[request.slot]) - request.prompt_tokens
+
+    def answer(self, request: Request, offset: int = 0) -> tuple[Tokens, npt.NDArray[np.float32]]:
+        """What the request has generated from `offset` on, and its log-probabilities: [n] each."""
+        slot, s = request.slot, self._cache.sequences
+        if slot == NO_SLOT:
+            return request.tokens[offset:], request.logprobs[offset:]
+        first, end = request.prompt_tokens + offset, int(s.length[slot])
+        return s.tokens[slot, first:end].copy(), s.logprobs[slot, first:end].copy()
+
     # ----------------------------------------------------------------------------------------------------- invariants
 
     def check_invariants(self) -> None:
@@ -289,7 +294,6 @@ class Admission:
         assert not any(request.state == RUNNING or request.ended for request in waiting), "a waiting request runs"
         running = {request.slot: request for request in self._requests.live.values() if request.state == RUNNING}
         assert sorted(running) == np.flatnonzero(s.running).tolist(), "active slots disagree with running requests"
-        assert self.running_total == len(running), "the count of running requests"
         for group in self._cache.groups.values():
             counted = int(np.count_nonzero(s.running & (s.pool == group.number)))
             assert group.running == counted, "the count of a group's running requests"

@@ -44,7 +44,7 @@ class Choice:
     def choose(self, request: Request, kept: Container[int]) -> Placement | Wait:
         """The group for a request, by the longest cached prefix and then the most free blocks; or what it waits for."""
         cache, s = self._cache, self._cache.sequences
-        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot == NO_SLOT and not s.slots_free:
             return Wait("sequences_max", (SLOT,))
         if slot != NO_SLOT and cache.still_read(slot):
@@ -63,7 +63,7 @@ class Choice:
             try:
                 placement = cache.with_room(placement, request.tenant, self.spare(group, request), asking)
             except CapacityExceeded as error:
-                lacks.append(_lack(group, request, placement, error))
+                lacks.append(lack(group, error, placement.needed, _events(group, request, placement)))
                 continue
             cached = placement.cached_tokens(s.block_size)
             rank = (cached, group.pool.available(request.tenant) - group.running)
@@ -89,7 +89,7 @@ class Choice:
         holder = self.prompt_holder(request) if not request.admitted_order else None
         if holder is not None and s.pool[holder.slot] == group.number:
             return cache.plan_fork(group, holder.slot, request.prompt.size)
-        slot = s.find(request.sequence_id) if request.sequence_id else NO_SLOT
+        slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
         if request.hashes is None:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
@@ -144,16 +144,19 @@ class Choice:
         return Spare(pool, mine + 1 if mine else s.blocks_for(length + 1) - s.blocks_for(length))
 
 
-def _lack(group: Group, request: Request, placement: Placement, error: CapacityExceeded) -> Wait:
-    """The request finds no room in the group. It waits for blocks, for the end of a row (and what was kept for that
-    row), and for a block that it could share. The error itself is not stored: its traceback would keep all of this
-    alive."""
-    events = [blocks_of(group.epoch), rows_of(group.epoch)]
-    hits = int(placement.hits.size)
-    if request.hashes is not None and hits < request.hashes.size:
-        events.append(prefix_of(int(request.hashes[hits])))
+def lack(group: Group, error: CapacityExceeded, needed: int, events: tuple[Event, ...] = ()) -> Wait:
+    """A request finds no room in the group. The error itself is not stored: its traceback would keep alive whatever
+    it passed."""
     limit = TENANT_CEILING if isinstance(error, QuotaExceeded) else "blocks"
-    return Wait(limit, tuple(events), group.epoch, short_of(error), placement.needed, str(error))
+    return Wait(limit, events, group.epoch, short_of(error), needed, str(error))
+
+
+def _events(group: Group, request: Request, placement: Placement) -> tuple[Event, ...]:
+    """What may give the request room: blocks, the end of a row (and what was kept for that row), and a block that it
+    could share."""
+    hits = int(placement.hits.size)
+    shared = request.hashes[hits : hits + 1].tolist() if request.hashes is not None else []
+    return (blocks_of(group.epoch), rows_of(group.epoch), *map(prefix_of, shared))
 
 
 def _nearest(lacks: list[Wait], besides: tuple[Event, ...]) -> Wait:

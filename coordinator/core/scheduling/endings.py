@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from kvforge.protocol.errors import AlreadyFinished, Field, InvalidRequest, KvforgeError, RequestNotFound
+from kvforge.protocol.errors import Field, KvforgeError, RequestNotFound
 from kvforge.protocol.messages import Ended, ErrorInfo, Timings
 
 from ..cache.cache import Cache
 from ..events import Effect, Log
-from ..requests.lifecycle import FINISHED, NO_SLOT, Request, RequestTable
+from ..requests.lifecycle import NO_SLOT, Request, RequestTable
 from ..requests.streams import Streams
 from .admission import Admission
 
@@ -20,19 +20,6 @@ class Endings:
     ) -> None:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
         self._effects = effects
-
-    def finish_at(self, request: Request, count: int, generated: int) -> None:
-        """Ends a request as stopped after its first `count` of `generated` tokens. Asking again changes nothing.
-
-        Raises AlreadyFinished, or InvalidRequest where it has not generated so many; then nothing changes.
-        """
-        if request.state == FINISHED and request.reason == "stop" and generated == count:
-            return
-        if request.ended:
-            raise AlreadyFinished(request.id, request.state)
-        if not 1 <= count <= generated:
-            raise InvalidRequest("tokens", f"must be 1 to {generated}, the tokens generated so far, not {count}")
-        self.end(request, "finish", "stop", None, keep=count)
 
     def end(
         self,
@@ -69,7 +56,7 @@ class Endings:
         self._requests.retire(request)
         if siblings:
             self._admission.prompt_is_known(request)
-        self._effects.append(end_entry(request, self._cache.tenants.names[request.tenant]))
+        self._effects.append(_entry(request))
         if request.paused:
             return  # its client is told when it reads again, and asks for what it lacks
         if not request.stream:
@@ -78,12 +65,7 @@ class Endings:
 
     def stream_from(self, request: Request, offset: int) -> None:
         """Streams to the request's client what it has generated from `offset` on."""
-        slot, s = request.slot, self._cache.sequences
-        if slot == NO_SLOT:
-            tokens, logprobs = request.tokens[offset:], request.logprobs[offset:]
-        else:
-            first, end = int(self._admission.rows.base[slot]) + offset, int(s.length[slot])
-            tokens, logprobs = s.tokens[slot, first:end].copy(), s.logprobs[slot, first:end].copy()
+        tokens, logprobs = self._admission.answer(request, offset)
         tops = request.tops.tops(offset) if request.tops is not None else None
         self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)
 
@@ -102,12 +84,12 @@ def ended(request: Request, cut: int) -> Ended:
     )
 
 
-def end_entry(request: Request, tenant: str) -> Log:
+def _entry(request: Request) -> Log:
     """What the operator is told of the end of a request: counts, names and times; never a token of it."""
     t = request.timings()
     fields: dict[str, Field] = {
         "id": request.id,
-        "tenant": tenant,
+        "tenant": request.tenant_name,
         "reason": request.reason,
         "tokens": request.generated,
         "prompt_tokens": request.prompt_tokens,

@@ -22,10 +22,12 @@ from ..cache.pool import short_of
 from ..cache.sequences import Slots
 from ..cache.supply import NO_SPARE
 from ..events import Effect, ToWorker
+from ..limits import microseconds
 from ..requests.lifecycle import NO_SLOT, Request, RequestTable
-from ..waits import TENANT_CEILING, Wait, rows_of
+from ..waits import TENANT_CEILING, rows_of
 from . import preemption
 from .admission import Admission
+from .choice import lack
 from .endings import Endings
 
 CHUNK_TOKENS_MIN = 16
@@ -41,11 +43,14 @@ class Scheduler:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._effects = endings, effects
         self._limits, self._clock = cache.limits.schedule, cache.clock
+        self._decode_gap_us = microseconds(self._limits.decode_gap_ms / 1000)
         self._rows = admission.rows
 
     def fill(self, group: Group) -> None:
         """Sends the group every step that it can be sent. If no step is under way, no block or row has to wait for one
         any longer, and what is released by that may be what the next step lacks."""
+        if group.away:
+            return
         while True:
             while (step := self.plan(group)) is not None:
                 self._effects.append(ToWorker(group.worker, step))
@@ -116,8 +121,7 @@ class Scheduler:
         s.scheduled[slots] = steady.starts
         s.pending[slots] += 1
         step_id, rows = group.last_step + 1, (slots, steady.runs, steady.ones, steady.samples, slots)
-        self._commit(group, SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant), slots.size)
-        return Step(
+        step = Step(
             step_id=step_id,
             slots=steady.slots32,
             starts=starts,
@@ -125,6 +129,8 @@ class Scheduler:
             samples=steady.ones32,
             tokens=tokens,
         )
+        self._commit(group, SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step), slots.size)
+        return step
 
     def _commit(self, group: Group, step: SentStep, tokens: int) -> None:
         """The step, the group's next, is on its way: it feeds so many tokens."""
@@ -193,9 +199,9 @@ class Scheduler:
         return np.append(decodes, np.array(chosen, np.int64)), np.append(counts, np.array(chunks, np.int64))
 
     def _prefill_budget(self, group: Group, decodes: int) -> int:
-        """Prefill tokens of the next step: beside decodes, as many as `decode_gap_us` leaves room for."""
+        """Prefill tokens of the next step: beside decodes, as many as `decode_gap_ms` leaves room for."""
         budget = self._limits.step_tokens_max - decodes
-        chunk = group.costs.chunk(self._limits.decode_gap_us) if decodes else 0
+        chunk = group.costs.chunk(self._decode_gap_us) if decodes else 0
         return min(budget, max(CHUNK_TOKENS_MIN, chunk)) if chunk else budget
 
     def _shares(self, slots: Slots, budget: int) -> list[tuple[int, int]]:
@@ -252,8 +258,7 @@ class Scheduler:
     def _stop(self, group: Group, slot: int, error: CapacityExceeded, needed: int) -> None:
         """The row stands still: nobody is preempted for it."""
         request = self._requests.live[int(self._cache.sequences.request[slot])]
-        limit = TENANT_CEILING if isinstance(error, QuotaExceeded) else "blocks"
-        request.wait = Wait(limit, (), group.epoch, short_of(error), needed, str(error))
+        request.wait = lack(group, error, needed)
         group.stopped.append(request.id)
 
     def _try_stopped(self, group: Group) -> None:
@@ -288,7 +293,7 @@ class Scheduler:
         wait, tenants = request.wait, self._cache.tenants
         assert wait is not None
         needed, at_ceiling = wait.needed, wait.limit == TENANT_CEILING
-        holders = who_holds(self._cache, group, request.tenant if at_ceiling else 0, request.slot)
+        holders = who_holds(self._cache, group, request.tenant, request.tenant if at_ceiling else 0, request.slot)
         hint = f"request {request.id} cannot go on: {'; '.join(holders)}"
         if at_ceiling:
             usage, ceiling = int(group.pool.usage[request.tenant]), int(tenants.ceiling[request.tenant])
@@ -313,11 +318,7 @@ class Scheduler:
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
         tenants = s.tenant[slots]
         tenant = int(tenants[0]) if slots.size and (tenants == tenants[0]).all() else -1
-        sent = SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant)
-        self._commit(group, sent, int(counts.sum()))
-        if 0 < slots.size == group.running and only and samples.all():
-            group.steady = self._steady(slots, runs, starts + 1, target + 1, tenant)
-        return Step(
+        step = Step(
             step_id=step_id,
             begins=begins,
             slots=slots.astype(np.int32),
@@ -328,6 +329,11 @@ class Scheduler:
             copies=group.flush_copies(),
             history=history,
         )
+        sent = SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant, step)
+        self._commit(group, sent, int(counts.sum()))
+        if 0 < slots.size == group.running and only and samples.all():
+            group.steady = self._steady(slots, runs, starts + 1, target + 1, tenant)
+        return step
 
     def _steady(self, slots: Slots, runs: Slots, starts: Slots, target: Slots, tenant: int) -> Steady:
         """All rows of the group decode. starts, target: of the step after this one."""

@@ -22,7 +22,7 @@ import numpy.typing as npt
 
 from ..cache.tenants import Tenants
 from ..clock import Clock
-from ..limits import Limits
+from ..limits import Limits, microseconds
 from ..requests.lifecycle import Request
 
 DEPARTURES = 32
@@ -36,7 +36,7 @@ class WaitingQueue:
     """
 
     def __init__(self, clock: Clock, limits: Limits, tenants: Tenants) -> None:
-        self._clock, self._tenants, self._ageing_us = clock, tenants, limits.schedule.ageing_us
+        self._clock, self._tenants, self._ageing_us = clock, tenants, microseconds(limits.schedule.ageing_s)
         self._returned: list[tuple[int, Request]] = []
         self._fresh: dict[int, list[tuple[int, int, Request]]] = {}
         self._parked: dict[int, Request] = {}
@@ -65,10 +65,7 @@ class WaitingQueue:
 
     def by_tenant(self) -> Counter[int]:
         """How many requests of each tenant wait."""
-        waiting = Counter(request.tenant for _, request in self._returned)
-        waiting.update({tenant: len(entries) for tenant, entries in self._fresh.items()})
-        waiting.update(request.tenant for request in self._parked.values())
-        return waiting
+        return Counter(request.tenant for request in self)
 
     def add(self, request: Request) -> None:
         """A new request waits."""

@@ -24,13 +24,15 @@ class RunningRows:
         self.reader = np.zeros(slots, np.int64)
         self.tops = np.zeros(slots, np.bool_)
         self.stops = np.full((slots, bounds.stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
-        self._stops_most = 0
+        self._runs = self._stops_most = 0
 
-    def start(self, slot: int, request: Request, prompt_length: int, eos: tuple[int, ...], order: int) -> None:
-        """The request takes the slot."""
-        self.base[slot] = prompt_length
-        self.limit[slot] = prompt_length + request.max_tokens
-        self.order[slot] = order
+    def start(self, slot: int, request: Request, eos: tuple[int, ...]) -> None:
+        """The request takes the slot: another run."""
+        self._runs += 1
+        self.run[slot] = self._runs
+        self.base[slot] = request.prompt_tokens
+        self.limit[slot] = request.prompt_tokens + request.max_tokens
+        self.order[slot] = request.admitted_order
         self.reader[slot] = request.client if request.stream and not request.paused else 0
         self.tops[slot] = request.tops is not None
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)

@@ -9,6 +9,7 @@ import numpy as np
 
 from kvforge.protocol.errors import Conflict, Field, KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import (
+    ERROR_TEXT_MAX,
     ErrorInfo,
     Message,
     PoolRegistered,
@@ -26,6 +27,7 @@ from ..cache.groups import Group
 from ..commands import validate
 from ..commands.requests import RequestCommands
 from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
+from ..limits import microseconds
 from ..requests.lifecycle import Request, RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.endings import Endings
@@ -41,6 +43,7 @@ class Worker:
         self.device_bytes: dict[str, int] = {}
         self.kernels: dict[str, str] = {}
         self.group: Group | None = None
+        self.away_until_us = 0  # where its group is away
 
     def health(self, now_us: int) -> WorkerHealth:
         """What `kvforge status` shows."""
@@ -70,13 +73,15 @@ class WorkerReports:
         results: StepResults,
         commands: RequestCommands,
         effects: list[Effect],
+        boot: str,
     ) -> None:
         self._cache, self._requests, self._admission = cache, requests, admission
         self._endings, self._results, self._commands = endings, results, commands
         self._clock, self._crashes_max = cache.clock, cache.limits.schedule.crashes_max
-        self._timeout_us = cache.limits.schedule.step_timeout_us
+        self._timeout_us = microseconds(cache.limits.schedule.step_timeout_s)
+        self._boot, self._reattach_us = boot, microseconds(cache.limits.bounds.reattach_s)
         self.workers: dict[int, Worker] = {}
-        self.last_gone = ""  # who went last, and how
+        self.last_gone = ""  # who went last, and how; what it said, or why it was given up
         self._effects = effects
         self._reports: dict[type[Message], Callable[[Worker, Any], None]] = {
             WorkerLoading: self._worker_loading,
@@ -88,6 +93,10 @@ class WorkerReports:
     def pass_time(self) -> None:
         """Workers that have worked on one step for too long are given up, and their processes ended."""
         for worker in list(self.workers.values()):
+            if worker.group is not None and worker.group.away:
+                if worker.away_until_us <= self._clock.now_us:
+                    self.gone(worker.number, False)
+                continue
             since_us = working_us(worker.group, self._clock.now_us)
             if since_us > self._timeout_us:
                 reason = f"worker {worker.name} has done no step for {since_us / 1e6:.3g} s while one was due"
@@ -98,11 +107,16 @@ class WorkerReports:
     def due_us(self) -> int | None:
         """When the first worker will have worked too long on a step; None where none works."""
         first_us = None
-        for group in self._cache.groups.values():
-            if group.sent:
-                since_us = max(group.sent[0].sent_us, group.result_us)
-                first_us = since_us if first_us is None else min(first_us, since_us)
-        return None if first_us is None else first_us + self._timeout_us + 1
+        for worker in self.workers.values():
+            group = worker.group
+            if group is None or not (group.sent or group.away):
+                continue
+            if group.away:
+                until_us = worker.away_until_us
+            else:
+                until_us = max(group.sent[0].sent_us, group.result_us) + self._timeout_us + 1
+            first_us = until_us if first_us is None else min(first_us, until_us)
+        return first_us
 
     def apply(self, event: FromWorker) -> None:
         """Applies one message of a worker."""
@@ -125,10 +139,34 @@ class WorkerReports:
     def _worker_hello(self, number: int, message: WorkerHello) -> None:
         if number in self.workers:
             raise ProtocolError("worker_hello was sent twice")
-        if any(worker.name == message.name for worker in self.workers.values()):
+        same = next((worker for worker in self.workers.values() if worker.name == message.name), None)
+        if same is not None and same.group is not None and same.group.away:
+            if message.boot == self._boot and message.epoch == same.group.epoch:
+                self._come_back(same, same.group, number, message.rid)
+                return
+            self.gone(same.number, False)  # this is its successor, and has nothing of what it held
+        elif same is not None:
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
         worker = self.workers[number] = Worker(number, message.name, message.pid)
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
+
+    def restarted(self) -> None:
+        """No worker is connected any more. Those that hold a pool may come back with all that is in it."""
+        for worker in list(self.workers.values()):
+            if worker.group is None:
+                self.gone(worker.number, False)
+            else:
+                worker.group.away, worker.away_until_us = True, self._clock.now_us + self._reattach_us
+
+    def _come_back(self, worker: Worker, group: Group, number: int, rid: int) -> None:
+        """It goes on under another number. What it was to do may not have reached it, and is sent again."""
+        del self.workers[worker.number]
+        self.workers[number] = worker
+        worker.number = group.worker = number
+        group.away, group.result_us = False, self._clock.now_us
+        self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
+        self._effects.append(ToWorker(number, _registered(group, rid)))
+        self._effects.extend(ToWorker(number, sent.message) for sent in group.sent)
 
     def _worker_loading(self, worker: Worker, message: WorkerLoading) -> None:
         worker.phase, worker.progress = message.phase, message.progress
@@ -144,20 +182,10 @@ class WorkerReports:
                 f"worker {worker.name!r} serves {message.model.name!r} ({message.model.fingerprint[:12]}), "
                 f"the others serve {model.name!r} ({model.fingerprint[:12]}): all must serve the same"
             )
-        worker.group = self._cache.add_group(
-            worker.number,
-            worker.name,
-            message.blocks,
-            message.model,
-            message.bytes_per_block,
-            message.kv_dtype,
-            message.device,
-        )
+        group = worker.group = self._cache.add_group(worker.number, worker.name, message)
         worker.phase, worker.progress = "ready", 1.0
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
-        group = worker.group
-        reply = PoolRegistered(rid=message.rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number)
-        self._effects.append(ToWorker(worker.number, reply))
+        self._effects.append(ToWorker(worker.number, _registered(group, message.rid)))
         facts: dict[str, Field] = {"blocks": message.blocks, "model": message.model.name, "device": message.device}
         self._log("info", "worker ready", "worker_ready", worker, **facts)
         if model is None:
@@ -185,6 +213,7 @@ class WorkerReports:
 
     def _drop_worker(self, number: int, reason: str) -> None:
         self.gone(number, False)
+        self.last_gone += f" ({reason[:ERROR_TEXT_MAX]})"
         self._effects.append(DropWorker(number, reason))
 
     def gone(self, number: int, goodbye: bool) -> None:
@@ -202,7 +231,8 @@ class WorkerReports:
         group, s = worker.group, self._cache.sequences
         if group is None:
             return
-        running = [self._requests.live[int(s.request[slot])] for slot in self._active_slots(group)]
+        active = np.flatnonzero(s.running & (s.pool == group.number))
+        running = [self._requests.live[request] for request in s.request[active].tolist()]
         suspects = set() if goodbye else self._in_steps(group)
         for request in sorted(running, key=lambda r: -r.admitted_order):
             suspected = request.slot in suspects
@@ -229,17 +259,18 @@ class WorkerReports:
             error = WorkerError(problem, request_id=request.id, crashes=request.crashes)
             self._endings.end(request, "fail", "failed", error)
 
-    def _active_slots(self, group: Group) -> list[int]:
-        active = self._cache.sequences.running & (self._cache.sequences.pool == group.number)
-        return [int(slot) for slot in np.flatnonzero(active)]
-
     def _log(self, level: str, text: str, event: str = "", worker: Worker | None = None, **facts: Field) -> None:
         name: dict[str, Field] = {"worker": worker.name} if worker is not None else {}
         self._effects.append(Log(level, text, event, {**name, **facts}))
 
 
+def _registered(group: Group, rid: int) -> PoolRegistered:
+    done = group.sent[0].step_id - 1 if group.sent else group.last_step
+    return PoolRegistered(rid=rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number, done=done)
+
+
 def working_us(group: Group | None, now_us: int) -> int:
     """How long the worker of a group has worked on the step that is due; 0 where none is."""
-    if group is None or not group.sent:
+    if group is None or not group.sent or group.away:
         return 0
     return now_us - max(group.sent[0].sent_us, group.result_us)

@@ -9,7 +9,7 @@ from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, re
 from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
 
 from ..cache.cache import Cache
-from ..cache.groups import Group, SentStep
+from ..cache.groups import Group
 from ..cache.sequences import Slots
 from ..requests.lifecycle import RequestTable
 from ..requests.streams import Streams
@@ -33,8 +33,7 @@ class StepResults:
     def apply(self, group: Group, result: StepResult) -> None:
         """Applies the result of the oldest step under way. Raises ProtocolError where it does not fit that step."""
         sent = group.sent[0]
-        tokens, logprobs, errors = self._aligned(group, sent, result)
-        tops = self._tops(group, sent, result)
+        tokens, logprobs, tops, errors = self._aligned(group, sent.sampled, result)
         s, running = self._cache.sequences, self._admission.rows
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
@@ -73,44 +72,31 @@ class StepResults:
             self._endings.end(request, "finish", "stop" if stopped is not None and stopped[i] else "length", None)
 
     def _aligned(
-        self, group: Group, sent: SentStep, result: StepResult
-    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], dict[int, KvforgeError]]:
-        """Tokens and log-probabilities of the sampled rows in the step's own order, and the errors by slot."""
+        self, group: Group, sampled: Slots, result: StepResult
+    ) -> tuple[npt.NDArray[np.int32], npt.NDArray[np.float32], Tops | None, dict[int, KvforgeError]]:
+        """Tokens, log-probabilities and most likely tokens of the sampled rows in the step's own order, and the errors
+        by slot."""
         errors = {row.slot: _restored(row.error) for row in result.errors} if result.errors else {}
-        expected = sent.sampled
-        if not result.slots.size == result.tokens.size == result.logprobs.size:
+        tokens, logprobs, vocabulary = result.tokens, result.logprobs, group.model.vocab_size
+        if not result.slots.size == tokens.size == logprobs.size:
             raise ProtocolError("step_result: slots, tokens and logprobs differ in length")
-        if _same(result.slots, expected):
-            tokens, logprobs = result.tokens, result.logprobs
-        else:
-            where = {slot: i for i, slot in enumerate(result.slots.tolist())}
-            tokens = np.zeros(expected.size, np.int32)
-            logprobs = np.zeros(expected.size, np.float32)
-            for i, slot in enumerate(expected.tolist()):
-                if slot in where:
-                    tokens[i], logprobs[i] = result.tokens[where[slot]], result.logprobs[where[slot]]
-                elif slot not in errors:
-                    errors[slot] = WorkerError("the worker returned no token for this request")
-            if not set(where) <= set(expected.tolist()):
-                raise ProtocolError("step_result: a token for a row that did not sample")
+        places = _places(result.slots, sampled)
+        if places is not None:
+            # The last item, which -1 names, is of rows that have none.
+            tokens, logprobs = np.append(tokens, np.int32(0))[places], np.append(logprobs, np.float32(0))[places]
+            for slot in sampled[places < 0].tolist():
+                errors.setdefault(slot, WorkerError("the worker returned no token for this request"))
         # Taken as unsigned, a negative number is a large one.
-        if np.count_nonzero(tokens.view(np.uint32) >= group.model.vocab_size):
-            raise ProtocolError(f"step_result: a token outside the vocabulary of {group.model.vocab_size}")
-        return tokens, logprobs, errors
-
-    def _tops(self, group: Group, sent: SentStep, result: StepResult) -> Tops | None:
-        """The most likely tokens of the sampled rows in the step's own order. Raises ProtocolError."""
-        expected = sent.sampled
+        if np.count_nonzero(tokens.view(np.uint32) >= vocabulary):
+            raise ProtocolError(f"step_result: a token outside the vocabulary of {vocabulary}")
         tops = None
         if result.top_counts.size or result.top_tokens.size or result.top_logprobs.size:
-            given = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
-            tops = Tops.checked(result.slots.size, group.model.vocab_size, given)
-        if tops is None:
-            return Tops.none(expected.size) if np.count_nonzero(self._admission.rows.tops[expected] > 0) else None
-        if _same(result.slots, expected):
-            return tops
-        where = {slot: i for i, slot in enumerate(result.slots.tolist())}
-        return tops.pick(np.array([where.get(slot, -1) for slot in expected.tolist()], np.int64))
+            tops = Tops(result.top_counts, result.top_tokens, result.top_logprobs)
+            tops.check(result.slots.size, vocabulary)
+            tops = tops if places is None else tops.pick(places)
+        elif np.count_nonzero(self._admission.rows.tops[sampled]):
+            tops = Tops.none(sampled.size)
+        return tokens, logprobs, tops, errors
 
     def _record_tops(self, rows: Slots, tops: Tops) -> Tops:
         """Keeps them with the requests that asked; returns what of them is to be streamed."""
@@ -163,6 +149,15 @@ def _restored(error: ErrorInfo) -> KvforgeError:
     return restore(error.code, error.message[:ERROR_TEXT_MAX], dict(list(fields.items())[:FIELDS_MAX]))
 
 
-def _same(slots: npt.NDArray[np.int32], expected: Slots) -> bool:
-    """Whether they are equal, item by item; numpy's own function for this takes several times as long for few items."""
-    return slots.tobytes() == expected.astype(np.int32).tobytes()
+def _places(slots: npt.NDArray[np.int32], sampled: Slots) -> npt.NDArray[np.int64] | None:
+    """Where in a result each of the sampled rows is, -1 for one that is not there; None: in the same order.
+
+    Raises ProtocolError. numpy's own function to tell whether they are equal takes several times as long for few items.
+    """
+    if slots.tobytes() == sampled.astype(np.int32).tobytes():
+        return None
+    where = {slot: i for i, slot in enumerate(slots.tolist())}
+    expected = sampled.tolist()
+    if not where.keys() <= set(expected):
+        raise ProtocolError("step_result: a token for a row that did not sample")
+    return np.array([where.get(slot, -1) for slot in expected], np.int64)

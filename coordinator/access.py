@@ -1,0 +1,185 @@
+"""Who may connect: [tcp], where a coordinator is reached over a network, and [access], whom it lets in there.
+
+`ipc://` is always there; `tcp://` only where it is configured, and only encrypted.
+"""
+
+from __future__ import annotations
+
+import pwd
+from functools import partial
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+
+from kvforge.protocol import keys
+from kvforge.protocol.configuration import expand
+from kvforge.protocol.errors import InvalidConfiguration, NotAllowed
+from kvforge.protocol.network import host_and_port
+from kvforge.protocol.token import TOKEN_FILE, same
+from kvforge.protocol.transport import client_endpoint, worker_endpoint
+
+from .core.cache.tenants import NAME_LENGTH_MAX
+from .core.rights import EVERY_TENANT, RIGHTS, Access
+from .listener import Door
+from .outbox import Who
+from .users import LocalUsers
+
+
+class TcpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[tcp]: `tcp://HOST:PORT` of clients and of workers, "": only this machine's sockets. key_file: the coordinator's
+    own keys, of `kvforge keys server`."""
+
+    listen: str = ""
+    listen_workers: str = ""
+    key_file: str = ""
+
+
+class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[access.local]: what may do who comes by a local socket and has no entry; the same of an entry.
+
+    tenant: for whom it acts, "*": for whomever it names. rights: `submit`, `read`, `admin` (`core.rights.Access`).
+    requests_max: of its requests that are alive at once; 0: no limit of its own.
+    """
+
+    tenant: str = EVERY_TENANT
+    rights: tuple[str, ...] = RIGHTS
+    requests_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+
+    def access(self, name: str) -> Access:
+        """As the core knows it."""
+        return Access(name, self.tenant, self.rights, self.requests_max)
+
+    def check(self, field: str) -> None:
+        """Raises InvalidConfiguration naming what is wrong in the table `field`."""
+        for right in self.rights:
+            if right not in RIGHTS:
+                raise InvalidConfiguration(f"{field}.rights", f"{right!r} is none of {', '.join(RIGHTS)}")
+        if not 0 < len(self.tenant) <= NAME_LENGTH_MAX or not self.tenant.isprintable():
+            raise InvalidConfiguration(
+                f"{field}.tenant", f"1 to {NAME_LENGTH_MAX} printable characters; * for every one"
+            )
+
+
+class ClientEntry(Rights, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[access.clients.NAME]: one that may connect: over a network with a public key (of `kvforge keys client`), or a
+    user of this machine, by name or number. One of both, or both. What it may do must be said: tenant and rights."""
+
+    tenant: str = ""
+    rights: tuple[str, ...] = ()
+    key: str = ""
+    user: str = ""
+
+    def user_number(self, name: str) -> int:
+        """Of the entry `name`. Raises InvalidConfiguration."""
+        try:
+            return int(self.user) if self.user.isdecimal() else pwd.getpwnam(self.user).pw_uid
+        except KeyError:
+            problem = f"there is no user {self.user!r} on this machine"
+            raise InvalidConfiguration(f"access.clients.{name}.user", problem) from None
+
+
+class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[access.workers.NAME]: a worker that may connect over a network. key: its public key."""
+
+    key: str
+
+
+class AccessSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """[access]: who may connect, by name, and what who has no entry may do on this machine (`local`)."""
+
+    local: Rights = Rights()
+    clients: dict[str, ClientEntry] = {}
+    workers: dict[str, WorkerEntry] = {}
+
+
+class Gate:
+    """Who is let in as what. token: that of this boot's workers, "": none is asked for."""
+
+    def __init__(self, token: str = "", access: AccessSection | None = None) -> None:
+        access = access or AccessSection()
+        self._token, self._local = token, access.local.access("")
+        self._by_key: dict[bytes, Access] = {}
+        self._by_user: dict[int, Access] = {}
+        for name, entry in access.clients.items():
+            if entry.key:
+                self._by_key[keys.bytes_of(entry.key, name)] = entry.access(name)
+            if entry.user:
+                self._by_user[entry.user_number(name)] = entry.access(name)
+
+    def client(self, who: Who) -> Access:
+        """What a client may do."""
+        return self._by_key[who.key] if who.key else self._by_user.get(who.user, self._local)
+
+    def check_worker(self, who: Who, token: str) -> None:
+        """Raises NotAllowed where a worker does not belong to this coordinator."""
+        if self._token and not who.key and not same(token, self._token):
+            what = "another token" if token else "no token"
+            where = f"the right one is in {TOKEN_FILE} of this coordinator's runtime folder"
+            raise NotAllowed("worker", f"it brings {what}; {where}")
+
+
+def check(tcp: TcpSection, access: AccessSection) -> None:
+    """Raises InvalidConfiguration naming the field."""
+    access.local.check("access.local")
+    for name, entry in access.clients.items():
+        if not name.isprintable():
+            raise InvalidConfiguration("access.clients", f"{name!r} is no name: printable characters")
+        for field, value in (("tenant", entry.tenant), ("rights", entry.rights)):
+            if not value:
+                raise InvalidConfiguration(f"access.clients.{name}.{field}", "is required")
+        entry.check(f"access.clients.{name}")
+        if not entry.key and not entry.user:
+            raise InvalidConfiguration(f"access.clients.{name}", "has neither a key nor a user")
+    users = {name: entry.user_number(name) for name, entry in access.clients.items() if entry.user}
+    _check_apart({f"access.clients.{name}.user": str(number) for name, number in users.items()})
+    client_keys = {f"access.clients.{name}.key": entry.key for name, entry in access.clients.items() if entry.key}
+    worker_keys = {f"access.workers.{name}.key": entry.key for name, entry in access.workers.items()}
+    for field, key in (client_keys | worker_keys).items():
+        keys.bytes_of(key, field)
+    _check_apart(client_keys | worker_keys)
+    for setting, endpoint, allowed in (
+        ("tcp.listen", tcp.listen, client_keys),
+        ("tcp.listen_workers", tcp.listen_workers, worker_keys),
+    ):
+        if not endpoint:
+            continue
+        host_and_port(endpoint, setting)
+        if not tcp.key_file:
+            raise InvalidConfiguration("tcp.key_file", f"is required by {setting}: `kvforge keys server` makes one")
+        if not allowed:
+            side = "workers" if setting.endswith("workers") else "clients"
+            raise InvalidConfiguration(f"access.{side}", f"names no key, so that nobody could connect to {setting}")
+
+
+def _check_apart(values: dict[str, str]) -> None:
+    seen: dict[str, str] = {}
+    for field, value in values.items():
+        if value in seen:
+            raise InvalidConfiguration(field, f"is that of {seen[value]}: each has one of its own")
+        seen[value] = field
+
+
+def client_doors(runtime: Path, tcp: TcpSection, access: AccessSection) -> list[Door]:
+    """Where clients come in. Raises InvalidConfiguration."""
+    allowed = [entry.key for entry in access.clients.values() if entry.key]
+    network = _network_door("tcp.listen", tcp.listen, tcp, allowed) if tcp.listen else []
+    return [Door(client_endpoint(runtime), users=LocalUsers(runtime, with_group=True)), *network]
+
+
+def worker_doors(runtime: Path, tcp: TcpSection, access: AccessSection) -> list[Door]:
+    """Where workers come in. Raises InvalidConfiguration."""
+    allowed = [entry.key for entry in access.workers.values()]
+    network = _network_door("tcp.listen_workers", tcp.listen_workers, tcp, allowed) if tcp.listen_workers else []
+    return [Door(worker_endpoint(runtime), users=LocalUsers(runtime, with_group=False)), *network]
+
+
+def _network_door(setting: str, endpoint: str, tcp: TcpSection, allowed: list[str]) -> list[Door]:
+    try:
+        from .curve import SealedReader, ServerKeys  # PyNaCl is for those who listen on a network
+    except ImportError as error:
+        raise InvalidConfiguration(setting, f"needs PyNaCl ({error}): pip install 'kvforge[tcp]'") from None
+    own = keys.read(expand(tcp.key_file), "tcp.key_file")
+    known = frozenset(keys.bytes_of(key, setting) for key in allowed)
+    server_keys = ServerKeys(keys.bytes_of(own.public, setting), keys.bytes_of(own.secret, setting), known)
+    return [Door(endpoint, partial(SealedReader, keys=server_keys), setting)]

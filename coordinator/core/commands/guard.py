@@ -1,0 +1,148 @@
+"""Which commands a client may give, about what: everything that a restricted client says comes by here first.
+
+What belongs to another tenant is answered as if it did not exist; so is a block that the client's tenant neither pays
+for nor holds. Both are refused here, in the same words and before anything else is said of the command: no order of
+checks tells one from the other. A right that is missing is named before anything is looked at.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from kvforge.protocol.errors import BlockNotFound, NotAllowed, NotFound, QueueFull
+from kvforge.protocol.messages import (
+    Accepted,
+    Append,
+    Attach,
+    Cancel,
+    CreateSequence,
+    Drain,
+    Explain,
+    FinishAt,
+    Fork,
+    GetBlock,
+    GetRequest,
+    GetSequence,
+    GetStats,
+    GetTokens,
+    ListRequests,
+    Message,
+    PurgeFinished,
+    RefBlock,
+    RemoveSequences,
+    Submit,
+    UnrefBlock,
+)
+
+from ..requests.lifecycle import RequestTable
+from ..rights import ADMIN, EVERY_TENANT, READ, SUBMIT, Access
+from ..scheduling.admission import Admission
+from .blocks import BlockCommands
+from .sequences import SequenceCommands
+
+# What is not named here anybody may say.
+RIGHT_FOR: dict[type[Message], str] = {
+    Submit: SUBMIT,
+    Cancel: SUBMIT,
+    FinishAt: SUBMIT,
+    PurgeFinished: SUBMIT,
+    CreateSequence: SUBMIT,
+    Append: SUBMIT,
+    Fork: SUBMIT,
+    RemoveSequences: SUBMIT,
+    RefBlock: SUBMIT,
+    UnrefBlock: SUBMIT,
+    Attach: READ,
+    GetRequest: READ,
+    ListRequests: READ,
+    GetStats: READ,
+    GetSequence: READ,
+    GetTokens: READ,
+    GetBlock: READ,
+    Explain: READ,
+    Drain: ADMIN,
+}
+UNNAMED = "default"  # what a message says for a tenant where its sender named none
+
+
+class Guard:
+    """Checks commands of restricted clients."""
+
+    def __init__(
+        self, requests: RequestTable, admission: Admission, sequences: SequenceCommands, blocks: BlockCommands
+    ) -> None:
+        self._requests, self._admission, self._sequences, self._blocks = requests, admission, sequences, blocks
+        self._alive: dict[str, set[int]] = {}  # requests by entry, as they were when the last of them was accepted
+
+    def check(self, access: Access, message: Any) -> Any:
+        """The command as it may be carried out. Raises NotAllowed, NotFound or QueueFull."""
+        right = RIGHT_FOR.get(type(message))
+        if right is not None and right not in access.rights and ADMIN not in access.rights:
+            raise NotAllowed(right, f"{type(message).__name__} asks for it")
+        if isinstance(message, Submit | CreateSequence | RefBlock):
+            message = self._for_its_tenant(access, message)
+        if access.sees:
+            self._check_named(access.sees, message)
+        if isinstance(message, Submit) and access.requests_max:
+            self._check_room(access, message)
+        return message
+
+    def accepted(self, access: Access, reply: Accepted) -> None:
+        """These requests are its own."""
+        if access.requests_max:
+            made = range(reply.request_id, reply.request_id + reply.count)
+            self._alive[access.name] = (self._alive.get(access.name, set()) & self._requests.live.keys()).union(made)
+
+    def _for_its_tenant(self, access: Access, message: Any) -> Any:
+        if access.tenant == EVERY_TENANT or message.tenant == access.tenant:
+            return message
+        if message.tenant == UNNAMED:
+            return msgspec.structs.replace(message, tenant=access.tenant)
+        if access.sees:
+            raise NotAllowed(ADMIN, f"{access.owner} acts for tenant {access.tenant!r}, not for {message.tenant!r}")
+        return message
+
+    def _check_room(self, access: Access, message: Submit) -> None:
+        if self._requests.keys.find(message.tenant, message) is not None:
+            return  # they are alive already, or were
+        alive = len(self._alive.get(access.name, set()) & self._requests.live.keys())
+        if alive + message.count > access.requests_max:
+            raise QueueFull(access.requests_max, self._admission.waiting.retry_after_ms(), access.owner)
+
+    # ---------------------------------------------------------------------------------------------------- what is named
+
+    def _check_named(self, tenant: str, message: Any) -> None:
+        """Raises NotFound where the command names what is not the tenant's."""
+        if isinstance(message, Attach | Cancel | FinishAt | GetRequest):
+            self._check_request(tenant, message.request_id)
+        elif isinstance(message, GetSequence | GetTokens | Fork):
+            self._sequences.find(message.sequence_id, tenant)
+        elif isinstance(message, Append | RemoveSequences):
+            self._sequences.check_all(message.sequence_ids, tenant)
+        elif isinstance(message, GetBlock | RefBlock | UnrefBlock):
+            self._check_block(tenant, message.block_id)
+        elif isinstance(message, Submit) and message.sequence_id:
+            self._sequences.find(message.sequence_id, tenant)
+        elif isinstance(message, Explain):
+            self._check_subject(tenant, message)
+
+    def _check_subject(self, tenant: str, message: Explain) -> None:
+        if message.request_id >= 0:
+            self._check_request(tenant, message.request_id)
+        if message.sequence_id >= 0:
+            self._sequences.find(message.sequence_id, tenant)
+        if message.block_id >= 0:
+            self._check_block(tenant, message.block_id)
+        if message.tenant not in ("", tenant):
+            raise NotFound(f"there is no tenant {message.tenant!r}", tenant=message.tenant)
+
+    def _check_request(self, tenant: str, request_id: int) -> None:
+        request = self._requests.known(request_id)
+        if request is None or request.tenant_name != tenant:
+            raise self._requests.not_found(request_id)
+
+    def _check_block(self, tenant: str, block: int) -> None:
+        if not self._blocks.concerns(block, tenant):
+            raise BlockNotFound(block)

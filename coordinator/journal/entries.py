@@ -1,0 +1,137 @@
+"""Entries: events as bytes, several to a record. A message is kept as it came: its frames.
+
+An entry is its kind, a flag, the number of its frames, the number of its peer, the time, one number more (what it is
+depends on the kind), the length of each frame; then the frames.
+"""
+
+from __future__ import annotations
+
+import struct
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from kvforge.protocol import codec
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.messages import CLIENT_MESSAGES, CLIENT_REPLIES, WORKER_MESSAGES, Stream
+
+from ..core.events import (
+    BeginDrain,
+    Boot,
+    ClientCame,
+    ClientFull,
+    ClientGone,
+    Event,
+    FromClient,
+    FromWorker,
+    Restarted,
+    Turn,
+    WorkerGone,
+)
+from ..core.rights import Access
+
+# Raised whenever the same events make another state than before, or a state is made of other objects; a journal that
+# the tests keep tells. A journal is for the code that wrote it: one of another version is refused.
+STATE_VERSION = 2
+Frame = bytes | memoryview
+HEAD = struct.Struct("<BBHQqQ")  # kind, flag, frames, peer, time in microseconds, one more number
+_LENGTH = struct.Struct("<I")
+FROM_CLIENT, FROM_WORKER, CLIENT_GONE, CLIENT_FULL, WORKER_GONE, BEGIN_DRAIN, TURN, BOOT, RESTARTED, CAME = range(1, 11)
+RESULT_BYTES_MAX = 16 << 20  # of a result in which each of thousands of rows has an error to tell
+
+
+class Entry(NamedTuple):
+    """An event and its time, in microseconds."""
+
+    event: Event | Boot
+    now_us: int
+
+
+def pack(event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> list[Frame]:
+    """The parts of an entry. frames: those of the message, for an event that is one."""
+    kind, flag, peer, more = 0, 0, 0, 0
+    if isinstance(event, Turn):
+        kind = TURN
+    elif isinstance(event, FromWorker):
+        kind, peer = FROM_WORKER, event.worker
+    elif isinstance(event, FromClient):
+        kind, peer, more = FROM_CLIENT, event.client, event.entropy
+    elif isinstance(event, ClientGone):
+        kind, flag, peer = CLIENT_GONE, event.goodbye, event.client
+    elif isinstance(event, WorkerGone):
+        kind, flag, peer = WORKER_GONE, event.goodbye, event.worker
+    elif isinstance(event, ClientFull):
+        kind, peer, frames = CLIENT_FULL, event.client, codec.encode(event.lost)
+    elif isinstance(event, BeginDrain):
+        kind, more = BEGIN_DRAIN, event.deadline_us
+    elif isinstance(event, Restarted):
+        kind = RESTARTED
+    elif isinstance(event, ClientCame):
+        kind, peer = CAME, event.client
+        frames = (event.session.encode(), msgspec.msgpack.encode(event.access))
+    else:
+        kind, more, frames = BOOT, STATE_VERSION, (msgspec.msgpack.encode(event),)
+    head = HEAD.pack(kind, flag, len(frames), peer, now_us, more)
+    if not frames:
+        return [head]
+    return [head, b"".join([_LENGTH.pack(len(frame)) for frame in frames]), *frames]
+
+
+class Reader:
+    """Makes events of entries again."""
+
+    def __init__(self) -> None:
+        self._clients = codec.Decoder(CLIENT_MESSAGES)
+        self._workers = codec.Decoder(WORKER_MESSAGES, body_bytes_max=RESULT_BYTES_MAX)
+        self._replies = codec.Decoder(CLIENT_REPLIES)
+
+    def entries(self, payload: memoryview) -> Iterator[Entry]:
+        """The entries of one record."""
+        at = 0
+        while at < len(payload):
+            kind, flag, count, peer, now_us, more = HEAD.unpack_from(payload, at)
+            at += HEAD.size
+            ends = at + count * _LENGTH.size
+            frames = []
+            for (length,) in _LENGTH.iter_unpack(payload[at:ends]):
+                # Copied: what the core keeps of a message must not keep all of the journal.
+                frames.append(bytes(payload[ends : ends + length]))
+                ends += length
+            at = ends
+            yield Entry(self._event(kind, bool(flag), peer, more, frames), now_us)
+
+    def _event(self, kind: int, flag: bool, peer: int, more: int, frames: list[bytes]) -> Event | Boot:
+        if kind == TURN:
+            return Turn()
+        if kind == FROM_WORKER:
+            return FromWorker(peer, self._workers.decode(frames))
+        if kind == FROM_CLIENT:
+            return FromClient(peer, self._clients.decode(frames), more)
+        if kind == CLIENT_GONE:
+            return ClientGone(peer, flag)
+        if kind == WORKER_GONE:
+            return WorkerGone(peer, flag)
+        if kind == CLIENT_FULL:
+            lost = self._replies.decode(frames)
+            assert isinstance(lost, Stream)
+            return ClientFull(peer, lost)
+        if kind == BEGIN_DRAIN:
+            return BeginDrain(more)
+        if kind == RESTARTED:
+            return Restarted()
+        if kind == CAME:
+            return ClientCame(peer, frames[0].decode(), msgspec.msgpack.decode(frames[1], type=Access))
+        assert kind == BOOT, f"an entry of kind {kind}"
+        check_version("the journal", more)
+        return msgspec.msgpack.decode(frames[0], type=Boot)
+
+
+def check_version(what: str, version: int) -> None:
+    """Raises InvalidConfiguration where other code wrote it."""
+    if version != STATE_VERSION:
+        raise InvalidConfiguration(
+            "state_dir",
+            f"{what} is of state version {version}, this kvforge has {STATE_VERSION}: let the one that wrote it finish "
+            "what it has (`kvforge drain --wait`), or start with --discard-state",
+        )

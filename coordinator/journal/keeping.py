@@ -1,0 +1,182 @@
+"""What a server keeps of its state: it finds what another life left, writes the journal, and cuts it by snapshots.
+
+A snapshot is written by a child, which has the memory as it was when it was made and ends with it: the loop stands
+still only while the kernel copies the page tables. The child closes every descriptor first: it must not keep sockets
+or the folder's lock of a coordinator that dies meanwhile, and it dies with it.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import fcntl
+import logging
+import os
+import signal
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from contextlib import suppress
+from pathlib import Path
+from typing import NoReturn
+
+from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
+
+from ..core.machine import Machine
+from . import snapshot
+from .entries import STATE_VERSION
+from .log import Journal, segments, states, sync_folder
+from .recovery import Recovered, recover
+
+PR_SET_PDEATHSIG = 1
+NICE = 10
+log = logging.getLogger("coordinator")
+
+
+class Keeper:
+    """One folder of state. `journal` is None until `begin`.
+
+    bytes_max: of segments; replay_us_max: of the loop's time that reading them again would take. Beyond either a
+    snapshot is made. longest_us: the longest time for which one stopped the loop.
+    """
+
+    def __init__(self, folder: Path, durability: str, bytes_max: int, replay_us_max: int) -> None:
+        """Makes the folder. Raises InvalidConfiguration."""
+        self.folder, self._durable = folder, durability == "power"
+        self._bytes_max, self._replay_us_max = bytes_max, replay_us_max
+        self._spent_us = self._counted = 0
+        self._child, self._child_number = 0, 0
+        self.snapshots, self.longest_us = 0, 0
+        self.journal: Journal | None = None
+        try:
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            found = folder.stat()
+            if found.st_uid != os.getuid() or found.st_mode & 0o022:
+                problem = f"{folder} must belong to this user, and nobody else may write to it: it is read as it is"
+                raise InvalidConfiguration("state_dir", problem)
+            self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            self._take_lock()
+            for path in folder.glob("*.part"):
+                path.unlink()
+        except OSError as error:
+            raise InvalidConfiguration("state_dir", f"{folder} cannot be used: {error}") from None
+
+    def _take_lock(self) -> None:
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(self._lock)
+            raise CoordinatorInUse(
+                f"another coordinator keeps its state in {self.folder}: choose another one"
+            ) from None
+
+    def recover(self) -> Recovered | None:
+        """What another life left, its torn tail cut off. Raises JournalCorrupt, InvalidConfiguration."""
+        found = recover(self.folder)
+        if found is not None and found.torn is not None:
+            path, end, more = found.torn
+            log.warning("the last record of %s was not written to its end: %d bytes are cut off", path.name, more)
+            os.truncate(path, end)
+        return found
+
+    def discard(self) -> None:
+        """Nothing is known any more."""
+        for path in (*segments(self.folder).values(), *states(self.folder).values()):
+            path.unlink()
+
+    def begin(self, found: Recovered | None, stopping: Callable[[], bool]) -> Journal:
+        """From now on what enters is written. found: what it goes on from; None: from nothing. Raises
+        InvalidConfiguration."""
+        number, before = (found.number, found.bytes) if found is not None else (1, 0)
+        self._spent_us = found.took_us if found is not None else 0
+        try:
+            self.journal = Journal(self.folder, number, durable=self._durable, bytes_before=before, stopping=stopping)
+        except OSError as error:
+            raise InvalidConfiguration("state_dir", f"{self.folder} cannot be used: {error}") from None
+        return self.journal
+
+    # ------------------------------------------------------------------------------------------------------ snapshots
+
+    def turned(self, machine: Machine, took_us: int, now_us: int, numbers: int) -> None:
+        """A turn is over. numbers: of connections, given out so far."""
+        assert self.journal is not None
+        if self._child:
+            self._collect(os.WNOHANG)
+        if self.journal.number == self._counted:
+            return  # nothing entered
+        self._counted = self.journal.number
+        self._spent_us += took_us
+        if self._child:
+            return
+        if self.journal.bytes > self._bytes_max or self._spent_us > self._replay_us_max:
+            self._begin_snapshot(machine, now_us, numbers)
+
+    def _begin_snapshot(self, machine: Machine, now_us: int, numbers: int) -> None:
+        assert self.journal is not None
+        began_ns = time.monotonic_ns()
+        self._spent_us = 0
+        try:
+            self._child_number = self.journal.rotate()
+            head = snapshot.Head(version=STATE_VERSION, now_us=now_us, numbers=numbers)
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", DeprecationWarning)  # that numpy's idle threads are not in the child
+                parent, self._child = os.getpid(), os.fork()
+            if not self._child:
+                _write_and_end(parent, self.folder / snapshot.STATE.format(self._child_number), machine, head)
+        except OSError as error:
+            log.warning("no snapshot could be begun: %s", error)
+        self.longest_us = max(self.longest_us, (time.monotonic_ns() - began_ns) // 1000)
+
+    def _collect(self, options: int) -> None:
+        """Has the child ended? Then what its snapshot holds is no longer needed beside it."""
+        ended, status = os.waitpid(self._child, options)
+        if not ended:
+            return
+        self._child = 0
+        if status:
+            log.warning("a snapshot failed (status %d): the journal is kept whole", os.waitstatus_to_exitcode(status))
+            with suppress(OSError):
+                (self.folder / snapshot.STATE.format(self._child_number)).with_suffix(".part").unlink(missing_ok=True)
+            return
+        self.snapshots += 1
+        if self._durable:
+            sync_folder(self.folder)
+        for first, path in (*segments(self.folder).items(), *states(self.folder).items()):
+            if first < self._child_number:
+                path.unlink()
+
+    def close(self, keep: bool) -> None:
+        """keep: what is known is for the next life. Idempotent."""
+        if self._child:
+            if not keep:
+                os.kill(self._child, signal.SIGKILL)
+            self._collect(0)
+        if self.journal is not None:
+            self.journal.close()
+            self.journal = None
+        if self._lock >= 0:
+            if not keep:
+                with suppress(OSError):
+                    self.discard()
+                    self.folder.rmdir()
+            os.close(self._lock)
+            self._lock = -1
+
+
+def _write_and_end(parent: int, path: Path, machine: Machine, head: snapshot.Head) -> NoReturn:
+    """In the child."""
+    status = 1
+    try:
+        prctl = getattr(ctypes.CDLL(None), "prctl", None)
+        if prctl is not None:
+            prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(status)
+        os.closerange(3, os.sysconf("SC_OPEN_MAX"))
+        os.nice(NICE)
+        snapshot.write(path, machine, head)
+        status = 0
+    except BaseException as error:  # noqa: BLE001 - whatever it is, the parent's loop must not run here
+        sys.stderr.write(f"coordinator: a snapshot failed: {type(error).__name__}: {error}\n")
+    finally:
+        os._exit(status)

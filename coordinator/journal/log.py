@@ -1,0 +1,134 @@
+"""The journal that is written: what entered the core in one turn becomes one record, before anything leaves.
+
+A file, and not SQLite, whose write-ahead log ends at its first damaged frame without a word: what was damaged in the
+middle of it would be taken for its end. Appending is also what costs least (benchmarks/journal.py).
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import os
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from kvforge.protocol.errors import JournalFull
+
+from ..core.events import Boot, Event
+from .entries import Frame, pack
+from .records import record
+
+DURABILITIES = ("process", "power", "none")
+SEGMENT = "records-{:016d}"
+FULL_LOOK_S, FULL_TELL_S = 0.05, 10.0
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+log = logging.getLogger("coordinator")
+
+
+def segments(folder: Path) -> dict[int, Path]:
+    """The segments by the number of their first record, in order."""
+    return _numbered(folder, "records-")
+
+
+def states(folder: Path) -> dict[int, Path]:
+    """The snapshots by the number of the first record that is not in them, in order."""
+    return _numbered(folder, "state-")
+
+
+def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
+    found = {path: path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*")}
+    return {int(number): path for path, number in sorted(found.items()) if number.isdecimal()}
+
+
+class Journal:
+    """Appends records to the last segment. bytes: of all segments since the last snapshot."""
+
+    def __init__(
+        self,
+        folder: Path,
+        number: int,
+        *,
+        durable: bool = False,
+        bytes_before: int = 0,
+        stopping: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """Begins a segment whose first record is `number`. durable: each record is on the disk before anything leaves
+        ("power"). stopping: whether waiting for room on the disk has become pointless. Raises OSError."""
+        self.folder, self.number = folder, number
+        self.bytes = bytes_before
+        self._durable, self._stopping = durable, stopping
+        self._noted: list[Frame] = []
+        self._end = 0
+        self._descriptor = -1
+        self._begin()
+
+    def _begin(self) -> None:
+        path = self.folder / SEGMENT.format(self.number)
+        flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        descriptor = os.open(path, flags, 0o600)
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+        self._descriptor, self._end = descriptor, 0
+        if self._durable:
+            sync_folder(self.folder)
+
+    def note(self, event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> None:
+        """It enters the core at that time. frames: those of its message."""
+        self._noted += pack(event, now_us, frames)
+
+    def commit(self) -> None:
+        """Writes what was noted since the last call. Raises JournalFull where there is no room and we are to stop, and
+        OSError: then nothing that follows from it may leave."""
+        if not self._noted:
+            return
+        self._write(record(self.number, self._noted))
+        self._noted.clear()
+        self.number += 1
+
+    def _write(self, data: bytes) -> None:
+        told_s = 0.0
+        while True:
+            try:
+                written = os.write(self._descriptor, data)
+                if written == len(data):
+                    if self._durable:
+                        os.fdatasync(self._descriptor)
+                    break
+                os.ftruncate(self._descriptor, self._end)  # a short write: the next one says why
+            except OSError as error:
+                if error.errno not in NO_ROOM:
+                    raise
+                os.ftruncate(self._descriptor, self._end)
+                if time.monotonic() - told_s > FULL_TELL_S:
+                    told_s = time.monotonic()
+                    log.error("no room for the journal in %s: nothing goes on until there is", self.folder)
+            if self._stopping():
+                raise JournalFull(str(self.folder))
+            time.sleep(FULL_LOOK_S)
+        if told_s:
+            log.warning("there is room for the journal in %s again", self.folder)
+        self._end += len(data)
+        self.bytes += len(data)
+
+    def rotate(self) -> int:
+        """Begins the next segment. Returns the number of its first record."""
+        assert not self._noted, "a segment ends between two turns"
+        self._begin()
+        self.bytes = 0
+        return self.number
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def sync_folder(folder: Path) -> None:
+    """What was created and renamed there is on the disk."""
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

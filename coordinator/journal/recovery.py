@@ -1,0 +1,122 @@
+"""From a journal to the machine that wrote it: the last snapshot, then every event that came after it."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from kvforge.protocol.errors import JournalCorrupt
+
+from ..core.events import Boot, ClientCame, FromClient, FromWorker
+from ..core.machine import Machine
+from ..publish import forget_changes
+from . import snapshot
+from .entries import Entry, Reader, check_version
+from .log import segments, states
+from .records import Record, read
+
+
+class Recovered(NamedTuple):
+    """What a journal came to.
+
+    now_us: the time of the last event. number: of the next record. numbers: of connections, given out so far.
+    written_s: when it was written last, in Unix time. bytes: of the segments that were read. records: how many were
+    applied. torn: (file, where its good records end, bytes behind that); None where it ends as it should.
+    took_us: to read and apply all of it.
+    """
+
+    machine: Machine
+    now_us: int
+    number: int
+    numbers: int
+    written_s: float
+    bytes: int
+    records: int
+    torn: tuple[Path, int, int] | None
+    took_us: int
+
+
+class Replay:
+    """Goes through a journal, entry by entry. machine: as it is after the last one; None before the Boot."""
+
+    def __init__(self, folder: Path) -> None:
+        """Reads the snapshot, where there is one. Raises JournalCorrupt, InvalidConfiguration."""
+        self.folder = folder
+        self.machine: Machine | None = None
+        self.now_us = self.numbers = self.bytes = self.records = self.entries = 0
+        self.number = 1
+        self.torn: tuple[Path, int, int] | None = None
+        self._reader = Reader()
+        for self.number, path in list(states(folder).items())[-1:]:
+            head, rest = snapshot.read(path)
+            check_version(path.name, head.version)
+            self.machine, self.now_us, self.numbers = rest.objects(), head.now_us, head.numbers
+
+    def run(self, until: Callable[[Entry], bool] = lambda _entry: False) -> None:
+        """Applies what is left, or until it is said that an entry is not to be applied. Raises JournalCorrupt."""
+        for record in self._records():
+            self.records += 1
+            for entry in self._reader.entries(record.payload):
+                if until(entry):
+                    return
+                self._apply(entry)
+            self.number = record.number + 1
+            if self.machine is not None:
+                forget_changes(self.machine)
+
+    def _records(self) -> Iterator[Record]:
+        """Those of all segments from the snapshot on, which must follow each other."""
+        files = {first: path for first, path in segments(self.folder).items() if first >= self.number}
+        last = max(files, default=0)
+        for first, path in files.items():
+            if first != self.number:
+                raise JournalCorrupt(path.name, 0, self.number, first)
+            data, end = memoryview(path.read_bytes()), 0
+            for record in read(data, first, path.name):
+                yield record
+                end = record.end
+            self.bytes += end
+            if end < len(data):
+                if first != last:
+                    raise JournalCorrupt(path.name, end, self.number, last)
+                self.torn = (path, end, len(data) - end)
+
+    def _apply(self, entry: Entry) -> None:
+        event, self.now_us = entry
+        self.entries += 1
+        if isinstance(event, Boot):
+            self.machine = Machine(event, entry.now_us)
+            return
+        assert self.machine is not None, "a journal begins with a Boot or with a snapshot"
+        self.machine.apply(event, entry.now_us)
+        if isinstance(event, FromClient | ClientCame):
+            self.numbers = max(self.numbers, event.client)
+        elif isinstance(event, FromWorker):
+            self.numbers = max(self.numbers, event.worker)
+
+
+def recover(folder: Path) -> Recovered | None:
+    """The machine that the journal in the folder makes; None where there is none.
+
+    Raises JournalCorrupt, and InvalidConfiguration where another version of kvforge wrote it.
+    """
+    files = [*segments(folder).values(), *states(folder).values()]
+    written_s = max((path.stat().st_mtime for path in files), default=0.0)
+    began_ns = time.monotonic_ns()
+    replay = Replay(folder)
+    replay.run()
+    if replay.machine is None:
+        return None
+    return Recovered(
+        replay.machine,
+        replay.now_us,
+        replay.number,
+        replay.numbers,
+        written_s,
+        replay.bytes,
+        replay.records,
+        replay.torn,
+        (time.monotonic_ns() - began_ns) // 1000,
+    )

@@ -1,0 +1,164 @@
+"""Snapshots: the whole machine in one file, so that what came before it need not be kept, nor applied again.
+
+The objects are pickled; the memory of arrays is written beside them, and of that only the pages that hold anything:
+most of a default machine is room for what may come. A snapshot is read by the same code that wrote it
+(`recovery.STATE_VERSION`), from a folder that only its owner can write to.
+"""
+
+from __future__ import annotations
+
+import io
+import os
+import pickle
+import struct
+import zlib
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import msgspec
+import numpy as np
+
+from kvforge.protocol.errors import JournalCorrupt
+
+from ..core.machine import Machine
+
+MAGIC = b"kvfS"
+STATE = "state-{:016d}"
+PAGE_BYTES = 4096
+_SIZE = struct.Struct("<Q")
+_CRC = struct.Struct("<I")
+ALLOWED = ("coordinator.core.", "kvforge.protocol.", "collections.", "collections", "numpy", "msgspec.")
+ALLOWED_BUILTINS = frozenset({"set", "frozenset", "bytearray", "getattr", "object", "slice", "range", "complex"})
+
+
+class Head(msgspec.Struct, frozen=True, kw_only=True):
+    """version: of the code's state. now_us: the time of the last event. numbers: of connections, given out so far."""
+
+    version: int
+    now_us: int
+    numbers: int
+
+
+class _Checked:
+    """A file whose bytes are summed up as they are written."""
+
+    def __init__(self, file: BinaryIO) -> None:
+        self._file, self.crc = file, 0
+
+    def write(self, data: bytes | memoryview) -> int:
+        self.crc = zlib.crc32(data, self.crc)
+        return self._file.write(data)
+
+
+def write(path: Path, machine: Machine, head: Head) -> None:
+    """Writes the file under another name, and gives it its own when it is whole and on the disk. Raises OSError."""
+    buffers: list[pickle.PickleBuffer] = []
+    pickled = io.BytesIO()
+    _Pickler(pickled, buffers).dump(machine)
+    objects = pickled.getbuffer()
+    unfinished = path.with_suffix(".part")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
+    with os.fdopen(os.open(unfinished, flags, 0o600), "wb") as file:
+        out = _Checked(file)
+        out.write(MAGIC)
+        for part in (msgspec.msgpack.encode(head), objects):
+            out.write(_SIZE.pack(len(part)))
+            out.write(part)
+        out.write(_SIZE.pack(len(buffers)))
+        for buffer in buffers:
+            _write_used(out, buffer.raw())
+        file.write(_CRC.pack(out.crc))
+        file.flush()
+        os.fsync(file.fileno())
+    unfinished.rename(path)
+
+
+def _write_used(out: _Checked, memory: memoryview) -> None:
+    """The pages that are not all zeros: how large all is, how many they are, which, and what is in them."""
+    whole = len(memory) // PAGE_BYTES
+    words = np.frombuffer(memory, np.uint64, whole * PAGE_BYTES // 8).reshape(whole, PAGE_BYTES // 8)
+    used = np.flatnonzero(words.any(axis=1)).astype(np.uint32)
+    out.write(_SIZE.pack(len(memory)))
+    out.write(_SIZE.pack(used.size))
+    out.write(used.tobytes())
+    out.write(words[used].tobytes())
+    out.write(memory[whole * PAGE_BYTES :])
+
+
+def read(path: Path) -> tuple[Head, Any]:
+    """The head, and the machine once its head was looked at: `objects()` of what is returned. Raises JournalCorrupt."""
+    data = path.read_bytes()
+    if len(data) < len(MAGIC) + _CRC.size or data[: len(MAGIC)] != MAGIC:
+        raise JournalCorrupt(path.name, 0)
+    if _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(memoryview(data)[: -_CRC.size]):
+        raise JournalCorrupt(path.name, len(data))
+    parts = _Parts(memoryview(data)[len(MAGIC) : -_CRC.size])
+    head = msgspec.msgpack.decode(parts.sized(), type=Head)
+    return head, parts
+
+
+class _Parts:
+    """What follows the magic of a file."""
+
+    def __init__(self, data: memoryview) -> None:
+        self._data, self._at = data, 0
+
+    def sized(self) -> memoryview:
+        """The next part, which says its size."""
+        return self._take(self._number())
+
+    def objects(self) -> Machine:
+        """The machine."""
+        objects = self.sized()
+        buffers = [self._memory() for _ in range(self._number())]
+        machine = _Unpickler(io.BytesIO(objects), buffers).load()
+        assert isinstance(machine, Machine)
+        return machine
+
+    def _number(self) -> int:
+        number: int = _SIZE.unpack(self._take(_SIZE.size))[0]
+        return number
+
+    def _take(self, size: int) -> memoryview:
+        self._at += size
+        return self._data[self._at - size : self._at]
+
+    def _memory(self) -> np.ndarray[Any, Any]:
+        """An array's memory: zeros but for the pages that were written."""
+        size, count = self._number(), self._number()
+        whole = size // PAGE_BYTES
+        memory = np.zeros(size, np.uint8)
+        if count:
+            used = np.frombuffer(self._take(count * 4), np.uint32)
+            pages = np.frombuffer(self._take(count * PAGE_BYTES), np.uint8).reshape(count, PAGE_BYTES)
+            memory[: whole * PAGE_BYTES].reshape(whole, PAGE_BYTES)[used] = pages
+        memory[whole * PAGE_BYTES :] = np.frombuffer(self._take(size - whole * PAGE_BYTES), np.uint8)
+        return memory
+
+
+class _Pickler(pickle.Pickler):
+    """Leaves the memory of all arrays to be written by itself."""
+
+    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
+        super().__init__(file, protocol=5, buffer_callback=buffers.append)
+
+    def reducer_override(self, value: Any) -> Any:
+        """A part of a larger array would be pickled number by number."""
+        if type(value) is np.ndarray and not value.flags.c_contiguous:
+            return np.ascontiguousarray(value).__reduce_ex__(5)
+        return NotImplemented
+
+
+class _Unpickler(pickle.Unpickler):
+    """Knows the classes that a machine is made of, and no others."""
+
+    def __init__(self, file: io.BytesIO, buffers: Iterable[Any]) -> None:
+        super().__init__(file, buffers=buffers)
+
+    def find_class(self, module: str, name: str) -> Any:
+        """Raises UnpicklingError."""
+        known = module.startswith(ALLOWED) or (module == "builtins" and name in ALLOWED_BUILTINS)
+        if not known:
+            raise pickle.UnpicklingError(f"{module}.{name} is no part of a machine")
+        return super().find_class(module, name)

@@ -1,0 +1,129 @@
+"""Where a server's machine comes from: born, or made anew of what another process left; and what is kept of it.
+
+The loop's clock is the core's: it goes on from the last event of the journal, by the time that has passed since. So
+deadlines stay what they were, also where the host was started again and its monotonic clock began anew.
+"""
+
+from __future__ import annotations
+
+import logging
+import secrets
+import time
+from collections.abc import Callable
+
+from kvforge.protocol.errors import KvforgeError
+
+from .config import CoordinatorConfig
+from .core.events import Boot
+from .core.limits import Limits
+from .core.machine import Machine
+from .ids import first_id
+from .journal.keeping import Keeper
+from .journal.log import Journal
+from .journal.recovery import Recovered
+from .publish import all_changed
+
+GENERATION_BITS = 30  # of 31: the rest is for counting on
+AWAY_S_MAX = 365 * 86_400.0  # a clock that says more is wrong
+log = logging.getLogger("coordinator")
+
+
+class Life:
+    """One process's part in the life of a machine. journal: None where nothing is kept. numbers: of connections, given
+    out so far. again: it was made anew."""
+
+    def __init__(self, config: CoordinatorConfig, stopping: Callable[[], bool], discard: bool = False) -> None:
+        """discard: what another process left is thrown away. stopping: whether the process was told to end.
+
+        Raises InvalidConfiguration, CoordinatorInUse, JournalCorrupt.
+        """
+        self._config = config
+        self._offset_us = self.numbers = 0
+        self.again = False
+        self._keeper: Keeper | None = None
+        self.journal: Journal | None = None
+        limits = config.core_limits()
+        if config.durability == "none":
+            self.machine = self._birth(limits)
+            return
+        journal = config.journal
+        keeper = self._keeper = Keeper(
+            config.state_path, config.durability, journal.bytes_max, int(journal.replay_ms_max * 1e3)
+        )
+        try:
+            found = self._found(keeper, limits, discard)
+            self.machine = self._go_on(found) if found is not None else self._birth(limits)
+            self.journal = keeper.begin(found, stopping)
+            if found is None:
+                self.journal.note(self._born, self.machine.start_us)
+                self.journal.commit()
+        except KvforgeError:
+            keeper.close(keep=True)
+            raise
+        self.again = found is not None
+
+    def now_us(self) -> int:
+        """The core's time: microseconds, monotonic."""
+        return time.monotonic_ns() // 1000 + self._offset_us
+
+    @property
+    def offset_us(self) -> int:
+        """Of the core's time from the monotonic clock."""
+        return self._offset_us
+
+    def next_number(self) -> int:
+        """For a connection: never used before."""
+        self.numbers += 1
+        return self.numbers
+
+    def turned(self, began_us: int) -> None:
+        """A turn is over."""
+        if self._keeper is not None:
+            now_us = self.now_us()
+            self._keeper.turned(self.machine, now_us - began_us, now_us, self.numbers)
+
+    def close(self, ended: bool) -> None:
+        """ended: as it was told to; then nothing is kept that nobody can ask for. Idempotent."""
+        if self._keeper is not None:
+            goes_on = self._config.on_stop == "keep" and bool(self.machine.requests.live)
+            self._keeper.close(keep=not ended or goes_on or self.machine.kept > 0)
+
+    # ----------------------------------------------------------------------------------------------------- where from
+
+    def _found(self, keeper: Keeper, limits: Limits, discard: bool) -> Recovered | None:
+        if discard:
+            keeper.discard()
+            return None
+        found = keeper.recover()
+        if found is None or found.machine.limits == limits:
+            return found
+        if not found.machine.kept and not found.machine.requests.live:
+            keeper.discard()  # other limits, and nothing that was made under the old ones
+            return None
+        log.warning(
+            "limits, cache, schedule or quotas are set otherwise than when %s was begun: what is kept there goes on "
+            "under the old ones; the new ones count from a start at which nothing is kept, or with --discard-state",
+            keeper.folder,
+        )
+        return found
+
+    def _go_on(self, found: Recovered) -> Machine:
+        away_s = min(max(0.0, time.time() - found.written_s), AWAY_S_MAX)
+        self._offset_us = found.now_us + int(away_s * 1e6) - time.monotonic_ns() // 1000
+        self.numbers = found.numbers
+        all_changed(found.machine)
+        log.info(
+            "went on from %s: %d records in %.0f ms, %d requests that have not ended, %d workers that may come back",
+            self._config.state_path,
+            found.records,
+            found.took_us / 1e3,
+            len(found.machine.requests.live),
+            len(found.machine.workers),
+        )
+        return found.machine
+
+    def _birth(self, limits: Limits) -> Machine:
+        """What distinguishes this life from every other one."""
+        first, generation = first_id(time.time_ns() // 1_000_000), secrets.randbits(GENERATION_BITS)
+        self._born = Boot(secrets.token_hex(16), secrets.token_bytes(32), limits, first, generation)
+        return Machine(self._born, self.now_us())

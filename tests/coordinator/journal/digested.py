@@ -1,0 +1,15 @@
+"""python -m tests.coordinator.journal.digested FOLDER: the digest of the machine that a journal makes, and its time."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+from coordinator.journal.recovery import recover
+from tests.simulation.digest import state_digest
+
+if __name__ == "__main__":
+    found = recover(Path(sys.argv[1]))
+    assert found is not None
+    found.machine.check_invariants()
+    print(state_digest(found.machine), found.now_us)

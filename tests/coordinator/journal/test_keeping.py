@@ -1,0 +1,315 @@
+"""What a server keeps: found again, cut by snapshots that a child writes, and given up; and a disk that is full."""
+
+from __future__ import annotations
+
+import resource
+import select
+import signal
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from coordinator.core.events import ClientCame, Event, FromClient, FromWorker, Turn
+from coordinator.core.limits import CacheLimits
+from coordinator.journal.log import Journal, segments, states
+from coordinator.journal.records import read
+from coordinator.journal.recovery import recover
+from coordinator.life import Life
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, JournalFull
+from kvforge.protocol.messages import CreateSequence, Message, Submit, WorkerHello, WorkerReady
+from tests.coordinator.driver import model_info
+from tests.simulation.digest import state_digest
+
+DEADLINE_S = 60.0
+READY = WorkerReady(rid=2, model=model_info(), blocks=8, bytes_per_block=1, kv_dtype="float32", device="cpu")
+
+
+def never() -> bool:
+    return False
+
+
+@pytest.fixture
+def folder() -> Iterator[Path]:
+    with tempfile.TemporaryDirectory(prefix="kvf-") as made:
+        yield Path(made)
+
+
+def config(folder: Path, **changed: object) -> CoordinatorConfig:
+    return CoordinatorConfig(runtime_dir=str(folder / "r"), state_dir=str(folder / "s"), **changed)  # type: ignore[arg-type]
+
+
+class Lived:
+    """A life whose events are told, written and applied."""
+
+    def __init__(self, config: CoordinatorConfig, discard: bool = False) -> None:
+        self.life = Life(config, never, discard)
+        self.machine = self.life.machine
+
+    def tell(self, event: Event, message: Message | None = None) -> None:
+        now_us = self.life.now_us()
+        assert self.life.journal is not None
+        self.life.journal.note(event, now_us, codec.encode(message) if message is not None else ())
+        self.machine.apply(event, now_us)
+
+    def client(self, message: Message) -> None:
+        number = self.life.next_number()
+        self.tell(ClientCame(number))
+        self.tell(FromClient(number, message, 7), message)
+
+    def turn(self) -> None:
+        began_us = self.life.now_us()
+        self.tell(Turn())
+        assert self.life.journal is not None
+        self.life.journal.commit()
+        self.life.turned(began_us)
+
+    def busy(self, requests: int = 3) -> None:
+        """A worker and requests, one of them running."""
+        for message in (WorkerHello(rid=1, name="w", pid=1), READY):
+            self.tell(FromWorker(1, message), message)
+        for rid in range(requests):
+            self.client(Submit(rid=rid, max_tokens=3, prompt=np.arange(4, dtype=np.int32)))
+        self.turn()
+
+
+def until(done: Callable[[], bool]) -> None:
+    deadline = monotonic() + DEADLINE_S
+    while not done():
+        assert monotonic() < deadline, f"it did not happen within {DEADLINE_S} s"
+        select.select([], [], [], 0.01)
+
+
+def test_another_life_goes_on_with_the_same_machine_and_numbers_and_a_later_time(folder: Path) -> None:
+    first = Lived(config(folder))
+    first.busy()
+    boot, digest, now_us, numbers = (
+        first.machine.boot,
+        state_digest(first.machine),
+        first.life.now_us(),
+        first.life.numbers,
+    )
+    first.life.close(ended=False)
+    for _ in range(3):
+        second = Lived(config(folder))
+        assert second.life.again and second.machine.boot == boot
+        assert state_digest(second.machine) == digest
+        assert second.life.numbers == numbers and second.life.next_number() == numbers + 1
+        assert second.life.now_us() >= now_us - 1
+        second.life.close(ended=False)
+
+
+def test_a_child_writes_a_snapshot_and_what_it_holds_is_removed(folder: Path) -> None:
+    lived = Lived(_journal(folder, bytes_max=1 << 16))
+    lived.busy()
+    keeper = lived.life._keeper
+    assert keeper is not None
+    prompt = np.arange(2000, dtype=np.int32) % 1000
+
+    def snapshots_made() -> bool:
+        lived.client(CreateSequence(rid=5, tokens=prompt))
+        lived.turn()
+        return keeper.snapshots >= 3
+
+    until(snapshots_made)
+    state = folder / "s"
+    assert len(states(state)) == 1 and len(segments(state)) <= 2
+    assert all(first >= next(iter(states(state))) for first in segments(state))
+    assert sum(path.stat().st_size for path in state.iterdir()) < 8 << 20, "most of a machine is room for what may come"
+    digest = state_digest(lived.machine)
+    lived.life.close(ended=False)
+    found = recover(state)
+    assert found is not None and state_digest(found.machine) == digest
+    assert not list(state.glob("*.part"))
+
+
+def test_a_snapshot_is_made_too_where_applying_it_all_again_would_take_too_long(folder: Path) -> None:
+    lived = Lived(_journal(folder, replay_ms_max=1.0))
+    lived.busy()
+    keeper = lived.life._keeper
+    assert keeper is not None
+
+    def made() -> bool:
+        lived.turn()
+        return keeper.snapshots >= 1
+
+    until(made)
+    written = sum(path.stat().st_size for path in segments(folder / "s").values())
+    for _ in range(20):
+        assert lived.life.journal is not None
+        lived.life.turned(lived.life.now_us() - 10_000)  # turns in which nothing came
+    assert sum(path.stat().st_size for path in segments(folder / "s").values()) == written
+    lived.life.close(ended=False)
+
+
+def test_a_snapshot_that_fails_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("coordinator.journal.snapshot.write", _fails)
+    lived = Lived(_journal(folder, replay_ms_max=1.0))
+    lived.busy()
+    keeper = lived.life._keeper
+    assert keeper is not None
+    ends: list[int] = []
+    collect = keeper._collect
+
+    def collected(options: int) -> None:
+        child = keeper._child
+        collect(options)
+        if child and not keeper._child:
+            ends.append(child)
+
+    monkeypatch.setattr(keeper, "_collect", collected)
+
+    def failed() -> bool:
+        lived.turn()
+        return len(ends) >= 2
+
+    until(failed)
+    assert keeper.snapshots == 0 and states(folder / "s") == {} and len(segments(folder / "s")) >= 3
+    digest = state_digest(lived.machine)
+    lived.life.close(ended=False)
+    found = recover(folder / "s")
+    assert found is not None and state_digest(found.machine) == digest
+
+
+def _fails(*_arguments: object) -> None:
+    raise OSError("no room")
+
+
+def _journal(folder: Path, **values: float) -> CoordinatorConfig:
+    return msgspec.convert(
+        {"runtime_dir": str(folder / "r"), "state_dir": str(folder / "s"), "journal": values}, CoordinatorConfig
+    )
+
+
+@pytest.mark.parametrize("on_stop", ["drain", "keep"])
+def test_what_nobody_can_ask_for_any_more_is_not_kept(folder: Path, on_stop: str) -> None:
+    """A stop that drains ends what runs; one that keeps leaves it to the next start."""
+    lived = Lived(config(folder, on_stop=on_stop))
+    lived.turn()
+    lived.life.close(ended=True)
+    assert not (folder / "s").exists()
+    lived = Lived(config(folder, on_stop=on_stop))
+    lived.busy()
+    assert (lived.machine.kept, len(lived.machine.requests.live)) == (0, 3)
+    lived.life.close(ended=True)
+    assert (folder / "s").exists() == (on_stop == "keep")
+    lived = Lived(config(folder, on_stop=on_stop))
+    assert len(lived.machine.requests.live) == (3 if on_stop == "keep" else 0)
+    lived.client(CreateSequence(rid=9, idle_ttl_ms=10**6, tokens=np.arange(3, dtype=np.int32)))
+    lived.turn()
+    lived.life.close(ended=True)
+    assert Lived(config(folder, on_stop=on_stop)).machine.kept == 1
+
+
+def test_two_coordinators_do_not_keep_their_state_in_one_folder(folder: Path) -> None:
+    lived = Lived(config(folder))
+    with pytest.raises(CoordinatorInUse, match="another coordinator keeps its state"):
+        Lived(config(folder))
+    lived.life.close(ended=False)
+    Lived(config(folder)).life.close(ended=True)
+
+
+@pytest.mark.parametrize("kept", [False, True])
+def test_other_limits_count_once_nothing_of_the_old_ones_is_kept(folder: Path, kept: bool) -> None:
+    first = Lived(config(folder))
+    if kept:
+        first.busy()
+    first.life.close(ended=False)
+    other = config(folder, cache=CacheLimits(block_size=32))
+    second = Lived(other)
+    assert second.machine.limits.cache.block_size == (16 if kept else 32)
+    assert second.life.again == kept
+    second.life.close(ended=False)
+    third = Lived(other, discard=True)
+    assert third.machine.limits.cache.block_size == 32 and not third.machine.requests.live
+
+
+def test_a_folder_that_others_may_write_to_is_not_read(folder: Path) -> None:
+    (folder / "s").mkdir(mode=0o700)
+    (folder / "s").chmod(0o770)
+    with pytest.raises(InvalidConfiguration, match=r"state_dir: .* nobody else may write to it"):
+        Lived(config(folder))
+    (folder / "s").rmdir()
+    (folder / "s").write_text("a file")
+    with pytest.raises(InvalidConfiguration, match=r"state_dir: .* cannot be used"):
+        Lived(config(folder))
+
+
+def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path) -> None:
+    """And what was written before is still read: what was cut short is taken back."""
+    stopped = [False]
+    looks = [0]
+
+    def stopping() -> bool:
+        looks[0] += 1
+        if looks[0] == 3 and not stopped[0]:
+            resource.setrlimit(resource.RLIMIT_FSIZE, before)  # somebody makes room
+        return stopped[0]
+
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    journal = Journal(folder, 1, stopping=stopping)
+    message = CreateSequence(rid=1, tokens=np.arange(1000, dtype=np.int32))
+    event, frames = FromClient(1, message), codec.encode(message)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
+        for _ in range(3):
+            journal.note(event, 1, frames)
+            journal.commit()
+        assert looks[0] == 3, "it was waited for"
+        stopped[0] = True
+        resource.setrlimit(resource.RLIMIT_FSIZE, (13_000, before[1]))
+        journal.note(event, 1, frames)
+        with pytest.raises(JournalFull, match="no room for the journal"):
+            journal.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        journal.close()
+    (path,) = segments(folder).values()
+    assert [found.number for found in read(memoryview(path.read_bytes()), 1, path.name)] == [1, 2, 3]
+
+
+def test_the_child_of_a_coordinator_that_dies_dies_with_it_and_holds_nothing(folder: Path) -> None:
+    """Else the next one would find the folder in use."""
+    code = (
+        "import os, sys, time\n"
+        "import coordinator.journal.keeping as keeping, coordinator.journal.snapshot as snapshot\n"
+        "snapshot.write = lambda *_: time.sleep(600)\n"
+        "from tests.coordinator.journal.test_keeping import Lived, _journal\n"
+        "from pathlib import Path\n"
+        "lived = Lived(_journal(Path(sys.argv[1]), replay_ms_max=1.0))\n"
+        "lived.busy()\n"
+        "while not lived.life._keeper._child: lived.turn()\n"
+        "print(lived.life._keeper._child, flush=True)\n"
+        "time.sleep(600)\n"
+    )
+    process = subprocess.Popen([sys.executable, "-c", code, str(folder)], stdout=subprocess.PIPE, text=True)
+    try:
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        links = Path(f"/proc/{child}/fd")
+        until(lambda: all(int(entry.name) < 3 for entry in links.iterdir()))
+        process.kill()
+        process.wait(DEADLINE_S)
+        until(lambda: not _alive(child))
+        assert len(Lived(_journal(folder)).machine.requests.live) == 3
+    finally:
+        process.kill()
+        process.wait(DEADLINE_S)
+        process.stdout.close()
+
+
+def _alive(pid: int) -> bool:
+    try:
+        return Path(f"/proc/{pid}/stat").read_text(encoding="ascii").rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

@@ -1,0 +1,99 @@
+"""[tcp] and [access]: what is wrong with them is named before anything listens."""
+
+from __future__ import annotations
+
+import builtins
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from coordinator import access
+from coordinator.config import CoordinatorConfig
+from coordinator.core.rights import Access
+from coordinator.outbox import Who
+from kvforge.protocol import keys
+from kvforge.protocol.configuration import convert
+from kvforge.protocol.errors import InvalidConfiguration, NotAllowed
+
+A, B = keys.make().public, keys.make().public
+LISTEN = {"listen": "tcp://127.0.0.1:0", "key_file": "/k"}
+MAY = {"tenant": "a", "rights": ["read"]}
+ALICE = {"alice": {"key": A, **MAY}}
+
+
+@pytest.mark.parametrize(
+    ("values", "field", "words"),
+    [
+        ({"tcp": LISTEN}, "access.clients", "names no key"),
+        (
+            {"tcp": {"listen_workers": "tcp://h:1", "key_file": "/k"}, "access": {"clients": ALICE}},
+            "access.workers",
+            "names no key",
+        ),
+        ({"tcp": {"listen": "tcp://h:1"}, "access": {"clients": ALICE}}, "tcp.key_file", "required by tcp.listen"),
+        ({"tcp": {**LISTEN, "listen": "h:1"}, "access": {"clients": ALICE}}, "tcp.listen", "not tcp://HOST:PORT"),
+        ({"tcp": {"listen_clients": ""}}, "tcp.listen_clients", "no such setting"),
+        ({"access": {"clients": {"alice": {"key": "x", **MAY}}}}, "access.clients.alice.key", "is no key"),
+        (
+            {"access": {"clients": {"a": {"key": A, **MAY}, "b": {"key": A, **MAY}}}},
+            "access.clients.b.key",
+            "access.clients.a.key",
+        ),
+        ({"access": {"clients": ALICE, "workers": {"w": {"key": A}}}}, "access.workers.w.key", "one of its own"),
+        ({"access": {"clients": {"a": {"key": A}}}}, "access.clients.a.tenant", "is required"),
+        ({"access": {"clients": {"a": {"key": A, "tenant": "t"}}}}, "access.clients.a.rights", "is required"),
+        ({"access": {"clients": {"a": MAY}}}, "access.clients.a", "neither a key nor a user"),
+        ({"access": {"clients": {"a": {**MAY, "user": "no-such-user"}}}}, "access.clients.a.user", "no user"),
+        ({"access": {"local": {"rights": ["root"]}}}, "access.local.rights", "'root' is none of submit, read, admin"),
+        ({"access": {"local": {"tenant": "a\n"}}}, "access.local.tenant", "printable"),
+        ({"access": {"local": {"requests_max": -1}}}, "access.local.requests_max", ">= 0"),
+        (
+            {"access": {"clients": {"a": {**MAY, "user": "7"}, "b": {**MAY, "user": "07"}}}},
+            "access.clients.b.user",
+            "access.clients.a.user",
+        ),
+    ],
+)
+def test_what_is_wrong_is_named(values: dict[str, Any], field: str, words: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=words) as raised:
+        convert(values, CoordinatorConfig)
+    assert raised.value.field == field
+
+
+def test_without_pynacl_only_this_machines_sockets_are_served(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = builtins.__import__
+
+    def without(name: str, *rest: Any, **more: Any) -> Any:
+        if name.partition(".")[0] == "nacl" or name == "curve":
+            raise ImportError("No module named 'nacl'")
+        return real(name, *rest, **more)
+
+    monkeypatch.setattr(builtins, "__import__", without)
+    values = {"tcp": LISTEN, "access": {"clients": ALICE}}
+    config = convert(values, CoordinatorConfig)
+    with pytest.raises(InvalidConfiguration, match=r"^tcp\.listen: needs PyNaCl .* pip install 'kvforge\[tcp\]'"):
+        access.client_doors(tmp_path, config.tcp, config.access)
+    assert len(access.client_doors(tmp_path, access.TcpSection(), config.access)) == 1
+
+
+def test_who_may_do_what() -> None:
+    clients = {
+        "alice": {"key": A, "tenant": "a", "rights": ["submit", "read"], "requests_max": 9},
+        "bob": {"user": "77", "tenant": "*", "rights": ["admin"]},
+    }
+    config = convert({"access": {"clients": clients, "local": {"tenant": "l"}}}, CoordinatorConfig)
+    gate = access.Gate("", config.access)
+    assert gate.client(Who(key=keys.bytes_of(A, "key"))) == Access("alice", "a", ("submit", "read"), 9)
+    assert gate.client(Who(user=77)) == Access("bob", "*", ("admin",))
+    assert gate.client(Who(user=78)) == Access("", "l", ("submit", "read", "admin"))
+    assert access.Gate().client(Who(user=0)).unlimited, "without a configuration everybody of this machine may all"
+
+
+def test_a_worker_brings_the_token_or_has_a_key() -> None:
+    gate = access.Gate("secret")
+    gate.check_worker(Who(user=0), "secret")
+    gate.check_worker(Who(key=b"k" * 32), "")
+    for token in ("", "secre", "secret ", "\u00e9"):
+        with pytest.raises(NotAllowed):
+            gate.check_worker(Who(user=0), token)

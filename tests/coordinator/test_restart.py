@@ -1,0 +1,230 @@
+"""The process is another one: who was connected comes back and goes on, who does not is given up in time."""
+
+from __future__ import annotations
+
+from collections import deque
+
+import numpy as np
+import pytest
+
+from coordinator.core.events import ClientCame, FromWorker, Restarted, ToWorker
+from kvforge.protocol.errors import RequestNotFound
+from kvforge.protocol.messages import (
+    Accepted,
+    Append,
+    Attach,
+    CreateSequence,
+    GetSequence,
+    Int32Array,
+    PoolRegistered,
+    RefBlock,
+    Step,
+    Submit,
+    WorkerHello,
+)
+from tests.coordinator.driver import GREEDY, Driver, FakeWorker, continuation
+from tests.simulation.digest import refusal_digest
+
+PROMPT = [5, 6, 7, 8, 9]
+REATTACH_US = 5_000_000
+BACK = 50  # the number of a worker's next connection
+NOT_ENDED = 1 << 60
+
+
+def driver(**limits: int) -> Driver:
+    made = Driver(reattach_us=REATTACH_US, lease_us=2_000_000, **limits)
+    made.apply(ClientCame(1, "a session"))
+    return made
+
+
+def restart(d: Driver) -> list[deque[Step]]:
+    """Every connection is gone, and what was on its way. Returns what workers had not done."""
+    left = [worker.inbox for worker in d.workers]
+    for worker in d.workers:
+        worker.inbox = deque()
+    d._due.clear()
+    d.apply(Restarted())
+    return left
+
+
+def come_back(d: Driver, worker: FakeWorker, number: int = BACK, **changed: object) -> list[object]:
+    """The worker connects to the new process. Returns what it was sent."""
+    worker.number = number
+    hello = {"rid": 1, "name": worker.name, "pid": 1, "boot": "boot", "epoch": worker.epoch, **changed}
+    effects = d.apply(FromWorker(number, WorkerHello(**hello)))  # type: ignore[arg-type]
+    return [effect.message for effect in effects if isinstance(effect, ToWorker)]
+
+
+def submit(d: Driver, rid: int = 100, client: int = 1, **values: object) -> Accepted:
+    values = {"max_tokens": 12, "sampling": GREEDY, **values}
+    reply = d.ask(Submit(rid=rid, prompt=_array(PROMPT), **values), client)  # type: ignore[arg-type]
+    assert isinstance(reply, Accepted)
+    return reply
+
+
+def _array(tokens: list[int]) -> Int32Array:
+    return np.array(tokens, np.int32)
+
+
+@pytest.mark.parametrize("done", ["nothing", "first", "both"])
+def test_a_worker_that_comes_back_goes_on_with_what_it_has(done: str) -> None:
+    """Steps that were sent are sent again; it knows which of them it has done."""
+    d = driver()
+    worker = d.add_worker(16)
+    request = submit(d).request_id
+    for _ in range(4):
+        d.step()
+    d.turn()
+    computed = d.machine.requests.computed_tokens_total
+    (under_way,) = restart(d)
+    assert len(under_way) == 2 and d.machine.due_us() == d.now_us + REATTACH_US
+    results = {
+        step.step_id: worker.execute(step) for step in list(under_way)[: ["nothing", "first", "both"].index(done)]
+    }
+    d.turn()
+    registered, *again = come_back(d, worker)
+    assert isinstance(registered, PoolRegistered) and registered.epoch == worker.epoch
+    assert [step.step_id for step in again] == [step.step_id for step in under_way]  # type: ignore[attr-defined]
+    d.attach(request, 0)
+    while worker.inbox:
+        step = worker.inbox.popleft()
+        d.report(worker, results.get(step.step_id) or worker.execute(step))
+    d.run_until_idle()
+    assert d.answer_of(request) == d.streamed[request] == continuation(PROMPT, 12)
+    assert d.machine.requests.computed_tokens_total == len(PROMPT) + 12 - 1 > computed
+    assert d.machine.requests.recomputed_tokens_total == 0
+
+
+@pytest.mark.parametrize("changed", [{"epoch": 0}, {"boot": "other"}, {"epoch": 7}])
+def test_a_worker_that_holds_nothing_of_this_life_is_a_new_one(changed: dict[str, object]) -> None:
+    d = driver()
+    worker = d.add_worker(16)
+    request = submit(d).request_id
+    for _ in range(4):
+        d.step()
+    restart(d)
+    assert come_back(d, worker, **changed) == [], "what it is to do depends on the pool that it makes now"
+    assert d.machine.cache.groups == {} and d.machine.requests.live[request].state == "preempted"
+    worker.kv.clear()
+    d.report(worker, d.ready(worker))
+    d.attach(request, 0)
+    d.run_until_idle()
+    assert d.streamed[request] == continuation(PROMPT, 12)
+
+
+def test_nothing_is_planned_for_a_worker_that_is_away_and_it_is_given_up_in_time() -> None:
+    d = driver()
+    worker = d.add_worker(16)
+    d.add_worker(16)
+    request = submit(d).request_id
+    for _ in range(3):
+        d.step()
+    assert worker.steps, "it runs on the first one"
+    restart(d)
+    other = d.workers[1]
+    come_back(d, other)
+    d.apply(ClientCame(1, "a session"))
+    d.workers.remove(worker)
+    for _ in range(3):
+        d.step()
+    assert d.machine.requests.live[request].slot >= 0 and d.wake_us() == REATTACH_US
+    d.advance(REATTACH_US - 1)
+    d.step()
+    assert len(d.machine.cache.groups) == 2
+    d.advance(1)
+    d.attach(request, 0)
+    d.run_until_idle()
+    assert len(d.machine.cache.groups) == 1 and other.steps
+    assert d.streamed[request] == continuation(PROMPT, 12)
+
+
+def test_a_client_that_comes_back_has_all_that_it_had() -> None:
+    d = driver()
+    d.add_worker(16)
+    request = submit(d).request_id
+    sequence = d.ask(CreateSequence(rid=101, tokens=_array(PROMPT))).sequence_id
+    for _ in range(4):
+        d.step()
+    block = int(d.machine.cache.sequences.table[d.machine.requests.live[request].slot, 0])
+    d.ask(RefBlock(rid=102, block_id=block, holder="mine"))
+    restart(d)
+    worker = d.workers[0]
+    come_back(d, worker)
+    d.apply(ClientCame(1, "a session"))
+    while worker.inbox:
+        d.answer(worker)
+    d.advance(REATTACH_US * 2)
+    d.step()
+    assert d.ask(GetSequence(rid=103, sequence_id=sequence)).length == len(PROMPT)
+    assert "mine" in [holder.name for holder in d.block(block).holders]
+    d.ask(Attach(rid=104, request_id=request, offset=2, resume=True))
+    d.run_until_idle()
+    assert d.tokens_read(1, request) == dict(enumerate(continuation(PROMPT, 12)[2:], 2))
+
+
+def test_clients_that_do_not_come_back_are_given_up_in_time_and_those_without_a_session_at_once() -> None:
+    d = driver()
+    d.add_worker(16)
+    own = d.ask(CreateSequence(rid=1, tokens=_array(PROMPT))).sequence_id
+    d.apply(ClientCame(2, ""))
+    nameless = d.ask(CreateSequence(rid=2, tokens=_array(PROMPT)), 2).sequence_id
+    restart(d)
+    assert nameless not in d.machine.cache.sequences.slot_of and own in d.machine.cache.sequences.slot_of
+    assert set(d.machine.clients) == {1} and d.machine.sessions.number("a session") == 1
+    come_back(d, d.workers[0])
+    d.advance(REATTACH_US)
+    d.turn()
+    assert own not in d.machine.cache.sequences.slot_of
+    assert not d.machine.clients and d.machine.sessions.number("a session") is None
+
+
+def test_a_command_that_is_sent_again_is_done_once_and_answered_as_before() -> None:
+    d = driver()
+    d.add_worker(16)
+    accepted = submit(d, rid=7)
+    create = CreateSequence(rid=8, tokens=_array(PROMPT))
+    created = d.ask(create)
+    ids = np.array([created.sequence_id])
+    append = Append(rid=9, sequence_ids=ids, counts=_array([2]), tokens=_array([1, 2]))
+    appended = d.ask(append)
+    restart(d)
+    come_back(d, d.workers[0])
+    d.apply(ClientCame(1, "a session"))
+    before = d.machine.requests.accepted_total
+    again = submit(d, rid=7)
+    assert (again.request_id, again.seed, again.repeated) == (accepted.request_id, accepted.seed, True)
+    assert d.machine.requests.accepted_total == before
+    state = refusal_digest(d.machine)
+    assert d.ask(create) is created
+    assert d.ask(append) is appended
+    assert refusal_digest(d.machine) == state, "it was done again"
+    d.run_until_idle()
+    assert d.tokens_read(1, accepted.request_id) == dict(enumerate(continuation(PROMPT, 12))), "from its first token on"
+    later = d.ask(CreateSequence(rid=10, tokens=_array(PROMPT)))
+    assert later.sequence_id != created.sequence_id
+
+
+def test_so_many_answers_are_kept_and_no_more() -> None:
+    d = driver(answers_kept_max=3)
+    d.add_worker(16)
+    made = [d.ask(CreateSequence(rid=rid)).sequence_id for rid in range(1, 6)]
+    assert [d.ask(CreateSequence(rid=rid)).sequence_id for rid in (3, 4, 5)] == made[2:]
+    assert d.ask(CreateSequence(rid=2)).sequence_id not in made, "an old one is a new command"
+    d.gone(1)
+    with pytest.raises(RequestNotFound):
+        d.ask(Attach(rid=5, request_id=NOT_ENDED))
+
+
+def test_another_connection_of_a_session_takes_the_place_of_one_that_is_still_there() -> None:
+    d = driver()
+    d.add_worker(16)
+    request = submit(d).request_id
+    for _ in range(3):
+        d.step()
+    d._due.clear()
+    d.apply(ClientCame(1, "a session"))
+    d.step()
+    assert (1, request) not in d._due, "the new connection is told nothing before it asks"
+    d.ask(Attach(rid=200, request_id=request, offset=1, resume=True))
+    d.run_until_idle()
+    assert d.tokens_read(1, request) == dict(enumerate(continuation(PROMPT, 12)[1:], 1))
