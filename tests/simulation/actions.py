@@ -8,6 +8,7 @@ answered makes the action do nothing, so any action may be left out of a scenari
 from __future__ import annotations
 
 from collections.abc import Iterator
+from itertools import accumulate
 from random import Random
 from typing import Any
 
@@ -103,7 +104,7 @@ class Drawer:
         for i in range(self._settings.clients):
             yield (0, "connect", f"c{i}", False)
         mix = {verb: weight for verb, weight in MIX.items() if not (self._settings.deadly and verb in DEATHS)}
-        verbs, weights = list(mix), list(mix.values())
+        verbs, weights = list(mix), list(accumulate(mix.values()))
         while True:
             at_us += int(self._random.expovariate(1.0) * self._settings.gap_us)
             if self._random.random() < TREE_SHARE:
@@ -131,7 +132,7 @@ class Drawer:
                     at_us = action[0]
                     yield action
                 continue
-            verb = self._random.choices(verbs, weights)[0]
+            verb = self._random.choices(verbs, cum_weights=weights)[0]
             yield (at_us, verb, *getattr(self, f"_{verb}")())
 
     # ----------------------------------------------------------------------------------------------------- parameters

@@ -60,7 +60,7 @@ class SimulatedClient:
         if self.connection is None:
             self.connections += 1
             self._random = Random(f"{self._seed}/{self.name}/{self.connections}")
-            self.connection = self._peers.connect(self._random, self._receive)
+            self.connection = self._peers.connect(self._random, self._receive, int(self.name[1:]))
             self.unanswered = set()
             self.send(Hello)
             if resume:

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import enum
 import hashlib
-import pickle
 import types
 from collections import deque
 from collections.abc import Callable
@@ -19,12 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
-# Lists of what is still to be published: publishing the same twice is harmless. `world` is the simulator's own.
-PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "changed_cells", "world"})
+# Lists of what is still to be published: publishing the same twice is harmless. `watcher` is the simulator's own.
+PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "changed_cells", "watcher"})
 # A refusal is counted, its sender is known from then on, and time passes; nothing else may change.
 REFUSAL_COUNTERS = frozenset({"refused_total", "clients", "now_us"})
 # What the simulator puts between the parts of a machine.
-WATCHERS = frozenset({"world", "plan", "end", "_start", "add", "requeue", "_make_way"})
+WATCHERS = frozenset({"watcher", "plan", "end", "_start", "add", "requeue", "_make_way"})
 _ATOMS = (int, float, str, bytes, bool, type(None))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
 
@@ -47,22 +46,6 @@ def state_digest(machine: Any) -> str:
 def refusal_digest(machine: Any) -> str:
     """The digest of everything that a refused command must leave as it was."""
     return digest(machine, PUBLISH_LISTS | REFUSAL_COUNTERS)
-
-
-def snapshot(machine: Any) -> bytes:
-    """The same as bytes of one process, several times faster: for comparing the state before and after one event.
-
-    Of requests that ended only the ids count. Pickling also writes down which objects are the same object, so only an
-    untouched state is sure to give the same bytes.
-    """
-    requests, clock = machine.requests, machine.cache.clock
-    finished, clients, refused_total, now_us = requests.finished, machine.clients, requests.refused_total, clock.now_us
-    requests.finished, machine.clients, requests.refused_total, clock.now_us = tuple(finished), (), 0, 0
-    try:
-        return pickle.dumps(machine.__dict__, protocol=5)
-    finally:
-        requests.finished, machine.clients, requests.refused_total = finished, clients, refused_total
-        clock.now_us = now_us
 
 
 def _walk(value: Any, feed: Feed, ignore: frozenset[str], seen: dict[int, int]) -> None:

@@ -13,7 +13,7 @@ from collections.abc import Callable, Sequence
 from random import Random
 from typing import Any
 
-from coordinator.outbox import Sent
+from coordinator.outbox import Sent, Who
 from kvforge.protocol.codec import Decoder
 from kvforge.protocol.messages import Message
 
@@ -60,6 +60,10 @@ class Delays:
         if not self.calm and random.random() < self.long_share:
             return 1 + int(random.random() * self.long_us)
         return 1 + int(random.random() * self.short_us)
+
+
+def _copied(frames: Frames) -> tuple[bytes, ...]:
+    return tuple(map(bytes, frames))
 
 
 class Connection:
@@ -136,8 +140,10 @@ class SimulatedPeers:
     ) -> None:
         self.clock, self._delays, self._numbers, self._wake = clock, delays, numbers, wake
         self._decoder, self._tap = decoder, tap
+        self._foreseen: dict[tuple[bytes, ...], Message] = {}
         self._inbox: deque[tuple[bytes, int, list[bytes]]] = deque()
         self._connections: dict[bytes, Connection] = {}
+        self._users: dict[bytes, int] = {}
         self._number_of: dict[bytes, int] = {}
         self._identity_of: dict[int, bytes] = {}
         self._ended: list[bytes] = []
@@ -149,11 +155,12 @@ class SimulatedPeers:
 
     # ------------------------------------------------------------------------------------------- the simulator's side
 
-    def connect(self, random: Random, receive: Receive) -> Connection:
-        """A new connection of a peer."""
+    def connect(self, random: Random, receive: Receive, user: int = -1) -> Connection:
+        """A new connection of a peer. user: whose."""
         self._made += 1
         connection = Connection(self, b"id%d" % self._made, random, receive)
         self._connections[connection.identity] = connection
+        self._users[connection.identity] = user
         return connection
 
     def arrival(self, random: Random) -> int:
@@ -171,6 +178,17 @@ class SimulatedPeers:
         self._ended.append(connection.identity)
         self._wake()
 
+    def foresee(self, frames: Frames) -> Message:
+        """What a peer will read in these bytes, should they be sent: then they are not decoded once more."""
+        parts = _copied(frames)
+        message = self._foreseen[parts] = self._decoder.decode(parts)
+        return message
+
+    def _read(self, frames: Frames) -> Message:
+        parts = _copied(frames)
+        message = self._foreseen.pop(parts, None)
+        return self._decoder.decode(parts) if message is None else message
+
     @property
     def waiting(self) -> bool:
         """Whether messages are left that no turn has taken."""
@@ -184,10 +202,13 @@ class SimulatedPeers:
     def number(self, identity: bytes) -> int | None:
         return self._number_of.get(identity)
 
-    def admit(self, identity: bytes, _descriptor: int) -> int | None:
+    def who(self, identity: bytes) -> Who:
+        return Who(self._users[identity])
+
+    def admit(self, identity: bytes, _descriptor: int, number: int | None = None) -> int | None:
         if identity not in self._connections:
             return None
-        number = self._numbers()
+        number = self._numbers() if number is None else number
         self._number_of[identity], self._identity_of[number] = number, identity
         return number
 
@@ -213,7 +234,7 @@ class SimulatedPeers:
             del self._number_of[identity]
 
     def send(self, number: int, frames: Frames) -> Sent:
-        message = self._decoder.decode([bytes(frame) for frame in frames])
+        message = self._read(frames)
         sent = self._send(number, message)
         self._tap(number, message, sent)
         return sent
@@ -238,7 +259,7 @@ class SimulatedPeers:
             return Sent.GONE
         if connection.full:
             return Sent.FULL
-        connection.to_peer(self._decoder.decode([bytes(frame) for frame in frames]))
+        connection.to_peer(self._read(frames))
         return Sent.DONE
 
     def flush(self) -> None:

@@ -72,6 +72,11 @@ class Performer:
         else:
             worker.garble = parameters[0]
 
+    def _acting(self, client: SimulatedClient, tenant: str, chance: int) -> str:
+        """For whom a client acts: one that may act for one tenant mostly does."""
+        bound = self._world.settings.bound.get(client.name)
+        return tenant if bound is None or chance % 8 == 0 else bound
+
     def _id(self, label: str) -> int | None:
         return self._world.id_of(label)
 
@@ -105,7 +110,8 @@ class Performer:
         tenant: str,
         more: tuple[tuple[str, Any], ...],
     ) -> None:
-        fields = {"max_tokens": answer, "tenant": tenant, "prompt": int32(prompt), **dict(more)}
+        fields = {"max_tokens": answer, "tenant": self._acting(client, tenant, len(prompt)), "prompt": int32(prompt)}
+        fields.update(more)
         tops = fields.pop("logprobs", 0)
         fields["sampling"] = Sampling(temperature=0.7, seed=seed, stop_tokens=stops, logprobs=tops)
         self._send_submit(client, labels, fields)
@@ -179,7 +185,8 @@ class Performer:
     def _create(
         self, client: SimulatedClient, label: str, tokens: tuple[int, ...], tenant: str, ttl_ms: int, salt: str
     ) -> None:
-        client.send(CreateSequence, (label,), tenant=tenant, salt=salt, idle_ttl_ms=ttl_ms, tokens=int32(tokens))
+        acting = self._acting(client, tenant, len(tokens))
+        client.send(CreateSequence, (label,), tenant=acting, salt=salt, idle_ttl_ms=ttl_ms, tokens=int32(tokens))
 
     def _append(self, client: SimulatedClient, parts: tuple[tuple[str, tuple[int, ...]], ...]) -> None:
         known = [(self._id(label), tokens) for label, tokens in parts if self._id(label) is not None]

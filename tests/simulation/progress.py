@@ -82,23 +82,29 @@ class Progress:
 
     def turned(self, now_us: int) -> None:
         """A turn is over: a group that has rows works on them, and nobody waits for what has come."""
-        if self._machine.due_us() is not None and self._machine.due_us() == now_us:
+        if self._machine.due_us() == now_us:
             return  # there is more to do at once
         for group in self._machine.cache.groups.values():
             if group.running and not group.sent:
                 raise Violation(f"{group.running} rows of {group.name} stand still, and nothing is under way")
         admission = self._machine.admission
-        chosen = [request.kept_epoch for request in admission.waiting]
-        kept = [r for r in admission.waiting if r.wait is not None and admission._kept_for(r) is not None]
-        for request, epoch in zip(admission.waiting, chosen, strict=True):
-            request.kept_epoch = epoch  # to ask chooses where room is kept, which is not for a check to do
-        for request in admission.waiting if not kept else ():
-            if request.wait is None or request.awaits_sibling:
+        waiting = [request for request in admission.waiting if request.wait is not None]
+        if any(self._is_kept_for(request) for request in waiting):
+            return
+        for request in waiting:
+            if request.awaits_sibling:
                 continue
             hashes, found = request.hashes, admission.choice.choose(request, ())
             request.hashes = hashes
             if isinstance(found, Placement) and request.wait.limit != "kept":
                 raise Violation(f"request {request.id} waits for {request.wait}, and would find room")
+
+    def _is_kept_for(self, request: Request) -> bool:
+        """Whether room is kept for the request. To ask chooses where, which is not for a check to do."""
+        chosen = request.kept_epoch
+        kept = self._machine.admission._kept_for(request) is not None
+        request.kept_epoch = chosen
+        return kept
 
     def hopeless(self, request: Request) -> None:
         """A row is ended because it can never go on: a second opinion, with sets.

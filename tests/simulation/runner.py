@@ -66,7 +66,7 @@ def play(
             error = f"{type(problem).__name__}: {problem}"
             where = "".join(traceback.format_exc(limit=-6))
         finally:
-            world.tables.close()
+            world.close()
     return Outcome(seed, world.events, error, where, settings, performed)
 
 
@@ -81,7 +81,7 @@ def trace_seed(seed: int, events: int) -> list[str]:
         except Exception as problem:  # noqa: BLE001 - the trace ends where the failure is
             world.trace.append(f"{type(problem).__name__}: {problem}\n{traceback.format_exc(limit=-8)}")
         finally:
-            world.tables.close()
+            world.close()
         return world.trace
 
 
@@ -93,9 +93,9 @@ def digest_seed(seed: int, events: int) -> str:
         world.recording = left = Left()
         try:
             world.run(drawer.actions(), events)
-            return left.over(world.tables)
+            return left.over(world.coordinator.tables)
         finally:
-            world.tables.close()
+            world.close()
 
 
 @contextmanager

@@ -27,6 +27,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     was on board must finish. drain_ms: -1, the run does not end with a Drain; 0, with one that has no deadline;
     drain_by_signal: nobody sends that one.
     backlog_max: replies kept for a client that does not read.
+    bound: clients that act for one tenant alone; c0, which gives all back at the end, is none.
     """
 
     block_size: int = 4
@@ -63,6 +64,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     duplicate_share: float = 0.05
     gap_us: int = 700
     turn_us: int = 50
+    bound: dict[str, str] = {}
 
     @property
     def context(self) -> int:
@@ -162,6 +164,7 @@ def draw_settings(random: Random) -> Settings:
         drain_ms=random.choice((-1, -1, -1, 0, 1, 20)),
         backlog_max=random.choice((1, 4, 1024)),
         drain_by_signal=random.random() < 0.4,
+        bound={f"c{i}": random.choice(TENANTS) for i in range(1, random.choice((1, 1, 2, 3)))},
     )
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Container
 
 from coordinator.core.requests.streams import RETRY_US
 from kvforge.protocol.messages import Ended, Stream
@@ -152,7 +153,7 @@ class Telling:
             if lost_us + RETRY_US < latest_us and self._owed.get(client):
                 raise Violation(f"client {client} took nothing at {lost_us} us, and was not tried again since")
 
-    def turn_ends(self, clients: set[int]) -> None:
+    def turn_ends(self, clients: Container[int]) -> None:
         """Everything that was owed to those who are there, and who took anything, has been told."""
         for client, owed in self._owed.items():
             if owed and client in clients and client not in self._lost_us:

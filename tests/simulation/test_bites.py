@@ -32,7 +32,7 @@ LIKELY = {
     "time_to_live_forgotten_while_a_request_runs": 30,
     "paused_stream_not_due": 2,
     "one_round_a_turn": 3,
-    "drain_without_end": 2,
+    "drain_without_end": 7,
     "attach_replays_from_the_next": 1,
     "paused_stream_goes_on": 2,
     "end_told_while_paused": 2,
@@ -49,6 +49,16 @@ LIKELY = {
     "tops_lost_in_a_replay": 1,
     "crash_never_counted": 5,
     "suspect_runs_among_others": 19,
+    "requests_of_others_found": 4,
+    "sequences_of_others_found": 4,
+    "blocks_of_others_found": 2,
+    "list_of_all_tenants": 2,
+    "purge_of_all_tenants": 3,
+    "tenant_taken_from_the_message": 2,
+    "anybody_drains": 2,
+    "explanation_names_others": 2,
+    "salt_ignored": 1,
+    "error_names_others": 45,
 }
 # A world for what the drawn ones hardly meet: many rows in a pool that is too small for them, and floors.
 CROWDED = Settings(

@@ -28,8 +28,8 @@ def test_recorded_events_make_the_same_effects_and_the_same_state_in_another_pro
     try:
         world.run(drawer.actions(), EVENTS)
     finally:
-        world.tables.close()
-    world.recording.write(world.machine, tmp_path / "events")
+        world.close()
+    world.recording.write(world.coordinator.machine, tmp_path / "events")
     done = subprocess.run(
         [sys.executable, "-m", "tests.simulation.replay", str(tmp_path / "events")],
         cwd=ROOT,

@@ -1,0 +1,349 @@
+"""One life of the simulated coordinator: the real core, the real turn and the real tables, watched from all sides.
+
+The loop is called when something arrives and exactly when it said, never by itself: what nobody waits for does not
+happen. More than that is asked of it (`_probe`): until the moment that was told, another Turn must find nothing to do.
+
+All that ends with the process is here. What others know and remember, the clock and the books are the world's.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from random import Random
+from typing import TYPE_CHECKING
+
+from coordinator.core.cache.groups import Group
+from coordinator.core.cache.placement import Placement
+from coordinator.core.events import (
+    Applied,
+    Boot,
+    ClientCame,
+    ClientFull,
+    ClientGone,
+    Effect,
+    Event,
+    FromClient,
+    ToClient,
+    Turn,
+    WorkerGone,
+)
+from coordinator.core.machine import Machine
+from coordinator.core.requests.lifecycle import NO_SLOT, Request
+from coordinator.outbox import Sent
+from coordinator.turn import TurnLimits, TurnLoop
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CapacityExceeded, KvforgeError
+from kvforge.protocol.messages import (
+    Accepted,
+    Done,
+    Drain,
+    Message,
+    PoolRegistered,
+    Refused,
+    Step,
+    Stream,
+)
+from kvforge.protocol.tables import TablesWriter
+from tests.simulation.checks import Checker, Generations
+from tests.simulation.digest import digest
+from tests.simulation.progress import Progress
+from tests.simulation.snapshots import NOTHING, Snapshot, Snapshots
+from tests.simulation.workers import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.world import World
+
+# So often it is tried out whether what a turn left undone would have been done by another one: two comparisons each.
+PROBE_EVERY = 16
+COMPARE_EVERY = 32
+SAME_INSTANT_MAX = 32
+REPLACED_US = 5_000
+
+
+class WatchedMachine(Machine):
+    """The real machine; every event is counted and checked."""
+
+    watcher: SimulatedCoordinator
+
+    def apply(self, event: Event, now_us: int) -> Applied:
+        """Applies, then checks. A refusal must leave the state as it was."""
+        watcher = self.watcher
+        before = watcher.snapshots.take() if watcher.compares(event) else NOTHING
+        watcher.begins(event)
+        applied = super().apply(event, now_us)
+        watcher.applied(event, now_us, applied, before)
+        return applied
+
+    def gauges(self, now_us: int) -> list[int]:
+        """The last thing that is published."""
+        self.watcher.published = True
+        return super().gauges(now_us)
+
+
+class SimulatedCoordinator:
+    """Machine, tables and loop of one process, between the world's two networks. It tells the world's books."""
+
+    def __init__(self, world: World, boot: Boot, folder: Path, entropy: Random) -> None:
+        settings = world.settings
+        self._world, self._clock, self._ledger, self._entropy = world, world.clock, world.ledger, entropy
+        self._cause: Event | None = None
+        self.published = False
+        self._compare_every = min(COMPARE_EVERY, world.full_check_every)
+        self._core_due_us: int | None = None
+        self._turn_planned = False
+        self._due_us = self._turned_us = self._turns_at_once = 0
+        self._mark = (0, 0, 0)
+        self._flushed = self._unpublished = False
+        self.machine = WatchedMachine(boot, world.clock.now_us)
+        self.machine.watcher = self
+        self.tables = TablesWriter(folder / "tables", settings.geometry(), boot.boot)
+        self.loop = TurnLoop(
+            self.machine,
+            self.tables,
+            world.client_side,
+            world.worker_side,
+            lambda: entropy.getrandbits(64),
+            lambda: world.clock.now_us,
+            TurnLimits(messages_per_turn_max=8, clients_max=16, client_backlog_max=settings.backlog_max),
+            self,
+            gate=world.ledger.isolation,
+        )
+        self.checker, self._generations = Checker(self.machine, self.tables), Generations(self.machine)
+        self._progress = Progress(self.machine, settings)
+        self._watch()
+        self.snapshots = Snapshots(self.machine)
+
+    def _watch(self) -> None:
+        """Puts itself between the parts of the core, to see what no message tells."""
+        machine = self.machine
+        self._plan, self._end = machine.scheduler.plan, machine.endings.end
+        self._start, self._add = machine.admission._start, machine.admission.waiting.add
+        machine.scheduler.plan = self._planned  # type: ignore[method-assign]
+        machine.endings.end = self._ended  # type: ignore[method-assign]
+        machine.admission._start = self._started  # type: ignore[method-assign]
+        machine.admission.waiting.add = self._added  # type: ignore[method-assign]
+        self._requeue = machine.admission.requeue
+        machine.admission.requeue = self._requeued  # type: ignore[method-assign]
+        self._make_way, self._asking = machine.scheduler._make_way, NO_SLOT
+        machine.scheduler._make_way = self._making_way  # type: ignore[method-assign]
+
+    def __reduce__(self) -> tuple[type[str], tuple[str]]:
+        """Snapshots of the core end here: it holds references to whoever watches it."""
+        return (str, ("the watcher",))
+
+    # ---------------------------------------------------------------------------------------------------------- events
+
+    def compares(self, event: Event) -> bool:
+        """Whether the state is compared around the event. Not every one: a comparison costs as much as the event."""
+        return isinstance(event, FromClient) and self._world.events % self._compare_every == 0
+
+    def begins(self, event: Event) -> None:
+        """An event is about to be applied."""
+        self._cause = event
+        self._ledger.isolation.before(event, self.machine.requests.finished)
+
+    def applied(self, event: Event, now_us: int, applied: Applied, before: Snapshot) -> None:
+        """Checks after each event."""
+        world, ledger = self._world, self._ledger
+        self._core_due_us = applied.due_us
+        if world.recording is not None:
+            world.recording.applied(self.machine, event, now_us, applied)
+        world.events += 1
+        if isinstance(event, FromClient):
+            self._replied(event, applied.effects, before)
+        elif isinstance(event, ClientCame):
+            ledger.isolation.came(event)
+        elif isinstance(event, ClientGone):
+            ledger.client_gone(event.client, event.goodbye, now_us)
+            self._unpublished |= self.published
+        elif isinstance(event, ClientFull):
+            ledger.streamed(event.client, event.lost, now_us, lost=True)
+        elif isinstance(event, WorkerGone):
+            self._progress.disturbed()
+        elif isinstance(event, Turn):
+            self._flushed = True
+            ledger.dues.turn(now_us)
+            self.checker.turned(now_us)
+        self._check()
+
+    def _replied(self, event: FromClient, effects: list[Effect], before: Snapshot) -> None:
+        """Books the answer to a command, as it can be read from its bytes."""
+        answer, ledger, now_us = effects[-1], self._ledger, self._clock.now_us
+        assert isinstance(answer, ToClient)
+        reply = self._world.client_side.foresee(codec.encode(answer.message))
+        if isinstance(reply, Refused) and before is not NOTHING and before != self.snapshots.take():
+            raise Violation(f"a refused command changed the state: {event.message!r} -> {reply.error}")
+        if isinstance(reply, Accepted) and not reply.repeated:
+            ledger.prompt_sizes[reply.request_id] = self.machine.requests.live[reply.request_id].prompt.size
+        if isinstance(event.message, Drain) and isinstance(reply, Done):
+            ledger.dues.drain(event.message.deadline_ms, now_us)
+        ledger.replied(event.client, event.message, reply, now_us)
+        ledger.isolation.replied(event, reply)
+
+    def _check(self) -> None:
+        cache = self.machine.cache
+        s = cache.sequences
+        rows = len(s.changed_rows) + len(s.changed_lengths)
+        mark = (rows, len(s.changed_cells), len(cache.blocks.changed))
+        if mark != self._mark:  # whatever touches a row or a block says so, or it would not be published
+            self._mark = mark
+            self.checker.light()
+            self._generations.check()
+        if self._world.events % self._world.full_check_every == 0:
+            self.checker.full()
+            self._ledger.isolation.explained(self.machine.explainer, self.machine.requests.live)
+            self._progress.check_shares()
+
+    def to_client(self, number: int, message: Message, sent: Sent) -> None:
+        """A message for a client left the loop, and this became of it."""
+        if sent is Sent.GONE:
+            self._ledger.telling.gone(number)
+        elif sent is Sent.DONE:
+            self._world.note(f"c{number}", message)
+            self._ledger.isolation.told(number, message)
+            if isinstance(message, Stream):
+                self._ledger.streamed(number, message, self._clock.now_us)
+
+    def to_worker(self, number: int, message: Message, _sent: Sent) -> None:
+        """A message for a worker left the loop."""
+        self._world.note(f"w{number}", message)
+        if isinstance(message, Step):
+            self._within_limits(message)
+        elif isinstance(message, PoolRegistered):
+            self._ledger.model_known = True
+            self.snapshots.renew()
+
+    def _within_limits(self, step: Step) -> None:
+        settings = self._world.settings
+        if step.slots.size > settings.step_rows_max or int(step.counts.sum()) > settings.step_tokens_max:
+            raise Violation(f"step {step.step_id} has {step.slots.size} rows of {int(step.counts.sum())} tokens")
+        if len(set(step.slots.tolist())) != step.slots.size:
+            raise Violation(f"step {step.step_id} names a slot twice")
+
+    # -------------------------------------------------------------------------------------------------- between parts
+
+    def _planned(self, group: Group) -> Step | None:
+        """Plans a step, and looks at it before anything else happens."""
+        step = self._plan(group)
+        if step is not None:
+            self.checker.planned(group, step)
+            self._progress.planned(group, step)
+        return step
+
+    def _ended(
+        self,
+        request: Request,
+        event: str,
+        reason: str,
+        error: KvforgeError | None,
+        keep: int | None = None,
+    ) -> None:
+        """Ends a request, and asks why."""
+        if event == "fail" and isinstance(error, CapacityExceeded):
+            self._progress.hopeless(request)
+            self._ledger.hopeless.add(request.id)
+        self._end(request, event, reason, error, keep)
+        self._ledger.over(request, self._clock.now_us, self._cause)
+        self._progress.over(request)
+        self._progress.disturbed()
+
+    def _started(self, request: Request, placement: Placement) -> None:
+        """Starts a request, and looks at whom it passes."""
+        self._progress.starts(request, placement.group)
+        self._start(request, placement)
+        self._progress.started(request)
+
+    def _making_way(self, group: Group, slot: int, count: int) -> bool:
+        """Room is made for a row: whoever is preempted meanwhile is preempted for it."""
+        self._asking = slot
+        return self._make_way(group, slot, count)
+
+    def _requeued(self, request: Request) -> None:
+        """A running request waits again: because its worker is gone, or because the scheduler wants its blocks."""
+        if isinstance(self._cause, Turn) and request.worker in self._names():
+            self._progress.preempted(request, self._asking)
+        self._requeue(request)
+
+    def _names(self) -> set[str]:
+        return {worker.name for worker in self.machine.workers.values()}
+
+    def _added(self, request: Request) -> None:
+        """A request joins the queue."""
+        queue = self.machine.admission.waiting
+        before = float(queue.service[request.tenant])
+        self._add(request)
+        self._progress.added(queue, request.tenant, before)
+
+    # ------------------------------------------------------------------------------------------------------ processes
+
+    def watch(self, worker: int, pid: int, descriptor: int) -> None:
+        """A worker connected: coordinator.turn.Processes."""
+
+    def leave(self, worker: int) -> None:
+        """Its connection ended."""
+
+    def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
+        """Whoever keeps workers running ends the process, and starts another one."""
+        for one in self._world.workers.values():
+            if one.pid == pid:
+                one.kill(1 + self._entropy.randrange(REPLACED_US))
+
+    def act(self, now_us: int) -> int | None:
+        """Nothing is left to do."""
+        return None
+
+    # ---------------------------------------------------------------------------------------------------------- turns
+
+    def begin_drain(self, now_us: int, deadline_us: int) -> None:
+        """A signal reached the process."""
+        self.loop.begin_drain(now_us, deadline_us)
+        self.wake()
+
+    def wake(self) -> None:
+        """Something arrived: it takes a turn soon."""
+        if not self._turn_planned:
+            self._turn_planned = True
+            self._clock.after(self._world.settings.turn_us, self._turn)
+
+    def _turn(self) -> None:
+        world, now_us = self._world, self._clock.now_us
+        if world.turns % PROBE_EVERY == 0 or now_us >= self._due_us:
+            self._probe(max(self._turned_us, min(now_us, self._due_us - 1)))
+        self._turn_planned = False
+        self._mark = (0, 0, 0)
+        self._flushed = self._unpublished = self.published = False
+        world.turns += 1
+        self._ledger.dues.late(now_us)
+        self._ledger.telling.late(now_us - world.settings.turn_us)
+        self._due_us = self.loop.turn(now_us)
+        self._turned_us, before_us = now_us, self._turned_us
+        if self._flushed:
+            self._ledger.telling.turn_ends(self.machine.clients)
+        self._progress.turned(now_us)
+        # A change that nobody told of shows in the next turn that tells of one.
+        if self._mark != (0, 0, 0) and not self._unpublished:
+            self.checker.published()
+        if world.trace is not None:
+            world.trace.append(f"{now_us:>9} turn {world.turns}: {digest(self.machine)}")
+        self._turns_at_once = self._turns_at_once + 1 if now_us == before_us else 0
+        if self._turns_at_once > SAME_INSTANT_MAX:
+            raise Violation("the loop spins: it asks for turn after turn at the same moment")
+        turns = world.turns
+        self._clock.at(self._due_us, lambda: self._turn() if world.turns == turns else None)
+        if world.client_side.waiting or world.worker_side.waiting:
+            self.wake()
+
+    def _probe(self, at_us: int) -> None:
+        """Another Turn, after the last one and before the next is due, must change nothing: what it could do was left
+        undone, or became due and nobody was told."""
+        machine, snapshots = self.machine, self.snapshots
+        if (self._core_due_us is not None and self._core_due_us <= at_us) or machine.streams.due_us is not None:
+            return  # what was lost or given up when the last turn sent its messages is for the next one
+        before = snapshots.take()
+        if machine.due_us() != machine.due_us() or before != snapshots.take():
+            raise Violation("asking when something is due changed the state")
+        turns, machine.turns = machine.turns, machine.turns
+        effects = Machine.apply(machine, Turn(), at_us).effects
+        machine.turns = turns
+        if effects or before != snapshots.take():
+            raise Violation(f"nothing was due at {at_us} us, and yet another turn had something to do: {effects}")

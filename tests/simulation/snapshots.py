@@ -1,0 +1,178 @@
+"""The whole state of one machine as bytes of this process: equal before and after what must change nothing.
+
+Most of what a machine is made of stays the same objects: the machine's parts all its life, a worker's group as long as
+it is there. They are found now and then; a snapshot says what is in each, and names it by a number wherever it is
+referred to (pickle's memo, filled beforehand). Whatever else is reachable is written out where it is found. So nothing
+is left out, and an object that took another one's place shows.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import io
+import pickle
+from collections import OrderedDict, deque
+from operator import attrgetter
+from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from coordinator.core.cache.groups import SentStep
+from coordinator.core.machine import Machine
+from coordinator.core.requests.idempotency import IdempotencyKey
+from coordinator.core.requests.lifecycle import Request
+from coordinator.core.waits import Wait
+from kvforge.protocol.messages import RowStart, Sampling, Step
+
+# What pickle says nothing of but a name.
+CONSTANT = (int, float, str, bytes, bool, type(None))
+NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, np.dtype)
+# Those that come and go with requests and steps.
+STRUCTS = (Sampling, Wait, IdempotencyKey, SentStep, Step, RowStart)
+Snapshot = tuple[bytes, bytes]
+NOTHING: Snapshot = (b"", b"")
+Reduced = tuple[Any, ...]
+# A request without its arrays, which are of one type each and nobody else's.
+_of_request = attrgetter(*sorted(set(Request.__slots__) - {"prompt", "tokens", "logprobs"}))
+
+
+class Finder(pickle.Pickler):
+    """Walks through everything that is reachable, and keeps what is no plain value or container."""
+
+    def __init__(self) -> None:
+        super().__init__(io.BytesIO(), 5)
+        self.found: list[Any] = []
+
+    def reducer_override(self, value: Any) -> Any:
+        """Called once for each of them."""
+        self.found.append(value)
+        return NotImplemented
+
+
+class Known:
+    """Objects that have numbers, and what is in them.
+
+    attributes: of the parts of the machine. values: what else can be changed; constants cannot.
+    """
+
+    def __init__(self, found: list[Any]) -> None:
+        parts = [value for value in found if _is_part(value)]
+        frozen = [value for value in found if _is_frozen(value)]
+        self.arrays = [value for value in found if type(value) is np.ndarray and value.flags.c_contiguous]
+        named = [value for value in found if isinstance(value, NAMED)]
+        owners = {id(owner): owner for value in named if not _is_alone(owner := getattr(value, "__self__", None))}
+        fields = [getattr(value, name) for value in frozen for name in value.__struct_fields__]
+        self.attributes = [vars(part) for part in parts]
+        self.values = [value for value in (*fields, *owners.values()) if not isinstance(value, CONSTANT)]
+        self.objects = [*parts, *frozen, *self.arrays, *named]
+
+
+class Snapshots:
+    """Takes snapshots of one machine; two can be compared that were taken without a `renew` between them.
+
+    Of requests that ended only the ids count, and nothing of whoever was refused. A snapshot also says which objects
+    are the same object, so only an untouched state is sure to give the same bytes.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._machine = machine
+        self._reducers = {
+            **copyreg.dispatch_table,
+            np.ndarray: _array,
+            deque: _deque,
+            OrderedDict: _ordered,
+            Request: _request,
+            **dict.fromkeys(STRUCTS, _struct),
+        }
+        self._lasting = Known([machine, *_found(machine.__dict__, None), *self._reducers, bytes, list, dict])
+        self._lasting_memo = _memo(self._lasting.objects)
+        self.renew()
+
+    def renew(self) -> None:
+        """A worker's group is new: it is looked for what stays for a while, so that snapshots are quick again."""
+        lasting = self._lasting
+        passing = Known(_found((self._machine.cache.groups, self._machine.workers), self._lasting_memo))
+        self._objects = [*lasting.objects, *passing.objects]  # kept: while it lives its id is nobody else's
+        self._memo = _memo(self._objects)
+        self._attributes = [*lasting.attributes, *passing.attributes]
+        self._values = [*lasting.values, *passing.values]
+        self._arrays = [*lasting.arrays, *passing.arrays]
+
+    def take(self) -> Snapshot:
+        """The state as it is now."""
+        machine = self._machine
+        requests, clock = machine.requests, machine.cache.clock
+        finished, clients = requests.finished, machine.clients
+        refused_total, now_us = requests.refused_total, clock.now_us
+        requests.finished, machine.clients, requests.refused_total, clock.now_us = tuple(finished), (), 0, 0
+        file = io.BytesIO()
+        pickler = pickle.Pickler(file, 5)
+        pickler.memo, pickler.dispatch_table = self._memo, self._reducers
+        try:
+            pickler.dump((list(map(list, map(dict.values, self._attributes))), self._values))
+            return file.getvalue(), b"".join(self._arrays)
+        finally:
+            requests.finished, machine.clients, requests.refused_total = finished, clients, refused_total
+            clock.now_us = now_us
+
+
+def _found(root: Any, memo: Any) -> list[Any]:
+    """All that is reachable from `root` and has no number yet."""
+    finder = Finder()
+    if memo is not None:
+        finder.memo = memo
+    finder.dump(root)
+    return finder.found
+
+
+def _memo(objects: list[Any]) -> Any:
+    """Numbers for them, as picklers take them."""
+    pickler = pickle.Pickler(io.BytesIO(), 5)
+    pickler.memo = {id(value): (number, value) for number, value in enumerate(objects)}
+    return pickler.memo
+
+
+def _is_part(value: Any) -> bool:
+    """An object of the core that is its attributes, and nothing besides."""
+    if isinstance(value, Machine):  # whichever class it is of
+        return True
+    cls = type(value)
+    return cls.__module__.startswith("coordinator.") and hasattr(value, "__dict__") and not _has_slots(cls)
+
+
+def _has_slots(cls: type) -> bool:
+    return any("__slots__" in vars(base) for base in cls.__mro__)
+
+
+def _is_frozen(value: Any) -> bool:
+    return isinstance(value, msgspec.Struct) and value.__struct_config__.frozen
+
+
+def _is_alone(owner: Any) -> bool:
+    """A function that is nobody's method has no owner, or a module."""
+    return owner is None or isinstance(owner, ModuleType)
+
+
+# What pickle is told of an object, quicker than the object says it by itself: a name, and what is in it.
+
+
+def _array(value: Any) -> Reduced:
+    return bytes, (value.dtype, value.shape, value.tobytes())
+
+
+def _deque(value: deque[Any]) -> Reduced:
+    return list, (), None, iter(value)
+
+
+def _ordered(value: OrderedDict[Any, Any]) -> Reduced:
+    return dict, (), None, None, iter(value.items())
+
+
+def _request(value: Request) -> Reduced:
+    return Request, (), (_of_request(value), value.prompt.tobytes(), value.tokens.tobytes(), value.logprobs.tobytes())
+
+
+def _struct(value: msgspec.Struct) -> Reduced:
+    return type(value), (), msgspec.structs.astuple(value)

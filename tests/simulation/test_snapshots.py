@@ -1,0 +1,118 @@
+"""That a snapshot leaves nothing out: whatever number of the core changes, it shows."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Iterator
+from pathlib import Path
+from types import BuiltinFunctionType, FunctionType, MethodType
+from typing import Any
+
+import msgspec
+import numpy as np
+import pytest
+
+from coordinator.core.machine import Machine
+from coordinator.core.requests.lifecycle import Request
+from tests.simulation.coordinators import SimulatedCoordinator
+from tests.simulation.runner import drawn
+from tests.simulation.snapshots import Snapshots
+from tests.simulation.world import World
+
+EVENTS_MAX = 1500
+NO_STATE = SimulatedCoordinator | FunctionType | BuiltinFunctionType | type
+# A refusal is counted, its sender is known from then on, and time passes: what no snapshot says.
+NOT_SAID = {("RequestTable", "refused_total"), ("Clock", "now_us")}
+
+
+class Enough(Exception):
+    """The world is as the test wants it."""
+
+
+@pytest.fixture(params=[3, 5])
+def busy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machine, Snapshots]]:
+    """A machine in the middle of its work: rows run and requests wait. Its snapshots know what was there at first."""
+    settings, drawer = drawn(request.param)
+    world = World(settings, str(request.param), tmp_path)
+    machine = world.coordinator.machine
+    snapshots = Snapshots(machine)
+
+    def note(*_: object) -> None:
+        running = any(group.running and group.sent for group in machine.cache.groups.values())
+        if running and machine.admission.waiting and world.events > EVENTS_MAX // 3:
+            raise Enough
+
+    world.note = note  # type: ignore[method-assign]
+    try:
+        with pytest.raises(Enough):
+            world.run(drawer.actions(), EVENTS_MAX)
+        yield machine, snapshots
+    finally:
+        world.close()
+
+
+def objects(machine: Machine) -> list[Any]:
+    """All that is reachable, found by attributes and items, not as pickle finds it; no request that ended."""
+    found: dict[int, Any] = {}
+    ended = set(map(id, machine.requests.finished.values()))
+    stack: list[Any] = [machine]
+    while stack:
+        value = stack.pop()
+        if id(value) in found or id(value) in ended or isinstance(value, NO_STATE):
+            continue
+        found[id(value)] = value
+        if isinstance(value, dict):
+            stack += [*value.keys(), *value.values()]
+        elif isinstance(value, list | tuple | set | frozenset | deque):
+            stack += value
+        elif isinstance(value, MethodType):
+            stack.append(value.__self__)
+        elif isinstance(value, msgspec.Struct):
+            stack += [getattr(value, name) for name in value.__struct_fields__]
+        else:
+            stack += [value for _, value in attributes(value)]
+    return list(found.values())
+
+
+def attributes(value: Any) -> list[tuple[str, Any]]:
+    """Those that can be set."""
+    if isinstance(value, Request):
+        return [(name, getattr(value, name)) for name in Request.__slots__]
+    return list(getattr(value, "__dict__", {}).items())
+
+
+@pytest.mark.parametrize("renewed", [False, True])
+def test_a_snapshot_shows_every_change_of_a_number(busy: tuple[Machine, Snapshots], renewed: bool) -> None:
+    machine, snapshots = busy
+    if renewed:
+        snapshots.renew()
+    before = snapshots.take()
+    arrays = numbers = 0
+    for value in objects(machine):
+        if isinstance(value, np.ndarray) and value.size and value.flags.writeable:
+            arrays += 1
+            last = value[(slice(-1, None),) * value.ndim]
+            kept = last.copy()
+            last[...] = np.frombuffer(bytes(byte ^ 1 for byte in kept.tobytes()), kept.dtype).reshape(kept.shape)
+            assert snapshots.take() != before, f"{value!r}"
+            last[...] = kept
+        for name, number in attributes(value):
+            if type(number) not in (int, float, bool) or (type(value).__name__, name) in NOT_SAID:
+                continue
+            numbers += 1
+            setattr(value, name, number + 1)
+            assert snapshots.take() != before, f"{type(value).__name__}.{name}"
+            setattr(value, name, number)
+    assert snapshots.take() == before
+    assert (arrays, numbers) > (50, 200)
+
+
+def test_a_snapshot_shows_an_array_that_takes_anothers_place(busy: tuple[Machine, Snapshots]) -> None:
+    machine, snapshots = busy
+    before = snapshots.take()
+    blocks = machine.cache.blocks
+    refcount = blocks.refcount
+    blocks.refcount = refcount.copy()
+    assert snapshots.take() != before
+    blocks.refcount = refcount
+    assert snapshots.take() == before
