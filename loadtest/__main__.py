@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add("--timeout", type=_seconds, default=600.0, metavar="S", help="from the intended arrival to the end [600]")
     add("--concurrency-max", type=int, default=10_000, metavar="N", help="under way at once; more must wait [10000]")
     add("--connections", type=int, default=1, metavar="N", help=f"1 to {CONNECTIONS_MAX} [1]")
-    add("--endpoint", metavar="URL", help="the coordinator, as ipc://PATH [KVFORGE_ENDPOINT]")
+    add("--endpoint", metavar="URL", help="the coordinator, as ipc://PATH or tcp://HOST:PORT [KVFORGE_ENDPOINT]")
     add("--runtime-dir", type=Path, metavar="DIR", help="of the coordinator [KVFORGE_RUNTIME_DIR]")
     add("--json", type=Path, metavar="FILE", help="write the document here")
     return top

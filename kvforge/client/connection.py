@@ -1,4 +1,4 @@
-"""The connection of a client: made by its first call, made again after it was lost, used by one thread.
+"""The connection of a client: made by its first call, made again when it was lost, used by one thread.
 
 Written once for both clients, as coroutines that wait only in `_until`. The asyncio client awaits them; the blocking
 client supplies an `_until` that blocks, and runs each coroutine to its end at once. So both behave the same, and
@@ -12,30 +12,29 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from contextlib import AbstractAsyncContextManager
 from time import monotonic
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from kvforge.protocol import transport
+from kvforge.protocol import network, transport
 from kvforge.protocol.errors import (
     Conflict,
     CoordinatorUnavailable,
     DeadlineExceeded,
     InvalidRequest,
     KvforgeError,
-    ProtocolError,
 )
-from kvforge.protocol.messages import Hello, Message, Submit, Welcome
+from kvforge.protocol.messages import Message, Submit
 
+from .awaited import Pending, Watched, again
 from .exchanges import Exchange
 from .link import Link
-from .session import Pending, Session, Watched
+from .session import Session
 from .values import number, shown
 
 M = TypeVar("M", bound=Message)
 T = TypeVar("T")
 
-RETRY_PAUSE_S = 0.05
+RECONNECT_S_MAX = 24 * 3600.0
 
 
 class Connection(ABC):
@@ -48,6 +47,9 @@ class Connection(ABC):
         timeout_s: float,
         connect_timeout_s: float,
         stream_timeout_s: float,
+        reconnect_s: float,
+        server_key: str | None,
+        key_file: str | os.PathLike[str] | None,
     ) -> None:
         self.endpoint = os.fspath(endpoint) if endpoint is not None else transport.default_client_endpoint()
         self.timeout_s = seconds(timeout_s)
@@ -58,7 +60,9 @@ class Connection(ABC):
         self._waiting = False
         self._closed = False
         self.session = Session(self.endpoint)
-        self.link = Link(self.session, self._link_opened)
+        again_s = number("reconnect_s", reconnect_s, 0, RECONNECT_S_MAX, "0 (not at all)")
+        proof = network.proof_for(self.endpoint, server_key, key_file)
+        self.link = Link(self.session, again_s, self._link_opened, proof)
 
     @abstractmethod
     async def _until(
@@ -68,10 +72,6 @@ class Connection(ABC):
 
         `ready` can become true only when one of `watch` is woken or, with `for_room`, when the link gets writable.
         """
-
-    @abstractmethod
-    def _gate(self) -> AbstractAsyncContextManager[Any]:
-        """Held while connecting, so that concurrent callers share one connection."""
 
     def _link_opened(self) -> None:
         """The link has new sockets."""
@@ -119,55 +119,27 @@ class Connection(ABC):
 
     async def _connect(self, deadline: float) -> None:
         self._check_usable()
+        session, dialler = self.session, self.link.dialler
         # A connection that ended while nobody looked is noticed here, before anything is sent.
         self.link.pump()
-        if self.session.welcome is not None:
+        if session.welcome is not None:
             return
-        # The limit counts from now, not from our turn at the gate: callers in a row do not wait one after the other.
-        limit = min(deadline, monotonic() + self._connect_timeout_s)
-        async with self._gate():
-            while self.session.welcome is None:
-                if await self._greet(limit):
-                    return
-                if not await self._pause(RETRY_PAUSE_S, limit):
-                    raise self._nobody("hung up at once")
 
-    async def _greet(self, deadline: float) -> bool:
-        """One attempt at a connection. False if it is worth another."""
-        link, session = self.link, self.session
-        if not link.is_open:
-            link.open()
-        if not await self._until(lambda: link.writable() or not link.is_open, (link,), deadline, for_room=True):
-            link.close()
-            raise self._nobody("does not answer")
-        if not link.is_open:
-            return False
-        rid = session.new_rid()
-        pending = session.expect(rid, Welcome, "Hello")
-        try:
-            link.send(Hello(rid=rid, boot=session.boot))
-            if not await self._until(lambda: pending.done, (pending,), deadline):
-                raise self._nobody("took the connection and does not answer")
-            pending.answer(Welcome)
-        except CoordinatorUnavailable:
-            if not pending.done:
-                raise
-            return False
-        except ProtocolError:
-            raise
-        except KvforgeError:
-            # The coordinator restarted and lost what we knew of it. Our requests have failed already: start anew.
-            if not session.boot:
-                raise
-            session.boot = ""
-            return False
-        finally:
-            session.forget(pending)
-            if session.welcome is None:
-                link.close()
-        return True
+        def over() -> bool:
+            return session.welcome is not None or dialler.refused is not None or self._closed
+
+        limit = min(deadline, monotonic() + max(self._connect_timeout_s, dialler.left_s))
+        with dialler.wanting():
+            if not await self._until(over, (self.link,), limit):
+                raise self._nobody(dialler.problem)
+            self._check_usable()
+            if dialler.refused is not None:
+                raise again(dialler.refused)
 
     def _nobody(self, what: str) -> CoordinatorUnavailable:
+        if network.is_network(self.endpoint):
+            problem = f"the coordinator at {self.endpoint} {what}: is it running there, and is the server key its own?"
+            return CoordinatorUnavailable(problem)
         return CoordinatorUnavailable(
             f"the coordinator at {self.endpoint} {what}: is it running? Start it with `kvforge up`, "
             "or name another with --endpoint or KVFORGE_ENDPOINT"
@@ -183,26 +155,30 @@ class Connection(ABC):
         what = type(message).__name__
         pending = session.expect(rid, expects, what, message.count if isinstance(message, Submit) else 1)
         try:
-            sent = False
 
             def room() -> bool:
-                return link.writable() or pending.done
+                return (session.welcome is not None and session.has_room(rid) and link.writable()) or pending.done
 
-            while not pending.done and not (sent := link.send(message)):
+            while not pending.done and not (session.has_room(rid) and link.send(message)):
                 if not await self._until(room, (link, pending), deadline, for_room=True):
-                    break
-            if not sent and not pending.done:
-                raise DeadlineExceeded(f"the coordinator at {self.endpoint} is too busy to take {what} ({wait_s:g} s)")
+                    raise self._late(f"is too busy to take {what} ({wait_s:g} s)", wait_s)
+            pending.sent = message
             pending.keyed = isinstance(message, Submit) and bool(message.key)
             if not await self._until(lambda: pending.done, (pending,), deadline):
-                raise DeadlineExceeded(f"the coordinator at {self.endpoint} did not answer {what} within {wait_s:g} s")
+                raise self._late(f"did not answer {what} within {wait_s:g} s", wait_s)
         except BaseException:
             # Whatever ended the wait (a deadline, Ctrl-C, a cancelled task), no request may run for nobody. A detached
             # one neither, since nobody has its id; one with a key may, since whoever sends the key again gets it.
-            for reply in session.forget(pending):
-                link.send(reply)
+            link.tell(session.forget(pending))
             raise
         return pending
+
+    def _late(self, what: str, wait_s: float) -> KvforgeError:
+        """The error of a command that has no answer in its time."""
+        if self.session.interrupted:
+            problem = f"the connection to the coordinator at {self.endpoint} was lost during the call"
+            return CoordinatorUnavailable(f"{problem}, and not made again within its {wait_s:g} s")
+        return DeadlineExceeded(f"the coordinator at {self.endpoint} {what}")
 
     async def _move(
         self, ready: Callable[[], bool], watch: Sequence[Watched], what: str, deadline: float | None = None

@@ -9,9 +9,9 @@ from typing import Generic, TypeVar
 from kvforge.protocol.errors import InvalidRequest
 
 from .arguments import stop_strings
+from .awaited import Track
 from .operations import Operations
 from .results import Token, token_at
-from .session import Track
 
 H = TypeVar("H", bound="Handle")
 

@@ -1,40 +1,59 @@
 """The socket under a session. Nothing here waits: the two clients differ only in how they wait.
 
-One ZeroMQ socket serves one connection: when the monitor reports that the coordinator is gone, the socket is closed
-and the next command opens a new one. So a command can never slip onto a new connection ahead of its `Hello`.
+One ZeroMQ socket serves one connection: when the monitor reports that the coordinator is gone, the socket is closed,
+and another one is opened for the next. So a command can never slip onto a new connection ahead of its `Hello`.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvforge.protocol import transport
+from kvforge.protocol import network, transport
 from kvforge.protocol.codec import encode
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration, ProtocolError
-from kvforge.protocol.messages import Goodbye, Message
+from kvforge.protocol.messages import Goodbye, Hello, Message
 
-from .session import Session, Watched
+from .awaited import Watched
+from .dialler import Dialler
+from .session import Session
 
 MESSAGES_PER_PUMP_MAX = 256
 GOODBYE_LINGER_MS = 200
+HEARD_OF = zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.HANDSHAKE_SUCCEEDED | network.REFUSED
 
 
 def _nothing() -> None: ...
 
 
 class Link(Watched):
-    """One connection of a session. Waiters on the link itself are woken whenever it opens, moves or closes."""
+    """The connections of a session, one after the other. Waiters on the link itself are woken whenever it opens, moves
+    or closes."""
 
-    def __init__(self, session: Session, opened: Callable[[], None] = _nothing) -> None:
+    def __init__(
+        self,
+        session: Session,
+        reconnect_s: float,
+        opened: Callable[[], None] = _nothing,
+        proof: network.Proof | None = None,
+    ) -> None:
+        """proof: of who we are, for a coordinator that is reached over a network."""
         super().__init__()
-        self._session = session
+        self._session, self._proof = session, proof
         self._context: zmq.Context[zmq.Socket[bytes]] | None = None
         self._opened = opened
+        self._ended = False
+        # A signal's handler broke off taking in a message: what it said is lost.
+        self._torn = False
+        # What the session itself has to say and found no room for.
+        self._outbox: deque[Message] = deque()
+        self.dialler = Dialler(session, self, reconnect_s)
         self.closing: Callable[[], None] = _nothing
         self.socket: zmq.Socket[bytes] | None = None
+        self.is_up = False  # a coordinator has taken the connection
         self.monitor: zmq.Socket[bytes] | None = None
 
     @property
@@ -46,39 +65,59 @@ class Link(Watched):
         assert self.socket is None, "a link is opened once per connection"
         if self._context is None:
             self._context = zmq.Context()
-        self.socket = transport.dealer(self._context)
-        self.monitor = self.socket.get_monitor_socket(zmq.Event.DISCONNECTED)
+        self.socket, self.is_up = transport.dealer(self._context, self._proof, immediate=False), False
+        self.monitor = self.socket.get_monitor_socket(HEARD_OF)
         try:
             self.socket.connect(self._session.endpoint)
         except zmq.ZMQError as error:
             self.close()
             problem = f"cannot connect to {self._session.endpoint!r}: {error.strerror}"
             raise InvalidConfiguration("endpoint", problem) from None
+        self.dialler.opened()
         self._opened()
 
     def writable(self) -> bool:
         """True once a coordinator has taken the connection and there is room for one more message."""
-        return self.socket is not None and bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
+        return self.socket is not None and self.is_up and bool(int(self.socket.getsockopt(zmq.EVENTS)) & zmq.POLLOUT)
 
     def send(self, message: Message) -> bool:
-        """Sends, or returns False if that is not possible now."""
-        if self.socket is None:
-            return False
-        try:
-            self.socket.send_multipart(encode(message), flags=zmq.DONTWAIT)
-        except zmq.Again:
-            return False
-        return True
+        """Sends a command, or returns False if that is not possible now."""
+        return self._session.welcome is not None and self._flush() and self._put(message)
+
+    def greet(self, hello: Hello) -> None:
+        """Sends the first message of a connection, which is writable."""
+        self._put(hello)
+
+    def tell(self, messages: Iterable[Message]) -> None:
+        """Sends what the session has to say as soon as that is possible, before any later command.
+
+        Without a connection it is said on the next one: the session knows what has no answer.
+        """
+        if self._session.welcome is not None:
+            self._outbox.extend(messages)
+            self._flush()
 
     def pump(self) -> bool:
-        """Takes in what has arrived; returns True if there may be more."""
-        more = self._drain()
-        if self.monitor is None or more:
-            return more
-        disconnected = False
-        while (event := _receive(self.monitor)) is not None:
-            disconnected |= parse_monitor_message(event)["event"] == zmq.Event.DISCONNECTED
-        if disconnected:
+        """Takes in what has arrived, and connects where that is wanted; returns True if there may be more."""
+        if self._ended:
+            return False
+        if self._torn:
+            self._torn = False
+            self.fail(CoordinatorUnavailable(f"reading what came from {self._session.endpoint} was broken off"))
+        try:
+            more = self._pump()
+        except InvalidConfiguration:
+            raise
+        except BaseException:
+            self._torn = self.dialler.resumes  # the next connection makes up for it
+            raise
+        return more
+
+    def _pump(self) -> bool:
+        if self._drain():
+            return True
+        events = self._events()
+        if zmq.Event.DISCONNECTED in events:
             # What arrived before the end still counts.
             while self._drain():
                 pass
@@ -88,17 +127,23 @@ class Link(Watched):
                     "See its log; `kvforge up` starts it again"
                 )
             )
+        elif zmq.Event.CLOSED in events:
+            self.close()
+            self.dialler.unanswered()
+        self.dialler.step()
+        self._flush()
         self.wake()
         return False
 
     def fail(self, error: CoordinatorUnavailable | ProtocolError) -> None:
-        """Ends the connection: whatever waits on it fails with `error`."""
+        """Ends the connection, which is of no use any more."""
         self.close()
-        self._session.lost(error)
+        self.dialler.lost(error)
 
     def goodbye(self) -> None:
         """Tells the coordinator, if it can be told at once, that this client leaves; then frees everything."""
-        if self.socket is not None and self._session.welcome is not None and self.send(Goodbye()):
+        self._ended = True
+        if self.socket is not None and self.send(Goodbye()):
             # A linger of zero would throw the message away before ZeroMQ's I/O thread has written it.
             self.socket.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)
         self.close()
@@ -112,12 +157,41 @@ class Link(Watched):
             return
         self.closing()
         self.closing = _nothing
+        self._outbox.clear()
         socket, monitor = self.socket, self.monitor
         self.socket = self.monitor = None
         socket.disable_monitor()
         monitor.close(linger=0)
         socket.close()
         self.wake()
+
+    def _put(self, message: Message) -> bool:
+        if self.socket is None:
+            return False
+        try:
+            self.socket.send_multipart(encode(message), flags=zmq.DONTWAIT)
+        except zmq.Again:
+            return False
+        return True
+
+    def _flush(self) -> bool:
+        """Whether all that the session itself has to say is sent."""
+        while self._outbox:
+            if not self._put(self._outbox[0]):
+                return False
+            self._outbox.popleft()
+        return True
+
+    def _events(self) -> set[int]:
+        """What has become of the connection: whether it began or ended, or nobody was there to take it."""
+        found: set[int] = set()
+        while self.monitor is not None and (event := _receive(self.monitor)) is not None:
+            kind = parse_monitor_message(event)["event"]
+            if kind == network.REFUSED and self._proof is not None:
+                self.dialler.turned_away(network.refusal(self._session.endpoint, self._proof))
+            self.is_up |= kind == zmq.Event.HANDSHAKE_SUCCEEDED
+            found.add(kind)
+        return found
 
     def _drain(self) -> bool:
         for _ in range(MESSAGES_PER_PUMP_MAX):
@@ -129,8 +203,7 @@ class Link(Watched):
                 where = f"what came from {self._session.endpoint} is not a coordinator's message"
                 self.fail(ProtocolError(f"{where} ({error}); is it a kvforge of another version?"))
                 return False
-            for reply in replies:
-                self.send(reply)
+            self.tell(replies)
         return True
 
 

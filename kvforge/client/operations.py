@@ -29,11 +29,12 @@ from kvforge.text.stop import StopText
 
 from . import exchanges
 from .arguments import answer_count, prompt_array, request_number
-from .connection import RETRY_PAUSE_S, Connection, seconds
+from .awaited import Track
+from .connection import Connection, seconds
+from .dialler import RETRY_PAUSE_S
 from .options import RequestOptions
 from .results import Completion, Finished, Token, finished, token_at
 from .sequences import SequenceRef, sequence_id
-from .session import Track
 from .tables import Tables
 from .values import INT32_MAX, whole
 
@@ -61,10 +62,19 @@ class Operations(Connection):
         timeout_s: float,
         connect_timeout_s: float,
         stream_timeout_s: float,
+        reconnect_s: float,
         tokenizer: str | os.PathLike[str] | None,
+        server_key: str | None,
+        key_file: str | os.PathLike[str] | None,
     ) -> None:
         super().__init__(
-            endpoint, timeout_s=timeout_s, connect_timeout_s=connect_timeout_s, stream_timeout_s=stream_timeout_s
+            endpoint,
+            timeout_s=timeout_s,
+            connect_timeout_s=connect_timeout_s,
+            stream_timeout_s=stream_timeout_s,
+            reconnect_s=reconnect_s,
+            server_key=server_key,
+            key_file=key_file,
         )
         self._tokenizer_source = tokenizer
         self._tokenizer: Tokenizer | None = None

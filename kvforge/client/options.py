@@ -10,6 +10,7 @@ from .arguments import check_request, check_submit, milliseconds
 from .sampling import Sampling
 
 MAX_TOKENS = 256
+RECONNECT_S = 10.0
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

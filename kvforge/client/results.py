@@ -6,7 +6,7 @@ from dataclasses import dataclass
 
 from kvforge.protocol.messages import Timings
 
-from .session import Track
+from .awaited import Track
 
 
 @dataclass(frozen=True, slots=True)

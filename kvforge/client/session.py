@@ -1,8 +1,7 @@
-"""The state of one connection to a coordinator, without any input or output.
+"""What a client waits for from its coordinator, over one connection after the other, without any input or output.
 
-Bytes come in through `receive`, the end of the connection through `lost`; what must be sent comes back as messages.
-`Client` and `AsyncClient` are two shells around this. Two kinds of thing can be waited for: a `Pending` (the answer to
-one command, found by its `rid`) and a `Track` (the tokens of one request, found by its `request_id`).
+Bytes come in through `receive`, the end of the connection through `lost` or, where another one is to take its place,
+through `interrupt`; what must be sent comes back as messages. `Client` and `AsyncClient` are two shells around this.
 
 Kept here:
 - a command or request that has ended is forgotten by the session; whoever holds its Pending or Track keeps the data;
@@ -10,159 +9,54 @@ Kept here:
   with an error;
 - a request that was accepted after its caller gave up is cancelled: nobody would read it. Not where the command had a
   key, or repeated an earlier one: then it can be asked for again;
-- a stream that stopped because we read too slowly is taken up where it stopped, by an Attach of the session's own.
+- a stream that stopped because we read too slowly is taken up where it stopped, by an Attach of the session's own;
+- a coordinator that knows the session's name goes on with it on a new connection: commands without an answer are sent
+  again with their rids, and have the answer that was lost; streams are taken up where they stopped. One that has
+  forgotten the session gets what may be done twice; for the rest the outcome is unknown.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
-from typing import TypeVar
+import os
+from collections.abc import Iterable, Sequence
 
 from kvforge.protocol.codec import Decoder, InvalidMessage
-from kvforge.protocol.errors import Conflict, DeadlineExceeded, InternalError, KvforgeError, ProtocolError, restore
+from kvforge.protocol.errors import Conflict, CoordinatorUnavailable, KvforgeError, ProtocolError, restore
 from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     Accepted,
     Attach,
     Attached,
     Cancel,
-    Ended,
+    Done,
     Message,
     Refused,
     Stream,
     Welcome,
 )
 
-M = TypeVar("M", bound=Message)
+from .awaited import Pending, Track
+
+NAME_BYTES = 16
 SEEDS = 1 << 64
+# Fewer than the answers that a coordinator keeps for a client by default: what is sent again is not done again.
+UNANSWERED_MAX = 1000
 NO_OFFSET = 1 << 32  # larger than any
 
 
-def again(error: KvforgeError) -> KvforgeError:
-    """A new exception equal to `error`, so that raising it twice does not pile up tracebacks on one object."""
-    return restore(error.code, error.message, error.fields)
-
-
-class Watched:
-    """Something that callers wait for; each registers a function that is called whenever it changes."""
-
-    __slots__ = ("wakers",)
-
-    def __init__(self) -> None:
-        self.wakers: set[Callable[[], None]] = set()
-
-    def wake(self) -> None:
-        """Calls every registered function."""
-        for waker in tuple(self.wakers):
-            waker()
-
-
-class Pending(Watched):
-    """One command on its way. Done when it has a reply or an error; `tracks` are the requests it started or reads.
-
-    count: how many requests it starts. keyed: it was sent with a key, so that it can be asked for again. resumes: the
-    request whose stream it takes up again, where the session itself sent it; else 0.
-    """
-
-    __slots__ = ("count", "error", "expects", "keyed", "reply", "resumes", "rid", "tracks", "what")
-
-    def __init__(self, rid: int, expects: type[Message], what: str, count: int = 1, resumes: int = 0) -> None:
-        super().__init__()
-        self.rid = rid
-        self.expects = expects
-        self.what = what
-        self.count = count
-        self.keyed = False
-        self.resumes = resumes
-        self.reply: Message | None = None
-        self.tracks: tuple[Track, ...] = ()
-        self.error: KvforgeError | None = None
-
-    @property
-    def done(self) -> bool:
-        return self.reply is not None or self.error is not None
-
-    def answer(self, expects: type[M]) -> M:
-        """The reply, which must be an `expects`. Raises the error that came instead."""
-        if self.error is not None:
-            raise again(self.error)
-        assert isinstance(self.reply, expects), "asked for before it was done, or as something else"
-        return self.reply
-
-
-class Track(Watched):
-    """The stream of one request, kept from its token `start` on. logprobs are in nats.
-
-    tops: for each token the most likely ones at its place, as (token id, log-probability); empty unless asked for.
-    kept: it goes on though nobody here reads it any more. readers: who does now.
-    """
-
-    __slots__ = ("ended", "error", "kept", "logprobs", "readers", "request_id", "seed", "start", "tokens", "tops")
-
-    def __init__(self, request_id: int, seed: int, start: int = 0) -> None:
-        super().__init__()
-        self.request_id = request_id
-        self.seed = seed
-        self.start = start
-        self.tokens: list[int] = []
-        self.logprobs: list[float] = []
-        self.tops: list[tuple[tuple[int, float], ...]] = []
-        self.ended: Ended | None = None
-        self.error: KvforgeError | None = None
-        self.kept = True
-        self.readers = 0
-
-    @property
-    def done(self) -> bool:
-        return self.ended is not None or self.error is not None
-
-    @property
-    def reach(self) -> int:
-        """The offset of the token that is due next."""
-        return self.start + len(self.tokens)
-
-    def end(self, ended: Ended, anew: int | None = None) -> None:
-        """The request has ended: with what the coordinator says, or with an error where its tokens did not all come.
-
-        anew: up to where a stream came that began anew; None: it did not. What is taken back by then is not in it.
-        """
-        streamed = ended.generated_tokens + ended.cut_tokens
-        # A track that starts behind the last token has no tokens, and lacks none.
-        whole = max(streamed, self.start) == self.reach or (anew == streamed and streamed < self.reach)
-        if ended.cut_tokens < 0 or not whole:
-            self.error = self.gap(f"it ended after {ended.generated_tokens} tokens and {self.reach} came")
-            return
-        for column in (self.tokens, self.logprobs, self.tops):
-            del column[max(0, ended.generated_tokens - self.start) :]
-        self.ended = ended
-
-    def gap(self, problem: str) -> ProtocolError:
-        """What is wrong with this stream."""
-        return ProtocolError(f"the stream of request {self.request_id} has a gap: {problem}")
-
-    def failure(self) -> KvforgeError | None:
-        """The error this request ended with; None while it runs, or when it ended well or was cancelled."""
-        if self.error is not None:
-            return again(self.error)
-        if self.ended is None:
-            return None
-        if self.ended.error is not None and self.ended.reason != "cancelled":
-            info = self.ended.error
-            return restore(info.code, info.message, info.fields)
-        if self.ended.reason == "failed":
-            return InternalError(f"request {self.request_id} failed; the coordinator did not say why")
-        if self.ended.reason == "expired":
-            return DeadlineExceeded(f"request {self.request_id} ran out of time in the coordinator")
-        return None
-
-
 class Session:
-    """One connection: who waits for what, and what has come for them."""
+    """Who waits for what, and what has come for them.
+
+    name: by which the coordinator knows this client on its next connection. welcome: None: there is no connection.
+    interrupted: it was lost, and what is kept here is waiting for the next one.
+    """
 
     def __init__(self, endpoint: str) -> None:
         self.endpoint = endpoint
+        self.name = os.urandom(NAME_BYTES).hex()
         self.boot = ""
         self.welcome: Welcome | None = None
+        self.interrupted = False
         self._decoder = Decoder(CLIENT_REPLIES)
         self._pending: dict[int, Pending] = {}
         # A request has several only where it was attached to again, from an earlier offset.
@@ -189,6 +83,10 @@ class Session:
         """The stream of a request that runs, where this session has it from `offset` or earlier."""
         return next((track for track in self._tracks.get(request_id, ()) if track.start <= offset), None)
 
+    def has_room(self, rid: int) -> bool:
+        """Whether the command `rid` may be sent: not too many before it have no answer yet."""
+        return rid - next(iter(self._pending), rid) < UNANSWERED_MAX
+
     def expect(self, rid: int, expects: type[Message], what: str, count: int = 1) -> Pending:
         """Registers the command `rid`, about to be sent; `what` names it in errors. count: the requests it starts."""
         pending = self._pending[rid] = Pending(rid, expects, what, count)
@@ -202,6 +100,9 @@ class Session:
         """
         if pending.keyed:
             return []  # its answer is still expected, and makes the requests known as ours
+        if pending.expects is Accepted and pending.sent is not None and not pending.done:
+            pending.abandoned = True  # to be asked for again, where its answer is lost: else it would run for nobody
+            return []
         self._pending.pop(pending.rid, None)
         if not isinstance(pending.reply, Accepted) or pending.reply.repeated:
             return []
@@ -220,9 +121,22 @@ class Session:
             return self._stream(message)
         return self._reply(message)
 
-    def lost(self, error: KvforgeError) -> None:
-        """The connection has ended: everything that still waits on it fails with `error`. Tokens received stay."""
+    def interrupt(self) -> None:
+        """The connection has ended, and another one will be tried: whatever waits goes on waiting."""
         self.welcome = None
+        self.interrupted = True
+        for of_streams in (self._resuming, self._due, self._anew):
+            of_streams.clear()
+        for pending in tuple(self._pending.values()):
+            if pending.resumes or pending.expects is Welcome:
+                del self._pending[pending.rid]
+
+    def lost(self, error: KvforgeError) -> None:
+        """There is no connection any more: everything that still waits fails with `error`. Tokens received stay."""
+        self.welcome = None
+        self.interrupted = False
+        # What the coordinator keeps for the old name is wanted no more: it ends with its lease.
+        self.name = os.urandom(NAME_BYTES).hex()
         waiting = list(self._pending.values())
         self._pending.clear()
         self._resuming.clear()
@@ -268,14 +182,35 @@ class Session:
             return self._accepted(pending, message)
         pending.reply = message
         if isinstance(message, Welcome):
-            self.welcome, self.boot = message, message.boot
+            return self._welcomed(message)
         if not isinstance(message, Attached):
             return []
         if not pending.resumes:
             pending.tracks = (self._track(message.request_id, message.seed, message.offset),)
+        if pending.resent:  # what came after the answer that was lost is lost too
+            return [self._resume(message.request_id)]
         return self._moved(message.request_id, message.offset, message.rid)
 
+    def _welcomed(self, message: Welcome) -> list[Message]:
+        """A connection begins. What is to be sent on it before anything else: commands in their order, then streams."""
+        self.welcome, self.boot = message, message.boot
+        self.interrupted = False
+        messages: list[Message] = []
+        for pending in tuple(self._pending.values()):
+            if pending.sent is None:  # whoever makes it will send it
+                continue
+            if message.resumed or pending.repeatable:
+                pending.resent = True
+                messages.append(pending.sent)
+                continue
+            del self._pending[pending.rid]
+            pending.error = _unknown_outcome(pending.what, self.endpoint)
+            pending.wake()
+        return messages + [self._resume(request_id, ours=message.resumed) for request_id in self._tracks]
+
     def _accepted(self, pending: Pending, message: Accepted) -> list[Message]:
+        if pending.abandoned:
+            return self._late(message)
         ids = range(message.request_id, message.request_id + message.count)
         if message.count != pending.count:
             problem = f"started {message.count} requests for a {pending.what} of {pending.count}"
@@ -283,6 +218,8 @@ class Session:
             return [] if message.repeated else self.cancel(ids)
         pending.reply = message
         pending.tracks = tuple(self._track(id_, (message.seed + i) % SEEDS, 0) for i, id_ in enumerate(ids))
+        if pending.resent and not message.repeated:  # tokens may have been sent to the connection that was lost
+            return [self._resume(request_id) for request_id in ids]
         for request_id in ids if message.repeated else ():
             self._moved(request_id, 0, message.rid)
         return []
@@ -305,18 +242,24 @@ class Session:
         behind = any(track.reach < offset for track in self._tracks[request_id])
         return [self._resume(request_id)] if behind else []
 
-    def _resume(self, request_id: int) -> Message:
-        """Asks for the stream of a request from the first token on that one of its tracks lacks."""
+    def _resume(self, request_id: int, *, ours: bool = True) -> Message:
+        """Asks for the stream of a request from the first token on that one of its tracks lacks.
+
+        ours: the coordinator knows that this client reads it, so that another one who has taken it meanwhile keeps it.
+        """
         rid = self.new_rid()
         self._pending[rid] = Pending(rid, Attached, "Attach", resumes=request_id)
         self._resuming[request_id] = rid
         self._due[request_id] = NO_OFFSET
         offset = min(track.reach for track in self._tracks[request_id])
-        return Attach(rid=rid, request_id=request_id, offset=offset, resume=True)
+        return Attach(rid=rid, request_id=request_id, offset=offset, resume=ours)
 
     def cancel(self, request_ids: Iterable[int]) -> list[Message]:
-        """The commands that end requests; nobody waits for their answers."""
-        return [Cancel(rid=self.new_rid(), request_id=request_id) for request_id in request_ids]
+        """The commands that end requests. Nobody waits for their answers, but they are sent until they have them."""
+        commands = [Cancel(rid=self.new_rid(), request_id=request_id) for request_id in request_ids]
+        for command in commands:
+            self.expect(command.rid, Done, "Cancel").sent = command
+        return list(commands)
 
     def _fail(self, request_id: int, error: KvforgeError) -> None:
         """Whoever reads this request gets `error` after what has come."""
@@ -371,7 +314,7 @@ class Session:
                 if 0 <= offset < track.reach:  # a row that came twice
                     continue
                 if offset != track.reach:
-                    broken.append(self._break(track, f"token {track.reach} was due and token {offset} came"))
+                    broken += self._break(track, f"token {track.reach} was due and token {offset} came")
                     continue
                 track.tokens.append(token_id)
                 track.logprobs.append(logprob)
@@ -379,7 +322,7 @@ class Session:
                 touched[track] = None
         return broken
 
-    def _break(self, track: Track, problem: str) -> Message:
+    def _break(self, track: Track, problem: str) -> list[Message]:
         # A new list, since the caller iterates over the old one.
         left = [other for other in self._tracks[track.request_id] if other is not track]
         if left:
@@ -388,7 +331,18 @@ class Session:
             self._drop(track.request_id)
         track.error = track.gap(problem)
         track.wake()
-        return Cancel(rid=self.new_rid(), request_id=track.request_id)
+        return self.cancel((track.request_id,))
+
+
+def _unknown_outcome(what: str, endpoint: str) -> CoordinatorUnavailable:
+    """The error of a command that may have been done, or not."""
+    problem = f"the connection to {endpoint} was lost before {what} was answered, and the coordinator has forgotten us"
+    hints = {
+        "Submit": "it was perhaps accepted, and then ends with its lease; with a key the same call can be made again",
+        "Append": "ask for the sequence's length before you append again",
+    }
+    hint = hints.get(what, "look at what it was to change before you make the call again")
+    return CoordinatorUnavailable(f"{problem}: whether it was done is not known; {hint}")
 
 
 def _tops(message: Stream) -> list[tuple[tuple[int, float], ...]]:

@@ -48,7 +48,8 @@ class Tables:
 
     runtime_dir: by default KVFORGE_RUNTIME_DIR, else where a coordinator without a configuration serves.
     Every read gives copies, and none waits longer than about a second. After the coordinator's end the tables show what
-    it last wrote, also when another one serves in the same folder: look at `alive`, then make a new object.
+    it last wrote, also when another one serves in the same folder: look at `alive`, then make a new object. A killed
+    one that goes on with all that it knew is the same start, in a new file: from then on that one is read.
     Raises CoordinatorUnavailable where there is no file, Unavailable where it cannot be read, and ProtocolError naming
     both layout versions where it is of another one.
     """
@@ -56,7 +57,7 @@ class Tables:
     def __init__(self, runtime_dir: str | os.PathLike[str] | None = None) -> None:
         folder = Path(runtime_dir) if runtime_dir is not None else transport.default_runtime_dir()
         try:
-            self._reader = _open(folder.absolute() / transport.TABLES_FILE)
+            self._hold(folder.absolute() / transport.TABLES_FILE)
         except FileNotFoundError:
             raise CoordinatorUnavailable(
                 f"no coordinator serves in {folder.absolute()}: is it running? Start it with `kvforge up`, "
@@ -68,7 +69,7 @@ class Tables:
         """The tables of the coordinator that sent `welcome`. Raises Unavailable, ProtocolError."""
         tables, path = cls.__new__(cls), Path(welcome.tables_path)
         try:
-            tables._reader = _open(path)
+            tables._hold(path)
         except FileNotFoundError:
             raise CoordinatorUnavailable(
                 f"the shared tables of the coordinator at {endpoint} are not here ({path}): "
@@ -81,15 +82,37 @@ class Tables:
             )
         return tables
 
+    def _hold(self, path: Path) -> None:
+        self._path, self._held = path, _open(path)
+        self._seen = self._held.inode
+
+    @property
+    def _reader(self) -> TablesReader:
+        """The tables as they lie there now. Raises ProtocolError where they are of another layout by now."""
+        try:
+            status = self._path.stat()
+        except OSError:  # between two lives of the coordinator, or after the last
+            return self._held
+        # The old file exists as long as it is mapped: no new one has its number.
+        if (inode := (status.st_dev, status.st_ino)) != self._seen:
+            try:
+                found = _open(self._path)
+            except FileNotFoundError:
+                return self._held
+            self._seen = inode
+            if found.boot == self._held.boot:
+                self._held = found
+        return self._held
+
     @property
     def boot(self) -> str:
         """The start of the coordinator that writes, or wrote, these tables; `Stats.boot` is the same."""
-        return self._reader.boot
+        return self._held.boot
 
     @property
     def block_size(self) -> int:
         """Tokens a block."""
-        return self._reader.geometry.block_size
+        return self._held.geometry.block_size
 
     @property
     def pid(self) -> int:
@@ -127,16 +150,17 @@ class Tables:
         Each length belongs to its id; one that came or went during the call may be there or not. Raises
         DeadlineExceeded as `gauges` does.
         """
-        _, lengths, ids = self._reader.rows(self._reader.slots_taken(), 1)
+        reader = self._reader
+        _, lengths, ids = reader.rows(reader.slots_taken(), 1)
         taken = ids != 0
         return ids[taken], lengths[taken]
 
     def sequence(self, sequence: SequenceRef) -> SequenceRow:
         """One sequence, by its handle or id. Raises SequenceNotFound, InvalidRequest, and DeadlineExceeded as above."""
-        wanted = sequence_id(sequence)
+        wanted, reader = sequence_id(sequence), self._reader
         # If the slot changes hands before its row is read, look again. That ends, since no id is given twice.
-        while (slot := self._reader.slot_of(wanted)) is not None:
-            blocks, length, found = self._reader.row(slot)
+        while (slot := reader.slot_of(wanted)) is not None:
+            blocks, length, found = reader.row(slot)
             if found == wanted:
                 return SequenceRow(wanted, length, blocks)
         raise SequenceNotFound(wanted)

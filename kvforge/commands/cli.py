@@ -20,11 +20,14 @@ from . import (
     attach,
     cancel,
     demo,
+    deploy,
     drain,
     generate,
     health,
+    keys,
     parsing,
     pull,
+    replay,
     requests,
     stats,
     status,
@@ -33,7 +36,10 @@ from . import (
     version,
 )
 
-COMMANDS = (pull, up, generate, attach, status, health, stats, top, requests, cancel, drain, demo, version)
+COMMANDS = (
+    *(pull, up, generate, attach, status, health, stats, top, requests, cancel, drain, replay),
+    *(keys, demo, deploy, version),
+)
 DEBUG = "KVFORGE_DEBUG"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a write to standard output may say
 

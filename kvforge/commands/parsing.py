@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from kvforge.client.blocking import Client
+from kvforge.client.options import RECONNECT_S
 from kvforge.protocol import transport
 from kvforge.protocol.errors import InvalidRequest
 
@@ -28,7 +29,16 @@ def global_options(parser: argparse.ArgumentParser, *, top: bool) -> None:
         help="sockets and shared tables [KVFORGE_RUNTIME_DIR]",
     )
     group.add_argument(
-        "--endpoint", metavar="URL", default=default, help="the coordinator, as ipc://PATH [KVFORGE_ENDPOINT]"
+        "--endpoint",
+        metavar="URL",
+        default=default,
+        help="the coordinator, as ipc://PATH or tcp://HOST:PORT [KVFORGE_ENDPOINT]",
+    )
+    group.add_argument(
+        "--server-key", metavar="KEY", default=default, help="for tcp://, its public key [KVFORGE_SERVER_KEY]"
+    )
+    group.add_argument(
+        "--key-file", metavar="FILE", default=default, help="for tcp://, our own keys [KVFORGE_KEY_FILE]"
     )
     group.add_argument(
         "--timeout",
@@ -36,6 +46,13 @@ def global_options(parser: argparse.ArgumentParser, *, top: bool) -> None:
         metavar="S",
         default=default,
         help=f"seconds the coordinator may take to answer a command [{TIMEOUT_S:g}]",
+    )
+    group.add_argument(
+        "--reconnect",
+        type=_perhaps_seconds,
+        metavar="S",
+        default=default,
+        help=f"seconds to try again where the connection is lost; 0: not at all [{RECONNECT_S:g}]",
     )
 
 
@@ -52,7 +69,20 @@ def open_client(options: argparse.Namespace, tokenizer: str | None = None) -> Cl
     endpoint = options.endpoint
     if endpoint is None and options.runtime_dir is not None:
         endpoint = transport.client_endpoint(options.runtime_dir)
-    return Client(endpoint, timeout_s=options.timeout or TIMEOUT_S, tokenizer=tokenizer)
+    timeout_s = options.timeout or TIMEOUT_S
+    return Client(
+        endpoint,
+        timeout_s=timeout_s,
+        reconnect_s=reconnect_s(options),
+        tokenizer=tokenizer,
+        server_key=options.server_key,
+        key_file=options.key_file,
+    )
+
+
+def reconnect_s(options: argparse.Namespace) -> float:
+    """How long to try again where the coordinator is gone; 0: not at all."""
+    return RECONNECT_S if options.reconnect is None else float(options.reconnect)
 
 
 def runtime_dir(options: argparse.Namespace) -> Path:
@@ -70,6 +100,13 @@ def seconds(text: str) -> float:
 
 
 seconds.__name__ = "number of seconds (above 0, at most a day)"
+
+
+def _perhaps_seconds(text: str) -> float:
+    return float(text) and seconds(text)
+
+
+_perhaps_seconds.__name__ = "number of seconds (0 to a day)"
 
 
 def token_ids(text: str, field: str) -> list[int]:

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import argparse
 import sys
+import time
 from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +19,7 @@ from . import parsing, printing
 
 EVERY_S, EVERY_S_MIN = 1.0, 0.1
 LINES_PER_HEADER = 20
+LOOK_S = 0.1
 IPC = "ipc://"
 COLUMNS = {
     "running": "requests_running",
@@ -46,16 +49,16 @@ def add(subparsers: Any) -> None:
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints lines until there are enough. Raises CoordinatorUnavailable where there is no coordinator any more."""
+    """Prints lines until there are enough. Raises CoordinatorUnavailable where there is no coordinator any more, and
+    does not come back."""
     folder = _folder(options)
     tables = Tables(folder)
     before: dict[str, int] | None = None
     lines, wait_s = 0, 0.0
     while lines != options.count:
         if tables.ended(wait_s):
-            raise CoordinatorUnavailable(
-                f"the coordinator in {folder} is gone (process {tables.pid}). See its log; `kvforge up` starts it again"
-            )
+            tables = _successor(folder, tables, parsing.reconnect_s(options) if lines else 0.0)
+            before = None
         now = tables.gauges()
         rates = _rates(before, now)
         if options.json:
@@ -67,6 +70,20 @@ def run(options: argparse.Namespace) -> int:
         sys.stdout.flush()  # so that the reader of a pipe sees each line as it comes
         lines, wait_s, before = lines + 1, options.every, now
     return OK
+
+
+def _successor(folder: Path, ended: Tables, wait_s: float) -> Tables:
+    """The tables of the coordinator that takes the place of one that has ended. Raises CoordinatorUnavailable."""
+    problem = f"the coordinator in {folder} is gone (process {ended.pid})"
+    if wait_s:
+        printing.say(f"kvforge: {problem}; reconnecting")
+    deadline = time.monotonic() + wait_s
+    while time.monotonic() < deadline:
+        with suppress(CoordinatorUnavailable):  # its file is not there yet
+            if (tables := Tables(folder)).alive:
+                return tables
+        time.sleep(LOOK_S)
+    raise CoordinatorUnavailable(f"{problem}. See its log; `kvforge up` starts it again")
 
 
 def _folder(options: argparse.Namespace) -> Path:

@@ -200,6 +200,8 @@ def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Setti
         cache=chosen(file.cache, "block_size"),
         schedule=file.schedule,
         quotas=file.quotas,
+        tcp=file.tcp,
+        access=file.access,
         log_level=options.log_level,
         log_format=options.log_format,
         log_dir=options.log_dir,

@@ -7,10 +7,12 @@ import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from kvforge.protocol.errors import InvalidConfiguration
 
 Value = str | int | float | bool
+Setting = Value | list[str] | dict[str, Value | list[str]]
 WORKERS_MAX = 64
 DRAIN_S = 30.0
 STOP_S = 10.0
@@ -18,8 +20,8 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class Settings:
-    """One installation in the foreground. worker, limits, cache, schedule, quotas (by tenant): settings that differ
-    from the children's defaults.
+    """One installation in the foreground. worker, limits, cache, schedule, quotas (by tenant), tcp, access: settings
+    that differ from the children's defaults.
 
     devices: the device index of each worker in turn; empty: worker i takes device i. threads: CPU threads of each
     worker; None: the cores, shared out; a worker alone counts them itself, for a control group may have a quota.
@@ -37,6 +39,8 @@ class Settings:
     cache: Mapping[str, Value] = field(default_factory=dict)
     schedule: Mapping[str, Value] = field(default_factory=dict)
     quotas: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
+    tcp: Mapping[str, Value] = field(default_factory=dict)
+    access: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
     log_level: str = "info"
     log_format: str = "text"
     log_dir: Path | None = None
@@ -51,8 +55,8 @@ class Settings:
             "log_format": self.log_format,
             "drain_s": 0.0,
         }
-        quotas = {f"quotas.{_scalar('quotas', tenant)}": quota for tenant, quota in self.quotas.items()}
-        return toml(top, {"limits": self.limits, "cache": self.cache, "schedule": self.schedule, **quotas})
+        sections = {"limits": self.limits, "cache": self.cache, "schedule": self.schedule}
+        return toml(top, {**sections, "quotas": self.quotas, "tcp": self.tcp, "access": self.access})
 
     def worker_file(self, index: int) -> str:
         """Text of the configuration of worker `index`."""
@@ -70,16 +74,28 @@ class Settings:
         return toml(top, {})
 
 
-def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Value]]) -> str:
-    """A TOML document of scalars. Raises InvalidConfiguration for text that TOML cannot hold."""
-    lines = [f"{key} = {_scalar(key, value)}" for key, value in top.items()]
+def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Any]]) -> str:
+    """A TOML document of scalars and lists, in tables of tables. Raises InvalidConfiguration for text that TOML cannot
+    hold."""
+    lines = [f"{key} = {_value(key, value)}" for key, value in top.items()]
     for name, table in tables.items():
-        if table:
-            lines += ["", f"[{name}]", *(f"{key} = {_scalar(key, value)}" for key, value in table.items())]
+        lines += _table(name, table)
     return "\n".join(lines) + "\n"
 
 
-def _scalar(key: str, value: Value) -> str:
+def _table(name: str, table: Mapping[str, Any]) -> list[str]:
+    """The lines of a table and of those in it; of one that is empty none."""
+    plain = [f"{key} = {_value(key, value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    lines = ["", f"[{name}]", *plain] if plain else []
+    for key, value in table.items():
+        if isinstance(value, Mapping):
+            lines += _table(f"{name}.{_value(name, key)}", value)
+    return lines
+
+
+def _value(key: str, value: Value | list[str]) -> str:
+    if isinstance(value, list):
+        return f"[{', '.join(_value(key, item) for item in value)}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str):

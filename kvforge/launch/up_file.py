@@ -9,15 +9,16 @@ import msgspec
 from kvforge.protocol.configuration import load
 from kvforge.protocol.errors import InvalidConfiguration
 
-from .settings import Value
+from .settings import Setting, Value
 
 # What `up` gives each worker itself.
-OURS = ("name", "runtime_dir", "log_level", "log_format")
+OURS = ("name", "runtime_dir", "endpoint", "server_key", "key_file", "log_level", "log_format")
 
 
 class UpFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """At the top what the options of the same names say, which go before it. [worker]: settings of every worker, as in
-    worker.toml. [limits], [cache], [schedule], [quotas.TENANT]: the coordinator's, as in coordinator.toml.
+    worker.toml. [limits], [cache], [schedule], [quotas.TENANT], [tcp], [access]: the coordinator's, as in
+    coordinator.toml.
     """
 
     model: str | None = None
@@ -35,6 +36,8 @@ class UpFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache: dict[str, Value] = {}
     schedule: dict[str, Value] = {}
     quotas: dict[str, dict[str, Value]] = {}
+    tcp: dict[str, Value] = {}
+    access: dict[str, dict[str, Setting]] = {}
 
 
 def load_up_file(path: Path | None) -> UpFile:

@@ -71,13 +71,13 @@ class Cluster:
         config.write_text(f'runtime_dir = "{self.runtime}"\n{self._coordinator_extra}')
         self._start("coordinator", "coordinator", config)
 
-    def start_worker(self, name: str) -> None:
-        """Starts a worker; it registers when its model is loaded."""
+    def start_worker(self, name: str, extra: str = "") -> None:
+        """Starts a worker; it registers when its model is loaded. extra: more of its configuration."""
         config = self.folder / f"{name}.toml"
         load_format = "auto" if self._model is not None else "dummy"
         config.write_text(
             f'name = "{name}"\nruntime_dir = "{self.runtime}"\nmodel = "{self.model}"\nload_format = "{load_format}"\n'
-            f'dtype = "float32"\ndevice = "cpu"\nthreads = 1\nblocks = {self._blocks}\n{self._worker_extra}'
+            f'dtype = "float32"\ndevice = "cpu"\nthreads = 1\nblocks = {self._blocks}\n{self._worker_extra}{extra}'
         )
         self._start(name, "worker", config)
 
@@ -135,6 +135,10 @@ class Cluster:
     def end(self, name: str) -> int:
         """Waits for a member's own end. Returns its exit status."""
         return self._processes[name].wait(END_S)
+
+    def status(self, name: str) -> int | None:
+        """A member's exit status, None while it runs."""
+        return self._processes[name].poll()
 
     def log(self, name: str) -> str:
         """What a member has written so far."""

@@ -1,50 +1,180 @@
-"""Runs inside the sandboxed systemd of test_systemd.py: serves requests, stops everything, writes what it saw.
+"""Runs as root inside the sandboxed systemd of test_systemd.py: installs, serves, kills, stops, writes what it saw.
 
-Argument: the file for its findings (JSON). Exit status: 0 when it came to its end.
+Arguments: the file for its findings (JSON), the service's Python, a model, folders with what kvforge needs.
+Exit status: 0 when it came to its end.
 """
 
 from __future__ import annotations
 
 import json
+import os
+import re
+import select
+import signal
 import subprocess
 import sys
 import traceback
 from pathlib import Path
+from time import monotonic
 from typing import Any
 
-UNITS = ["kvforge-coordinator.service", "kvforge-worker@a.service", "kvforge-drain.service", "kvforge.target"]
-PROPERTIES = "Id,ActiveState,SubState,Result,ExecMainCode,ExecMainStatus,NRestarts"
+from kvforge import Client, KvforgeError, Sampling
+
+COORDINATOR, WORKER = "kvforge-coordinator.service", "kvforge-worker@cpu.service"
+TWIN = "kvforge-worker@twin.service"
+UNITS = [COORDINATOR, WORKER, "kvforge-drain.service", "kvforge.target"]
+PROPERTIES = "Id,ActiveState,SubState,Result,ExecMainCode,ExecMainStatus,NRestarts,MainPID"
+GREEDY = Sampling(temperature=0.0, ignore_eos=True)
+PROMPT, LONG = [4, 5, 6], 480
+DEADLINE_S = 90.0
+CONFIGURATION = Path("/etc/kvforge")
 
 
 def systemctl(*arguments: str) -> str:
     return subprocess.run(["systemctl", *arguments], check=True, capture_output=True, text=True, timeout=90).stdout
 
 
-def states() -> dict[str, dict[str, str]]:
-    blocks = systemctl("show", "--property", PROPERTIES, *UNITS).strip().split("\n\n")
+def states(*units: str) -> dict[str, dict[str, str]]:
+    blocks = systemctl("show", "--property", PROPERTIES, *units).strip().split("\n\n")
     rows = [dict(line.split("=", 1) for line in block.splitlines()) for block in blocks]
     return {row["Id"]: row for row in rows}
 
 
-def look(found: dict[str, Any]) -> None:
-    from kvforge import Client, Sampling
+def kvforge(*arguments: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "kvforge", *arguments]
+    return subprocess.run(command, capture_output=True, text=True, timeout=DEADLINE_S)
 
-    sampling = Sampling(temperature=0.0, ignore_eos=True)
+
+def install(found: dict[str, Any], python: str, model: str, packages: list[str]) -> None:
+    """As an administrator would; what it needs is here already, and not fetched."""
+    arguments = ["deploy", "install", "--python", python, "--worker", "cpu", "--model", model]
+    arguments += ["--pip=--no-index", "--pip=--no-deps"]
+    done = kvforge(*arguments)
+    assert done.returncode == 0, done.stderr
+    found["installed"] = done.stderr
+    found["installed_again"] = kvforge(*arguments).stderr
+    [site] = Path("/opt/kvforge/.venv/lib").glob("python*/site-packages")
+    (site / "packages.pth").write_text("\n".join(packages))
+    edit("worker-cpu.toml", load_format='"dummy"', kv_bytes="4194304", threads="1")
+    edit("coordinator.toml", silence_s="2.0")
+    with (CONFIGURATION / "coordinator.toml").open("a") as file:
+        file.write("\n[journal]\nreplay_ms_max = 50.0\n")  # so that there are snapshots
+    done = kvforge("deploy", "check", "--json")
+    found["checked"] = {"status": done.returncode, "findings": json.loads(done.stdout), "said": done.stderr}
+
+
+def edit(name: str, **settings: str) -> None:
+    """Changes settings of a configuration file."""
+    text = (CONFIGURATION / name).read_text()
+    for key, value in settings.items():
+        text, count = re.subn(rf"^{key} = \S+", f"{key} = {value}", text, flags=re.MULTILINE)
+        assert count == 1, key
+    (CONFIGURATION / name).write_text(text)
+
+
+def ask(prompt: list[int], count: int) -> list[int]:
+    """A request's tokens, once the service is ready."""
+    with Client(connect_timeout_s=DEADLINE_S) as client:
+        client.wait_ready(timeout_s=DEADLINE_S)
+        return list(client.submit(prompt, max_tokens=count, sampling=GREEDY).result(timeout_s=DEADLINE_S).tokens)
+
+
+def disturb(unit: str, number: signal.Signals) -> dict[str, Any]:
+    """Sends the unit's process a signal while a request runs; returns what became of both."""
+    before = pid_of(unit)
+    request: list[int] | str
+    with Client(connect_timeout_s=DEADLINE_S) as client:
+        running = client.submit(PROMPT, max_tokens=LONG, sampling=GREEDY)
+        next(iter(running))
+        os.kill(before, number)
+        wait_gone(before)
+        try:
+            request = list(running.result(timeout_s=DEADLINE_S).tokens)
+        except KvforgeError as error:
+            request = repr(error)
+    return {"request": request, "tokens_after": ask([1, 2, 3], 8), "pids": [before, pid_of(unit)]}
+
+
+def wait_gone(pid: int) -> None:
+    descriptor = os.pidfd_open(pid)
+    assert select.select([descriptor], [], [], DEADLINE_S)[0], f"process {pid} still runs"
+    os.close(descriptor)
+
+
+def pid_of(unit: str) -> int:
+    return int(systemctl("show", "--property", "MainPID", "--value", unit))
+
+
+def cannot_start() -> dict[str, Any]:
+    """A worker whose device fits no kernel that it is to use."""
+    before = (CONFIGURATION / "worker-cpu.toml").read_text()
+    systemctl("stop", WORKER)
+    spoilt = Path("/var/lib/spoilt")
+    spoilt.mkdir(mode=0o755)
+    (spoilt / "config.json").write_text('{"architectures": ["NobodyKnows"], "model_type": "nobody_knows"}')
+    edit("worker-cpu.toml", model=f'"{spoilt}"')
+    subprocess.run(["systemctl", "start", WORKER], check=False, capture_output=True, timeout=DEADLINE_S)
+    row = wait_state(WORKER, "failed")
+    health = kvforge("health")
+    (CONFIGURATION / "worker-cpu.toml").write_text(before)
+    systemctl("reset-failed", WORKER)
+    systemctl("start", WORKER)
+    return {"state": row, "health": health.stdout + health.stderr}
+
+
+def gives_up() -> dict[str, Any]:
+    """A worker that a new start might help, and does not: another one has its name."""
+    text = (CONFIGURATION / "worker-cpu.toml").read_text()
+    (CONFIGURATION / "worker-twin.toml").write_text(text)
+    subprocess.run(["systemctl", "start", TWIN], check=False, capture_output=True, timeout=DEADLINE_S)
+    row = wait_state(TWIN, "failed")
+    checked = kvforge("deploy", "check")
+    (CONFIGURATION / "worker-twin.toml").unlink()
+    return {"state": row, "checked": checked.stdout, "status": checked.returncode}
+
+
+def wait_state(unit: str, state: str) -> dict[str, str]:
+    deadline = monotonic() + DEADLINE_S
+    while (row := states(unit)[unit])["ActiveState"] != state:
+        assert monotonic() < deadline, row
+        select.select([], [], [], 0.1)
+    return row
+
+
+def processes_of(user: str) -> list[str]:
+    done = subprocess.run(["ps", "-u", user, "-o", "args="], capture_output=True, text=True, timeout=30)
+    return done.stdout.splitlines()
+
+
+def look(found: dict[str, Any]) -> None:
+    python, model, *packages = sys.argv[2:]
+    install(found, python, model, packages)
+    systemctl("start", "kvforge.target", WORKER)
+    found["tokens"] = ask([1, 2, 3], 8)
+    found["undisturbed"] = ask(PROMPT, LONG)
+    found["serving"] = states(*UNITS)
+    found["users"] = {unit: Path(f"/proc/{pid_of(unit)}").owner() for unit in (COORDINATOR, WORKER)}
+    found["runtime_files"] = sorted(path.name for path in Path("/run/kvforge").iterdir())
+    killed = disturb(WORKER, signal.SIGKILL)
+    found["worker_killed"] = {"tokens": killed["request"], "pids": killed["pids"]}
+    found["coordinator_killed"] = disturb(COORDINATOR, signal.SIGKILL)
+    found["coordinator_hung"] = disturb(COORDINATOR, signal.SIGSTOP)
+    found["gives_up"] = gives_up()
+    found["cannot_start"] = cannot_start()
+    ask([1, 2, 3], 8)
+    found["state_files"] = sorted(path.name for path in Path("/var/lib/kvforge").iterdir())
     with Client() as client:
-        client.wait_ready(timeout_s=90)
-        found["tokens"] = list(client.submit([1, 2, 3], max_tokens=8, sampling=sampling).result(timeout_s=30).tokens)
-        found["serving"] = states()
-        found["runtime_files"] = sorted(path.name for path in Path("/run/kvforge").iterdir())
         # One more request is running when everything is told to stop: it must be finished, not dropped.
-        last = client.submit([4, 5, 6], max_tokens=480, sampling=sampling)
+        last = client.submit(PROMPT, max_tokens=LONG, sampling=GREEDY)
         tokens = iter(last)
-        next(tokens)
+        first = next(tokens)
         systemctl("stop", "--no-block", "kvforge.target")
-        found["drained_tokens"] = 1 + sum(1 for _ in tokens)
+        found["drained"] = [token.token_id for token in (first, *tokens)]
         found["drained_reason"] = last.result(timeout_s=30).reason
     systemctl("stop", *UNITS)  # waits for each
-    found["stopped"] = states()
+    found["stopped"] = states(*UNITS)
     found["runtime_dir_left"] = Path("/run/kvforge").exists()
+    found["processes_left"] = processes_of("kvforge")
 
 
 def main() -> None:
@@ -53,7 +183,7 @@ def main() -> None:
         look(found)
     except Exception:  # noqa: BLE001 - whatever went wrong is what the test reports
         found["error"] = traceback.format_exc()
-        found["states"] = states()
+        found["states"] = states(*UNITS)
     Path(sys.argv[1]).write_text(json.dumps(found, indent=1))
     sys.exit("error" in found)
 

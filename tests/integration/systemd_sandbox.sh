@@ -7,8 +7,8 @@
 # DIR's unit files and drop-in folders are installed as runtime units, its sysusers.d and tmpfiles.d where they belong.
 # Exit status: N; 77 where it cannot run (not root, no systemd, namespaces forbidden); 124 after SECONDS.
 # The machine's files are visible, and what systemd writes at boot does not reach them: /etc is a copy; /run, /tmp,
-# /mnt, /var/tmp, /var/log, /var/lib and /var/cache are private and empty. --keep DIR is seen at /mnt/keep; --show DIR
-# stays where it is, even in one of the private folders.
+# /mnt, /var/tmp, /var/log, /var/lib and /var/cache are private and empty; what is made in /opt is private. --keep DIR is
+# seen at /mnt/keep; --show DIR stays where it is, even in one of the private folders.
 set -euo pipefail
 
 cannot() { echo "systemd_sandbox: $1" >&2; exit 77; }
@@ -37,12 +37,19 @@ exec timeout --kill-after=5 "$seconds" "${isolate[@]}" bash -c '
   set -euo pipefail
   mount --make-rprivate /
   mount -t tmpfs tmpfs /mnt
-  mkdir /mnt/units /mnt/keep /mnt/show /mnt/etc
+  mkdir /mnt/units /mnt/keep /mnt/show /mnt/etc /mnt/opt
   cp -r "$SANDBOX_UNITS/." /mnt/units/        # before /tmp is hidden: they may lie there
   [[ -z $SANDBOX_KEEP ]] || mount --bind "$SANDBOX_KEEP" /mnt/keep
   [[ -z $SANDBOX_SHOW ]] || mount --bind "$SANDBOX_SHOW" /mnt/show
   cp -a /etc/. /mnt/etc/
   mount --bind /mnt/etc /etc
+  mount --bind /opt /mnt/opt
+  mount -t tmpfs tmpfs /opt
+  for folder in /mnt/opt/*/; do
+    [[ -d $folder ]] || continue
+    mkdir "/opt/$(basename "$folder")"
+    mount --bind "$folder" "/opt/$(basename "$folder")"
+  done
   # Never boot a systemd without a private /tmp: its tmpfiles rules empty the shared one.
   for folder in /run /tmp /var/tmp /var/log /var/lib /var/cache; do mount -t tmpfs tmpfs "$folder"; done
   if [[ -n $SANDBOX_SHOW && ! -d $SANDBOX_SHOW ]]; then

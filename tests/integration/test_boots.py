@@ -13,7 +13,7 @@ from .test_cluster import RawPeer
 
 
 def test_after_a_restart_nobody_reads_anothers_request_and_who_names_the_lost_boot_is_told() -> None:
-    with Cluster() as cluster:
+    with Cluster(coordinator='durability = "none"\n') as cluster:
         ours = cluster.start()
         request = ours.submit([1, 2, 3], detached=True, tenant="a")
         sequence = ours.create_sequence([1, 2, 3], idle_ttl_s=600)

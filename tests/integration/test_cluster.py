@@ -20,7 +20,7 @@ import pytest
 import zmq
 
 from kvforge import Client, Sampling
-from kvforge.protocol import codec
+from kvforge.protocol import codec, token
 from kvforge.protocol.errors import (
     AlreadyFinished,
     CapacityExceeded,
@@ -117,7 +117,7 @@ def test_hostile_peers_get_typed_errors_and_disturb_nobody() -> None:
 
 def test_versions_that_do_not_meet_are_refused_naming_both() -> None:
     with Cluster() as cluster:
-        cluster.start()
+        cluster.start().stats()  # a raw peer's socket connects once
         with RawPeer(cluster.endpoint) as peer:
             refused = peer.ask([bytes(f) for f in codec.encode(Hello(rid=4, version_min=90, version_max=99))])
         assert isinstance(refused, Refused)
@@ -302,7 +302,8 @@ def test_too_many_clients_and_a_second_worker_of_the_same_name_are_refused() -> 
         with pytest.raises(CapacityExceeded, match="clients_max"), Client(cluster.endpoint) as third:
             third.health()
         with RawPeer(cluster.worker_endpoint) as peer:
-            peer.socket.send_multipart(codec.encode(WorkerHello(rid=1, name="w0", pid=1)))
+            hello = WorkerHello(rid=1, name="w0", pid=1, token=token.read(cluster.runtime))
+            peer.socket.send_multipart(codec.encode(hello))
             refused = codec.Decoder(WORKER_REPLIES).decode(peer.socket.recv_multipart())
         assert isinstance(refused, Refused)
         assert refused.error.code == "conflict"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import os
+import shutil
 import subprocess
 import sys
 import zipfile
@@ -95,6 +96,38 @@ def test_the_wheel_is_typed_and_holds_nothing_twice(installed: Path) -> None:
     assert (installed / "kvforge" / "protocol" / "messages" / "shared.py").is_file()
     top = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
     assert top == {"kvforge", "coordinator", "worker", "loadtest"}
+
+
+def test_the_service_is_installed_from_the_wheel(installed: Path, users: Path) -> None:
+    """The units are a part of the package; what the service gets is what was installed, file by file."""
+    script = (
+        "import pathlib, sys; from kvforge.deploy.wheel import Wheel; print(Wheel().write(pathlib.Path(sys.argv[1])))"
+    )
+    settings = {"env": environment(installed, users), "cwd": users, "capture_output": True, "text": True, "timeout": 60}
+    packed = subprocess.run([sys.executable, "-c", script, str(users)], check=True, **settings)
+    (built,) = (installed.parent / "dist").glob("*.whl")
+    with zipfile.ZipFile(packed.stdout.strip()) as ours, zipfile.ZipFile(built) as hatchs:
+        names = {name for name in hatchs.namelist() if not name.endswith(("RECORD", "licenses/LICENSE"))}
+        assert {name for name in ours.namelist() if not name.endswith("RECORD")} == names
+        assert all(ours.read(name) == hatchs.read(name) for name in names)
+    command = [sys.executable, "-m", "kvforge", "deploy", "install", "--dry-run", "--no-venv", "--worker", "gpu0"]
+    done = subprocess.run([*command, "--root", str(users / "system")], check=False, **settings)
+    assert (done.returncode, done.stdout) == (0, "")
+    assert f"would write {users}/system/etc/systemd/system/kvforge-worker@.service\n" in done.stderr
+    assert not (users / "system").exists()
+
+
+def test_a_wheel_of_the_sdist_holds_the_same(installed: Path, tmp_path: Path) -> None:
+    build = [sys.executable, "-m", "hatchling", "build"]
+    subprocess.run([*build, "-t", "sdist", "-d", str(tmp_path)], cwd=REPOSITORY, check=True, timeout=120)
+    shutil.unpack_archive(next(tmp_path.glob("*.tar.gz")), tmp_path, filter="data")
+    (source,) = tmp_path.glob("kvforge-*/")
+    subprocess.run([*build, "-t", "wheel", "-d", str(tmp_path)], cwd=source, check=True, timeout=120)
+    names = []
+    for wheel in (*tmp_path.glob("*.whl"), *(installed.parent / "dist").glob("*.whl")):
+        with zipfile.ZipFile(wheel) as archive_of_it:
+            names.append(set(archive_of_it.namelist()))
+    assert names[0] == names[1]
 
 
 def test_the_protocol_imports_only_itself() -> None:

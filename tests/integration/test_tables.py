@@ -161,16 +161,17 @@ def test_what_a_coordinator_leaves_behind() -> None:
         cluster.kill("coordinator")
         assert not killed.alive
         assert not Tables(cluster.runtime).alive  # its file is still there
-        with pytest.raises(CoordinatorUnavailable):
-            waiting.result(WAIT_S)
+        assert lengths(killed)[s.id] == 3
         cluster.start_coordinator()
-        fresh = kv.tables()
-        assert fresh.boot != killed.boot
-        assert (fresh.alive, killed.alive) == (True, False)
-        assert (lengths(fresh), lengths(killed)) == ({}, {s.id: 3})
+        kv.append(s, [4])
+        assert not waiting.done
+        # It goes on, in a new file: who read the old one reads on there.
+        assert (killed.boot, killed.alive, killed.pid) == (kv.stats().boot, True, cluster.pid("coordinator"))
+        assert lengths(killed)[s.id] == 4
+        assert killed.gauges()["requests_pending"] == 1
         kv.close()
         cluster.signal("coordinator", signal.SIGTERM)
         assert cluster.end("coordinator") == 0
-        assert not fresh.alive
+        assert not killed.alive
         with pytest.raises(CoordinatorUnavailable, match="no coordinator serves"):
             Tables(cluster.runtime)

@@ -3,12 +3,18 @@
 As a program (`fake_coordinator.py ENDPOINT`) it prints `listening`, then the tag of every message it takes.
 What happens to a request is chosen by its tenant; see `Fake.submit`. The token at offset i is the sum of the prompt
 plus i. `Running` starts and stops the program for a test and waits, with a deadline, for what it prints.
+
+A coordinator that was killed and started again with all that it knew is played by one that closes its socket, and with
+it every connection, and opens it anew: at SIGUSR1; at SIGUSR2, when it has forgotten the sessions of its clients as
+well; at a submit of the tenant "dropped", instead of the answer to it. Requests go on meanwhile. SIGHUP: it is away
+until the next SIGHUP.
 """
 
 from __future__ import annotations
 
 import os
 import select
+import signal
 import subprocess
 import sys
 import time
@@ -28,6 +34,14 @@ from tests.router import router
 
 DEADLINE_S = 20.0
 ASKED = ("count", "priority", "deadline_ms", "first_token_ms", "detached", "key")
+
+
+@dataclass
+class Known:
+    """A session: its present connection, and what its commands were answered, by their rids."""
+
+    peer: bytes
+    answers: dict[int, m.Message] = field(default_factory=dict)
 
 
 @dataclass
@@ -67,27 +81,64 @@ class Fake:
     draining: bool = False
     health_asked: int = 0
     greeted: set[bytes] = field(default_factory=set)
+    sessions: dict[str, Known] = field(default_factory=dict)
+    away: bool = False
+    signals: list[int] = field(default_factory=list)
     version_min: int = field(default_factory=lambda: int(os.environ.get("KVFORGE_FAKE_VERSION", "1")))
 
     def serve(self) -> None:
         """Answers until killed."""
-        context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self.socket = router(context)
-        self.socket.bind(self.endpoint)
+        self.open()
+        for number in (signal.SIGUSR1, signal.SIGUSR2, signal.SIGHUP):
+            signal.signal(number, lambda number, _: self.signals.append(number))
         print("listening", flush=True)
         decoder = Decoder(m.CLIENT_MESSAGES)
         while True:
-            if self.socket.poll(1 if self.running() else 1000):
+            self.hear_signals()
+            if not self.away and self.socket.poll(1 if self.running() else 50):
                 peer, *frames = self.socket.recv_multipart()
                 message = decoder.decode(frames)
                 print(type(message).__name__, flush=True)
                 self.handle(peer, message)
             self.turn()
 
+    def open(self) -> None:
+        self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self.socket = router(self.context)
+        self.socket.bind(self.endpoint)
+
+    def hear_signals(self) -> None:
+        while self.signals:
+            number = self.signals.pop(0)
+            if number == signal.SIGUSR2:
+                self.sessions.clear()
+            if not self.away:
+                self.hang_up()
+            self.away = number == signal.SIGHUP and not self.away
+            if not self.away:
+                self.open()
+            print("away" if self.away else "back", flush=True)
+
+    def hang_up(self) -> None:
+        """All connections end; requests go on."""
+        self.context.destroy(linger=0)  # waits until they are closed
+        self.greeted.clear()
+        for job in self.jobs.values():
+            job.peer = b""
+            if job.tenant == "waits" and not job.ended:
+                job.limit, job.reason, job.end = job.max_tokens, "", None
+        for known in self.sessions.values():
+            known.peer = b""
+
     def running(self) -> list[Job]:
         return [job for job in self.jobs.values() if not job.reason and not job.paused]
 
     def send(self, peer: bytes, message: m.Message) -> None:
+        for known in self.sessions.values():
+            if known.peer == peer and not isinstance(message, m.Stream | m.Welcome):
+                known.answers[message.rid] = message
+        if not peer:
+            return
         try:
             self.socket.send_multipart([peer, *encode(message)])
         except zmq.ZMQError:
@@ -100,6 +151,10 @@ class Fake:
         if not isinstance(message, m.Hello | m.Goodbye) and peer not in self.greeted:
             self.refuse(peer, message.rid, errors.ProtocolError("say hello first"))
             return
+        if (answer := self.answered(peer, message)) is not None:
+            print("again", flush=True)
+            self.send(peer, answer)
+            return
         match message:
             case m.Hello(boot=boot) if boot not in ("", self.boot):
                 self.refuse(peer, message.rid, errors.StateLost(boot, self.boot))
@@ -108,7 +163,7 @@ class Fake:
                 self.refuse(peer, message.rid, errors.VersionMismatch(spoken))
             case m.Hello():
                 self.greeted.add(peer)
-                self.send(peer, m.Welcome(rid=message.rid, version=1, boot=self.boot, tables_path="/none"))
+                self.welcome(peer, message)
             case m.Submit():
                 self.submit(peer, message)
             case m.Attach():
@@ -138,6 +193,24 @@ class Fake:
                     if job.peer == peer and not job.reason and not job.detached:
                         job.reason = "cancelled"
 
+    def welcome(self, peer: bytes, message: m.Hello) -> None:
+        known = self.sessions.get(message.session)
+        if known is not None:
+            known.peer = peer
+            for job in self.jobs.values():  # tokens go on at once, not where they stopped
+                job.peer = job.peer or peer
+        elif message.session:
+            self.sessions[message.session] = Known(peer)
+        print(f"resumed={known is not None}", flush=True)
+        reply = m.Welcome(rid=message.rid, version=1, boot=self.boot, tables_path="/none", resumed=known is not None)
+        self.send(peer, reply)
+
+    def answered(self, peer: bytes, message: m.Message) -> m.Message | None:
+        """What a command of this session was answered before."""
+        rid = getattr(message, "rid", 0)
+        found = [known.answers[rid] for known in self.sessions.values() if known.peer == peer and rid in known.answers]
+        return found[0] if found else None
+
     def submit(self, peer: bytes, message: m.Submit) -> None:
         if message.tenant == "silent":
             return None
@@ -154,6 +227,12 @@ class Fake:
         accepted = self.accept(peer, message)
         if message.key:
             self.keys[message.tenant, message.key] = accepted
+        if message.tenant == "dropped":
+            for known in self.sessions.values():
+                if known.peer == peer:
+                    known.answers[message.rid] = accepted
+            self.hang_up()
+            return self.open()
         if message.tenant != "late":
             return self.send(peer, accepted)
         # Answered only when the client has given up on it: after its next command.
@@ -178,6 +257,7 @@ class Fake:
         """What the tenant asks for, after two tokens."""
         ends: dict[str, Callable[[], None]] = {
             "hang": lambda: None,
+            "waits": lambda: None,  # for the end of the connection
             "garbage": lambda: self.garbage(job),
             "gap": lambda: self.rows(job, (job.sent + 1,)),
             "slow": lambda: self.pause(job),
@@ -432,6 +512,11 @@ class Running:
             self._text += chunk
         at = (b"\n" + self._text).find(b"\n" + line)
         self._text = self._text[at + len(line) :]
+
+    def signal(self, number: int, word: str) -> None:
+        """Sends a signal, and waits until the program says that it was heard."""
+        self.process.send_signal(number)
+        self.expect(word)
 
     def seen(self) -> str:
         """What it has printed and nobody has expected, up to where it stands now."""

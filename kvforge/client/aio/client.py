@@ -24,7 +24,7 @@ from .. import exchanges
 from ..arguments import stop_strings
 from ..handles import Feed, FeedCursor
 from ..operations import CONNECT_TIMEOUT_S, READY_TIMEOUT_S, STREAM_TIMEOUT_S, TIMEOUT_S, Prompt
-from ..options import MAX_TOKENS, RequestOptions
+from ..options import MAX_TOKENS, RECONNECT_S, RequestOptions
 from ..results import Completion, Token
 from ..sampling import Sampling
 from ..sequences import CachedSequence, SequenceRef
@@ -39,13 +39,20 @@ class AsyncClient:
     endpoint: `ipc://PATH` or `tcp://HOST:PORT`; by default KVFORGE_ENDPOINT, else the one of the runtime folder.
     timeout_s: how long a command may take; connect_timeout_s: how long to look for a coordinator within that.
     stream_timeout_s: how long to wait for the next token, and for `result()` without a timeout of its own.
+    reconnect_s: how long a connection that was lost is tried again, while a call waits; 0: not at all.
     tokenizer: for `generate`; a path or model name. By default KVFORGE_TOKENIZER, else where the worker has its model.
+    server_key, key_file: for `tcp://`, which is encrypted: the coordinator's public key, and the file with the keys of
+    this client (`kvforge keys client` makes one); by default KVFORGE_SERVER_KEY and KVFORGE_KEY_FILE.
 
-    The connection is made by the first command and made again after it was lost; the requests that ran on the lost one
-    are kept for a while, to be read on with `attach(request.id, len(request.tokens))`. Every method that talks to the
-    coordinator raises CoordinatorUnavailable (nobody answers, or it went away during the call), DeadlineExceeded
-    (it did not answer in time), ProtocolError (it does not speak our protocol) and Conflict (this client is closed,
-    was carried through a fork, or is used by a second thread while the first one that used it runs).
+    The connection is made by the first command and made again when it was lost, as when the coordinator is killed and
+    started again: requests, sequences and held blocks are as before, streams go on with the next token, and a command
+    whose answer was lost is done once. Where that fails, what waited raises CoordinatorUnavailable; the requests are
+    kept for a while, to be read on with `attach(request.id, len(request.tokens))`. Every method that talks to the
+    coordinator raises CoordinatorUnavailable (nobody answers, or it went away and did not come back; where it came back
+    without knowing us, it says so if a command may have been done), DeadlineExceeded (it did not answer in time),
+    ProtocolError (it does not speak our protocol), NotAllowed (it does not know this client's key, or lets its owner do
+    less) and Conflict (this client is closed, was carried through a fork, or is used by a second thread while the first
+    one that used it runs).
 
     In asyncio: many tasks of one loop may share a client; used in another loop it raises Conflict. The first use of
     `generate` loads the tokenizer, which keeps the event loop busy for about a second.
@@ -58,14 +65,20 @@ class AsyncClient:
         timeout_s: float = TIMEOUT_S,
         connect_timeout_s: float = CONNECT_TIMEOUT_S,
         stream_timeout_s: float = STREAM_TIMEOUT_S,
+        reconnect_s: float = RECONNECT_S,
         tokenizer: str | os.PathLike[str] | None = None,
+        server_key: str | None = None,
+        key_file: str | os.PathLike[str] | None = None,
     ) -> None:
         self._calls = AsyncCalls(
             endpoint,
             timeout_s=timeout_s,
             connect_timeout_s=connect_timeout_s,
             stream_timeout_s=stream_timeout_s,
+            reconnect_s=reconnect_s,
             tokenizer=tokenizer,
+            server_key=server_key,
+            key_file=key_file,
         )
 
     async def __aenter__(self) -> Self:

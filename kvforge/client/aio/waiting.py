@@ -11,26 +11,26 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, contextmanager
+from contextlib import contextmanager
 from time import monotonic
-from typing import Any, Generic, TypeVar
+from typing import Generic, TypeVar
 
 import zmq
 
 from kvforge.protocol.errors import Conflict
 
+from ..awaited import Track, Watched
+from ..dialler import ROOM_POLL_S
 from ..operations import Operations
-from ..session import Track, Watched
 
 T = TypeVar("T")
-ROOM_POLL_S = 0.02
 
 
 class AsyncCalls(Operations):
     """The operations, with a wait that lets other tasks run."""
 
-    _lock: asyncio.Lock | None = None
     _loop: asyncio.AbstractEventLoop | None = None
+    _timer: asyncio.TimerHandle | None = None
 
     def _check_usable(self) -> None:
         super()._check_usable()
@@ -43,40 +43,42 @@ class AsyncCalls(Operations):
         if self._loop is not None and self._loop.is_running() and self._loop is not asyncio.get_running_loop():
             raise Conflict("this client belongs to another event loop: close it there, or when that has ended")
 
+    def close(self) -> None:
+        super().close()
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+
     async def _until(
         self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False
     ) -> bool:
         loop = asyncio.get_running_loop()
-        while not ready():
-            # Sending or asking for a socket's state may have swallowed the edge that the event loop waits for.
-            if self._pump() or ready():
-                continue
-            left_s = deadline - monotonic()
-            if left_s <= 0:
-                return False
-            if for_room:  # asking whether there is room may swallow an edge just before the wait: ask again soon
-                left_s = min(left_s, ROOM_POLL_S)
-            changed = loop.create_future()
+        with self.link.dialler.waiting():
+            while not ready():
+                # Sending or asking for a socket's state may have swallowed the edge that the event loop waits for.
+                if self._pump() or ready():
+                    continue
+                left_s = deadline - monotonic()
+                if left_s <= 0:
+                    return False
+                if for_room:  # asking whether there is room may swallow an edge just before the wait: ask again soon
+                    left_s = min(left_s, ROOM_POLL_S)
+                changed = loop.create_future()
 
-            def wake(changed: asyncio.Future[None] = changed) -> None:
-                if not changed.done():
-                    changed.set_result(None)
+                def wake(changed: asyncio.Future[None] = changed) -> None:
+                    if not changed.done():
+                        changed.set_result(None)
 
-            for thing in watch:
-                thing.wakers.add(wake)
-            timer = loop.call_later(left_s, wake)
-            try:
-                await changed
-            finally:
-                timer.cancel()
                 for thing in watch:
-                    thing.wakers.discard(wake)
+                    thing.wakers.add(wake)
+                timer = loop.call_later(left_s, wake)
+                try:
+                    await changed
+                finally:
+                    timer.cancel()
+                    for thing in watch:
+                        thing.wakers.discard(wake)
         return True
-
-    def _gate(self) -> AbstractAsyncContextManager[Any]:
-        if self._lock is None:
-            self._lock = asyncio.Lock()
-        return self._lock
 
     @contextmanager
     def _awaiting(self, tracks: Sequence[Track]) -> Iterator[None]:
@@ -100,8 +102,7 @@ class AsyncCalls(Operations):
     def abandon(self, tracks: Sequence[Track]) -> None:
         """Whoever read these requests was cancelled. Those that nobody else here reads must not run for nobody."""
         left = [track.request_id for track in tracks if not (track.done or track.kept or track.readers)]
-        for message in self.session.cancel(left):
-            self.link.send(message)
+        self.link.tell(self.session.cancel(left))
 
     def _link_opened(self) -> None:
         loop = asyncio.get_running_loop()
@@ -120,7 +121,16 @@ class AsyncCalls(Operations):
         more = self.link.pump()
         if more:  # other tasks run between two shares of a long queue
             asyncio.get_running_loop().call_soon(self._pump)
+        self._set_timer()
         return more
+
+    def _set_timer(self) -> None:
+        """One for all that wait: when the next attempt at a connection is due."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        if (due := self.link.dialler.due()) is not None:
+            self._timer = asyncio.get_running_loop().call_later(max(0.0, due - monotonic()), self._pump)
 
 
 class _Reading(AsyncIterator[T], Generic[T]):

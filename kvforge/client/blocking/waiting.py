@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from contextlib import AbstractAsyncContextManager, nullcontext
 from time import monotonic
 from typing import Any, TypeVar
 
 import zmq
 
+from ..awaited import Track, Watched
 from ..operations import Operations
-from ..session import Track, Watched
 
 T = TypeVar("T")
 # A signal that comes just before a wait begins does not end it, and its handler runs when the wait is over: Ctrl-C
@@ -32,11 +31,12 @@ class Calls(Operations):
     ) -> bool:
         self._waiting = True
         try:
-            while not ready():
-                left_s = deadline - monotonic()
-                self._poll(max(0.0, min(left_s, POLL_S_MAX)), for_room)
-                if left_s <= 0:
-                    return ready()
+            with self.link.dialler.waiting():
+                while not ready():
+                    left_s = deadline - monotonic()
+                    self._poll(max(0.0, min(left_s, POLL_S_MAX)), for_room)
+                    if left_s <= 0:
+                        return ready()
         finally:
             self._waiting = False
         return True
@@ -50,16 +50,16 @@ class Calls(Operations):
         while (item := drive(following())) is not None:
             yield item
 
-    def _gate(self) -> AbstractAsyncContextManager[Any]:
-        return nullcontext()
-
     def _poll(self, wait_s: float, for_room: bool) -> None:
-        poller = zmq.Poller()
-        if self.link.socket is not None and self.link.monitor is not None:
-            poller.register(self.link.socket, zmq.POLLIN | zmq.POLLOUT if for_room else zmq.POLLIN)
-            poller.register(self.link.monitor, zmq.POLLIN)
+        link, poller = self.link, zmq.Poller()
+        if link.socket is not None and link.monitor is not None:
+            room = link.is_up and (link.dialler.wants_room or (for_room and self.session.welcome is not None))
+            poller.register(link.socket, zmq.POLLIN | zmq.POLLOUT if room else zmq.POLLIN)
+            poller.register(link.monitor, zmq.POLLIN)
+        if (due := link.dialler.due()) is not None:
+            wait_s = max(0.0, min(wait_s, due - monotonic()))
         poller.poll(math.ceil(wait_s * 1000))
-        self.link.pump()
+        link.pump()
 
 
 def drive(operation: Coroutine[Any, Any, T]) -> T:

@@ -92,7 +92,7 @@ def test_asyncio_names_wrong_options_too(folder: Path, field: str, options: dict
 
 def test_asyncio_hears_that_the_coordinator_died(fake: Running) -> None:
     async def main() -> None:
-        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=60) as kv:
+        async with AsyncClient(fake.endpoint, timeout_s=5, stream_timeout_s=60, reconnect_s=0) as kv:
             other = await kv.submit([4], tenant="hang")
             request = await kv.submit([4], max_tokens=9, tenant="hang")
             waits = [asyncio.ensure_future(each.result()) for each in (request, other)]

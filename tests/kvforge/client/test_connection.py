@@ -51,7 +51,7 @@ def test_a_coordinator_that_never_gets_ready(folder: Path) -> None:
 
 
 def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
-    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=60) as kv:
+    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=60, reconnect_s=0) as kv:
         other = kv.submit([4], max_tokens=9, tenant="hang")
         request = kv.submit([4], max_tokens=9, tenant="hang")
         assert [token.token_id for _, token in zip(range(2), request, strict=False)] == [4, 5]
@@ -70,7 +70,7 @@ def test_the_coordinator_dies_while_a_stream_is_read(fake: Running) -> None:
 
 
 def test_the_coordinator_is_killed_while_a_command_waits(fake: Running) -> None:
-    with Client(fake.endpoint, timeout_s=60) as kv:
+    with Client(fake.endpoint, timeout_s=60, reconnect_s=0) as kv:
         kv.health()
         fake.expect("GetHealth")
         killer = subprocess.Popen(["/bin/sh", "-c", f"sleep 0.3; kill -9 {fake.process.pid}"])

@@ -11,10 +11,11 @@ from hypothesis import strategies as st
 
 from kvforge import Client, Request, Sampling
 from kvforge.client.arguments import prompt_array
+from kvforge.client.awaited import Pending, Track
 from kvforge.client.handles import Feed
 from kvforge.client.options import RequestOptions
 from kvforge.client.results import finished
-from kvforge.client.session import Pending, Session, Track
+from kvforge.client.session import Session
 from kvforge.protocol import messages as m
 from kvforge.protocol.codec import encode
 from kvforge.protocol.errors import (

@@ -8,8 +8,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from kvforge.client.awaited import Pending
 from kvforge.client.results import finished
-from kvforge.client.session import Pending, Session
+from kvforge.client.session import Session
 from kvforge.protocol import messages as m
 from kvforge.protocol.errors import (
     InvalidRequest,

@@ -7,9 +7,10 @@ from typing import Any
 import pytest
 
 from kvforge import Client, Request
+from kvforge.client.awaited import Pending, Track
 from kvforge.client.handles import Feed
 from kvforge.client.results import finished, token_at
-from kvforge.client.session import Pending, Session, Track
+from kvforge.client.session import Session
 from kvforge.protocol import messages as m
 from kvforge.protocol.errors import (
     Conflict,

@@ -335,3 +335,23 @@ def test_both_clients_connect_for_it_and_refuse_what_is_not_here() -> None:
                 kv.tables()
             with pytest.raises(InvalidRequest, match="timeout_s"):
                 kv.tables(timeout_s=0)
+
+
+def test_a_coordinator_that_goes_on_in_a_new_file_is_read_from_there(writer: TablesWriter, tables: Tables) -> None:
+    writer.write_gauges([1] * len(GAUGES))
+    assert set(tables.gauges().values()) == {1}
+    writer.path.unlink()
+    assert set(tables.gauges().values()) == {1}  # killed, and not started yet
+    again = TablesWriter(writer.path, GEOMETRY, "boot-1")
+    again.write_gauges([2] * len(GAUGES))
+    write_row(again, 3, [7, 9], 6, 44)
+    assert set(tables.gauges().values()) == {2}
+    assert tables.sequence(44).blocks.tolist() == [7, 9]
+
+
+def test_tables_of_another_start_are_not_taken_for_these(writer: TablesWriter, tables: Tables) -> None:
+    writer.write_gauges([1] * len(GAUGES))
+    other = TablesWriter(writer.path, GEOMETRY, "boot-2")
+    other.write_gauges([2] * len(GAUGES))
+    assert (tables.boot, set(tables.gauges().values())) == ("boot-1", {1})
+    assert Tables(writer.path.parent).boot == "boot-2"

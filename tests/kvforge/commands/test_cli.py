@@ -241,7 +241,7 @@ def test_a_signal_cancels_the_request(folder: Path, number: signal.Signals, stat
 def test_the_coordinator_dies_during_a_stream(folder: Path) -> None:
     with Running(folder) as fake:
         arguments = ("generate", "--prompt-tokens", "1", "--tenant", "hang", "--stream")
-        command = start("--endpoint", fake.endpoint, *arguments)
+        command = start("--endpoint", fake.endpoint, "--reconnect", "0", *arguments)
         assert command.stdout is not None
         assert command.stdout.read(4) == "1 2 "
         fake.kill()
@@ -249,6 +249,17 @@ def test_the_coordinator_dies_during_a_stream(folder: Path) -> None:
         assert (command.returncode, out) == (exits.UNAVAILABLE, "\n")
         one_sentence(err)
         assert "is gone" in err
+
+
+def test_the_coordinator_comes_back_during_a_stream(folder: Path) -> None:
+    with Running(folder) as fake:
+        arguments = ("generate", "--prompt-tokens", "1", "--tenant", "waits", "--stream", "--max-tokens", "9")
+        command = start("--endpoint", fake.endpoint, *arguments)
+        assert command.stdout is not None
+        assert command.stdout.read(4) == "1 2 "
+        fake.signal(signal.SIGUSR1, "back")
+        out, err = command.communicate(timeout=20)
+        assert (command.returncode, out, err) == (0, "3 4 5 6 7 8 9 \n", "")
 
 
 def test_a_reader_that_leaves_is_no_error(shared: Running) -> None:

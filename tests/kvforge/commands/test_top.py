@@ -170,10 +170,10 @@ sys.stdin.read()
 """
 
 
-def start(folder: Path) -> subprocess.Popen[str]:
+def start(folder: Path, *options: str) -> subprocess.Popen[str]:
     """The command, once its first line is there; the second would come in an hour."""
     command = subprocess.Popen(
-        [sys.executable, "-m", "kvforge", "--runtime-dir", str(folder), "top", "--every", "3600"],
+        [sys.executable, "-m", "kvforge", "--runtime-dir", str(folder), "top", "--every", "3600", *options],
         stdout=subprocess.PIPE,
         stderr=subprocess.PIPE,
         text=True,
@@ -191,7 +191,7 @@ def test_the_end_of_the_coordinator_ends_it_at_once(run: Any, tmp_path: Path) ->
     with subprocess.Popen([sys.executable, "-c", WRITER, str(path)], stdin=pipe, stdout=pipe) as coordinator:
         assert coordinator.stdout is not None
         assert coordinator.stdout.readline() == b"ready\n"
-        command = start(tmp_path)
+        command = start(tmp_path, "--reconnect", "0")
         coordinator.kill()
         out, err = command.communicate(timeout=20)
     assert (command.returncode, out) == (exits.UNAVAILABLE, "")
@@ -199,6 +199,25 @@ def test_the_end_of_the_coordinator_ends_it_at_once(run: Any, tmp_path: Path) ->
     assert f"is gone (process {coordinator.pid})" in err
     assert "kvforge up" in err
     assert run("--runtime-dir", str(tmp_path), "top") == (exits.UNAVAILABLE, "", err)  # its file is still there
+
+
+def test_a_coordinator_that_comes_back_is_watched_on(
+    run: Any, writer: TablesWriter, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    looks: list[int] = []
+
+    def ended(_self: Tables, wait_s: float = 0.0) -> bool:
+        """Killed after the first line; the file of its successor is there at the third look for it."""
+        looks.append(len(looks))
+        return len(looks) in (2, 3, 4)
+
+    monkeypatch.setattr(Tables, "ended", ended)
+    monkeypatch.setattr(top, "LOOK_S", 0.0)
+    status, out, err = run("--runtime-dir", str(writer.path.parent), "top", "--count", "2", "--every", "2.5")
+    assert status == 0
+    assert [line.split()[-3:] for line in out.splitlines()[1:]] == [["-", "-", "1:02:05"]] * 2
+    assert err == f"kvforge: the coordinator in {writer.path.parent} is gone (process {os.getpid()}); reconnecting\n"
+    assert len(looks) == 5
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])

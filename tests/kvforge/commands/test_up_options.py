@@ -14,7 +14,7 @@ from kvforge.commands import cli, up
 from kvforge.launch import host
 from kvforge.launch.settings import Settings
 from kvforge.launch.up_file import load_up_file
-from kvforge.protocol import choices
+from kvforge.protocol import choices, keys
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 
@@ -118,17 +118,24 @@ def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> N
 
     whole = CoordinatorConfig()
     sections = {"limits": whole.limits, "cache": whole.cache, "schedule": whole.schedule}
-    ours = ("name", "model", "runtime_dir", "log_level", "log_format")
+    ours = ("name", "model", "runtime_dir", "endpoint", "server_key", "key_file", "log_level", "log_format")
     tables = {name: {key: getattr(value, key) for key in value.__struct_fields__} for name, value in sections.items()}
     worker = WorkerConfig(name="w", model="m")
     tables["worker"] = {key: getattr(worker, key) for key in worker.__struct_fields__ if key not in ours}
     tables['quotas."a b"'] = {"floor": 1, "ceiling": 9, "weight": 2.5}
+    key = keys.make().public
+    tables["tcp"] = {"listen": "tcp://*:5570", "key_file": "/etc/k"}
+    tables['access.clients."a b"'] = {"key": key, "tenant": "*", "rights": ["submit", "read"], "requests_max": 3}
+    tables["access.local"] = {"tenant": "l", "rights": ["read"]}
     tables["limits"]["queue_max"], tables["worker"]["watch_us"] = 77, 123
     lines = [f"[{name}]\n" + "\n".join(f"{k} = {_toml(v)}" for k, v in table.items()) for name, table in tables.items()]
     _, made = settings(tmp_path, "\n".join(lines))
     coordinator = convert(tomllib.loads(made.coordinator_file()), CoordinatorConfig)
     assert coordinator.limits.queue_max == 77
     assert coordinator.core_limits().quotas["a b"].weight == 2.5
+    assert (coordinator.tcp.listen, coordinator.access.clients["a b"].key) == ("tcp://*:5570", key)
+    assert coordinator.access.clients["a b"].rights == ("submit", "read")
+    assert coordinator.access.local.rights == ("read",)
     read = convert(tomllib.loads(made.worker_file(0)), WorkerConfig)
     assert read.watch_us == 123
     assert (coordinator.cache, coordinator.schedule) == (sections["cache"], sections["schedule"])

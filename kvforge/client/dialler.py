@@ -1,0 +1,222 @@
+"""Makes the connection that calls want, and makes a lost one again while somebody waits.
+
+Nothing here waits: `step` does what can be done now, and `due` says when it must be called though nothing arrives. A
+client works only inside its calls, so the time for which a lost connection is tried again counts while one waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from time import monotonic
+from typing import Protocol
+
+from kvforge.protocol.errors import CoordinatorUnavailable, KvforgeError, ProtocolError, StateLost
+from kvforge.protocol.messages import Hello, Welcome
+
+from .awaited import Pending
+from .session import Session
+
+RETRY_PAUSE_S = 0.05
+RETRY_PAUSE_S_MAX = 0.5
+ROOM_POLL_S = 0.02
+# A connection that ends sooner was none: one that hangs up on us again and again is not asked without a pause.
+LASTED_S = 1.0
+
+
+class Line(Protocol):
+    """The sockets of a connection, as `link.Link` has them."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether there are sockets."""
+
+    def open(self) -> None:
+        """Starts connecting."""
+
+    def close(self) -> None:
+        """Ends the connection, if there is one."""
+
+    def writable(self) -> bool:
+        """Whether somebody took the connection."""
+
+    def greet(self, hello: Hello) -> None:
+        """Sends the first message."""
+
+    def wake(self) -> None:
+        """Something has changed."""
+
+
+class Dialler:
+    """Decides when a session's link is opened, and says hello on it.
+
+    refused: why the coordinator did not take the last connection, where trying again is of no use. problem: how far the
+    last attempt came, in words.
+    """
+
+    def __init__(self, session: Session, link: Line, reconnect_s: float) -> None:
+        self._session, self._link, self._reconnect_s = session, link, reconnect_s
+        self.refused: KvforgeError | None = None
+        self.problem = ""
+        self._hello: Pending | None = None
+        self._wanting = 0
+        self._waiting = 0
+        self._since = 0.0
+        self._left_s = reconnect_s
+        self._pause_s = RETRY_PAUSE_S
+        self._retry_at = 0.0
+        self._up_at = 0.0
+        self._up = False
+        self._lost: KvforgeError | None = None
+
+    @property
+    def resumes(self) -> bool:
+        """Whether a connection that is lost is tried again."""
+        return self._reconnect_s > 0
+
+    @property
+    def left_s(self) -> float:
+        """How long a lost connection will still be tried again; 0 where none was lost."""
+        if not self._session.interrupted:
+            return 0.0
+        return max(0.0, self._left_s - (monotonic() - self._since if self._waiting else 0.0))
+
+    @property
+    def wants_room(self) -> bool:
+        """Whether hello is to be said as soon as the link is writable."""
+        return self._link.is_open and self._hello is None
+
+    @contextmanager
+    def wanting(self) -> Iterator[None]:
+        """Held by a call that needs a connection."""
+        if not self._wanting:
+            self.refused = None
+        self._wanting += 1
+        try:
+            yield
+        finally:
+            self._wanting -= 1
+            if not self._wanting and self._session.welcome is None and not self._session.interrupted:
+                self._hang_up()
+
+    @contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Held by a call while it waits for anything."""
+        if not self._waiting:
+            self._since = monotonic()
+        self._waiting += 1
+        try:
+            yield
+        finally:
+            self._waiting -= 1
+            if not self._waiting and self._session.interrupted:
+                self._left_s -= monotonic() - self._since
+
+    def opened(self) -> None:
+        """The link has new sockets: nothing was said on them yet."""
+        self._hello = None
+        self.problem = "does not answer"
+
+    def due(self) -> float | None:
+        """When `step` must be called, on time.monotonic; None: it has nothing to do by itself."""
+        if self._session.welcome is not None or not self._waiting:
+            return None
+        times = [self._since + self._left_s] if self._session.interrupted else []
+        if self.wants_room:  # to ask whether there is room may swallow the event that says so
+            times.append(monotonic() + ROOM_POLL_S)
+        elif not self._link.is_open and self._tries:
+            times.append(self._retry_at)
+        return min(times, default=None)
+
+    def step(self) -> None:
+        """Goes on as far as it can. Raises InvalidConfiguration if the endpoint is none."""
+        if self._session.welcome is not None:
+            if not self._up:
+                self._up, self._up_at = True, monotonic()
+                if self._lost is not None and self._waiting:
+                    self._left_s -= self._up_at - self._since
+            return
+        if self._hello is not None and self._hello.error is not None:
+            self.turned_away(self._hello.error)
+        if self._session.interrupted and self._waiting and monotonic() >= self._since + self._left_s:
+            self._give_up()
+        if self._link.is_open:
+            if self._hello is None and self._link.writable():
+                self._greet()
+        elif self._tries and monotonic() >= self._retry_at:
+            self._link.open()
+
+    def lost(self, error: CoordinatorUnavailable | ProtocolError) -> None:
+        """The connection has ended."""
+        if self._hello is not None and self._hello.error is not None:  # with the refusal of hello
+            self.turned_away(self._hello.error)
+            return
+        greeted, self._hello = self._session.welcome is not None, None
+        now = monotonic()
+        lasted, self._up = self._up and now - self._up_at >= LASTED_S, False
+        if lasted:
+            self._left_s, self._pause_s, self._retry_at = self._reconnect_s, RETRY_PAUSE_S, now
+        else:
+            self._try_later()
+        if isinstance(error, CoordinatorUnavailable) and (self._session.interrupted or (greeted and self.resumes)):
+            if not self._session.interrupted:
+                self._lost, self._since = error, now
+            self._session.interrupt()
+        else:
+            self._lose(error)
+            if isinstance(error, ProtocolError):
+                self.refused = error
+        if not greeted:
+            self.problem = "hung up at once"
+
+    def unanswered(self) -> None:
+        """Nobody was there to take the connection."""
+        self._try_later()
+
+    def turned_away(self, error: KvforgeError) -> None:
+        """Hello was refused, or the handshake before it."""
+        self._hang_up()
+        if isinstance(error, StateLost):
+            # The coordinator was started anew and lost what we knew of it: our requests have failed, others may come.
+            self._session.boot = ""
+            self._lose(CoordinatorUnavailable(f"the coordinator at {self._session.endpoint} is gone: {error}"))
+        else:
+            self._lose(error)
+            self.refused = error
+        self._link.wake()
+
+    @property
+    def _tries(self) -> bool:
+        """Whether a connection is worth an attempt."""
+        return self.refused is None and bool(self._wanting or (self._session.interrupted and self._waiting))
+
+    def _try_later(self) -> None:
+        self._retry_at = monotonic() + self._pause_s
+        self._pause_s = min(2 * self._pause_s, RETRY_PAUSE_S_MAX)
+
+    def _greet(self) -> None:
+        session = self._session
+        rid = session.new_rid()
+        hello = Hello(rid=rid, boot=session.boot, session=session.name if self.resumes else "")
+        self._hello = session.expect(rid, Welcome, "Hello")
+        self.problem = "took the connection and does not answer"
+        self._link.greet(hello)
+
+    def _give_up(self) -> None:
+        assert self._lost is not None, "interrupted by something"
+        problem = f"{self._lost.message}; tried again for {self._reconnect_s:g} s (reconnect_s)"
+        self._hang_up()
+        self._lose(CoordinatorUnavailable(problem))
+        self._link.wake()
+
+    def _lose(self, error: KvforgeError) -> None:
+        """What waited fails; the next connection begins without a history."""
+        self._lost, self._left_s = None, self._reconnect_s
+        self._session.lost(error)
+
+    def _hang_up(self) -> None:
+        """Ends an attempt."""
+        hello, self._hello = self._hello, None
+        if hello is not None:
+            self._session.forget(hello)
+        self._link.close()

@@ -1,0 +1,78 @@
+"""kvforge deploy: the service under systemd, put in place and looked at."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from kvforge.deploy.check import WRONG, check
+from kvforge.deploy.environment import Python, own_python
+from kvforge.deploy.install import Wishes, devices, install
+from kvforge.deploy.places import Places
+from kvforge.protocol.exits import FAILED, OK
+
+from . import parsing, printing
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = parsing.add(subparsers, "deploy", run_nothing, "Put the service under systemd in place, or look at it.")
+    actions = parser.add_subparsers(metavar="ACTION", required=True)
+    put = parsing.add(
+        actions, "install", run_install, "Put user, folders, environment, configuration and units in place (as root)."
+    )
+    put.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="of a system that is being made [/]")
+    put.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    put.add_argument(
+        "--worker",
+        action="append",
+        metavar="DEVICE",
+        help="a configuration for a worker on gpu0, gpu1, ... or cpu; may be repeated [each GPU, else cpu]",
+    )
+    put.add_argument("--model", metavar="NAME", help="that workers serve: a path or a known name [smollm2-135m]")
+    put.add_argument("--python", type=Path, metavar="PATH", help="the environment is made of it [this one]")
+    put.add_argument(
+        "--pip", action="append", default=[], metavar="ARG", help="an argument of `pip install`; may be repeated"
+    )
+    put.add_argument(
+        "--system-site-packages", action="store_true", help="use what is installed beside that Python (ROCm's torch)"
+    )
+    put.add_argument("--no-venv", action="store_true", help="make no environment")
+    look = parsing.add(actions, "check", run_check, "Say what is wrong with the service; exit status 1 if anything is.")
+    look.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run_nothing(_options: argparse.Namespace) -> int:
+    """An action is required."""
+    raise AssertionError("argparse asks for an action")
+
+
+def run_install(options: argparse.Namespace) -> int:
+    """Does it, and says what is next."""
+    python = None
+    if not options.no_venv:
+        python = Python(options.python or own_python(), tuple(options.pip), options.system_site_packages)
+    instances = tuple(options.worker or devices())
+    places = Places(options.root.absolute())
+    count = install(places, Wishes(instances, options.model, python), printing.say, dry_run=options.dry_run)
+    if not count:
+        printing.say("everything is in place")
+    elif not options.dry_run:
+        units = " ".join(f"kvforge-worker@{instance}.service" for instance in instances)
+        printing.say(f"next: kvforge deploy check; systemctl enable --now {units} kvforge.target")
+    return OK
+
+
+def run_check(options: argparse.Namespace) -> int:
+    """Prints the findings, the bad ones last."""
+    findings = check(Places())
+    if options.json:
+        printing.print_json([finding.document() for finding in findings])
+    else:
+        for finding in findings:
+            print(finding.line())
+    wrong = sum(finding.kind == WRONG for finding in findings)
+    if wrong:
+        printing.say(f"kvforge: {wrong} {'thing is' if wrong == 1 else 'things are'} wrong")
+    return FAILED if wrong else OK

@@ -1,0 +1,58 @@
+"""kvforge keys: makes the keys by which a coordinator and its clients and workers know each other over a network."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+from kvforge.protocol import keys
+from kvforge.protocol.exits import OK
+
+from . import parsing, printing
+
+WHOSE = ("server", "client", "worker")
+PORT = 5570  # any that is free will do
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = parsing.add(
+        subparsers,
+        "keys",
+        run,
+        "Make a key file, and print the lines that the coordinator's configuration needs for it.",
+    )
+    parser.add_argument("whose", choices=WHOSE, help="the coordinator's own, or those of a client or worker")
+    parser.add_argument("file", type=Path, help="the file to be made; it holds a secret and stays with its owner")
+    parser.add_argument("--name", help="what the coordinator calls its owner [the file's name]")
+    parser.add_argument("--tenant", help="of a client: for which tenant it acts, * for any [its name]")
+    parser.add_argument(
+        "--rights", default="submit,read", help="of a client: what it may do, of submit, read, admin [submit,read]"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Makes the file, and prints. Raises InvalidConfiguration where it exists or cannot be made."""
+    whose: str = options.whose
+    pair = keys.make()
+    file: Path = options.file.expanduser().absolute()
+    name: str = options.name or file.stem
+    keys.write(file, pair, "the coordinator" if whose == "server" else f"{whose} {name}")
+    if whose == "server":
+        printing.say(f"{file} is made. Its public key, for --server-key of clients and server_key of workers:")
+        printing.say(f"    '{pair.public}'")
+        printing.say("Into the coordinator's configuration:")
+        print(f'[tcp]\nlisten = "tcp://*:{PORT}"\nkey_file = {_text(file)}')
+    else:
+        printing.say(f"{file} is made. Into the coordinator's configuration:")
+        print(f'[access.{whose}s.{_text(name)}]\nkey = "{pair.public}"')
+        if whose == "client":
+            rights = ", ".join(map(_text, options.rights.split(",")))
+            print(f"tenant = {_text(options.tenant or name)}\nrights = [{rights}]")
+    return OK
+
+
+def _text(value: object) -> str:
+    return json.dumps(str(value), ensure_ascii=False)

@@ -1,0 +1,39 @@
+"""kvforge replay: what a coordinator's journal says of any moment, in a process of the coordinator's package."""
+
+from __future__ import annotations
+
+import argparse
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+from kvforge.launch.supervisor import ENTRY
+
+from . import parsing
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    replay = parsing.add(subparsers, "replay", run, "Show the state at any point of a coordinator's journal.")
+    replay.add_argument("journal", type=Path, metavar="FOLDER", help="state_dir of a coordinator, which may be running")
+    replay.add_argument("--until", type=int, metavar="EVENT", help="stop before this event, counted from 1 [the end]")
+    replay.add_argument("--events", type=int, default=5, metavar="N", help="show so many events before that [5]")
+    replay.add_argument(
+        "--explain",
+        action="append",
+        default=[],
+        metavar="SUBJECT=ID",
+        help="why it is as it is then: request, sequence, block or tenant; may be given several times",
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints it. Returns the exit status of the process that does."""
+    arguments = [str(options.journal), "--events", str(options.events)]
+    if options.until is not None:
+        arguments += ["--until", str(options.until)]
+    for subject in options.explain:
+        arguments += ["--explain", subject]
+    command = [sys.executable, "-P", str(ENTRY), "coordinator.replay", *arguments]
+    return subprocess.run(command, check=False).returncode

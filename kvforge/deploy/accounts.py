@@ -1,0 +1,48 @@
+"""Users and groups of a system that may not be the one that runs: read from its own files."""
+
+from __future__ import annotations
+
+import grp
+import os
+import pwd
+from contextlib import suppress
+from dataclasses import dataclass
+
+from .places import USER, Places
+
+
+@dataclass(frozen=True)
+class Account:
+    """The service's user: ids, and the names of the groups that it is a member of."""
+
+    uid: int
+    gid: int
+    groups: dict[str, int]
+
+
+def account(places: Places, name: str = USER) -> Account | None:
+    """The user, or None where there is none."""
+    if places.here:
+        with suppress(KeyError):
+            user = pwd.getpwnam(name)
+            ids = os.getgrouplist(name, user.pw_gid)
+            groups = {}
+            for gid in ids:
+                with suppress(KeyError):
+                    groups[grp.getgrgid(gid).gr_name] = gid
+            return Account(user.pw_uid, user.pw_gid, groups)
+        return None
+    users = {row[0]: row for row in _rows(places, "passwd")}
+    if name not in users:
+        return None
+    gid = int(users[name][3])
+    rows = [row for row in _rows(places, "group") if name in row[3].split(",") or int(row[2]) == gid]
+    return Account(int(users[name][2]), gid, {row[0]: int(row[2]) for row in rows})
+
+
+def _rows(places: Places, table: str) -> list[list[str]]:
+    """/etc/passwd or /etc/group, line by line."""
+    with suppress(OSError):
+        lines = places.of(f"/etc/{table}").read_text(encoding="utf-8").splitlines()
+        return [row for line in lines if len(row := line.split(":")) >= 4]
+    return []

@@ -1,0 +1,145 @@
+"""Looks at a service that is in place: what is wrong, and what to do. Changes nothing."""
+
+from __future__ import annotations
+
+import json
+import os
+import platform
+import re
+from pathlib import Path
+from typing import Any
+
+from kvforge.protocol.errors import Unavailable
+from kvforge.protocol.exits import OK
+
+from .accounts import Account, account
+from .findings import WRONG, Finding, good, warning, wrong
+from .folders import check_file_system, check_folders
+from .gpus import check_devices
+from .places import CACHE_DIR, PYTHON, RUNTIME_DIR, STATE_DIR, USER, Places
+from .program import Outcome, run
+from .units import check_services, check_units
+
+__all__ = ["WRONG", "check"]
+
+INSTALL = "sudo kvforge deploy install"
+KERNEL_MIN = (5, 3)  # pidfd_open
+STATE_BYTES_MIN = 1 << 30  # a journal grows until its next snapshot
+
+
+def check(places: Places) -> list[Finding]:
+    """All that was found, in the order in which it should be mended. Raises Unavailable."""
+    if places.here and os.geteuid() != 0:
+        raise Unavailable("only root sees all that is to be looked at: use sudo")
+    user = account(places)
+    return [
+        *_check_kernel(),
+        *_check_user(user),
+        *check_folders(places, user),
+        *check_units(places),
+        *_check_environment(places, user),
+        *_check_coordinator(places, user),
+        *_check_workers(places, user),
+        *check_services(places),
+    ]
+
+
+def _check_kernel() -> list[Finding]:
+    release = platform.release()
+    numbers = tuple(map(int, re.findall(r"\d+", release)[:2]))
+    if numbers < KERNEL_MIN:
+        return [wrong(f"the kernel is {release}", "5.3 is the oldest in which a hung worker can be ended safely")]
+    return [good(f"kernel {release}")]
+
+
+def _check_user(user: Account | None) -> list[Finding]:
+    if user is None:
+        return [wrong(f"there is no user {USER}", INSTALL)]
+    return [good(f"user {USER}, a member of {', '.join(sorted(user.groups))}")]
+
+
+def _check_environment(places: Places, user: Account | None) -> list[Finding]:
+    """That the service's Python starts as the service's user, and has this kvforge."""
+    from kvforge import __version__
+
+    python = places.of(PYTHON)
+    if not python.exists():
+        return [wrong(f"there is no environment: {python} is missing", INSTALL)]
+    script = "import kvforge, sys; print(kvforge.__version__, '.'.join(map(str, sys.version_info[:3])))"
+    try:
+        done = _run(python, user, "-P", "-c", script)
+    except Unavailable as error:
+        return [wrong(f"{python} cannot be started as {USER}: {error}", INSTALL)]
+    if done.status != OK:
+        return [wrong(f"{python} cannot run kvforge as {USER}: {done.last_words}", INSTALL)]
+    version, _, python_version = done.output.strip().partition(" ")
+    told = f"{python}: Python {python_version}, kvforge {version}"
+    if version != __version__:
+        return [warning(f"{told}, and this is kvforge {__version__}", INSTALL)]
+    return [good(told)]
+
+
+def _check_coordinator(places: Places, user: Account | None) -> list[Finding]:
+    path = places.configuration / "coordinator.toml"
+    meaning, findings = _meaning(places, "coordinator", path, user)
+    if meaning is None:
+        return findings
+    runtime, state = Path(meaning["runtime_dir"]), Path(meaning["state_dir"])
+    if runtime != RUNTIME_DIR:
+        told = f"{path}: runtime_dir is {runtime}, and the unit makes {RUNTIME_DIR} and lets it write nowhere else"
+        findings.append(wrong(told, f'set runtime_dir = "{RUNTIME_DIR}", or say RuntimeDirectory= in a drop-in'))
+    if state != STATE_DIR:
+        told = f"{path}: state_dir is {state}, and the unit makes {STATE_DIR}"
+        remedy = f'set state_dir = "{STATE_DIR}", or say ReadWritePaths={state} in a drop-in'
+        findings.append(warning(told, remedy))
+    findings += check_file_system("runtime_dir", places.of(runtime), int(meaning["tables_bytes"]), lasting=False)
+    findings += check_file_system("state_dir", places.of(state), STATE_BYTES_MIN, lasting=True)
+    return findings
+
+
+def _check_workers(places: Places, user: Account | None) -> list[Finding]:
+    found = places.workers()
+    if not found:
+        return [wrong(f"no worker is configured in {places.configuration}", f"{INSTALL} --worker gpu0")]
+    findings: list[Finding] = []
+    names: dict[str, Path] = {}
+    for instance, path in found:
+        meaning, told = _meaning(places, "worker", path, user)
+        findings += told
+        if meaning is None:
+            continue
+        findings += check_devices(instance, str(meaning["kind"]), user)
+        if (other := names.setdefault(str(meaning["name"]), path)) != path:
+            findings.append(wrong(f"{other} and {path} have one name", "give each worker its own `name`"))
+        if Path(meaning["runtime_dir"]) != RUNTIME_DIR:
+            told_dir = f"{path}: runtime_dir is {meaning['runtime_dir']}, the coordinator's is {RUNTIME_DIR}"
+            findings.append(wrong(told_dir, f'set runtime_dir = "{RUNTIME_DIR}"'))
+    return findings
+
+
+def _meaning(
+    places: Places, role: str, path: Path, user: Account | None
+) -> tuple[dict[str, Any] | None, list[Finding]]:
+    """What the role itself makes of its configuration, as the user that it will be: with its own loaders."""
+    if not path.exists():
+        return None, [wrong(f"{path} is missing", INSTALL)]
+    try:
+        done = _run(places.of(PYTHON), user, "-P", "-m", role, "--config", str(path), "--check")
+    except Unavailable as error:
+        return None, [wrong(f"{path} cannot be checked: {error}", INSTALL)]
+    if done.status != OK:
+        return None, [wrong(f"{path}: {done.last_words.removeprefix(f'{role}: ')}", _remedy(role))]
+    meaning = json.loads(done.output.splitlines()[-1])
+    told = {name: value for name, value in meaning.items() if name not in ("runtime_dir", "state_dir", "kind", "name")}
+    facts = ", ".join(f"{name} {value}" for name, value in told.items())
+    return meaning, [good(f"{path}: {facts}")]
+
+
+def _remedy(role: str) -> str:
+    fetch = f"; a known model is fetched with `sudo -u {USER} env KVFORGE_CACHE_DIR={CACHE_DIR} kvforge pull NAME`"
+    return f"mend it and check again{fetch if role == 'worker' else ''}"
+
+
+def _run(python: Path, user: Account | None, *arguments: str) -> Outcome:
+    environment = {"PATH": os.defpath, "KVFORGE_CACHE_DIR": str(CACHE_DIR), "HOME": str(CACHE_DIR)}
+    return run([python, *arguments], environment=environment, account=user)

@@ -1,0 +1,149 @@
+"""Puts the service in place: user, folders, environment, configuration, units. What is there already is left alone."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from kvforge.launch.host import DEVICE_FILES
+from kvforge.protocol.errors import InvalidConfiguration, Unavailable
+
+from .accounts import account
+from .environment import Python, environment
+from .places import CACHE_DIR, FILES, GPU_GROUPS, STATE_DIR, UNITS, USER, Places
+from .program import must
+from .step import EVERYBODY, Owner, Record, Step, place
+
+INSTANCE = re.compile(r"cpu|gpu(\d+)")
+SYSTEMD_RUNS = Path("/run/systemd/system")
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """instances: a worker for each of these devices (`gpu0`, `gpu1`, `cpu`). model: what they serve; None: the
+    example's. python: None: no environment is made, another hand does that.
+    """
+
+    instances: tuple[str, ...]
+    model: str | None = None
+    python: Python | None = None
+
+    def check(self) -> None:
+        """Raises InvalidConfiguration."""
+        for instance in self.instances:
+            if INSTANCE.fullmatch(instance) is None:
+                raise InvalidConfiguration("--worker", f"is {instance!r}; it must be cpu, or gpu0, gpu1 and so on")
+        if self.python is not None:
+            self.python.check()
+
+
+def devices(root: Path = Path("/dev")) -> tuple[str, ...]:
+    """The instances for what this machine has: one for each GPU, else the CPU."""
+    nvidia = len(list(root.glob(DEVICE_FILES["cuda"][0])))
+    amd = len(list(root.glob("dri/renderD*"))) if (root / "kfd").exists() else 0
+    return tuple(f"gpu{index}" for index in range(nvidia or amd)) or ("cpu",)
+
+
+def install(places: Places, wishes: Wishes, say: Callable[[str], None], *, dry_run: bool) -> int:
+    """Does what is missing and says each step before. dry_run: says them alone. Returns how many there were to do.
+
+    Raises InvalidConfiguration, Unavailable.
+    """
+    wishes.check()
+    if places.here and os.geteuid() != 0 and not dry_run:
+        raise Unavailable("only root can put the service in place: use sudo, or --root DIR to make it elsewhere")
+    count, mask = 0, os.umask(0o022)  # the service's user has to read what is made
+    try:
+        for step in chain.from_iterable(_parts(places, wishes, Record(places))):
+            if step.act is None:
+                say(step.words)
+                continue
+            say(f"would {step.words}" if dry_run else step.words)
+            count += 1
+            if not dry_run:
+                step.act()
+    except OSError as error:
+        hint = ": use sudo" if isinstance(error, PermissionError) else ""
+        raise Unavailable(f"{error.filename} cannot be used: {error.strerror}{hint}") from None
+    finally:
+        os.umask(mask)
+    return count
+
+
+def _parts(places: Places, wishes: Wishes, record: Record) -> Iterator[list[Step]]:
+    """Each is asked for what is missing when the one before is done."""
+    yield place(places.sysusers, _packaged("sysusers.d/kvforge.conf"), EVERYBODY, record)
+    yield _users(places)
+    yield place(places.tmpfiles, _packaged("tmpfiles.d/kvforge.conf"), EVERYBODY, record)
+    yield _folders(places)
+    if wishes.python is not None:
+        yield environment(places, wishes.python, record)
+    yield _configuration(places, wishes, record)
+    units = [step for name in UNITS for step in place(places.units / name, _packaged(name), EVERYBODY, record)]
+    changed = any(step.act is not None for step in units)
+    yield units
+    if changed and places.here and SYSTEMD_RUNS.exists():
+        yield [Step("have systemd read its units again", partial(must, ["systemctl", "daemon-reload"]))]
+
+
+def _packaged(name: str) -> bytes:
+    """A file of deploy/, as it came with this kvforge."""
+    return (FILES / name).read_bytes()
+
+
+def _users(places: Places) -> list[Step]:
+    found = account(places)
+    if found is not None and set(GPU_GROUPS) <= set(found.groups):
+        return []
+    what = f"make the user {USER}" if found is None else f"make the user {USER} a member of {' and '.join(GPU_GROUPS)}"
+    return [Step(what, partial(must, _systemd("systemd-sysusers", places)))]
+
+
+def _folders(places: Places) -> list[Step]:
+    """What tmpfiles.d/kvforge.conf says, where it is not so."""
+    found = account(places)
+    service = Owner(0, 0, 0) if found is None else Owner(found.uid, found.gid, 0)
+    wanted = {
+        places.configuration: Owner(0, service.gid, 0o750),
+        places.of(STATE_DIR): Owner(service.uid, service.gid, 0o700),
+        places.of(CACHE_DIR): Owner(service.uid, service.gid, 0o750),
+    }
+    if all(path.is_dir() and owner.holds(path) for path, owner in wanted.items()):
+        return []
+    names = ", ".join(map(str, wanted))
+    return [Step(f"make the folders {names}", partial(must, [*_systemd("systemd-tmpfiles", places), "--create"]))]
+
+
+def _systemd(program: str, places: Places) -> list[str | Path]:
+    return [program, *([] if places.here else [f"--root={places.root}"]), "kvforge.conf"]
+
+
+def _configuration(places: Places, wishes: Wishes, record: Record) -> list[Step]:
+    found = account(places)
+    owner = Owner(0, 0 if found is None else found.gid, 0o640)  # there may be keys in it one day
+    steps = place(places.configuration / "coordinator.toml", _packaged("coordinator.toml"), owner, record)
+    for instance in wishes.instances:
+        path = places.configuration / f"worker-{instance}.toml"
+        steps += place(path, worker_file(instance, wishes.model), owner, record)
+    return steps
+
+
+def worker_file(instance: str, model: str | None) -> bytes:
+    """The example configuration for one device."""
+    found = INSTANCE.fullmatch(instance)
+    assert found is not None, "checked before"
+    said = {"name": f'"{instance}"', "device_index": found[1] or "0"}
+    if instance == "cpu":
+        said["device"] = '"cpu"'
+    if model is not None:
+        said["model"] = f'"{model}"'
+    text = _packaged("worker.toml").decode()
+    for key, value in said.items():
+        text, count = re.subn(rf"^{key} = \S+ *", lambda _: f"{key} = {value}".ljust(34), text, flags=re.MULTILINE)  # noqa: B023
+        assert count == 1, f"worker.toml says {key} {count} times"
+    return text.encode()

@@ -1,0 +1,83 @@
+"""Programs of the system that are started for an installation or a check: on a leash, their last words kept."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvforge.process.leash import leashed
+from kvforge.protocol.errors import Unavailable
+
+from .accounts import Account
+
+CHECK_S_MAX = 120.0  # importing torch takes seconds, on a slow disk many of them
+INSTALL_S_MAX = 3600.0  # torch is gigabytes
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """How a program ended, and what it printed."""
+
+    status: int
+    output: str
+    errors: str
+
+    @property
+    def last_words(self) -> str:
+        """The last line of what it printed, errors first."""
+        lines = [line.strip() for line in (self.errors or self.output).splitlines() if line.strip()]
+        return lines[-1] if lines else f"exit status {self.status}"
+
+
+def run(
+    command: Sequence[str | Path],
+    timeout_s: float = CHECK_S_MAX,
+    environment: Mapping[str, str] | None = None,
+    account: Account | None = None,
+    show: bool = False,
+) -> Outcome:
+    """Runs a program to its end. account: as whom, where we are root. show: its output is for the user.
+
+    Raises Unavailable where it is not there, or takes longer.
+    """
+    name = str(command[0])
+    path = shutil.which(name)
+    if path is None:
+        raise Unavailable(f"{name} is not there")
+    line, them = [path, *map(str, command[1:])], {}
+    if account is not None and os.geteuid() == 0:
+        them = {"user": account.uid, "group": account.gid, "extra_groups": sorted(account.groups.values())}
+    else:  # another user may not be able to read our interpreter; what is started as one is short
+        line = leashed(line)
+    try:
+        done = subprocess.run(
+            line,
+            stdin=subprocess.DEVNULL,
+            stdout=sys.stderr if show else subprocess.PIPE,
+            stderr=None if show else subprocess.PIPE,
+            text=True,
+            errors="replace",
+            timeout=timeout_s,
+            check=False,
+            cwd="/",
+            env=dict(os.environ if environment is None else environment),
+            **them,  # type: ignore[call-overload]
+        )
+    except subprocess.TimeoutExpired:
+        raise Unavailable(f"{name} has not ended within {timeout_s:g} s") from None
+    except OSError as error:
+        raise Unavailable(f"{name} cannot be started: {error.strerror}") from None
+    return Outcome(done.returncode, done.stdout or "", done.stderr or "")
+
+
+def must(command: Sequence[str | Path], show: bool = False) -> None:
+    """Runs a program that has to succeed. Raises Unavailable with its last words."""
+    done = run(command, INSTALL_S_MAX, show=show)
+    if done.status != 0:
+        words = "see above" if show else done.last_words
+        raise Unavailable(f"{' '.join(map(str, command[:4]))} ... failed with status {done.status}: {words}")

@@ -1,0 +1,42 @@
+"""python -m tests.chaos --minutes 10 --seed 1: real processes that are killed and stopped ; nothing is lost.
+
+A coordinator, two workers on the CPU with a tiny model, twenty clients in five processes. The same seed draws the same
+misfortunes and requests; when what meets what is the machine's. Prints a report as JSON, and exits with 1 where it has
+faults.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+from .driver import Driver
+
+
+def main() -> int:
+    """Exit status 1 where anything was lost, doubled, changed or left behind."""
+    parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=1.0, help="of misfortunes; about half a minute comes on top")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--json", type=Path, help="write the report there too")
+    parser.add_argument("--quiet", action="store_true", help="say nothing of each misfortune")
+    options = parser.parse_args()
+    report = Driver(options.minutes, options.seed, _silent if options.quiet else _say).run()
+    text = json.dumps(report, indent=1)
+    print(text)
+    if options.json is not None:
+        options.json.write_text(text + "\n")
+    return 1 if report["faults"] else 0
+
+
+def _say(words: str) -> None:
+    print(words, file=sys.stderr, flush=True)
+
+
+def _silent(_words: str) -> None: ...
+
+
+if __name__ == "__main__":
+    sys.exit(main())

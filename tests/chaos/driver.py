@@ -1,0 +1,317 @@
+"""A chaos run: real processes, one misfortune after the other, then calm, and the books are compared.
+
+The workload is of client processes (`client`); here is who kills and stops, who starts again, and who looks.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import shutil
+import signal
+import time
+from collections import Counter
+from collections.abc import Awaitable, Callable
+from contextlib import suppress
+from typing import Any
+
+from coordinator.journal.recovery import recover
+from kvforge import AsyncClient, Client, KvforgeError
+from kvforge.protocol.messages import Stats
+from tests.integration.cluster import READY_S, Cluster
+from tests.integration.running import processes_of
+
+from . import cases, misfortunes
+from .ledger import FINISHED, Ledger
+from .misfortunes import COORDINATOR
+from .processes import CLIENT_END_S, Processes
+
+WORKERS = ("w0", "w1")
+CLIENTS = tuple(f"p{i}" for i in range(5))
+CLIENTS_EACH = 4
+BLOCKS = 128
+SILENCE_S, PEER_SILENCE_S = 2.0, 10.0
+LEASE_S = 3.0
+WAIT_S = 60.0  # for anything: far longer than any misfortune takes
+CALM_S = 8.0  # at the end, so that all processes are warm when they are measured last
+TEND_S, LOOK_S, MEASURE_S = 0.02, 2.0, 1.0
+LOOK_TIMEOUT_S = 5.0
+ATTACHED_AT_END = 20
+COORDINATOR_BYTES_MAX, WORKER_BYTES_MAX, CLIENT_BYTES_MAX = 24 << 20, 32 << 20, 12 << 20
+DESCRIPTORS_MAX = 16
+LEFT_FILES = frozenset({"coordinator.lock"})
+CONFIG = f"""
+on_stop = "keep"
+[limits]
+silence_s = {SILENCE_S}
+lease_s = {LEASE_S}
+finished_max = 2048
+[schedule]
+step_timeout_s = 8
+# Workers die all the time here, and not because of what they run.
+crashes_max = 100
+[journal]
+# Many snapshots.
+bytes_max = 1000000
+replay_ms_max = 300
+"""
+
+
+class Driver:
+    """One run. `faults`: all that must not be, in words."""
+
+    def __init__(self, minutes: float, seed: int, tell: Callable[[str], None]) -> None:
+        self._minutes, self._seed, self._tell = minutes, seed, tell
+        self.faults: list[str] = []
+        self._struck: Counter[str] = Counter()
+        self._sizes: dict[str, Any] = {}
+
+    def run(self) -> dict[str, Any]:
+        """Returns the report; what went wrong is in its `faults`."""
+        with Cluster(blocks=BLOCKS, coordinator=CONFIG) as cluster:
+            kv = cluster.start(*WORKERS)
+            self._known = cases.answered(kv, cases.draw(self._seed))
+            kv.close()
+            file = cluster.folder / "cases.json"
+            file.write_text(json.dumps([known.as_json() for known in self._known]))
+            options = {
+                "endpoint": cluster.endpoint,
+                "cases": str(file),
+                "clients": CLIENTS_EACH,
+                "wait_s": WAIT_S,
+                "gone_s": SILENCE_S / 2,
+            }
+            self._cluster = cluster
+            self._ledger = Ledger(self._known)
+            self._processes = Processes(cluster, WORKERS, CLIENTS, options)
+            try:
+                return asyncio.run(self._run())
+            finally:
+                self._processes.close()
+                if self.faults:
+                    kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
+                    self._tell(f"logs, notes and journal: {kept}")
+
+    # -------------------------------------------------------------------------------------------------------- the run
+
+    async def _run(self) -> dict[str, Any]:
+        began = time.monotonic()
+        processes = self._processes
+        for member in (COORDINATOR, *WORKERS):
+            processes.begin(member)
+        async with AsyncClient(
+            self._cluster.endpoint, timeout_s=WAIT_S, connect_timeout_s=WAIT_S, reconnect_s=WAIT_S
+        ) as kv:
+            await self._ledger.begin(kv)
+            for member in CLIENTS:
+                processes.start_client(member)
+            background = [
+                asyncio.create_task(_every(TEND_S, self._tend)),
+                asyncio.create_task(_every(LOOK_S, lambda: self._look(kv))),
+                asyncio.create_task(_every(MEASURE_S, self._measure)),
+            ]
+            await self._misfortunes()
+            self._tell("calm")
+            processes.calm()
+            await self._until("both workers serve", lambda: self._serving(kv), READY_S)
+            await asyncio.sleep(CALM_S)
+            for task in background:
+                task.cancel()
+            await asyncio.gather(*background, return_exceptions=True)
+            processes.measure()
+            await self._settle(kv)
+        self._check_sizes()
+        report = self._report(time.monotonic() - began)
+        await self._end_all()
+        report["faults"] = self.faults
+        return report
+
+    async def _misfortunes(self) -> None:
+        until = time.monotonic() + self._minutes * 60
+        drawn = misfortunes.draw(self._seed, WORKERS, CLIENTS, SILENCE_S, PEER_SILENCE_S)
+        for pause_s, misfortune in drawn:
+            if time.monotonic() + pause_s > until:
+                break
+            await asyncio.sleep(pause_s)
+            self._tell(f"{time.strftime('%H:%M:%S')} {misfortune}")
+            for member in misfortune.members:
+                self._struck[f"{misfortune.kind} {member[0] if member in CLIENTS else member}"] += 1
+            self._processes.strike(misfortune)
+        await asyncio.sleep(max(0.0, until - time.monotonic()))
+
+    async def _tend(self) -> None:
+        self._processes.tend()
+
+    async def _measure(self) -> None:
+        self._processes.measure()
+
+    async def _look(self, kv: AsyncClient) -> None:
+        with suppress(KvforgeError, TimeoutError):  # it is killed and stopped just now
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                await self._ledger.look(kv)
+                workers = (await kv.health()).workers
+                serving = {worker.pid for worker in workers if worker.state == "ready"}
+                self._processes.serving({*serving, self._processes.lives[COORDINATOR][-1].pid})
+
+    async def _serving(self, kv: AsyncClient) -> bool:
+        health = await kv.health()
+        return sum(worker.state == "ready" for worker in health.workers) == len(WORKERS)
+
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    async def _settle(self, kv: AsyncClient) -> None:
+        """Everything comes to its end, and the books are compared."""
+        processes, ledger = self._processes, self._ledger
+        processes.end_clients()
+        if not await self._until("the clients have ended", self._clients_ended, CLIENT_END_S):
+            processes.clients_ended(late=True)
+        await self._until("all requests have ended", lambda: self._ended(kv), WAIT_S)
+        stories = processes.stories()
+        await self._attach(kv, stories)
+        ledger.account(stories, processes.absences, processes.killed_clients)
+        self.faults += ledger.faults
+        self.excused = Counter(note["code"] for story in stories for note in story.broken)
+        await self._until("only the books' own client is left", lambda: self._alone(kv), WAIT_S)
+        stats = self._stats = await kv.stats()
+        self._check_empty(stats)
+        for request_id in sorted(ledger.records)[-ATTACHED_AT_END:]:
+            if not (await kv.explain(request=request_id)).sentences:
+                self.faults.append(f"nothing explains request {request_id}")
+
+    async def _clients_ended(self) -> bool:
+        return self._processes.clients_ended(late=False)
+
+    async def _ended(self, kv: AsyncClient) -> bool:
+        await self._ledger.look(kv)
+        return not self._ledger.running
+
+    async def _alone(self, kv: AsyncClient) -> bool:
+        return (await kv.stats()).clients == 1
+
+    async def _attach(self, kv: AsyncClient, stories: list[Any]) -> None:
+        """Detached requests that nobody read to their end are there to be read."""
+        left = sorted({request_id for story in stories for request_id in story.left})
+        for request_id in random.Random(self._seed).sample(left, min(len(left), ATTACHED_AT_END)):
+            done = await (await kv.attach(request_id)).result()
+            record = self._ledger.records.get(request_id)
+            if record is None or done.tokens != record.tokens:
+                self.faults.append(f"request {request_id} gives {done.tokens} to who attaches, and is {record}")
+
+    def _check_empty(self, stats: Stats) -> None:
+        requests = stats.requests
+        if (requests.pending, requests.running, stats.sequences) != (0, 0, 0):
+            self.faults.append(
+                f"left: {requests.pending} pending, {requests.running} running, {stats.sequences} sequences"
+            )
+        for pool in stats.pools:
+            if pool.free + pool.cached != pool.blocks or pool.referenced or pool.quarantined:
+                self.faults.append(f"blocks leaked: {pool}")
+        # Those that were computed before anything died are listed, too.
+        if requests.accepted_total != len(self._ledger.records):
+            self.faults.append(f"{requests.accepted_total} were accepted, {len(self._ledger.records)} have ended")
+
+    async def _end_all(self) -> None:
+        """The journal makes a machine that is whole, and all processes end as they are told to, leaving nothing."""
+        cluster = self._cluster
+        cluster.kill(COORDINATOR)
+        found = recover(cluster.runtime / "state")
+        if found is None or found.torn is not None:
+            self.faults.append(f"the journal is no whole one: {found}")
+        else:
+            found.machine.check_invariants()
+            if found.machine.requests.live:
+                self.faults.append(f"the journal has {len(found.machine.requests.live)} requests that have not ended")
+        cluster.start_coordinator()
+        with cluster.client() as kv:
+            cluster.wait_workers(kv, len(WORKERS))
+            self._check_last(kv)
+        for member in (COORDINATOR, *WORKERS):
+            cluster.signal(member, signal.SIGTERM)
+            if (status := cluster.end(member)) != 0:
+                self.faults.append(f"{member} ended with status {status}")
+        if orphans := processes_of(cluster.folder):
+            self.faults.append(f"processes are left: {orphans}")
+        left = {str(path.relative_to(cluster.runtime)) for path in cluster.runtime.rglob("*")} - LEFT_FILES
+        if left:
+            self.faults.append(f"files are left: {sorted(left)}")
+        self._check_logs()
+
+    def _check_last(self, kv: Client) -> None:
+        stats = kv.stats()
+        if stats.requests.accepted_total != self._stats.requests.accepted_total:
+            self.faults.append(f"{stats.requests} after the last start, before it {self._stats.requests}")
+        self._check_empty(stats)
+        kv.purge_finished(0)
+
+    def _check_logs(self) -> None:
+        for member in (COORDINATOR, *WORKERS, *CLIENTS):
+            path = self._cluster.folder / f"{member}.log"
+            for line in path.read_text(errors="replace").splitlines():
+                if "Traceback" in line or "said no hello" in line:
+                    self.faults.append(f"{member} wrote: {line}")
+
+    # ------------------------------------------------------------------------------------------------------ the report
+
+    def _check_sizes(self) -> None:
+        """A process that runs is no larger at the end than its first one was when it was warm."""
+        for member, lives in self._processes.lives.items():
+            first = next((life.warm for life in lives if life.warm is not None), None)
+            last = lives[-1].last
+            if first is None or last is None:
+                continue
+            most = COORDINATOR_BYTES_MAX if member == COORDINATOR else WORKER_BYTES_MAX
+            most = CLIENT_BYTES_MAX if member in CLIENTS else most
+            grown, more = last.bytes - first.bytes, last.descriptors - first.descriptors
+            self._sizes[member] = {
+                "processes": len(lives),
+                "warm_mb": round(first.bytes / 1e6, 1),
+                "last_mb": round(last.bytes / 1e6, 1),
+                "warm_descriptors": first.descriptors,
+                "last_descriptors": last.descriptors,
+            }
+            if grown > most or more > DESCRIPTORS_MAX:
+                self.faults.append(f"{member} has grown by {grown} bytes and {more} descriptors")
+
+    def _report(self, took_s: float) -> dict[str, Any]:
+        records = self._ledger.records.values()
+        requests = self._stats.requests
+        return {
+            "seed": self._seed,
+            "minutes": self._minutes,
+            "took_s": round(took_s, 1),
+            "clients": len(CLIENTS) * CLIENTS_EACH,
+            "misfortunes": dict(sorted(self._struck.items())),
+            "processes_started": {member: len(lives) for member, lives in self._processes.lives.items()},
+            "requests": {
+                "accepted": requests.accepted_total,
+                "finished": sum(record.state == FINISHED for record in records),
+                "cancelled": requests.cancelled_total,
+                "tokens": requests.generated_tokens_total,
+                "recomputed_tokens": requests.recomputed_tokens_total,
+                "preemptions": requests.preemptions_total,
+            },
+            "away_too_long": len(self._processes.absences),
+            "errors_of_those": dict(self.excused),
+            "sizes": self._sizes,
+        }
+
+    async def _until(self, what: str, ready: Callable[[], Awaitable[bool]], wait_s: float) -> bool:
+        deadline = time.monotonic() + wait_s
+        while time.monotonic() < deadline:
+            with suppress(KvforgeError):
+                if await ready():
+                    return True
+            await asyncio.sleep(TEND_S)
+        self.faults.append(f"not within {wait_s:g} s: {what}")
+        return False
+
+
+async def _every(pause_s: float, do: Callable[[], Awaitable[None]]) -> None:
+    while True:
+        await do()
+        await asyncio.sleep(pause_s)
+
+
+def _no_sockets(folder: str, names: list[str]) -> list[str]:
+    return [name for name in names if name.endswith(".sock")]

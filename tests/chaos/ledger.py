@@ -1,0 +1,166 @@
+"""Both sides of the books of a chaos run: what the coordinator says became of each request, and what its client saw."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Sequence
+from dataclasses import dataclass
+
+from kvforge import AsyncClient
+from kvforge.protocol.messages import RequestInfo
+
+from .cases import Answer, Known
+from .deeds import CANCELLED, FIRST
+from .misfortunes import COORDINATOR
+from .notes import Intent, Story
+from .processes import Absence
+
+LIST_MAX = 1000
+FINISHED = "finished"
+ENDED_STATES = (FINISHED, CANCELLED, "failed", "expired")
+NO_ROOM = "capacity_exceeded"  # pools are small here, and may be used up by what runs
+EXCUSED_S = 60.0  # so long after an absence its consequences may still be found
+
+
+@dataclass(frozen=True)
+class Record:
+    """What the coordinator says of a request that has ended."""
+
+    state: str
+    reason: str
+    max_tokens: int
+    tokens: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"{self.state} ({self.reason}) after {len(self.tokens)} tokens of {self.max_tokens}"
+
+
+class Ledger:
+    """records: by the id of each request that has ended; `before`: those that ended before anything happened.
+    faults: what cannot be."""
+
+    def __init__(self, known: Sequence[Known]) -> None:
+        self.records: dict[int, Record] = {}
+        self.before: frozenset[int] = frozenset()
+        self.faults: list[str] = []
+        self.running = 0
+        self._known = known
+        self._answers: dict[int, tuple[Answer, ...]] = {}
+        for each in known:
+            self._answers[each.case.max_tokens] = each.answers
+            self._answers[each.case.follow_max_tokens] = (each.second,)
+
+    async def begin(self, kv: AsyncClient) -> None:
+        """What has ended so far is nobody's."""
+        await self.look(kv)
+        self.before = frozenset(self.records)
+
+    async def look(self, kv: AsyncClient) -> None:
+        """Asks for the newest requests, and for what became of those that have ended since."""
+        listed = await kv.requests(LIST_MAX)
+        self.running = sum(row.state not in ENDED_STATES for row in listed.requests)
+        for row in listed.requests:
+            record = self.records.get(row.request_id)
+            if record is None:
+                if row.state in ENDED_STATES:
+                    self._settle(await kv.status(row.request_id, with_tokens=True))
+            elif (row.state, row.reason, row.generated_tokens) != (record.state, record.reason, len(record.tokens)):
+                self._fault(f"request {row.request_id} was {record}, and is {row} now")
+
+    def _settle(self, info: RequestInfo) -> None:
+        tokens = tuple(info.tokens.tolist())
+        self.records[info.request_id] = Record(info.state, info.reason, info.max_tokens, tokens)
+        answers = self._answers[info.max_tokens]
+        if info.state not in (FINISHED, CANCELLED):
+            self._fault(f"request {info.request_id} is {info.state}: {info.error}")
+        elif not any(_fits(answer, info.state, tokens) for answer in answers):
+            self._fault(
+                f"request {info.request_id} is {info.state} with {tokens}, none of {[a.tokens for a in answers]}"
+            )
+
+    def account(self, stories: Sequence[Story], absences: Sequence[Absence], killed: Collection[str]) -> None:
+        """Compares with what the clients wrote. killed: names of client processes."""
+        self.faults += [fault for story in stories for fault in story.faults]
+        owners: dict[int, tuple[Intent, int]] = {}
+        names = {intent.name for story in stories for intent in story.intents.values() if intent.settled}
+        open_ends: Counter[int] = Counter()
+        for story in stories:
+            for intent in story.intents.values():
+                for index, request_id in enumerate(intent.ids):
+                    known = owners.setdefault(request_id, (intent, index))
+                    if known[0].name != intent.name:
+                        self._fault(f"request {request_id} is both {known[0].name} and {intent.name}")
+                if intent.name not in names:
+                    open_ends[self._max_tokens(intent)] += intent.count
+        for request_id, record in self.records.items():
+            if request_id not in owners and request_id not in self.before:
+                open_ends[record.max_tokens] -= 1
+                if open_ends[record.max_tokens] < 0:
+                    self._fault(f"request {request_id} is one more than was asked for: {record}")
+        for request_id, (intent, index) in owners.items():
+            self._compare(request_id, intent, index)
+        for story in stories:
+            self._read(
+                story, [a for a in absences if a.member in (story.process, COORDINATOR)], story.process in killed
+            )
+        self._cancels(stories, owners, absences, killed)
+
+    def _compare(self, request_id: int, intent: Intent, index: int) -> None:
+        """A request that was accepted is there, and has the tokens of its own seed."""
+        record = self.records.get(request_id)
+        if record is None:
+            self._fault(f"request {request_id} ({intent.name}) is lost: the coordinator does not know it")
+            return
+        known = self._known[intent.case]
+        answer = known.answers[index] if intent.turn == FIRST else known.second
+        if not _fits(answer, record.state, record.tokens):
+            self._fault(f"request {request_id} ({intent.name}) is {record}, due was {answer}")
+
+    def _read(self, story: Story, absences: Sequence[Absence], killed: bool) -> None:
+        """What a client process saw is what the coordinator says, and it saw all of it."""
+        for request_id, note in story.ended.items():
+            record = self.records.get(request_id)
+            if record is not None and (note["reason"], note["tokens"]) != (record.reason, len(record.tokens)):
+                self._fault(f"request {request_id} ended as {note} for {story.process}, and as {record}")
+        for note in story.broken:
+            if note["code"] != NO_ROOM and not any(a.since <= note["at"] <= a.until + EXCUSED_S for a in absences):
+                self._fault(f"{story.process}, which was never away, got {note}")
+        broken = {note.get("id") for note in story.broken}
+        for intent in story.intents.values() if not killed else ():
+            for request_id in intent.ids:
+                if request_id not in story.ended and request_id not in story.left and request_id not in broken:
+                    self._fault(f"request {request_id} ({intent.name}) never ended for its client")
+
+    def _cancels(
+        self,
+        stories: Sequence[Story],
+        owners: dict[int, tuple[Intent, int]],
+        absences: Sequence[Absence],
+        killed: Collection[str],
+    ) -> None:
+        """Who was cancelled, was so on purpose, or with its client; a detached one on purpose only."""
+        wanted = {request_id for story in stories for request_id in story.cancelling}
+        away = {absence.member for absence in absences} | set(killed)
+        excused = {
+            request_id
+            for story in stories
+            if story.process in away or COORDINATOR in away
+            for intent in story.intents.values()
+            for request_id in intent.ids
+        }
+        for request_id, record in self.records.items():
+            if record.state != CANCELLED or request_id in wanted or request_id not in owners:
+                continue
+            if owners[request_id][0].how == "detached" or request_id not in excused:
+                self._fault(f"request {request_id} ({owners[request_id][0].name}) was cancelled, and nobody wanted it")
+
+    def _max_tokens(self, intent: Intent) -> int:
+        case = self._known[intent.case].case
+        return case.max_tokens if intent.turn == FIRST else case.follow_max_tokens
+
+    def _fault(self, what: str) -> None:
+        self.faults.append(what)
+
+
+def _fits(answer: Answer, state: str, tokens: tuple[int, ...]) -> bool:
+    return tokens == answer.tokens if state == FINISHED else tokens == answer.tokens[: len(tokens)]

@@ -1,0 +1,65 @@
+"""What happens to the processes of a chaos run: drawn from its seed, one misfortune after the other."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+COORDINATOR = "coordinator"
+KILL, STOP, TERM = "kill", "stop", "term"
+PAUSE_S = 2.5  # between two misfortunes, on average
+PAUSE_S_MIN = 0.5
+AGAIN_S_MAX = 1.2  # how soon a process that was just started again dies again: imports, recovery, others coming back
+SHORT_STOP_S = (0.05, 1.0)
+
+
+@dataclass(frozen=True)
+class Misfortune:
+    """One thing that is done to some processes at once.
+
+    for_s: of a stop. again_s: so long after each of them was started again it is killed again; None: it is not.
+    """
+
+    kind: str
+    members: tuple[str, ...]
+    for_s: float = 0.0
+    again_s: float | None = None
+
+    def __str__(self) -> str:
+        for_s = f" for {self.for_s:.2f} s" if self.for_s else ""
+        again = f", and again {self.again_s:.2f} s after their start" if self.again_s is not None else ""
+        return f"{self.kind} {' and '.join(self.members)}{for_s}{again}"
+
+
+def draw(
+    seed: int, workers: Sequence[str], clients: Sequence[str], gone_s: float, silent_s: float
+) -> Iterator[tuple[float, Misfortune]]:
+    """Endless: after so many seconds this.
+
+    gone_s: after so long a worker or client that was stopped is taken for gone by the coordinator; silent_s: after so
+    long the coordinator, by the others.
+    """
+    rng = random.Random(f"misfortunes {seed}")
+    everybody = (COORDINATOR, *workers, *clients)
+
+    def kill(*members: str, again: float = 0.2) -> Misfortune:
+        return Misfortune(KILL, members, again_s=rng.uniform(0, AGAIN_S_MAX) if rng.random() < again else None)
+
+    kinds = (
+        (5, lambda: kill(COORDINATOR, again=0.3)),
+        (4, lambda: kill(rng.choice(workers))),
+        (2, lambda: kill(rng.choice(clients))),
+        (1, lambda: kill(*workers)),
+        (2, lambda: kill(COORDINATOR, rng.choice(everybody[1:]))),
+        (2, lambda: Misfortune(TERM, (COORDINATOR,))),
+        (1, lambda: Misfortune(TERM, (rng.choice(workers),))),
+        (3, lambda: Misfortune(STOP, (rng.choice(everybody),), rng.uniform(*SHORT_STOP_S))),
+        (1, lambda: Misfortune(STOP, tuple(rng.sample(everybody, 2)), rng.uniform(*SHORT_STOP_S))),
+        (1.5, lambda: Misfortune(STOP, (rng.choice(everybody[1:]),), gone_s * rng.uniform(1.2, 2.2))),
+        (0.2, lambda: Misfortune(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
+    )
+    weights = [weight for weight, _ in kinds]
+    while True:
+        pause_s = PAUSE_S_MIN + rng.expovariate(1 / (PAUSE_S - PAUSE_S_MIN))
+        yield pause_s, rng.choices(kinds, weights)[0][1]()

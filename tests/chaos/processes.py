@@ -1,0 +1,250 @@
+"""The processes of a chaos run: killed and stopped by it, started again as `kvforge up` would, measured, and ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from collections.abc import Collection
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from tests.integration.cluster import Cluster
+
+from .misfortunes import COORDINATOR, KILL, STOP, Misfortune
+from .notes import Story
+
+CLIENT_END_S = 90.0
+WARM_S = 5.0  # a process that has served so long has all that it needs
+
+
+@dataclass
+class Sample:
+    """A process's size: resident memory that is no file's, and open descriptors."""
+
+    bytes: int
+    descriptors: int
+
+
+@dataclass
+class Life:
+    """One process in a member's place. serves_since: None where it does not yet; ended_by_us: the signals that were
+    sent to end it."""
+
+    pid: int
+    serves_since: float | None
+    ended_by_us: set[int] = field(default_factory=set)
+    warm: Sample | None = None
+    last: Sample | None = None
+
+
+@dataclass(frozen=True)
+class Absence:
+    """A process was stopped for so long that others took it for gone."""
+
+    member: str
+    since: float
+    until: float
+
+
+class Processes:
+    """Coordinator and workers of a cluster, and client processes. `faults`: ends that nobody asked for."""
+
+    def __init__(
+        self, cluster: Cluster, workers: tuple[str, ...], clients: tuple[str, ...], client: dict[str, Any]
+    ) -> None:
+        """client: the options of each client process, as `client` has them."""
+        self.cluster, self.workers, self.clients = cluster, workers, clients
+        self._client = client
+        self._popen: dict[str, subprocess.Popen[bytes]] = {}
+        self._incarnations = dict.fromkeys(clients, 0)
+        self.lives: dict[str, list[Life]] = {}
+        self.stopped: dict[str, tuple[float, float]] = {}  # since, until
+        self.absences: list[Absence] = []
+        self.killed_clients: set[str] = set()  # processes' names
+        self.faults: list[str] = []
+        self._again: dict[str, float] = {}
+        self._kill_at: list[tuple[float, str]] = []
+        self._gone_s: float = client["gone_s"]
+
+    # ---------------------------------------------------------------------------------------------------------- lives
+
+    def begin(self, member: str) -> None:
+        """The process that the cluster has started in this place."""
+        self.lives.setdefault(member, []).append(Life(self.cluster.pid(member), None))
+
+    def start_client(self, member: str) -> None:
+        """The next process in a client's place, which takes up what the one before left."""
+        before = self._left_behind(member)
+        self._incarnations[member] += 1
+        name = self.process_name(member)
+        folder = self.cluster.folder
+        options = {**self._client, "name": name, "notes": str(self.notes(name)), "before": before}
+        file = folder / f"{name}.json"
+        file.write_text(json.dumps(options))
+        with (folder / f"{member}.log").open("ab") as log:
+            self._popen[member] = subprocess.Popen(
+                [sys.executable, "-m", "tests.chaos.client", str(file)], stdin=subprocess.PIPE, stdout=log, stderr=log
+            )
+        self.lives.setdefault(member, []).append(Life(self._popen[member].pid, monotonic()))
+
+    def process_name(self, member: str) -> str:
+        """Of the present client process in this place."""
+        return f"{member}.{self._incarnations[member]}"
+
+    def notes(self, name: str) -> Path:
+        """What a client process writes."""
+        return self.cluster.folder / f"{name}.notes"
+
+    def stories(self) -> list[Story]:
+        """What all client processes wrote, also those that were killed."""
+        names = [f"{member}.{i}" for member in self.clients for i in range(1, self._incarnations[member] + 1)]
+        return [Story.of(name, self.notes(name)) for name in names]
+
+    def _left_behind(self, member: str) -> list[dict[str, Any]]:
+        """Intents that the process before did not bring to an end."""
+        if not self._incarnations[member]:
+            return []
+        name = self.process_name(member)
+        story = Story.of(name, self.notes(name))
+        left = []
+        for intent in story.intents.values():
+            over = intent.settled and all(request_id in story.ended for request_id in intent.ids)
+            if not over and (intent.how == "key" or (intent.how == "detached" and intent.ids)):
+                left.append({"name": intent.name, "case": intent.case, "how": intent.how, "ids": intent.ids})
+        return left
+
+    # ----------------------------------------------------------------------------------------------------- misfortunes
+
+    def strike(self, misfortune: Misfortune) -> None:
+        """Does it. A stopped process goes on, a dead one is started again, by `tend`."""
+        now = monotonic()
+        for member in misfortune.members:
+            if misfortune.kind == STOP:
+                if member not in self.stopped and self._poll(member) is None:
+                    self._signal(member, signal.SIGSTOP)
+                    self.stopped[member] = (now, now + misfortune.for_s)
+                continue
+            number = signal.SIGKILL if misfortune.kind == KILL else signal.SIGTERM
+            if self._end(member, number) and misfortune.again_s is not None:
+                self._again[member] = misfortune.again_s
+
+    def _end(self, member: str, number: signal.Signals) -> bool:
+        if self._poll(member) is not None:
+            return False
+        self.lives[member][-1].ended_by_us.add(number)
+        if number == signal.SIGKILL and member in self.clients:
+            self.killed_clients.add(self.process_name(member))
+        self._signal(member, number)
+        return True
+
+    def tend(self) -> None:
+        """Does what is due: stopped processes go on, those that have ended are started again."""
+        now = monotonic()
+        for member, (since, until) in list(self.stopped.items()):
+            if now >= until:
+                self.resume(member, since)
+        for at, member in list(self._kill_at):
+            if now >= at:
+                self._kill_at.remove((at, member))
+                self._end(member, signal.SIGKILL)
+        for member in (COORDINATOR, *self.workers, *self.clients):
+            status = self._poll(member)
+            if status is not None:
+                self._revive(member, status)
+
+    def resume(self, member: str, since: float) -> None:
+        """A stopped process goes on."""
+        del self.stopped[member]
+        self._signal(member, signal.SIGCONT)
+        now = monotonic()
+        if now - since > self._gone_s:
+            self.absences.append(Absence(self._who(member), since, now))
+
+    def _revive(self, member: str, status: int) -> None:
+        life = self.lives[member][-1]
+        since, _ = self.stopped.pop(member, (None, None))
+        asked = {-number for number in life.ended_by_us} | ({0} if signal.SIGTERM in life.ended_by_us else set())
+        if since is not None or any(absence.member == member for absence in self.absences[-3:]):
+            asked.add(-signal.SIGKILL)  # one from which nothing came is replaced
+        if status not in asked:
+            self.faults.append(f"{member} (process {life.pid}) ended by itself, status {status}")
+        if member == COORDINATOR:
+            self.cluster.start_coordinator()
+        elif member in self.workers:
+            self.cluster.start_worker(member)
+        else:
+            self.start_client(member)
+        if member not in self.clients:
+            self.begin(member)
+        if (again_s := self._again.pop(member, None)) is not None:
+            self._kill_at.append((monotonic() + again_s, member))
+
+    def _who(self, member: str) -> str:
+        return self.process_name(member) if member in self.clients else member
+
+    def _poll(self, member: str) -> int | None:
+        return self._popen[member].poll() if member in self._popen else self.cluster.status(member)
+
+    def _signal(self, member: str, number: signal.Signals) -> None:
+        with suppress(ProcessLookupError):
+            os.kill(self.lives[member][-1].pid, number)
+
+    # ------------------------------------------------------------------------------------------------------- measuring
+
+    def measure(self) -> None:
+        """Looks at the size of each process that runs."""
+        now = monotonic()
+        for lives in self.lives.values():
+            life = lives[-1]
+            with suppress(OSError, StopIteration):
+                proc = Path(f"/proc/{life.pid}")
+                lines = (proc / "status").read_text(encoding="ascii").splitlines()
+                kb = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
+                life.last = Sample(kb << 10, len(list((proc / "fd").iterdir())))
+                if life.warm is None and life.serves_since is not None and now - life.serves_since > WARM_S:
+                    life.warm = life.last
+
+    def serving(self, pids: Collection[int]) -> None:
+        """These processes serve."""
+        now = monotonic()
+        for lives in self.lives.values():
+            if lives[-1].pid in pids and lives[-1].serves_since is None:
+                lives[-1].serves_since = now
+
+    # ---------------------------------------------------------------------------------------------------------- the end
+
+    def calm(self) -> None:
+        """Nothing happens to anybody any more."""
+        self._kill_at.clear()
+        self._again.clear()
+        for member, (since, _) in list(self.stopped.items()):
+            self.resume(member, since)
+
+    def end_clients(self) -> None:
+        """Tells the clients to end; who has not ended by its time hangs, and says in its log where."""
+        for process in self._popen.values():
+            assert process.stdin is not None
+            process.stdin.close()
+
+    def clients_ended(self, late: bool) -> bool:
+        """Whether all have. late: those that have not are killed."""
+        running = {member: process for member, process in self._popen.items() if process.poll() is None}
+        if late:
+            for member, process in running.items():
+                process.send_signal(signal.SIGUSR1)
+                self.faults.append(f"{member} hangs: what it waits for is in its log")
+        return not running
+
+    def close(self) -> None:
+        """Kills the client processes that are left; the cluster ends the others."""
+        for process in self._popen.values():
+            process.kill()
+            process.wait()
+            if process.stdin is not None and not process.stdin.closed:
+                process.stdin.close()

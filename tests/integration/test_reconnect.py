@@ -1,0 +1,92 @@
+"""A coordinator that is killed again and again: what clients of each kind asked is done, once, and they go on."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import subprocess
+import sys
+
+from kvforge import AsyncClient, Client, Sampling
+from tests.integration.cluster import Cluster
+
+DEADLINE_S = 60.0
+TASKS, APPENDS, KILLS = 8, 120, 3
+TOKENS = 400
+
+
+def restart(cluster: Cluster) -> None:
+    cluster.kill("coordinator")
+    cluster.start_coordinator()
+
+
+def test_what_many_tasks_ask_meanwhile_is_done_once() -> None:
+    """Sequences show it: a token that is appended twice, or not at all, is there twice, or not at all."""
+    done = 0
+
+    async def append(kv: AsyncClient, number: int) -> None:
+        nonlocal done
+        sequence = await kv.create_sequence([number])
+        for token in range(APPENDS):
+            assert await kv.append(sequence, [token]) == (token + 2,)
+            done += 1
+        assert await kv.tokens(sequence) == (number, *range(APPENDS))
+
+    async def submit(kv: AsyncClient) -> list[int]:
+        ids = []
+        for _ in range(APPENDS // 4):
+            request = await kv.submit([1, 2, 3], max_tokens=2, sampling=Sampling(temperature=0))
+            ids.append(request.id)
+            assert len((await request.result()).tokens) == 2
+        return ids
+
+    async def main(cluster: Cluster) -> None:
+        async with AsyncClient(cluster.endpoint, timeout_s=DEADLINE_S, reconnect_s=DEADLINE_S) as kv:
+            async with asyncio.timeout(3 * DEADLINE_S), asyncio.TaskGroup() as group:
+                for number in range(TASKS):
+                    group.create_task(append(kv, number))
+                submitting = group.create_task(submit(kv))
+                for kill in range(KILLS):
+                    while done < (kill + 1) * TASKS * APPENDS // (KILLS + 1):
+                        await asyncio.sleep(0)
+                    await asyncio.to_thread(restart, cluster)
+            assert sorted(row.request_id for row in (await kv.requests(1000)).requests) == submitting.result()
+            stats = await kv.stats()
+            assert (stats.requests.accepted_total, stats.sequences) == (APPENDS // 4, TASKS)
+
+    with Cluster() as cluster:
+        cluster.start("w0")
+        asyncio.run(main(cluster))
+
+
+def test_the_command_line_goes_on() -> None:
+    with Cluster() as cluster:
+        kv = cluster.start("w0")
+        arguments = ["--prompt-tokens", "5,6,7", "--temperature", "0", "--ignore-eos", "--max-tokens", str(TOKENS)]
+        where = [sys.executable, "-m", "kvforge", "--runtime-dir", str(cluster.runtime)]
+        with (
+            started([*where, "generate", *arguments, "--stream"]) as generate,
+            started([*where, "top", "--json", "--count", "8", "--every", "0.5"]) as top,
+        ):
+            assert generate.stdout is not None
+            assert top.stdout is not None
+            head = generate.stdout.read(10)
+            first = json.loads(top.stdout.readline())
+            restart(cluster)
+            answer, said = generate.communicate(timeout=DEADLINE_S)
+            assert (generate.returncode, said) == (0, b"")
+            assert list(map(int, (head + answer).split())) == whole(kv)
+            lines, _ = top.communicate(timeout=DEADLINE_S)
+            assert top.returncode == 0
+            assert (json.loads(lines.splitlines()[-1])["boot"], len(lines.splitlines())) == (first["boot"], 7)
+
+
+def started(command: list[str]) -> subprocess.Popen[bytes]:
+    """Nothing is read ahead of its output, so that `communicate` gets the rest."""
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, bufsize=0)
+
+
+def whole(kv: Client) -> list[int]:
+    """The same answer, of an undisturbed coordinator."""
+    sampling = Sampling(temperature=0, ignore_eos=True)
+    return list(kv.submit([5, 6, 7], max_tokens=TOKENS, sampling=sampling).result().tokens)
