@@ -27,7 +27,7 @@ import zmq
 
 from coordinator.config import CoordinatorConfig, LimitsSection
 from coordinator.server import Server
-from kvforge.protocol import codec
+from kvforge.protocol import codec, token
 from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     Append,
@@ -219,7 +219,8 @@ def bulk(endpoint: str, real: bool, seconds: float) -> float:
 def register(runtime: Path) -> Peer:
     """A stand-in worker with a pool, so that appends allocate blocks."""
     worker = Peer(worker_endpoint(runtime))
-    worker.socket.send_multipart(codec.encode(WorkerHello(rid=1, name="w0", pid=os.getpid())))
+    hello = WorkerHello(rid=1, name="w0", pid=os.getpid(), token=token.read(runtime))
+    worker.socket.send_multipart(codec.encode(hello))
     worker.socket.recv_multipart()
     ready = WorkerReady(rid=2, model=MODEL, blocks=BLOCKS, bytes_per_block=1, kv_dtype="float32", device="none")
     worker.socket.send_multipart(codec.encode(ready))

@@ -5,9 +5,10 @@
 
 Core: apply(step result) and apply(turn) of a machine with N decoding requests, steps of all N rows, one under way while
 the other is settled. Turn: the same through real ZeroMQ sockets in one process: the result is received and decoded, the
-step planned, tables published, the next step and every client's stream encoded and sent. Medians and p99.9 of many
-steps; nothing else runs in the process. The garbage collector is frozen as in the coordinator, which collects when it
-is idle; what such a collection takes after the measured steps is printed too.
+step planned, tables published, the next step and every client's stream encoded and sent; without a journal, and with
+one in the temporary folder, written for the process ("process") and through to the disk ("power"). Medians and p99.9
+of many steps; nothing else runs in the process. The garbage collector is frozen as in the coordinator, which collects
+when it is idle; what such a collection takes after the measured steps is printed too.
 """
 
 from __future__ import annotations
@@ -25,10 +26,12 @@ from typing import Any
 import numpy as np
 import zmq
 
-from coordinator.core.events import Boot, FromClient, FromWorker, ToWorker, Turn
+from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, ToWorker, Turn
 from coordinator.core.limits import Bounds, Limits, ScheduleLimits
 from coordinator.core.machine import Machine
 from coordinator.garbage import TURNS_MIN, GarbageCollector
+from coordinator.journal.log import Journal
+from coordinator.listener import Door
 from coordinator.peers import Peers
 from coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
@@ -55,6 +58,7 @@ PROMPT_TOKENS = 48  # and vLLM's always
 BLOCK_SIZE = 16
 WARM_STEPS = 40
 SHOWN = ("p50_us", "mean_us", "p999_us")
+MEASURED = ("core", "turn", "process", "power", "vllm")
 MODEL = ModelInfo(
     name="m", source="", architecture="any", fingerprint="1", vocab_size=VOCABULARY, context_tokens_max=1 << 20
 )
@@ -119,6 +123,7 @@ def core(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]
     """Microseconds of each step of the core alone."""
     bounds = limits(sequences, steps, prompt)
     machine, answerer = Machine(Boot("benchmark", b"key", bounds), 0), Answerer()
+    machine.apply(ClientCame(2), 0)
     machine.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
     machine.apply(FromWorker(1, ready(bounds)), 0)
     for message in submissions(sequences, steps, prompt):
@@ -153,7 +158,7 @@ def core(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> list[float]
 class Shell:
     """A coordinator's turn loop over real sockets, with one client and one worker in this process."""
 
-    def __init__(self, folder: Path, limits: Limits) -> None:
+    def __init__(self, folder: Path, limits: Limits, durability: str = "none") -> None:
         self.context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._numbers = iter(range(1, 100))
         geometry = Geometry(
@@ -162,15 +167,25 @@ class Shell:
             blocks_per_sequence=limits.bounds.blocks_per_sequence_max,
             block_size=limits.cache.block_size,
         )
-        self.machine = Machine(Boot("benchmark", b"key", limits), 0)
+        boot, self.journal = Boot("benchmark", b"key", limits), None
+        if durability != "none":
+            self.journal = Journal(folder, 1, durable=durability == "power")
+            self.journal.note(boot, 0)
+        self.machine = Machine(boot, 0)
         self.tables = TablesWriter(folder / "tables", geometry, "benchmark")
-        self.clients = Peers(f"ipc://{folder}/c", self._number)
-        self.workers = Peers(f"ipc://{folder}/w", self._number)
+        self.clients = Peers((Door(f"ipc://{folder}/c"),), self._number)
+        self.workers = Peers((Door(f"ipc://{folder}/w"),), self._number)
         self._epoll = select.epoll()
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         turn_limits, sides = TurnLimits(messages_per_turn_max=1 << 16), (self.clients, self.workers)
         self.loop = TurnLoop(
-            self.machine, self.tables, *sides, lambda: 1, lambda: perf_counter_ns() // 1000, turn_limits
+            self.machine,
+            self.tables,
+            *sides,
+            lambda: 1,
+            lambda: perf_counter_ns() // 1000,
+            turn_limits,
+            journal=self.journal,
         )
         self.client, self.worker = dealer(self.context), dealer(self.context)
         self.client.connect(f"ipc://{folder}/c")
@@ -199,6 +214,8 @@ class Shell:
 
     def close(self) -> None:
         """Everything."""
+        if self.journal is not None:
+            self.journal.close()
         self._epoll.close()
         for socket in (self.client, self.worker):
             socket.close(0)
@@ -208,12 +225,14 @@ class Shell:
         self.tables.close()
 
 
-def whole(sequences: int, steps: int, prompt: int = PROMPT_TOKENS) -> tuple[list[float], float]:
+def whole(
+    sequences: int, steps: int, prompt: int = PROMPT_TOKENS, durability: str = "none"
+) -> tuple[list[float], float]:
     """Microseconds of each turn that settles and plans a step of all sequences, and of a collection after them."""
     bounds, answerer = limits(sequences, steps, prompt), Answerer()
     decoder = codec.Decoder(WORKER_REPLIES)
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
-        shell = Shell(Path(folder), bounds)
+        shell = Shell(Path(folder), bounds, durability)
         try:
             shell.worker.send_multipart(codec.encode(WorkerHello(rid=1, name="w", pid=1)))
             shell.worker.send_multipart(codec.encode(ready(bounds)))
@@ -266,13 +285,15 @@ def main() -> int:
     rows: list[list[object]] = []
     results: list[dict[str, Any]] = []
     for sequences in options.sequences:
-        spent: dict[str, list[float]] = {"core": [], "turn": []}
+        spent: dict[str, list[float]] = {"core": [], "turn": [], "process": [], "power": []}
         collections = []
         for _ in range(options.rounds):
             spent["core"] += core(sequences, options.steps, options.prompt)
             turns, collection_us = whole(sequences, options.steps, options.prompt)
             spent["turn"] += turns
             collections.append(collection_us)
+            for durability in ("process", "power"):
+                spent[durability] += whole(sequences, options.steps, options.prompt, durability)[0]
         pooled: dict[str, Any] = {name: summary(each) for name, each in spent.items()}
         results.append({"sequences": sequences, "collection_us": statistics.median(collections)} | pooled)
     if missing := vllm_scheduler.reason():  # vLLM comes last: what it imports is not in the process before
@@ -283,10 +304,10 @@ def main() -> int:
             taken += vllm_scheduler.decode_step_us(found["sequences"], options.steps) or []
         if taken:
             found["vllm"] = summary(taken)
-        shown = [f"{found[n][p]:.0f}" if n in found else "-" for n in ("core", "turn", "vllm") for p in SHOWN]
+        shown = [f"{found[n][p]:.0f}" if n in found else "-" for n in MEASURED for p in SHOWN]
         rows.append([found["sequences"], f"{found['collection_us']:.0f}", *shown])
     header = ["sequences", "collection, us"]
-    for name in ("core", "turn", "vLLM scheduler"):
+    for name in ("core", "turn", "turn, journal for the process", "for power", "vLLM scheduler"):
         header += [f"{name} p50, us", "mean", "p99.9"]
     report("control plane: a decode step of N sequences", header, rows, results, options.json)
     return 0

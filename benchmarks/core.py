@@ -25,7 +25,7 @@ from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.prefix import PrefixIndex, PrefixStore
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
-from coordinator.core.events import Boot, FromClient, FromWorker, Turn
+from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, Turn
 from coordinator.core.limits import Bounds, Limits
 from coordinator.core.machine import Machine
 from coordinator.core.waits import Waits
@@ -67,6 +67,7 @@ def machine() -> Machine:
     model = ModelInfo(
         name="m", source="", architecture="a", fingerprint="f", vocab_size=VOCABULARY, context_tokens_max=1 << 20
     )
+    core.apply(ClientCame(1), 0)
     core.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
     ready = WorkerReady(rid=2, model=model, blocks=1 << 15, bytes_per_block=1, kv_dtype="float32", device="none")
     core.apply(FromWorker(1, ready), 0)
@@ -113,7 +114,7 @@ def prefix_lookups(seconds: float) -> tuple[float, float]:
     known = rng.integers(0, VOCABULARY, PROMPT_TOKENS + 1).astype(np.int32)
     unknown = rng.integers(0, VOCABULARY, PROMPT_TOKENS + 1).astype(np.int32)
     fill(core, group, known)
-    salt = core.cache.indexing.salt("tenant:default")
+    salt = core.cache.hasher.salt("tenant:default")
 
     def look(tokens: np.ndarray[tuple[int], np.dtype[np.int32]]) -> int:
         placement = core.cache.plan_placement(group, salt, tokens, core.cache.indexing.hashes(salt, tokens))

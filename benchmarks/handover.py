@@ -42,7 +42,7 @@ def work(folder: str, looks: bool, steps: int, pipe: Connection, cores: set[int]
     """The worker's process: sends when it had each step, in nanoseconds."""
     os.sched_setaffinity(0, cores)
     read, _write = os.pipe()
-    link = Link(Path(folder), read)
+    link = Link(worker_endpoint(Path(folder)), read)
     link.wait_connected(30)
     link.send(WorkerHello(rid=1, name="w", pid=os.getpid()))
     if looks:

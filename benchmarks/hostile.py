@@ -1,4 +1,4 @@
-"""What an honest client notices of hostile ones: its calls alone, beside a busy neighbour, and beside a crowd.
+"""What an honest client notices of others: its calls alone, beside a busy neighbour, a flooding client, and a crowd.
 
     python -m benchmarks.hostile [--seconds 10] [--rounds 3] [--seed 1] [--json FILE]
 
@@ -6,7 +6,9 @@ A coordinator and a worker with a tiny model, each a process, and an honest clie
 token to a sequence, and it has a request answered with 16 tokens. The crowd is a process with one connection for each
 attack of tests/hostile/attacks.py to both sockets, all sending as fast as they are read, without a pause. The neighbour
 is a process that only counts, and talks to nobody: what it costs is what any third process costs where two cores serve.
-The three are measured in turn; ratios are those of the medians over the rounds.
+The flooding client breaks no rule: it is one connection that asks for lists, statistics and explanations without an
+end, as fast as they are taken, and reads the answers. All are measured in turn; ratios are those of the medians over
+the rounds.
 """
 
 from __future__ import annotations
@@ -14,18 +16,22 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import select
 import sys
 from collections.abc import Callable, Iterator
 from multiprocessing.synchronize import Event
 from pathlib import Path
+from random import Random
 from statistics import median
 from time import perf_counter
 
 import numpy as np
 
 from kvforge import CachedSequence, Client, Sampling
-from kvforge.protocol.transport import client_endpoint
+from kvforge.protocol.messages import Explain, GetHealth, GetStats, Hello, ListRequests
+from kvforge.protocol.transport import CLIENT_SOCKET, client_endpoint
 from tests.hostile.crowd import Crowd
+from tests.hostile.raw import RawPeer, frames
 
 from .installation import VOCABULARY, Installation
 from .report import report
@@ -43,6 +49,27 @@ def attack(runtime: str, seed: int, stop: Event) -> None:
             crowd.wait()
     print(f"crowd: {crowd.sent_bytes / 1e6:.1f} MB were taken from it, it was disconnected {crowd.ended} times")
     crowd.close()
+
+
+def flood(runtime: str, seed: int, stop: Event) -> None:
+    """The flooding client's process."""
+    random, peer = Random(seed), RawPeer(str(Path(runtime) / CLIENT_SOCKET))
+    peer.send(frames(Hello(rid=1)))
+    said = [
+        frames(ListRequests(rid=2, count_max=1000)),
+        frames(GetStats(rid=3)),
+        frames(GetHealth(rid=4)),
+        frames(Explain(rid=5, tenant="default")),
+    ]
+    sent = 0
+    while not stop.is_set():
+        if not peer.waits:
+            sent += peer.send(random.choice(said))
+        elif not peer.send(b""):
+            select.select([peer.socket], [peer.socket], [], 0.01)
+        peer.ended()  # which reads
+    print(f"flooding client: {sent / 1e6:.1f} MB were taken from it")
+    peer.close()
 
 
 def count(_runtime: str, _seed: int, stop: Event) -> None:
@@ -63,6 +90,10 @@ def beside(what: Callable[[str, int, Event], None], runtime: Path, seed: int) ->
     finally:
         stop.set()
         process.join(WAIT_S)
+
+
+PLACES: tuple[tuple[str, Callable[[str, int, Event], None] | None], ...]
+PLACES = ("alone", None), ("neighbour", count), ("flood", flood), ("crowd", attack)
 
 
 def appends_us(kv: Client, seconds: float) -> list[float]:
@@ -105,17 +136,21 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is made")
     parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--only", help="one of the places: neighbour, flood, crowd")
+    parser.add_argument("--share-ms", type=float, default=0.5, help="limits.client_share_ms of the coordinator")
     parser.add_argument("--json", help="write the results here too")
     options = parser.parse_args()
     multiprocessing.set_start_method("spawn")
+    places = [(place, what) for place, what in PLACES if options.only in (None, place) or what is None]
     calls = {"append": appends_us, "request": requests_us}
     found: dict[str, list[float]] = {}
-    installation = Installation(context_tokens=LENGTH_MAX, blocks=2048, schedule={})
+    limits = {"client_share_ms": options.share_ms}
+    installation = Installation(context_tokens=LENGTH_MAX, blocks=2048, schedule={}, limits=limits)
     with installation, Client(client_endpoint(installation.runtime), timeout_s=WAIT_S) as kv:
         kv.wait_ready(WAIT_S)
         for i in range(options.rounds):
             for call, measure in calls.items():
-                for place, what in (("alone", None), ("neighbour", count), ("crowd", attack)):
+                for place, what in places:
                     with beside(what, installation.runtime, options.seed + i) if what else contextlib.nullcontext():
                         taken = measure(kv, options.seconds)
                     for share in (50, 99):
@@ -124,11 +159,11 @@ def main() -> int:
     mid = {key: median(values) for key, values in found.items()}
     rows = []
     for call in calls:
-        for place in ("alone", "neighbour", "crowd"):
+        for place, _ in places:
             p50, p99, rate = (mid[f"{call}_{place}_{what}"] for what in ("p50_us", "p99_us", "per_s"))
             ratio = mid[f"{call}_{place}_p99_ratio"] = p99 / mid[f"{call}_alone_p99_us"]
             rows.append([call, place, f"{p50:.0f}", f"{p99:.0f}", f"{rate:.0f}", f"{ratio:.2f}"])
-    title = "an honest client alone, beside a busy neighbour, and beside hostile clients and workers"
+    title = "an honest client alone, beside a busy neighbour, a flooding client, hostile clients and workers"
     report(title, ["call", "beside", "p50, us", "p99, us", "a second", "p99 x alone"], rows, mid, options.json)
     return 0
 

@@ -46,8 +46,9 @@ class Installation:
         schedule: dict[str, float],
         sequences: int = 16,
         worker: Mapping[str, Value] | None = None,
+        limits: Mapping[str, Value] | None = None,
     ) -> None:
-        """context_tokens: the longest sequence; blocks: of the pool; schedule: settings of that section.
+        """context_tokens: the longest sequence; blocks: of the pool; schedule, limits: settings of those sections.
 
         worker: settings of the worker in place of the tiny model's on a CPU; `blocks` is then the most it may have.
         """
@@ -59,9 +60,9 @@ class Installation:
         model.mkdir()
         temporary.mkdir()
         (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": width * BLOCK_SIZE}))
-        limits: dict[str, Value] = {"blocks_per_sequence_max": width, "sequences_max": sequences, "blocks_max": blocks}
+        sizes: dict[str, Value] = {"blocks_per_sequence_max": width, "sequences_max": sequences, "blocks_max": blocks}
         tables: dict[str, Mapping[str, Value]] = {
-            "limits": limits,
+            "limits": sizes | dict(limits or {}),
             "cache": {"block_size": BLOCK_SIZE},
             "schedule": schedule,
         }

@@ -123,12 +123,12 @@ def _runner_batch(runner: Any, plan: Plan, batch: int, width: int) -> dict[str, 
             begun = monotonic()
         used = -(-(plan.prompt_tokens + index + 1) // BLOCK_SIZE)
         under_way.append(runner.launch(step(index), tables[:, :used]))
-        outcome = under_way.pop(0).finish()
+        outcome = runner.finish(under_way.pop(0))
         assert not outcome.errors, outcome.errors[0]
     took = monotonic() - begun
     line = runner.meter.line()
     idle = runner.meter.idle_share
-    under_way.pop().finish()
+    runner.finish(under_way.pop())
     context = plan.prompt_tokens + WARM_STEPS + plan.steps / 2
     return {"ms": took / (plan.steps + 1) * 1e3, "context": context, "idle_share": idle, "worker": line}
 
