@@ -309,6 +309,7 @@ class Machine:
         for client in sorted(self.clients):
             self._asked.client_away(client)
         self._reports.restarted()
+        self._asked.end_drain()
 
     def _client_gone(self, event: ClientGone) -> None:
         self.clients.pop(event.client, None)

@@ -8,12 +8,14 @@ import numpy as np
 import pytest
 
 from coordinator.core.events import ClientCame, FromWorker, Restarted, ToWorker
-from kvforge.protocol.errors import RequestNotFound
+from kvforge.protocol.errors import Draining, RequestNotFound
 from kvforge.protocol.messages import (
     Accepted,
     Append,
     Attach,
     CreateSequence,
+    Drain,
+    GetHealth,
     GetSequence,
     Int32Array,
     PoolRegistered,
@@ -228,3 +230,22 @@ def test_another_connection_of_a_session_takes_the_place_of_one_that_is_still_th
     d.ask(Attach(rid=200, request_id=request, offset=1, resume=True))
     d.run_until_idle()
     assert d.tokens_read(1, request) == dict(enumerate(continuation(PROMPT, 12)[1:], 1))
+
+
+def test_a_drain_ends_with_the_process_that_was_told_to() -> None:
+    """What it had not handed back goes on, and new requests are admitted, as its refusal had promised."""
+    d = driver()
+    worker = d.add_worker(16)
+    running = submit(d).request_id
+    d.step()
+    d.ask(Drain(rid=101, deadline_ms=250))
+    assert "after its restart" in str(d.refused(d.submit_message(PROMPT), Draining))
+    (under_way,) = restart(d)
+    d.advance(1_000_000)
+    come_back(d, worker)
+    worker.inbox = under_way
+    health = d.ask(GetHealth(rid=102))
+    assert (health.ready, health.draining) == (True, False)
+    after = submit(d, rid=103).request_id
+    d.run_until_idle()
+    assert [d.request(r).state for r in (running, after)] == ["finished", "finished"]

@@ -297,6 +297,10 @@ class RequestCommands:
             self.drain_deadline_us = min(deadline_us, self.drain_deadline_us or deadline_us)
             self.pass_time()
 
+    def end_drain(self) -> None:
+        """The process that was told to stop has ended: the one that goes on with its state admits again."""
+        self.draining, self.drain_deadline_us = False, 0
+
     # ----------------------------------------------------------------------------------------------------------- read
 
     def info(self, message: GetRequest) -> Message:
