@@ -11,7 +11,8 @@ import secrets
 import time
 from collections.abc import Callable
 
-from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.errors import Field, KvforgeError
+from kvforge.protocol.logs import tell
 
 from .config import CoordinatorConfig
 from .core.events import Boot
@@ -112,14 +113,14 @@ class Life:
         self._offset_us = found.now_us + int(away_s * 1e6) - time.monotonic_ns() // 1000
         self.numbers = found.numbers
         all_changed(found.machine)
-        log.info(
-            "went on from %s: %d records in %.0f ms, %d requests that have not ended, %d workers that may come back",
-            self._config.state_path,
-            found.records,
-            found.took_us / 1e3,
-            len(found.machine.requests.live),
-            len(found.machine.workers),
-        )
+        facts: dict[str, Field] = {
+            "snapshot_ms": found.snapshot_us // 1000,
+            "records": found.records,
+            "records_ms": (found.took_us - found.snapshot_us) // 1000,
+            "requests": len(found.machine.requests.live),
+            "workers": len(found.machine.workers),
+        }
+        tell(log, "info", f"went on from {self._config.state_path}", "went_on", facts)
         return found.machine
 
     def _birth(self, limits: Limits) -> Machine:

@@ -24,6 +24,7 @@ from types import FrameType
 from kvforge.protocol import codec, token
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError
 from kvforge.protocol.layout import Geometry, file_bytes
+from kvforge.protocol.logs import tell
 from kvforge.protocol.messages import Stop
 from kvforge.protocol.network import is_network
 from kvforge.protocol.notify import Watchdog, notify
@@ -177,7 +178,7 @@ class Server:
         """
         self._catch_signals()
         notify("READY=1", "STATUS=accepting clients and workers")
-        log.info("serving at %s (boot %s)", client_endpoint(self.runtime), self.boot[:8])
+        tell(log, "info", f"serving at {client_endpoint(self.runtime)} (boot {self.boot[:8]})", "serving")
         for peers in (self.clients, self.workers):
             for endpoint in filter(is_network, peers.endpoints):
                 log.info("serving %ss that [access] names at %s", peers.kind, endpoint)

@@ -240,6 +240,7 @@ class TurnLoop:
                 self._left(effect.worker)
             elif self._processes is not None:
                 self._processes.replace(effect.worker, effect.pid, effect.reason, self._now_us)
+        self._write()  # a snapshot may follow: what it holds must not come again behind it
 
     def _to_client(self, client: int, message: Message) -> None:
         frames = codec.encode(message)
@@ -356,6 +357,8 @@ class TurnLoop:
             resumed=number == before,
         )
         self._effects.append(ToClient(number, welcome))
+        if number == before:
+            tell(log, "debug", "client is back", "client_back", {"client": number})
 
     def _take_place(self, number: int) -> None:
         """Another connection takes the place of this one, where it is still there: what was kept for it is lost."""

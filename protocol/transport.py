@@ -3,12 +3,13 @@
 `ipc://` sockets live in the runtime folder, which is private to its owner (0700) unless its maker decided otherwise;
 `tcp://` is in `network`.
 The coordinator speaks ZMTP itself (coordinator.peers). Clients and workers have a DEALER of ZeroMQ, made here: with a
-linger of zero, bounded queues and heartbeats, so that nothing waits for a coordinator that is gone.
+linger of zero, a bounded queue of what is sent, and heartbeats, so that nothing waits for a coordinator that is gone.
 
-A client that reads too slowly fills its own queue, and from then on ZeroMQ takes nothing in for it, the answers to its
-heartbeats included. It must not take that for a dead coordinator and end its connection, with all that it had not read
-yet. So it waits for no answers; a coordinator that has fallen silent is noticed by the lifetime (TTL) that it gave with
-its own last heartbeat, which counts only until the next message.
+What comes is queued without a bound of its own: it is no more than was asked for, the answers to commands and the
+tokens of one's own requests. With a bound ZeroMQ stops reading when it is reached, and where the coordinator dies
+meanwhile the next heartbeat ends our whole process (libzmq's `!_io_error`). Answers to heartbeats are not waited for: a
+process that was stopped for a while must not end a connection that is there. A coordinator that has fallen silent is
+noticed by the lifetime (TTL) that it gave with its own last heartbeat, which counts only until the next message.
 """
 
 from __future__ import annotations
@@ -29,7 +30,6 @@ TABLES_FILE = "tables.shm"
 HEARTBEAT_INTERVAL_MS = 2_000
 HEARTBEAT_TIMEOUT_MS = 10_000
 SEND_MESSAGES_MAX = 10_000
-RECEIVE_MESSAGES_MAX = 10_000
 NEVER_MS = 24 * 3600 * 1000  # without reconnecting at all ZeroMQ throws away what came and was not read yet
 # sockaddr_un.sun_path holds 108 bytes with its terminating zero.
 IPC_PATH_BYTES_MAX = 107
@@ -109,7 +109,7 @@ def configure_dealer(socket: zmq.Socket[bytes]) -> None:
     """Sets a DEALER's options (a zmq.asyncio socket takes the same)."""
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, SEND_MESSAGES_MAX)
-    socket.setsockopt(zmq.RCVHWM, RECEIVE_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.MAXMSGSIZE, 64 << 20)
     socket.setsockopt(zmq.HEARTBEAT_IVL, HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, HEARTBEAT_TIMEOUT_MS)

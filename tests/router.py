@@ -12,7 +12,7 @@ def router(context: zmq.Context[zmq.Socket[bytes]]) -> zmq.Socket[bytes]:
     socket = context.socket(zmq.ROUTER)
     socket.setsockopt(zmq.LINGER, 0)
     socket.setsockopt(zmq.SNDHWM, transport.SEND_MESSAGES_MAX)
-    socket.setsockopt(zmq.RCVHWM, transport.RECEIVE_MESSAGES_MAX)
+    socket.setsockopt(zmq.RCVHWM, 0)
     socket.setsockopt(zmq.HEARTBEAT_IVL, transport.HEARTBEAT_INTERVAL_MS)
     socket.setsockopt(zmq.HEARTBEAT_TTL, transport.HEARTBEAT_TIMEOUT_MS)
     socket.setsockopt(zmq.HEARTBEAT_TIMEOUT, transport.HEARTBEAT_TIMEOUT_MS)

@@ -24,7 +24,7 @@ class Recovered(NamedTuple):
     now_us: the time of the last event. number: of the next record. numbers: of connections, given out so far.
     written_s: when it was written last, in Unix time. bytes: of the segments that were read. records: how many were
     applied. torn: (file, where its good records end, bytes behind that); None where it ends as it should.
-    took_us: to read and apply all of it.
+    snapshot_us, took_us: to read the snapshot, and to read and apply all of it.
     """
 
     machine: Machine
@@ -35,6 +35,7 @@ class Recovered(NamedTuple):
     bytes: int
     records: int
     torn: tuple[Path, int, int] | None
+    snapshot_us: int
     took_us: int
 
 
@@ -106,6 +107,7 @@ def recover(folder: Path) -> Recovered | None:
     written_s = max((path.stat().st_mtime for path in files), default=0.0)
     began_ns = time.monotonic_ns()
     replay = Replay(folder)
+    snapshot_us = (time.monotonic_ns() - began_ns) // 1000
     replay.run()
     if replay.machine is None:
         return None
@@ -118,5 +120,6 @@ def recover(folder: Path) -> Recovered | None:
         replay.bytes,
         replay.records,
         replay.torn,
+        snapshot_us,
         (time.monotonic_ns() - began_ns) // 1000,
     )

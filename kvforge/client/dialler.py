@@ -17,7 +17,10 @@ from kvforge.protocol.messages import Hello, Welcome
 from .awaited import Pending
 from .session import Session
 
+# Each pause is longer than the one before by a part of it, so that one who is there again after t seconds is noticed a
+# fraction of t later.
 RETRY_PAUSE_S = 0.05
+RETRY_PAUSE_GROWTH = 1.2
 RETRY_PAUSE_S_MAX = 0.5
 ROOM_POLL_S = 0.02
 # A connection that ends sooner was none: one that hangs up on us again and again is not asked without a pause.
@@ -192,7 +195,7 @@ class Dialler:
 
     def _try_later(self) -> None:
         self._retry_at = monotonic() + self._pause_s
-        self._pause_s = min(2 * self._pause_s, RETRY_PAUSE_S_MAX)
+        self._pause_s = min(RETRY_PAUSE_GROWTH * self._pause_s, RETRY_PAUSE_S_MAX)
 
     def _greet(self) -> None:
         session = self._session

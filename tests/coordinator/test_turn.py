@@ -31,6 +31,9 @@ from coordinator.core.events import (
 )
 from coordinator.core.machine import Machine
 from coordinator.core.workers.reports import Worker
+from coordinator.journal.entries import Reader
+from coordinator.journal.log import Journal, segments
+from coordinator.journal.records import read
 from coordinator.outbox import BACKLOG_BYTES_MAX, Sent, Who
 from coordinator.server import PROGRESS_US, Ending
 from coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
@@ -263,6 +266,20 @@ def test_replies_to_a_full_client_wait_in_order_and_nobody_else_does(bench: Benc
     assert rids(bench.clients.take(1)) == [1, 2, 3]
     assert bench.wait_us == BEAT_US
     assert bench.machine.events == []
+
+
+def test_what_the_last_effect_of_a_turn_made_the_core_be_told_is_written_with_it(bench: Bench, tmp_path: Path) -> None:
+    """A snapshot may begin between any two turns: what it holds must not come again behind it."""
+    journal = bench.loop._journal = Journal(tmp_path, 1)
+    bench.clients.full.add(1)
+    bench.turn(ToClient(1, rows(4)))
+    assert [type(event) for event in bench.machine.events] == [ClientFull]
+    journal.rotate()
+    journal.close()
+    first, second = segments(tmp_path).values()
+    records = list(read(memoryview(first.read_bytes()), 1, first.name))
+    assert [type(entry.event) for found in records for entry in Reader().entries(found.payload)][-1] is ClientFull
+    assert second.read_bytes() == b""
 
 
 def test_a_reply_waits_behind_what_waits_even_if_it_could_be_sent(bench: Bench) -> None:

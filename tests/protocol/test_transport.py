@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import socket
+import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
@@ -48,6 +50,47 @@ def test_a_file_in_its_place_is_refused_by_name(tmp_path: Path) -> None:
     (tmp_path / "run").write_text("")
     with pytest.raises(InvalidConfiguration, match="run cannot be used: File exists"):
         prepare_runtime_dir(tmp_path / "run")
+
+
+SENDER = """
+import sys, zmq
+router = zmq.Context().socket(zmq.ROUTER)
+router.sndhwm, router.rcvtimeo = 0, 30_000
+router.bind(sys.argv[1])
+print("bound", flush=True)
+name = router.recv_multipart()[0]
+for _ in range(12_000):
+    router.send_multipart([name, b"a", b"b"])
+print("sent", flush=True)
+sys.stdin.read()
+"""
+READER = """
+import subprocess, sys, time, zmq
+from kvforge.protocol import transport
+transport.HEARTBEAT_INTERVAL_MS = 100
+with subprocess.Popen([sys.executable, "-c", *sys.argv[1:]], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as sender:
+    socket = transport.dealer(zmq.Context(), immediate=False)
+    sender.stdout.readline()
+    socket.connect(sys.argv[2])
+    socket.send(b"hello")
+    sender.stdout.readline()
+    while not socket.poll(0):
+        pass
+    time.sleep(0.3)  # ZeroMQ takes in what it does
+    sender.kill()
+time.sleep(0.3)  # and its heartbeats go on
+while socket.poll(100):
+    socket.recv_multipart()
+print("alive")
+"""
+
+
+def test_a_peer_that_dies_does_not_take_one_with_it_that_does_not_read() -> None:
+    """libzmq ends the process where a heartbeat is due on a connection that has ended and whose queue is full."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        command = [sys.executable, "-c", READER, SENDER, f"ipc://{folder}/s"]
+        done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=60)
+    assert (done.returncode, done.stdout) == (0, "alive\n"), done.stderr
 
 
 def test_a_socket_makes_one_connection_and_no_other_by_itself() -> None:

@@ -19,7 +19,9 @@ from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
 from kvforge.protocol.transport import dealer
 
 SEND_WAIT_MS = 1000
-RETRY_S, RETRY_S_MAX = 0.05, 2.0  # between two attempts at a connection
+# Between two attempts at a connection; each pause is a part longer than the one before, so that one who is there again
+# after t seconds is noticed a fraction of t later.
+RETRY_S, RETRY_GROWTH, RETRY_S_MAX = 0.05, 1.2, 2.0
 LOOKS = 64  # at the word in memory for each one at the socket, which takes as long as several of them
 STEP_BYTES_MAX = 16 << 20  # each row that starts may bring LOGIT_BIAS_MAX biases of 15 bytes
 
@@ -143,7 +145,7 @@ class Link:
             if self._over and now >= retry_at:
                 self._close()
                 self._open()
-                retry_at, retry_s = now + retry_s, min(2 * retry_s, RETRY_S_MAX)
+                retry_at, retry_s = now + retry_s, min(RETRY_GROWTH * retry_s, RETRY_S_MAX)
             wait_s = min(deadline - now, retry_at - now if self._over else 1.0)
             if any(descriptor == self._wakeup_fd for descriptor, _ in self._poller.poll(max(1, int(wait_s * 1000)))):
                 return
