@@ -95,6 +95,50 @@ def disturb(unit: str, number: signal.Signals) -> dict[str, Any]:
     return {"request": request, "tokens_after": ask([1, 2, 3], 8), "pids": [before, pid_of(unit)]}
 
 
+def rolling() -> dict[str, Any]:
+    """Worker and coordinator are replaced one by one while a request runs, as after an upgrade."""
+    with Client(connect_timeout_s=DEADLINE_S) as client:
+        running = client.submit(PROMPT, max_tokens=LONG, sampling=GREEDY)
+        tokens = iter(running)
+        came = [next(tokens).token_id]
+        before = [pid_of(WORKER), pid_of(COORDINATOR)]
+        systemctl("restart", WORKER)  # is over when it is ready, and so has loaded its model
+        ready = client.health().ready
+        came.append(next(tokens).token_id)
+        systemctl("restart", COORDINATOR)
+        worker = pid_of(WORKER)
+        came += [token.token_id for token in tokens]
+        return {
+            "request": came,
+            "reason": running.result(timeout_s=DEADLINE_S).reason,
+            "ready": ready,
+            "pids": [*before, worker, pid_of(COORDINATOR)],
+            "worker_after": pid_of(WORKER),
+        }
+
+
+def cannot_go_on() -> dict[str, dict[str, str]]:
+    """A coordinator that no new start can help: what it wrote is damaged, its configuration is wrong."""
+    rows = {}
+    damaged = Path("/var/lib/kvforge/state-0000000000000001")
+    damaged.write_bytes(b"nothing that a coordinator wrote")
+    rows["damaged"] = fails(COORDINATOR)
+    damaged.unlink()
+    before = (CONFIGURATION / "coordinator.toml").read_text()
+    edit("coordinator.toml", durability='"for_ever"')
+    rows["wrong"] = fails(COORDINATOR)
+    (CONFIGURATION / "coordinator.toml").write_text(before)
+    return rows
+
+
+def fails(unit: str) -> dict[str, str]:
+    """How a unit is that is started and fails."""
+    subprocess.run(["systemctl", "start", unit], check=False, capture_output=True, timeout=DEADLINE_S)
+    row = wait_state(unit, "failed")
+    systemctl("reset-failed", unit)
+    return row
+
+
 def wait_gone(pid: int) -> None:
     descriptor = os.pidfd_open(pid)
     assert select.select([descriptor], [], [], DEADLINE_S)[0], f"process {pid} still runs"
@@ -159,6 +203,9 @@ def look(found: dict[str, Any]) -> None:
     found["worker_killed"] = {"tokens": killed["request"], "pids": killed["pids"]}
     found["coordinator_killed"] = disturb(COORDINATOR, signal.SIGKILL)
     found["coordinator_hung"] = disturb(COORDINATOR, signal.SIGSTOP)
+    hung = disturb(WORKER, signal.SIGSTOP)
+    found["worker_hung"] = {"tokens": hung["request"], "pids": hung["pids"]}
+    found["rolling"] = rolling()
     found["gives_up"] = gives_up()
     found["cannot_start"] = cannot_start()
     ask([1, 2, 3], 8)
@@ -175,6 +222,8 @@ def look(found: dict[str, Any]) -> None:
     found["stopped"] = states(*UNITS)
     found["runtime_dir_left"] = Path("/run/kvforge").exists()
     found["processes_left"] = processes_of("kvforge")
+    found["state_left"] = sorted(path.name for path in Path("/var/lib/kvforge").iterdir())
+    found["cannot_go_on"] = cannot_go_on()
 
 
 def main() -> None:

@@ -107,6 +107,7 @@ def test_example_configurations_are_good_and_agree_with_the_units() -> None:
     assert coordinator.state_path == STATE_DIR
     assert coordinator.runtime_path == worker.runtime_path == Path("/run/kvforge")
     assert settings("kvforge-worker@.service")["ExecStart"][0].endswith("--config /etc/kvforge/worker-%i.toml")
+    assert coordinator.on_stop == "keep", "what drains is a unit of its own: a restart hands nothing back"
     assert coordinator.drain_s < int(settings(SERVICES[0])["TimeoutStopSec"][0])
 
 
@@ -211,6 +212,30 @@ def test_a_worker_that_is_killed_comes_back_and_its_request_completes(found: dic
 
 
 @pytest.mark.root
+def test_a_worker_that_hangs_is_replaced_and_its_request_completes(found: dict[str, Any]) -> None:
+    assert found["worker_hung"]["pids"][0] != found["worker_hung"]["pids"][1]
+    assert found["worker_hung"]["tokens"] == found["undisturbed"]
+
+
+@pytest.mark.root
+def test_nobody_notices_a_rolling_restart(found: dict[str, Any]) -> None:
+    """As deploy/README.md says it. A worker's restart is over when it serves, the coordinator's touches no worker."""
+    rolled = found["rolling"]
+    worker, coordinator, worker_then, coordinator_then = rolled["pids"]
+    assert worker != worker_then == rolled["worker_after"] and coordinator != coordinator_then
+    assert (rolled["ready"], rolled["reason"]) == (True, "length")
+    assert rolled["request"] == found["undisturbed"]
+
+
+@pytest.mark.root
+def test_what_no_new_start_can_mend_is_started_once(found: dict[str, Any]) -> None:
+    rows = found["cannot_go_on"]
+    for row, status in ((rows["damaged"], DAMAGED), (rows["wrong"], USAGE)):
+        assert (row["Result"], row["ExecMainStatus"], row["NRestarts"]) == ("exit-code", str(status), "0")
+    assert "state-0000000000000001" in found["logs"]
+
+
+@pytest.mark.root
 def test_a_coordinator_that_is_killed_comes_back(found: dict[str, Any]) -> None:
     assert found["coordinator_killed"]["pids"][0] != found["coordinator_killed"]["pids"][1]
     assert found["coordinator_killed"]["tokens_after"] == found["tokens"]
@@ -254,5 +279,5 @@ def test_what_runs_is_finished_and_nothing_is_left(found: dict[str, Any]) -> Non
         if unit.endswith(".service"):
             assert (row["Result"], row["ExecMainStatus"]) == ("success", "0"), (unit, row, found["logs"])
     assert found["runtime_files"]
-    assert not found["runtime_dir_left"]
+    assert not found["runtime_dir_left"] and found["state_left"] == []
     assert found["processes_left"] == []
