@@ -30,7 +30,7 @@ def make_limits(quotas: dict[str, Quota] | None = None, **named: Any) -> Limits:
 def counts() -> list[str]:
     """The names of all that must be at least 1, in the core's units."""
     found = [field for struct in SECTIONS.values() for field in msgspec.structs.fields(struct)]
-    return [in_core(field.name)[0] for field in found if field.type is not str and field.name != "lease_s"]
+    return [in_core(field.name)[0] for field in found if field.type not in (str, bool) and field.name != "lease_s"]
 
 
 def in_core(field: str) -> tuple[str, float]:

@@ -85,11 +85,13 @@ class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
 
     policy: `lru` evicts idle client sequences when cached blocks are not enough; `none` refuses instead.
     partial_tokens_min: a cached block that agrees with at least so many tokens is copied instead of recomputed.
+    zero_on_tenant_change: a block that one tenant wrote is zeroed by its worker before another one gets it.
     """
 
     block_size: Count = 16
     policy: str = "lru"
     partial_tokens_min: Count = 4
+    zero_on_tenant_change: bool = False
 
 
 class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -143,6 +145,8 @@ class Limits(msgspec.Struct, frozen=True, kw_only=True):
             raise InvalidConfiguration("limits.blocks_per_sequence_max", problem)
         bounds = self.bounds
         sizes.check(self.context_tokens_max, self.schedule.step_tokens_max, bounds.tenants_max, bounds.pools_max)
+        if self.cache.zero_on_tenant_change:
+            sizes.check_zeros(bounds.blocks_max)
         if len(self.quotas) > bounds.tenants_max:
             raise InvalidConfiguration("quotas", f"more than tenants_max = {bounds.tenants_max} tenants")
         for tenant, quota in self.quotas.items():

@@ -47,3 +47,10 @@ def check(context_tokens: int, step_tokens: int, tenants: int, pools: int) -> No
         if count > most:
             problem = f"must be at most {most}, not {count}: statistics of more do not fit a message"
             raise InvalidConfiguration(f"limits.{field}", problem)
+
+
+def check_zeros(blocks: int) -> None:
+    """Raises InvalidConfiguration where a step that zeroes so many blocks would be too large."""
+    if 4 * blocks > FRAME_BYTES_MAX // 4:
+        problem = f"must be at most {FRAME_BYTES_MAX // 16} with cache.zero_on_tenant_change, not {blocks}"
+        raise InvalidConfiguration("limits.blocks_max", problem)

@@ -62,8 +62,8 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True):
 class Step(Message, frozen=True, tag="step"):
     """One forward pass over rows of any length (prefill chunks and decodes mixed).
 
-    Carried out in this order: `copies`, then KV of the new tokens is written and attention run, then the rows with
-    sample = 1 choose a token.
+    Carried out in this order: `zeros`, then `copies`, then KV of the new tokens is written and attention run, then the
+    rows with sample = 1 choose a token.
 
     copies: [3 * n] int32, triples (from block, to block, tokens): the first `tokens` tokens of a block are copied.
     Copies of one step never read what another copy of it writes.
@@ -72,6 +72,8 @@ class Step(Message, frozen=True, tag="step"):
     itself sampled last for that slot (it may not have reached the coordinator yet).
     history: [sum over begins] int32, the tokens that penalties count, one row of `begins` after the other. The worker
     adds the tokens that it samples itself.
+    zeros: [n] int32 distinct blocks, all of whose bytes are zeroed. Only a worker whose WorkerReady said `zeroes` is
+    sent any.
     """
 
     FRAMES = (
@@ -82,6 +84,7 @@ class Step(Message, frozen=True, tag="step"):
         ("tokens", "<i4"),
         ("copies", "<i4"),
         ("history", "<i4"),
+        ("zeros", "<i4"),
     )
     step_id: int
     begins: tuple[RowStart, ...] = ()
@@ -92,6 +95,7 @@ class Step(Message, frozen=True, tag="step"):
     tokens: Int32Array = NO_INT32
     copies: Int32Array = NO_INT32
     history: Int32Array = NO_INT32
+    zeros: Int32Array = NO_INT32
 
 
 class Stop(Message, frozen=True, tag="stop"):

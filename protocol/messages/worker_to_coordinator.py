@@ -47,7 +47,7 @@ class WorkerLoading(Message, frozen=True, tag="worker_loading"):
 class WorkerReady(Message, frozen=True, tag="worker_ready"):
     """The model is loaded and the KV pool allocated: `blocks` blocks of `bytes_per_block` bytes.
 
-    watches: it looks for its steps in shared memory too (`protocol.handover`).
+    watches: it looks for its steps in shared memory too (`protocol.handover`). zeroes: it does what `Step.zeros` says.
     device_bytes: what it holds of its device's memory, in bytes by purpose: `weights`, `pool` (K and V), `graphs` (with
     the sampler's state) and `other` (what steps work in, compiled kernels, the driver's own). What takes nothing or is
     not counted is left out: of a CPU's memory only weights and pool are counted. As it was when this was sent: weights,
@@ -64,6 +64,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     watches: bool = False
     device_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     kernels: dict[str, str] = msgspec.field(default_factory=dict)
+    zeroes: bool = False
 
 
 class RowError(msgspec.Struct, frozen=True):

@@ -162,7 +162,10 @@ class FakeWorker:
         assert len(self.inbox) <= limits.schedule.steps_in_flight_max
 
     def execute(self, step: Step) -> StepResult:
-        """Copies, then KV and attention, then sampling."""
+        """Zeroes, then copies, then KV and attention, then sampling."""
+        for block in step.zeros.tolist():
+            for offset in range(self.machine.limits.cache.block_size):
+                self.kv.pop((block, offset), None)
         triples = step.copies.reshape(-1, 3).tolist()
         assert not {source for source, _, _ in triples} & {target for _, target, _ in triples}
         for source, target, count in triples:
@@ -346,6 +349,7 @@ class Driver:
             bytes_per_block=BYTES_PER_BLOCK,
             kv_dtype="float32",
             device="cpu",
+            zeroes=True,
         )
 
     def lose(self, worker: FakeWorker) -> None:

@@ -12,6 +12,7 @@ from coordinator.core.cache.blocks import CACHED, FREE, QUARANTINED, REFERENCED
 from coordinator.core.machine import Machine
 from kvforge.protocol.messages import Step
 from kvforge.protocol.tables import TablesWriter
+from tests.simulation.isolation import Writers
 from tests.simulation.settings import tenant_of
 
 
@@ -36,6 +37,7 @@ class Checker:
         assert machine.cache.blocks.state.itemsize == 1
         self._flying: dict[int, deque[tuple[int, Any]]] = {}
         self._payers: dict[int, set[str]] = {}
+        self._writers = Writers(machine) if machine.limits.cache.zero_on_tenant_change else None
 
     def light(self) -> None:
         """Design section 3, 1 to 5, in two dozen numpy calls: holders are counted exactly, states agree with counts,
@@ -98,6 +100,8 @@ class Checker:
         copied = step.copies.reshape(-1, 3)[:, :2].ravel()
         flying = self._flying.setdefault(group.epoch, deque())
         flying.append((step.step_id, np.concatenate([table[read], copied])))
+        if self._writers is not None:
+            self._writers.planned(group, step)
 
     def turned(self, now_us: int) -> None:
         """After a Turn no sequence is there whose time to live is over, and nothing waits for a step that no worker

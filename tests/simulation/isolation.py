@@ -6,7 +6,12 @@ import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+import numpy.typing as npt
+
+from coordinator.core.cache.groups import Group
 from coordinator.core.events import ClientCame, FromClient
+from coordinator.core.machine import Machine
 from coordinator.core.reporting.explain import Explainer
 from coordinator.core.requests.lifecycle import Request
 from coordinator.core.rights import READ, SUBMIT, Access
@@ -26,6 +31,7 @@ from kvforge.protocol.messages import (
     RequestList,
     SequenceInfo,
     Stats,
+    Step,
     Stream,
     UnrefBlock,
 )
@@ -36,6 +42,7 @@ if TYPE_CHECKING:
     from tests.simulation.ledger import BookedSequence
 
 REQUESTS_MAX = 5
+CLEAN, UNSEEN = 0, -1
 NAMED = re.compile(r"(?<!has )\b(request|sequence) (\d+)")
 BY_NAME = re.compile(r"'([^']+)' holds")
 
@@ -169,6 +176,39 @@ class Isolation:
         sequence = self._sequences.get(sequence_id)
         if sequence is not None and sequence.tenant != tenant:
             raise Violation(f"sequence {sequence_id} is of {sequence.tenant}, for a client of {tenant}: {message!r}")
+
+
+class Writers:
+    """Who wrote what of each pool, by the steps that were planned: no row gets a block that holds what another tenant
+    left there. Rows that name a salt share what they name it with, and are left out.
+
+    A pool that has done steps before it was first seen is known block by block, as rows write it.
+    """
+
+    def __init__(self, machine: Machine) -> None:
+        self._cache = machine.cache
+        self._of: dict[int, npt.NDArray[np.int64]] = {}
+        self._numbers: dict[str, int] = {}
+
+    def planned(self, group: Group, step: Step) -> None:
+        """A step was planned: its tables are those that it will find."""
+        s, pool = self._cache.sequences, group.pool
+        writers = self._of.get(group.epoch)
+        if writers is None:
+            writers = self._of[group.epoch] = np.full(pool.count, UNSEEN if step.step_id == 1 else CLEAN)
+        writers[step.zeros - pool.base] = CLEAN
+        for slot, end in zip(step.slots.tolist(), (step.starts + step.counts).tolist(), strict=True):
+            name = self._cache.tenants.names[int(s.tenant[slot])]
+            if s.salt[slot] != self._cache.hasher.salt(f"tenant:{name}"):
+                continue
+            tenant = self._numbers.setdefault(name, len(self._numbers) + 1)
+            ids = s.blocks_of(slot)[: s.blocks_for(end)] - pool.base
+            foreign = ids[(writers[ids] != CLEAN) & (writers[ids] != tenant)]
+            if foreign.size:
+                raise Violation(
+                    f"step {step.step_id}: {name} is given block {foreign[0] + pool.base} with another's KV"
+                )
+            writers[ids] = tenant
 
 
 def _ids(command: Any, field: str) -> list[int]:

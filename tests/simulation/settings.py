@@ -28,6 +28,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     drain_by_signal: nobody sends that one.
     backlog_max: replies kept for a client that does not read.
     bound: clients that act for one tenant alone; c0, which gives all back at the end, is none.
+    zeroes: blocks that change tenant are zeroed first.
     """
 
     block_size: int = 4
@@ -65,6 +66,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     gap_us: int = 700
     turn_us: int = 50
     bound: dict[str, str] = {}
+    zeroes: bool = False
 
     @property
     def context(self) -> int:
@@ -106,6 +108,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             decode_gap_us=self.decode_gap_us,
             crashes_max=self.crashes_max,
             quotas=self.quotas,
+            zero_on_tenant_change=self.zeroes,
         )
 
     def geometry(self) -> Geometry:
@@ -165,6 +168,7 @@ def draw_settings(random: Random) -> Settings:
         backlog_max=random.choice((1, 4, 1024)),
         drain_by_signal=random.random() < 0.4,
         bound={f"c{i}": random.choice(TENANTS) for i in range(1, random.choice((1, 1, 2, 3)))},
+        zeroes=random.random() < 0.4,
     )
 
 

@@ -93,6 +93,13 @@ class KvMemory:
             self._tokens[start : start + count] = tokens
             self._positions[start : start + count] = positions
 
+    def zero(self, blocks: npt.NDArray[np.int32]) -> None:
+        """Nothing is left in the blocks: whoever still reads them finds out."""
+        for block in blocks.tolist():
+            start = self._cell(block)
+            self._tokens[start : start + self.block_size] = 0
+            self._positions[start : start + self.block_size] = -1
+
     def _cell(self, block: int) -> int:
         if not self.base <= block < self.base + self.blocks:
             raise Violation(f"block {block} is not of this worker's pool")
@@ -215,8 +222,8 @@ class SimulatedWorker:
             context_tokens_max=settings.context,
             eos_tokens=settings.eos,
         )
-        ready = WorkerReady(rid=2, model=model, blocks=self.blocks, bytes_per_block=64, kv_dtype="pair", device="none")
-        self._send(ready)
+        pool = {"blocks": self.blocks, "bytes_per_block": 64, "kv_dtype": "pair", "device": "none"}
+        self._send(WorkerReady(rid=2, model=model, zeroes=True, **pool))
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
@@ -261,9 +268,11 @@ class SimulatedWorker:
         return result
 
     def carry_out(self, step: Step, took_us: int) -> StepResult:
-        """Copies, then writes, then samples: exactly what the message says."""
+        """Zeroes, then copies, then writes, then samples: exactly what the message says."""
         assert self._reader is not None
         memory, size = self._memory, self._host.settings.block_size
+        if step.zeros.size:
+            memory.zero(step.zeros)
         if step.copies.size:
             memory.copy(step.copies)
         for begin in step.begins:

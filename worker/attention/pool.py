@@ -168,6 +168,17 @@ class KvPool:
             slots = as_bytes(cache).view(-1, *cache.shape[2:])
             slots[target_slots] = slots[source_slots]
 
+    def zero_blocks(self, ids: npt.NDArray[np.int32]) -> None:
+        """Zeroes all bytes of blocks, K and V in every layer, with their scales.
+
+        ids: [n] int32 distinct, pool-local, that the caller has checked.
+        """
+        if len(ids) == 0:
+            return
+        blocks = self.device.upload(ids.astype(np.int64))
+        for cache in self.tensors():
+            as_bytes(cache).index_fill_(0, blocks, 0)
+
     def close(self) -> None:
         """Returns the memory to the device. The pool holds nothing afterwards; closing twice is harmless."""
         self.layers = []

@@ -62,7 +62,7 @@ class Rows:
 def malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> InvalidRequest | None:
     """Faults that leave no row readable."""
     rows = step.slots.size
-    for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history"):
+    for name in ("slots", "starts", "counts", "samples", "tokens", "copies", "history", "zeros"):
         array = getattr(step, name)
         if array.ndim != 1 or array.dtype != np.int32:
             return InvalidRequest(name, f"must be int32 of 1 dimension, not {array.dtype} of {array.ndim}")
@@ -78,6 +78,8 @@ def malformed(step: Step, tables: npt.NDArray[Any], limits: StepLimits) -> Inval
         return InvalidRequest("tokens", problem)
     if rows and (step.counts.min() < 1 or int(step.counts.sum(dtype=np.int64)) != len(step.tokens)):
         return InvalidRequest("counts", f"must be at least 1 each and {len(step.tokens)} together")
+    if len(step.zeros) and not 0 <= step.zeros.min() <= step.zeros.max() < limits.blocks:
+        return InvalidRequest("zeros", f"names a block that is not one of the pool's {limits.blocks}")
     if len(step.copies) % 3:
         return InvalidRequest("copies", f"holds {len(step.copies)} numbers, not triples")
     if (step.begins or len(step.history)) and split_history(step) is None:

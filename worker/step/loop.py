@@ -251,6 +251,7 @@ class Worker:
             watches=self._watches,
             device_bytes=self._engine.device_bytes().by_purpose(),
             kernels=self._engine.kernels(),
+            zeroes=True,
         )
         self._link.watch(None, 0)
         reply = self._ask(ready)
@@ -335,9 +336,7 @@ class Worker:
         if base:
             tables = tables - base
         runner.meter.read_ns += time.monotonic_ns() - started_ns
-        if step.copies.size:
-            local = step.copies.reshape(-1, 3) - np.array([base, base, 0], np.int32)
-            step = msgspec.structs.replace(step, copies=local.reshape(-1))
+        step = pool_local(step, base)
         self._under_way.append((step.step_id, runner.launch(step, tables)))
         self._last_step = step.step_id
         self._patience.begin(len(self._under_way))
@@ -412,3 +411,13 @@ class Worker:
         if self._stopping:
             raise InternalError("stopped by a second signal")
         self._stopping = True
+
+
+def pool_local(step: Step, base: int) -> Step:
+    """The step with ids of the worker's own pool, which begins at block `base`."""
+    if step.copies.size:
+        local = step.copies.reshape(-1, 3) - np.array([base, base, 0], np.int32)
+        step = msgspec.structs.replace(step, copies=local.reshape(-1))
+    if step.zeros.size:
+        step = msgspec.structs.replace(step, zeros=step.zeros - np.int32(base))
+    return step

@@ -1,9 +1,9 @@
 """One step: from the coordinator's arrays to tokens.
 
-Order: slots change hands (`begins`), blocks are copied, then K and V of the new tokens are written and attention runs
-(in one forward pass), then the rows with sample = 1 choose a token. `launch` queues all of that on the device and does
-not wait for it; the next step may be launched before `finish` has told this one's tokens, because the token that a
-slot samples stays on the device for the row that is fed with -1.
+Order: blocks that come from another tenant are zeroed, slots change hands (`begins`), blocks are copied, then K and V
+of the new tokens are written and attention runs (in one forward pass), then the rows with sample = 1 choose a token.
+`launch` queues all of that on the device and does not wait for it; the next step may be launched before `finish` has
+told this one's tokens, because the token that a slot samples stays on the device for the row that is fed with -1.
 
 A poison row never takes the others with it. What can be checked beforehand is, and such a row is left out of the
 batch; when the pass itself fails, rows are run again one by one (writing K and V twice gives the same bytes) and
@@ -82,6 +82,7 @@ class Runner:
         self._sampled_in = np.zeros(slots_max, np.int64)  # the number of the step that did last
         self._refused: dict[int, KvforgeError] = {}  # slots whose start was wrong, until a right one comes
         self._under_way: deque[PendingStep] = deque()
+        self._unzeroed = np.zeros(0, np.int32)  # blocks of which it is not known that they were
         self._launched = 0
         self._finished_ns = 0
         self.graphs: DecodeGraphs | None = None
@@ -99,8 +100,8 @@ class Runner:
     def launch(self, step: Step, tables: npt.NDArray[np.int32]) -> PendingStep:
         """Queues one step on the device.
 
-        step: as its docstring says, except that `copies` name pool-local blocks. tables: [rows, width] int32, row r the
-        block table of step row r, pool-local ids; entries past a row's tokens are not read.
+        step: as its docstring says, except that `copies` and `zeros` name pool-local blocks. tables: [rows, width]
+        int32, row r the block table of step row r, pool-local ids; entries past a row's tokens are not read.
         Never raises for what a step holds: every fault becomes the RowError of the rows it concerns.
         At most STEPS_UNDER_WAY_MAX steps may be launched and not finished.
         """
@@ -120,11 +121,13 @@ class Runner:
         fault = malformed(step, tables, self.limits)
         if fault is not None:
             pending.errors.update((slot, fault) for slot in pending.slots.tolist())
-        else:
-            try:
+        try:
+            if fault is None or fault.field != "zeros":
+                self._zero(step.zeros)
+            if fault is None:
                 self._carry_out(step, tables, pending)
-            except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
-                self._lost(pending, error)
+        except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
+            self._lost(pending, error)
         for sampled in pending.sampled:
             self._has_sampled[sampled.slots] = True
             self._sampled_in[sampled.slots] = pending.number
@@ -144,6 +147,16 @@ class Runner:
         if absent.any():
             pending.fed = frozenset(np.repeat(rows.slots, rows.counts)[absent].tolist())
         self._queue(rows, pending)
+
+    def _zero(self, blocks: Int32Array) -> None:
+        """Zeroes blocks before anything else of the step, whatever else is wrong with it. If that fails the step does,
+        and so does each one after it until these are zeroed too: their tenant may get them again, and is not to see
+        what another one left there."""
+        if not blocks.size and not self._unzeroed.size:
+            return
+        self._unzeroed = np.union1d(self._unzeroed, blocks)
+        self.pool.zero_blocks(self._unzeroed)
+        self._unzeroed = self._unzeroed[:0]
 
     def _end(self, pending: PendingStep) -> None:
         """Marks the end of the step's work."""

@@ -8,7 +8,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.protocol.messages import Int32Array, Step, WorkerReady
+from kvforge.protocol.messages import NO_INT32, Int32Array, Step, WorkerReady
 
 from .blocks import BlockIds
 from .costs import StepCosts
@@ -139,6 +139,11 @@ class Group:
         triples = [value for target, (source, tokens) in self.copies.items() for value in (source, target, tokens)]
         self.copies.clear()
         return np.array(triples, np.int32)
+
+    def flush_zeros(self) -> Int32Array:
+        """The blocks that the next step zeroes first: [n] int32."""
+        zeroing = self.pool.zeroing
+        return zeroing.take() if zeroing is not None else NO_INT32
 
     def skip_step(self) -> bool:
         """While nothing is under way and nothing is owed, no step can touch a block. Then the next id is given up, so

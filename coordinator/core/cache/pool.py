@@ -17,12 +17,14 @@ from .hashing import Hashes
 from .prefix import PrefixIndex, Tokens
 from .supply import NO_SPARE, Spare, Supply
 from .tenants import Tenants
+from .zeroing import Zeroing
 
 
 class Pool:
     """One worker's blocks: [base, base + count). All ids are global.
 
     epoch: of the group, by which those who wait for its blocks are woken. index: of what its blocks hold.
+    zeroing: None where blocks that change tenant are left as they are.
     """
 
     def __init__(
@@ -35,11 +37,12 @@ class Pool:
         epoch: int,
         base: int,
         count: int,
+        zeroing: Zeroing | None = None,
     ) -> None:
         self._clock, self.blocks, self.index, self._waits = clock, blocks, index, waits
         self._gain = blocks_of(epoch)
         self.base, self.count = base, count
-        self._tenants = tenants
+        self._tenants, self.zeroing = tenants, zeroing
         self._stack = np.arange(base + count - 1, base - 1, -1, dtype=np.int64)
         self.free = count
         self.quarantined = 0
@@ -111,6 +114,8 @@ class Pool:
         blocks.state[ids] = REFERENCED
         blocks.owner[ids] = tenant
         blocks.since_us[ids] = self._clock.now_us
+        if self.zeroing is not None:
+            self.zeroing.given(ids, tenant)
         self._charge(tenant, count)
         self.allocated_total += count
         self.referenced_peak = max(self.referenced_peak, self.referenced)
@@ -169,6 +174,8 @@ class Pool:
             self._evict_one(tenant)
         assert not self.usage[tenant], "a tenant that holds blocks was forgotten"
         self._usage_block_us[tenant] = 0
+        if self.zeroing is not None:
+            self.zeroing.forget_tenant(tenant)
 
     def recharge(self, block: int, tenant: int) -> None:
         """From now on the block, which somebody holds, is charged to `tenant`."""

@@ -28,6 +28,7 @@ from .prefix import PrefixIndex, PrefixStore, root_key
 from .sequences import NO_POOL, Sequences, Slots
 from .supply import NO_SPARE, Spare
 from .tenants import Tenants
+from .zeroing import Zeroing
 
 Tokens = npt.NDArray[np.int32]
 VOCABULARY_UNKNOWN = 1 << 31
@@ -80,7 +81,8 @@ class Residents:
             raise CapacityExceeded("blocks_max", base + blocks, bounds.blocks_max, "raise limits.blocks_max")
         self._epochs += 1
         index = PrefixIndex(self.store, self.blocks, self.waits, self.hasher)
-        pool = Pool(self.clock, self.blocks, self.tenants, self.waits, index, self._epochs, base, blocks)
+        zeroing = Zeroing(base, blocks) if self.limits.cache.zero_on_tenant_change else None
+        pool = Pool(self.clock, self.blocks, self.tenants, self.waits, index, self._epochs, base, blocks, zeroing)
         group = Group(number, worker, name, self._epochs, pool, ready)
         self.groups[number] = group
         self.waits.wake_all()

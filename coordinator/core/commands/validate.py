@@ -7,7 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.protocol.errors import InvalidRequest, ProtocolError, QuotaExceeded
+from kvforge.protocol.errors import Conflict, InvalidRequest, ProtocolError, QuotaExceeded
 from kvforge.protocol.messages import (
     LOGIT_BIAS_LIMIT,
     LOGIT_BIAS_MAX,
@@ -20,7 +20,7 @@ from kvforge.protocol.messages import (
 )
 
 from ..cache.cache import Cache
-from ..limits import Bounds, microseconds
+from ..limits import Bounds, Limits, microseconds
 from ..scheduling.rows import EOS_TOKENS_MAX
 
 TEMPERATURE_MAX = 100.0
@@ -147,8 +147,11 @@ def fits(
         raise QuotaExceeded(tenant, needed, ceiling)
 
 
-def worker_ready(name: str, message: WorkerReady, bounds: Bounds) -> None:
-    """Raises ProtocolError where a worker announces what cannot be."""
+def worker_ready(name: str, message: WorkerReady, limits: Limits) -> None:
+    """Raises ProtocolError where a worker announces what cannot be, Conflict where it lacks what is asked of it."""
+    bounds = limits.bounds
+    if limits.cache.zero_on_tenant_change and not message.zeroes:
+        raise Conflict(f"worker {name!r} cannot zero blocks, and cache.zero_on_tenant_change is set: it is too old")
     if message.blocks < 1 or message.bytes_per_block < 1:
         raise ProtocolError(f"worker {name}: a pool has at least one block of at least one byte")
     if message.model.vocab_size < 1 or message.model.context_tokens_max < 1:

@@ -107,10 +107,12 @@ class Scheduler:
         if steady.left <= 0:
             return None
         (full,) = (steady.room <= 0).nonzero()
+        zeros = NO_INT32
         if full.size:
             if not self._cache.grow(group, steady.slots[full]):
                 return None
             steady.room[full] += s.block_size
+            zeros = group.flush_zeros()
         slots = steady.slots
         # While the step before is under way, no row's token is known; once it is over, every row's is.
         tokens = steady.unknown if group.sent else s.tokens[slots, steady.starts]
@@ -128,6 +130,7 @@ class Scheduler:
             counts=steady.ones32,
             samples=steady.ones32,
             tokens=tokens,
+            zeros=zeros,
         )
         self._commit(group, SentStep(step_id, *rows, self._clock.now_us, True, 0, steady.tenant, step), slots.size)
         return step
@@ -328,6 +331,7 @@ class Scheduler:
             tokens=tokens,
             copies=group.flush_copies(),
             history=history,
+            zeros=group.flush_zeros(),
         )
         sent = SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant, step)
         self._commit(group, sent, int(counts.sum()))

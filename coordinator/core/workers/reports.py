@@ -174,7 +174,7 @@ class WorkerReports:
     def _worker_ready(self, worker: Worker, message: WorkerReady) -> None:
         if worker.group is not None:
             raise ProtocolError(f"worker {worker.name}: worker_ready was sent twice")
-        validate.worker_ready(worker.name, message, self._cache.limits.bounds)
+        validate.worker_ready(worker.name, message, self._cache.limits)
         model = self._cache.model
         others = bool(self._cache.groups) or bool(self._requests.live)
         if model is not None and others and model.fingerprint != message.model.fingerprint:

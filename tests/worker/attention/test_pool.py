@@ -139,6 +139,18 @@ def test_copies_move_the_named_slots_only(kv_dtype: str, cpu: Device) -> None:
         assert not torch.equal(new[3, :2], old[3, :2])
 
 
+@pytest.mark.parametrize("kv_dtype", KV_DTYPES)
+def test_zeroed_blocks_are_zero_in_every_byte_and_no_others(kv_dtype: str, cpu: Device) -> None:
+    pool = KvPool(geometry(layers=2, kv_heads=2, head_size=3, block_size=4, kv_dtype=kv_dtype), 6, cpu)
+    for cache in pool.tensors():
+        cache.view(torch.uint8).fill_(0x5A)
+    pool.zero_blocks(np.array([4, 1], np.int32))
+    for cache in pool.tensors():
+        held = cache.view(torch.uint8)
+        assert not held[[1, 4]].any()
+        assert (held[[0, 2, 3, 5]] == 0x5A).all()
+
+
 # behaviour 11
 def resident_bytes() -> int:
     return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * os.sysconf("SC_PAGE_SIZE")

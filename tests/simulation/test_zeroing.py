@@ -1,0 +1,47 @@
+"""With `zero_on_tenant_change` no tenant is given what another one left in a block: seen where it would be."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+
+from coordinator.core.cache.zeroing import Zeroing
+from tests.simulation.runner import run_seed
+
+EVENTS = 600
+SEEDS = 12
+real_take = Zeroing.take
+
+
+def none_owed(_self: Zeroing, _ids: Any, _tenant: int) -> None:
+    """A block changes tenant, and nobody notes it."""
+
+
+def last_one_lost(self: Zeroing) -> Any:
+    """A step names all but one of the blocks."""
+    return real_take(self)[:-1]
+
+
+def owed_for_ever(self: Zeroing) -> Any:
+    """A block is zeroed again in each later step, whatever is in it."""
+    return np.fromiter(self._owed, np.int32, len(self._owed))
+
+
+@pytest.mark.parametrize(
+    ("name", "fault", "seen"),
+    [
+        ("given", none_owed, "with another's KV"),
+        ("take", last_one_lost, "with another's KV"),
+        ("take", owed_for_ever, "garbage"),
+    ],
+)
+def test_the_simulator_sees_a_block_that_changes_tenant(
+    name: str, fault: Callable[..., Any], seen: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(Zeroing, name, fault)
+    errors = (run_seed(seed, EVENTS).error for seed in range(SEEDS))
+    first = next((error for error in errors if error), "")
+    assert seen in first
