@@ -1,0 +1,47 @@
+"""A worker that dies or hangs beside another one: only its sequences pause, and they go on with the same tokens."""
+
+from __future__ import annotations
+
+import signal
+from operator import itemgetter
+
+from kvforge import Client, Request, Sampling
+
+from .cluster import Cluster
+from .test_cluster import wait_empty
+
+TOKENS, REQUESTS = 300, 6
+
+
+def submit(kv: Client, number: int) -> Request:
+    """Every other one greedy, the others drawn by a seed; none finds another one's prefix."""
+    sampling = Sampling(temperature=0.0) if number % 2 else Sampling(temperature=1.0, seed=number)
+    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, salt=str(number))
+
+
+def lose(cluster: Cluster, kv: Client, number: signal.Signals, whole: list[tuple[int, ...]]) -> None:
+    """Worker w1 gets a signal while both serve."""
+    running = [submit(kv, i) for i in range(REQUESTS)]
+    for request in running:
+        next(iter(request))
+    lost = [kv.status(request.id).worker == "w1" for request in running]
+    assert any(lost) and not all(lost)
+    cluster.signal("w1", number)
+    # Those of w0 first: they end, whatever becomes of the others.
+    for at_w1, request, tokens in sorted(zip(lost, running, whole, strict=True), key=itemgetter(0)):
+        assert request.result(60).tokens == tokens
+        row = kv.status(request.id)
+        assert (row.worker, row.preemptions > 0) == ("w0", at_w1)
+    assert cluster.end("w1") == -signal.SIGKILL, "one that hangs is killed"
+
+
+def test_only_the_sequences_of_a_lost_worker_pause() -> None:
+    with Cluster(blocks=256, coordinator="[limits]\nsilence_s = 3\n") as cluster:
+        kv = cluster.start("w0", "w1")
+        whole = [submit(kv, i).result(60).tokens for i in range(REQUESTS)]
+        lose(cluster, kv, signal.SIGKILL, whole)
+        cluster.start_worker("w1")
+        cluster.wait_workers(kv, 2)
+        lose(cluster, kv, signal.SIGSTOP, whole)
+        requests = wait_empty(kv).requests
+        assert (requests.failed_total, requests.finished_total) == (0, 3 * REQUESTS)
