@@ -276,14 +276,16 @@ class Machine:
             workers=workers,
             model=self.cache.model,
             draining=self.draining,
+            gone=self._reports.ended.copy(),
         )
 
     def _why_not_ready(self) -> str:
         if self.draining:
             return "draining: no new requests are admitted"
-        if not self.workers and self._reports.last_gone:
+        if not self.workers and self._reports.ended:
+            name, how = list(self._reports.ended.items())[-1]
             return (
-                f"no worker is connected any more, the last one, {self._reports.last_gone}: `kvforge up` and systemd "
+                f"no worker is connected any more; the last one, {name}, {how}: `kvforge up` and systemd "
                 "start the next, else start one with `python -m worker --config FILE`"
             )
         if not self.workers:

@@ -56,6 +56,8 @@ def _show(health: Health) -> None:
         print(f"  {worker.name}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
         printing.print_device_bytes(worker)
         printing.print_kernels(worker)
+    for name, how in health.gone.items():
+        print(f"  {name}  {how}")
 
 
 def _doing(worker: WorkerHealth) -> str:

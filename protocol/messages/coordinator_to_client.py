@@ -302,7 +302,10 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Health(Message, frozen=True, tag="health"):
-    """live: the loop turns (it answered). ready: a request submitted now would be served. reason: why not."""
+    """live: the loop turns (it answered). ready: a request submitted now would be served. reason: why not.
+
+    gone: workers that were there and are not, by name: how each of them went, and why.
+    """
 
     rid: int
     live: bool
@@ -311,6 +314,7 @@ class Health(Message, frozen=True, tag="health"):
     workers: tuple[WorkerHealth, ...]
     model: ModelInfo | None = None
     draining: bool = False
+    gone: dict[str, str] = msgspec.field(default_factory=dict)
 
 
 class Ended(msgspec.Struct, frozen=True, kw_only=True):

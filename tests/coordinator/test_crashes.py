@@ -6,9 +6,9 @@ from typing import Any
 
 import pytest
 
-from coordinator.core.events import DropWorker, ReplaceWorker, WorkerGone
+from coordinator.core.events import DropWorker, FromWorker, ReplaceWorker, WorkerGone
 from kvforge.protocol.errors import GpuError
-from kvforge.protocol.messages import ErrorInfo, GetHealth, StepResult, WorkerFailed
+from kvforge.protocol.messages import ErrorInfo, GetHealth, StepResult, WorkerFailed, WorkerHello
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver, FakeWorker, continuation
 
@@ -325,3 +325,35 @@ def test_only_the_one_that_hangs_is_replaced() -> None:
     assert hung.dropped
     driver.run_until_idle()
     assert [driver.answer_of(r) for r in requests] == [continuation([i, 2, 3], 4) for i in range(4)]
+
+
+# --------------------------------------------------------------------------------------------------- who went, and how
+
+
+def test_how_each_worker_went_is_told_until_it_is_back() -> None:
+    driver = Driver(pools_max=3)
+    first, second = driver.add_worker(16, "w0"), driver.add_worker(16, "w1")
+    driver.add_worker(16, "w2")
+    driver.report(first, WorkerFailed(ErrorInfo.of(GpuError("the device is lost"))))
+    driver.apply(WorkerGone(second.number, goodbye=True))
+    health = driver.ask(GetHealth(rid=1))
+    assert health.ready and [worker.name for worker in health.workers] == ["w2"]
+    assert health.gone == {"w0": "was lost, process 1 (the device is lost)", "w1": "left, process 1"}
+    driver.add_worker(16, "w0")
+    assert list(driver.ask(GetHealth(rid=1)).gone) == ["w1"]
+
+
+def test_no_more_of_them_are_remembered_than_there_may_be() -> None:
+    driver = Driver(pools_max=3)
+    for number in range(5):
+        driver.lose(driver.add_worker(16, f"w{number}"))
+    assert list(driver.ask(GetHealth(rid=1)).gone) == ["w2", "w3", "w4"]
+
+
+def test_a_worker_that_is_refused_at_its_hello_changes_nothing_of_how_another_one_went() -> None:
+    driver = Driver()
+    driver.lose(driver.add_worker(16, "w0"))
+    driver.add_worker(16, "w1")
+    before = driver.ask(GetHealth(rid=1)).gone
+    driver.apply(FromWorker(70, WorkerHello(rid=1, name="w1", pid=9)))
+    assert driver.ask(GetHealth(rid=1)).gone == before == {"w0": "was lost, process 1"}

@@ -840,7 +840,7 @@ def test_a_worker_that_says_it_failed_is_dropped(make_pool: MakePool) -> None:
     text, fields = f"worker {worker.name} failed: the device is lost", {"worker": worker.name, "error": "gpu_error"}
     assert Log("error", text, "worker_failed", fields) in driver.logs
     assert (
-        f"the last one, {worker.name} (process {pid}) was lost (the device is lost): "
+        f"the last one, {worker.name}, was lost, process {pid} (the device is lost): "
         in driver.ask(GetHealth(rid=1)).reason
     )
     assert not driver.machine.workers

@@ -43,5 +43,11 @@ def test_only_the_sequences_of_a_lost_worker_pause() -> None:
         cluster.start_worker("w1")
         cluster.wait_workers(kv, 2)
         lose(cluster, kv, signal.SIGSTOP, whole)
+        cluster.start_worker("w2", 'attention = "triton"\n')
+        assert cluster.end("w2") != 0
+        health = kv.health()
+        assert health.ready and list(health.gone) == ["w1", "w2"]
+        assert health.gone["w1"] == f"was lost, process {cluster.pid('w1')}"
+        assert "attention: Triton" in health.gone["w2"], "one that cannot start says why, beside those that serve"
         requests = wait_empty(kv).requests
         assert (requests.failed_total, requests.finished_total) == (0, 3 * REQUESTS)

@@ -145,7 +145,7 @@ def test_a_worker_that_stands_still_is_killed_and_its_successor_serves(folder: P
         with client(folder) as kv:
             health = kv.health()
             assert not health.ready
-            lost = f"no worker is connected any more, the last one, worker-0 (process {before}) was lost: "
+            lost = f"no worker is connected any more; the last one, worker-0, was lost, process {before}: "
             assert health.reason.startswith(lost + "`kvforge up` and systemd start the next")
             running.expect(f"worker process {before} was killed", "worker-0 ended (killed by SIGKILL); it is started")
             assert kv.wait_ready(READY_S).workers[0].pid == pid_of(folder, "worker-0") != before

@@ -81,7 +81,8 @@ class WorkerReports:
         self._timeout_us = microseconds(cache.limits.schedule.step_timeout_s)
         self._boot, self._reattach_us = boot, microseconds(cache.limits.bounds.reattach_s)
         self.workers: dict[int, Worker] = {}
-        self.last_gone = ""  # who went last, and how; what it said, or why it was given up
+        self.ended: dict[str, str] = {}  # by name: how a worker went, who is not back; the last one is last
+        self._ended_max = cache.limits.bounds.pools_max
         self._effects = effects
         self._reports: dict[type[Message], Callable[[Worker, Any], None]] = {
             WorkerLoading: self._worker_loading,
@@ -148,6 +149,7 @@ class WorkerReports:
         elif same is not None:
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
         worker = self.workers[number] = Worker(number, message.name, message.pid)
+        self.ended.pop(message.name, None)
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
 
     def restarted(self) -> None:
@@ -212,21 +214,20 @@ class WorkerReports:
         self._drop_worker(worker.number, str(error))
 
     def _drop_worker(self, number: int, reason: str) -> None:
-        self.gone(number, False)
-        self.last_gone += f" ({reason[:ERROR_TEXT_MAX]})"
+        self.gone(number, False, f" ({reason[:ERROR_TEXT_MAX]})")
         self._effects.append(DropWorker(number, reason))
 
-    def gone(self, number: int, goodbye: bool) -> None:
+    def gone(self, number: int, goodbye: bool, why: str = "") -> None:
         """A worker's connection ended: its blocks are gone, its requests wait for another place.
 
-        goodbye: it left on purpose.
+        goodbye: it left on purpose. why: what it said, or why it was given up.
         """
         worker = self.workers.pop(number, None)
         if worker is None:
             return
         requests = worker.group.running if worker.group is not None else 0
         how = "worker left" if goodbye else "worker lost"
-        self.last_gone = f"{worker.name} (process {worker.pid}) {'left' if goodbye else 'was lost'}"
+        self._note_end(worker, f"{'left' if goodbye else 'was lost'}, process {worker.pid}{why}")
         self._log("info" if goodbye else "warning", how, how.replace(" ", "_"), worker, running=requests)
         group, s = worker.group, self._cache.sequences
         if group is None:
@@ -240,6 +241,12 @@ class WorkerReports:
             if suspected:
                 self._count_crash(request, worker.name)
         self._cache.drop_group(group)
+
+    def _note_end(self, worker: Worker, how: str) -> None:
+        self.ended.pop(worker.name, None)
+        self.ended[worker.name] = how
+        if len(self.ended) > self._ended_max:
+            del self.ended[next(iter(self.ended))]
 
     def _in_steps(self, group: Group) -> set[int]:
         """Slots whose present run is part of a step that the worker has not answered."""
