@@ -49,6 +49,7 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.tables import TablesWriter
 
 from .access import Gate
+from .core.commands.sessions import OWNER_END
 from .core.events import (
     BeginDrain,
     Boot,
@@ -338,7 +339,7 @@ class TurnLoop:
             raise StateLost(message.boot, self.machine.boot)
         access = self._gate.client(self.clients.who(identity))
         # A session is its owner's: whoever else names it means another one.
-        session = f"{access.name}\n{message.session}" if message.session else ""
+        session = f"{access.name}{OWNER_END}{message.session}" if message.session else ""
         before = self.machine.sessions.number(session) if session else None
         if number is None:
             if before is not None:

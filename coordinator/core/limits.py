@@ -55,7 +55,9 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     finished_bytes_max: requests that have ended and may still be asked about; those that ended first are forgotten
     first. samples_max: answers that one command asks for. bulk_max: sequences named in one command; list_max: requests
     in one list. stop_tokens_max: of one request. holders_per_block_max: names on one block.
-    deadline_max_s: every request ends within it. lease_s: how long a request outlives a connection that just ended.
+    deadline_max_s: every request ends within it. lease_s: how long a client whose connection ended is waited for, with
+    its requests and all else that is its own; of one that cannot come back only the requests. away_max: clients that
+    are waited for at once.
     reattach_s: how long a coordinator that was started again waits for those who were connected. answers_kept_max: the
     answers that are kept for one client, which it may not have got by then.
     """
@@ -76,6 +78,7 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     holders_per_block_max: Count = 64
     deadline_max_s: Seconds = 86_400.0
     lease_s: Annotated[float, Range(0, DURATION_S_MAX)] = 10.0
+    away_max: Count = 256
     reattach_s: Seconds = 10.0
     answers_kept_max: Count = 1024
 

@@ -178,7 +178,10 @@ class Machine:
             if isinstance(event, FromWorker):
                 self._reports.apply(event)
             elif isinstance(event, ClientGone):
-                self._client_gone(event)
+                if not event.goodbye and self.sessions.left(event.client):
+                    self._asked.client_away(event.client)
+                else:
+                    self._client_gone(event)
             elif isinstance(event, WorkerGone):
                 self._reports.gone(event.worker, event.goodbye)
             elif isinstance(event, ClientCame):
@@ -206,7 +209,7 @@ class Machine:
             for part in self._timed:
                 part.pass_time()
             while self.sessions.over:
-                self._client_gone(ClientGone(self.sessions.over.pop()))
+                self._client_gone(self.sessions.over.pop())
             self.admission.admit()
             for number in sorted(self.cache.groups):
                 self.scheduler.fill(self.cache.groups[number])
@@ -261,7 +264,7 @@ class Machine:
             message.rid,
             self.boot,
             self._clock.now_us - self.start_us,
-            len(self.clients),
+            len(self.clients) - self.sessions.away,
         )
 
     def _get_health(self, message: GetHealth) -> Message:

@@ -212,7 +212,7 @@ def test_so_many_answers_are_kept_and_no_more() -> None:
     made = [d.ask(CreateSequence(rid=rid)).sequence_id for rid in range(1, 6)]
     assert [d.ask(CreateSequence(rid=rid)).sequence_id for rid in (3, 4, 5)] == made[2:]
     assert d.ask(CreateSequence(rid=2)).sequence_id not in made, "an old one is a new command"
-    d.gone(1)
+    d.gone(1, goodbye=True)
     with pytest.raises(RequestNotFound):
         d.ask(Attach(rid=5, request_id=NOT_ENDED))
 

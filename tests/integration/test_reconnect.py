@@ -1,4 +1,5 @@
-"""A coordinator that is killed again and again: what clients of each kind asked is done, once, and they go on."""
+"""A coordinator that is killed again and again, a connection that is cut: what clients of each kind asked is done,
+once, and they go on."""
 
 from __future__ import annotations
 
@@ -7,7 +8,10 @@ import json
 import subprocess
 import sys
 
+import pytest
+
 from kvforge import AsyncClient, Client, Sampling
+from tests.integration.cable import Cable
 from tests.integration.cluster import Cluster
 
 DEADLINE_S = 60.0
@@ -57,6 +61,28 @@ def test_what_many_tasks_ask_meanwhile_is_done_once() -> None:
     with Cluster() as cluster:
         cluster.start("w0")
         asyncio.run(main(cluster))
+
+
+@pytest.mark.parametrize("seen_by_both", [True, False])
+def test_a_client_whose_cable_is_cut_goes_on_with_all_that_is_its_own(seen_by_both: bool) -> None:
+    with Cluster() as cluster:
+        kv = cluster.start("w0")
+        with (
+            Cable(cluster.folder / "cable", cluster.endpoint.removeprefix("ipc://")) as cable,
+            Client(cable.endpoint, timeout_s=DEADLINE_S, reconnect_s=DEADLINE_S) as far,
+        ):
+            sampling = Sampling(temperature=0, ignore_eos=True)
+            sequence = far.create_sequence([1, 2, 3])
+            came = []
+            for token in far.submit([5, 6, 7], max_tokens=TOKENS, sampling=sampling):
+                came.append(token.token_id)
+                if len(came) in (20, 200):
+                    cable.cut(seen_by_both=seen_by_both)
+                    assert far.append(sequence, [len(came)]) == (4 if len(came) == 20 else 5,)
+            assert cable.connections == 3
+            assert came == whole(kv)
+            assert far.tokens(sequence) == (1, 2, 3, 20, 200), "it was not removed with the connection that made it"
+            assert kv.stats().requests.accepted_total == 2
 
 
 def test_the_command_line_goes_on() -> None:
