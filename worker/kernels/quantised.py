@@ -21,6 +21,8 @@ from typing import Any, Self
 
 import torch
 
+from .row_counts import padded
+
 GROUP = 32  # numbers of a row that share a scale in int4
 TILE = 64  # rows of a weight that torch's kernel lays out together on AVX-512
 WIDENED_ROWS = 128  # of x; see benchmarks/NOTES.md, "CPU: quantised weights"
@@ -78,11 +80,11 @@ class Int8Weight(QuantisedWeight):
         return int(torch.ops.mkldnn._nbytes(self._packed)) + self._scales.nbytes + self._zeros.nbytes
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        levels, largest = self._quantise(x)
+        levels, largest = self._quantise(padded(x))
         found: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             levels, 1.0, 128, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        found = found.mul_(largest).to(x.dtype)
+        found = found.mul_(largest)[: len(x)].to(x.dtype)
         return found if bias is None else found.add_(bias)
 
     def widened(self) -> torch.Tensor:
@@ -132,7 +134,8 @@ class Int4Weight(QuantisedWeight):
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         narrow = x.to(torch.bfloat16).contiguous()
         if len(x) >= WIDENED_ROWS:
-            found = torch.cat([narrow @ part for part in self._parts()], dim=1)
+            narrow = padded(narrow)
+            found = torch.cat([narrow @ part for part in self._parts()], dim=1)[: len(x)]
         else:
             found = torch.ops.aten._weight_int4pack_mm_for_cpu(narrow, self._packed, GROUP, self._scales_and_zeros)
         found = found.to(x.dtype)

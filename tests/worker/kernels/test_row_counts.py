@@ -1,0 +1,63 @@
+"""oneDNN keeps what it has compiled for each number of rows: a worker that serves grows by few of them only."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from worker.device.device import Device
+from worker.kernels.packed import PackedOperations, packing_problem, quantising_problem
+from worker.kernels.row_counts import padded, row_count
+
+ROWS_MAX = 160
+GROWTH_BYTES_MAX = 6 << 20  # what is compiled for all numbers of rows takes 16 MB and more
+CPU = Device("cpu", torch.device("cpu"), "CPU")
+
+
+def resident_bytes() -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii").splitlines()
+    return next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:")) << 10
+
+
+def test_few_numbers_of_rows_are_computed_and_none_with_more_than_an_eighth_too_many() -> None:
+    counts = [row_count(rows) for rows in range(2049)]
+    assert counts == sorted(counts)
+    assert all(rows <= count <= rows * 9 / 8 for rows, count in enumerate(counts))
+    assert counts[:9] == list(range(9))
+    assert len(set(counts[1:513])) == 56 and len(set(counts[1:])) == 72
+    assert all(row_count(count) == count for count in counts)
+
+
+def test_rows_of_zeros_stand_behind_those_that_are_wanted() -> None:
+    x = torch.randn(34, 5)[::2]
+    assert torch.equal(padded(x), torch.cat((x, torch.zeros(1, 5))))
+    whole = torch.randn(10, 5)
+    assert padded(whole) is whole
+
+
+@pytest.mark.parametrize("kind", ["float32", "bfloat16", "int8", "int4"])
+@torch.inference_mode()
+def test_products_of_any_number_of_rows_need_no_more_memory(kind: str) -> None:
+    dtype = torch.bfloat16 if kind == "bfloat16" else torch.float32
+    problem = quantising_problem(CPU, dtype, kind) if kind.startswith("int") else packing_problem(CPU, dtype)
+    if problem:
+        pytest.skip(problem)
+    operations = PackedOperations(CPU)
+    weight = torch.randn(192, 96).to(dtype)
+    laid_out = operations.quantise(weight, kind) if kind.startswith("int") else operations.pack(weight)
+    x = torch.randn(ROWS_MAX, 96).to(dtype)
+    whole = operations.product(x, laid_out)
+
+    def check(rows: int) -> None:
+        found = operations.product(x[:rows], laid_out)
+        assert found.shape == (rows, 192)
+        torch.testing.assert_close(found, whole[:rows], rtol=2e-2, atol=0.5)  # int4 computes in bfloat16
+
+    for rows in sorted({row_count(rows) for rows in range(1, ROWS_MAX + 1)}):
+        check(rows)
+    before = resident_bytes()
+    for rows in range(1, ROWS_MAX + 1):
+        check(rows)
+    assert resident_bytes() - before < GROWTH_BYTES_MAX

@@ -1,0 +1,27 @@
+"""How many rows a product of oneDNN may have: few different numbers.
+
+oneDNN compiles each product anew for each number of rows, and keeps a quarter of a megabyte or more of it for ever: a
+worker of a model with four shapes of weights grew by 2 GB once steps had had every number of tokens up to 512. So rows
+of zeros are put behind those that are wanted, an eighth of them at most. What is beside a row does not change its bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch.nn.functional import pad
+
+COUNTS_PER_DOUBLING = 8
+
+
+def row_count(rows: int) -> int:
+    """The number of rows that is computed where `rows` are wanted: at least as many, at most an eighth more."""
+    if rows <= COUNTS_PER_DOUBLING:
+        return rows
+    step = (1 << (rows - 1).bit_length()) // (2 * COUNTS_PER_DOUBLING)
+    return -(-rows // step) * step
+
+
+def padded(x: torch.Tensor) -> torch.Tensor:
+    """x [rows, k] with rows of zeros behind it, [`row_count(rows)`, k]; itself where there are none to add."""
+    missing = row_count(len(x)) - len(x)
+    return pad(x, (0, 0, 0, missing)) if missing else x
