@@ -5,6 +5,7 @@
 
 from __future__ import annotations
 
+import os
 import pwd
 from functools import partial
 from pathlib import Path
@@ -94,11 +95,12 @@ class AccessSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Gate:
-    """Who is let in as what. token: that of this boot's workers, "": none is asked for."""
+    """Who is let in as what. token: that of this boot's workers, "": none is asked for. own_user: the coordinator's."""
 
-    def __init__(self, token: str = "", access: AccessSection | None = None) -> None:
+    def __init__(self, token: str = "", access: AccessSection | None = None, own_user: int | None = None) -> None:
         access = access or AccessSection()
         self._token, self._local = token, access.local.access("")
+        self._own_user = os.geteuid() if own_user is None else own_user
         self._by_key: dict[bytes, Access] = {}
         self._by_user: dict[int, Access] = {}
         for name, entry in access.clients.items():
@@ -112,7 +114,14 @@ class Gate:
         return self._by_key[who.key] if who.key else self._by_user.get(who.user, self._local)
 
     def check_worker(self, who: Who, token: str) -> None:
-        """Raises NotAllowed where a worker does not belong to this coordinator."""
+        """Raises NotAllowed where a worker does not belong to this coordinator.
+
+        One that brings no token may be older than tokens are: then it has to be of the coordinator's own user, of which
+        the system has made sure, and who may read the token. One that brings a wrong one belongs to another
+        coordinator, or to this one's last boot.
+        """
+        if not token and not who.key and who.user == self._own_user:
+            return
         if self._token and not who.key and not same(token, self._token):
             what = "another token" if token else "no token"
             where = f"the right one is in {TOKEN_FILE} of this coordinator's runtime folder"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import builtins
+import os
 from pathlib import Path
 from typing import Any
 
@@ -91,9 +92,20 @@ def test_who_may_do_what() -> None:
 
 
 def test_a_worker_brings_the_token_or_has_a_key() -> None:
-    gate = access.Gate("secret")
+    gate = access.Gate("secret", own_user=1000)
     gate.check_worker(Who(user=0), "secret")
+    gate.check_worker(Who(user=1000), "secret")
     gate.check_worker(Who(key=b"k" * 32), "")
-    for token in ("", "secre", "secret ", "\u00e9"):
-        with pytest.raises(NotAllowed):
-            gate.check_worker(Who(user=0), token)
+    for user in (0, 1000):
+        for token in ("secre", "secret ", "\u00e9"):
+            with pytest.raises(NotAllowed, match="another token"):
+                gate.check_worker(Who(user=user), token)
+
+
+def test_a_worker_that_knows_no_token_has_to_be_of_the_coordinators_own_user() -> None:
+    gate = access.Gate("secret", own_user=1000)
+    gate.check_worker(Who(user=1000), "")
+    for user in (0, 1001, -1):
+        with pytest.raises(NotAllowed, match="no token"):
+            gate.check_worker(Who(user=user), "")
+    assert access.Gate("secret")._own_user == os.geteuid()

@@ -26,8 +26,10 @@ from kvforge.protocol.messages import (
     Refused,
     Submit,
     WorkerHello,
+    WorkerWelcome,
 )
 from kvforge.protocol.tables import TablesReader
+from tests.protocol.frozen import Version
 from tests.protocol.systemd_ear import Ear
 
 UNDER_WAY = 4000
@@ -156,19 +158,31 @@ def test_a_drain_by_signal_is_taken_up_at_once_and_ends_when_it_was_said(bench: 
     assert [request.reason for request in bench.server.machine.requests.finished.values()] == ["failed"]
 
 
-@pytest.mark.parametrize(("said", "words"), [("", "no token"), ("0" * 64, "another token")])
-def test_a_worker_without_the_token_of_the_runtime_folder_is_refused(
-    bench: Bench, caplog: pytest.LogCaptureFixture, said: str, words: str
-) -> None:
+def test_a_worker_that_speaks_version_1_and_knows_no_token_is_let_in(bench: Bench) -> None:
+    """The system says that it is of the coordinator's own user, who may read the token."""
+    hello = next(
+        [bytes.fromhex(frame) for frame in said["frames"]]
+        for said in Version.read(1).examples
+        if said["message"] == "WorkerHello" and said["meaning"]["version_max"] == 1
+    )
     worker = bench.worker()
-    worker.send(WorkerHello(rid=1, name="w", pid=1, token=said))
+    worker.socket.send_multipart(hello)
+    while not worker.has(zmq.POLLIN):
+        bench.turn()
+    assert isinstance(codec.Decoder(WORKER_REPLIES).decode(worker.socket.recv_multipart()), WorkerWelcome)
+    assert len(bench.server.machine.workers) == 1
+
+
+def test_a_worker_with_another_token_is_refused(bench: Bench, caplog: pytest.LogCaptureFixture) -> None:
+    worker = bench.worker()
+    worker.send(WorkerHello(rid=1, name="w", pid=1, token="0" * 64))
     while not worker.has(zmq.POLLIN):
         bench.turn()
     refused = codec.Decoder(WORKER_REPLIES).decode(worker.socket.recv_multipart())
     assert isinstance(refused, Refused)
     assert (refused.error.code, refused.error.fields) == ("not_allowed", {"right": "worker"})
-    assert words in refused.error.message
-    assert words in caplog.text
+    assert "another token" in refused.error.message
+    assert "another token" in caplog.text
     assert not bench.server.machine.workers
     assert len(bench.server.workers) == 0
 
