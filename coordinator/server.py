@@ -329,14 +329,27 @@ class RuntimeLock:
 
     def __init__(self, runtime: Path) -> None:
         self._path = runtime / LOCK_FILE
-        self._handle = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        self._handle = -1
+        while self._handle < 0:
+            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            try:
+                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                os.close(descriptor)
+                raise CoordinatorInUse(
+                    f"another coordinator is serving in {runtime}: stop it, or choose another --runtime-dir"
+                ) from None
+            if self._is(descriptor):
+                self._handle = descriptor
+            else:  # whoever had it has ended meanwhile, and the file with it
+                os.close(descriptor)
+
+    def _is(self, descriptor: int) -> bool:
+        """Whether it is the file that others would find."""
         try:
-            fcntl.flock(self._handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(self._handle)
-            raise CoordinatorInUse(
-                f"another coordinator is serving in {runtime}: stop it, or choose another --runtime-dir"
-            ) from None
+            return os.path.samestat(os.fstat(descriptor), self._path.stat())
+        except FileNotFoundError:
+            return False
 
     def release(self) -> None:
         """Removes the lock file and lets go."""

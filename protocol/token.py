@@ -17,8 +17,13 @@ TOKEN_LENGTH_MAX = 2 * TOKEN_BYTES
 
 
 def make(runtime: Path) -> str:
-    """A new token, in its file. Raises OSError."""
+    """A new token, in its file. Raises OSError.
+
+    Nobody else may be making one there: what one that was killed right here has left is removed.
+    """
     token = secrets.token_hex(TOKEN_BYTES)
+    for unfinished in runtime.glob(f"{TOKEN_FILE}.*"):
+        unfinished.unlink(missing_ok=True)
     descriptor, temporary = tempfile.mkstemp(dir=runtime, prefix=TOKEN_FILE + ".")  # 0600
     try:
         with os.fdopen(descriptor, "w", encoding="ascii") as file:

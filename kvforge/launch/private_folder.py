@@ -10,14 +10,20 @@ import stat
 from contextlib import suppress
 from pathlib import Path
 
-from kvforge.protocol import transport
+from kvforge.protocol import token, transport
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 
 PRIVATE_FOLDER = "up"
 MARK = "made-by-kvforge-up"
 # What we put into our folder, and what a coordinator that was killed leaves in its runtime folder.
 OURS = re.compile(r"(coordinator|worker-\d+)\.toml")
-LEFT_BY_KILLED = (transport.CLIENT_SOCKET, transport.WORKER_SOCKET, "coordinator.lock", transport.TABLES_FILE)
+LEFT_BY_KILLED = (
+    transport.CLIENT_SOCKET,
+    transport.WORKER_SOCKET,
+    "coordinator.lock",
+    transport.TABLES_FILE,
+    token.TOKEN_FILE,
+)
 
 
 class PrivateFolder:

@@ -3,21 +3,24 @@ messages, never time."""
 
 from __future__ import annotations
 
+import os
 import shutil
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
+from typing import Any
 
 import numpy as np
 import pytest
 import zmq
 
 from coordinator.config import CoordinatorConfig, LimitsSection
-from coordinator.server import Server
+from coordinator.server import RuntimeLock, Server
 from coordinator.turn import BEAT_US
 from kvforge.protocol import codec, token, transport
+from kvforge.protocol.errors import CoordinatorInUse
 from kvforge.protocol.messages import (
     WORKER_REPLIES,
     CreateSequence,
@@ -229,3 +232,22 @@ def test_a_client_with_few_messages_does_not_wait_for_one_with_many(bench: Bench
         busy.read()
         other.read()
     assert busy.answers < UNDER_WAY // 2, "the few were answered after the many"
+
+
+def test_a_lock_that_was_let_go_while_it_was_taken_is_taken_anew(tmp_path: Path, monkeypatch: Any) -> None:
+    """One coordinator ends while the next one starts: the file that the second opened is removed before it locks it."""
+    first = RuntimeLock(tmp_path)
+    opened = os.open
+
+    def open_and_let_go(*arguments: Any, **more: Any) -> int:
+        descriptor = opened(*arguments, **more)
+        first.release()
+        return descriptor
+
+    monkeypatch.setattr("coordinator.server.os.open", open_and_let_go)
+    second = RuntimeLock(tmp_path)
+    monkeypatch.undo()
+    with pytest.raises(CoordinatorInUse):
+        RuntimeLock(tmp_path)
+    second.release()
+    assert not list(tmp_path.iterdir())

@@ -1,0 +1,76 @@
+"""Whatever is killed leaves no process behind, and nothing that the next start does not remove."""
+
+from __future__ import annotations
+
+import os
+import signal
+import stat
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+from kvforge.protocol.token import TOKEN_FILE
+from kvforge.protocol.transport import CLIENT_SOCKET, TABLES_FILE, WORKER_SOCKET
+
+from .cluster import Cluster
+from .running import wait_gone
+from .test_cluster import GREEDY
+
+SERVING = {CLIENT_SOCKET, WORKER_SOCKET, TABLES_FILE, TOKEN_FILE, "coordinator.lock", "state"}
+# Of which each start makes a new one under another name first: it may be killed right there.
+HALF_MADE = (f"{TABLES_FILE}.half", f"{TOKEN_FILE}.half", "state/state-0000000000000007.part")
+# A coordinator's snapshot, written by a child that never ends: it says its process id and waits.
+SNAPSHOT = """
+import os, signal, sys
+from pathlib import Path
+from coordinator.journal import snapshot
+from coordinator.journal.keeping import Keeper
+def write(*_):
+    print(os.getpid(), flush=True)
+    signal.pause()
+snapshot.write = write
+keeper = Keeper(Path(sys.argv[1]), "process", 1 << 30, 0)
+keeper.begin(None, lambda: False)
+keeper.turned(None, 1, 1, 1)
+signal.pause()
+"""
+
+
+def in_shared_memory(pid: int) -> list[str]:
+    """What of /dev/shm a process has mapped or open."""
+    opened = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    mapped = Path(f"/proc/{pid}/maps").read_text(errors="replace").split()
+    return [name for name in (*opened, *mapped) if name.startswith("/dev/shm")]  # noqa: S108 - nothing is made there
+
+
+def test_what_the_killed_leave_is_removed_by_the_next_start_and_a_stop_leaves_nothing() -> None:
+    with Cluster() as cluster:
+        kv = cluster.start("w0")
+        running = kv.submit([1, 2, 3], max_tokens=1500, sampling=GREEDY)
+        next(iter(running))
+        assert {path.name for path in cluster.runtime.iterdir()} == SERVING
+        assert [in_shared_memory(cluster.pid(name)) for name in ("coordinator", "w0")] == [[], []]
+        for name in ("coordinator", "w0"):
+            cluster.kill(name)
+        for name in HALF_MADE:
+            (cluster.runtime / name).write_text("half")
+        assert stat.S_ISSOCK((cluster.runtime / CLIENT_SOCKET).stat().st_mode), "a killed one leaves its sockets"
+        cluster.start_coordinator()
+        cluster.start_worker("w0")
+        assert len(running.result(120).tokens) == 1500
+        assert {path.name for path in cluster.runtime.iterdir()} == SERVING
+        assert not list((cluster.runtime / "state").glob("*.part"))
+        cluster.signal("coordinator", signal.SIGTERM)
+        assert (cluster.end("coordinator"), cluster.end("w0")) == (0, 0)
+        assert list(cluster.runtime.iterdir()) == []
+
+
+def test_a_snapshot_dies_with_the_coordinator_that_made_it() -> None:
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
+        with subprocess.Popen([sys.executable, "-c", SNAPSHOT, folder], stdout=subprocess.PIPE) as process:
+            assert process.stdout is not None
+            child = int(process.stdout.readline())
+            assert Path(f"/proc/{child}").exists()
+            process.kill()
+            wait_gone(child)
