@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import stat
 import subprocess
@@ -39,9 +38,9 @@ signal.pause()
 
 def in_shared_memory(pid: int) -> list[str]:
     """What of /dev/shm a process has mapped or open."""
-    opened = [os.readlink(entry) for entry in Path(f"/proc/{pid}/fd").iterdir()]
+    opened = [str(entry.readlink()) for entry in Path(f"/proc/{pid}/fd").iterdir()]
     mapped = Path(f"/proc/{pid}/maps").read_text(errors="replace").split()
-    return [name for name in (*opened, *mapped) if name.startswith("/dev/shm")]  # noqa: S108 - nothing is made there
+    return [name for name in (*opened, *mapped) if name.startswith("/dev/shm")]
 
 
 def test_what_the_killed_leave_is_removed_by_the_next_start_and_a_stop_leaves_nothing() -> None:
@@ -67,10 +66,12 @@ def test_what_the_killed_leave_is_removed_by_the_next_start_and_a_stop_leaves_no
 
 
 def test_a_snapshot_dies_with_the_coordinator_that_made_it() -> None:
-    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
-        with subprocess.Popen([sys.executable, "-c", SNAPSHOT, folder], stdout=subprocess.PIPE) as process:
-            assert process.stdout is not None
-            child = int(process.stdout.readline())
-            assert Path(f"/proc/{child}").exists()
-            process.kill()
-            wait_gone(child)
+    with (
+        tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder,
+        subprocess.Popen([sys.executable, "-c", SNAPSHOT, folder], stdout=subprocess.PIPE) as process,
+    ):
+        assert process.stdout is not None
+        child = int(process.stdout.readline())
+        assert Path(f"/proc/{child}").exists()
+        process.kill()
+        wait_gone(child)
