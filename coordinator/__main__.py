@@ -33,7 +33,8 @@ def main(arguments: list[str] | None = None) -> int:
         config = load_config(options.config)
         if options.check:
             folders = {"runtime_dir": str(config.runtime_path), "state_dir": str(config.state_path)}
-            print(json.dumps({**folders, "tables_bytes": file_bytes(geometry(config.core_limits()))}))
+            tables_bytes = file_bytes(geometry(config.core_limits()))
+            print(json.dumps({**folders, "on_stop": config.on_stop, "tables_bytes": tables_bytes}))
             return OK
         output = logs.configure("coordinator", config.log_level, config.log_format)
         server = Server(config, output.flush, options.discard_state)

@@ -8,7 +8,7 @@ from typing import Any
 
 from kvforge.deploy.check import WRONG, check
 from kvforge.deploy.environment import Python, own_python
-from kvforge.deploy.install import Wishes, devices, install
+from kvforge.deploy.install import Wishes, install, instances, model_path
 from kvforge.deploy.places import Places
 from kvforge.protocol.exits import FAILED, OK
 
@@ -27,10 +27,11 @@ def add(subparsers: Any) -> None:
     put.add_argument(
         "--worker",
         action="append",
+        default=[],
         metavar="DEVICE",
-        help="a configuration for a worker on gpu0, gpu1, ... or cpu; may be repeated [each GPU, else cpu]",
+        help="a worker's configuration: gpu0, gpu1, ... or cpu; may be repeated [those that are there, else each GPU]",
     )
-    put.add_argument("--model", metavar="NAME", help="that workers serve: a path or a known name [smollm2-135m]")
+    put.add_argument("--model", metavar="NAME", help="that workers serve: a path or a known name [as before]")
     put.add_argument("--python", type=Path, metavar="PATH", help="the environment is made of it [this one]")
     put.add_argument(
         "--pip", action="append", default=[], metavar="ARG", help="an argument of `pip install`; may be repeated"
@@ -53,13 +54,14 @@ def run_install(options: argparse.Namespace) -> int:
     python = None
     if not options.no_venv:
         python = Python(options.python or own_python(), tuple(options.pip), options.system_site_packages)
-    instances = tuple(options.worker or devices())
     places = Places(options.root.absolute())
-    count = install(places, Wishes(instances, options.model, python), printing.say, dry_run=options.dry_run)
+    named = instances(places, options.worker)
+    wishes = Wishes(named, model_path(options.model), python)
+    count = install(places, wishes, printing.say, dry_run=options.dry_run)
     if not count:
         printing.say("everything is in place")
     elif not options.dry_run:
-        units = " ".join(f"kvforge-worker@{instance}.service" for instance in instances)
+        units = " ".join(f"kvforge-worker@{instance}.service" for instance in named)
         printing.say(f"next: kvforge deploy check; systemctl enable --now {units} kvforge.target")
     return OK
 

@@ -92,6 +92,9 @@ def _check_coordinator(places: Places, user: Account | None) -> list[Finding]:
         told = f"{path}: state_dir is {state}, and the unit makes {STATE_DIR}"
         remedy = f'set state_dir = "{STATE_DIR}", or say ReadWritePaths={state} in a drop-in'
         findings.append(warning(told, remedy))
+    if meaning.get("on_stop") == "drain":
+        told = f"{path}: with on_stop = drain a restart of the coordinator hands back what runs, and stops the workers"
+        findings.append(warning(told, 'set on_stop = "keep"; when all is stopped, kvforge-drain.service drains'))
     findings += check_file_system("runtime_dir", places.of(runtime), int(meaning["tables_bytes"]), lasting=False)
     findings += check_file_system("state_dir", places.of(state), STATE_BYTES_MIN, lasting=True)
     return findings

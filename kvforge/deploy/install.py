@@ -4,29 +4,32 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Iterator
+import tomllib
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
 from pathlib import Path
 
 from kvforge.launch.host import DEVICE_FILES
+from kvforge.launch.settings import toml_value
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 
 from .accounts import account
-from .environment import Python, environment
+from .environment import HIDDEN, Python, environment
 from .places import CACHE_DIR, FILES, GPU_GROUPS, STATE_DIR, UNITS, USER, Places
 from .program import must
 from .step import EVERYBODY, Owner, Record, Step, place
 
-INSTANCE = re.compile(r"cpu|gpu(\d+)")
+INSTANCE = re.compile(r"cpu|gpu(0|[1-9][0-9]{0,3})")
 SYSTEMD_RUNS = Path("/run/systemd/system")
 
 
 @dataclass(frozen=True)
 class Wishes:
-    """instances: a worker for each of these devices (`gpu0`, `gpu1`, `cpu`). model: what they serve; None: the
-    example's. python: None: no environment is made, another hand does that.
+    """instances: a worker for each of these devices (`gpu0`, `gpu1`, `cpu`). model: what they serve; None: what they
+    do already, else the example's. python: None: no environment is made, another hand does that.
     """
 
     instances: tuple[str, ...]
@@ -40,6 +43,29 @@ class Wishes:
                 raise InvalidConfiguration("--worker", f"is {instance!r}; it must be cpu, or gpu0, gpu1 and so on")
         if self.python is not None:
             self.python.check()
+
+
+def instances(places: Places, named: Sequence[str]) -> tuple[str, ...]:
+    """Those that are meant: the ones that are named, else that are configured, else what this machine has."""
+    configured = [instance for instance, _ in places.workers() if INSTANCE.fullmatch(instance)]
+    return tuple(dict.fromkeys(named or configured)) or devices()
+
+
+def model_path(model: str | None) -> str | None:
+    """A model as the service's configuration names it. Raises InvalidConfiguration for a path that services do not
+    see."""
+    if model is None:
+        return None
+    path = Path(model).expanduser()
+    if not path.is_absolute() and path.exists():
+        path = path.absolute()
+    if not path.is_absolute():
+        return model
+    if any(path.is_relative_to(folder) for folder in HIDDEN):
+        raise InvalidConfiguration(
+            "--model", f"{path} is in a home folder, where services see nothing: put it elsewhere"
+        )
+    return str(path)
 
 
 def devices(root: Path = Path("/dev")) -> tuple[str, ...]:
@@ -129,8 +155,15 @@ def _configuration(places: Places, wishes: Wishes, record: Record) -> list[Step]
     steps = place(places.configuration / "coordinator.toml", _packaged("coordinator.toml"), owner, record)
     for instance in wishes.instances:
         path = places.configuration / f"worker-{instance}.toml"
-        steps += place(path, worker_file(instance, wishes.model), owner, record)
+        steps += place(path, worker_file(instance, wishes.model or _served(path)), owner, record)
     return steps
+
+
+def _served(path: Path) -> str | None:
+    """The model that a worker's configuration names; None where it names none, or cannot be read."""
+    with suppress(OSError, ValueError, KeyError):
+        return str(tomllib.loads(path.read_text(encoding="utf-8"))["model"])
+    return None
 
 
 def worker_file(instance: str, model: str | None) -> bytes:
@@ -141,7 +174,7 @@ def worker_file(instance: str, model: str | None) -> bytes:
     if instance == "cpu":
         said["device"] = '"cpu"'
     if model is not None:
-        said["model"] = f'"{model}"'
+        said["model"] = toml_value("model", model)
     text = _packaged("worker.toml").decode()
     for key, value in said.items():
         text, count = re.subn(rf"^{key} = \S+ *", lambda _: f"{key} = {value}".ljust(34), text, flags=re.MULTILINE)  # noqa: B023

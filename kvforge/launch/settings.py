@@ -77,7 +77,7 @@ class Settings:
 def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Any]]) -> str:
     """A TOML document of scalars and lists, in tables of tables. Raises InvalidConfiguration for text that TOML cannot
     hold."""
-    lines = [f"{key} = {_value(key, value)}" for key, value in top.items()]
+    lines = [f"{key} = {toml_value(key, value)}" for key, value in top.items()]
     for name, table in tables.items():
         lines += _table(name, table)
     return "\n".join(lines) + "\n"
@@ -85,17 +85,18 @@ def toml(top: Mapping[str, Value], tables: Mapping[str, Mapping[str, Any]]) -> s
 
 def _table(name: str, table: Mapping[str, Any]) -> list[str]:
     """The lines of a table and of those in it; of one that is empty none."""
-    plain = [f"{key} = {_value(key, value)}" for key, value in table.items() if not isinstance(value, Mapping)]
+    plain = [f"{key} = {toml_value(key, value)}" for key, value in table.items() if not isinstance(value, Mapping)]
     lines = ["", f"[{name}]", *plain] if plain else []
     for key, value in table.items():
         if isinstance(value, Mapping):
-            lines += _table(f"{name}.{_value(name, key)}", value)
+            lines += _table(f"{name}.{toml_value(name, key)}", value)
     return lines
 
 
-def _value(key: str, value: Value | list[str]) -> str:
+def toml_value(key: str, value: Value | list[str]) -> str:
+    """A scalar or a list as TOML has it. Raises InvalidConfiguration naming `key` for text that TOML cannot hold."""
     if isinstance(value, list):
-        return f"[{', '.join(_value(key, item) for item in value)}]"
+        return f"[{', '.join(toml_value(key, item) for item in value)}]"
     if isinstance(value, bool):
         return "true" if value else "false"
     if not isinstance(value, str):

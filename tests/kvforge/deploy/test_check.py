@@ -102,6 +102,7 @@ def test_what_is_wrong_is_named_with_a_remedy(places: Places, spoil: Spoil, what
         ("coordinator", {"runtime_dir": "/srv/run"}, WRONG, "runtime_dir is /srv/run, and the unit makes /run/kvforge"),
         ("coordinator", {"state_dir": "/srv/state"}, WARNING, "state_dir is /srv/state, and the unit makes"),
         ("coordinator", {"tables_bytes": 1 << 60}, WRONG, "MiB are needed"),
+        ("coordinator", {"on_stop": "drain"}, WARNING, "a restart of the coordinator hands back what runs"),
         ("worker", {"runtime_dir": "/srv/run"}, WRONG, "the coordinator's is /run/kvforge"),
     ],
 )

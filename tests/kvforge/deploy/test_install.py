@@ -15,7 +15,7 @@ from coordinator.config import load_config as load_coordinator
 from kvforge.commands.cli import main
 from kvforge.deploy import places as service
 from kvforge.deploy.environment import HIDDEN, Python
-from kvforge.deploy.install import Wishes, devices, install, worker_file
+from kvforge.deploy.install import Wishes, devices, install, instances, model_path, worker_file
 from kvforge.deploy.places import FILES, UNITS, Places
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 from worker.config import load_config as load_worker
@@ -99,6 +99,51 @@ def test_what_nobody_edited_is_replaced_by_another_version(system: System) -> No
     assert load_worker(path).model == "/srv/two"
 
 
+def test_another_version_serves_the_same_model_on_the_same_devices(system: System) -> None:
+    """An upgrade is `kvforge deploy install` and nothing else."""
+    system.install(Wishes(("gpu1",), model="/srv/one"))
+    assert instances(system.places, ()) == ("gpu1",)
+    assert system.install(Wishes(instances(system.places, ()))) == []
+    path = system.places.configuration / "worker-gpu1.toml"
+    path.write_text(path.read_text().replace("/srv/one", "/srv/mine"))
+    system.install(Wishes(("gpu1",)))
+    assert load_worker(path.with_name("worker-gpu1.toml.new")).model == "/srv/mine"
+
+
+def test_devices_are_those_that_are_named_else_those_that_are_configured_else_those_that_are_there(
+    system: System, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("kvforge.deploy.install.devices", lambda: ("gpu0", "gpu1"))
+    assert instances(system.places, ["cpu", "gpu3", "cpu"]) == ("cpu", "gpu3")
+    assert instances(system.places, ()) == ("gpu0", "gpu1")
+    system.install(Wishes(("cpu",)))
+    (system.places.configuration / "worker-notes.toml").touch()
+    assert instances(system.places, ()) == ("cpu",)
+
+
+@pytest.mark.parametrize("model", ['/srv/a "model"', "/srv/back\\slash", "/srv/zwei\nzeilen", "/srv/größe"])
+def test_a_model_may_have_any_name(model: str, tmp_path: Path) -> None:
+    path = tmp_path / "worker.toml"
+    path.write_bytes(worker_file("cpu", model))
+    assert load_worker(path).model == model
+
+
+def test_a_model_is_where_services_find_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HOME", "/home/me")
+    (tmp_path / "mine.gguf").touch()
+    assert model_path("mine.gguf") == str(tmp_path / "mine.gguf")
+    assert [model_path(name) for name in (None, "smollm2-135m", "org/name", "/srv/m")] == [
+        None,
+        "smollm2-135m",
+        "org/name",
+        "/srv/m",
+    ]
+    for hidden in ("/home/me/model", "/root/m.gguf", "~/m.gguf"):
+        with pytest.raises(InvalidConfiguration, match=r"--model: .* is in a home folder, where services see nothing"):
+            model_path(hidden)
+
+
 def test_a_file_that_was_there_before_is_taken_for_somebodys(system: System) -> None:
     path = system.places.configuration / "coordinator.toml"
     path.parent.mkdir(parents=True)
@@ -131,7 +176,7 @@ def test_a_worker_gets_its_device(instance: str, device: str, index: int, tmp_pa
     }
 
 
-@pytest.mark.parametrize("instance", ["gpu", "gpu0x", "../x", "a b", ""])
+@pytest.mark.parametrize("instance", ["gpu", "gpu0x", "gpu007", "gpu\u0661", "../x", "a b", ""])
 def test_an_instance_is_a_device(system: System, instance: str) -> None:
     with pytest.raises(InvalidConfiguration, match="it must be cpu, or gpu0"):
         system.install(Wishes((instance,)))
