@@ -3,11 +3,11 @@
     python -m benchmarks.recovery [--requests 1000] [--prompt 1000] [--written 100] [--rounds 3] [--json FILE]
 
 A real coordinator process, its journal in the temporary folder, one client that reads all streams, and a worker process
-without a model (`recovery_worker`), which answers steps at once while the journal grows, and later as a device would
-(`--step-ms`): so what is measured is the coordinator's part, the client's, and the worker's way back. From SIGKILL to
-the first token of each stream that was computed after it, with the worker's KV kept; then with the worker killed as
-well and started again at once, which has everything computed anew. It begins when so many MB of records have been
-written, and the client has read what there was to read; what is on the disk then is printed, and what passed until
+without a model (`recovery_worker`), which answers steps at once while the journal grows and nobody reads, and later as
+a device would (`--step-ms`): so what is measured is the coordinator's part, the client's, and the worker's way back.
+From SIGKILL to the first token of each stream that was computed after it, with the worker's KV kept; then with the
+worker killed as well and started again at once, which has everything computed anew. It begins when so many MB of
+records have been written, and the client has read what there was to read; what is on the disk then is printed, and when
 each part of the recovery was over.
 """
 
@@ -37,7 +37,7 @@ BLOCK_SIZE = 16
 ANSWER = 20_000
 VOCABULARY = 32_000  # of prompts
 BEHIND_S = 0.1  # a client that is behind by less has read what there was to read
-SETTLED = 3  # steps in a row
+SETTLED_S = 2.0  # for so long: a connection that ends sooner counts as none
 ENDS = ("ended", "begun", "snapshot", "records", "serving", "worker back", "client back", "first step")
 
 
@@ -103,19 +103,21 @@ class Bench:
             process.wait()
 
 
-class Reader:
-    """One client's streams."""
+def submit(endpoint: str, requests: int, prompt: int) -> None:
+    """Requests that go on though nobody reads them."""
+    draw, sampling = np.random.default_rng(0), Sampling(temperature=0.0, ignore_eos=True)
+    with Client(endpoint, connect_timeout_s=30, timeout_s=60) as kv:
+        kv.wait_ready(30)
+        for _ in range(requests):
+            tokens = draw.integers(0, VOCABULARY, prompt).astype(np.int32)
+            kv.submit(tokens, max_tokens=ANSWER, sampling=sampling, detached=True)
 
-    def __init__(self, kv: Client, requests: int, prompt: int) -> None:
-        draw = np.random.default_rng(0)
-        handles = [
-            kv.submit(
-                draw.integers(0, VOCABULARY, prompt).astype(np.int32),
-                max_tokens=ANSWER,
-                sampling=Sampling(temperature=0.0, ignore_eos=True),
-            )
-            for _ in range(requests)
-        ]
+
+class Reader:
+    """One client's streams, from where they are."""
+
+    def __init__(self, kv: Client, requests: int) -> None:
+        handles = [kv.attach(row.request_id, row.generated_tokens) for row in kv.requests(requests).requests]
         self._ids = frozenset(handle.id for handle in handles)
         self._tokens = kv.merge(*handles)
 
@@ -131,10 +133,11 @@ class Reader:
 
     def catch_up(self) -> None:
         """Reads until what comes is new."""
-        settled = 0
-        while settled < SETTLED * len(self._ids):
+        since = time.monotonic()
+        while time.monotonic() - since < SETTLED_S:
             _, token = next(self._tokens)
-            settled = settled + 1 if age_s(token.token_id) < BEHIND_S else 0
+            if age_s(token.token_id) > BEHIND_S:
+                since = time.monotonic()
 
 
 def killed(bench: Bench, reader: Reader, both: bool) -> dict[str, Any]:
@@ -185,13 +188,12 @@ def measure(requests: int, prompt: int, rounds: int, written: int, step_ms: floa
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
         bench = Bench(Path(folder), requests, prompt, step_ms)
         try:
-            kv = Client(client_endpoint(bench.runtime), connect_timeout_s=30, timeout_s=60, stream_timeout_s=60)
-            kv.wait_ready(30)
-            reader = Reader(kv, requests, prompt)
-            reader.each_has(time.monotonic())
+            submit(client_endpoint(bench.runtime), requests, prompt)
             while bench.written() < written:
-                reader.each_has(time.monotonic())
+                time.sleep(0.1)
             bench.slow()
+            kv = Client(client_endpoint(bench.runtime), timeout_s=60, stream_timeout_s=60, reconnect_s=60)
+            reader = Reader(kv, requests)
             for i in range(2 * rounds):
                 reader.catch_up()
                 found.append(killed(bench, reader, both=i >= rounds))

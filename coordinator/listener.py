@@ -20,7 +20,7 @@ from .users import LocalUsers
 
 ACCEPTS_MAX = 4
 ACCEPT_PAUSE_S = 0.1
-BACKLOG = 128
+BACKLOG = 512  # of those who wait while a coordinator reads its journal, too
 NO_DESCRIPTOR = (errno.EMFILE, errno.ENFILE)
 log = logging.getLogger("coordinator")
 

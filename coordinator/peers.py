@@ -83,7 +83,8 @@ class Peers:
     """The connections of one side. A connection has a number once `admit` gave it one.
 
     kind: what they are, for the log. on_silent: told the number of an admitted one from which nothing came for so long
-    that it is taken for gone, though its process may be there, before `take_gone` names it.
+    that it is taken for gone, though its process may be there, before `take_gone` names it. offset_us: of the loop's
+    clock from the monotonic one.
     """
 
     def __init__(
@@ -94,10 +95,8 @@ class Peers:
         kind: str = CLIENT,
         on_silent: Callable[[int], None] = _nothing,
         together: bool = False,
-        offset_us: int = 0,
     ) -> None:
-        """Binds each door. together: messages wait for `flush`, and leave together. offset_us: of the loop's clock from
-        the monotonic one. Raises InvalidConfiguration."""
+        """Binds each door. together: messages wait for `flush`, and leave together. Raises InvalidConfiguration."""
         self.limits = limits if limits is not None else PeerLimits()
         self.kind = kind
         self._numbers, self._on_silent = numbers, on_silent
@@ -119,7 +118,8 @@ class Peers:
         self._over: list[Connection] = []  # have ended, and their last message was handed out
         self._gone: list[int] = []
         self._lingering: deque[Connection] = deque()  # forgotten, the longest ago first
-        self._together, self._offset_us = together, offset_us
+        self._together = together
+        self.offset_us = 0
         self._unsent: set[Connection] = set()
         self._partial_bytes = 0
         self._made = 0
@@ -167,7 +167,7 @@ class Peers:
     @property
     def again_us(self) -> int | None:
         """When a turn is due though nothing arrives, for those that are paced; None: nobody is."""
-        return self._pace.again_ns // 1000 + 1 + self._offset_us if self._paced else None
+        return self._pace.again_ns // 1000 + 1 + self.offset_us if self._paced else None
 
     # --------------------------------------------------------------------------------------------------- for the turn
 

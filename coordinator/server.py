@@ -92,7 +92,7 @@ class Server:
     def __init__(
         self, config: CoordinatorConfig, flush_log: Callable[[], None] = _nothing, discard: bool = False
     ) -> None:
-        """Goes on from the journal, where there is one, creates the tables, and binds. flush_log: called in each turn,
+        """Binds, goes on from the journal, where there is one, and creates the tables. flush_log: called in each turn,
         writes log lines that wait. discard: nothing is gone on from.
 
         Raises InvalidConfiguration, Unavailable where a folder is in use, JournalCorrupt.
@@ -102,13 +102,13 @@ class Server:
         check_descriptors(config.descriptors)
         return_large_blocks()
         prepare_runtime_dir(self.runtime)
-        client_doors = access.client_doors(self.runtime, config.tcp, config.access)
-        worker_doors = access.worker_doors(self.runtime, config.tcp, config.access)
         self._lock = RuntimeLock(self.runtime)
         self._signals = self._signals_taken = 0
         try:
+            self._open_doors()
             life = self._life = Life(config, lambda: self._signals > 0, discard)
         except KvforgeError:
+            self._close_doors()
             self._lock.release()
             raise
         self.machine, self.boot, self._now_us = life.machine, life.machine.boot, life.now_us
@@ -120,28 +120,45 @@ class Server:
         self._spin_ns, self._arrived_ns = spin_us(config.schedule.spin_us) * 1000, 0
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         try:
-            self.tables, gate = (
-                self._make_tables(geometry(self.machine.limits)),
-                access.Gate(token.make(self.runtime), config.access),
-            )
-            numbers, offset_us = life.next_number, life.offset_us
-            self.clients = Peers(client_doors, numbers, config.client_limits(), together=True, offset_us=offset_us)
-            self.workers = Peers(
-                worker_doors, numbers, config.worker_limits(), WORKER, self._silent, offset_us=offset_us
-            )
-        except (OSError, InvalidConfiguration) as error:
+            self.tables = self._make_tables(geometry(self.machine.limits))
+            gate = access.Gate(token.make(self.runtime), config.access)
+        except OSError as error:
             self._release()
-            if isinstance(error, InvalidConfiguration):
-                raise
             raise InvalidConfiguration("runtime_dir", f"{self.runtime} cannot be used: {error}") from None
+        for peers in self._sides:
+            peers.offset_us = life.offset_us
         self._epoll = select.epoll()
         self._epoll.register(self._read_wakeup, select.EPOLLIN)
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
-        entropy, sides = partial(secrets.randbits, 64), (self.clients, self.workers)
-        kept = (self._replacer, life.journal)
-        self._turns = TurnLoop(self.machine, self.tables, *sides, entropy, self._now_us, config.limits, *kept, gate)
+        entropy, kept = partial(secrets.randbits, 64), (self._replacer, life.journal)
+        self._turns = TurnLoop(
+            self.machine, self.tables, self.clients, self.workers, entropy, self._now_us, config.limits, *kept, gate
+        )
         if life.again:
             self._turns.restarted(self._now_us())
+
+    def _open_doors(self) -> None:
+        """Before what may take seconds: whoever comes back waits there, and need not try again and again.
+
+        Raises InvalidConfiguration.
+        """
+        self._sides: list[Peers] = []
+        config, runtime = self.config, self.runtime
+        doors = access.client_doors(runtime, config.tcp, config.access)
+        self.clients = Peers(doors, self._next_number, config.client_limits(), together=True)
+        self._sides.append(self.clients)
+        doors = access.worker_doors(runtime, config.tcp, config.access)
+        self.workers = Peers(doors, self._next_number, config.worker_limits(), WORKER, self._silent)
+        self._sides.append(self.workers)
+
+    def _next_number(self) -> int:
+        return self._life.next_number()
+
+    def _close_doors(self) -> None:
+        for peers in self._sides:
+            peers.close()
+        for name in (CLIENT_SOCKET, WORKER_SOCKET):
+            (self.runtime / name).unlink(missing_ok=True)
 
     def _make_tables(self, geometry: Geometry) -> TablesWriter:
         """The shared tables, with room for all of them. Raises InvalidConfiguration, OSError."""
@@ -161,6 +178,7 @@ class Server:
         publish(self.machine, tables, self._now_us())
 
     def _release(self) -> None:
+        self._close_doors()
         self._life.close(ended=not self._life.again)
         self._lock.release()
 
@@ -306,11 +324,9 @@ class Server:
         signal.set_wakeup_fd(-1)
         self._replacer.close()
         self._epoll.close()
-        self.clients.close()
-        self.workers.close()
+        self._close_doors()
         self.tables.close()
-        for name in (CLIENT_SOCKET, WORKER_SOCKET, token.TOKEN_FILE):
-            (self.runtime / name).unlink(missing_ok=True)
+        (self.runtime / token.TOKEN_FILE).unlink(missing_ok=True)
         self._read_wakeup.close()
         self._write_wakeup.close()
         self._life.close(self._ended)

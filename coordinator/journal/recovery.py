@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import time
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
@@ -98,6 +100,18 @@ class Replay:
             self.numbers = max(self.numbers, event.worker)
 
 
+@contextmanager
+def _no_collections() -> Iterator[None]:
+    """Nothing of what is made there is garbage, and the collector would look at all of it again and again."""
+    was = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was:
+            gc.enable()
+
+
 def recover(folder: Path) -> Recovered | None:
     """The machine that the journal in the folder makes; None where there is none.
 
@@ -106,9 +120,10 @@ def recover(folder: Path) -> Recovered | None:
     files = [*segments(folder).values(), *states(folder).values()]
     written_s = max((path.stat().st_mtime for path in files), default=0.0)
     began_ns = time.monotonic_ns()
-    replay = Replay(folder)
-    snapshot_us = (time.monotonic_ns() - began_ns) // 1000
-    replay.run()
+    with _no_collections():
+        replay = Replay(folder)
+        snapshot_us = (time.monotonic_ns() - began_ns) // 1000
+        replay.run()
     if replay.machine is None:
         return None
     return Recovered(

@@ -17,10 +17,10 @@ from kvforge.protocol.messages import Hello, Welcome
 from .awaited import Pending
 from .session import Session
 
-# Each pause is longer than the one before by a part of it, so that one who is there again after t seconds is noticed a
+# Each pause is longer than the one before by a tenth of it, so that one who is there again after t seconds is noticed a
 # fraction of t later.
 RETRY_PAUSE_S = 0.05
-RETRY_PAUSE_GROWTH = 1.2
+RETRY_PAUSE_GROWTH = 1.1
 RETRY_PAUSE_S_MAX = 0.5
 ROOM_POLL_S = 0.02
 # A connection that ends sooner was none: one that hangs up on us again and again is not asked without a pause.

@@ -4,7 +4,9 @@ messages, never time."""
 from __future__ import annotations
 
 import os
+import select
 import shutil
+import socket as sockets
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -17,10 +19,11 @@ import pytest
 import zmq
 
 from coordinator.config import CoordinatorConfig, LimitsSection
+from coordinator.life import Life
 from coordinator.server import RuntimeLock, Server
 from coordinator.turn import BEAT_US
 from kvforge.protocol import codec, token, transport
-from kvforge.protocol.errors import CoordinatorInUse
+from kvforge.protocol.errors import CoordinatorInUse, JournalCorrupt
 from kvforge.protocol.messages import (
     WORKER_REPLIES,
     CreateSequence,
@@ -251,3 +254,33 @@ def test_a_lock_that_was_let_go_while_it_was_taken_is_taken_anew(tmp_path: Path,
         RuntimeLock(tmp_path)
     second.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_who_comes_back_waits_at_the_door_while_the_journal_is_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that were turned away would have to try again, and would be late."""
+    with TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
+        folder, early = Path(name), []
+
+        def read_slowly(*arguments: Any) -> Life:
+            for endpoint in (transport.client_endpoint(folder), transport.worker_endpoint(folder)):
+                early.append(sockets.socket(sockets.AF_UNIX))
+                early[-1].connect(endpoint.removeprefix("ipc://"))
+            return Life(*arguments)
+
+        monkeypatch.setattr("coordinator.server.Life", read_slowly)
+        bench = Bench(folder)
+        while not all(select.select([peer], [], [], 0)[0] for peer in early):
+            bench.turn()  # each is greeted, as ZMTP has it
+        for peer in early:
+            peer.close()
+        bench.close()
+
+
+def test_a_server_that_cannot_read_its_journal_leaves_no_socket_behind() -> None:
+    with TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
+        state = Path(name) / "state"
+        state.mkdir(mode=0o700)
+        (state / "state-0000000000000001").write_bytes(b"damaged")
+        with pytest.raises(JournalCorrupt):
+            Bench(Path(name))
+        assert [path.name for path in Path(name).iterdir()] == ["state"]

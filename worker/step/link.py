@@ -19,9 +19,9 @@ from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
 from kvforge.protocol.transport import dealer
 
 SEND_WAIT_MS = 1000
-# Between two attempts at a connection; each pause is a part longer than the one before, so that one who is there again
+# Between two attempts at a connection; each pause is a tenth longer than the one before, so that one who is there again
 # after t seconds is noticed a fraction of t later.
-RETRY_S, RETRY_GROWTH, RETRY_S_MAX = 0.05, 1.2, 2.0
+RETRY_S, RETRY_GROWTH, RETRY_S_MAX = 0.05, 1.1, 2.0
 LOOKS = 64  # at the word in memory for each one at the socket, which takes as long as several of them
 STEP_BYTES_MAX = 16 << 20  # each row that starts may bring LOGIT_BIAS_MAX biases of 15 bytes
 

@@ -45,12 +45,37 @@ class PrefixStore:
 
 
 class PrefixIndex:
-    """The entries of one pool."""
+    """The entries of one pool.
+
+    Of most entries there is one child: then it stands there itself, and not in a dictionary of its own.
+    """
 
     def __init__(self, store: PrefixStore, blocks: Blocks, waits: Waits, hasher: BlockHasher) -> None:
         self._store, self._blocks, self._waits, self._hasher = store, blocks, waits, hasher
         self._by_hash: dict[int, int] = {}
-        self._children: dict[int, dict[int, None]] = {}
+        self._children: dict[int, int | dict[int, None]] = {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        """Arrays in place of what has an entry for each block: a million of them take seconds otherwise."""
+        children = self._children.values()
+        return {
+            **vars(self),
+            "_by_hash": np.fromiter(self._by_hash.values(), np.int64, len(self._by_hash)),
+            "_children": (
+                np.fromiter(self._children, np.int64, len(children)),
+                np.fromiter((-1 if isinstance(own, dict) else own for own in children), np.int64, len(children)),
+                [own for own in children if isinstance(own, dict)],
+            ),
+        }
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        self.__dict__.update(state)
+        ids = state["_by_hash"]
+        self._by_hash = dict(zip(self._store.hash[ids].tolist(), ids.tolist(), strict=True))
+        parents, only, several = state["_children"]
+        self._children = dict(zip(parents.tolist(), only.tolist(), strict=True))
+        for parent, own in zip(parents[only < 0].tolist(), several, strict=True):
+            self._children[parent] = own
 
     def __len__(self) -> int:
         return len(self._by_hash)
@@ -116,7 +141,7 @@ class PrefixIndex:
         children = self._children.get(parent)
         if children is None or not rest.size:
             return best, most
-        for count, block in enumerate(reversed(children)):
+        for count, block in enumerate(reversed(children) if isinstance(children, dict) else (children,)):
             if count >= PARTIAL_CANDIDATES_MAX:
                 break
             own = self._store.tokens[block][: rest.size]
@@ -148,10 +173,17 @@ class PrefixIndex:
         store = self._store
         store.hash[block], store.parent[block], store.tokens[block] = value, parent, tokens
         self._by_hash[value] = block
-        self._children.setdefault(parent, {})[block] = None
+        self._add_child(parent, block)
         self._blocks.indexed[block] = True
         self._tell((value,))
         return self.key(block)
+
+    def _add_child(self, parent: int, block: int) -> None:
+        siblings = self._children.setdefault(parent, block)
+        if isinstance(siblings, dict):
+            siblings[block] = None
+        elif siblings != block:
+            self._children[parent] = {siblings: None, block: None}
 
     def add_each(
         self,
@@ -166,7 +198,7 @@ class PrefixIndex:
         store.hash[ids], store.parent[ids], store.tokens[ids] = values, parents, contents
         self._by_hash.update(zip(hashes, new, strict=True))
         for parent, block in zip(parents.tolist(), new, strict=True):
-            self._children.setdefault(parent, {})[block] = None
+            self._add_child(parent, block)
         self._blocks.indexed[ids] = True
         self._tell(hashes)
         keys: npt.NDArray[np.int64] = ids | self._blocks.generation[ids].astype(np.int64) << 32
@@ -184,9 +216,12 @@ class PrefixIndex:
         del self._by_hash[int(self._store.hash[block])]
         parent = int(self._store.parent[block])
         siblings = self._children[parent]
-        del siblings[block]
-        if not siblings:
+        if not isinstance(siblings, dict):
             del self._children[parent]
+            return
+        del siblings[block]
+        if len(siblings) == 1:
+            self._children[parent] = next(iter(siblings))
 
     # ---------------------------------------------------------------------------------------------------- invariants
 
@@ -199,7 +234,12 @@ class PrefixIndex:
         assert set(ids.tolist()) == set(region[blocks.indexed[region]].tolist()), "indexed blocks"
         assert store.hash[ids].tolist() == list(self._by_hash), "a hash names another block"
         assert (blocks.state[ids] != FREE).all(), "a free block is indexed"
-        listed = [(parent, block) for parent, members in self._children.items() for block in members]
+        listed = [
+            (parent, block)
+            for parent, own in self._children.items()
+            for block in (own if isinstance(own, dict) else (own,))
+        ]
+        assert all(not isinstance(own, dict) or len(own) > 1 for own in self._children.values()), "an only child's form"
         assert sorted(block for _, block in listed) == sorted(ids.tolist()), "children"
         assert all(store.parent[block] == parent for parent, block in listed), "a child is under the wrong parent"
         for block in ids.tolist():

@@ -144,7 +144,7 @@ def test_a_coordinator_that_hangs_up_is_tried_with_growing_pauses(world: World) 
             world.dialler.step()
             assert world.line.is_open
             world.lose()  # before it answered
-    assert world.line.opened == [5.0, 5.05, 5.11, 5.182, 5.268, 5.372, 5.496]
+    assert world.line.opened == [5.0, 5.05, 5.105, 5.166, 5.232, 5.305, 5.386]
 
 
 def test_connections_that_do_not_last_are_one_loss(world: World) -> None:
