@@ -1,14 +1,16 @@
 """python -m coordinator --config FILE.toml [--check]
 
 Exit status: as `protocol.exits` has it: 0 stopped as asked, 1 internal error, 2 wrong configuration, 3 a folder in
-use, 5 what is in state_dir is damaged.
+use, 5 what is in state_dir is damaged. SIGHUP: [access] of FILE is read again.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
+from functools import partial
 from pathlib import Path
 
 from kvforge.protocol import logs
@@ -37,7 +39,9 @@ def main(arguments: list[str] | None = None) -> int:
             print(json.dumps({**folders, "on_stop": config.on_stop, "tables_bytes": tables_bytes}))
             return OK
         output = logs.configure("coordinator", config.log_level, config.log_format)
-        server = Server(config, output.flush, options.discard_state)
+        # Without a file there is nothing to read again; from a terminal SIGHUP says that it was closed.
+        reread = partial(load_config, options.config) if options.config and not os.isatty(0) else None
+        server = Server(config, output.flush, options.discard_state, reread)
     except KvforgeError as error:
         return _fail(error)
     try:

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import os
 import pwd
+from collections.abc import Callable, Collection
 from functools import partial
 from pathlib import Path
 from typing import Annotated
@@ -24,7 +25,12 @@ from .core.cache.tenants import NAME_LENGTH_MAX
 from .core.rights import EVERY_TENANT, RIGHTS, Access
 from .listener import Door
 from .outbox import Who
+from .rate import Rate
 from .users import LocalUsers
+
+RATE_MIN, RATE_MAX = 0.001, 1e9  # a second
+NOT_LISTED = "its key is not in [access] any more"
+Problem = Callable[[Who], str]  # why somebody's connection must end; "": it need not
 
 
 class TcpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -40,22 +46,29 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     """[access.local]: what may do who comes by a local socket and has no entry; the same of an entry.
 
     tenant: for whom it acts, "*": for whomever it names. rights: `submit`, `read`, `admin` (`core.rights.Access`).
-    requests_max: of its requests that are alive at once; 0: no limit of its own.
+    requests_max: of its requests that are alive at once; 0: no limit of its own. tokens_per_s: that it sends and that
+    are generated for it; then it is refused for a while. messages_per_s: then it is read later. 0: no limit.
     """
 
     tenant: str = EVERY_TENANT
     rights: tuple[str, ...] = RIGHTS
     requests_max: Annotated[int, msgspec.Meta(ge=0)] = 0
+    tokens_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
+    messages_per_s: Annotated[float, msgspec.Meta(ge=0)] = 0.0
 
     def access(self, name: str) -> Access:
         """As the core knows it."""
-        return Access(name, self.tenant, self.rights, self.requests_max)
+        return Access(name, self.tenant, self.rights, self.requests_max, self.tokens_per_s, self.messages_per_s)
 
     def check(self, field: str) -> None:
         """Raises InvalidConfiguration naming what is wrong in the table `field`."""
         for right in self.rights:
             if right not in RIGHTS:
                 raise InvalidConfiguration(f"{field}.rights", f"{right!r} is none of {', '.join(RIGHTS)}")
+        for name in ("tokens_per_s", "messages_per_s"):
+            value = getattr(self, name)
+            if value and not RATE_MIN <= value <= RATE_MAX:
+                raise InvalidConfiguration(f"{field}.{name}", f"must be 0 or {RATE_MIN} to {RATE_MAX:g}, not {value}")
         if not 0 < len(self.tenant) <= NAME_LENGTH_MAX or not self.tenant.isprintable():
             raise InvalidConfiguration(
                 f"{field}.tenant", f"1 to {NAME_LENGTH_MAX} printable characters; * for every one"
@@ -95,23 +108,67 @@ class AccessSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
 
 class Gate:
-    """Who is let in as what. token: that of this boot's workers, "": none is asked for. own_user: the coordinator's."""
+    """Who is let in as what, by the list as it was read last. token: that of this boot's workers, "": none is asked
+    for. own_user: the coordinator's.
+
+    client_keys, worker_keys: public keys that may connect over a network. They are the doors' too, and follow the list.
+    """
 
     def __init__(self, token: str = "", access: AccessSection | None = None, own_user: int | None = None) -> None:
-        access = access or AccessSection()
-        self._token, self._local = token, access.local.access("")
+        self.token = token
         self._own_user = os.geteuid() if own_user is None else own_user
-        self._by_key: dict[bytes, Access] = {}
-        self._by_user: dict[int, Access] = {}
-        for name, entry in access.clients.items():
-            if entry.key:
-                self._by_key[keys.bytes_of(entry.key, name)] = entry.access(name)
-            if entry.user:
-                self._by_user[entry.user_number(name)] = entry.access(name)
+        self.client_keys: set[bytes] = set()
+        self.worker_keys: set[bytes] = set()
+        self._rates: dict[str, Rate] = {}
+        self._read(access or AccessSection())
+
+    def _read(self, access: AccessSection) -> None:
+        by_key = {keys.bytes_of(e.key, name): e.access(name) for name, e in access.clients.items() if e.key}
+        by_user = {e.user_number(name): e.access(name) for name, e in access.clients.items() if e.user}
+        worker_keys = {keys.bytes_of(entry.key, name) for name, entry in access.workers.items()}
+        self._local, self._by_key, self._by_user = access.local.access(""), by_key, by_user
+        for known, listed in ((self.client_keys, set(by_key)), (self.worker_keys, worker_keys)):
+            known &= listed
+            known |= listed
+
+    def reread(self, access: AccessSection) -> tuple[Problem, Problem]:
+        """The list is another one. Returns what says why the connection of a client, and of a worker, must end for it.
+
+        A client of which it says something else must go too: it connects again by itself, and may then do that.
+        Raises InvalidConfiguration, and has changed nothing.
+        """
+        by_key, by_user, local = self._by_key, self._by_user, self._local
+        self._read(access)
+
+        def of_client(who: Who) -> str:
+            before = by_key.get(who.key) if who.key else by_user.get(who.user, local)
+            now = self._by_key.get(who.key) if who.key else self._by_user.get(who.user, self._local)
+            if now is None:
+                return NOT_LISTED
+            return "" if now == before else "[access] says something else of it now"
+
+        def of_worker(who: Who) -> str:
+            return NOT_LISTED if who.key and who.key not in self.worker_keys else ""
+
+        return of_client, of_worker
 
     def client(self, who: Who) -> Access:
-        """What a client may do."""
-        return self._by_key[who.key] if who.key else self._by_user.get(who.user, self._local)
+        """What a client may do. Raises NotAllowed where its key was taken off the list since it connected."""
+        if not who.key:
+            return self._by_user.get(who.user, self._local)
+        if who.key not in self._by_key:
+            raise NotAllowed("connect", NOT_LISTED)
+        return self._by_key[who.key]
+
+    def rate(self, who: Who) -> Rate | None:
+        """How often a client is listened to, all connections of its entry together; None: always."""
+        access = self.client(who)
+        if not access.messages_per_s:
+            return None
+        rate = self._rates.get(access.name)
+        if rate is None or rate.per_s != access.messages_per_s:
+            rate = self._rates[access.name] = Rate(access.messages_per_s)
+        return rate
 
     def check_worker(self, who: Who, token: str) -> None:
         """Raises NotAllowed where a worker does not belong to this coordinator.
@@ -122,7 +179,9 @@ class Gate:
         """
         if not token and not who.key and who.user == self._own_user:
             return
-        if self._token and not who.key and not same(token, self._token):
+        if who.key and who.key not in self.worker_keys:
+            raise NotAllowed("connect", NOT_LISTED)
+        if self.token and not who.key and not same(token, self.token):
             what = "another token" if token else "no token"
             where = f"the right one is in {TOKEN_FILE} of this coordinator's runtime folder"
             raise NotAllowed("worker", f"it brings {what}; {where}")
@@ -169,26 +228,24 @@ def _check_apart(values: dict[str, str]) -> None:
         seen[value] = field
 
 
-def client_doors(runtime: Path, tcp: TcpSection, access: AccessSection) -> list[Door]:
+def client_doors(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Door]:
     """Where clients come in. Raises InvalidConfiguration."""
-    allowed = [entry.key for entry in access.clients.values() if entry.key]
-    network = _network_door("tcp.listen", tcp.listen, tcp, allowed) if tcp.listen else []
+    network = _network_door("tcp.listen", tcp.listen, tcp, gate.client_keys) if tcp.listen else []
     return [Door(client_endpoint(runtime), users=LocalUsers(runtime, with_group=True)), *network]
 
 
-def worker_doors(runtime: Path, tcp: TcpSection, access: AccessSection) -> list[Door]:
+def worker_doors(runtime: Path, tcp: TcpSection, gate: Gate) -> list[Door]:
     """Where workers come in. Raises InvalidConfiguration."""
-    allowed = [entry.key for entry in access.workers.values()]
-    network = _network_door("tcp.listen_workers", tcp.listen_workers, tcp, allowed) if tcp.listen_workers else []
+    listen = tcp.listen_workers
+    network = _network_door("tcp.listen_workers", listen, tcp, gate.worker_keys) if listen else []
     return [Door(worker_endpoint(runtime), users=LocalUsers(runtime, with_group=False)), *network]
 
 
-def _network_door(setting: str, endpoint: str, tcp: TcpSection, allowed: list[str]) -> list[Door]:
+def _network_door(setting: str, endpoint: str, tcp: TcpSection, allowed: Collection[bytes]) -> list[Door]:
     try:
         from .curve import SealedReader, ServerKeys  # PyNaCl is for those who listen on a network
     except ImportError as error:
         raise InvalidConfiguration(setting, f"needs PyNaCl ({error}): pip install 'kvforge[tcp]'") from None
     own = keys.read(expand(tcp.key_file), "tcp.key_file")
-    known = frozenset(keys.bytes_of(key, setting) for key in allowed)
-    server_keys = ServerKeys(keys.bytes_of(own.public, setting), keys.bytes_of(own.secret, setting), known)
+    server_keys = ServerKeys(keys.bytes_of(own.public, setting), keys.bytes_of(own.secret, setting), allowed)
     return [Door(endpoint, partial(SealedReader, keys=server_keys), setting)]

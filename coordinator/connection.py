@@ -10,6 +10,7 @@ from collections import deque
 from . import zmtp
 from .listener import Door
 from .outbox import Frames, Sent
+from .rate import Rate
 from .users import credentials
 
 STRANGER_S = 10.0
@@ -38,7 +39,8 @@ class Connection:
 
     identity: names it within its socket. user: whose process is there, -1 if the system cannot say. number: what it was
     given when it was admitted, 0 before. head: the next message, if it was taken apart already. ended: nothing more
-    comes. full: nothing more is to be written for now.
+    comes. full: nothing more is to be written for now. rate: how often it is listened to, None: always. slowed: it
+    waits for that, and nothing is read from it.
     """
 
     __slots__ = (
@@ -59,10 +61,12 @@ class Connection:
         "opened_ns",
         "queued_bytes",
         "queued_messages",
+        "rate",
         "reader",
         "registered",
         "share_ns",
         "share_turn",
+        "slowed",
         "socket",
         "trusted",
         "unread_bytes",
@@ -80,7 +84,8 @@ class Connection:
         self.begun_ns = now_ns  # when the message that has not ended began; 0: none has begun
         self.counted = self.unread_bytes = self.registered = 0  # these are kept by `Peers`
         self.faults = self.share_ns = self.share_turn = 0  # these too
-        self.listed = self.trusted = False
+        self.listed = self.trusted = self.slowed = False
+        self.rate: Rate | None = None
         self.queued_bytes = self.queued_messages = 0
         self._room = room
         # What is still to be written, with whether a message ends there.

@@ -14,6 +14,7 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
   goes with its connection. One that does not end within `connection.MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
   that it costs nothing more until it reads;
+- one that sends more messages a second than its entry allows is read later (`rate`);
 - one that sends what is no message goes on so `FAULTS_MAX` times;
 - one that is disconnected by us hears what it was told before: its end of the connection is closed `LINGER_S` later,
   as its ZeroMQ throws away what it has not handed out when the connection ends;
@@ -41,6 +42,7 @@ from .connection import Connection, Room
 from .listener import Door, Listener
 from .outbox import Frames, Sent, Who
 from .pace import Pace
+from .rate import Rate
 
 LINGER_S = 0.5
 LINGERING_MAX = 8
@@ -79,6 +81,10 @@ class PeerLimits(msgspec.Struct, frozen=True, kw_only=True):
 def _nothing(_number: int) -> None: ...
 
 
+def _unlimited(_who: Who) -> Rate | None:
+    return None
+
+
 class Peers:
     """The connections of one side. A connection has a number once `admit` gave it one.
 
@@ -95,11 +101,13 @@ class Peers:
         kind: str = CLIENT,
         on_silent: Callable[[int], None] = _nothing,
         together: bool = False,
+        rates: Callable[[Who], Rate | None] = _unlimited,
     ) -> None:
-        """Binds each door. together: messages wait for `flush`, and leave together. Raises InvalidConfiguration."""
+        """Binds each door. together: messages wait for `flush`, and leave together. rates: how many messages of
+        somebody are taken. Raises InvalidConfiguration."""
         self.limits = limits if limits is not None else PeerLimits()
         self.kind = kind
-        self._numbers, self._on_silent = numbers, on_silent
+        self._numbers, self._on_silent, self._rates = numbers, on_silent, rates
         # Several of our heartbeats, each of which is answered, fall into the time that a peer may be silent.
         self._beat_ns = min(transport.HEARTBEAT_INTERVAL_MS * 1_000_000, self.limits.silence_ms * 1_000_000 // 4)
         self._silence_ns = self.limits.silence_ms * 1_000_000
@@ -111,6 +119,7 @@ class Peers:
         self._ready: deque[Connection] = deque()  # may have a message
         self._put_off: deque[Connection] = deque()  # so may these, but they are paced
         self._spent: deque[Connection] = deque()  # so may these, but they have had their share of this turn
+        self._slowed: list[Connection] = []  # so have these, for which it is too soon
         self._turn, self._handed_out = 0, False
         self._serving: Connection | None = None  # whose message was handed out last, and when
         self._last: Connection | None = None  # the same, and since when it is always the same one
@@ -166,8 +175,10 @@ class Peers:
 
     @property
     def again_us(self) -> int | None:
-        """When a turn is due though nothing arrives, for those that are paced; None: nobody is."""
-        return self._pace.again_ns // 1000 + 1 + self.offset_us if self._paced else None
+        """When a turn is due though nothing arrives, for those that are paced or slowed; None: nobody is."""
+        again_ns = [self._pace.again_ns] if self._paced else []
+        again_ns += [connection.rate.ready_ns for connection in self._slowed if connection.rate is not None]
+        return min(again_ns) // 1000 + 1 + self.offset_us if again_ns else None
 
     # --------------------------------------------------------------------------------------------------- for the turn
 
@@ -192,6 +203,9 @@ class Peers:
             if queue is self._ready and not self._has_share(connection):
                 self._spent.append(connection)
                 continue
+            if connection.rate is not None and not connection.rate.take(now_ns):
+                self._slow(connection)
+                continue
             connection.listed = False
             if (frames := self._next(connection)) is not None:
                 if queue is self._put_off:
@@ -213,6 +227,26 @@ class Peers:
         self._turn_ends_ns = self._now_ns + self.limits.turn_us * 1000
         self._ready += self._spent
         self._spent.clear()
+        if self._slowed:
+            self._hurry()
+
+    def _slow(self, connection: Connection) -> None:
+        """Its next message is for later. Until then its socket is not looked at: it would say all the time that more
+        has come."""
+        connection.slowed = True
+        self._slowed.append(connection)
+        self._register(connection)
+
+    def _hurry(self) -> None:
+        """Those whose time has come are served as all others are."""
+        slowed, self._slowed = self._slowed, []
+        for connection in slowed:
+            if connection.rate is not None and self._now_ns < connection.rate.ready_ns:
+                self._slowed.append(connection)
+                continue
+            connection.slowed, connection.heard_ns = False, self._now_ns
+            self._register(connection)
+            self._ready.append(connection)
 
     def _settle(self) -> int:
         """Whoever was served last is charged for the time that it took. Returns the time."""
@@ -261,6 +295,7 @@ class Peers:
         if not connection.number:
             self._trust(connection, not connection.faults)
             connection.number = self._numbers() if number is None else number
+            connection.rate = self._rates(Who(connection.user, connection.reader.key))
             self._by_number[connection.number] = self._strangers.pop(identity)
         return connection.number
 
@@ -293,6 +328,13 @@ class Peers:
             self._lingering.append(connection)
             if len(self._lingering) > LINGERING_MAX:
                 self._lingering.popleft().socket.close()
+
+    def end_where(self, problem: Callable[[Who], str]) -> None:
+        """Ends the connections of whom there is something to say. `take_gone` reports those that are admitted."""
+        for connection in list(self._by_identity.values()):
+            if words := problem(Who(connection.user, connection.reader.key)):
+                log.warning("%s connection %s ended: %s", self.kind, connection.number or "(new)", words)
+                self._end(connection)
 
     def send(self, number: int, frames: Frames) -> Sent:
         """Sends without waiting. A peer that is found to be gone is forgotten and reported by `take_gone`."""
@@ -499,7 +541,7 @@ class Peers:
         if connection.ended or connection.identity not in self._by_identity:
             wanted = 0
         else:
-            wanted = 0 if connection.full else select.EPOLLIN
+            wanted = 0 if connection.full or connection.slowed else select.EPOLLIN
             if connection.queued_bytes:
                 wanted |= select.EPOLLOUT
         if wanted == connection.registered:

@@ -90,10 +90,15 @@ class Server:
     """Owns the sockets, the shared tables and the machine. `run` serves until told to stop."""
 
     def __init__(
-        self, config: CoordinatorConfig, flush_log: Callable[[], None] = _nothing, discard: bool = False
+        self,
+        config: CoordinatorConfig,
+        flush_log: Callable[[], None] = _nothing,
+        discard: bool = False,
+        reread: Callable[[], CoordinatorConfig] | None = None,
     ) -> None:
         """Binds, goes on from the journal, where there is one, and creates the tables. flush_log: called in each turn,
-        writes log lines that wait. discard: nothing is gone on from.
+        writes log lines that wait. discard: nothing is gone on from. reread: reads the configuration again, of which
+        [access] then holds, when SIGHUP says so; None: SIGHUP is a signal to stop.
 
         Raises InvalidConfiguration, Unavailable where a folder is in use, JournalCorrupt.
         """
@@ -104,6 +109,7 @@ class Server:
         prepare_runtime_dir(self.runtime)
         self._lock = RuntimeLock(self.runtime)
         self._signals = self._signals_taken = 0
+        self._reread_config, self._hung_up = reread, False
         try:
             self._open_doors()
             life = self._life = Life(config, lambda: self._signals > 0, discard)
@@ -121,7 +127,7 @@ class Server:
         self._read_wakeup, self._write_wakeup = sockets.socketpair()
         try:
             self.tables = self._make_tables(geometry(self.machine.limits))
-            gate = access.Gate(token.make(self.runtime), config.access)
+            self._gate.token = token.make(self.runtime)
         except OSError as error:
             self._release()
             raise InvalidConfiguration("runtime_dir", f"{self.runtime} cannot be used: {error}") from None
@@ -132,7 +138,15 @@ class Server:
         self._stirs = self.clients.watch(self._epoll) | self.workers.watch(self._epoll)
         entropy, kept = partial(secrets.randbits, 64), (self._replacer, life.journal)
         self._turns = TurnLoop(
-            self.machine, self.tables, self.clients, self.workers, entropy, self._now_us, config.limits, *kept, gate
+            self.machine,
+            self.tables,
+            self.clients,
+            self.workers,
+            entropy,
+            self._now_us,
+            config.limits,
+            *kept,
+            self._gate,
         )
         if life.again:
             self._turns.restarted(self._now_us())
@@ -144,10 +158,11 @@ class Server:
         """
         self._sides: list[Peers] = []
         config, runtime = self.config, self.runtime
-        doors = access.client_doors(runtime, config.tcp, config.access)
-        self.clients = Peers(doors, self._next_number, config.client_limits(), together=True)
+        gate = self._gate = access.Gate("", config.access)
+        doors = access.client_doors(runtime, config.tcp, gate)
+        self.clients = Peers(doors, self._next_number, config.client_limits(), together=True, rates=gate.rate)
         self._sides.append(self.clients)
-        doors = access.worker_doors(runtime, config.tcp, config.access)
+        doors = access.worker_doors(runtime, config.tcp, gate)
         self.workers = Peers(doors, self._next_number, config.worker_limits(), WORKER, self._silent)
         self._sides.append(self.workers)
 
@@ -237,7 +252,7 @@ class Server:
             if self._look(wait_ms):
                 self._arrived_ns = time.monotonic_ns()
                 return True
-            if self._signals > self._signals_taken:
+            if self._signals > self._signals_taken or self._hung_up:
                 return False
         return False
 
@@ -285,16 +300,24 @@ class Server:
         signal.set_wakeup_fd(self._write_wakeup.fileno(), warn_on_full_buffer=False)
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
+        signal.signal(signal.SIGHUP, self._on_signal if self._reread_config is None else self._on_hangup)
+
+    def _on_hangup(self, _number: int, _frame: FrameType | None) -> None:
+        self._hung_up = True
 
     def _on_signal(self, _number: int, _frame: FrameType | None) -> None:
         self._signals += 1  # and no more: it may come in the middle of a turn
 
     def _take_signals(self) -> None:
         now_us = self._now_us()
-        if self._signals > self._signals_taken:
-            self._signals_taken = self._signals
+        if self._hung_up or self._signals > self._signals_taken:
             with suppress(BlockingIOError):
                 self._read_wakeup.recv(1024)
+        if self._hung_up:
+            self._hung_up = False
+            self._reread_access()
+        if self._signals > self._signals_taken:
+            self._signals_taken = self._signals
             if self._ending is None:
                 self._ending = Ending(now_us, int(self.config.drain_s * 1e6))
                 if not self._keeps:
@@ -305,6 +328,19 @@ class Server:
         if words := self._ending.progress(now_us, len(self.machine.requests.live)):
             log.info("%s", words)
             notify(f"STATUS={words}")
+
+    def _reread_access(self) -> None:
+        """Who may connect is read again; who may not any more is disconnected. All else holds as it was read first."""
+        assert self._reread_config is not None
+        try:
+            read = self._reread_config().access
+            of_client, of_worker = self._gate.reread(read)
+        except InvalidConfiguration as error:
+            log.error("[access] stays as it was: the configuration cannot be read again: %s", error)
+            return
+        self.clients.end_where(of_client)
+        self.workers.end_where(of_worker)
+        log.info("[access] was read again: %d clients, %d workers", len(read.clients), len(read.workers))
 
     @property
     def _keeps(self) -> bool:

@@ -23,6 +23,7 @@ KvforgeError
  │   └─ StaleGeneration       stale_generation       the block was recycled since its id was read
  ├─ CapacityExceeded          capacity_exceeded      a pool, table or limit is full; carries resource
  │   ├─ QueueFull             queue_full             carries retry_after_ms
+ │   │   └─ RateExceeded      rate_exceeded          tokens a second of an entry of [access]; the same
  │   └─ QuotaExceeded         quota_exceeded         the tenant's ceiling; carries tenant
  ├─ Unavailable               unavailable            nobody can serve this now
  │   ├─ CoordinatorUnavailable coordinator_unavailable
@@ -251,6 +252,18 @@ class QueueFull(CapacityExceeded):
             self,
             f"{full}; try again in {retry_after_ms} ms",
             limit=limit,
+            retry_after_ms=retry_after_ms,
+        )
+
+
+class RateExceeded(QueueFull):
+    code = "rate_exceeded"
+
+    def __init__(self, per_s: float, retry_after_ms: int, whose: str) -> None:
+        KvforgeError.__init__(
+            self,
+            f"{whose} has used more than its {per_s:g} tokens a second; try again in {retry_after_ms} ms",
+            limit=per_s,
             retry_after_ms=retry_after_ms,
         )
 

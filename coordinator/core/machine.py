@@ -17,7 +17,6 @@ from typing import Any, Protocol
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from kvforge.protocol.messages import (
-    Accepted,
     Append,
     Attach,
     Cancel,
@@ -53,6 +52,7 @@ from .commands.guard import Guard
 from .commands.requests import RequestCommands
 from .commands.sequences import SequenceCommands
 from .commands.sessions import Sessions
+from .commands.spending import Spending
 from .events import (
     Applied,
     BeginDrain,
@@ -125,7 +125,8 @@ class Machine:
         # What waits for time to pass; requests before the sequences that they kept.
         self._timed: tuple[Timed, ...] = (self.requests, self._asked, self.sequences, self._reports, self.sessions)
         self.workers = self._reports.workers
-        self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks)
+        spending = Spending(clock, self.requests)
+        self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks, spending)
         self.clients: dict[int, Access | None] = {}  # None: may do everything
         self.turns = 0
         self._stirred = False  # something has happened that a Turn must follow
@@ -234,8 +235,8 @@ class Machine:
                 if access is not None:
                     message = self._guard.check(access, message)
                 reply = self._answer(event, message, access.sees if access is not None else "")
-                if access is not None and isinstance(reply, Accepted):
-                    self._guard.accepted(access, reply)
+                if access is not None:
+                    self._guard.done(access, message, reply)
             if not isinstance(message, READING):
                 self._stirred = True
                 self.sessions.keep(event.client, message.rid, reply, message)

@@ -15,13 +15,16 @@ class Access(msgspec.Struct, frozen=True):
     name: that of the entry, "" without one. tenant: for whom it acts, EVERY_TENANT for whomever it names.
     rights: SUBMIT: have requests, sequences and holders of blocks, and end them. READ: see them, and read answers.
     ADMIN: both, drain, and see and end what is of other tenants.
-    requests_max: requests that are alive at once, of all its connections; 0: no limit but that of all.
+    requests_max: requests that are alive at once, of all its connections; 0: no limit but that of all. tokens_per_s,
+    messages_per_s: of all its connections; 0: no limit. Messages are the door's to count (`coordinator.rate`).
     """
 
     name: str = ""
     tenant: str = EVERY_TENANT
     rights: tuple[str, ...] = RIGHTS
     requests_max: int = 0
+    tokens_per_s: float = 0.0
+    messages_per_s: float = 0.0
 
     @property
     def owner(self) -> str:
@@ -31,7 +34,8 @@ class Access(msgspec.Struct, frozen=True):
     @property
     def unlimited(self) -> bool:
         """Whether nothing is to be checked."""
-        return self.tenant == EVERY_TENANT and not self.requests_max and ADMIN in self.rights
+        limited = self.requests_max or self.tokens_per_s
+        return self.tenant == EVERY_TENANT and not limited and ADMIN in self.rights
 
     @property
     def sees(self) -> str:

@@ -74,8 +74,8 @@ def test_without_pynacl_only_this_machines_sockets_are_served(tmp_path: Path, mo
     values = {"tcp": LISTEN, "access": {"clients": ALICE}}
     config = convert(values, CoordinatorConfig)
     with pytest.raises(InvalidConfiguration, match=r"^tcp\.listen: needs PyNaCl .* pip install 'kvforge\[tcp\]'"):
-        access.client_doors(tmp_path, config.tcp, config.access)
-    assert len(access.client_doors(tmp_path, access.TcpSection(), config.access)) == 1
+        access.client_doors(tmp_path, config.tcp, access.Gate("", config.access))
+    assert len(access.client_doors(tmp_path, access.TcpSection(), access.Gate())) == 1
 
 
 def test_who_may_do_what() -> None:
@@ -92,10 +92,13 @@ def test_who_may_do_what() -> None:
 
 
 def test_a_worker_brings_the_token_or_has_a_key() -> None:
-    gate = access.Gate("secret", own_user=1000)
+    section = convert({"workers": {"w0": {"key": A}}}, access.AccessSection)
+    gate = access.Gate("secret", section, own_user=1000)
     gate.check_worker(Who(user=0), "secret")
     gate.check_worker(Who(user=1000), "secret")
-    gate.check_worker(Who(key=b"k" * 32), "")
+    gate.check_worker(Who(key=keys.bytes_of(A, "key")), "")
+    with pytest.raises(NotAllowed, match="not in \\[access\\] any more"):
+        gate.check_worker(Who(key=keys.bytes_of(B, "key")), "")
     for user in (0, 1000):
         for token in ("secre", "secret ", "\u00e9"):
             with pytest.raises(NotAllowed, match="another token"):

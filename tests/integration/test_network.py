@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import select
+import signal
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -145,6 +146,34 @@ def test_a_key_that_was_taken_from_the_list_is_refused_from_the_next_start_on(ne
     with pytest.raises(NotAllowed):
         network.connect().health()
     assert network.connect("mallory").health().live
+
+
+def test_a_list_that_is_read_again_ends_the_connections_of_whom_it_no_longer_names(network: Network) -> None:
+    network.start_coordinator()
+    alice, bob = network.connect(), network.connect("bob")
+    sequence = bob.create_sequence([1, 2, 3])
+    assert alice.health().live
+    listed = network.folder / "coordinator.toml"
+    before = listed.read_text()
+
+    def read_again(text: str, said: str) -> None:
+        listed.write_text(text)
+        network.signal("coordinator", signal.SIGHUP)
+        deadline = monotonic() + END_S
+        while said not in network.log("coordinator"):
+            assert monotonic() < deadline, network.log("coordinator")
+            select.select([], [], [], 0.02)
+
+    read_again(before.replace("rights", "right"), "[access] stays as it was: the configuration cannot be read again")
+    assert "there is no such setting" in network.log("coordinator")
+    assert alice.health().live
+    own, others = (keys.read(network.key(name)).public for name in ("alice", "mallory"))
+    read_again(before.replace(own, others), "[access] was read again: 2 clients, 1 workers")
+    with pytest.raises(NotAllowed, match="does not know the key"):
+        alice.health()
+    assert network.connect("mallory").health().live
+    assert bob.tokens(sequence) == (1, 2, 3), "of whom the list says the same nobody noticed"
+    assert "its key is not in [access] any more" in network.log("coordinator")
 
 
 def test_a_worker_whose_key_is_not_in_the_list_ends_and_says_why(network: Network) -> None:

@@ -30,6 +30,7 @@ EXAMPLES: list[KvforgeError] = [
     errors.StateLost("before", "now"),
     errors.CapacityExceeded("blocks", 5, 2, "wait"),
     errors.QueueFull(10, 500),
+    errors.RateExceeded(2.5, 500, "alice"),
     errors.QuotaExceeded("a", 12, 8),
     errors.UnsupportedModel("m", "attention sinks"),
     errors.JournalFull("folder"),
@@ -41,8 +42,8 @@ STABLE_CODES = {
     "not_allowed", "not_found", "sequence_not_found", "block_not_found", "request_not_found", "model_not_found",
     "conflict", "invalid_transition", "already_finished", "sequence_busy",
     "key_reused", "already_holder", "not_a_holder", "block_not_held",
-    "stale_generation", "state_lost", "capacity_exceeded", "queue_full", "quota_exceeded", "unavailable",
-    "journal_full", "journal_corrupt",
+    "stale_generation", "state_lost", "capacity_exceeded", "queue_full", "rate_exceeded", "quota_exceeded",
+    "unavailable", "journal_full", "journal_corrupt",
     "coordinator_unavailable", "coordinator_in_use", "draining", "not_ready", "deadline_exceeded",
     "unsupported_model", "worker_error", "gpu_error", "kernel_error", "internal_error",
 }  # fmt: skip

@@ -41,6 +41,7 @@ from ..rights import ADMIN, EVERY_TENANT, READ, SUBMIT, Access
 from ..scheduling.admission import Admission
 from .blocks import BlockCommands
 from .sequences import SequenceCommands
+from .spending import Spending, is_costly
 
 # What is not named here anybody may say.
 RIGHT_FOR: dict[type[Message], str] = {
@@ -71,13 +72,19 @@ class Guard:
     """Checks commands of restricted clients."""
 
     def __init__(
-        self, requests: RequestTable, admission: Admission, sequences: SequenceCommands, blocks: BlockCommands
+        self,
+        requests: RequestTable,
+        admission: Admission,
+        sequences: SequenceCommands,
+        blocks: BlockCommands,
+        spending: Spending,
     ) -> None:
         self._requests, self._admission, self._sequences, self._blocks = requests, admission, sequences, blocks
+        self._spending = spending
         self._alive: dict[str, set[int]] = {}  # requests by entry, as they were when the last of them was accepted
 
     def check(self, access: Access, message: Any) -> Any:
-        """The command as it may be carried out. Raises NotAllowed, NotFound or QueueFull."""
+        """The command as it may be carried out. Raises NotAllowed, NotFound, QueueFull or RateExceeded."""
         right = RIGHT_FOR.get(type(message))
         if right is not None and right not in access.rights and ADMIN not in access.rights:
             raise NotAllowed(right, f"{type(message).__name__} asks for it")
@@ -85,13 +92,15 @@ class Guard:
             message = self._for_its_tenant(access, message)
         if access.sees:
             self._check_named(access.sees, message)
-        if isinstance(message, Submit) and access.requests_max:
-            self._check_room(access, message)
+        if is_costly(message) and (access.requests_max or access.tokens_per_s):
+            self._check_limits(access, message)
         return message
 
-    def accepted(self, access: Access, reply: Accepted) -> None:
-        """These requests are its own."""
-        if access.requests_max:
+    def done(self, access: Access, message: Any, reply: Message) -> None:
+        """A command was carried out: what it has used and made is the entry's."""
+        if access.tokens_per_s and is_costly(message):
+            self._spending.done(access, message, reply)
+        if access.requests_max and isinstance(reply, Accepted):
             made = range(reply.request_id, reply.request_id + reply.count)
             self._alive[access.name] = (self._alive.get(access.name, set()) & self._requests.live.keys()).union(made)
 
@@ -104,9 +113,16 @@ class Guard:
             raise NotAllowed(ADMIN, f"{access.owner} acts for tenant {access.tenant!r}, not for {message.tenant!r}")
         return message
 
+    def _check_limits(self, access: Access, message: Any) -> None:
+        if isinstance(message, Submit):
+            if self._requests.keys.find(message.tenant, message) is not None:
+                return  # its requests are alive already, or were
+            if access.requests_max:
+                self._check_room(access, message)
+        if access.tokens_per_s:
+            self._spending.check(access)
+
     def _check_room(self, access: Access, message: Submit) -> None:
-        if self._requests.keys.find(message.tenant, message) is not None:
-            return  # they are alive already, or were
         alive = len(self._alive.get(access.name, set()) & self._requests.live.keys())
         if alive + message.count > access.requests_max:
             raise QueueFull(access.requests_max, self._admission.waiting.retry_after_ms(), access.owner)
