@@ -1,4 +1,4 @@
-"""python -m tests.chaos --minutes 10 --seed 1: real processes that are killed and stopped ; nothing is lost.
+"""python -m tests.chaos --minutes 10 --seed 1: real processes that are killed and stopped; nothing is lost.
 
 A coordinator, two workers on the CPU with a tiny model, twenty clients in five processes. The same seed draws the same
 misfortunes and requests; when what meets what is the machine's. Prints a report as JSON, and exits with 1 where it has
@@ -12,7 +12,12 @@ import json
 import sys
 from pathlib import Path
 
+from loadtest.machine import machine, versions
+
 from .driver import Driver
+from .planted import FAULTS
+
+TITLE = "chaos: what was lost, doubled, changed or left behind while processes were killed and stopped"
 
 
 def main() -> int:
@@ -22,12 +27,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--json", type=Path, help="write the report there too")
     parser.add_argument("--quiet", action="store_true", help="say nothing of each misfortune")
+    parser.add_argument("--plant", choices=sorted(FAULTS), default="", help="a fault of the product, to see it found")
     options = parser.parse_args()
-    report = Driver(options.minutes, options.seed, _silent if options.quiet else _say).run()
-    text = json.dumps(report, indent=1)
-    print(text)
+    report = Driver(options.minutes, options.seed, _silent if options.quiet else _say, options.plant).run()
+    print(json.dumps(report, indent=1))
     if options.json is not None:
-        options.json.write_text(text + "\n")
+        document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}
+        options.json.write_text(json.dumps(document, indent=2) + "\n", encoding="utf-8")
     return 1 if report["faults"] else 0
 
 

@@ -12,6 +12,7 @@ PAUSE_S = 2.5  # between two misfortunes, on average
 PAUSE_S_MIN = 0.5
 AGAIN_S_MAX = 1.2  # how soon a process that was just started again dies again: imports, recovery, others coming back
 SHORT_STOP_S = (0.05, 1.0)
+DOWN_S = (1.0, 4.0)  # so long a worker may be dead while the coordinator dies and comes back
 
 
 @dataclass(frozen=True)
@@ -19,26 +20,29 @@ class Misfortune:
     """One thing that is done to some processes at once.
 
     for_s: of a stop. again_s: so long after each of them was started again it is killed again; None: it is not.
+    down_s: so long those that are not the coordinator stay dead before they are started again.
     """
 
     kind: str
     members: tuple[str, ...]
     for_s: float = 0.0
     again_s: float | None = None
+    down_s: float = 0.0
 
     def __str__(self) -> str:
         for_s = f" for {self.for_s:.2f} s" if self.for_s else ""
         again = f", and again {self.again_s:.2f} s after their start" if self.again_s is not None else ""
-        return f"{self.kind} {' and '.join(self.members)}{for_s}{again}"
+        down = f", the second one dead for {self.down_s:.2f} s" if self.down_s else ""
+        return f"{self.kind} {' and '.join(self.members)}{for_s}{again}{down}"
 
 
 def draw(
     seed: int, workers: Sequence[str], clients: Sequence[str], gone_s: float, silent_s: float
 ) -> Iterator[tuple[float, Misfortune]]:
-    """Endless: after so many seconds this.
+    """Endless: after so many seconds this. Each kind that is not rare comes once before any comes twice.
 
     gone_s: after so long a worker or client that was stopped is taken for gone by the coordinator; silent_s: after so
-    long the coordinator, by the others.
+    long the coordinator, by the others, and by then a dead worker is given up.
     """
     rng = random.Random(f"misfortunes {seed}")
     everybody = (COORDINATOR, *workers, *clients)
@@ -52,14 +56,22 @@ def draw(
         (2, lambda: kill(rng.choice(clients))),
         (1, lambda: kill(*workers)),
         (2, lambda: kill(COORDINATOR, rng.choice(everybody[1:]))),
+        (1, lambda: Misfortune(KILL, (COORDINATOR, rng.choice(workers)), down_s=rng.uniform(*DOWN_S))),
         (2, lambda: Misfortune(TERM, (COORDINATOR,))),
         (1, lambda: Misfortune(TERM, (rng.choice(workers),))),
-        (3, lambda: Misfortune(STOP, (rng.choice(everybody),), rng.uniform(*SHORT_STOP_S))),
+        (1, lambda: Misfortune(STOP, (COORDINATOR,), rng.uniform(*SHORT_STOP_S))),
+        (1, lambda: Misfortune(STOP, (rng.choice(workers),), rng.uniform(*SHORT_STOP_S))),
+        (1, lambda: Misfortune(STOP, (rng.choice(clients),), rng.uniform(*SHORT_STOP_S))),
         (1, lambda: Misfortune(STOP, tuple(rng.sample(everybody, 2)), rng.uniform(*SHORT_STOP_S))),
-        (1.5, lambda: Misfortune(STOP, (rng.choice(everybody[1:]),), gone_s * rng.uniform(1.2, 2.2))),
+        (1, lambda: Misfortune(STOP, (rng.choice(workers),), gone_s * rng.uniform(1.2, 2.2))),
+        (1, lambda: Misfortune(STOP, (rng.choice(clients),), gone_s * rng.uniform(1.2, 2.2))),
+        (0.2, lambda: Misfortune(KILL, (COORDINATOR, rng.choice(workers)), down_s=silent_s * rng.uniform(1.05, 1.3))),
         (0.2, lambda: Misfortune(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
     )
+    first = [kind for weight, kind in kinds if weight >= 1]
+    rng.shuffle(first)
     weights = [weight for weight, _ in kinds]
     while True:
         pause_s = PAUSE_S_MIN + rng.expovariate(1 / (PAUSE_S - PAUSE_S_MIN))
-        yield pause_s, rng.choices(kinds, weights)[0][1]()
+        kind = first.pop() if first else rng.choices(kinds, weights)[0][1]
+        yield pause_s, kind()

@@ -25,6 +25,10 @@ class Notes:
         line = json.dumps({"kind": kind, "at": monotonic(), **facts})
         os.write(self._descriptor, line.encode() + b"\n")
 
+    def close(self) -> None:
+        """No more of them."""
+        os.close(self._descriptor)
+
 
 def read(path: Path) -> Iterator[dict[str, Any]]:
     """What was written so far, but for a last line that is not whole."""

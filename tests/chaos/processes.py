@@ -18,17 +18,12 @@ from tests.integration.cluster import Cluster
 
 from .misfortunes import COORDINATOR, KILL, STOP, Misfortune
 from .notes import Story
+from .sizes import Sample, Span, sample
 
 CLIENT_END_S = 90.0
-WARM_S = 5.0  # a process that has served so long has all that it needs
-
-
-@dataclass
-class Sample:
-    """A process's size: resident memory that is no file's, and open descriptors."""
-
-    bytes: int
-    descriptors: int
+# A process that has served so long has all that it needs, by its name's first letter: what a worker computes with is
+# compiled when it is needed first.
+WARM_S = {"c": 5.0, "w": 10.0, "p": 5.0}
 
 
 @dataclass
@@ -69,6 +64,7 @@ class Processes:
         self.killed_clients: set[str] = set()  # processes' names
         self.faults: list[str] = []
         self._again: dict[str, float] = {}
+        self._down_until: dict[str, float] = {}
         self._kill_at: list[tuple[float, str]] = []
         self._gone_s: float = client["gone_s"]
 
@@ -81,6 +77,8 @@ class Processes:
     def start_client(self, member: str) -> None:
         """The next process in a client's place, which takes up what the one before left."""
         before = self._left_behind(member)
+        if member in self._popen:
+            _close(self._popen[member])
         self._incarnations[member] += 1
         name = self.process_name(member)
         folder = self.cluster.folder
@@ -131,8 +129,11 @@ class Processes:
                     self.stopped[member] = (now, now + misfortune.for_s)
                 continue
             number = signal.SIGKILL if misfortune.kind == KILL else signal.SIGTERM
-            if self._end(member, number) and misfortune.again_s is not None:
-                self._again[member] = misfortune.again_s
+            if self._end(member, number):
+                if misfortune.again_s is not None:
+                    self._again[member] = misfortune.again_s
+                if misfortune.down_s and member != COORDINATOR:
+                    self._down_until[member] = now + misfortune.down_s
 
     def _end(self, member: str, number: signal.Signals) -> bool:
         if self._poll(member) is not None:
@@ -155,7 +156,7 @@ class Processes:
                 self._end(member, signal.SIGKILL)
         for member in (COORDINATOR, *self.workers, *self.clients):
             status = self._poll(member)
-            if status is not None:
+            if status is not None and now >= self._down_until.get(member, now):
                 self._revive(member, status)
 
     def resume(self, member: str, since: float) -> None:
@@ -168,6 +169,7 @@ class Processes:
 
     def _revive(self, member: str, status: int) -> None:
         life = self.lives[member][-1]
+        self._down_until.pop(member, None)
         since, _ = self.stopped.pop(member, (None, None))
         asked = {-number for number in life.ended_by_us} | ({0} if signal.SIGTERM in life.ended_by_us else set())
         if since is not None or any(absence.member == member for absence in self.absences[-3:]):
@@ -200,15 +202,18 @@ class Processes:
     def measure(self) -> None:
         """Looks at the size of each process that runs."""
         now = monotonic()
-        for lives in self.lives.values():
+        for member, lives in self.lives.items():
             life = lives[-1]
-            with suppress(OSError, StopIteration):
-                proc = Path(f"/proc/{life.pid}")
-                lines = (proc / "status").read_text(encoding="ascii").splitlines()
-                kb = next(int(line.split()[1]) for line in lines if line.startswith("RssAnon:"))
-                life.last = Sample(kb << 10, len(list((proc / "fd").iterdir())))
-                if life.warm is None and life.serves_since is not None and now - life.serves_since > WARM_S:
-                    life.warm = life.last
+            if (size := sample(life.pid)) is None:
+                continue
+            life.last = size
+            if life.warm is None and life.serves_since is not None and now - life.serves_since > WARM_S[member[0]]:
+                life.warm = size
+
+    def spans(self, member: str) -> list[Span]:
+        """The sizes of the processes in a member's place that lived long enough to be warm."""
+        lives = self.lives[member]
+        return [Span(life.warm, life.last) for life in lives if life.warm is not None and life.last is not None]
 
     def serving(self, pids: Collection[int]) -> None:
         """These processes serve."""
@@ -223,14 +228,14 @@ class Processes:
         """Nothing happens to anybody any more."""
         self._kill_at.clear()
         self._again.clear()
+        self._down_until.clear()
         for member, (since, _) in list(self.stopped.items()):
             self.resume(member, since)
 
     def end_clients(self) -> None:
         """Tells the clients to end; who has not ended by its time hangs, and says in its log where."""
         for process in self._popen.values():
-            assert process.stdin is not None
-            process.stdin.close()
+            _close(process)
 
     def clients_ended(self, late: bool) -> bool:
         """Whether all have. late: those that have not are killed."""
@@ -246,5 +251,10 @@ class Processes:
         for process in self._popen.values():
             process.kill()
             process.wait()
-            if process.stdin is not None and not process.stdin.closed:
-                process.stdin.close()
+            _close(process)
+
+
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """Its input ends."""
+    assert process.stdin is not None
+    process.stdin.close()

@@ -1,0 +1,161 @@
+"""Faults that are planted in the product, to see that a chaos run finds them: `python -m tests.chaos --plant NAME`.
+
+`python -m tests.chaos.planted NAME MODULE ARGUMENTS` is `python -m MODULE ARGUMENTS` with the fault in it.
+"""
+
+from __future__ import annotations
+
+import os
+import runpy
+import subprocess
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import msgspec
+
+from tests.integration.cluster import Cluster
+
+EVERY = 200  # so seldom, where each time would be too easy
+LEAK_BYTES = 1 << 16
+
+
+@dataclass(frozen=True)
+class Fault:
+    """module: whose. plant: changes its code."""
+
+    module: str
+    plant: Callable[[], None]
+
+
+class PlantedCluster(Cluster):
+    """A cluster in which the processes of one kind have a fault."""
+
+    def __init__(self, fault: str, **options: Any) -> None:
+        super().__init__(**options)
+        self._fault = fault
+
+    def _start(self, name: str, module: str, config: Path) -> None:
+        if module != FAULTS[self._fault].module:
+            super()._start(name, module, config)
+            return
+        command = [sys.executable, "-m", __name__, self._fault, module, "--config", str(config)]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        with (self.folder / f"{name}.log").open("ab") as log:
+            self._processes[name] = subprocess.Popen(
+                command, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=environment
+            )
+
+
+def _every(count: int) -> Callable[[], bool]:
+    """Says True each `count`th time."""
+    asked = 0
+
+    def ask() -> bool:
+        nonlocal asked
+        asked += 1
+        return asked % count == 0
+
+    return ask
+
+
+def _changed_token() -> None:
+    """Now and then a worker samples another token."""
+    _at_each_result(_every(EVERY), lambda result: msgspec.structs.replace(result, tokens=result.tokens ^ 1))
+
+
+def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> None:
+    from kvforge.protocol.messages import StepResult
+    from worker.step.link import Link
+
+    send = Link.send
+
+    def changed(self: Link, message: Any) -> bool:
+        if isinstance(message, StepResult) and message.tokens.size and due():
+            message = change(message)
+        return send(self, message)
+
+    Link.send = changed  # type: ignore[method-assign]
+
+
+def _done_twice() -> None:
+    """What a client sends again is done again: an answer that was lost makes another request."""
+    from coordinator.core.commands.sessions import Sessions
+
+    Sessions.answer = lambda self, client, rid: None  # type: ignore[method-assign]
+
+
+def _not_written() -> None:
+    """Now and then what the core was told is not in the journal."""
+    from coordinator.journal.log import Journal
+
+    note, due = Journal.note, _every(EVERY)
+
+    def forgetful(self: Journal, event: Any, now_us: int, frames: Any = ()) -> None:
+        if not due():
+            note(self, event, now_us, frames)
+
+    Journal.note = forgetful  # type: ignore[method-assign]
+
+
+def _held_block() -> None:
+    """Now and then a block gets a holder that nobody is."""
+    from coordinator.core.cache.pool import Pool
+
+    hold, due = Pool.hold, _every(EVERY)
+
+    def doubly(self: Pool, ids: Any) -> None:
+        hold(self, ids)
+        if len(ids) and due():
+            hold(self, ids[:1])
+
+    Pool.hold = doubly  # type: ignore[method-assign]
+
+
+def _grown_memory() -> None:
+    """A worker keeps something of each step."""
+    kept: list[bytearray] = []
+
+    def keep(result: Any) -> Any:
+        kept.append(bytearray(b"x" * LEAK_BYTES))
+        return result
+
+    _at_each_result(lambda: True, keep)
+
+
+def _open_descriptors() -> None:
+    """A coordinator leaves a file open for now and then a request."""
+    from coordinator.core.machine import Machine
+
+    apply, due = Machine.apply, _every(EVERY)
+
+    def leaking(self: Machine, event: Any, *rest: Any) -> Any:
+        if due():
+            os.open(os.devnull, os.O_RDONLY)
+        return apply(self, event, *rest)
+
+    Machine.apply = leaking  # type: ignore[method-assign]
+
+
+def _orphan() -> None:
+    """A worker has a child that outlives it."""
+    subprocess.Popen([sys.executable, "-c", "import time; time.sleep(3600)"], stdin=subprocess.DEVNULL)
+
+
+FAULTS = {
+    "changed-token": Fault("worker", _changed_token),
+    "done-twice": Fault("coordinator", _done_twice),
+    "not-written": Fault("coordinator", _not_written),
+    "held-block": Fault("coordinator", _held_block),
+    "grown-memory": Fault("worker", _grown_memory),
+    "open-descriptors": Fault("coordinator", _open_descriptors),
+    "orphan": Fault("worker", _orphan),
+}
+
+if __name__ == "__main__":
+    name, module, *arguments = sys.argv[1:]
+    FAULTS[name].plant()
+    sys.argv = [module, *arguments]
+    runpy.run_module(module, run_name="__main__", alter_sys=True)

@@ -1,0 +1,64 @@
+"""What must not be left when a chaos run is over: blocks, processes, files, and complaints in a log."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+
+from kvforge.protocol.messages import Stats
+from tests.integration.running import processes_of
+
+LEFT_FILES = frozenset({"coordinator.lock"})
+COMPLAINTS = ("Traceback", "said no hello")
+GONE_S = 10.0  # for the child of a process that has ended to end, too
+LOOK_S = 0.05
+
+
+def not_given_back(stats: Stats) -> Iterator[str]:
+    """Requests, sequences and blocks, when nobody asks for anything any more."""
+    requests = stats.requests
+    if (requests.pending, requests.running, stats.sequences) != (0, 0, 0):
+        yield f"left: {requests.pending} pending, {requests.running} running, {stats.sequences} sequences"
+    for pool in stats.pools:
+        if pool.free + pool.cached != pool.blocks or pool.referenced or pool.quarantined:
+            yield f"blocks leaked: {pool}"
+
+
+def orphans(folder: Path, wait_s: float = GONE_S) -> Iterator[str]:
+    """Processes that name a folder or have its files open, and do not end by themselves: they are killed."""
+    deadline = time.monotonic() + wait_s
+    while (found := {**processes_of(folder), **_holders(folder)}) and time.monotonic() < deadline:
+        time.sleep(LOOK_S)
+    for pid, what in found.items():
+        yield f"process {pid} is left: {what}"
+        with suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
+def _holders(folder: Path) -> dict[int, str]:
+    """Processes that have files of a folder open: a worker of the nursery does not name it in its command line."""
+    found = {}
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and int(entry.name) != os.getpid():
+            with suppress(OSError):
+                names = [str(link.readlink()) for link in (entry / "fd").iterdir()]
+                if held := [name for name in names if name.startswith(f"{folder}/")]:
+                    found[int(entry.name)] = f"it has {held[0]} open"
+    return found
+
+
+def files(runtime: Path) -> Iterator[str]:
+    """Files in the runtime folder that a clean end removes."""
+    if left := {str(path.relative_to(runtime)) for path in runtime.rglob("*")} - LEFT_FILES:
+        yield f"files are left: {sorted(left)}"
+
+
+def complaints(member: str, log: str) -> Iterator[str]:
+    """Lines of a log that nobody should have to write, whatever happens to others."""
+    for line in log.splitlines():
+        if any(words in line for words in COMPLAINTS):
+            yield f"{member} wrote: {line}"

@@ -1,0 +1,19 @@
+"""Real processes are killed and stopped for a while, and nothing is lost, doubled, changed or left behind."""
+
+from __future__ import annotations
+
+import os
+
+from .driver import Driver
+
+MINUTES = 0.6  # of misfortunes: with its start and its end the run takes about one
+SEED = "KVFORGE_CHAOS_SEED"
+
+
+def test_nothing_is_lost_whatever_is_killed() -> None:
+    said: list[str] = []
+    report = Driver(MINUTES, int(os.environ.get(SEED, "16")), said.append).run()
+    assert report["faults"] == [], "\n".join([*said, *report["faults"]])
+    assert report["requests"]["finished"] > 0 and report["requests"]["tokens_compared"] > 0
+    kinds = {name.split()[0] for name in report["misfortunes"]}
+    assert {"kill", "stop", "term"} <= kinds, f"seed {report['seed']} has {report['misfortunes']} only"
