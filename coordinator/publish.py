@@ -30,11 +30,19 @@ def forget_changes(machine: Machine) -> None:
 
 
 def all_changed(machine: Machine) -> None:
-    """The tables are new: everything is to be written."""
+    """The tables are new: everything is to be written.
+
+    Of rows that are part of a step under way, that is also what they held: a worker still reads it where the row ended
+    meanwhile, and would write into whatever block it found there instead.
+    """
     s = machine.cache.sequences
     forget_changes(machine)
-    slots = np.flatnonzero(s.id)
-    rows, columns = np.nonzero(np.arange(s.table.shape[1]) < s.used[slots][:, None])
+    width = s.used.astype(np.int64)
+    for group in machine.cache.groups.values():
+        for sent in group.sent:
+            width[sent.slots] = s.table.shape[1]
+    slots = np.flatnonzero((s.id != 0) | (width > 0))
+    rows, columns = np.nonzero(np.arange(s.table.shape[1]) < width[slots][:, None])
     s.changed_rows.append(slots)
     s.changed_cells.append((slots[rows], columns))
     pools = [group.pool for group in machine.cache.groups.values()]

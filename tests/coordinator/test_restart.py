@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections import deque
+from functools import partial
+from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coordinator.core.events import ClientCame, FromWorker, Restarted, ToWorker
+from coordinator.publish import all_changed, publish
 from kvforge.protocol.errors import Draining, RequestNotFound
+from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import (
     Accepted,
     Append,
@@ -24,6 +28,7 @@ from kvforge.protocol.messages import (
     Submit,
     WorkerHello,
 )
+from kvforge.protocol.tables import TablesReader, TablesWriter
 from tests.coordinator.driver import GREEDY, Driver, FakeWorker, continuation
 from tests.simulation.digest import refusal_digest
 
@@ -249,3 +254,36 @@ def test_a_drain_ends_with_the_process_that_was_told_to() -> None:
     after = submit(d, rid=103).request_id
     d.run_until_idle()
     assert [d.request(r).state for r in (running, after)] == ["finished", "finished"]
+
+
+def test_a_row_that_ended_under_way_is_published_anew_with_the_blocks_that_its_step_writes(tmp_path: Path) -> None:
+    """Else the worker reads block 0 there, and writes into what somebody else has."""
+    d = driver()
+    d.add_worker(blocks=8)
+    kept, ended = d.submit(PROMPT, max_tokens=8), d.submit(PROMPT[::-1], max_tokens=8)
+    d.turn()
+    (group,) = d.machine.cache.groups.values()
+    sent = group.sent[0]
+    slot = d.machine.requests.live[ended].slot
+    held = d.machine.cache.sequences.blocks_of(slot)
+    assert slot in sent.slots
+    d.cancel(ended)
+    d.turn()
+    assert group.sent[0] is sent, "the step is still under way"
+    assert d.machine.requests.live[kept].slot != slot
+    restart(d)
+    all_changed(d.machine)
+    bounds = d.machine.limits.bounds
+    geometry = Geometry(
+        slots=bounds.sequences_max,
+        blocks=bounds.blocks_max,
+        blocks_per_sequence=bounds.blocks_per_sequence_max,
+        block_size=d.machine.limits.cache.block_size,
+        pools=bounds.pools_max,
+    )
+    tables = TablesWriter(tmp_path / "tables", geometry, "boot", partial(publish, d.machine, now_us=d.now_us))
+    try:
+        read = TablesReader(tables.path, "boot").rows(np.array([slot]), held.size)[0]
+        assert read[0].tolist() == held.tolist()
+    finally:
+        tables.close()
