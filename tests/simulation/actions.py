@@ -12,6 +12,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
+from tests.simulation.dying import AFTER, BEFORE, TORN, WHOLE
 from tests.simulation.model import DEADLY, poison
 from tests.simulation.settings import SAMPLES_MAX, TENANTS, Settings
 
@@ -27,6 +28,9 @@ SAMPLES_SHARE = 0.01
 WHIM_SHARE = 0.004
 # How often someone goes on writing to a sequence on which a request runs, or waits to run again.
 MEDDLE_SHARE = 0.01
+# How often a snapshot is made of the coordinator's state, instead of its death.
+CUT_SHARE = 0.3
+COORDINATOR = "k"
 # verb: weight
 MIX = {
     "submit": 22,
@@ -88,10 +92,13 @@ HOSTILE = (
 
 
 class Drawer:
-    """Draws actions from a seed, knowing only the settings and the labels it gave."""
+    """Draws actions from a seed, knowing only the settings and the labels it gave.
 
-    def __init__(self, settings: Settings, random: Random) -> None:
-        self._settings, self._random = settings, random
+    deaths: from which those of the coordinator are drawn, so that all else is as in a world without them.
+    """
+
+    def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
+        self._settings, self._random, self._deaths = settings, random, deaths or Random("deaths")
         self._requests = self._sequences = 0
         shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
         self._stems = shared
@@ -100,6 +107,27 @@ class Drawer:
 
     def actions(self) -> Iterator[Action]:
         """Without end; times never decrease."""
+        if not self._settings.crash_gap_us:
+            yield from self._everyday()
+            return
+        dies_us, *death = self._death(0)
+        for action in self._everyday():
+            while dies_us <= action[0]:
+                yield (dies_us, *death)
+                dies_us, *death = self._death(dies_us)
+            yield action
+
+    def _death(self, at_us: int) -> Action:
+        """The coordinator dies, or its journal is cut."""
+        random = self._deaths
+        at_us += 1 + int(random.expovariate(1.0) * self._settings.crash_gap_us)
+        if random.random() < CUT_SHARE:
+            return (at_us, "cut", COORDINATOR)
+        how = random.choice((BEFORE, TORN, AFTER, AFTER, AFTER))
+        part = random.randrange(WHOLE) if how == TORN else int(random.expovariate(0.5))
+        return (at_us, "crash", COORDINATOR, how, part, random.choice((100, 1_000, 8_000)))
+
+    def _everyday(self) -> Iterator[Action]:
         at_us = 0
         for i in range(self._settings.clients):
             yield (0, "connect", f"c{i}", False)

@@ -32,8 +32,10 @@ class Calm:
 
     def come(self) -> None:
         """Raises Violation where something does not get on, or is left over."""
-        world, machine = self._world, self._machine
+        world = self._world
         world.calm = world.delays.calm = True
+        world.coordinator.death = None
+        self._until("the coordinator is there", lambda: world.coordinator.up)
         for worker in world.workers.values():
             worker.garble = ""
         for client in world.clients.values():
@@ -44,10 +46,10 @@ class Calm:
         self._drain()
         arrived_us = world.clock.now_us + world.delays.long_us + world.delays.short_us
         self._until("what was on its way has arrived", lambda: world.clock.now_us > arrived_us)
-        self._until("all workers are ready", lambda: len(machine.cache.groups) == len(world.workers))
+        self._until("all workers are ready", self._all_ready)
         self._until("clients are answered", self._answered)
         first = world.turns
-        while machine.requests.live:  # what a request leaves behind may be what the next one waits for
+        while self._machine.requests.live:  # what a request leaves behind may be what the next one waits for
             self._give_back(idle_only=True)
             pause_until = world.turns + 50
             self._until("it goes on", partial(self._paused, pause_until))
@@ -57,7 +59,7 @@ class Calm:
         self._give_back(idle_only=False)
         for client in world.clients.values():
             client.goodbye()
-        self._until("clients are gone", lambda: not machine.clients)
+        self._until("clients are gone", lambda: not self._machine.clients)
         self._until("nothing is under way", self._settled)
         world.coordinator.checker.full()
         self._empty()
@@ -76,6 +78,10 @@ class Calm:
             else:
                 client.send(Drain, deadline_ms=drain_ms)
             client.send(Submit, ("never",), max_tokens=1, prompt=np.array([1], np.int32))
+
+    def _all_ready(self) -> bool:
+        groups = self._machine.cache.groups.values()
+        return len(groups) == len(self._world.workers) and not any(group.away for group in groups)
 
     def _all_read(self) -> bool:
         return not any(client.readings.unfinished() for client in self._world.clients.values())

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from random import Random
-from typing import Any
+from typing import Any, Protocol
 
 from kvforge.protocol import codec
 from kvforge.protocol.messages import (
@@ -28,8 +27,9 @@ from kvforge.protocol.messages import (
     SequenceInfo,
     Stream,
     Submit,
+    Welcome,
 )
-from tests.simulation.network import Connection, SimulatedPeers
+from tests.simulation.network import Clock, Connection, SimulatedPeers
 from tests.simulation.readings import Readings
 from tests.simulation.workers import Violation
 
@@ -38,16 +38,35 @@ REPEATABLE = (Hello, Cancel, FinishAt, GetRequest, ListRequests, GetStats, GetHe
 
 
 PROBE = "a probe"  # labels an Attach whose offset may be wrong
+SEEK_US = 2_000  # so soon it looks for another coordinator
 NOT_GREETED = "a client's first message is hello"
 
 
-class SimulatedClient:
-    """One client process. `ids`: what its labels turned out to be."""
+class Host(Protocol):
+    """What a client sees of the world around it."""
 
-    def __init__(self, name: str, peers: SimulatedPeers, seed: str, delivered: Callable[[], None]) -> None:
-        self.name, self._peers, self._seed, self._delivered = name, peers, seed, delivered
+    clock: Clock
+
+    def delivered(self) -> None:
+        """A message reached a peer."""
+
+    def is_over(self, request_id: int) -> bool:
+        """Whether a request that somebody was told of may be forgotten by now."""
+
+
+class SimulatedClient:
+    """One client process. `ids`: what its labels turned out to be.
+
+    lasting: it has a session, and comes back by itself where the coordinator has died; then it sends again what it has
+    no answer to, and asks for the rest of what it reads.
+    """
+
+    def __init__(self, name: str, peers: SimulatedPeers, seed: str, host: Host, lasting: bool = False) -> None:
+        self.name, self._peers, self._seed, self._host, self._lasting = name, peers, seed, host, lasting
         self.connection: Connection | None = None
         self.connections = 0
+        self._session, self._greeted, self._seeks = "", False, 0
+        self._commands: dict[int, tuple[Message, tuple[str, ...]]] = {}
         self.duplicate_share = 0.0
         self.ids: dict[str, int] = {}
         self.unanswered: set[int] = set()
@@ -60,7 +79,10 @@ class SimulatedClient:
         if self.connection is None:
             self.connections += 1
             self._random = Random(f"{self._seed}/{self.name}/{self.connections}")
-            self.connection = self._peers.connect(self._random, self._receive, int(self.name[1:]))
+            self.connection = self._peers.connect(self._random, self._receive, int(self.name[1:]), self._lost)
+            if self._lasting:
+                self._begin(self.connection, resume)
+                return
             self.unanswered = set()
             self.send(Hello)
             if resume:
@@ -68,6 +90,43 @@ class SimulatedClient:
             else:
                 self.readings = Readings()
                 self._owed.clear()
+
+    # -------------------------------------------------------------------------------------------------------- sessions
+
+    def _begin(self, connection: Connection, resume: bool) -> None:
+        """Says who it is. What it asks for before it is let in waits."""
+        if not (resume and self._session):
+            self._session = f"{self.name}/{self.connections}"
+            self.readings, self._commands, self.unanswered = Readings(), {}, set()
+        connection.commands = self._commands
+        self._greeted = False
+        self._rids += 1
+        self._hello = self._rids
+        hello = Hello(rid=self._rids, session=self._session)
+        self._commands[self._rids] = (hello, ())
+        connection.send(codec.encode(hello))
+
+    def _welcomed(self, message: Welcome) -> None:
+        if self._greeted:
+            return
+        self._greeted = True
+        for rid in sorted(self.unanswered):
+            command, _ = self._commands[rid]
+            keyed = isinstance(command, Submit) and bool(command.key)
+            if isinstance(command, Attach) or not (message.resumed or keyed or rid > self._hello):
+                self.unanswered.discard(rid)
+            else:
+                self._transmit(command)
+        for request_id in self.readings.unfinished():
+            self.attach(request_id, resume=message.resumed)
+
+    def _lost(self) -> None:
+        """The coordinator's process has died."""
+        self.connection = None
+        self._seeks += 1
+        seeks = self._seeks
+        delay_us = 1 + self._random.randrange(SEEK_US)
+        self._host.clock.after(delay_us, lambda: self.connect(True) if seeks == self._seeks else None)
 
     def _resume(self) -> None:
         """Asks for the rest of each stream, and again for whatever has a key and no answer."""
@@ -93,6 +152,7 @@ class SimulatedClient:
 
     def disconnect(self) -> None:
         """The process dies, or loses its connection."""
+        self._seeks += 1
         if self.connection is not None:
             self.connection.cut()
             self.connection = None
@@ -102,7 +162,7 @@ class SimulatedClient:
         if self.connection is not None:
             self.connection.send(codec.encode(Goodbye()))
             self.disconnect()
-            self.readings = Readings()
+            self.readings, self._session = Readings(), ""
 
     def send(self, cls: type[Message], labels: tuple[str, ...] = (), **fields: Any) -> None:
         """Sends a command; `labels` name what it creates."""
@@ -112,12 +172,17 @@ class SimulatedClient:
         message = cls(rid=self._rids, **fields)
         self.connection.commands[self._rids] = (message, labels)
         self.unanswered.add(self._rids)
-        keyed = isinstance(message, Submit) and bool(message.key)
-        if keyed:
+        if isinstance(message, Submit) and message.key:
             self._owed[self._rids] = (labels, fields)
+        if self._greeted or not self._lasting:
+            self._transmit(message)
+
+    def _transmit(self, message: Message) -> None:
+        assert self.connection is not None
         frames = codec.encode(message)
         self.connection.send(frames)
-        if (keyed or isinstance(message, REPEATABLE)) and self._random.random() < self.duplicate_share:
+        repeatable = isinstance(message, REPEATABLE) or (isinstance(message, Submit) and bool(message.key))
+        if repeatable and self._random.random() < self.duplicate_share:
             self.connection.send(frames)
 
     def send_raw(self, frames: list[bytes]) -> None:
@@ -126,7 +191,7 @@ class SimulatedClient:
             self.connection.send(frames)
 
     def _receive(self, message: Any) -> None:
-        self._delivered()
+        self._host.delivered()
         if self.connection is None:
             return
         if isinstance(message, Stream):
@@ -142,7 +207,9 @@ class SimulatedClient:
             self._answered(*found, message)
 
     def _answered(self, command: Any, labels: tuple[str, ...], message: Any) -> None:
-        if isinstance(message, Accepted):
+        if isinstance(message, Welcome) and self._lasting:
+            self._welcomed(message)
+        elif isinstance(message, Accepted):
             for i in range(message.count):
                 self.ids[labels[i]] = message.request_id + i
                 self.readings.begin(message.request_id + i, 0)
@@ -162,4 +229,6 @@ class SimulatedClient:
         elif isinstance(command, Attach) and PROBE not in labels:
             if message.error.code not in ("request_not_found", "conflict" if command.resume else ""):
                 raise Violation(f"{self.name} asked for what it lacks: {command} -> {message.error}")
+            if message.error.code == "request_not_found" and not self._host.is_over(command.request_id):
+                raise Violation(f"{self.name} was told of request {command.request_id}, and it is lost")
             self.readings.drop(command.request_id)

@@ -8,21 +8,22 @@ All that ends with the process is here. What others know and remember, the clock
 
 from __future__ import annotations
 
+from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, cast
 
 from coordinator.core.cache.groups import Group
 from coordinator.core.cache.placement import Placement
 from coordinator.core.events import (
     Applied,
-    Boot,
     ClientCame,
     ClientFull,
     ClientGone,
     Effect,
     Event,
     FromClient,
+    Restarted,
     ToClient,
     Turn,
     WorkerGone,
@@ -30,6 +31,7 @@ from coordinator.core.events import (
 from coordinator.core.machine import Machine
 from coordinator.core.requests.lifecycle import NO_SLOT, Request
 from coordinator.outbox import Sent
+from coordinator.publish import publish
 from coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CapacityExceeded, KvforgeError
@@ -46,6 +48,7 @@ from kvforge.protocol.messages import (
 from kvforge.protocol.tables import TablesWriter
 from tests.simulation.checks import Checker, Generations
 from tests.simulation.digest import digest
+from tests.simulation.dying import AFTER, Books, Crash, Death, DyingJournal, books
 from tests.simulation.progress import Progress
 from tests.simulation.snapshots import NOTHING, Snapshot, Snapshots
 from tests.simulation.workers import Violation
@@ -58,6 +61,7 @@ PROBE_EVERY = 16
 COMPARE_EVERY = 32
 SAME_INSTANT_MAX = 32
 REPLACED_US = 5_000
+NO_END = -1
 
 
 class WatchedMachine(Machine):
@@ -83,7 +87,10 @@ class WatchedMachine(Machine):
 class SimulatedCoordinator:
     """Machine, tables and loop of one process, between the world's two networks. It tells the world's books."""
 
-    def __init__(self, world: World, boot: Boot, folder: Path, entropy: Random) -> None:
+    def __init__(
+        self, world: World, machine: Machine, folder: Path, entropy: Random, journal: DyingJournal | None = None
+    ) -> None:
+        """journal: what enters is written there; None: nowhere."""
         settings = world.settings
         self._world, self._clock, self._ledger, self._entropy = world, world.clock, world.ledger, entropy
         self._cause: Event | None = None
@@ -94,9 +101,16 @@ class SimulatedCoordinator:
         self._due_us = self._turned_us = self._turns_at_once = 0
         self._mark = (0, 0, 0)
         self._flushed = self._unpublished = False
-        self.machine = WatchedMachine(boot, world.clock.now_us)
+        self.death: Death | None = None  # how the next turn ends
+        self.up, self.dead = True, False
+        self._books: Books | None = None  # as they were when the turn began that dies before it is written
+        self._effects_left = NO_END
+        self.journal = journal
+        machine.__class__ = WatchedMachine
+        self.machine = cast(WatchedMachine, machine)
         self.machine.watcher = self
-        self.tables = TablesWriter(folder / "tables", settings.geometry(), boot.boot)
+        fill = partial(publish, machine, now_us=world.clock.now_us)
+        self.tables = TablesWriter(folder / "tables", settings.geometry(), machine.boot, fill)
         self.loop = TurnLoop(
             self.machine,
             self.tables,
@@ -106,12 +120,28 @@ class SimulatedCoordinator:
             lambda: world.clock.now_us,
             TurnLimits(messages_per_turn_max=8, clients_max=16, client_backlog_max=settings.backlog_max),
             self,
-            gate=world.ledger.isolation,
+            journal,
+            world.ledger.isolation,
         )
         self.checker, self._generations = Checker(self.machine, self.tables), Generations(self.machine)
         self._progress = Progress(self.machine, settings)
         self._watch()
         self.snapshots = Snapshots(self.machine)
+
+    def goes_on(self, before: Books) -> None:
+        """The machine was made anew. It waits for `rise`."""
+        self.up = False
+        self._progress.goes_on(before.progress)
+        self.checker.goes_on(before.checker)
+
+    def rise(self) -> None:
+        """The process is there."""
+        now_us = self._clock.now_us
+        self.up = True
+        self._due_us = self._turned_us = now_us
+        self._ledger.dues.rises(now_us)
+        self.loop.restarted(now_us)
+        self.wake()
 
     def _watch(self) -> None:
         """Puts itself between the parts of the core, to see what no message tells."""
@@ -140,6 +170,10 @@ class SimulatedCoordinator:
     def begins(self, event: Event) -> None:
         """An event is about to be applied."""
         self._cause = event
+        if isinstance(event, Turn):
+            self._ledger.presence.passes(self._clock.now_us)
+        elif isinstance(event, Restarted):
+            self._ledger.restarts(self._clock.now_us)
         self._ledger.isolation.before(event, self.machine.requests.finished)
 
     def applied(self, event: Event, now_us: int, applied: Applied, before: Snapshot) -> None:
@@ -153,14 +187,19 @@ class SimulatedCoordinator:
             self._replied(event, applied.effects, before)
         elif isinstance(event, ClientCame):
             ledger.isolation.came(event)
+            ledger.came(event.client, event.session)
         elif isinstance(event, ClientGone):
-            ledger.client_gone(event.client, event.goodbye, now_us)
+            ledger.connection_ended(event.client, event.goodbye, now_us)
             self._unpublished |= self.published
         elif isinstance(event, ClientFull):
             ledger.streamed(event.client, event.lost, now_us, lost=True)
         elif isinstance(event, WorkerGone):
             self._progress.disturbed()
+        elif isinstance(event, Restarted):
+            ledger.left(now_us)
+            self._progress.disturbed()
         elif isinstance(event, Turn):
+            ledger.left(now_us)
             self._flushed = True
             ledger.dues.turn(now_us)
             self.checker.turned(now_us)
@@ -284,6 +323,7 @@ class SimulatedCoordinator:
 
     def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
         """Whoever keeps workers running ends the process, and starts another one."""
+        self.leaves()
         for one in self._world.workers.values():
             if one.pid == pid:
                 one.kill(1 + self._entropy.randrange(REPLACED_US))
@@ -301,12 +341,14 @@ class SimulatedCoordinator:
 
     def wake(self) -> None:
         """Something arrived: it takes a turn soon."""
-        if not self._turn_planned:
+        if not self._turn_planned and self.up:
             self._turn_planned = True
             self._clock.after(self._world.settings.turn_us, self._turn)
 
     def _turn(self) -> None:
         world, now_us = self._world, self._clock.now_us
+        if self.dead:
+            return
         if world.turns % PROBE_EVERY == 0 or now_us >= self._due_us:
             self._probe(max(self._turned_us, min(now_us, self._due_us - 1)))
         self._turn_planned = False
@@ -315,7 +357,11 @@ class SimulatedCoordinator:
         world.turns += 1
         self._ledger.dues.late(now_us)
         self._ledger.telling.late(now_us - world.settings.turn_us)
-        self._due_us = self.loop.turn(now_us)
+        try:
+            self._due_us = self._loop_turn(now_us)
+        except Crash:
+            self._die()
+            return
         self._turned_us, before_us = now_us, self._turned_us
         if self._flushed:
             self._ledger.telling.turn_ends(self.machine.clients)
@@ -333,6 +379,44 @@ class SimulatedCoordinator:
         if world.client_side.waiting or world.worker_side.waiting:
             self.wake()
 
+    # ---------------------------------------------------------------------------------------------------------- death
+
+    def leaves(self) -> None:
+        """An effect is about to be carried out."""
+        if self._effects_left == 0 and self.journal is not None and not self.journal.unwritten:
+            raise Crash
+        self._effects_left -= self._effects_left > 0
+
+    def _loop_turn(self, now_us: int) -> int:
+        """One turn of the loop. Raises Crash where it is to die in it, or at its end."""
+        if self.death is None or self.journal is None:
+            return self.loop.turn(now_us)
+        if self.journal.unwritten:  # of the turn before: it cannot go back to what is not known any more
+            self.death = Death(AFTER, 0, self.death.back_us)
+        death = self.journal.death = self.death
+        if death.how == AFTER:
+            self._effects_left = death.part
+        else:
+            self._books = self._as_now()
+        due_us = self.loop.turn(now_us)
+        self._books = None  # nothing was to be written
+        if not self.journal.unwritten:
+            raise Crash
+        # What was entered by its last effect is written by the next turn, and that will be its last.
+        self.journal.death, self._effects_left = None, NO_END
+        return due_us
+
+    def _as_now(self) -> Books:
+        world = self._world
+        shared = [world, world.settings, self.tables, world.client_side, world.worker_side]
+        return books(self._ledger, self._progress, self.checker, self.machine, shared)
+
+    def _die(self) -> None:
+        assert self.death is not None and self.journal is not None
+        self.dead = True
+        self.journal.close()
+        self._world.died(self._books or self._as_now(), self.death.back_us)
+
     def _probe(self, at_us: int) -> None:
         """Another Turn, after the last one and before the next is due, must change nothing: what it could do was left
         undone, or became due and nobody was told."""
@@ -342,8 +426,8 @@ class SimulatedCoordinator:
         before = snapshots.take()
         if machine.due_us() != machine.due_us() or before != snapshots.take():
             raise Violation("asking when something is due changed the state")
-        turns, machine.turns = machine.turns, machine.turns
+        turns, clock_us = machine.turns, machine._clock.now_us
         effects = Machine.apply(machine, Turn(), at_us).effects
-        machine.turns = turns
+        machine.turns, machine._clock.now_us = turns, clock_us
         if effects or before != snapshots.take():
             raise Violation(f"nothing was due at {at_us} us, and yet another turn had something to do: {effects}")

@@ -24,6 +24,7 @@ class Dues:
         self._heap: list[tuple[int, int, str]] = []
         self.draining = False
         self._drain_us = 0
+        self._rose_us = -1  # when the process that is there now began
 
     def accepted(self, request_id: int, booked: BookedRequest, command: Submit, now_us: int) -> None:
         """A request came."""
@@ -78,14 +79,20 @@ class Dues:
         return kind == DEADLINE or self.lease_over(booked, now_us)
 
     def late(self, now_us: int) -> None:
-        """A turn begins: was it time for one before?"""
+        """A turn begins: was it time for one before? Not where nobody was there to take it."""
         latest_us = now_us - self._settings.turn_us
+        if latest_us <= self._rose_us:
+            return
         while self._heap and not self._relevant():
             heapq.heappop(self._heap)
         if self._heap and self._heap[0][0] < latest_us:
             raise Violation(f"what was due at {self._heap[0][0]} us waited for the turn at {now_us} us")
         if self._live and 0 < self._drain_us < latest_us:
             raise Violation("the end of the drain was slept through")
+
+    def rises(self, now_us: int) -> None:
+        """Another process begins."""
+        self._rose_us = now_us
 
     def _relevant(self) -> bool:
         due_us, request_id, kind = self._heap[0]

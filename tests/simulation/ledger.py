@@ -37,6 +37,7 @@ from kvforge.protocol.messages import (
 from tests.simulation.dues import Dues
 from tests.simulation.isolation import Isolation
 from tests.simulation.model import Oracle, tops_of
+from tests.simulation.presence import Presence
 from tests.simulation.settings import Settings
 from tests.simulation.telling import BookedRequest, Telling
 from tests.simulation.workers import Violation
@@ -74,6 +75,7 @@ class Ledger:
         self.requests: dict[int, BookedRequest] = {}
         self.live: dict[int, BookedRequest] = {}
         self.telling = Telling(self.requests)
+        self.presence = Presence(settings)
         self.dues = Dues(settings, self.live, known)
         self._keys: dict[tuple[str, str], BookedKey] = {}
         self.sequences: dict[int, BookedSequence] = {}
@@ -89,6 +91,10 @@ class Ledger:
 
     def replied(self, client: int, command: Message, reply: Message, now_us: int) -> None:
         """The coordinator answered `command` of `client`."""
+        if self.presence.answered_before(client, command, reply):
+            if isinstance(reply, Accepted):
+                self._told_again(client, reply)
+            return
         if isinstance(reply, Accepted):
             self._accepted(client, command, reply, now_us)
             return
@@ -104,11 +110,7 @@ class Ledger:
         tenant = command.tenant if sequence is None else sequence.tenant
         self._check_key(tenant, command, reply, ids)
         if reply.repeated:
-            for request_id in ids:
-                if self._known(request_id) is None:
-                    self.telling.forgotten(request_id, client)
-                else:
-                    self.telling.give(request_id, client, 0)
+            self._told_again(client, reply)
             return
         if self.dues.draining:
             raise Violation("a request was accepted while draining")
@@ -116,6 +118,14 @@ class Ledger:
         salt = sequence.salt if sequence is not None else f"by name {command.salt}" if command.salt else tenant
         for i, request_id in enumerate(ids):
             self._book(request_id, client, command, (reply.seed + i) % (1 << 64), prompt, salt, now_us)
+
+    def _told_again(self, client: int, reply: Accepted) -> None:
+        """The requests of a command are streamed to it from the beginning."""
+        for request_id in range(reply.request_id, reply.request_id + reply.count):
+            if self._known(request_id) is None:
+                self.telling.forgotten(request_id, client)
+            else:
+                self.telling.give(request_id, client, 0)
 
     def _check_key(self, tenant: str, command: Submit, reply: Accepted, ids: range) -> None:
         """A known key gives the ids that it gave before, to nobody but the command that it came with."""
@@ -345,15 +355,44 @@ class Ledger:
                 return self.dues.lease_over(booked, now_us)
             return isinstance(message, Cancel) and message.request_id == request.id
         if isinstance(cause, ClientGone):
-            sequence = self.sequences.get(booked.sequence_id)
-            with_sequence = sequence is not None and sequence.client == cause.client and not sequence.ttl
-            at_once = not booked.detached and (cause.goodbye or not self._settings.lease_us)
-            return with_sequence or (booked.reader == cause.client and at_once)
-        return self.dues.lease_over(booked, now_us)
+            return self._ends_with(booked, {cause.client: cause.goodbye})
+        return self._ends_with(booked, self.presence.leaving) or self.dues.lease_over(booked, now_us)
+
+    def _ends_with(self, booked: BookedRequest, leaving: dict[int, bool]) -> bool:
+        """Whether it ends at once where these clients are gone, who may have no lease."""
+        sequence = self.sequences.get(booked.sequence_id)
+        with_sequence = sequence is not None and sequence.client in leaving and not sequence.ttl
+        at_once = not booked.detached and (leaving.get(booked.reader, False) or not self._settings.lease_us)
+        return with_sequence or (booked.reader in leaving and at_once)
+
+    def came(self, client: int, session: str) -> None:
+        """A client said hello."""
+        if self.presence.came(client, session):
+            self.telling.away(client)
+
+    def restarts(self, now_us: int) -> None:
+        """Another process goes on, and nobody is connected: before it has done anything."""
+        self.telling.forget()
+        for client in self.presence.restarts(now_us):
+            self.telling.away(client)
+
+    def left(self, now_us: int) -> None:
+        """Those who were away for too long, or cannot come back, are given up."""
+        leaving, self.presence.leaving = self.presence.leaving, {}
+        for client in sorted(leaving):
+            self.client_gone(client, leaving[client], now_us)
+
+    def connection_ended(self, client: int, goodbye: bool, now_us: int) -> None:
+        """Its client may come back, or is gone."""
+        if not goodbye and self.presence.left(client, now_us):
+            self.telling.away(client)
+        else:
+            self.client_gone(client, goodbye, now_us)
 
     def client_gone(self, client: int, goodbye: bool, now_us: int) -> None:
-        """A connection ended: nobody reads its requests, and those that nobody else keeps end with it."""
+        """For good: nobody reads its requests, and those that nobody else keeps end with it."""
         self.gone_clients.add(client)
+        self.presence.gone(client)
         self.telling.gone(client)
         for request_id, booked in self.live.items():
             if booked.reader == client:

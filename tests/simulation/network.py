@@ -20,6 +20,7 @@ from kvforge.protocol.messages import Message
 Frames = Sequence[bytes | memoryview]
 Call = Callable[[], None]
 Receive = Callable[[Any], None]
+NOBODY = -1  # the life of a coordinator that is not there
 
 
 class Clock:
@@ -67,14 +68,18 @@ def _copied(frames: Frames) -> tuple[bytes, ...]:
 
 
 class Connection:
-    """One peer's connection. `receive` is called with what the coordinator sends, in order.
+    """One peer's connection. `receive` is called with what the coordinator sends, in order; `lost` when it turns out
+    that the coordinator's process has died.
 
     commands: what the peer sent on it, by rid, with labels for what it creates.
     room: how much more a peer that does not read takes, None while it reads.
     """
 
-    def __init__(self, peers: SimulatedPeers, identity: bytes, random: Random, receive: Receive) -> None:
-        self.identity, self.random = identity, random
+    def __init__(
+        self, peers: SimulatedPeers, identity: bytes, random: Random, receive: Receive, lost: Call, life: int
+    ) -> None:
+        self.identity, self.random, self.life = identity, random, life
+        self._lost = lost
         self.open = True
         self.commands: dict[int, tuple[Message, tuple[str, ...]]] = {}
         self._peers, self._receive = peers, receive
@@ -118,6 +123,15 @@ class Connection:
         for message in unread:
             self._deliver(message)
 
+    def end(self) -> None:
+        """Nobody is at the other end any more; what is on its way arrives until that is noticed."""
+        self._peers.clock.at(self._peers.arrival(self.random), self._notice)
+
+    def _notice(self) -> None:
+        if self.open:
+            self.open = False
+            self._lost()
+
     def cut(self) -> None:
         """The connection ends; the coordinator notices later."""
         if self.open:
@@ -131,14 +145,22 @@ Tap = Callable[[int, Message, Sent], None]
 class SimulatedPeers:
     """The transport of one side (clients or workers): coordinator.turn.Transport.
 
-    tap: told of every message for an admitted connection, decoded from its bytes, and of what became of it, in the
-    order of sending.
+    leaves: called before each message for an admitted connection leaves. tap: told of it, decoded from its bytes, and
+    of what became of it, in the order of sending.
     """
 
     def __init__(
-        self, clock: Clock, delays: Delays, numbers: Callable[[], int], wake: Call, decoder: Decoder, tap: Tap
+        self,
+        clock: Clock,
+        delays: Delays,
+        numbers: Callable[[], int],
+        wake: Call,
+        decoder: Decoder,
+        leaves: Call,
+        tap: Tap,
     ) -> None:
         self.clock, self._delays, self._numbers, self._wake = clock, delays, numbers, wake
+        self._leaves = leaves
         self._decoder, self._tap = decoder, tap
         self._foreseen: dict[tuple[bytes, ...], Message] = {}
         self._inbox: deque[tuple[bytes, int, list[bytes]]] = deque()
@@ -149,19 +171,42 @@ class SimulatedPeers:
         self._ended: list[bytes] = []
         self._gone: list[int] = []
         self._made = 0
+        self._life, self._down = 0, False
 
     def __len__(self) -> int:
         return len(self._number_of)
 
     # ------------------------------------------------------------------------------------------- the simulator's side
 
-    def connect(self, random: Random, receive: Receive, user: int = -1) -> Connection:
-        """A new connection of a peer. user: whose."""
+    def connect(self, random: Random, receive: Receive, user: int = -1, lost: Call = lambda: None) -> Connection:
+        """A peer's new connection. user: whose. lost: called where the coordinator's process dies, or is not there."""
         self._made += 1
-        connection = Connection(self, b"id%d" % self._made, random, receive)
+        life = NOBODY if self._down else self._life
+        connection = Connection(self, b"id%d" % self._made, random, receive, lost, life)
+        if self._down:
+            connection.end()
+            return connection
         self._connections[connection.identity] = connection
         self._users[connection.identity] = user
         return connection
+
+    def die(self) -> None:
+        """The coordinator's process is gone, and with it all that had reached it or was on its way."""
+        self._down = True
+        self._life += 1
+        connections, self._connections = self._connections, {}
+        for kept in (self._inbox, self._number_of, self._identity_of, self._ended, self._gone, self._foreseen):
+            kept.clear()
+        for connection in connections.values():
+            connection.end()
+
+    def rise(self) -> None:
+        """Another process is there."""
+        self._down = False
+
+    def serves(self, connection: Connection) -> bool:
+        """Whether the process that it leads to lives."""
+        return connection.life == self._life and not self._down
 
     def arrival(self, random: Random) -> int:
         """When a message sent now arrives."""
@@ -169,11 +214,15 @@ class SimulatedPeers:
 
     def arrive(self, connection: Connection, frames: list[bytes]) -> None:
         """A message reached the coordinator's socket."""
+        if connection.life != self._life:
+            return
         self._inbox.append((connection.identity, 0, frames))
         self._wake()
 
     def ended(self, connection: Connection) -> None:
         """The end of a connection reached the coordinator's socket."""
+        if connection.life != self._life:
+            return
         self._connections.pop(connection.identity, None)
         self._ended.append(connection.identity)
         self._wake()
@@ -234,6 +283,7 @@ class SimulatedPeers:
             del self._number_of[identity]
 
     def send(self, number: int, frames: Frames) -> Sent:
+        self._leaves()
         message = self._read(frames)
         sent = self._send(number, message)
         self._tap(number, message, sent)

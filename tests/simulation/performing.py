@@ -28,7 +28,7 @@ from kvforge.protocol.messages import (
     Submit,
     UnrefBlock,
 )
-from tests.simulation.actions import Action
+from tests.simulation.actions import COORDINATOR, Action
 from tests.simulation.clients import PROBE
 from tests.simulation.settings import tenant_of
 
@@ -54,6 +54,9 @@ class Performer:
     def perform(self, action: Action) -> None:
         """Does it, or nothing where it makes no sense any more."""
         _, verb, who, *parameters = action
+        if who == COORDINATOR:
+            getattr(self._world, verb)(*parameters)
+            return
         if who.startswith("w"):
             worker = self._world.workers.get(who)
             if worker is not None:

@@ -38,6 +38,12 @@ class Progress:
         # at most a context of tokens, or waits for a block that a step under way still uses.
         self._fruitless_max = settings.context + WAITS * settings.steps_in_flight_max
 
+    def goes_on(self, before: Progress) -> None:
+        """The machine was made anew where that one's was."""
+        self._reached, self.fruitless_most = before._reached, before.fruitless_most
+        self._passed, self._charged = before._passed, before._charged
+        self._lifted, self._generated = before._lifted, before._generated
+
     # ------------------------------------------------------------------------------------------------------- livelock
 
     def planned(self, group: Group, step: Step) -> None:
@@ -85,7 +91,7 @@ class Progress:
         if self._machine.due_us() == now_us:
             return  # there is more to do at once
         for group in self._machine.cache.groups.values():
-            if group.running and not group.sent:
+            if group.running and not group.sent and not group.away:
                 raise Violation(f"{group.running} rows of {group.name} stand still, and nothing is under way")
         admission = self._machine.admission
         waiting = [request for request in admission.waiting if request.wait is not None]
@@ -101,9 +107,9 @@ class Progress:
 
     def _is_kept_for(self, request: Request) -> bool:
         """Whether room is kept for the request. To ask chooses where, which is not for a check to do."""
-        chosen = request.kept_epoch
+        chosen, hashes = request.kept_epoch, request.hashes
         kept = self._machine.admission._kept_for(request) is not None
-        request.kept_epoch = chosen
+        request.kept_epoch, request.hashes = chosen, hashes
         return kept
 
     def hopeless(self, request: Request) -> None:

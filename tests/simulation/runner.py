@@ -15,7 +15,7 @@ import msgspec
 
 from tests.simulation.actions import Action, Drawer, text
 from tests.simulation.replay import Left
-from tests.simulation.settings import Settings, draw_settings
+from tests.simulation.settings import Settings, draw_settings, with_crashes
 from tests.simulation.shrink import shrink
 from tests.simulation.world import FULL_CHECK_EVERY, World
 
@@ -36,8 +36,8 @@ class Outcome(msgspec.Struct):
 
 def drawn(seed: int) -> tuple[Settings, Drawer]:
     """The world and the actions of a seed."""
-    settings = draw_settings(Random(f"settings/{seed}"))
-    return settings, Drawer(settings, Random(f"actions/{seed}"))
+    settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
+    return settings, Drawer(settings, Random(f"actions/{seed}"), Random(f"deaths/{seed}"))
 
 
 def run_seed(seed: int, events: int, check_every: int = FULL_CHECK_EVERY) -> Outcome:

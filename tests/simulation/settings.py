@@ -13,6 +13,7 @@ from tests.limits import make_limits
 TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
+CRASHES_SHARE = 0.4  # of the worlds
 
 
 def tenant_of(holder: str) -> str:
@@ -29,6 +30,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backlog_max: replies kept for a client that does not read.
     bound: clients that act for one tenant alone; c0, which gives all back at the end, is none.
     zeroes: blocks that change tenant are zeroed first.
+    crash_gap_us: between two deaths of the coordinator, on average; 0: it never dies, writes no journal, and its
+    clients have no sessions.
     """
 
     block_size: int = 4
@@ -67,6 +70,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     turn_us: int = 50
     bound: dict[str, str] = {}
     zeroes: bool = False
+    crash_gap_us: int = 0
+    reattach_us: int = 10_000_000
 
     @property
     def context(self) -> int:
@@ -107,6 +112,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             step_timeout_us=self.step_timeout_us,
             decode_gap_us=self.decode_gap_us,
             crashes_max=self.crashes_max,
+            reattach_us=self.reattach_us,
             quotas=self.quotas,
             zero_on_tenant_change=self.zeroes,
         )
@@ -170,6 +176,16 @@ def draw_settings(random: Random) -> Settings:
         bound={f"c{i}": random.choice(TENANTS) for i in range(1, random.choice((1, 1, 2, 3)))},
         zeroes=random.random() < 0.4,
     )
+
+
+def with_crashes(settings: Settings, random: Random) -> Settings:
+    """The same world; in some of them the coordinator dies now and then."""
+    if random.random() >= CRASHES_SHARE:
+        return settings
+    gap_us = random.choice((5_000, 20_000, 60_000))
+    # Where nothing may look like a worker's death, all of them have the time to come back.
+    reattach_us = 10_000_000 if settings.deadly else random.choice((2_000, 20_000, 10_000_000))
+    return msgspec.structs.replace(settings, crash_gap_us=gap_us, reattach_us=reattach_us)
 
 
 def _draw_quotas(random: Random, pool: int, context_blocks: int) -> dict[str, Quota]:

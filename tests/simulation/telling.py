@@ -147,6 +147,19 @@ class Telling:
         self._owed.pop(client, None)
         self._lost_us.pop(client, None)
 
+    def away(self, client: int) -> None:
+        """It is not connected, and asks for what it lacks when it is."""
+        self.gone(client)
+        for booked in self._requests.values():
+            booked.paused |= booked.reader == client
+            booked.before = [before for before in booked.before if before[0] != client]
+
+    def forget(self) -> None:
+        """Nothing is owed to anybody any more."""
+        self._owed.clear()
+        self._lost_us.clear()
+        self._end_of_moves()
+
     def late(self, latest_us: int) -> None:
         """A turn begins: whoever took nothing was to be tried again by then."""
         for client, lost_us in self._lost_us.items():
@@ -158,6 +171,9 @@ class Telling:
         for client, owed in self._owed.items():
             if owed and client in clients and client not in self._lost_us:
                 raise Violation(f"client {client} was not told in this turn: {owed}")
+        self._end_of_moves()
+
+    def _end_of_moves(self) -> None:
         for booked in self._moved:
             booked.before.clear()
         self._moved.clear()

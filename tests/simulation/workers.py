@@ -39,6 +39,7 @@ from tests.simulation.settings import Settings
 
 RETRY_US = 3_000
 REBORN_US = 5_000
+ANSWERS_KEPT = 16  # more than may be under way
 PIDS = 100_000
 
 
@@ -151,20 +152,20 @@ class Row:
 
 
 class SimulatedWorker:
-    """One worker process, through deaths and returns: each life has its own connection and an empty pool."""
+    """One worker process, through deaths and returns: each life begins with an empty pool.
+
+    Where the coordinator's process dies it keeps its pool, works on, and comes back with both, and with the results
+    that were not acknowledged.
+    """
 
     def __init__(self, name: str, blocks: int, host: Host, peers: SimulatedPeers, seed: str) -> None:
         self.name, self.blocks = name, blocks
         self.lives = 0
         self.garble = ""
         self.hangs = False
+        self.alive = False  # whether the process runs
         self.connection: Connection | None = None
         self._host, self._peers, self._seed = host, peers, seed
-
-    @property
-    def alive(self) -> bool:
-        """Whether the process runs."""
-        return self.connection is not None
 
     @property
     def pid(self) -> int:
@@ -173,23 +174,45 @@ class SimulatedWorker:
 
     def start(self) -> None:
         """A new life."""
-        if self.connection is not None:
+        if self.alive:
             return
+        self.alive = True
         self.lives += 1
         self._random = Random(f"{self._seed}/{self.name}/{self.lives}")
+        self.hangs = False
+        self._boot, self._pools = "", 0
+        self._empty()
+        self._connect()
+
+    def _empty(self) -> None:
+        """It holds nothing, and has nothing to do."""
+        self._pools += 1
+        self._epoch = self._taken = 0
         self._rows: dict[int, Row] = {}
         self._steps: deque[Step] = deque()
-        self._working = self.hangs = False
+        self._answers: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)
+        self._working = self._registered = False
         self._reader: TablesReader | None = None
-        self.connection = self._peers.connect(self._random, self._receive)
-        self._send(WorkerHello(rid=1, name=self.name, pid=self.pid))
+
+    def _connect(self) -> None:
+        self._registered = False
+        self.connection = self._peers.connect(self._random, self._receive, lost=self._lost)
+        self._send(WorkerHello(rid=1, name=self.name, pid=self.pid, boot=self._boot, epoch=self._epoch))
+
+    def _lost(self) -> None:
+        """The coordinator's process has died."""
+        self.connection, self._registered = None, False
+        life = self.lives
+        delay_us = 1 + self._random.randrange(RETRY_US)
+        self._host.clock.after(delay_us, lambda: self._connect() if self.alive and life == self.lives else None)
 
     def kill(self, back_after_us: int) -> None:
         """The process dies and comes back later."""
-        if self.connection is None:
+        if not self.alive:
             return
-        self.connection.cut()
-        self.connection = None
+        if self.connection is not None:
+            self.connection.cut()
+        self.connection, self.alive = None, False
         self._host.clock.after(back_after_us, self.start)
 
     def _send(self, message: Message) -> None:
@@ -199,18 +222,36 @@ class SimulatedWorker:
     def _receive(self, message: Message) -> None:
         self._host.delivered()
         if isinstance(message, Step):
-            self._steps.append(message)
-            self._work()
+            if message.step_id > self._taken:  # else it came before, from a coordinator that has died
+                self._taken = message.step_id
+                self._steps.append(message)
+                self._work()
         elif isinstance(message, WorkerWelcome):
             self._welcome(message)
         elif isinstance(message, PoolRegistered):
-            self._epoch = message.epoch
-            self._memory = KvMemory(message.base_block, self.blocks, self._host.settings.block_size, self._random)
+            self._pool_registered(message)
         elif isinstance(message, Refused):
             self.kill(RETRY_US)
 
+    def _pool_registered(self, message: PoolRegistered) -> None:
+        if not self._epoch:
+            self._epoch = message.epoch
+            self._memory = KvMemory(message.base_block, self.blocks, self._host.settings.block_size, self._random)
+        elif message.epoch != self._epoch:
+            raise Violation(f"{self.name} has a pool of epoch {self._epoch}, and is told {message.epoch}")
+        self._registered = True
+        for answer in self._answers:
+            if answer.step_id > message.done:
+                self._send(answer)
+        self._work()
+
     def _welcome(self, message: WorkerWelcome) -> None:
         settings = self._host.settings
+        if message.epoch:
+            self._reader = TablesReader(Path(message.tables_path), message.boot)
+            return  # what it holds is known there
+        self._empty()
+        self._boot = message.boot
         self._reader = TablesReader(Path(message.tables_path), message.boot)
         self._send(WorkerLoading(phase="reading", progress=0.5))
         model = ModelInfo(
@@ -232,24 +273,33 @@ class SimulatedWorker:
             return
         self._working = True
         took_us = 1 + int(self._random.random() * self._host.settings.step_us)
-        life = self.lives
+        life = self.lives, self._pools
         self._host.clock.after(took_us, lambda: self._finish(life, took_us))
 
-    def _finish(self, life: int, took_us: int) -> None:
-        if self.connection is None or life != self.lives or self.hangs:
+    def _finish(self, life: tuple[int, int], took_us: int) -> None:
+        if not self.alive or life != (self.lives, self._pools) or self.hangs:
             return
         self._working = False
-        if self._peers.number(self.connection.identity) is None:
-            return  # it was dropped and is about to learn it: nothing that it does counts any more
+        if self._unknown():
+            return  # it was dropped and is about to learn it, or goes on when it is known again
         try:
             result = self.carry_out(self._steps.popleft(), took_us)
         except Died:
             self.kill(1 + int(self._random.random() * REBORN_US))
             return
-        self._send(self._garbled(result))
+        self._answers.append(result)
+        if self._registered:
+            self._send(self._garbled(result))
         if not self._host.calm and self._random.random() < self._host.settings.duplicate_share:
             self._send(result)
         self._work()
+
+    def _unknown(self) -> bool:
+        """Whether there is a coordinator that does not know it: what it does may not count any more."""
+        connection = self.connection
+        if connection is None or not self._peers.serves(connection):
+            return False
+        return self._peers.number(connection.identity) is None
 
     def _garbled(self, result: StepResult) -> StepResult:
         how, self.garble = self.garble, ""

@@ -15,6 +15,7 @@ from pathlib import Path
 from random import Random
 
 from coordinator.core.events import Boot
+from coordinator.core.machine import Machine
 from coordinator.core.requests.lifecycle import Request
 from coordinator.outbox import Sent
 from kvforge.protocol import codec
@@ -23,6 +24,7 @@ from tests.simulation.actions import Action
 from tests.simulation.calm import Calm
 from tests.simulation.clients import SimulatedClient
 from tests.simulation.coordinators import SimulatedCoordinator
+from tests.simulation.dying import Books, Death, DyingJournal, cut, next_life
 from tests.simulation.ledger import Ledger
 from tests.simulation.model import Oracle
 from tests.simulation.network import Clock, Delays, SimulatedPeers
@@ -54,9 +56,13 @@ class World:
         self._entropy = Random(f"{seed}/entropy")
         self.client_side, self.worker_side = self._sides()
         self.boot = Boot("b" * 32, hashlib.blake2b(seed.encode()).digest()[:32], settings.limits())
-        self.coordinator = SimulatedCoordinator(self, self.boot, folder, self._entropy)
+        self._folder, self._lives = folder, 1
+        journal = self._first_journal() if settings.crash_gap_us else None
+        self.coordinator = SimulatedCoordinator(
+            self, Machine(self.boot, self.clock.now_us), folder, self._entropy, journal
+        )
         self.clients = {
-            name: SimulatedClient(name, self.client_side, seed, self.delivered)
+            name: SimulatedClient(name, self.client_side, seed, self, lasting=settings.crash_gap_us > 0)
             for name in (f"c{i}" for i in range(settings.clients))
         }
         self.workers = {
@@ -70,6 +76,48 @@ class World:
     def close(self) -> None:
         """It is over."""
         self.coordinator.tables.close()
+        if self.coordinator.journal is not None:
+            self.coordinator.journal.close()
+
+    # ------------------------------------------------------------------------------------------------- the coordinator
+
+    def _first_journal(self) -> DyingJournal:
+        state = self._folder / "state"
+        state.mkdir()
+        journal = DyingJournal(state, 1)
+        journal.note(self.boot, self.clock.now_us)
+        journal.commit()
+        return journal
+
+    def crash(self, how: str, part: int, back_us: int) -> None:
+        """The coordinator's process dies in its next turn."""
+        if self.coordinator.up and self.coordinator.death is None:
+            self.coordinator.death = Death(how, part, back_us)
+            self.coordinator.wake()
+
+    def cut(self) -> None:
+        """A snapshot is made of the coordinator's state, and its journal begins anew."""
+        coordinator, journal = self.coordinator, self.coordinator.journal
+        if coordinator.up and journal is not None and not journal.unwritten:
+            cut(journal, coordinator.machine, coordinator.machine._clock.now_us, self._numbers)
+
+    def died(self, before: Books, back_us: int) -> None:
+        """It did. before: what everybody could rely on. Another process makes its state anew."""
+        self.ledger = before.ledger
+        found = next_life(self._folder / "state", before)
+        self._numbers = found.numbers
+        self._lives += 1
+        for side in (self.client_side, self.worker_side):
+            side.die()
+        journal = DyingJournal(self._folder / "state", found.number)
+        self.coordinator = SimulatedCoordinator(self, found.machine, self._folder, self._entropy, journal)
+        self.coordinator.goes_on(before)
+        self.clock.after(back_us, self._rise)
+
+    def _rise(self) -> None:
+        for side in (self.client_side, self.worker_side):
+            side.rise()
+        self.coordinator.rise()
 
     # -------------------------------------------------------------------------------------------------------- network
 
@@ -77,7 +125,8 @@ class World:
         """Where clients and workers connect to: whoever is the coordinator then has what arrives."""
 
         def side(decoder: codec.Decoder, tap: Callable[[int, Message, Sent], None]) -> SimulatedPeers:
-            return SimulatedPeers(self.clock, self.delays, self._number, lambda: self.coordinator.wake(), decoder, tap)
+            wake, leaves = lambda: self.coordinator.wake(), lambda: self.coordinator.leaves()
+            return SimulatedPeers(self.clock, self.delays, self._number, wake, decoder, leaves, tap)
 
         return (
             side(codec.Decoder(CLIENT_REPLIES), lambda *told: self.coordinator.to_client(*told)),
@@ -109,6 +158,11 @@ class World:
     def oracle(self, request_id: int) -> Oracle:
         """What a request must generate."""
         return self.ledger.requests[request_id].oracle
+
+    def is_over(self, request_id: int) -> bool:
+        """Whether a request that somebody was told of may be forgotten by now."""
+        booked = self.ledger.requests.get(request_id)
+        return booked is not None and bool(booked.reason)
 
     def counts(self, request_id: int) -> bool:
         """Whether a row of the request can still count."""

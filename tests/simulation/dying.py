@@ -1,0 +1,129 @@
+"""How the simulated coordinator's process ends, and what the next one makes of what it wrote.
+
+It is killed before a turn is written, in the middle of writing it, or between any two of the effects that follow. The
+books are what was promised, so they go back with it: what was not written has not happened, and whoever was told of it
+will find out.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from copy import deepcopy
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+from coordinator.core.machine import Machine
+from coordinator.journal import snapshot
+from coordinator.journal.entries import STATE_VERSION
+from coordinator.journal.log import Journal, segments, states
+from coordinator.journal.recovery import Recovered, recover
+from coordinator.publish import all_changed
+from tests.simulation.digest import WATCHERS, state_digest
+from tests.simulation.workers import Violation
+
+if TYPE_CHECKING:
+    from tests.simulation.checks import Checker
+    from tests.simulation.ledger import Ledger
+    from tests.simulation.progress import Progress
+
+BEFORE, TORN, AFTER = "before", "torn", "after"
+WHOLE = 1000
+
+
+class Crash(Exception):
+    """The process is gone."""
+
+
+class Death(NamedTuple):
+    """How the next turn ends.
+
+    how: BEFORE its record is written; with the first `part` of WHOLE of it written (TORN); AFTER so many effects
+    (`part`), or at its end where it has fewer. back_us: until the next process is there.
+    """
+
+    how: str
+    part: int
+    back_us: int
+
+
+class Books(NamedTuple):
+    """What everybody could rely on at one moment, and the state then. They must not be changed any more."""
+
+    ledger: Ledger
+    progress: Progress
+    checker: Checker
+    digest: str
+
+
+def books(ledger: Ledger, progress: Progress, checker: Checker, machine: Machine, shared: list[Any]) -> Books:
+    """As they are now. shared: objects that there is one of, whatever happens."""
+    oracles = [booked.oracle for booked in ledger.requests.values()]
+    memo = {id(one): one for one in (*shared, machine, *oracles)}
+    copied = deepcopy((ledger, progress, checker), memo)
+    return Books(*copied, state_digest(machine))
+
+
+class DyingJournal(Journal):
+    """The real one. death: how the turn ends that is written next; None: it does not."""
+
+    death: Death | None = None
+
+    @property
+    def unwritten(self) -> bool:
+        """Whether something entered the core that is not written yet."""
+        return bool(self._noted)
+
+    def commit(self) -> None:
+        """Writes what was noted, or not all of it."""
+        death = self.death if self.unwritten else None
+        if death is not None and death.how == BEFORE:
+            raise Crash
+        start = self._end
+        super().commit()
+        if death is not None and death.how == TORN:
+            (*_, path) = segments(self.folder).values()
+            os.truncate(path, start + (self._end - start) * death.part // WHOLE)
+            raise Crash
+
+
+def next_life(folder: Path, before: Books) -> Recovered:
+    """What a new process makes of the journal: the very state that the books are of. Raises Violation."""
+    found = recover(folder)
+    assert found is not None, "there is a journal"
+    if found.torn is not None:
+        path, end, _ = found.torn
+        os.truncate(path, end)
+    if (digest := state_digest(found.machine)) != before.digest:
+        raise Violation(f"the journal makes a state of digest {digest}, and {before.digest} was the last that counted")
+    found.machine.check_invariants()
+    all_changed(found.machine)
+    return found
+
+
+@contextmanager
+def alone(machine: Machine) -> Iterator[None]:
+    """The machine inside the block is an ordinary one, and nobody watches it."""
+    kind = machine.__class__
+    removed: list[tuple[Any, str, Any]] = []
+    for part in (machine, machine.scheduler, machine.endings, machine.admission, machine.admission.waiting):
+        removed += [(part, name, vars(part).pop(name)) for name in WATCHERS & vars(part).keys()]
+    machine.__class__ = Machine
+    try:
+        yield
+    finally:
+        machine.__class__ = kind
+        for part, name, value in removed:
+            setattr(part, name, value)
+
+
+def cut(journal: Journal, machine: Machine, now_us: int, numbers: int) -> None:
+    """A snapshot, as a child writes it; what came before it is removed."""
+    first = journal.rotate()
+    head = snapshot.Head(version=STATE_VERSION, now_us=now_us, numbers=numbers)
+    with alone(machine):
+        snapshot.write(journal.folder / snapshot.STATE.format(first), machine, head)
+    for number, path in (*segments(journal.folder).items(), *states(journal.folder).items()):
+        if number < first:
+            path.unlink()
