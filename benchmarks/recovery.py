@@ -56,7 +56,7 @@ class Bench:
         )
         self._seen: dict[str, int] = {}
         self.coordinator = self.start_coordinator()
-        self.worker = self.start_worker()
+        self.worker: subprocess.Popen[bytes] | None = None
 
     def start_coordinator(self) -> subprocess.Popen[bytes]:
         """A new process."""
@@ -99,15 +99,15 @@ class Bench:
     def close(self) -> None:
         """Ends them."""
         for process in (self.coordinator, self.worker):
-            process.kill()
-            process.wait()
+            if process is not None:
+                process.kill()
+                process.wait()
 
 
 def submit(endpoint: str, requests: int, prompt: int) -> None:
     """Requests that go on though nobody reads them."""
     draw, sampling = np.random.default_rng(0), Sampling(temperature=0.0, ignore_eos=True)
     with Client(endpoint, connect_timeout_s=30, timeout_s=60) as kv:
-        kv.wait_ready(30)
         for _ in range(requests):
             tokens = draw.integers(0, VOCABULARY, prompt).astype(np.int32)
             kv.submit(tokens, max_tokens=ANSWER, sampling=sampling, detached=True)
@@ -145,7 +145,7 @@ def killed(bench: Bench, reader: Reader, both: bool) -> dict[str, Any]:
     records, snapshot = bench.state_bytes()
     began, began_unix = time.monotonic(), time.time()
     bench.coordinator.send_signal(signal.SIGKILL)
-    if both:
+    if both and bench.worker is not None:
         bench.worker.send_signal(signal.SIGKILL)
         bench.worker.wait()
         bench.worker = bench.start_worker()
@@ -189,6 +189,7 @@ def measure(requests: int, prompt: int, rounds: int, written: int, step_ms: floa
         bench = Bench(Path(folder), requests, prompt, step_ms)
         try:
             submit(client_endpoint(bench.runtime), requests, prompt)
+            bench.worker = bench.start_worker()
             while bench.written() < written:
                 time.sleep(0.1)
             bench.slow()
@@ -215,6 +216,7 @@ def main() -> int:
     parser.add_argument("--step-ms", type=float, default=30.0, help="a decode step takes so long [30]")
     parser.add_argument("--json", help="write the results here too")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # and not without ending the others
     results = measure(options.requests, options.prompt, options.rounds, int(options.written * 1e6), options.step_ms)
     sizes, streams = ("written_mb", "records_mb", "snapshot_mb"), ("first_s", "median_s", "p99_s", "last_s")
     rows: list[list[object]] = [

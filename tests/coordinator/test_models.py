@@ -190,8 +190,8 @@ class PrefixMachine(RuleBasedStateMachine):
         self.content: dict[int, tuple[int, tuple[int, ...]]] = {}
         self.held: list[int] = []
 
-    @rule(salt=SALTS, path=PATHS)
-    def run_a_sequence(self, salt: int, path: list[tuple[int, int]]) -> None:
+    @rule(salt=SALTS, path=PATHS, at_once=st.booleans())
+    def run_a_sequence(self, salt: int, path: list[tuple[int, int]], at_once: bool) -> None:
         """What a request does: takes the hit, fills the rest, is acknowledged, and gives all back."""
         tokens = np.array(path, np.int32).ravel()
         hashes = self.hasher.chain(salt, tokens)
@@ -205,12 +205,25 @@ class PrefixMachine(RuleBasedStateMachine):
             return
         ids = hits + fresh
         parent = self.index.key(hits[-1]) if hits else root_key(salt)
+        at_once = at_once and self.exact and bool(fresh)
+        if at_once:
+            contents = tokens.reshape(-1, SIZE)[len(hits) :]
+            last = self.pool.index_run(np.array(fresh), parent, hashes[len(hits) :], contents)
+            assert last == self._indexed_as(int(hashes[-1]))
         for i in range(len(hits), len(path)):
             self.content[ids[i]] = (salt, tuple(tokens[: (i + 1) * SIZE].tolist()))
-            key = self.pool.index_block(ids[i], parent, int(hashes[i]), tokens[i * SIZE : (i + 1) * SIZE])
+            if at_once:
+                key = self._indexed_as(int(hashes[i]))
+            else:
+                key = self.pool.index_block(ids[i], parent, int(hashes[i]), tokens[i * SIZE : (i + 1) * SIZE])
             assert self.trie.add(parent, path[i], key, ids[i]) == key
             parent = key
         self.pool.release(np.array(ids, np.int64), 0)
+
+    def _indexed_as(self, value: int) -> int:
+        block = self.index.find(value)
+        assert block is not None
+        return self.index.key(block)
 
     def check_hits(self, salt: int, tokens: np.ndarray, hits: list[int]) -> None:
         for i, block in enumerate(hits):

@@ -59,11 +59,9 @@ class Indexing:
             self.restart(slot)
         first, full = int(s.hashed[slot]), int(s.computed[slot]) // s.block_size
         tokens = s.tokens[slot, first * s.block_size : full * s.block_size]
-        values = self._hasher.chain(int(s.chain[slot]), tokens).tolist()
-        parent = int(s.parent[slot])
-        for i, block in enumerate(s.table[slot, first:full].tolist()):
-            content = tokens[i * s.block_size : (i + 1) * s.block_size]
-            parent = pool.index_block(block, parent, values[i], content)
+        values = self._hasher.chain(int(s.chain[slot]), tokens)
+        contents = tokens.reshape(-1, s.block_size)
+        parent = pool.index_run(s.table[slot, first:full], int(s.parent[slot]), values, contents)
         s.hashed[slot], s.chain[slot], s.parent[slot] = full, values[-1], parent
 
     def restart(self, slot: int) -> None:

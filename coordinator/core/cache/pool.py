@@ -323,6 +323,18 @@ class Pool:
         each = zip(ids.tolist(), parents.tolist(), values.tolist(), contents, strict=True)
         return np.array([self.index_block(*entry) for entry in each])
 
+    def index_run(
+        self, ids: npt.NDArray[np.integer], parent: int, values: Hashes, contents: npt.NDArray[np.int32]
+    ) -> int:
+        """`index_block` for [n] blocks of one sequence, one after the other. Returns the key of the last entry."""
+        if self.index.all_new(ids, values):
+            keys = self.index.keys(ids)
+            self.index.add_each(ids, np.concatenate([[parent], keys[:-1]]), values, contents)
+            return int(keys[-1])
+        for block, value, tokens in zip(ids.tolist(), values.tolist(), contents, strict=True):
+            parent = self.index_block(block, parent, value, tokens)
+        return parent
+
     def unindex(self, block: int) -> None:
         """A block loses its place in the prefix index: if only the index kept it, it becomes free."""
         self.index.remove(block)

@@ -84,6 +84,11 @@ class PrefixIndex:
         """The exact name of an entry: its block and generation in one integer."""
         return block | int(self._blocks.generation[block]) << 32
 
+    def keys(self, ids: npt.NDArray[np.integer]) -> npt.NDArray[np.int64]:
+        """The same of [n] blocks."""
+        keys: npt.NDArray[np.int64] = ids | self._blocks.generation[ids].astype(np.int64) << 32
+        return keys
+
     def has_all(self, ids: BlockIds) -> bool:
         """Whether each of [n] blocks is indexed."""
         return bool(self._blocks.indexed[ids].all())
@@ -201,8 +206,7 @@ class PrefixIndex:
             self._add_child(parent, block)
         self._blocks.indexed[ids] = True
         self._tell(hashes)
-        keys: npt.NDArray[np.int64] = ids | self._blocks.generation[ids].astype(np.int64) << 32
-        return keys
+        return self.keys(ids)
 
     def _tell(self, values: Iterable[int]) -> None:
         """Blocks with these chained hashes can be shared from now on."""
