@@ -143,7 +143,8 @@ class Connection:
             self._queue.append((piece, i == last))
             self.queued_bytes += len(piece)
         self.queued_messages += 1
-        if self._too_much():
+        room = self._room
+        if self.queued_bytes >= room.queue_bytes_max or self.queued_messages >= room.queue_messages_max:
             self.full = True
             self.flush(now_ns)  # perhaps it only was not tried yet
         return Sent.GONE if self.ended else Sent.DONE
@@ -154,17 +155,12 @@ class Connection:
         self.queued_bytes += len(data)
         self.flush(now_ns)
 
-    def _too_much(self) -> bool:
-        room = self._room
-        return self.queued_bytes >= room.queue_bytes_max or self.queued_messages >= room.queue_messages_max
-
     def flush(self, now_ns: int) -> bool:
         """Writes what waits, as far as it is taken. Returns whether the peer was full and is not any more."""
         queue = self._queue
         while queue:
-            pieces, count = self._together()
             try:
-                sent = self.socket.send(pieces[0] if count == 1 else b"".join(pieces))
+                sent = self.socket.send(queue[0][0] if len(queue) == 1 else self._together())
             except BlockingIOError:
                 break
             except OSError:
@@ -174,15 +170,17 @@ class Connection:
             self.moved_ns = now_ns
             if not self._taken(sent):
                 break
+        if not self.full:
+            return False
         room = self._room
-        if not self.full or self.queued_bytes > room.queue_bytes_max // 2:
+        if self.queued_bytes > room.queue_bytes_max // 2:
             return False
         if self.queued_messages > room.queue_messages_max // 2:
             return False
         self.full = False
         return True
 
-    def _together(self) -> tuple[list[zmtp.Frame], int]:
+    def _together(self) -> zmtp.Frame:
         """What is written next: small pieces together, up to as much as is taken at once."""
         pieces: list[zmtp.Frame] = []
         size = 0
@@ -191,12 +189,16 @@ class Connection:
             if pieces and size > WRITE_BYTES:
                 break
             pieces.append(piece)
-        return pieces, len(pieces)
+        return pieces[0] if len(pieces) == 1 else b"".join(pieces)
 
     def _taken(self, sent: int) -> bool:
         """So many bytes were written. Returns whether more may be."""
         queue = self._queue
         self.queued_bytes -= sent
+        if not self.queued_bytes:  # as almost always
+            queue.clear()
+            self.queued_messages = 0
+            return False
         while sent:
             piece, ends = queue[0]
             if sent < len(piece):

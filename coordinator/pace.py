@@ -17,11 +17,11 @@ MESSAGES_MAX = 2  # that are taken of them in such a time
 class Pace:
     """Of one socket. Times in nanoseconds, monotonic.
 
-    again_ns: when those without standing are looked at again; 0: always.
+    again_ns: when those without standing are looked at again; 0: always. troubled: bounds are broken all the time.
     """
 
     def __init__(self) -> None:
-        self.again_ns = 0
+        self.again_ns, self.troubled = 0, False
         self._calm_ns = 0
         self._troubles, self._troubles_end_ns = 0, 0
         self._messages_left = 0
@@ -32,13 +32,14 @@ class Pace:
             self._troubles, self._troubles_end_ns = 0, now_ns + int(TROUBLED_S * 1e9)
         self._troubles += 1
         if self._troubles > TROUBLES_MAX:
-            self._calm_ns = now_ns + int(TROUBLED_S * 1e9)
+            self._calm_ns, self.troubled = now_ns + int(TROUBLED_S * 1e9), True
 
     def begins(self, now_ns: int) -> bool:
         """Whether those without standing are to be looked at, now."""
         if now_ns < self.again_ns:
             return False
-        self.again_ns = now_ns + PACE_US * 1000 if now_ns < self._calm_ns else 0
+        self.troubled = now_ns < self._calm_ns
+        self.again_ns = now_ns + PACE_US * 1000 if self.troubled else 0
         self._messages_left = MESSAGES_MAX
         return True
 

@@ -6,10 +6,8 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
   few, and the oldest of them goes when there are too many, or after `connection.STRANGER_S`;
 - messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
   loop only for a while: what was asked by then is answered before more is looked at. Each connection has a share of
-  that while, by how long its messages take (deficit round robin): one that sends as fast as it can, or what is costly,
-  ends the turn with its share, and waits for the next while others are served. What has come is read for a while
-  only, from each in turn; and while bounds are broken all the time, strangers and those who sent something wrong are
-  looked at now and then only (`pace`);
+  that while (`shares`). What has come is read for a while only, from each in turn; and while bounds are broken all the
+  time, strangers and those who sent something wrong are looked at now and then only (`pace`);
 - a message is bounded as a whole, and so is what all unfinished messages hold together: beyond that the oldest of them
   goes with its connection. One that does not end within `connection.MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
@@ -43,12 +41,12 @@ from .listener import Door, Listener
 from .outbox import Frames, Sent, Who
 from .pace import Pace
 from .rate import Rate
+from .shares import Shares
 
 LINGER_S = 0.5
 LINGERING_MAX = 8
 FAULTS_MAX = 64
 TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
-ALONE_S = 0.1  # who alone has sent anything for so long is alone
 LOOKS_MAX = 4  # connections that are looked at between two looks at the time
 LOOK_US = 100  # for so long what has come is read at once
 CLIENT, WORKER = "client", "worker"
@@ -116,14 +114,10 @@ class Peers:
         self._by_number: dict[int, Connection] = {}
         self._by_descriptor: dict[int, Connection] = {}
         self._strangers: dict[bytes, Connection] = {}  # the oldest first
-        self._ready: deque[Connection] = deque()  # may have a message
+        self._shares = Shares(self.limits.share_us)
+        self._ready = self._shares.ready  # may have a message
         self._put_off: deque[Connection] = deque()  # so may these, but they are paced
-        self._spent: deque[Connection] = deque()  # so may these, but they have had their share of this turn
         self._slowed: list[Connection] = []  # so have these, for which it is too soon
-        self._turn, self._handed_out = 0, False
-        self._serving: Connection | None = None  # whose message was handed out last, and when
-        self._last: Connection | None = None  # the same, and since when it is always the same one
-        self._served_ns = self._changed_ns = 0
         self._over: list[Connection] = []  # have ended, and their last message was handed out
         self._gone: list[int] = []
         self._lingering: deque[Connection] = deque()  # forgotten, the longest ago first
@@ -133,13 +127,13 @@ class Peers:
         self._partial_bytes = 0
         self._made = 0
         self._watched, self._stirred, self._turned, self._eased = False, True, False, False
+        self._others_came = self._shut = False
         self._pace = Pace()
         self._now_ns = self._beaten_ns = self._turn_ends_ns = time.monotonic_ns()
-        # Those with standing, and all others with the listening sockets: the second is taken out while they are paced.
-        self._epoll, self._trusted, self._others = select.epoll(), select.epoll(), select.epoll()
+        # Those with standing; all others and the doors are in one within it, which is taken out while they are paced.
+        self._epoll, self._others = select.epoll(), select.epoll()
         listeners = [Listener(door, self._others) for door in doors]
         self._listeners = {listener.fileno(): listener for listener in listeners}
-        self._epoll.register(self._trusted, select.EPOLLIN)
         self._epoll.register(self._others, select.EPOLLIN)
         self._paced = False
 
@@ -158,7 +152,7 @@ class Peers:
         return self._epoll.fileno()
 
     def watch(self, epoll: select.epoll) -> dict[int, Callable[[], None]]:
-        """From now on what `epoll` reports is passed on: by descriptor, what to call."""
+        """From now on what `epoll` reports is passed on: by descriptor, what to call. It is asked before each turn."""
         self._watched = True
         epoll.register(self._epoll, select.EPOLLIN)
         return {self._epoll.fileno(): self._stir}
@@ -170,12 +164,15 @@ class Peers:
     def waiting(self) -> bool:
         """Whether a message, the end of a connection, or room for one that had none is there to be looked at."""
         if (self._stirred or not self._watched) and not self._ready:
-            self._look()
-        return bool(self._next_queue() or self._spent or self._over or self._gone or self._eased)
+            self._look(time.monotonic_ns())
+        put_off = self._put_off and self._pace.hears
+        return bool(self._ready or put_off or self._shares.spent or self._over or self._gone or self._eased)
 
     @property
     def again_us(self) -> int | None:
         """When a turn is due though nothing arrives, for those that are paced or slowed; None: nobody is."""
+        if not self._paced and not self._slowed:
+            return None
         again_ns = [self._pace.again_ns] if self._paced else []
         again_ns += [connection.rate.ready_ns for connection in self._slowed if connection.rate is not None]
         return min(again_ns) // 1000 + 1 + self.offset_us if again_ns else None
@@ -184,24 +181,20 @@ class Peers:
 
     def receive(self) -> tuple[bytes, int, list[zmtp.Frame]] | None:
         """The next message: (identity, descriptor, frames); None where none is waiting."""
-        now_ns = self._settle()
+        now_ns = time.monotonic_ns()
+        shares = self._shares
+        if shares.serving is not None:
+            shares.charge(now_ns)
         if not self._turned:
-            self._begin_turn()
+            self._begin_turn(now_ns)
         elif now_ns >= self._turn_ends_ns:
             return None  # what is left is for the next turn: what was asked so far is answered first
-        while True:
-            queue = self._next_queue()
-            if not queue:
-                if not self._watched or self._stirred:
-                    self._look()
-                if not (queue := self._next_queue()) and not (queue := self._forgiven()):
-                    return None
+        while queue := self._ready or self._next_queue():
             connection = queue.popleft()
             if connection.identity not in self._by_identity or connection.full:
                 connection.listed = False
                 continue  # one that is full comes again when it is not
-            if queue is self._ready and not self._has_share(connection):
-                self._spent.append(connection)
+            if queue is self._ready and not shares.has_share(connection):
                 continue
             if connection.rate is not None and not connection.rate.take(now_ns):
                 self._slow(connection)
@@ -214,21 +207,19 @@ class Peers:
                     self._list(connection)
                 else:
                     self._note_end(connection)
-                self._serving, self._served_ns, self._handed_out = connection, time.monotonic_ns(), True
-                if connection is not self._last:
-                    self._last, self._changed_ns = connection, self._served_ns
+                shares.serve(connection, time.monotonic_ns())
                 return connection.identity, connection.descriptor, frames
             self._note_end(connection)
+        return None
 
-    def _begin_turn(self) -> None:
-        self._turned, self._handed_out = True, False
-        self._turn += 1
-        self._look()  # also where messages are left from before: others may have come meanwhile
-        self._turn_ends_ns = self._now_ns + self.limits.turn_us * 1000
-        self._ready += self._spent
-        self._spent.clear()
+    def _begin_turn(self, now_ns: int) -> None:
+        self._turned = True
+        self._turn_ends_ns = now_ns + self.limits.turn_us * 1000
+        if self._stirred or not self._watched or self._shut or self._pace.troubled:
+            self._look(now_ns)  # also where messages are left from before: others may have come meanwhile
+        self._shares.begin_turn()
         if self._slowed:
-            self._hurry()
+            self._hurry(now_ns)
 
     def _slow(self, connection: Connection) -> None:
         """Its next message is for later. Until then its socket is not looked at: it would say all the time that more
@@ -237,41 +228,26 @@ class Peers:
         self._slowed.append(connection)
         self._register(connection)
 
-    def _hurry(self) -> None:
+    def _hurry(self, now_ns: int) -> None:
         """Those whose time has come are served as all others are."""
         slowed, self._slowed = self._slowed, []
         for connection in slowed:
-            if connection.rate is not None and self._now_ns < connection.rate.ready_ns:
+            if connection.rate is not None and now_ns < connection.rate.ready_ns:
                 self._slowed.append(connection)
                 continue
-            connection.slowed, connection.heard_ns = False, self._now_ns
+            connection.slowed, connection.heard_ns = False, now_ns
             self._register(connection)
             self._ready.append(connection)
 
-    def _settle(self) -> int:
-        """Whoever was served last is charged for the time that it took. Returns the time."""
-        now_ns = time.monotonic_ns()
-        if self._serving is not None:
-            self._serving.share_ns -= now_ns - self._served_ns
-            self._serving = None
-        return now_ns
-
-    def _has_share(self, connection: Connection) -> bool:
-        """Whether some is left of its share of this turn, and of what it owes of those before."""
-        share_ns = self.limits.share_us * 1000
-        turns, connection.share_turn = self._turn - connection.share_turn, self._turn
-        if turns:
-            connection.share_ns = min(share_ns, connection.share_ns + turns * share_ns)
-        return connection.share_ns > 0
-
-    def _forgiven(self) -> deque[Connection]:
-        """Those without a share are served where nobody else wants anything: in this turn; or for a while, in which
-        they are served on, since short turns cost time."""
-        if not self._handed_out or time.monotonic_ns() - self._changed_ns > ALONE_S * 1e9:
-            self._ready += self._spent
-            for connection in self._spent:
-                connection.share_ns = self.limits.share_us * 1000
-            self._spent.clear()
+    def _next_queue(self) -> deque[Connection]:
+        """Where the next message is looked for when nobody is ready; an empty one where nobody has any."""
+        if self._stirred or not self._watched:
+            self._look(time.monotonic_ns())
+        if not self._ready:
+            if self._put_off and self._pace.hears:
+                return self._put_off
+            if self._shares.spent:
+                self._shares.forgive(time.monotonic_ns())
         return self._ready
 
     def number(self, identity: bytes) -> int | None:
@@ -301,16 +277,20 @@ class Peers:
 
     def note_ends(self, turn_over: bool = True) -> None:
         """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
-        self._settle()
-        self._look()
+        self._now_ns = now_ns = time.monotonic_ns()
+        self._shares.charge(now_ns)
+        beats = now_ns - self._beaten_ns >= self._beat_ns
+        if not self._watched or beats or not turn_over:
+            self._look(now_ns)  # otherwise the next turn does, which is due at once where anything has come
         if turn_over:
             self._turned = self._eased = False
-        over, self._over = self._over, []
-        for connection in over:
-            self._end(connection)
-        while self._lingering and self._now_ns - self._lingering[0].moved_ns > LINGER_S * 1e9:
+        if self._over:
+            over, self._over = self._over, []
+            for connection in over:
+                self._end(connection)
+        while self._lingering and now_ns - self._lingering[0].moved_ns > LINGER_S * 1e9:
             self._lingering.popleft().socket.close()
-        if self._now_ns - self._beaten_ns >= self._beat_ns:
+        if beats:
             self._beat()
 
     def take_gone(self) -> list[int]:
@@ -370,39 +350,50 @@ class Peers:
         while self._lingering:
             self._lingering.popleft().socket.close()
         if not self._epoll.closed:
-            for epoll in (self._epoll, self._trusted, self._others):
-                epoll.close()
+            self._epoll.close()
+            self._others.close()
             for listener in self._listeners.values():
                 listener.close()
 
     # ----------------------------------------------------------------------------------------------------- what comes
 
-    def _look(self) -> None:
+    def _look(self, now_ns: int) -> None:
         """Takes in what has come: some of it from each connection."""
-        self._stirred = False
-        self._now_ns = now_ns = time.monotonic_ns()
+        self._now_ns = now_ns
+        self._stirred = self._others_came = False
+        if self._shut:
+            self._open(now_ns)
+        self._look_through(self._epoll, now_ns)
+        # Where there was no time to see whether the others came, they are looked at: nobody waits for all the rest.
+        if (self._others_came or self._stirred or self._pace.troubled) and self._pace.begins(now_ns):
+            self._look_at_others()
+
+    def _open(self, now_ns: int) -> None:
+        """Accepts again at the doors where nobody could be accepted, if it is time."""
         for listener in self._listeners.values():
             if listener.again_ns:
                 listener.look_again(now_ns)
-        self._look_through(self._trusted)
-        if self._pace.begins(now_ns):
-            stirred = self._stirred
-            self._look_through(self._others)
-            if bool(self._pace.again_ns) != self._paced:
-                self._change_pace()
-            if self._paced:
-                self._stirred = stirred
+        self._shut = any(listener.again_ns for listener in self._listeners.values())
 
-    def _look_through(self, epoll: select.epoll) -> None:
+    def _look_at_others(self) -> None:
+        """Those without standing, and whoever comes in."""
+        stirred = self._stirred
+        self._look_through(self._others, time.monotonic_ns())
+        if bool(self._pace.again_ns) != self._paced:
+            self._change_pace()
+        if self._paced:
+            self._stirred = stirred
+
+    def _look_through(self, epoll: select.epoll, now_ns: int) -> None:
         """Looks at each once, while there is time."""
-        until_ns, left = time.monotonic_ns() + LOOK_US * 1000, len(self._by_descriptor) + 1
+        left = len(self._by_descriptor) + 1
         while events := epoll.poll(0, LOOKS_MAX):  # those that were looked at go to the end of its queue
             for descriptor, what in events:
                 self._look_at(descriptor, what)
             left -= len(events)
             if len(events) < LOOKS_MAX or left <= 0:
                 return
-            if time.monotonic_ns() >= until_ns:
+            if time.monotonic_ns() - now_ns >= LOOK_US * 1000:
                 self._stirred = True
                 return
 
@@ -416,10 +407,6 @@ class Peers:
             self._ready += self._put_off
             self._put_off.clear()
 
-    def _next_queue(self) -> deque[Connection]:
-        """Where the next message is looked for."""
-        return self._put_off if not self._ready and self._pace.hears else self._ready
-
     def _look_at(self, descriptor: int, what: int) -> None:
         now_ns = self._now_ns
         connection = self._by_descriptor.get(descriptor)
@@ -427,6 +414,9 @@ class Peers:
             if (listener := self._listeners.get(descriptor)) is not None:
                 for socket in listener.accept(now_ns):
                     self._welcome(socket, listener.door)
+                self._shut = self._shut or listener.again_ns > 0
+            elif descriptor == self._others.fileno():
+                self._others_came = True
             return
         if what & select.EPOLLHUP and connection.full:
             connection.discard()  # it has closed, and reads nothing more
@@ -475,7 +465,7 @@ class Peers:
                 self._ready.append(connection)
 
     def _epoll_of(self, connection: Connection) -> select.epoll:
-        return self._trusted if connection.trusted else self._others
+        return self._epoll if connection.trusted else self._others
 
     def _next(self, connection: Connection) -> list[zmtp.Frame] | None:
         """The next message of a connection. One that breaks the protocol is disconnected."""

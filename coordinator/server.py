@@ -236,9 +236,10 @@ class Server:
         """Until something arrives or is due. Returns whether something arrived.
 
         Right after something arrived, more is likely: for `spin_us` it is looked for without sleeping, since waking a
-        sleeping core takes longer than a turn. An idle coordinator sleeps.
+        sleeping core takes longer than a turn. An idle coordinator sleeps. Where messages are left from before, or a
+        turn is due, it is looked for once: nobody waits for those who always have something.
         """
-        if self.clients.waiting or self.workers.waiting:
+        if self._look(0):
             self._arrived_ns = time.monotonic_ns()
             return True
         spin_until_ns = self._arrived_ns + self._spin_ns

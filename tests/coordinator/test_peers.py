@@ -225,7 +225,8 @@ def clock(monkeypatch: pytest.MonkeyPatch, hostile: Hostile) -> StoppedTime:
     made = StoppedTime()
     monkeypatch.setattr(peers, "time", made)
     hostile.peers._beaten_ns = made.now_ns
-    hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=1_000_000, share_us=1_000)
+    hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=1_000_000)
+    hostile.peers._shares.share_ns = 1_000_000
     return made
 
 
@@ -241,7 +242,7 @@ def in_one_turn(hostile: Hostile, clock: StoppedTime) -> list[bytes]:
 
 def come(hostile: Hostile, count: int) -> None:
     """Waits until so many have something to say."""
-    until(lambda: (hostile.peers._look(), len(hostile.peers._ready) == count)[1])  # type: ignore[func-returns-value]
+    until(lambda: (hostile.peers.note_ends(), len(hostile.peers._ready) == count)[1])  # type: ignore[func-returns-value]
 
 
 def test_who_floods_has_a_share_of_a_turn_and_ends_it(hostile: Hostile, clock: StoppedTime) -> None:

@@ -35,6 +35,7 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.tables import TablesReader
+from tests.coordinator.net import DEADLINE_S, until
 from tests.protocol.frozen import Version
 from tests.protocol.systemd_ear import Ear
 
@@ -220,6 +221,20 @@ def test_a_client_that_always_has_more_hides_no_worker(bench: Bench) -> None:
             break
     assert bench.server.machine.workers, f"not seen in {TURNS_MAX} turns"
     assert bench.server.clients.waiting, "the client's messages ran out"
+
+
+def test_what_a_worker_has_sent_is_heard_in_the_next_turn_beside_a_client_with_much_left(bench: Bench) -> None:
+    busy, worker = bench.client(), bench.worker()
+    bench.ask(worker, WorkerHello(rid=1, name="w", pid=1))  # refused: nothing of its handshake is under way any more
+    busy.send(*[GetHealth(rid=2)] * UNDER_WAY)
+    until(lambda: bench.server._look(0))
+    bench.server.turn()
+    worker.send(WorkerHello(rid=1, name="w", pid=1, token=token.read(bench.server.runtime)))
+    assert select.select([bench.server.workers], [], [], DEADLINE_S)[0], "it has come"
+    assert bench.server.clients.waiting
+    bench.turn()
+    assert bench.server.machine.workers
+    assert bench.server.clients.waiting
 
 
 def test_a_client_with_few_messages_does_not_wait_for_one_with_many(bench: Bench) -> None:
