@@ -156,7 +156,6 @@ class Machine:
             Attach: asked.attach,
             CreateSequence: self.sequences.create,
             Fork: self.sequences.fork,
-            RefBlock: self.blocks.ref,
         }
 
     # ---------------------------------------------------------------------------------------------------------- apply
@@ -253,6 +252,8 @@ class Machine:
             return command(message)
         if (command_for := self._commands_for.get(kind)) is not None:
             return command_for(seen, message)
+        if kind is RefBlock:
+            return self.blocks.ref(event, seen, message)
         return self._commands_of[kind](event, message)
 
     def _get_stats(self, tenant: str, message: GetStats) -> Message:

@@ -33,7 +33,8 @@ class Submit(Message, frozen=True, tag="submit"):
     """Asks for tokens. prompt: [prompt_tokens] int32.
 
     sequence_id: continue this client sequence (prompt is then empty or what is appended to it first); the generated
-    tokens become part of it. salt: share cached prefixes with whoever names the same salt instead of with the tenant.
+    tokens become part of it. salt: share cached prefixes with whoever names the same salt instead of with the tenant;
+    a client that acts for one tenant shares them within that one only.
     count: so many answers to one prompt, each a request of its own; their ids follow each other, and so do their seeds
     (modulo 2^64). They share the blocks of the prompt.
     priority: -100 to 100, within the tenant: each step is worth a fixed time of waiting, so that none waits for ever.

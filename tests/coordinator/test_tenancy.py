@@ -12,6 +12,7 @@ import pytest
 from coordinator.core.commands.guard import RIGHT_FOR
 from coordinator.core.rights import ADMIN, EVERY_TENANT, READ, RIGHTS, SUBMIT, Access
 from kvforge.protocol.errors import (
+    AlreadyHolder,
     BlockNotFound,
     NotAHolder,
     NotAllowed,
@@ -152,21 +153,66 @@ def test_blocks_that_a_tenant_neither_pays_for_nor_holds_do_not_exist() -> None:
 
 
 def test_of_a_block_that_is_shared_each_sees_its_own_holders() -> None:
+    """A gateway, which acts for both, has them share it."""
     driver = both()
     text = list(range(1, 41))
-    driver.submit(text, 1, client=ALICE, salt="s")
+    driver.submit(text, 1, client=GATEWAY, tenant="a", salt="s")
     driver.run_until_idle()
-    hers, his = (driver.create(text, client=client, salt="s") for client in (ALICE, BOB))
+    hers, his = (driver.create(text, client=GATEWAY, tenant=tenant, salt="s") for tenant in ("a", "b"))
     block = driver.blocks_of(hers)[0]
     assert driver.blocks_of(his)[0] == block
     driver.ref(block, "hers", client=ALICE)
     seen = driver.ask(GetBlock(rid=1, block_id=block), BOB)
-    assert (seen.refcount, [holder.id for holder in seen.holders], seen.tenant) == (3, [his], "")
+    assert (seen.refcount, [holder.id for holder in seen.holders], seen.tenant) == (1, [his], "")
     told = driver.ask(Explain(rid=1, block_id=block), BOB).sentences
     assert [sentence for sentence in told if "held by" in sentence] == [f"held by sequence {his} for 0 s"]
-    assert "and by 2 more" in told
+    assert not [sentence for sentence in told if "more" in sentence]
     driver.refused(UnrefBlock(rid=1, block_id=block, holder="hers"), NotAHolder, BOB)
-    assert driver.unref(block, "hers", client=ALICE).refcount == 2
+    assert driver.unref(block, "hers", client=ALICE).refcount == 1
+    assert driver.ask(GetBlock(rid=1, block_id=block), ROOT).refcount == 2
+
+
+def test_a_name_on_a_block_is_its_tenants_own() -> None:
+    """Who takes the name that another tenant has taken is not told so."""
+    driver = both()
+    text = list(range(1, 41))
+    driver.submit(text, 1, client=GATEWAY, tenant="a", salt="s")
+    driver.run_until_idle()
+    hers, _ = (driver.create(text, client=GATEWAY, tenant=tenant, salt="s") for tenant in ("a", "b"))
+    block = driver.blocks_of(hers)[0]
+    for client, others in ((ALICE, 0), (BOB, 1)):
+        assert driver.ref(block, "name", client=client).refcount == 2
+        driver.refused(RefBlock(rid=1, block_id=block, holder="name"), AlreadyHolder, client)
+        holders = driver.ask(GetBlock(rid=1, block_id=block), client).holders
+        assert [holder.name for holder in holders if holder.kind == "external"] == ["name"]
+        assert driver.ask(GetBlock(rid=1, block_id=block), ROOT).refcount == 3 + others
+    driver.unref(block, "name", client=ALICE)
+    driver.refused(UnrefBlock(rid=1, block_id=block, holder="name"), NotAHolder, ALICE)
+    driver.refused(RefBlock(rid=1, block_id=block, holder="name"), AlreadyHolder, BOB)
+    driver.ref(block, "name", client=ALICE)
+    driver.gone(BOB, goodbye=True)
+    assert [h.name for h in driver.ask(GetBlock(rid=1, block_id=block), ROOT).holders if h.kind == "external"] == [
+        "name"
+    ]
+    driver.unref(block, "name", client=ROOT)
+    driver.refused(UnrefBlock(rid=1, block_id=block, holder="name"), NotAHolder, ROOT)
+
+
+@pytest.mark.parametrize("salt", ["", "s", "b\ns"])
+def test_what_a_tenant_has_cached_is_no_hit_for_another_who_guesses_its_salt(salt: str) -> None:
+    driver = both()
+    text = list(range(1, 41))
+    driver.submit(text, 1, client=ALICE, salt="s")
+    driver.run_until_idle()
+    blocks = driver.stats().pools[0].cached
+    assert driver.info(driver.create(text, client=BOB, salt=salt)).computed_tokens == 0
+    his = driver.submit(text, 1, client=BOB, salt=salt)
+    driver.run_until_idle()
+    assert driver.request(his).cached_tokens == 0
+    assert driver.stats().pools[0].cached > blocks
+    hers = driver.submit(text, 1, client=ALICE, salt="s")
+    driver.run_until_idle()
+    assert driver.request(hers).cached_tokens > 0
 
 
 @pytest.mark.parametrize(

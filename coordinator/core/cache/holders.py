@@ -8,6 +8,7 @@ import numpy as np
 
 from .cache import Cache
 from .groups import Group
+from .pins import shown
 
 LISTED_MAX = 5
 
@@ -23,7 +24,7 @@ def who_holds(cache: Cache, group: Group, seen: int, tenant: int = 0, but: int =
     others = 0
     for block, holders in blocks.external.items():
         if pool.base <= block < pool.base + pool.count and tenant in (0, int(blocks.owner[block])):
-            known = [name for name in holders if seen in (0, cache.pins.tenant_of(block, name))]
+            known = [shown(name) for name in holders if seen in (0, cache.pins.tenant_of(block, name))]
             names.update(known)
             others += len(holders) - len(known)
     told = [f"{name!r} holds {_blocks(count)} by name" for name, count in names.most_common(LISTED_MAX)]

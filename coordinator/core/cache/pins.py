@@ -1,7 +1,7 @@
 """Named external holders of blocks: clients that keep a block alive without having it in a sequence.
 
-A holder is a name; a name holds a block at most once. Whoever added it, any client that sees its tenant may take it
-away by name; what a connection added is dropped when the connection ends, so that a dead client pins nothing.
+A holder is a name of a tenant; it holds a block at most once. Whoever added it, any client that sees its tenant may
+take it away by name; what a connection added is dropped when the connection ends, so that a dead client pins nothing.
 
 Whoever pins is charged: from the first name on, the block counts for the tenant that was named with it, within that
 one's ceiling, and no longer for the one that computed it; with the last name gone it is the other way round again,
@@ -27,6 +27,13 @@ from .groups import Group
 from .tenants import Tenants
 
 NAME_LENGTH_MAX = 128
+NOBODY = -1
+OWNER_END = "\0"  # no name has it: what comes before it tells a name from the same one of another tenant
+
+
+def shown(label: str) -> str:
+    """The name that a tenant gave, of what it is called among all names on its block."""
+    return label.rpartition(OWNER_END)[2]
 
 
 class Pins:
@@ -38,9 +45,9 @@ class Pins:
         self._added_by: dict[tuple[int, str], tuple[int, int]] = {}  # client and tenant of each name on a block
         self._computed_by: dict[int, int] = {}  # of blocks that are charged to somebody else meanwhile
 
-    def check(self, block: int, generation: int, holder: str) -> None:
+    def check(self, block: int, generation: int, holder: str, tenant: int) -> None:
         """Raises InvalidRequest, StaleGeneration, BlockNotHeld, AlreadyHolder or CapacityExceeded where the block may
-        not get the holder."""
+        not get the holder, of a tenant (0: a new one)."""
         blocks = self._blocks
         if not 0 < len(holder) <= NAME_LENGTH_MAX or not holder.isprintable():
             raise InvalidRequest("holder", f"1 to {NAME_LENGTH_MAX} printable characters")
@@ -49,7 +56,7 @@ class Pins:
         if state == FREE or (state == QUARANTINED and not blocks.indexed[block]):
             raise BlockNotHeld(block)
         names = blocks.external.get(block, {})
-        if holder in names:
+        if self._label(block, holder, tenant or NOBODY) is not None:
             raise AlreadyHolder(block, holder)
         if len(names) >= self._holders_max:
             raise CapacityExceeded("holders of a block", len(names) + 1, self._holders_max)
@@ -62,8 +69,18 @@ class Pins:
         if block not in blocks.external and tenant != owner:
             group.pool.make_room_within_ceiling(tenant, 1)
             self._charge(group, block, tenant)
-        blocks.external.setdefault(block, {})[holder] = self._clock.now_us
-        self._added_by[block, holder] = client, tenant
+        names = blocks.external.setdefault(block, {})
+        label = holder if holder not in names else f"{tenant}{OWNER_END}{holder}"
+        names[label] = self._clock.now_us
+        self._added_by[block, label] = client, tenant
+
+    def _label(self, block: int, holder: str, tenant: int) -> str | None:
+        """What a tenant's (0: anybody's) name is called on the block; None where it is not there."""
+        names = self._blocks.external.get(block, {})
+        if holder in names and tenant in (0, self.tenant_of(block, holder)):
+            return holder
+        alike = (label for label in names if shown(label) == holder and tenant in (0, self.tenant_of(block, label)))
+        return next(alike, None)
 
     def tenant_of(self, block: int, holder: str) -> int:
         """Which tenant a name on a block is of."""
@@ -74,10 +91,10 @@ class Pins:
         self.check_generation(block, generation)
         if self._blocks.refcount[block] == 0:
             raise BlockNotHeld(block)
-        names = self._blocks.external.get(block, {})
-        if holder not in names or tenant not in (0, self.tenant_of(block, holder)):
+        label = holder if (block, holder) in self._added_by and not tenant else self._label(block, holder, tenant)
+        if label is None:
             raise NotAHolder(block, holder)
-        self._forget(block, holder)
+        self._forget(block, label)
         self._pass_charge(group, block)
         group.release(np.array([block], np.int64), 0)
 

@@ -10,6 +10,7 @@ from kvforge.protocol.messages import BlockCount, BlockInfo, GetBlock, Holder, M
 
 from ..cache.blocks import STATE_NAMES
 from ..cache.cache import Cache
+from ..cache.pins import shown
 from ..events import FromClient
 from ..sizes import HOLDERS_LISTED_MAX
 
@@ -35,7 +36,7 @@ class BlockCommands:
         cache, block = self._cache, message.block_id
         group, owner = cache.group_of_block(block), cache.tenants.names[int(cache.blocks.owner[block])]
         return BlockInfo(
-            **msgspec.structs.asdict(self._count(message.rid, block)),
+            **msgspec.structs.asdict(self._count(message.rid, block, tenant)),
             worker=group.name,
             tenant=owner if tenant in ("", owner) else "",
             indexed=bool(cache.blocks.indexed[block]),
@@ -57,36 +58,40 @@ class BlockCommands:
         for name, since in blocks.external.get(block, {}).items():
             if tenant and self._cache.pins.tenant_of(block, name) != index:
                 continue
-            found.append(Holder(kind="external", name=name, id=0, since_us=self._clock.now_us - since))
+            found.append(Holder(kind="external", name=shown(name), id=0, since_us=self._clock.now_us - since))
         return sorted(found, key=lambda holder: -holder.since_us)
 
-    def ref(self, event: FromClient, message: RefBlock) -> Message:
-        """Adds a holder. Raises BlockNotFound and what Pins.check, Cache.check_tenant and Pins.check_room raise."""
+    def ref(self, event: FromClient, seen: str, message: RefBlock) -> Message:
+        """Adds a holder, for one who sees this tenant alone ("": all).
+
+        Raises BlockNotFound and what Pins.check, Cache.check_tenant and Pins.check_room raise.
+        """
         cache, pins, block = self._cache, self._cache.pins, message.block_id
         group, owner = cache.group_of_block(block), int(cache.blocks.owner[block])
-        pins.check(block, message.generation, message.holder)
+        pins.check(block, message.generation, message.holder, cache.tenants.peek(message.tenant))
         cache.check_tenant(message.tenant, owner)
         pins.check_room(group, cache.tenants.peek(message.tenant), block)
         pins.add(group, block, message.holder, cache.intern(message.tenant, owner), event.client)
-        return self._count(message.rid, message.block_id)
+        return self._count(message.rid, message.block_id, seen)
 
     def unref(self, tenant: str, message: UnrefBlock) -> Message:
         """Takes a holder away, of the tenant ("": of any). Raises BlockNotFound and what Pins.drop raises."""
         group, whose = self._cache.group_of_block(message.block_id), self._cache.tenants.peek(tenant)
         self._cache.pins.drop(group, message.block_id, message.generation, message.holder, whose)
-        return self._count(message.rid, message.block_id)
+        return self._count(message.rid, message.block_id, tenant)
 
     def client_gone(self, client: int) -> None:
         """What a connection held is released."""
         for block, holder in self._cache.pins.of_client(client):
             self._cache.pins.drop(self._cache.group_of_block(block), block, -1, holder)
 
-    def _count(self, rid: int, block: int) -> BlockCount:
+    def _count(self, rid: int, block: int, seen: str) -> BlockCount:
+        """Who sees one tenant alone ("": all) is told how often that one holds it."""
         blocks = self._cache.blocks
         return BlockCount(
             rid=rid,
             block_id=block,
-            refcount=int(blocks.refcount[block]),
+            refcount=len(self._holders(block, seen)) if seen else int(blocks.refcount[block]),
             generation=int(blocks.generation[block]),
             state=STATE_NAMES[int(blocks.state[block])],
         )

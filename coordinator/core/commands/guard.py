@@ -42,6 +42,7 @@ from ..scheduling.admission import Admission
 from .blocks import BlockCommands
 from .sequences import SequenceCommands
 from .spending import Spending, is_costly
+from .validate import own_salt
 
 # What is not named here anybody may say.
 RIGHT_FOR: dict[type[Message], str] = {
@@ -92,6 +93,9 @@ class Guard:
             message = self._for_its_tenant(access, message)
         if access.sees:
             self._check_named(access.sees, message)
+            if isinstance(message, Submit | CreateSequence) and message.salt:
+                # A hit would tell that somebody else had the same text, to whoever guesses the salt.
+                message = msgspec.structs.replace(message, salt=own_salt(access.sees, message.salt))
         if is_costly(message) and (access.requests_max or access.tokens_per_s):
             self._check_limits(access, message)
         return message

@@ -26,6 +26,7 @@ from ..scheduling.rows import EOS_TOKENS_MAX
 TEMPERATURE_MAX = 100.0
 SEED_MAX = (1 << 64) - 1
 SALT_LENGTH_MAX = 256
+OWNER_END = "\n"  # no tenant has it in its name
 PRIORITY_MAX = 100
 VOCABULARY_UNKNOWN = 1 << 31
 DEVICE_PURPOSES_MAX = 16
@@ -65,11 +66,24 @@ def submit(
     fits(prompt, message.max_tokens, tenant, cache)
 
 
+def own_salt(tenant: str, salt: str) -> str:
+    """The salt that a client which sees one tenant means: nobody else shares it, whatever they name.
+
+    Raises InvalidRequest.
+    """
+    _check_salt(salt)
+    return f"{tenant}{OWNER_END}{salt}"
+
+
 def salt_text(tenant: str, salt: str) -> str:
     """What a prefix is salted with: an explicit salt shared by whoever names it, else the tenant alone."""
+    _check_salt(salt.rpartition(OWNER_END)[2])
+    return f"salt:{salt}" if salt else f"tenant:{tenant}"
+
+
+def _check_salt(salt: str) -> None:
     if len(salt) > SALT_LENGTH_MAX:
         raise InvalidRequest("salt", f"at most {SALT_LENGTH_MAX} characters")
-    return f"salt:{salt}" if salt else f"tenant:{tenant}"
 
 
 def tokens(field: str, values: npt.NDArray[np.int32], vocabulary: int) -> None:
