@@ -225,7 +225,7 @@ def test_a_client_that_always_has_more_hides_no_worker(bench: Bench) -> None:
 
 def test_what_a_worker_has_sent_is_heard_in_the_next_turn_beside_a_client_with_much_left(bench: Bench) -> None:
     busy, worker = bench.client(), bench.worker()
-    bench.ask(worker, WorkerHello(rid=1, name="w", pid=1))  # refused: nothing of its handshake is under way any more
+    bench.ask(worker, WorkerHello(rid=1, name="w", pid=1, token="0" * 64))  # refused; its handshake is over now
     busy.send(*[GetHealth(rid=2)] * UNDER_WAY)
     until(lambda: bench.server._look(0))
     bench.server.turn()
