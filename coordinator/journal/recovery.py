@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import gc
+import logging
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import NamedTuple
 
-from kvforge.protocol.errors import JournalCorrupt
+from kvforge.protocol.errors import InvalidConfiguration, JournalCorrupt
 
 from ..core.events import Boot, ClientCame, FromClient, FromWorker
 from ..core.machine import Machine
@@ -18,6 +19,8 @@ from . import snapshot
 from .entries import Entry, Reader, check_version
 from .log import segments, states
 from .records import Record, read
+
+log = logging.getLogger("coordinator")
 
 
 class Recovered(NamedTuple):
@@ -59,9 +62,9 @@ class Replay:
 
     def run(self, until: Callable[[Entry], bool] = lambda _entry: False) -> None:
         """Applies what is left, or until it is said that an entry is not to be applied. Raises JournalCorrupt."""
-        for record in self._records():
+        for name, record in self._records():
             self.records += 1
-            for entry in self._reader.entries(record.payload):
+            for entry in self._entries(name, record):
                 if until(entry):
                     return
                 self._apply(entry)
@@ -69,8 +72,23 @@ class Replay:
             if self.machine is not None:
                 forget_changes(self.machine)
 
-    def _records(self) -> Iterator[Record]:
-        """Those of all segments from the snapshot on, which must follow each other."""
+    def _entries(self, name: str, record: Record) -> Iterator[Entry]:
+        """Those of one record. Bytes that are as they were written may mean nothing all the same."""
+        entries = self._reader.entries(record.payload)
+        while True:
+            try:
+                entry = next(entries, None)
+            except InvalidConfiguration:
+                raise
+            except Exception as error:
+                log.error("record %d makes no event: %s: %s", record.number, type(error).__name__, error)
+                raise JournalCorrupt(name, record.start) from error
+            if entry is None:
+                return
+            yield entry
+
+    def _records(self) -> Iterator[tuple[str, Record]]:
+        """Those of all segments from the snapshot on, which must follow each other, each with its file."""
         files = {first: path for first, path in segments(self.folder).items() if first >= self.number}
         last = max(files, default=0)
         for first, path in files.items():
@@ -78,7 +96,7 @@ class Replay:
                 raise JournalCorrupt(path.name, 0, self.number, first)
             data, end = memoryview(path.read_bytes()), 0
             for record in read(data, first, path.name):
-                yield record
+                yield path.name, record
                 end = record.end
             self.bytes += end
             if end < len(data):

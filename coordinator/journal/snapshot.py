@@ -8,11 +8,13 @@ most of a default machine is room for what may come. A snapshot is read by the s
 from __future__ import annotations
 
 import io
+import logging
 import os
 import pickle
 import struct
 import zlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, BinaryIO
 
@@ -28,8 +30,17 @@ STATE = "state-{:016d}"
 PAGE_BYTES = 4096
 _SIZE = struct.Struct("<Q")
 _CRC = struct.Struct("<I")
-ALLOWED = ("coordinator.core.", "kvforge.protocol.", "collections.", "collections", "numpy", "msgspec.")
-ALLOWED_BUILTINS = frozenset({"set", "frozenset", "bytearray", "getattr", "object", "slice", "range", "complex"})
+# What a state is made of: classes of the core and of its messages, and of others these.
+OWN = ("coordinator.core.", "kvforge.protocol.messages.", "kvforge.protocol.errors")
+OTHERS = {
+    "builtins": {"set", "frozenset", "bytearray", "slice", "range", "complex"},
+    "collections": {"OrderedDict", "deque"},
+    "msgspec._utils": {"rebuild"},
+    "numpy": {"dtype", "ndarray"},
+    "numpy._core.multiarray": {"scalar", "_reconstruct"},
+    "numpy._core.numeric": {"_frombuffer"},
+}
+log = logging.getLogger("coordinator")
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,27 +104,39 @@ def read(path: Path) -> tuple[Head, Any]:
         raise JournalCorrupt(path.name, 0)
     if _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(memoryview(data)[: -_CRC.size]):
         raise JournalCorrupt(path.name, len(data))
-    parts = _Parts(memoryview(data)[len(MAGIC) : -_CRC.size])
-    head = msgspec.msgpack.decode(parts.sized(), type=Head)
+    parts = _Parts(memoryview(data)[len(MAGIC) : -_CRC.size], path.name)
+    with parts.meant():
+        head = msgspec.msgpack.decode(parts.sized(), type=Head)
     return head, parts
 
 
 class _Parts:
     """What follows the magic of a file."""
 
-    def __init__(self, data: memoryview) -> None:
-        self._data, self._at = data, 0
+    def __init__(self, data: memoryview, name: str) -> None:
+        self._data, self._name, self._at = data, name, 0
+
+    @contextmanager
+    def meant(self) -> Iterator[None]:
+        """Bytes that are as they were written may mean nothing all the same. Raises JournalCorrupt."""
+        try:
+            yield
+        except Exception as error:
+            log.error("%s makes no state: %s: %s", self._name, type(error).__name__, error)
+            raise JournalCorrupt(self._name, len(MAGIC) + self._at) from error
 
     def sized(self) -> memoryview:
         """The next part, which says its size."""
         return self._take(self._number())
 
     def objects(self) -> Machine:
-        """The machine."""
-        objects = self.sized()
-        buffers = [self._memory() for _ in range(self._number())]
-        machine = _Unpickler(io.BytesIO(objects), buffers).load()
-        assert isinstance(machine, Machine)
+        """The machine. Raises JournalCorrupt."""
+        with self.meant():
+            objects = self.sized()
+            buffers = [self._memory() for _ in range(self._number())]
+            machine = _Unpickler(io.BytesIO(objects), buffers).load()
+            if not isinstance(machine, Machine):
+                raise pickle.UnpicklingError(f"it holds a {type(machine).__name__}")
         return machine
 
     def _number(self) -> int:
@@ -151,14 +174,26 @@ class _Pickler(pickle.Pickler):
 
 
 class _Unpickler(pickle.Unpickler):
-    """Knows the classes that a machine is made of, and no others."""
+    """Knows the classes that a machine is made of, and no others: whoever could write this file can run nothing."""
 
     def __init__(self, file: io.BytesIO, buffers: Iterable[Any]) -> None:
         super().__init__(file, buffers=buffers)
 
     def find_class(self, module: str, name: str) -> Any:
         """Raises UnpicklingError."""
-        known = module.startswith(ALLOWED) or (module == "builtins" and name in ALLOWED_BUILTINS)
-        if not known:
-            raise pickle.UnpicklingError(f"{module}.{name} is no part of a machine")
-        return super().find_class(module, name)
+        if (module, name) == ("builtins", "getattr"):
+            return _method
+        if name in OTHERS.get(module, ()):
+            return super().find_class(module, name)
+        # What a module of ours only imports is not its own, nor is what it defines for others to call.
+        if module.startswith(OWN) and getattr(found := super().find_class(module, name), "__module__", "") == module:
+            return found
+        raise pickle.UnpicklingError(f"{module}.{name} is no part of a machine")
+
+
+def _method(owner: Any, name: str) -> Any:
+    """A method that a part of a machine knows of another part. Raises UnpicklingError."""
+    kind = type(owner)
+    if not kind.__module__.startswith("coordinator.core.") or name.startswith("__"):
+        raise pickle.UnpicklingError(f"{name} of a {kind.__module__}.{kind.__name__} is no part of a machine")
+    return getattr(owner, name)
