@@ -1,6 +1,6 @@
 """What an honest client notices of others: its calls alone, beside a busy neighbour, a flooding client, and a crowd.
 
-    python -m benchmarks.hostile [--seconds 10] [--rounds 3] [--seed 1] [--json FILE]
+    python -m benchmarks.hostile [--seconds 10] [--rounds 3] [--seed 1] [--over ipc|tcp] [--only PLACE] [--json FILE]
 
 A coordinator and a worker with a tiny model, each a process, and an honest client with two kinds of calls: it appends a
 token to a sequence, and it has a request answered with 16 tokens. The crowd is a process with one connection for each
@@ -9,6 +9,9 @@ is a process that only counts, and talks to nobody: what it costs is what any th
 The flooding client breaks no rule: it is one connection that asks for lists, statistics and explanations without an
 end, as fast as they are taken, and reads the answers. All are measured in turn; ratios are those of the medians over
 the rounds.
+
+The same over a network (`tcp`: the loopback device), where honest and flooding client have a key each, and all is
+encrypted; `slowed` is a flooding client whose entry in [access] allows it MESSAGES_PER_S.
 """
 
 from __future__ import annotations
@@ -16,20 +19,27 @@ from __future__ import annotations
 import argparse
 import contextlib
 import multiprocessing
+import re
 import select
 import sys
 from collections.abc import Callable, Iterator
+from functools import partial
 from multiprocessing.synchronize import Event
 from pathlib import Path
 from random import Random
 from statistics import median
 from time import perf_counter
+from typing import Any, NamedTuple
 
 import numpy as np
+import zmq
 
 from kvforge import CachedSequence, Client, Sampling
+from kvforge.protocol import keys
+from kvforge.protocol.codec import encode
 from kvforge.protocol.messages import Explain, GetHealth, GetStats, Hello, ListRequests
-from kvforge.protocol.transport import CLIENT_SOCKET, client_endpoint
+from kvforge.protocol.network import proof_for
+from kvforge.protocol.transport import CLIENT_SOCKET, client_endpoint, dealer
 from tests.hostile.crowd import Crowd
 from tests.hostile.raw import RawPeer, frames
 
@@ -39,6 +49,9 @@ from .report import report
 WAIT_S = 60.0
 PROMPT_TOKENS, ANSWER_TOKENS = 24, 16
 LENGTH_MAX = 8000
+MESSAGES_PER_S = 100.0
+FLOOD = ListRequests(rid=2, count_max=1000), GetStats(rid=3), GetHealth(rid=4), Explain(rid=5, tenant="default")
+CLIENTS = {"honest": 0.0, "flooding": 0.0, "slowed": MESSAGES_PER_S}
 
 
 def attack(runtime: str, seed: int, stop: Event) -> None:
@@ -55,12 +68,7 @@ def flood(runtime: str, seed: int, stop: Event) -> None:
     """The flooding client's process."""
     random, peer = Random(seed), RawPeer(str(Path(runtime) / CLIENT_SOCKET))
     peer.send(frames(Hello(rid=1)))
-    said = [
-        frames(ListRequests(rid=2, count_max=1000)),
-        frames(GetStats(rid=3)),
-        frames(GetHealth(rid=4)),
-        frames(Explain(rid=5, tenant="default")),
-    ]
+    said = [frames(message) for message in FLOOD]
     sent = 0
     while not stop.is_set():
         if not peer.waits:
@@ -70,6 +78,35 @@ def flood(runtime: str, seed: int, stop: Event) -> None:
         peer.ended()  # which reads
     print(f"flooding client: {sent / 1e6:.1f} MB were taken from it")
     peer.close()
+
+
+class Key(NamedTuple):
+    """What a client needs to connect over the network."""
+
+    endpoint: str
+    server_key: str
+    key_file: Path
+
+
+def flood_sealed(key: Key, _runtime: str, seed: int, stop: Event) -> None:
+    """The same over the network."""
+    random, context = Random(seed), zmq.Context[zmq.Socket[bytes]]()
+    socket = dealer(context, proof_for(key.endpoint, key.server_key, key.key_file))
+    socket.connect(key.endpoint)
+    socket.send_multipart(encode(Hello(rid=1)))
+    said = [encode(message) for message in FLOOD]
+    sent = 0
+    while not stop.is_set():
+        with contextlib.suppress(zmq.Again):
+            socket.send_multipart(random.choice(said), zmq.NOBLOCK)
+            sent += 1
+        if socket.poll(0, zmq.POLLIN) or not socket.poll(10, zmq.POLLIN | zmq.POLLOUT):
+            with contextlib.suppress(zmq.Again):
+                while True:
+                    socket.recv_multipart(zmq.NOBLOCK)
+    print(f"flooding client: {sent} messages were taken from it, or wait in its own queue")
+    socket.close(0)
+    context.term()
 
 
 def count(_runtime: str, _seed: int, stop: Event) -> None:
@@ -92,8 +129,53 @@ def beside(what: Callable[[str, int, Event], None], runtime: Path, seed: int) ->
         process.join(WAIT_S)
 
 
-PLACES: tuple[tuple[str, Callable[[str, int, Event], None] | None], ...]
-PLACES = ("alone", None), ("neighbour", count), ("flood", flood), ("crowd", attack)
+Beside = Callable[[str, int, Event], None]
+PLACES: dict[str, Beside | None] = {"alone": None, "neighbour": count, "flood": flood, "crowd": attack}
+
+
+def network(folder: Path) -> dict[str, dict[str, Any]]:
+    """The sections of a coordinator that listens on the loopback device, and the keys that it knows."""
+    clients = {}
+    for name, messages_per_s in CLIENTS.items():
+        pair = keys.make()
+        keys.write(folder / f"{name}.key", pair, name)
+        rights = {"key": pair.public, "tenant": "default", "rights": ["submit", "read"]}
+        clients[name] = rights | {"messages_per_s": messages_per_s}
+    keys.write(folder / "server.key", keys.make(), "the coordinator")
+    tcp = {"listen": "tcp://127.0.0.1:0", "key_file": str(folder / "server.key")}
+    return {"tcp": tcp, "access": {"clients": clients}}
+
+
+def key_of(installation: Installation, name: str) -> Key:
+    """What that client needs, of a coordinator that serves."""
+    found = re.search(r"serving clients that \[access\] names at (tcp://\S+)", installation.log_of("coordinator"))
+    assert found is not None, "the coordinator does not say where it listens"
+    return Key(found[1], keys.read(installation.folder / "server.key").public, installation.folder / f"{name}.key")
+
+
+def measured(
+    side: str, kv: Client, places: dict[str, Beside | None], runtime: Path, options: argparse.Namespace
+) -> tuple[dict[str, float], list[list[str]]]:
+    """One way to connect: figures by name, and the rows of the report."""
+    calls = {"append": appends_us, "request": requests_us}
+    found: dict[str, list[float]] = {}
+    for i in range(options.rounds):
+        for call, measure in calls.items():
+            for place, what in places.items():
+                with beside(what, runtime, options.seed + i) if what else contextlib.nullcontext():
+                    taken = measure(kv, options.seconds)
+                for share in (50, 99):
+                    found.setdefault(f"{call}_{place}_p{share}_us", []).append(float(np.percentile(taken, share)))
+                found.setdefault(f"{call}_{place}_per_s", []).append(len(taken) / options.seconds)
+    mid = {key: median(values) for key, values in found.items()}
+    rows = []
+    for call in calls:
+        for place in places:
+            p50, p99, rate = (mid[f"{call}_{place}_{what}"] for what in ("p50_us", "p99_us", "per_s"))
+            ratio = mid[f"{call}_{place}_p99_ratio"] = p99 / mid[f"{call}_alone_p99_us"]
+            rows.append([call, side, place, f"{p50:.0f}", f"{p99:.0f}", f"{rate:.0f}", f"{ratio:.2f}"])
+    prefix = "" if side == "ipc" else f"{side}_"
+    return {prefix + key: value for key, value in mid.items()}, rows
 
 
 def appends_us(kv: Client, seconds: float) -> list[float]:
@@ -136,35 +218,37 @@ def main() -> int:
     parser.add_argument("--seconds", type=float, default=10.0, help="of each measurement")
     parser.add_argument("--rounds", type=int, default=3, help="how often each is made")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--only", help="one of the places: neighbour, flood, crowd")
+    parser.add_argument("--over", choices=("ipc", "tcp"), help="one of the ways to connect; both if not given")
+    parser.add_argument("--only", help="one of the places: neighbour, flood, crowd, slowed")
     parser.add_argument("--share-ms", type=float, default=0.5, help="limits.client_share_ms of the coordinator")
     parser.add_argument("--json", help="write the results here too")
     options = parser.parse_args()
     multiprocessing.set_start_method("spawn")
-    places = [(place, what) for place, what in PLACES if options.only in (None, place) or what is None]
-    calls = {"append": appends_us, "request": requests_us}
-    found: dict[str, list[float]] = {}
     limits = {"client_share_ms": options.share_ms}
-    installation = Installation(context_tokens=LENGTH_MAX, blocks=2048, schedule={}, limits=limits)
-    with installation, Client(client_endpoint(installation.runtime), timeout_s=WAIT_S) as kv:
-        kv.wait_ready(WAIT_S)
-        for i in range(options.rounds):
-            for call, measure in calls.items():
-                for place, what in places:
-                    with beside(what, installation.runtime, options.seed + i) if what else contextlib.nullcontext():
-                        taken = measure(kv, options.seconds)
-                    for share in (50, 99):
-                        found.setdefault(f"{call}_{place}_p{share}_us", []).append(float(np.percentile(taken, share)))
-                    found.setdefault(f"{call}_{place}_per_s", []).append(len(taken) / options.seconds)
-    mid = {key: median(values) for key, values in found.items()}
-    rows = []
-    for call in calls:
-        for place, _ in places:
-            p50, p99, rate = (mid[f"{call}_{place}_{what}"] for what in ("p50_us", "p99_us", "per_s"))
-            ratio = mid[f"{call}_{place}_p99_ratio"] = p99 / mid[f"{call}_alone_p99_us"]
-            rows.append([call, place, f"{p50:.0f}", f"{p99:.0f}", f"{rate:.0f}", f"{ratio:.2f}"])
+    installation = Installation(context_tokens=LENGTH_MAX, blocks=2048, schedule={}, limits=limits, more=network)
+    results: dict[str, float] = {}
+    rows: list[list[str]] = []
+    with installation, Client(client_endpoint(installation.runtime), timeout_s=WAIT_S) as local:
+        local.wait_ready(WAIT_S)
+        honest, flooding, slowed = (key_of(installation, name) for name in CLIENTS)
+        over_network: dict[str, Beside | None] = {
+            "alone": None,
+            "flood": partial(flood_sealed, flooding),
+            "slowed": partial(flood_sealed, slowed),
+        }
+        with Client(
+            honest.endpoint, timeout_s=WAIT_S, server_key=honest.server_key, key_file=honest.key_file
+        ) as distant:
+            for side, kv, places in (("ipc", local, PLACES), ("tcp", distant, over_network)):
+                if options.over not in (None, side):
+                    continue
+                chosen = {name: what for name, what in places.items() if options.only in (None, name) or what is None}
+                figures, told = measured(side, kv, chosen, installation.runtime, options)
+                results |= figures
+                rows += told
     title = "an honest client alone, beside a busy neighbour, a flooding client, hostile clients and workers"
-    report(title, ["call", "beside", "p50, us", "p99, us", "a second", "p99 x alone"], rows, mid, options.json)
+    heads = ["call", "over", "beside", "p50, us", "p99, us", "a second", "p99 x alone"]
+    report(title, heads, rows, results, options.json)
     return 0
 
 

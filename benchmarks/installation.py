@@ -6,11 +6,11 @@ import json
 import shutil
 import signal
 import tempfile
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from time import monotonic
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 
 from kvforge import AsyncClient, CoordinatorUnavailable, DeadlineExceeded
 from kvforge.launch.child import Child
@@ -47,8 +47,10 @@ class Installation:
         sequences: int = 16,
         worker: Mapping[str, Value] | None = None,
         limits: Mapping[str, Value] | None = None,
+        more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
     ) -> None:
         """context_tokens: the longest sequence; blocks: of the pool; schedule, limits: settings of those sections.
+        more: other sections of the coordinator's, for an installation in a folder.
 
         worker: settings of the worker in place of the tiny model's on a CPU; `blocks` is then the most it may have.
         """
@@ -61,11 +63,12 @@ class Installation:
         temporary.mkdir()
         (model / "config.json").write_text(json.dumps(CONFIG | {"max_position_embeddings": width * BLOCK_SIZE}))
         sizes: dict[str, Value] = {"blocks_per_sequence_max": width, "sequences_max": sequences, "blocks_max": blocks}
-        tables: dict[str, Mapping[str, Value]] = {
+        tables: dict[str, Mapping[str, Any]] = {
             "limits": sizes | dict(limits or {}),
             "cache": {"block_size": BLOCK_SIZE},
             "schedule": schedule,
         }
+        tables |= more(self.folder) if more is not None else {}
         runtime = str(self.runtime)
         coordinator = toml({"runtime_dir": runtime, "drain_s": 0.0}, tables)
         tiny: dict[str, Value] = {
