@@ -10,6 +10,7 @@ import json
 import random
 import shutil
 import signal
+import subprocess
 import time
 from collections import Counter
 from collections.abc import Awaitable, Callable
@@ -67,6 +68,7 @@ class Driver:
         self.faults: list[str] = []
         self._struck: Counter[str] = Counter()
         self._sizes: dict[str, Any] = {}
+        self._report: dict[str, Any] = {}
 
     def run(self) -> dict[str, Any]:
         """Returns the report; what went wrong is in its `faults`."""
@@ -87,19 +89,22 @@ class Driver:
             self._ledger = Ledger(self._known)
             self._processes = Processes(cluster, WORKERS, CLIENTS, options)
             try:
-                return asyncio.run(self._run())
+                asyncio.run(self._run())
+            except (KvforgeError, AssertionError, subprocess.TimeoutExpired) as error:
+                self.faults.append(f"it could not be brought to its end: {error!r}")
             finally:
                 self._processes.close()
                 if self.faults:
                     kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
                     self._tell(f"logs, notes and journal: {kept}")
+        return {**self._report, "faults": self.faults}
 
     def _cluster_of(self, **options: Any) -> Cluster:
         return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)
 
     # -------------------------------------------------------------------------------------------------------- the run
 
-    async def _run(self) -> dict[str, Any]:
+    async def _run(self) -> None:
         began = time.monotonic()
         processes = self._processes
         for member in (COORDINATOR, *WORKERS):
@@ -126,10 +131,8 @@ class Driver:
             processes.measure()
             await self._settle(kv)
         self._check_sizes()
-        report = self._report(time.monotonic() - began)
+        self._report = self._told(time.monotonic() - began)
         await self._end_all()
-        report["faults"] = self.faults
-        return report
 
     async def _misfortunes(self) -> None:
         until = time.monotonic() + self._minutes * 60
@@ -218,7 +221,10 @@ class Driver:
         if found is None or found.torn is not None:
             self.faults.append(f"the journal is no whole one: {found}")
         else:
-            found.machine.check_invariants()
+            try:
+                found.machine.check_invariants()
+            except AssertionError as error:
+                self.faults.append(f"the journal makes a machine that cannot be: {error}")
             if found.machine.requests.live:
                 self.faults.append(f"the journal has {len(found.machine.requests.live)} requests that have not ended")
         cluster.start_coordinator()
@@ -258,7 +264,7 @@ class Driver:
             }
             self.faults += sizes.too_large(member, spans, BYTES_MAX[member[0]])
 
-    def _report(self, took_s: float) -> dict[str, Any]:
+    def _told(self, took_s: float) -> dict[str, Any]:
         records = self._ledger.records.values()
         requests = self._stats.requests
         return {

@@ -81,20 +81,22 @@ def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> No
 
 
 def _done_twice() -> None:
-    """What a client sends again is done again: an answer that was lost makes another request."""
-    from coordinator.core.commands.sessions import Sessions
+    """A command with a key that stands for requests makes others."""
+    from coordinator.core.requests.idempotency import IdempotencyKeys
 
-    Sessions.answer = lambda self, client, rid: None  # type: ignore[method-assign]
+    IdempotencyKeys.find = lambda self, tenant, message: None  # type: ignore[method-assign]
 
 
 def _not_written() -> None:
-    """Now and then what the core was told is not in the journal."""
+    """Now and then a request is accepted that is not in the journal."""
+    from coordinator.core.events import FromClient
     from coordinator.journal.log import Journal
+    from kvforge.protocol.messages import Submit
 
-    note, due = Journal.note, _every(EVERY)
+    note, due = Journal.note, _every(10)
 
     def forgetful(self: Journal, event: Any, now_us: int, frames: Any = ()) -> None:
-        if not due():
+        if not (isinstance(event, FromClient) and isinstance(event.message, Submit) and due()):
             note(self, event, now_us, frames)
 
     Journal.note = forgetful  # type: ignore[method-assign]
@@ -126,10 +128,10 @@ def _grown_memory() -> None:
 
 
 def _open_descriptors() -> None:
-    """A coordinator leaves a file open for now and then a request."""
+    """A coordinator leaves a file open for now and then an event."""
     from coordinator.core.machine import Machine
 
-    apply, due = Machine.apply, _every(EVERY)
+    apply, due = Machine.apply, _every(5)
 
     def leaking(self: Machine, event: Any, *rest: Any) -> Any:
         if due():

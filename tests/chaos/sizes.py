@@ -7,7 +7,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-DESCRIPTORS_MAX = 16
+DESCRIPTORS_MAX = 32  # four clients' connections take 28, which may just be made anew when a process is looked at
 
 
 @dataclass(frozen=True)
