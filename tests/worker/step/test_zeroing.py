@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
-from tests.worker.step.test_graphs import Decoding
-from tests.worker.step.test_runner import PROMPTS, Bench, begin, i4
+from tests.worker.step.test_graphs import WIDTH, Decoding, gpu
+from tests.worker.step.test_runner import BLOCK_SIZE, PROMPTS, Bench, begin, i4
+from worker.device.device import open_device
+from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
 from worker.step.loop import pool_local
 
@@ -19,7 +22,7 @@ PROMPT = PROMPTS[0]  # 9 tokens: blocks 0 to 2 of slot 0, one token in the last
 
 @pytest.fixture
 def model(tiny: Callable[..., LoadedModel]) -> LoadedModel:
-    return tiny("llama", block_size=4)
+    return tiny("llama", block_size=BLOCK_SIZE)
 
 
 @pytest.fixture
@@ -52,19 +55,27 @@ def test_a_copy_comes_after_it(bench: Bench) -> None:
 
 
 @pytest.mark.parametrize("graph_rows_max", [0, 8])
-def test_a_decode_into_a_new_block_finds_it_zeroed(model: LoadedModel, graph_rows_max: int) -> None:
-    """From a captured graph too: on a CPU, where that is the function itself, the order is the same."""
+@pytest.mark.parametrize("on", ["cpu", pytest.param("gpu", marks=pytest.mark.gpu)])
+def test_a_decode_into_a_new_block_finds_it_zeroed(
+    on: str, graph_rows_max: int, write_config: Callable[..., Path]
+) -> None:
+    """From a captured graph too: on a CPU that is the function itself, and the order is the same."""
+    device = gpu() if on == "gpu" else open_device("cpu")
+    model = load_model(
+        write_config("llama"), load_format="dummy", dtype="float32", device=device, block_size=BLOCK_SIZE
+    )
     decoding = Decoding(model, graph_rows_max)
     decoding.start([3])
     length = int(decoding.lengths[3])
-    while length % 4:
+    while length % BLOCK_SIZE:
         decoding.decode([3])
         length += 1
-    block = 3 * 8 + length // 4
+    block = 3 * WIDTH + length // BLOCK_SIZE
     outcome = decoding.runner.finish(decoding.launch([(3, [-1], 1)], zeros=i4(block)))
     assert outcome.errors == ()
     for cache in decoding.pool.tensors():
         assert cache[block, 0].any() and not cache[block, 1:].any()
+    decoding.runner.close()
     decoding.pool.close()
 
 
