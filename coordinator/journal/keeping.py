@@ -87,10 +87,17 @@ class Keeper:
     def begin(self, found: Recovered | None, stopping: Callable[[], bool]) -> Journal:
         """From now on what enters is written. found: what it goes on from; None: from nothing. Raises
         InvalidConfiguration."""
+
+        def over() -> bool:
+            """Asked while there is no room on the disk: a snapshot that is whole makes some."""
+            if self._child:
+                self._collect(os.WNOHANG)
+            return stopping()
+
         number, before = (found.number, found.bytes) if found is not None else (1, 0)
         self._spent_us = found.took_us if found is not None else 0
         try:
-            self.journal = Journal(self.folder, number, durable=self._durable, bytes_before=before, stopping=stopping)
+            self.journal = Journal(self.folder, number, durable=self._durable, bytes_before=before, stopping=over)
         except OSError as error:
             raise InvalidConfiguration("state_dir", f"{self.folder} cannot be used: {error}") from None
         return self.journal

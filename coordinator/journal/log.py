@@ -95,14 +95,13 @@ class Journal:
                     if self._durable:
                         os.fdatasync(self._descriptor)
                     break
-                os.ftruncate(self._descriptor, self._end)  # a short write: the next one says why
             except OSError as error:
                 if error.errno not in NO_ROOM:
                     raise
-                os.ftruncate(self._descriptor, self._end)
-                if time.monotonic() - told_s > FULL_TELL_S:
-                    told_s = time.monotonic()
-                    log.error("no room for the journal in %s: nothing goes on until there is", self.folder)
+            os.ftruncate(self._descriptor, self._end)  # what there was room for
+            if time.monotonic() - told_s > FULL_TELL_S:
+                told_s = time.monotonic()
+                log.error("no room for the journal in %s: nothing goes on until there is", self.folder)
             if self._stopping():
                 raise JournalFull(str(self.folder))
             time.sleep(FULL_LOOK_S)

@@ -63,12 +63,22 @@ class _Checked:
 
 
 def write(path: Path, machine: Machine, head: Head) -> None:
-    """Writes the file under another name, and gives it its own when it is whole and on the disk. Raises OSError."""
+    """Writes the file under another name, and gives it its own when it is whole and on the disk. Raises OSError, and
+    then leaves nothing: whoever waits for room would wait for ever."""
     buffers: list[pickle.PickleBuffer] = []
     pickled = io.BytesIO()
     _Pickler(pickled, buffers).dump(machine)
     objects = pickled.getbuffer()
     unfinished = path.with_suffix(".part")
+    try:
+        _write(unfinished, head, objects, buffers)
+    except BaseException:
+        unfinished.unlink(missing_ok=True)
+        raise
+    unfinished.rename(path)
+
+
+def _write(unfinished: Path, head: Head, objects: memoryview, buffers: list[pickle.PickleBuffer]) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with os.fdopen(os.open(unfinished, flags, 0o600), "wb") as file:
         out = _Checked(file)
@@ -82,7 +92,6 @@ def write(path: Path, machine: Machine, head: Head) -> None:
         file.write(_CRC.pack(out.crc))
         file.flush()
         os.fsync(file.fileno())
-    unfinished.rename(path)
 
 
 def _write_used(out: _Checked, memory: memoryview) -> None:

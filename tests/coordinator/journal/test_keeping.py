@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import resource
 import select
 import signal
@@ -19,6 +20,8 @@ import pytest
 from coordinator.config import CoordinatorConfig
 from coordinator.core.events import ClientCame, Event, FromClient, FromWorker, Turn
 from coordinator.core.limits import CacheLimits
+from coordinator.journal import snapshot
+from coordinator.journal.entries import STATE_VERSION
 from coordinator.journal.log import Journal, segments, states
 from coordinator.journal.records import read
 from coordinator.journal.recovery import recover
@@ -243,7 +246,7 @@ def test_a_folder_that_others_may_write_to_is_not_read(folder: Path) -> None:
         Lived(config(folder))
 
 
-def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path) -> None:
+def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
     """And what was written before is still read: what was cut short is taken back."""
     stopped = [False]
     looks = [0]
@@ -265,6 +268,10 @@ def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path) -> Non
             journal.note(event, 1, frames)
             journal.commit()
         assert looks[0] == 3, "it was waited for"
+        assert [found.getMessage().partition(" in ")[0] for found in caplog.records] == [
+            "no room for the journal",
+            "there is room for the journal",
+        ], "also where there is room for a part"
         stopped[0] = True
         resource.setrlimit(resource.RLIMIT_FSIZE, (13_000, before[1]))
         journal.note(event, 1, frames)
@@ -276,6 +283,51 @@ def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path) -> Non
         journal.close()
     (path,) = segments(folder).values()
     assert [found.number for found in read(memoryview(path.read_bytes()), 1, path.name)] == [1, 2, 3]
+
+
+def test_a_snapshot_that_finds_no_room_takes_none(folder: Path) -> None:
+    """The journal waits for it: with what it left there would never be any."""
+    lived = Lived(config(folder))
+    lived.busy()
+    head = snapshot.Head(version=STATE_VERSION, now_us=1, numbers=1)
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4096, before[1]))
+        with pytest.raises(OSError, match="File too large"):
+            snapshot.write(folder / "state-1", lived.machine, head)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+    assert [path.name for path in folder.iterdir()] == ["s"]
+    lived.life.close(ended=True)
+
+
+def test_a_snapshot_that_is_whole_makes_room_while_the_journal_waits_for_it(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lived = Lived(_journal(folder, replay_ms_max=1.0))
+    lived.busy()
+    keeper, journal = lived.life._keeper, lived.life.journal
+    assert keeper is not None and journal is not None
+    until(lambda: (lived.turn(), keeper._child > 0)[1])  # type: ignore[func-returns-value]
+    assert len(segments(folder / "s")) == 2
+    real, tries = os.write, [0]
+
+    def write(descriptor: int, data: bytes) -> int:
+        """Takes only a part as long as the records are there that the snapshot holds."""
+        tries[0] += 1
+        return real(descriptor, data if len(segments(folder / "s")) == 1 else data[:10])
+
+    monkeypatch.setattr("coordinator.journal.log.os.write", write)
+    lived.tell(Turn())
+    journal.commit()
+    monkeypatch.undo()
+    assert tries[0] > 1 and keeper.snapshots == 1
+    digest = state_digest(lived.machine)
+    lived.life.close(ended=False)
+    found = recover(folder / "s")
+    assert found is not None and state_digest(found.machine) == digest
 
 
 def test_the_child_of_a_coordinator_that_dies_dies_with_it_and_holds_nothing(folder: Path) -> None:
