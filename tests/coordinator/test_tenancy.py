@@ -10,6 +10,7 @@ import numpy as np
 import pytest
 
 from coordinator.core.commands.guard import RIGHT_FOR
+from coordinator.core.events import FromClient, ToClient
 from coordinator.core.rights import ADMIN, EVERY_TENANT, READ, RIGHTS, SUBMIT, Access
 from kvforge.protocol.errors import (
     AlreadyHolder,
@@ -26,6 +27,7 @@ from kvforge.protocol.messages import (
     Append,
     Attach,
     Cancel,
+    CreateSequence,
     Drain,
     Explain,
     FinishAt,
@@ -338,3 +340,45 @@ def test_requests_that_are_alive_at_once_are_limited_by_entry() -> None:
     driver.submit([9], 1, client=20)
     driver.run_until_idle()
     driver.submit([9], 1, client=20, count=3)
+
+
+def told_to_bob(text_of_alice: list[int], salt: str, key: str, name: str) -> list[Any]:
+    """Every answer to Bob, who asks about all there could be, after Alice did the same in each world, but for this."""
+    driver = both()
+    driver.submit(text_of_alice, 3, client=ALICE, salt=salt, key=key)
+    driver.run_until_idle()
+    hers = driver.create(text_of_alice, client=ALICE, salt=salt)
+    driver.ref(driver.blocks_of(hers)[0], name, client=ALICE)
+    running = driver.submit(text_of_alice, 9, client=ALICE, salt=salt)
+    driver.step()
+    text = list(range(1, 41))
+    said: list[Any] = [
+        driver.submit_message(text, 3, key="k", salt="s"),
+        CreateSequence(rid=2, tokens=int32(text), salt="s"),
+        CreateSequence(rid=3, tokens=int32(text)),
+        *[message for block in range(32) for message in on_block(block)],
+        *[message for request in range(1, running + 4) for message in on_request(request)],
+        *[message for sequence in range(1, 12) for message in on_sequence(sequence)[1:3]],
+        GetStats(rid=4),
+        ListRequests(rid=5),
+        Explain(rid=6, tenant="b"),
+        driver.submit_message(text, 5, salt="s"),
+    ]
+    told = []
+    for message in said:
+        effects = driver.apply(FromClient(BOB, message, entropy=7))
+        told += [repr(effect.message) for effect in effects if isinstance(effect, ToClient)]
+        if isinstance(message, Submit):
+            driver.step()
+    driver.run_until_idle()
+    last = driver.ask(ListRequests(rid=7), BOB).requests
+    return told + [repr(driver.ask(GetRequest(rid=8, request_id=row.request_id), BOB)) for row in last]
+
+
+def test_nothing_that_one_is_told_depends_on_what_another_has() -> None:
+    """Two worlds that differ in the words of another tenant alone: in one they are those that Bob guesses."""
+    guessed = told_to_bob(list(range(1, 41)), "s", "k", "h")
+    other = told_to_bob(list(range(101, 141)), "x", "y", "z")
+    for first, second in zip(guessed, other, strict=True):
+        assert first == second
+    assert len({words.partition("(")[0] for words in guessed}) >= 8, "there is something to be told"
