@@ -28,7 +28,7 @@ FRAMES_MAX = 2
 ITEMS_MAX = 1 << 16
 DEPTH_MAX = 12
 # One packer for all messages keeps its buffer; a new one would ask the system for memory each time. Nobody else uses it
-# meanwhile: the interpreter's lock is held while it packs what `_plain` made.
+# meanwhile: the interpreter's lock is held while it packs plain values.
 _pack = msgpack.Packer(buf_size=16 << 10).pack
 
 M = TypeVar("M", bound=Message)
@@ -47,7 +47,8 @@ def encode(message: Message) -> list[bytes | memoryview]:
     cls = type(message)
     body: dict[str, Any] = {"t": _TAGS[cls]}
     for name in _FIELDS[cls]:
-        body[name] = _plain(getattr(message, name))
+        value = getattr(message, name)
+        body[name] = value if type(value) in _SCALARS else msgspec.to_builtins(value)
     if not cls.FRAMES:
         return [_pack(body)]
     sizes, parts, sent = [], [], 0
@@ -143,10 +144,6 @@ def _arrays(cls: type[Message], body: dict[str, Any], sizes: Any, frame: bytes |
         if start == given:
             return
     raise ProtocolError(f"{tag}: the arrays that n lists are not the {given} bytes that came")
-
-
-def _plain(value: Any) -> Any:
-    return value if type(value) in _SCALARS else msgspec.to_builtins(value)
 
 
 def _shallow(body: dict[str, Any], depth: int) -> bool:

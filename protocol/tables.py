@@ -13,6 +13,7 @@ from __future__ import annotations
 import itertools
 import mmap
 import os
+import struct
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -30,6 +31,7 @@ from .messages import Int32Array, Int64Array
 READ_WAIT_S = 1.0
 SPINS_MAX = 32
 TOGETHER_MAX = 4
+GAUGE_VALUES = struct.Struct(f"<{len(GAUGES)}q")
 
 Rows = tuple[Int32Array, Int32Array, Int64Array]
 Copies = tuple[npt.NDArray[np.void], Int32Array, Int64Array]
@@ -111,7 +113,7 @@ class TablesWriter:
     def write_gauges(self, values: Sequence[int]) -> None:
         """Publishes one consistent set of gauges, in the order of layout.GAUGES."""
         self._gauges[0] += 1
-        self._gauges[1:] = values
+        GAUGE_VALUES.pack_into(self._map, PAGE_BYTES + 8, *values)  # numpy would make an array of them first
         self._gauges[0] += 1
 
     def close(self) -> None:

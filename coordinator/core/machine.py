@@ -354,8 +354,7 @@ class Machine:
 
     def gauges(self, now_us: int) -> list[int]:
         """What the shared tables publish besides rows."""
-        running = self.admission.running_total
-        return statistics.gauges(self.cache, self.requests, running, self.turns, now_us - self.start_us)
+        return statistics.gauges(self.cache, self.requests, self.turns, now_us - self.start_us)
 
     @property
     def busy(self) -> bool:

@@ -168,12 +168,13 @@ def stats_of(tenant: str, cache: Cache, requests: RequestTable, admission: Admis
     )
 
 
-def gauges(cache: Cache, requests: RequestTable, running: int, turns: int, uptime_us: int) -> list[int]:
+def gauges(cache: Cache, requests: RequestTable, turns: int, uptime_us: int) -> list[int]:
     """The published gauges, in the order of protocol.layout.GAUGES."""
-    blocks = free = cached = quarantined = 0
+    blocks = free = cached = quarantined = running = 0
     steps = cache.past_steps_total
     for group in cache.groups.values():
         pool = group.pool
+        running += group.running
         blocks += pool.count
         free += pool.free
         cached += pool.cached
