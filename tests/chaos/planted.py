@@ -66,25 +66,30 @@ def _changed_token() -> None:
     _at_each_result(_every(EVERY), lambda result: msgspec.structs.replace(result, tokens=result.tokens ^ 1))
 
 
+def _patch(owner: type, name: str, changed: Callable[[Callable[..., Any]], Callable[..., Any]]) -> None:
+    """A method becomes what `changed` makes of it. Raises AttributeError where there is none."""
+    setattr(owner, name, changed(getattr(owner, name)))
+
+
 def _at_each_result(due: Callable[[], bool], change: Callable[[Any], Any]) -> None:
     from kvforge.protocol.messages import StepResult
     from worker.step.link import Link
 
-    send = Link.send
+    def changed(send: Callable[..., bool]) -> Callable[..., bool]:
+        def changing(self: Link, message: Any) -> bool:
+            sampled = isinstance(message, StepResult) and message.tokens.size
+            return send(self, change(message) if sampled and due() else message)
 
-    def changed(self: Link, message: Any) -> bool:
-        if isinstance(message, StepResult) and message.tokens.size and due():
-            message = change(message)
-        return send(self, message)
+        return changing
 
-    Link.send = changed  # type: ignore[method-assign]
+    _patch(Link, "send", changed)
 
 
 def _done_twice() -> None:
     """A command with a key that stands for requests makes others."""
     from coordinator.core.requests.idempotency import IdempotencyKeys
 
-    IdempotencyKeys.find = lambda self, tenant, message: None  # type: ignore[method-assign]
+    _patch(IdempotencyKeys, "find", lambda _find: lambda _self, _tenant, _message: None)
 
 
 def _not_written() -> None:
@@ -93,27 +98,33 @@ def _not_written() -> None:
     from coordinator.journal.log import Journal
     from kvforge.protocol.messages import Submit
 
-    note, due = Journal.note, _every(10)
+    due = _every(10)
 
-    def forgetful(self: Journal, event: Any, now_us: int, frames: Any = ()) -> None:
-        if not (isinstance(event, FromClient) and isinstance(event.message, Submit) and due()):
-            note(self, event, now_us, frames)
+    def changed(note: Callable[..., None]) -> Callable[..., None]:
+        def forgetful(self: Journal, event: Any, now_us: int, frames: Any = ()) -> None:
+            if not (isinstance(event, FromClient) and isinstance(event.message, Submit) and due()):
+                note(self, event, now_us, frames)
 
-    Journal.note = forgetful  # type: ignore[method-assign]
+        return forgetful
+
+    _patch(Journal, "note", changed)
 
 
 def _held_block() -> None:
     """Now and then a block gets a holder that nobody is."""
     from coordinator.core.cache.pool import Pool
 
-    hold, due = Pool.hold, _every(EVERY)
+    due = _every(EVERY)
 
-    def doubly(self: Pool, ids: Any) -> None:
-        hold(self, ids)
-        if len(ids) and due():
-            hold(self, ids[:1])
+    def changed(hold: Callable[..., None]) -> Callable[..., None]:
+        def doubly(self: Pool, ids: Any) -> None:
+            hold(self, ids)
+            if len(ids) and due():
+                hold(self, ids[:1])
 
-    Pool.hold = doubly  # type: ignore[method-assign]
+        return doubly
+
+    _patch(Pool, "hold", changed)
 
 
 def _grown_memory() -> None:
@@ -131,14 +142,17 @@ def _open_descriptors() -> None:
     """A coordinator leaves a file open for now and then an event."""
     from coordinator.core.machine import Machine
 
-    apply, due = Machine.apply, _every(5)
+    due = _every(5)
 
-    def leaking(self: Machine, event: Any, *rest: Any) -> Any:
-        if due():
-            os.open(os.devnull, os.O_RDONLY)
-        return apply(self, event, *rest)
+    def changed(apply: Callable[..., Any]) -> Callable[..., Any]:
+        def leaking(self: Machine, event: Any, now_us: int) -> Any:
+            if due():
+                os.open(os.devnull, os.O_RDONLY)
+            return apply(self, event, now_us)
 
-    Machine.apply = leaking  # type: ignore[method-assign]
+        return leaking
+
+    _patch(Machine, "apply", changed)
 
 
 def _orphan() -> None:

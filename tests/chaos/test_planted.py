@@ -1,0 +1,20 @@
+"""What a chaos run is tried with by hand can still be planted: the code that it changes is there."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+
+import pytest
+
+from .planted import FAULTS
+
+LEAVES_NOTHING = sorted(FAULTS.keys() - {"orphan"})
+
+
+@pytest.mark.parametrize("name", LEAVES_NOTHING)
+def test_a_fault_can_be_planted(name: str) -> None:
+    module = FAULTS[name].module
+    command = [sys.executable, "-m", "tests.chaos.planted", name, module, "--help"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=False)
+    assert done.returncode == 0 and f"python -m {module}" in done.stdout, done.stderr
