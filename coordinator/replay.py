@@ -1,27 +1,33 @@
 """python -m coordinator.replay FOLDER [--until EVENT] [--explain request=ID]: the state at any point of a journal.
 
 Reads and changes nothing; the coordinator that writes the journal may be running. Events are counted from the last
-snapshot on, since what was before it is not kept.
+snapshot on, since what was before it is not kept. Of a damaged journal all is shown that comes before the damage.
 """
 
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections import deque
+from contextlib import suppress
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
 
-from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotFound
+from kvforge.protocol.errors import InvalidRequest, JournalCorrupt, KvforgeError, NotFound
 from kvforge.protocol.exits import OK, status_of
 from kvforge.protocol.messages import Explain, Explanation
 
 from .core.events import Boot, ClientFull, FromClient, FromWorker
 from .core.machine import Machine
-from .journal.entries import Entry
+from .journal.entries import Entry, Reader
+from .journal.log import segments
+from .journal.records import read
 from .journal.recovery import Replay
 
+OPEN_TRIES = 10
 SUBJECTS = ("request", "sequence", "block", "tenant")
 
 
@@ -36,19 +42,52 @@ def main(arguments: list[str] | None = None) -> int:
     )
     options = parser.parse_args(arguments)
     try:
-        print("\n".join(told(options.journal, options.until, options.events, options.explain)))
+        lines, damage = told(options.journal, options.until, options.events, options.explain)
+        print("\n".join(lines), flush=True)
+        if damage is not None:
+            raise damage
+    except BrokenPipeError:  # whoever reads has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     except KvforgeError as error:
         print(f"kvforge replay: {error}", file=sys.stderr)
         return status_of(error)
     return OK
 
 
-def told(folder: Path, until: int | None, events: int, subjects: list[str]) -> list[str]:
-    """The lines. Raises NotFound where there is no journal, InvalidRequest, JournalCorrupt."""
+def told(folder: Path, until: int | None, events: int, subjects: list[str]) -> tuple[list[str], JournalCorrupt | None]:
+    """The lines, and what is wrong behind what they tell. Raises NotFound where there is no journal, InvalidRequest,
+    JournalCorrupt."""
     asked = [_explain(subject) for subject in subjects]
-    if not folder.is_dir():
-        raise NotFound(f"there is no folder {folder}")
-    replay, last = Replay(folder), deque[str](maxlen=max(0, events))
+    if until is not None and until < 1:
+        raise InvalidRequest("until", f"events are counted from 1: it is {until}")
+    replay = _opened(folder)
+    began = "the beginning" if replay.machine is None else f"the snapshot at {replay.now_us / 1e6:.6f} s"
+    last, damage = _run(replay, until, events)
+    machine = replay.machine
+    if machine is None:
+        raise damage or NotFound(f"{folder} holds no journal that has begun")
+    if until is not None and replay.entries + 1 < until:
+        raise damage or InvalidRequest("until", f"the journal ends after event {replay.entries}")
+    lines = [
+        f"after event {replay.entries} at {replay.now_us / 1e6:.6f} s{_of_day(replay)}, boot {machine.boot}",
+        f"events are counted from {began}",
+        *last,
+        *_state(machine),
+    ]
+    if replay.torn is not None:
+        path, end, more = replay.torn
+        lines.append(f"{path.name} ends with {more} bytes behind byte {end} that are no whole record:")
+        lines.append("  a coordinator died while it wrote them, or is writing them now")
+    for name, message in zip(subjects, asked, strict=True):
+        reply = machine.explainer.explain("", message)
+        assert isinstance(reply, Explanation)
+        lines += [f"{name}:", *(f"  {sentence}" for sentence in reply.sentences)]
+    return lines, damage
+
+
+def _run(replay: Replay, until: int | None, events: int) -> tuple[deque[str], JournalCorrupt | None]:
+    """Applies what comes before that event. Returns lines about the last ones, and what ended it too early."""
+    last = deque[str](maxlen=max(0, events))
 
     def over(entry: Entry) -> bool:
         if until is not None and replay.entries + 1 >= until:
@@ -56,25 +95,42 @@ def told(folder: Path, until: int | None, events: int, subjects: list[str]) -> l
         last.append(f"  {replay.entries + 1} at {entry.now_us / 1e6:.6f} s: {_name(entry)}")
         return False
 
-    replay.run(over)
-    machine = replay.machine
-    if machine is None:
-        raise NotFound(f"{folder} holds no journal that has begun")
-    if until is not None and replay.entries + 1 < until:
-        raise InvalidRequest("until", f"the journal ends after event {replay.entries}")
-    lines = [
-        f"after event {replay.entries} at {replay.now_us / 1e6:.6f} s, boot {machine.boot}",
-        *last,
-        *_state(machine),
-    ]
-    if replay.torn is not None:
-        path, end, more = replay.torn
-        lines.append(f"{path.name} ends with {more} bytes behind byte {end} that are no whole record")
-    for name, message in zip(subjects, asked, strict=True):
-        reply = machine.explainer.explain("", message)
-        assert isinstance(reply, Explanation)
-        lines += [f"{name}:", *(f"  {sentence}" for sentence in reply.sentences)]
-    return lines
+    try:
+        replay.run(over)
+    except JournalCorrupt as error:
+        if until is None or replay.entries + 1 < until:
+            return last, error
+    return last, None
+
+
+def _opened(folder: Path) -> Replay:
+    """At its snapshot. One that runs may replace that between two looks at the folder."""
+    try:
+        next(folder.iterdir(), None)
+    except FileNotFoundError:
+        raise NotFound(f"there is no folder {folder}") from None
+    except NotADirectoryError:
+        raise NotFound(f"{folder} is a file: name the folder that it is in, a coordinator's state_dir") from None
+    except OSError as error:
+        raise NotFound(f"{folder} cannot be read: {error.strerror}") from None
+    for _ in range(OPEN_TRIES):
+        with suppress(FileNotFoundError):
+            return Replay(folder)
+    raise NotFound(f"{folder} changes faster than it can be read")
+
+
+def _of_day(replay: Replay) -> str:
+    """The time of day of the last event that was applied, as the log has it: about, from the time of the files."""
+    for first, path in reversed(segments(replay.folder).items()):
+        try:
+            written_s, records = path.stat().st_mtime, list(read(memoryview(path.read_bytes()), first, path.name))
+        except (OSError, JournalCorrupt):
+            return ""
+        if records:
+            *_, last = Reader().entries(records[-1].payload)
+            at = datetime.fromtimestamp(written_s - (last.now_us - replay.now_us) / 1e6, UTC)
+            return f" (about {at:%Y-%m-%d %H:%M:%S} UTC)"
+    return ""
 
 
 def _explain(subject: str) -> Explain:

@@ -132,6 +132,6 @@ def check_version(what: str, version: int) -> None:
     if version != STATE_VERSION:
         raise InvalidConfiguration(
             "state_dir",
-            f"{what} is of state version {version}, this kvforge has {STATE_VERSION}: let the one that wrote it finish "
-            "what it has (`kvforge drain --wait`), or start with --discard-state",
+            f"{what} is of state version {version}, this kvforge has {STATE_VERSION}: let the one that wrote it show "
+            "it (`kvforge replay`) or finish what it has (`kvforge drain --wait`), or start with --discard-state",
         )

@@ -16,8 +16,19 @@ from . import parsing
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
     replay = parsing.add(subparsers, "replay", run, "Show the state at any point of a coordinator's journal.")
-    replay.add_argument("journal", type=Path, metavar="FOLDER", help="state_dir of a coordinator, which may be running")
-    replay.add_argument("--until", type=int, metavar="EVENT", help="stop before this event, counted from 1 [the end]")
+    replay.add_argument(
+        "journal",
+        type=Path,
+        nargs="?",
+        metavar="FOLDER",
+        help="state_dir of a coordinator, which may be running [state in the runtime folder]",
+    )
+    replay.add_argument(
+        "--until",
+        type=int,
+        metavar="EVENT",
+        help="stop before this event, counted from 1 behind the last snapshot [the end]",
+    )
     replay.add_argument("--events", type=int, default=5, metavar="N", help="show so many events before that [5]")
     replay.add_argument(
         "--explain",
@@ -30,7 +41,8 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints it. Returns the exit status of the process that does."""
-    arguments = [str(options.journal), "--events", str(options.events)]
+    journal = options.journal if options.journal is not None else parsing.runtime_dir(options) / "state"
+    arguments = [str(journal), "--events", str(options.events)]
     if options.until is not None:
         arguments += ["--until", str(options.until)]
     for subject in options.explain:

@@ -13,7 +13,7 @@ def main() -> None:
     root = str(Path(__file__).resolve().parents[2])
     del sys.argv[0]
     sys.path.insert(0, root)
-    for name in ("kvforge", sys.argv[0]):
+    for name in ("kvforge", sys.argv[0].partition(".")[0]):
         __import__(name)  # from now on its parts are imported from this one
     sys.path.remove(root)
     runpy.run_module(sys.argv[0], run_name="__main__", alter_sys=True)

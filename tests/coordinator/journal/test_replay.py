@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+from datetime import UTC, datetime
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, Turn
-from coordinator.journal.log import Journal
+from coordinator.journal.log import Journal, segments, states
+from coordinator.journal.records import read
 from coordinator.replay import main
 from kvforge.commands import cli
 from kvforge.protocol import codec
@@ -48,7 +50,9 @@ def said(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_it_says_what_happened_and_how_it_is_at_the_end(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = {path: path.read_bytes() for path in folder.iterdir()}
     told = said(capsys, str(folder), "--explain", "request=2", "--explain", "tenant=them")
-    assert told.startswith("after event 7 at 0.000040 s, boot bbbb")
+    of_day = datetime.fromtimestamp(max(path.stat().st_mtime for path in before), UTC)
+    assert told.startswith(f"after event 7 at 0.000040 s (about {of_day:%Y-%m-%d %H:%M:%S} UTC), boot bbbb")
+    assert "events are counted from the beginning\n" in told
     assert "  6 at 0.000030 s: client 2: Submit tenant='them' max_tokens=3 count=1\n" in told
     assert "2 have not ended, 0 have and are known" in told
     assert "worker w: 8 blocks, 1 rows, steps sent: 1" in told
@@ -73,6 +77,7 @@ def test_it_stops_where_it_is_told_to(
     ("arguments", "problem"),
     [
         (["--until", "9"], "until: the journal ends after event 7"),
+        (["--until", "0"], "until: events are counted from 1: it is 0"),
         (["--explain", "request"], "explain: is 'request'; it must be one of request, sequence, block, tenant"),
         (["--explain", "request=x"], "explain: is 'request=x'"),
         (["--explain", "request=77"], "request 77"),
@@ -97,9 +102,48 @@ def test_a_folder_without_a_journal_and_a_damaged_one_are_told_apart(
     path.write_bytes(data)
     assert main([str(folder)]) == DAMAGED
     assert "record 1 is missing and 2 follows" in capsys.readouterr().err
+    assert main([str(path)]) == USAGE
+    assert f"{path} is a file: name the folder that it is in" in capsys.readouterr().err
+
+
+def test_what_comes_before_the_damage_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    journal = Journal(folder, 3)
+    journal.note(Turn(), 50)
+    journal.commit()
+    journal.close()
+    path = segments(folder)[1]
+    first, second = read(memoryview(path.read_bytes()), 1, path.name)
+    data = bytearray(path.read_bytes())
+    data[second.start + 40] ^= 1
+    path.write_bytes(data)
+    assert main([str(folder)]) == DAMAGED
+    told = capsys.readouterr()
+    assert told.out.startswith("after event 4 at") and "every invariant holds" in told.out
+    assert f"{path.name} is damaged at byte {first.end}" in told.err
+    assert main([str(folder), "--until", "5"]) == OK
+    assert main([str(folder), "--until", "6"]) == DAMAGED
+
+
+def test_a_journal_that_is_being_written_is_read_as_far_as_it_is_whole(
+    folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = segments(folder)[1]
+    path.write_bytes(path.read_bytes() + b"kvfR and no more")
+    told = said(capsys, str(folder))
+    assert told.startswith("after event 7 at") and "or is writing them now" in told
+
+
+def test_a_snapshot_that_is_replaced_meanwhile_is_looked_for_again(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real, old = states, [{1: folder / "state-0000000000000001"}]
+    monkeypatch.setattr("coordinator.journal.recovery.states", lambda path: old.pop() if old else real(path))
+    assert said(capsys, str(folder)).startswith("after event 7 at")
+    assert not old
 
 
 def test_the_command_line_runs_it(folder: Path, capfd: pytest.CaptureFixture[str]) -> None:
     assert cli.main(["replay", str(folder), "--until", "6", "--explain", "request=1"]) == OK
-    assert "after event 5 at" in capfd.readouterr().out
+    told = capfd.readouterr()
+    assert "after event 5 at" in told.out and told.err == ""
     assert cli.main(["replay", str(folder), "--until", "99"]) == USAGE
