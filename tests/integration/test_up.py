@@ -243,6 +243,7 @@ def test_two_installations_and_a_killed_supervisor(folder: Path) -> None:
         second.expect("ready: 1 worker")
         left = processes_of(folder / "run")
         assert len(left) == 3  # and not those of the other one
+        os.kill(pid_of(folder, "worker-0"), signal.SIGSTOP)  # it could not notice anything by itself
         first.signal(signal.SIGKILL)
         wait_gone(*left)  # on their leash
         with client(other) as kv:
