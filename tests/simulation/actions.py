@@ -29,7 +29,9 @@ WHIM_SHARE = 0.004
 # How often someone goes on writing to a sequence on which a request runs, or waits to run again.
 MEDDLE_SHARE = 0.01
 # How often a snapshot is made of the coordinator's state, instead of its death.
-CUT_SHARE = 0.3
+CUT_SHARE = 0.5
+# How often somebody gives up a request right before it: then a step under way has rows that have ended.
+CANCEL_SHARE = 0.4
 COORDINATOR = "k"
 # verb: weight
 MIX = {
@@ -113,6 +115,9 @@ class Drawer:
         dies_us, *death = self._death(0)
         for action in self._everyday():
             while dies_us <= action[0]:
+                if self._deaths.random() < CANCEL_SHARE:
+                    number = self._requests - int(self._deaths.expovariate(0.3))
+                    yield (max(0, dies_us - self._settings.short_us), "cancel", "c0", f"r{max(0, number)}")
                 yield (dies_us, *death)
                 dies_us, *death = self._death(dies_us)
             yield action

@@ -47,8 +47,8 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesWriter
 from tests.simulation.checks import Checker, Generations
-from tests.simulation.digest import digest
-from tests.simulation.dying import AFTER, Books, Crash, Death, DyingJournal, books
+from tests.simulation.digest import digest, state_digest
+from tests.simulation.dying import AFTER, Books, Crash, Death, DyingJournal, copied
 from tests.simulation.progress import Progress
 from tests.simulation.snapshots import NOTHING, Snapshot, Snapshots
 from tests.simulation.workers import Violation
@@ -326,7 +326,7 @@ class SimulatedCoordinator:
         self.leaves()
         for one in self._world.workers.values():
             if one.pid == pid:
-                one.kill(1 + self._entropy.randrange(REPLACED_US))
+                one.replaced(1 + self._entropy.randrange(REPLACED_US))
 
     def act(self, now_us: int) -> int | None:
         """Nothing is left to do."""
@@ -397,7 +397,9 @@ class SimulatedCoordinator:
         if death.how == AFTER:
             self._effects_left = death.part
         else:
-            self._books = self._as_now()
+            world = self._world
+            shared = [world, world.settings, self.tables, world.client_side, world.worker_side]
+            self._books = copied(self._ledger, self._progress, self.checker, self.machine, shared)
         due_us = self.loop.turn(now_us)
         self._books = None  # nothing was to be written
         if not self.journal.unwritten:
@@ -406,16 +408,12 @@ class SimulatedCoordinator:
         self.journal.death, self._effects_left = None, NO_END
         return due_us
 
-    def _as_now(self) -> Books:
-        world = self._world
-        shared = [world, world.settings, self.tables, world.client_side, world.worker_side]
-        return books(self._ledger, self._progress, self.checker, self.machine, shared)
-
     def _die(self) -> None:
         assert self.death is not None and self.journal is not None
         self.dead = True
         self.journal.close()
-        self._world.died(self._books or self._as_now(), self.death.back_us)
+        now = self._books or Books(self._ledger, self._progress, self.checker, state_digest(self.machine))
+        self._world.died(now, self.death.back_us)
 
     def _probe(self, at_us: int) -> None:
         """Another Turn, after the last one and before the next is due, must change nothing: what it could do was left

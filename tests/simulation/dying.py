@@ -57,12 +57,11 @@ class Books(NamedTuple):
     digest: str
 
 
-def books(ledger: Ledger, progress: Progress, checker: Checker, machine: Machine, shared: list[Any]) -> Books:
-    """As they are now. shared: objects that there is one of, whatever happens."""
+def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machine, shared: list[Any]) -> Books:
+    """As they are now, whatever becomes of them. shared: objects that there is one of."""
     oracles = [booked.oracle for booked in ledger.requests.values()]
     memo = {id(one): one for one in (*shared, machine, *oracles)}
-    copied = deepcopy((ledger, progress, checker), memo)
-    return Books(*copied, state_digest(machine))
+    return Books(*deepcopy((ledger, progress, checker), memo), state_digest(machine))
 
 
 class DyingJournal(Journal):

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from typing import Any
 from unittest.mock import patch
@@ -56,10 +56,10 @@ def fault(make: Callable[[], list[Patch]]) -> Callable[[], list[Patch]]:
 
 
 @contextmanager
-def plant(name: str) -> Iterator[None]:
-    """The core has the fault inside the block."""
+def plant(name: str, faults: Mapping[str, Callable[[], list[Patch]]] = FAULTS) -> Iterator[None]:
+    """The system has the fault inside the block."""
     with ExitStack() as stack:
-        for owner, attribute, replacement in FAULTS[name]():
+        for owner, attribute, replacement in faults[name]():
             stack.enter_context(patch.object(owner, attribute, replacement))
         yield
 

@@ -178,11 +178,11 @@ def draw_settings(random: Random) -> Settings:
     )
 
 
-def with_crashes(settings: Settings, random: Random) -> Settings:
-    """The same world; in some of them the coordinator dies now and then."""
-    if random.random() >= CRASHES_SHARE:
+def with_crashes(settings: Settings, random: Random, share: float = CRASHES_SHARE) -> Settings:
+    """The same world; in a share of them the coordinator dies now and then."""
+    if random.random() >= share:
         return settings
-    gap_us = random.choice((5_000, 20_000, 60_000))
+    gap_us = random.choice((8_000, 40_000, 100_000))
     # Where nothing may look like a worker's death, all of them have the time to come back.
     reattach_us = 10_000_000 if settings.deadly else random.choice((2_000, 20_000, 10_000_000))
     return msgspec.structs.replace(settings, crash_gap_us=gap_us, reattach_us=reattach_us)

@@ -9,11 +9,14 @@ import pytest
 from coordinator.core.limits import Quota
 from tests.simulation.actions import Drawer
 from tests.simulation.faults import FAULTS, plant
-from tests.simulation.runner import Outcome, play, run_seed
-from tests.simulation.settings import Settings
+from tests.simulation.faults_of_death import FAULTS_OF_DEATH
+from tests.simulation.runner import Outcome, drawn, play, run_seed
+from tests.simulation.settings import Settings, with_crashes
 
 EVENTS = 800
+MORTAL_EVENTS = 1200
 SEEDS_MAX = 60
+MORTAL_SEEDS_MAX = 30
 SEEDS_SOUND = 30
 # Seeds that are tried first, because they found the fault when this was written. A change of the core or of the
 # simulator makes them wrong: that costs time, nothing else. `pytest -rP` tells the ones that would be right.
@@ -83,6 +86,14 @@ def run_crowded(seed: int) -> Outcome:
     return play(seed, CROWDED, drawer.actions(), EVENTS, check_every=4)
 
 
+def run_mortal(seed: int) -> Outcome:
+    """The world of a seed, and in it the coordinator dies whether it does in the drawn one or not."""
+    settings, drawer = drawn(seed)
+    mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
+    drawer = Drawer(mortal, Random(f"actions/{seed}"), Random(f"deaths/{seed}"))
+    return play(seed, mortal, drawer.actions(), MORTAL_EVENTS)
+
+
 def found_by(name: str) -> tuple[int | None, str]:
     """The seed that showed the fault, and what was seen; (None, "") where none did."""
     likely = LIKELY.get(name, 0)
@@ -101,6 +112,19 @@ def test_the_simulator_finds_a_planted_fault(name: str) -> None:
     assert error
     if seed != LIKELY.get(name, 0):
         print(f'sooner with LIKELY["{name}"] = {seed}')
+
+
+@pytest.mark.parametrize("name", FAULTS_OF_DEATH)
+def test_the_simulator_finds_a_planted_fault_of_who_goes_on(name: str) -> None:
+    with plant(name, FAULTS_OF_DEATH):
+        found = next((seed for seed in range(MORTAL_SEEDS_MAX) if run_mortal(seed).error), None)
+    assert found is not None, f"{name} went unnoticed for {MORTAL_SEEDS_MAX} seeds"
+
+
+def test_mortals_without_faults_pass_the_same_seeds() -> None:
+    for seed in range(MORTAL_SEEDS_MAX):
+        outcome = run_mortal(seed)
+        assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 
 def test_seeds_that_are_tried_first_are_of_faults_that_exist() -> None:

@@ -61,6 +61,9 @@ class Host(Protocol):
     def oracle(self, request_id: int) -> Oracle:
         """What the request must generate."""
 
+    def kept_pool(self, name: str, epoch: int) -> bool:
+        """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
+
     def counts(self, request_id: int) -> bool:
         """Whether a row of the request can still count: its client's sequence may have gone on without it."""
 
@@ -167,6 +170,14 @@ class SimulatedWorker:
         self.connection: Connection | None = None
         self._host, self._peers, self._seed = host, peers, seed
 
+    def replaced(self, back_after_us: int) -> None:
+        """It is ended because it seems to hang: rightly, unless it has done and told all that it was given."""
+        settings, now_us = self._host.settings, self._host.clock.now_us
+        told = now_us - self._moved_us > settings.long_us + settings.short_us
+        if self._registered and told and not (self.hangs or self._working or self._steps):
+            raise Violation(f"{self.name} has done all that it was given, and is replaced")
+        self.kill(back_after_us)
+
     @property
     def pid(self) -> int:
         """Another one in each life."""
@@ -216,11 +227,13 @@ class SimulatedWorker:
         self._host.clock.after(back_after_us, self.start)
 
     def _send(self, message: Message) -> None:
+        self._moved_us = self._host.clock.now_us
         if self.connection is not None:
             self.connection.send(codec.encode(message))
 
     def _receive(self, message: Message) -> None:
         self._host.delivered()
+        self._moved_us = self._host.clock.now_us
         if isinstance(message, Step):
             if message.step_id > self._taken:  # else it came before, from a coordinator that has died
                 self._taken = message.step_id
@@ -250,6 +263,8 @@ class SimulatedWorker:
         if message.epoch:
             self._reader = TablesReader(Path(message.tables_path), message.boot)
             return  # what it holds is known there
+        if self._epoch and self._host.kept_pool(self.name, self._epoch):
+            raise Violation(f"{self.name} came back with its pool in time, and is told to begin anew")
         self._empty()
         self._boot = message.boot
         self._reader = TablesReader(Path(message.tables_path), message.boot)

@@ -56,14 +56,15 @@ class World:
         self._entropy = Random(f"{seed}/entropy")
         self.client_side, self.worker_side = self._sides()
         self.boot = Boot("b" * 32, hashlib.blake2b(seed.encode()).digest()[:32], settings.limits())
-        self._folder, self._lives = folder, 1
+        self._folder = folder
+        self._pools: set[tuple[str, int]] = set()
         journal = self._first_journal() if settings.crash_gap_us else None
         self.coordinator = SimulatedCoordinator(
             self, Machine(self.boot, self.clock.now_us), folder, self._entropy, journal
         )
         self.clients = {
-            name: SimulatedClient(name, self.client_side, seed, self, lasting=settings.crash_gap_us > 0)
-            for name in (f"c{i}" for i in range(settings.clients))
+            name: SimulatedClient(name, self.client_side, seed, self, lasting=settings.crash_gap_us > 0 and i % 3 < 2)
+            for i, name in enumerate(f"c{i}" for i in range(settings.clients))
         }
         self.workers = {
             f"w{i}": SimulatedWorker(f"w{i}", blocks, self, self.worker_side, seed)
@@ -106,7 +107,7 @@ class World:
         self.ledger = before.ledger
         found = next_life(self._folder / "state", before)
         self._numbers = found.numbers
-        self._lives += 1
+        self._pools = {(group.name, group.epoch) for group in found.machine.cache.groups.values()}
         for side in (self.client_side, self.worker_side):
             side.die()
         journal = DyingJournal(self._folder / "state", found.number)
@@ -114,7 +115,12 @@ class World:
         self.coordinator.goes_on(before)
         self.clock.after(back_us, self._rise)
 
+    def kept_pool(self, name: str, epoch: int) -> bool:
+        """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
+        return (name, epoch) in self._pools and self.clock.now_us < self._rose_us + self.settings.reattach_us
+
     def _rise(self) -> None:
+        self._rose_us = self.clock.now_us
         for side in (self.client_side, self.worker_side):
             side.rise()
         self.coordinator.rise()
