@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import io
 import logging
+import mmap
 import os
 import pickle
 import struct
@@ -108,12 +109,15 @@ def _write_used(out: _Checked, memory: memoryview) -> None:
 
 def read(path: Path) -> tuple[Head, Any]:
     """The head, and the machine once its head was looked at: `objects()` of what is returned. Raises JournalCorrupt."""
-    data = path.read_bytes()
-    if len(data) < len(MAGIC) + _CRC.size or data[: len(MAGIC)] != MAGIC:
+    with path.open("rb") as file:
+        if os.fstat(file.fileno()).st_size < len(MAGIC) + _CRC.size:
+            raise JournalCorrupt(path.name, 0)
+        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+    if data[: len(MAGIC)] != MAGIC:
         raise JournalCorrupt(path.name, 0)
-    if _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(memoryview(data)[: -_CRC.size]):
+    if _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(data[: -_CRC.size]):
         raise JournalCorrupt(path.name, len(data))
-    parts = _Parts(memoryview(data)[len(MAGIC) : -_CRC.size], path.name)
+    parts = _Parts(data[len(MAGIC) : -_CRC.size], path.name)
     with parts.meant():
         head = msgspec.msgpack.decode(parts.sized(), type=Head)
     return head, parts
