@@ -16,7 +16,7 @@ Event = tuple[str, int]
 PREFIX = "prefix"
 TENANT_CEILING, SIBLING = "tenant ceiling", "sibling"
 
-WORKER: Event = ("worker", 0)  # one that could hold the request is ready
+WORKER: Event = ("worker", 0)  # one that could hold the request is ready, or back
 SLOT: Event = ("slot", 0)  # a slot for a sequence is free
 FRONT: Event = ("front", 0)  # a blocked request is woken, starts or ends: what was kept for it may be had
 
@@ -49,9 +49,9 @@ def prefix_of(value: int) -> Event:
 class Wait(msgspec.Struct, frozen=True):
     """Why a request does not run, or stands still. A new worker ends every wait.
 
-    limit: workers, sequences_max, step_rows_max, alone, sibling, step, kept, tenant ceiling or blocks. group: epoch of
-    the one that lacks least, 0 for none. short: blocks missing there, of those needed; problem: the refusal in words.
-    other: the request that it waits for.
+    limit: workers, away, sequences_max, step_rows_max, alone, sibling, step, kept, tenant ceiling or blocks. group:
+    epoch of the one that lacks least, 0 for none. short: blocks missing there, of those needed; problem: the refusal in
+    words. other: the request that it waits for.
     """
 
     limit: str

@@ -287,3 +287,35 @@ def test_a_row_that_ended_under_way_is_published_anew_with_the_blocks_that_its_s
         assert read[0].tolist() == held.tolist()
     finally:
         tables.close()
+
+
+def test_what_begins_after_a_restart_begins_where_a_worker_is() -> None:
+    """A pool with a longer prefix is of no use while its worker is away; whoever runs there goes on there."""
+    d = driver()
+    first = d.add_worker(blocks=16)
+    runs = d.submit(PROMPT, max_tokens=8)
+    d.step()
+    second = d.add_worker(blocks=8)
+    restart(d)
+    come_back(d, second)
+    there, like_it = d.submit([1, 2], max_tokens=2), d.submit(PROMPT, max_tokens=2)
+    d.turn()
+    assert d.request(there).worker == d.request(like_it).worker == second.name
+    assert d.request(runs).worker == first.name
+    (told,) = [each for each in d.explain(request_id=runs).sentences if "not back" in each]
+    assert "started again" in told
+
+
+def test_who_waits_for_those_that_are_away_is_told_so_and_begins_when_one_is_back() -> None:
+    d = driver()
+    worker = d.add_worker(blocks=8)
+    d.turn()
+    restart(d)
+    waits = d.submit(PROMPT, max_tokens=2)
+    d.turn()
+    assert d.request(waits).state == "pending"
+    assert d.explain(request_id=waits).facts["limit"] == "away"
+    come_back(d, worker)
+    d.turn()
+    assert d.request(waits).state == "running"
+    assert "limit" not in d.explain(request_id=waits).facts

@@ -119,6 +119,9 @@ class Explainer:
             group = self._cache.groups[int(s.pool[slot])]
             still = f"it stands still: {request.wait.short} blocks are missing ({request.wait.problem})"
             return subject, [told, still, *self._what_would_free(seen, group)], facts
+        if self._cache.groups[int(s.pool[slot])].away:
+            away = "it is not back yet since the coordinator was started again: it goes on then, or elsewhere"
+            return subject, [told, away], {**facts, "limit": "away"}
         prefill = int(s.length[slot] - s.scheduled[slot])
         if prefill > 1:
             return subject, [told, f"{prefill} tokens of its prompt are still to be computed"], facts
@@ -133,6 +136,7 @@ class Explainer:
         other = self._named(seen, wait.other)
         told = {
             "workers": "no worker is ready: it starts when one has registered its pool",
+            "away": "the coordinator was started again, and no worker is back yet: it starts when one is",
             "sequences_max": f"all {slots} sequence slots are taken: it starts when one is freed",
             "step_rows_max": f"every worker runs its limit of {rows} requests: it starts when one ends",
             "step": "a step that is under way still reads its sequence: it starts when that is done",

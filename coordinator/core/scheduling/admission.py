@@ -170,7 +170,8 @@ class Admission:
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot != NO_SLOT and s.pool[slot] != NO_POOL:
             return int(s.pool[slot])
-        able = [group for group in cache.groups.values() if self.choice.could_hold(group, request)]
+        there = [group for group in cache.groups.values() if not group.away]
+        able = [group for group in there if self.choice.could_hold(group, request)]
         candidates = [group for group in able if self.choice.fits_when_idle(group, request)]
         if not candidates:
             return None

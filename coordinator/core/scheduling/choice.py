@@ -75,6 +75,8 @@ class Choice:
 
     def _obstacle(self, group: Group, request: Request, kept: Container[int]) -> Wait | None:
         """What keeps the request out of the group, whatever room there is."""
+        if group.away:
+            return Wait("away", (WORKER,), group.epoch)
         if group.number in kept:
             return Wait("kept", (FRONT,), group.epoch)
         if not self.takes_rows(group):

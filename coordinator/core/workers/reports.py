@@ -166,6 +166,7 @@ class WorkerReports:
         self.workers[number] = worker
         worker.number = group.worker = number
         group.away, group.result_us = False, self._clock.now_us
+        self._cache.waits.wake_all()
         self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
         self._effects.append(ToWorker(number, _registered(group, rid)))
         self._effects.extend(ToWorker(number, sent.message) for sent in group.sent)
