@@ -192,18 +192,18 @@ class Shell:
         self.worker.connect(f"ipc://{folder}/w")
         while not (self.client.poll(1, zmq.POLLOUT) and self.worker.poll(1, zmq.POLLOUT)):
             assert not self.waiting(0), "nobody has said anything yet"  # answers the handshakes
-        self.now_us = 0
+        self.now_us = self._due_us = 0
 
     def _number(self) -> int:
         return next(self._numbers)
 
     def turn(self) -> float:
-        """One turn, when something has arrived. Returns its microseconds."""
-        while not self.waiting(10):
-            pass
+        """One turn, when something has arrived or it is due. Returns its microseconds."""
         self.now_us += 1000
+        while not self.waiting(10 if self._due_us > self.now_us else 0) and self._due_us > self.now_us:
+            pass
         started = perf_counter_ns()
-        self.loop.turn(self.now_us)
+        self._due_us = self.loop.turn(self.now_us)
         return (perf_counter_ns() - started) / 1e3
 
     def turn_until_settled(self) -> float:
