@@ -30,6 +30,7 @@ from .recovery import Recovered, recover
 
 PR_SET_PDEATHSIG = 1
 NICE = 10
+RETRY_RECORDS = 1000  # after a snapshot that could not even be begun
 log = logging.getLogger("coordinator")
 
 
@@ -45,7 +46,7 @@ class Keeper:
         self.folder, self._durable = folder, durability == "power"
         self._bytes_max, self._replay_us_max = bytes_max, replay_us_max
         self._spent_us = self._counted = 0
-        self._child, self._child_number = 0, 0
+        self._child, self._child_number, self._not_before = 0, 0, 0
         self.snapshots, self.longest_us = 0, 0
         self.journal: Journal | None = None
         try:
@@ -113,7 +114,7 @@ class Keeper:
             return  # nothing entered
         self._counted = self.journal.number
         self._spent_us += took_us
-        if self._child:
+        if self._child or self.journal.number < self._not_before:
             return
         if self.journal.bytes > self._bytes_max or self._spent_us > self._replay_us_max:
             self._begin_snapshot(machine, now_us, numbers)
@@ -131,6 +132,7 @@ class Keeper:
             if not self._child:
                 _write_and_end(parent, self.folder / snapshot.STATE.format(self._child_number), machine, head)
         except OSError as error:
+            self._not_before = self.journal.number + RETRY_RECORDS
             log.warning("no snapshot could be begun: %s", error)
         self.longest_us = max(self.longest_us, (time.monotonic_ns() - began_ns) // 1000)
 

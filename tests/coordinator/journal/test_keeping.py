@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import resource
 import select
@@ -12,6 +13,7 @@ import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from time import monotonic
+from typing import Any
 
 import msgspec
 import numpy as np
@@ -244,6 +246,47 @@ def test_a_folder_that_others_may_write_to_is_not_read(folder: Path) -> None:
     (folder / "s").write_text("a file")
     with pytest.raises(InvalidConfiguration, match=r"state_dir: .* cannot be used"):
         Lived(config(folder))
+
+
+def test_a_folder_of_another_user_or_of_a_read_only_disk_is_refused(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    user, real = os.getuid(), os.open
+    monkeypatch.setattr(os, "getuid", lambda: user + 1)
+    with pytest.raises(InvalidConfiguration, match=r"state_dir: .* must belong to this user"):
+        Lived(config(folder))
+    monkeypatch.undo()
+
+    def read_only(path: Any, flags: int, *mode: int) -> int:
+        if flags & os.O_CREAT:
+            raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+        return real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", read_only)
+    with pytest.raises(InvalidConfiguration, match=r"state_dir: .* cannot be used: .*Read-only file system"):
+        Lived(config(folder))
+    monkeypatch.undo()
+    Lived(config(folder)).life.close(ended=True)
+
+
+def test_a_snapshot_that_cannot_be_begun_is_not_tried_again_at_each_turn(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    lived = Lived(_journal(folder, bytes_max=1 << 16))
+    lived.busy()
+    assert lived.life.journal is not None
+
+    def rotate() -> int:
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(lived.life.journal, "rotate", rotate)
+    for _ in range(20):
+        lived.client(CreateSequence(rid=5, tokens=np.arange(4000, dtype=np.int32)))
+        lived.turn()
+    assert lived.life.journal.bytes > 3 << 16
+    told = [found.getMessage() for found in caplog.records if "no snapshot could be begun" in found.getMessage()]
+    assert len(told) == 1
+    lived.life.close(ended=False)
 
 
 def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path, caplog: pytest.LogCaptureFixture) -> None:
