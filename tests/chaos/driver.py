@@ -38,7 +38,7 @@ CALM_S = 8.0  # at the end, so that all processes are warm when they are measure
 TEND_S, LOOK_S, MEASURE_S = 0.02, 2.0, 1.0
 LOOK_TIMEOUT_S = 5.0
 ATTACHED_AT_END = 20
-BYTES_MAX = {"c": 24 << 20, "w": 40 << 20, "p": 12 << 20}  # that a process may grow, by its name's first letter
+BYTES_MAX = {"c": 24 << 20, "w": 64 << 20, "p": 12 << 20}  # that a process may grow, by its name's first letter
 CONFIG = f"""
 on_stop = "keep"
 [limits]
@@ -49,6 +49,9 @@ finished_max = 2048
 answers_kept_max = 128
 [schedule]
 step_timeout_s = 8
+# Prompts come in several steps; and few different numbers of rows are computed, each of which a CPU's products are
+# compiled for when it first comes.
+step_tokens_max = 64
 # Workers die all the time here, and not because of what they run.
 crashes_max = 100
 [journal]
@@ -127,7 +130,9 @@ class Driver:
             await asyncio.sleep(CALM_S)
             for task in background:
                 task.cancel()
-            await asyncio.gather(*background, return_exceptions=True)
+            for error in await asyncio.gather(*background, return_exceptions=True):
+                if not isinstance(error, asyncio.CancelledError):
+                    self.faults.append(f"what looked on has ended: {error!r}")
             processes.measure()
             await self._settle(kv)
         self._check_sizes()

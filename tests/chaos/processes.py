@@ -21,6 +21,7 @@ from .notes import Story
 from .sizes import Sample, Span, sample
 
 CLIENT_END_S = 90.0
+LEFT_TAKEN_UP_MAX = 5
 # A process that has served so long has all that it needs, by its name's first letter: what a worker computes with is
 # compiled when it is needed first.
 WARM_S = {"c": 5.0, "w": 10.0, "p": 5.0}
@@ -89,7 +90,7 @@ class Processes:
             self._popen[member] = subprocess.Popen(
                 [sys.executable, "-m", "tests.chaos.client", str(file)], stdin=subprocess.PIPE, stdout=log, stderr=log
             )
-        self.lives.setdefault(member, []).append(Life(self._popen[member].pid, monotonic()))
+        self.lives.setdefault(member, []).append(Life(self._popen[member].pid, None))
 
     def process_name(self, member: str) -> str:
         """Of the present client process in this place."""
@@ -105,14 +106,16 @@ class Processes:
         return [Story.of(name, self.notes(name)) for name in names]
 
     def _left_behind(self, member: str) -> list[dict[str, Any]]:
-        """Intents that the process before did not bring to an end."""
+        """Intents that the process before did not bring to an end, and the last of those that it left alone on purpose:
+        earlier ones may be forgotten by now."""
         if not self._incarnations[member]:
             return []
         name = self.process_name(member)
         story = Story.of(name, self.notes(name))
+        alone = set(sorted(story.left)[:-LEFT_TAKEN_UP_MAX])
         left = []
         for intent in story.intents.values():
-            over = intent.settled and all(request_id in story.ended for request_id in intent.ids)
+            over = intent.settled and all(request_id in story.ended or request_id in alone for request_id in intent.ids)
             if not over and (intent.how == "key" or (intent.how == "detached" and intent.ids)):
                 left.append({"name": intent.name, "case": intent.case, "how": intent.how, "ids": intent.ids})
         return left
@@ -216,11 +219,16 @@ class Processes:
         return [Span(life.warm, life.last) for life in lives if life.warm is not None and life.last is not None]
 
     def serving(self, pids: Collection[int]) -> None:
-        """These processes serve."""
+        """These processes serve; and client processes that have asked for something do what they are there for."""
         now = monotonic()
-        for lives in self.lives.values():
-            if lives[-1].pid in pids and lives[-1].serves_since is None:
+        for member, lives in self.lives.items():
+            asks = member in self.clients and self._has_asked(member)
+            if (asks or lives[-1].pid in pids) and lives[-1].serves_since is None:
                 lives[-1].serves_since = now
+
+    def _has_asked(self, member: str) -> bool:
+        notes = self.notes(self.process_name(member))
+        return notes.exists() and notes.stat().st_size > 0
 
     # ---------------------------------------------------------------------------------------------------------- the end
 

@@ -18,7 +18,7 @@ from kvforge.protocol.messages import RequestInfo, RequestRow
 from .cases import Answer, Case, Known
 from .ledger import Ledger, Record
 from .notes import ACCEPTED, ASKED, BROKEN, CANCELLING, ENDED, FAULT, LEFT, REFUSED, UNKNOWN, Notes, Story
-from .processes import Absence
+from .processes import LEFT_TAKEN_UP_MAX, Absence, Processes
 
 PROCESS = "p0.1"
 GREEDY = {"temperature": 0.0}
@@ -211,6 +211,25 @@ def test_errors_are_excused_by_an_absence_and_by_want_of_room_alone(books: Books
     (books.folder / "notes").unlink()
     books.absences[0] = Absence("p1.1", 98.0, 101.0)
     assert ["never away" in fault for fault in books.faults()] == [True]
+
+
+def test_the_next_process_takes_up_what_is_open_and_the_last_that_were_left(tmp_path: Path) -> None:
+    cluster: Any = SimpleNamespace(folder=tmp_path)
+    processes = Processes(cluster, (), ("p0",), {"gone_s": 1.0})
+    processes._incarnations["p0"] = 1
+    notes = Notes(tmp_path / f"{PROCESS}.notes")
+    for name, how, ids in (("a", "key", ()), ("b", "key", (1,)), ("c", "plain", (2,)), ("d", "detached", (3,))):
+        notes.write(ASKED, name=name, case=0, turn=1, count=1, how=how)
+        if ids:
+            notes.write(ACCEPTED, name=name, ids=ids)
+    notes.write(ENDED, id=1, reason="length", tokens=3)
+    for left in range(10, 20):
+        notes.write(ASKED, name=f"left {left}", case=0, turn=1, count=1, how="detached")
+        notes.write(ACCEPTED, name=f"left {left}", ids=[left])
+        notes.write(LEFT, id=left)
+    notes.close()
+    taken_up = [intent["name"] for intent in processes._left_behind("p0")]
+    assert taken_up == ["a", "d", *(f"left {left}" for left in range(20 - LEFT_TAKEN_UP_MAX, 20))]
 
 
 # --------------------------------------------------------------------------------------- what the coordinator says
