@@ -7,7 +7,8 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-DESCRIPTORS_MAX = 32  # four clients' connections take 28, which may just be made anew when a process is looked at
+# All connections of a coordinator take 42, four clients' 28: they may just be made anew when a process is looked at.
+DESCRIPTORS_MAX = 64
 
 
 @dataclass(frozen=True)

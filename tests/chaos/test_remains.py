@@ -73,7 +73,7 @@ def test_a_process_that_stays_as_it_is_has_not_grown() -> None:
     ("spans", "found"),
     [
         ([Span(Sample(300 * MB, 17), Sample(340 * MB, 17))], "w0 has grown by 41943040 bytes"),
-        ([Span(Sample(300 * MB, 17), Sample(300 * MB, 50))], "w0 has grown by 33 descriptors"),
+        ([Span(Sample(300 * MB, 17), Sample(300 * MB, 82))], "w0 has grown by 65 descriptors"),
         # Killed when it was large: the next one, which is not, hides nothing.
         (
             [Span(Sample(300 * MB, 17), Sample(340 * MB, 17)), Span(Sample(300 * MB, 17), Sample(301 * MB, 17))],
@@ -93,10 +93,10 @@ def test_growth_is_found(spans: list[Span], found: str) -> None:
 
 @pytest.fixture
 def child() -> Iterator[subprocess.Popen[bytes]]:
-    """A process that grows by 64 MB and 40 descriptors at the first line that it gets, and ends at the next."""
+    """A process that grows by 64 MB and 80 descriptors at the first line that it gets, and ends at the next."""
     code = (
         "import os, sys\nprint(flush=True)\nsys.stdin.readline()\nkept = bytearray(b'x' * (64 << 20))\n"
-        "files = [os.open(os.devnull, os.O_RDONLY) for _ in range(40)]\nprint(flush=True)\nsys.stdin.readline()\n"
+        "files = [os.open(os.devnull, os.O_RDONLY) for _ in range(80)]\nprint(flush=True)\nsys.stdin.readline()\n"
     )
     process = subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0)
     yield process
@@ -113,7 +113,7 @@ def test_a_real_process_that_grows_is_found(child: subprocess.Popen[bytes]) -> N
     second = sizes.sample(child.pid)
     assert first is not None and second is not None
     faults = sizes.too_large("c", [Span(first, second)], 32 * MB)
-    assert len(faults) == 2 and "bytes" in faults[0] and "40 descriptors" in faults[1]
+    assert len(faults) == 2 and "bytes" in faults[0] and "80 descriptors" in faults[1]
     child.kill()
     child.wait()
     assert sizes.sample(child.pid) is None
