@@ -123,6 +123,11 @@ class Connection:
         for message in unread:
             self._deliver(message)
 
+    @property
+    def last_us(self) -> int:
+        """When the last message that was sent on it has arrived, in either direction."""
+        return max(self._last_in, self._last_out)
+
     def end(self) -> None:
         """Nobody is at the other end any more; what is on its way arrives until that is noticed."""
         self._peers.clock.at(self._peers.arrival(self.random), self._notice)

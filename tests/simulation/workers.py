@@ -172,9 +172,9 @@ class SimulatedWorker:
 
     def replaced(self, back_after_us: int) -> None:
         """It is ended because it seems to hang: rightly, unless it has done and told all that it was given."""
-        settings, now_us = self._host.settings, self._host.clock.now_us
-        told = now_us - self._moved_us > settings.long_us + settings.short_us
-        if self._registered and told and not (self.hangs or self._working or self._steps):
+        told_us = self._host.clock.now_us - 2 * self._host.settings.turn_us
+        busy = self.hangs or self._working or self._steps
+        if self.connection is not None and self.connection.last_us < told_us and self._registered and not busy:
             raise Violation(f"{self.name} has done all that it was given, and is replaced")
         self.kill(back_after_us)
 
@@ -227,13 +227,11 @@ class SimulatedWorker:
         self._host.clock.after(back_after_us, self.start)
 
     def _send(self, message: Message) -> None:
-        self._moved_us = self._host.clock.now_us
         if self.connection is not None:
             self.connection.send(codec.encode(message))
 
     def _receive(self, message: Message) -> None:
         self._host.delivered()
-        self._moved_us = self._host.clock.now_us
         if isinstance(message, Step):
             if message.step_id > self._taken:  # else it came before, from a coordinator that has died
                 self._taken = message.step_id
