@@ -190,6 +190,17 @@ class PrefixIndex:
         elif siblings != block:
             self._children[parent] = {siblings: None, block: None}
 
+    def _add_children(self, parents: list[int], blocks: list[int]) -> None:
+        """Of blocks that follow each other, nearly all are the first child of their parent."""
+        first = dict(zip(parents, blocks, strict=True))
+        if len(first) < len(blocks):
+            for parent, block in zip(parents, blocks, strict=True):
+                self._add_child(parent, block)
+            return
+        for parent in sorted(first.keys() & self._children.keys()):
+            self._add_child(parent, first.pop(parent))
+        self._children.update(first)
+
     def add_each(
         self,
         ids: npt.NDArray[np.integer],
@@ -202,8 +213,7 @@ class PrefixIndex:
         assert (self._blocks.state[ids] != FREE).all(), "a free block cannot be indexed"
         store.hash[ids], store.parent[ids], store.tokens[ids] = values, parents, contents
         self._by_hash.update(zip(hashes, new, strict=True))
-        for parent, block in zip(parents.tolist(), new, strict=True):
-            self._add_child(parent, block)
+        self._add_children(parents.tolist(), new)
         self._blocks.indexed[ids] = True
         self._tell(hashes)
         return self.keys(ids)
