@@ -17,7 +17,8 @@ EVENTS = 800
 MORTAL_EVENTS = 1200
 SEEDS_MAX = 60
 MORTAL_SEEDS_MAX = 30
-SEEDS_SOUND = 30
+MORTALS_SOUND = 10
+SEEDS_SOUND = 10
 # Seeds that are tried first, because they found the fault when this was written. A change of the core or of the
 # simulator makes them wrong: that costs time, nothing else. `pytest -rP` tells the ones that would be right.
 LIKELY = {
@@ -27,16 +28,16 @@ LIKELY = {
     "stream_repeated_after_preemption": 2,
     "sequence_settles_while_its_row_is_read": 1,
     "preempted_sequence_not_busy": 16,
-    "first_token_timer_lost": 2,
+    "first_token_timer_lost": 5,
     "lease_never_ends": 2,
     "lease_survives_an_attach": 8,
-    "end_of_a_drain_not_due": 2,
+    "end_of_a_drain_not_due": 7,
     "forgetting_not_due": 2,
     "time_to_live_forgotten_while_a_request_runs": 30,
     "paused_stream_not_due": 2,
     "one_round_a_turn": 3,
-    "drain_without_end": 7,
-    "attach_replays_from_the_next": 1,
+    "drain_without_end": 23,
+    "attach_replays_from_the_next": 4,
     "paused_stream_goes_on": 2,
     "end_told_while_paused": 2,
     "pause_not_told": 2,
@@ -45,7 +46,7 @@ LIKELY = {
     "end_of_a_row_not_told": 3,
     "row_that_cannot_go_on_kept": 5,
     "passed_never_counted": 4,
-    "sibling_never_released": 5,
+    "sibling_never_released": 3,
     "cut_not_told": 1,
     "cut_not_made": 1,
     "tops_of_another_row": 1,
@@ -62,6 +63,18 @@ LIKELY = {
     "explanation_names_others": 2,
     "salt_ignored": 1,
     "error_names_others": 45,
+    "ended_rows_left_out_of_the_new_tables": 3,
+    "steps_not_sent_again": 1,
+    "stale_epoch_accepted": 3,
+    "whoever_is_away_is_streamed_to": 3,
+    "command_done_again": 1,
+    "torn_record_taken": 3,
+    "rights_not_written": 2,
+    "effects_before_the_journal": 8,
+    "time_to_live_not_due": 1,
+    "row_of_an_earlier_run_accepted": 1,
+    "settled_a_step_early": 1,
+    "quarantine_skipped": 1,
 }
 # A world for what the drawn ones hardly meet: many rows in a pool that is too small for them, and floors.
 CROWDED = Settings(
@@ -116,19 +129,21 @@ def test_the_simulator_finds_a_planted_fault(name: str) -> None:
 
 @pytest.mark.parametrize("name", FAULTS_OF_DEATH)
 def test_the_simulator_finds_a_planted_fault_of_who_goes_on(name: str) -> None:
+    likely = LIKELY.get(name, 0)
+    seeds = (likely, *(seed for seed in range(MORTAL_SEEDS_MAX) if seed != likely))
     with plant(name, FAULTS_OF_DEATH):
-        found = next((seed for seed in range(MORTAL_SEEDS_MAX) if run_mortal(seed).error), None)
+        found = next((seed for seed in seeds if run_mortal(seed).error), None)
     assert found is not None, f"{name} went unnoticed for {MORTAL_SEEDS_MAX} seeds"
 
 
 def test_mortals_without_faults_pass_the_same_seeds() -> None:
-    for seed in range(MORTAL_SEEDS_MAX):
+    for seed in range(MORTALS_SOUND):
         outcome = run_mortal(seed)
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 
 def test_seeds_that_are_tried_first_are_of_faults_that_exist() -> None:
-    assert set(LIKELY) <= set(FAULTS)
+    assert set(LIKELY) <= set(FAULTS) | set(FAULTS_OF_DEATH)
     assert max(LIKELY.values()) < SEEDS_MAX
 
 
