@@ -59,7 +59,8 @@ def test_what_the_killed_leave_is_removed_by_the_next_start_and_a_stop_leaves_no
         cluster.start_worker("w0")
         assert len(running.result(120).tokens) == 1500
         assert {path.name for path in cluster.runtime.iterdir()} == SERVING
-        assert not list((cluster.runtime / "state").glob("*.part"))
+        left = [name for name in HALF_MADE if (cluster.runtime / name).exists()]  # another snapshot may be under way
+        assert not left
         cluster.signal("coordinator", signal.SIGTERM)
         assert (cluster.end("coordinator"), cluster.end("w0")) == (0, 0)
         assert list(cluster.runtime.iterdir()) == []
