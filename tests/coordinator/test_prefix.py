@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 
 from coordinator.core.cache import residents
+from coordinator.core.cache.blocks import REFERENCED
 from coordinator.core.cache.hashing import BlockHasher
 from coordinator.core.cache.prefix import root_key
 from kvforge.protocol.errors import InvalidRequest
@@ -236,6 +237,37 @@ def test_with_colliding_hashes_answers_stay_exact(monkeypatch: pytest.MonkeyPatc
     driver.run_until_idle()
     assert driver.free_or_cached() == 16
     assert driver.stats().pools[0].cached <= distinct
+
+
+@pytest.mark.parametrize("values", [[7, 8, 7], [7, 8, None]], ids=["twice", "known"])
+def test_blocks_of_which_one_cannot_be_indexed_beside_the_others_are_none_of_them(
+    make_pool: MakePool, values: list[int | None]
+) -> None:
+    driver, _ = make_pool()
+    served(driver, PROMPT)
+    index, ids = driver.machine.cache.groups[0].index, np.array([9, 10, 11])
+    (known, *_) = driver.machine.cache.indexing.hashes(
+        driver.machine.cache.hasher.salt("tenant:default"), int32(PROMPT)
+    )
+    hashes = np.array([known if value is None else value for value in values], np.uint64)
+    driver.machine.cache.blocks.state[ids] = REFERENCED
+    before = pickle.dumps(index)
+    assert not index.add_new(ids, np.array([-1, 9, 10]), hashes, np.zeros((3, 4), np.int32))
+    assert pickle.dumps(index) == before
+
+
+def test_children_that_come_together_are_those_of_their_parents_one_by_one(make_pool: MakePool) -> None:
+    driver, _ = make_pool()
+    index, ids = driver.machine.cache.groups[0].index, np.array([5, 6, 7, 8])
+    driver.machine.cache.blocks.state[:10] = REFERENCED
+    index.add(4, -1, 40, int32([1, 2, 3, 4]))
+    contents = np.array([[1, 2, 3, 5], [9, 9, 9, 9], [1, 2, 5, 5], [9, 9, 0, 0]], np.int32)
+    parents = np.array([-1, index.key(5), -1, index.key(5)])
+    assert index.add_new(ids, parents, np.array([50, 60, 70, 80], np.uint64), contents)
+    assert index.match_partial(-1, int32([1, 2, 3, 5])) == (5, 4)
+    assert index.match_partial(-1, int32([1, 2, 3, 4])) == (4, 4)
+    assert index.match_partial(-1, int32([1, 2, 5, 6])) == (7, 3)
+    assert index.match_partial(index.key(5), int32([9, 9, 0])) == (8, 3)
 
 
 def test_a_candidate_with_the_same_tokens_after_another_parent_is_no_hit(make_pool: MakePool) -> None:

@@ -318,8 +318,8 @@ class Pool:
         contents: npt.NDArray[np.int32],
     ) -> npt.NDArray[np.int64]:
         """`index_block` for one block of each of n sequences: [n] blocks, parents, values, [n, block_size] contents."""
-        if self.index.all_new(ids, values):
-            return self.index.add_each(ids, parents, values, contents)
+        if self.index.add_new(ids, parents, values, contents):
+            return self.index.keys(ids)
         each = zip(ids.tolist(), parents.tolist(), values.tolist(), contents, strict=True)
         return np.array([self.index_block(*entry) for entry in each])
 
@@ -327,9 +327,8 @@ class Pool:
         self, ids: npt.NDArray[np.integer], parent: int, values: Hashes, contents: npt.NDArray[np.int32]
     ) -> int:
         """`index_block` for [n] blocks of one sequence, one after the other. Returns the key of the last entry."""
-        if self.index.all_new(ids, values):
-            keys = self.index.keys(ids)
-            self.index.add_each(ids, np.concatenate([[parent], keys[:-1]]), values, contents)
+        keys = self.index.keys(ids)
+        if self.index.add_new(ids, np.concatenate([[parent], keys[:-1]]), values, contents):
             return int(keys[-1])
         for block, value, tokens in zip(ids.tolist(), values.tolist(), contents, strict=True):
             parent = self.index_block(block, parent, value, tokens)
