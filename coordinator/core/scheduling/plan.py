@@ -190,16 +190,30 @@ class Scheduler:
         s = self._cache.sequences
         chosen: list[int] = []
         chunks: list[int] = []
-        for slot, chunk in self._shares(slots, self._prefill_budget(group, int(counts.sum()))):
+        shares = self._shares(slots, self._prefill_budget(group, int(counts.sum())))
+        for (slot, chunk), free in zip(shares, self._writable(shares), strict=True):
             if decodes.size + len(chosen) >= self._limits.step_rows_max:
                 break
             if not s.running[slot]:
                 continue
-            one = np.array([slot])
-            if self._ready(group, one, np.array([chunk])).size and self._make_way(group, slot, chunk):
+            if free or (
+                self._ready(group, np.array([slot]), np.array([chunk])).size and self._make_way(group, slot, chunk)
+            ):
                 chosen.append(slot)
                 chunks.append(chunk)
         return np.append(decodes, np.array(chosen, np.int64)), np.append(counts, np.array(chunks, np.int64))
+
+    def _writable(self, shares: list[tuple[int, int]]) -> list[bool]:
+        """Which of the chunks fall into blocks that their rows have and may write: most of them, since a row gets the
+        blocks of its prompt when it starts. What other rows of the step do does not change that."""
+        s = self._cache.sequences
+        slots, counts = np.array(shares, np.int64).reshape(-1, 2).T
+        start = s.scheduled[slots]
+        target = s.length[slots] + s.pending[slots]
+        writable = target + (start + counts == target) <= s.used[slots] * s.block_size
+        writable[self._cache.unwritable(slots, start, start + counts)[0]] = False
+        kept: list[bool] = writable.tolist()
+        return kept
 
     def _prefill_budget(self, group: Group, decodes: int) -> int:
         """Prefill tokens of the next step: beside decodes, as many as `decode_gap_ms` leaves room for."""
@@ -351,14 +365,15 @@ class Scheduler:
         if not slots.size:
             return NO_INT32
         s = self._cache.sequences
-        if int(counts.max()) == 1:  # decodes
-            inside = np.minimum(starts, s.context_tokens_max - 1)
-            return np.where(starts < known, s.tokens[slots, inside], -1).astype(np.int32)
-        rows = np.repeat(np.arange(slots.size), counts)
-        positions = np.arange(rows.size) - np.repeat(np.cumsum(counts) - counts, counts) + starts[rows]
-        inside = np.minimum(positions, s.context_tokens_max - 1)
-        tokens: npt.NDArray[np.int32] = np.where(positions < known[rows], s.tokens[slots[rows], inside], -1)
-        return tokens.astype(np.int32)
+        decodes = slots.size if int(counts.max()) == 1 else int(np.argmax(counts > 1))  # they come first
+        own = slots[:decodes]
+        inside = np.minimum(starts[:decodes], s.context_tokens_max - 1)
+        fed = [np.where(starts[:decodes] < known[:decodes], s.tokens[own, inside], -1).astype(np.int32)]
+        rest = zip(slots[decodes:], starts[decodes:], counts[decodes:], known[decodes:], strict=True)
+        for slot, start, count, end in rest:
+            tokens = s.tokens[slot, start : min(start + count, end)]
+            fed += [tokens, np.full(count - tokens.size, -1, np.int32)] if tokens.size < count else [tokens]
+        return np.concatenate(fed)
 
     def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
         """The slots that change hands, and what penalties count of their tokens: the worker may never have seen it."""
