@@ -42,11 +42,10 @@ def all_changed(machine: Machine) -> None:
         for sent in group.sent:
             width[sent.slots] = s.table.shape[1]
     slots = np.flatnonzero((s.id != 0) | (width > 0))
-    rows, columns = np.nonzero(np.arange(s.table.shape[1]) < width[slots][:, None])
     s.changed_rows.append(slots)
-    s.changed_cells.append((slots[rows], columns))
+    s.changed_cells.extend((np.array([slot]), slice(width[slot])) for slot in slots.tolist())
     pools = [group.pool for group in machine.cache.groups.values()]
-    machine.cache.blocks.changed.extend(np.arange(pool.base, pool.base + pool.count) for pool in pools)
+    machine.cache.blocks.changed.extend(slice(pool.base, pool.base + pool.count) for pool in pools)
 
 
 def publish_rows(s: Sequences, tables: TablesWriter) -> None:

@@ -229,9 +229,7 @@ def ended_rows_left_out_of_the_new_tables() -> list[Patch]:
     def all_changed(machine: Machine) -> None:
         real(machine)
         s = machine.cache.sequences
-        ((rows, columns),) = s.changed_cells
-        held = columns < s.used[rows]
-        s.changed_cells[:] = [(rows[held], columns[held])]
+        s.changed_cells[:] = [(slots, slice(s.used[slots[0]])) for slots, _ in s.changed_cells]
 
     return [(dying, "all_changed", all_changed)]
 

@@ -88,14 +88,17 @@ class Residents:
         self.waits.wake_all()
         self.largest_pool = max(self.largest_pool, blocks)
         self.model, self.vocab_size = ready.model, ready.model.vocab_size
-        self.blocks.changed.append(np.arange(base, base + blocks))
+        self.blocks.changed.append(slice(base, base + blocks))
         return group
 
     def drop_group(self, group: Group) -> Slots:
-        """The worker is gone and its KV with it. Its sequences keep their tokens; returns their slots."""
+        """The worker is gone and its KV with it. Its sequences keep their tokens; returns their slots.
+
+        All blocks at once: what is left of them is for nobody to find.
+        """
         s, pool, blocks = self.sequences, group.pool, self.blocks
         slots = np.flatnonzero(s.pool == group.number)
-        ids = np.arange(pool.base, pool.base + pool.count)
+        ids = slice(pool.base, pool.base + pool.count)
         self.pins.forget_pool(pool.base, pool.count)
         self.tenants.past_byte_seconds += pool.block_us_each() * (group.bytes_per_block / 1e6)
         blocks.refcount[ids] = 0
@@ -103,8 +106,7 @@ class Residents:
         blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
         blocks.indexed[ids] = False
         blocks.changed.append(ids)
-        for slot in slots.tolist():
-            self._forget_kv(slot)
+        self._forget_kv(slots)
         s.step_done(group.number, np.iinfo(np.int64).max)
         s.read_step[s.read_pool == group.number] = 0
         self.past_steps_total += group.steps_total
@@ -228,7 +230,7 @@ class Residents:
             self.waits.wake(eviction_of(int(s.id[slot])))
         if s.last_step[slot] > group.pool.done_step:
             s.read_pool[slot], s.read_step[slot] = group.number, s.last_step[slot]
-        self._forget_kv(slot)
+        self._forget_kv(np.array([slot]))
         return dead
 
     def still_read(self, slot: int) -> bool:
@@ -237,13 +239,13 @@ class Residents:
         group = self.groups.get(int(s.read_pool[slot]))
         return group is not None and bool(s.read_step[slot] > group.pool.done_step)
 
-    def _forget_kv(self, slot: int) -> None:
+    def _forget_kv(self, slots: Slots) -> None:
         s = self.sequences
-        s.used[slot] = s.computed[slot] = s.scheduled[slot] = s.pending[slot] = s.last_step[slot] = 0
-        s.hashed[slot] = s.parent[slot] = 0
-        s.chain[slot] = 0
-        s.pool[slot] = NO_POOL
-        self._row_changed(slot)
+        s.used[slots] = s.computed[slots] = s.scheduled[slots] = s.pending[slots] = s.last_step[slots] = 0
+        s.hashed[slots] = s.parent[slots] = 0
+        s.chain[slots] = 0
+        s.pool[slots] = NO_POOL
+        s.changed_rows.append(slots)
 
     def remove(self, slot: int) -> int:
         """Ends a sequence: every block that it alone held is back. Returns how many."""
@@ -317,4 +319,4 @@ class Residents:
         used = int(s.used[slot])
         s.changed_rows.append(np.array([slot]))
         if used:
-            s.changed_cells.append((np.full(used, slot), np.arange(used)))
+            s.changed_cells.append((np.array([slot]), slice(used)))

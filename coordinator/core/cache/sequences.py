@@ -76,7 +76,7 @@ class Sequences:
         self._quarantine: deque[tuple[int, int, int]] = deque()
         self.changed_rows: list[Slots] = []
         self.changed_lengths: list[Slots] = []  # of these rows nothing else
-        self.changed_cells: list[tuple[Slots, Slots]] = []
+        self.changed_cells: list[tuple[Slots, Slots | slice]] = []
 
     def __len__(self) -> int:
         return len(self.slot_of)

@@ -7,6 +7,8 @@ requests wait that it could serve, and none waits for ever.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 import numpy.typing as npt
 
@@ -55,7 +57,7 @@ class Admission:
     def requeue(self, request: Request) -> None:
         """A running request gives up its slot and waits again."""
         slot, s = request.slot, self._cache.sequences
-        request.computed = max(request.computed, min(int(s.scheduled[slot]), int(s.length[slot])))
+        self.note_computed([request])
         self.vacate(request)
         if request.sequence_id:
             self._cache.release_kv(slot)
@@ -65,6 +67,13 @@ class Admission:
         self._requests.preemptions_total += 1
         self.waiting.put_back(request)
         self.waits.stirred = True
+
+    def note_computed(self, requests: Sequence[Request]) -> None:
+        """How far running requests got: what of that must be done again counts as done again."""
+        s, slots = self._cache.sequences, [request.slot for request in requests]
+        got = np.minimum(s.scheduled[slots], s.length[slots]).tolist()
+        for request, tokens in zip(requests, got, strict=True):
+            request.computed = max(request.computed, tokens)
 
     def forget(self, request: Request) -> None:
         """A waiting request ended."""
@@ -244,21 +253,26 @@ class Admission:
         self._requests.cached_tokens_total += cached
 
     def vacate(self, request: Request) -> None:
-        """The request leaves its slot, taking what it has generated with it. A client's sequence stays its own."""
+        """The request leaves its slot, taking what it has generated with it. A client's sequence stays its own.
+
+        Its group may be gone already, and the KV with it.
+        """
         slot, s = request.slot, self._cache.sequences
-        group = self._cache.groups[int(s.pool[slot])]
+        group = self._cache.groups.get(int(s.pool[slot]))
         request.tokens, request.logprobs = self.answer(request)
         request.slot = NO_SLOT
         s.running[slot] = False
-        group.row_left()
         request.wait = None
-        self.waits.wake(rows_of(group.epoch))
         self.rows.run[slot] = 0
         s.request[slot] = 0
-        if slot in group.started_slots:
-            group.started_slots.remove(slot)
+        if group is not None:
+            group.row_left()
+            self.waits.wake(rows_of(group.epoch))
+            if slot in group.started_slots:
+                group.started_slots.remove(slot)
         if s.owned[slot]:
-            group.pool.await_step(int(s.last_step[slot]))
+            if group is not None:
+                group.pool.await_step(int(s.last_step[slot]))
             self._cache.trim(slot)
         else:
             self._cache.remove(slot)

@@ -236,12 +236,13 @@ class WorkerReports:
         active = np.flatnonzero(s.running & (s.pool == group.number))
         running = [self._requests.live[request] for request in s.request[active].tolist()]
         suspects = set() if goodbye else self._in_steps(group)
+        self._admission.note_computed(running)
+        self._cache.drop_group(group)
         for request in sorted(running, key=lambda r: -r.admitted_order):
             suspected = request.slot in suspects
             self._admission.requeue(request)
             if suspected:
                 self._count_crash(request, worker.name)
-        self._cache.drop_group(group)
 
     def _note_end(self, worker: Worker, how: str) -> None:
         self.ended.pop(worker.name, None)
