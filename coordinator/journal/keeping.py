@@ -2,7 +2,7 @@
 
 A snapshot is written by a child, which has the memory as it was when it was made and ends with it: the loop stands
 still only while the kernel copies the page tables. The child closes every descriptor first: it must not keep sockets
-or the folder's lock of a coordinator that dies meanwhile, and it dies with it.
+or the folder's lock of a coordinator that dies meanwhile, and it dies with it. It removes what it replaces, too.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 from ..core.machine import Machine
 from . import snapshot
 from .entries import STATE_VERSION
-from .log import Journal, segments, states, sync_folder
+from .log import Journal, remove_before, segments, states
 from .recovery import Recovered, recover
 
 PR_SET_PDEATHSIG = 1
@@ -88,17 +88,10 @@ class Keeper:
     def begin(self, found: Recovered | None, stopping: Callable[[], bool]) -> Journal:
         """From now on what enters is written. found: what it goes on from; None: from nothing. Raises
         InvalidConfiguration."""
-
-        def over() -> bool:
-            """Asked while there is no room on the disk: a snapshot that is whole makes some."""
-            if self._child:
-                self._collect(os.WNOHANG)
-            return stopping()
-
         number, before = (found.number, found.bytes) if found is not None else (1, 0)
-        self._spent_us = found.took_us if found is not None else 0
+        self._spent_us = found.took_us - found.snapshot_us if found is not None else 0
         try:
-            self.journal = Journal(self.folder, number, durable=self._durable, bytes_before=before, stopping=over)
+            self.journal = Journal(self.folder, number, durable=self._durable, bytes_before=before, stopping=stopping)
         except OSError as error:
             raise InvalidConfiguration("state_dir", f"{self.folder} cannot be used: {error}") from None
         return self.journal
@@ -130,7 +123,7 @@ class Keeper:
                 warnings.simplefilter("ignore", DeprecationWarning)  # that numpy's idle threads are not in the child
                 parent, self._child = os.getpid(), os.fork()
             if not self._child:
-                _write_and_end(parent, self.folder / snapshot.STATE.format(self._child_number), machine, head)
+                _write_and_end(parent, self.folder, self._child_number, self._durable, machine, head)
         except OSError as error:
             self._not_before = self.journal.number + RETRY_RECORDS
             log.warning("no snapshot could be begun: %s", error)
@@ -148,11 +141,7 @@ class Keeper:
                 (self.folder / snapshot.STATE.format(self._child_number)).with_suffix(".part").unlink(missing_ok=True)
             return
         self.snapshots += 1
-        if self._durable:
-            sync_folder(self.folder)
-        for first, path in (*segments(self.folder).items(), *states(self.folder).items()):
-            if first < self._child_number:
-                path.unlink()
+        remove_before(self.folder, self._child_number, self._durable)  # what it could not remove itself
 
     def close(self, keep: bool) -> None:
         """keep: what is known is for the next life. Idempotent."""
@@ -172,8 +161,10 @@ class Keeper:
             self._lock = -1
 
 
-def _write_and_end(parent: int, path: Path, machine: Machine, head: snapshot.Head) -> NoReturn:
-    """In the child."""
+def _write_and_end(
+    parent: int, folder: Path, number: int, durable: bool, machine: Machine, head: snapshot.Head
+) -> NoReturn:
+    """In the child, which also removes what its snapshot replaces: that can take as long as many turns."""
     status = 1
     try:
         prctl = getattr(ctypes.CDLL(None), "prctl", None)
@@ -183,8 +174,10 @@ def _write_and_end(parent: int, path: Path, machine: Machine, head: snapshot.Hea
             os._exit(status)
         os.closerange(3, os.sysconf("SC_OPEN_MAX"))
         os.nice(NICE)
-        snapshot.write(path, machine, head)
+        snapshot.write(folder / snapshot.STATE.format(number), machine, head)
         status = 0
+        with suppress(OSError):
+            remove_before(folder, number, durable)
     except BaseException as error:  # noqa: BLE001 - whatever it is, the parent's loop must not run here
         sys.stderr.write(f"coordinator: a snapshot failed: {type(error).__name__}: {error}\n")
     finally:

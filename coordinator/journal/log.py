@@ -36,6 +36,18 @@ def states(folder: Path) -> dict[int, Path]:
     return _numbered(folder, "state-")
 
 
+def remove_before(folder: Path, number: int, durable: bool) -> None:
+    """A snapshot holds what came before that record: the segments and snapshots that are older are not needed.
+
+    durable: nothing goes before the snapshot's own name is on the disk. Raises OSError.
+    """
+    if durable:
+        sync_folder(folder)
+    for first, path in (*segments(folder).items(), *states(folder).items()):
+        if first < number:
+            path.unlink(missing_ok=True)
+
+
 def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
     found = {path: path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*")}
     return {int(number): path for path, number in sorted(found.items()) if number.isdecimal()}
