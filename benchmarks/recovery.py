@@ -8,13 +8,15 @@ a device would (`--step-ms`): so what is measured is the coordinator's part, the
 From SIGKILL to the first token of each stream that was computed after it, with the worker's KV kept; then with the
 worker killed as well and started again at once, which has everything computed anew. It begins when so many MB of
 records have been written, and the client has read what there was to read; what is on the disk then is printed, and when
-each part of the recovery was over.
+each part of the recovery was over. Modules are compiled when the first processes start, as they are where kvforge is
+installed, whatever this environment says of it.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import os
 import signal
 import subprocess
 import sys
@@ -55,6 +57,7 @@ class Bench:
             f"[schedule]\nstep_rows_max = {requests}\nstep_tokens_max = 65536\ndecode_gap_ms = 10000\n"
         )
         self._seen: dict[str, int] = {}
+        self._environment = os.environ | {"PYTHONDONTWRITEBYTECODE": "", "PYTHONPYCACHEPREFIX": str(folder / "pyc")}
         self.coordinator = self.start_coordinator()
         self.worker: subprocess.Popen[bytes] | None = None
 
@@ -62,12 +65,13 @@ class Bench:
         """A new process."""
         log = (self.folder / "log").open("ab")
         command = [sys.executable, "-m", "coordinator", "--config", str(self.folder / "c.toml")]
-        return subprocess.Popen(command, stderr=log, stdout=log)
+        return subprocess.Popen(command, stderr=log, stdout=log, env=self._environment)
 
     def start_worker(self) -> subprocess.Popen[bytes]:
         """A new process."""
         arguments = [str(self.runtime), str(self._blocks), str(self._step_ms), str(self.folder / "steps")]
-        return subprocess.Popen([sys.executable, "-m", "benchmarks.recovery_worker", *arguments])
+        command = [sys.executable, "-m", "benchmarks.recovery_worker", *arguments]
+        return subprocess.Popen(command, env=self._environment)
 
     def slow(self) -> None:
         """The worker takes a device's time for each step from now on."""
