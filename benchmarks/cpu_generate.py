@@ -17,64 +17,16 @@ import argparse
 import statistics
 import time
 from functools import partial
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 import transformers
 
+from benchmarks.cpu_steps import BLOCK_SIZE, PROMPT_TOKENS, default_model, prompts_of, run_kvforge
 from benchmarks.report import report
-from kvforge.protocol.messages import RowStart, Sampling, Step
-from worker.attention.pool import KvPool
 from worker.device.device import open_device
 from worker.loading.load import load_model
 from worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
-from worker.step.runner import Runner
-
-BLOCK_SIZE = 16
-PROMPT_TOKENS = (5, 9, 14, 20, 27, 35, 48, 64)
-
-
-def prompts_of(model: LoadedModel, rows: int, tokens: int | None = None) -> list[list[int]]:
-    """Random token ids: the work does not depend on what they mean. tokens: of each; None: of `PROMPT_TOKENS`."""
-    rng = np.random.default_rng(0)
-    counts = PROMPT_TOKENS[:rows] if tokens is None else (tokens,) * rows
-    return [rng.integers(3, model.vocab_size, count).tolist() for count in counts]
-
-
-def run_kvforge(model: LoadedModel, prompts: list[list[int]], tokens: int) -> tuple[float, float, list[list[int]]]:
-    """Seconds to the first token and from it to the last, and the tokens of each prompt."""
-    width = -(-(max(map(len, prompts)) + tokens) // BLOCK_SIZE)
-    pool = KvPool(model.geometry, width * len(prompts), model.device)
-    total = sum(map(len, prompts))
-    runner = Runner(model, pool, slots_max=len(prompts), step_tokens_max=total, step_rows_max=len(prompts))
-    tables = np.arange(width * len(prompts), dtype=np.int32).reshape(len(prompts), width)
-    slots = np.arange(len(prompts), dtype=np.int32)
-    ones = np.ones_like(slots)
-    lengths = np.array([len(prompt) for prompt in prompts], np.int32)
-    step = Step(
-        0,
-        begins=tuple(
-            RowStart(slot=i, request_id=i, sampling=Sampling(temperature=0.0), seed=0) for i in range(len(prompts))
-        ),
-        slots=slots,
-        starts=np.zeros_like(slots),
-        counts=lengths,
-        samples=ones,
-        tokens=np.concatenate([np.array(prompt, np.int32) for prompt in prompts]),
-    )
-    began = time.perf_counter()
-    outcomes = [runner.run(step, tables)]
-    started = time.perf_counter()
-    for index in range(1, tokens):
-        starts = (lengths + index - 1).astype(np.int32)
-        step = Step(index, slots=slots, starts=starts, counts=ones, samples=ones, tokens=-ones)
-        outcomes.append(runner.run(step, tables))
-    elapsed = time.perf_counter() - started
-    pool.close()
-    assert not any(outcome.errors for outcome in outcomes)
-    return started - began, elapsed, np.stack([outcome.tokens for outcome in outcomes], axis=1).tolist()
 
 
 class _Clock(transformers.LogitsProcessor):  # type: ignore[misc]
@@ -130,7 +82,7 @@ def main() -> None:
 
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
-    source = arguments.model or _default_model()
+    source = arguments.model or default_model()
     model, plain = (
         load_model(source, dtype=arguments.dtype, device=open_device("cpu", kernels=kernels), block_size=BLOCK_SIZE)
         for kernels in (True, False)
@@ -192,12 +144,6 @@ def main() -> None:
         f"{torch.get_num_threads()} threads; {same} of {len(prompts)} continuations identical"
     )
     report(title, ["tokens/s", "decode, median", "lowest", "highest", "prefill, median"], rows, results, arguments.json)
-
-
-def _default_model() -> Path:
-    from kvforge.models.store import pull
-
-    return Path(pull("smollm2-135m"))
 
 
 if __name__ == "__main__":

@@ -2,17 +2,18 @@
 
     python -m benchmarks.cpu_memory [--model PATH] [--json FILE]
 
-For each kind of weights (`dtype`, `weight_dtype`) a process of its own imports what a worker does, loads the model, and
-reads /proc/self/smaps: bytes that are its own (anonymous), and those of mapped files (libraries, the model's). What is
-aimed at is 1.3 times the weights that are served, the embedding beside its packed head included, plus 250 MB; a KV
-pool, which is not made here, comes on top of both. A kind that this CPU has no products for is passed over.
+For each kind of weights (`dtype`, `weight_dtype`) a process of its own imports what a worker does, loads the model,
+gives back the libraries' pages as a worker does, and reads /proc/self/smaps: bytes that are its own (anonymous), and
+those of mapped files (libraries, the model's). Then it decodes 8 prompts and reads it again, the KV pool left out: what
+steps work in, and what came back of the libraries. What is aimed at is 1.3 times the weights that are served, the
+embedding beside its packed head included, plus 250 MB; a KV pool comes on top of both. The first step is the prefill of
+the prompts; beside it stands the same once more. A kind that this CPU has no products for is passed over.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -22,28 +23,31 @@ from benchmarks.report import report
 
 KINDS = (("float32", "dtype"), ("bfloat16", "dtype"), ("float32", "int8"), ("bfloat16", "auto"))
 BOUND_SHARE, BOUND_BYTES = 1.3, 250e6
-MAPPING = re.compile(r"^[0-9a-f]+-[0-9a-f]+ \S+ \S+ \S+ \S+ *(.*)$")
+STEPS = 200
+POOL = "/dev/zero (deleted)"  # as memory that has no file and is not private is called
 
 
 def resident() -> dict[str, int]:
-    """Bytes of this process: in all, anonymous, and of each mapped file that takes a MiB or more, by its name."""
+    """Bytes of this process but its pool: in all, anonymous, and of each mapped file that takes a MiB or more, by its
+    name."""
+    from worker.device.file_pages import mappings
+
     found: dict[str, int] = {"all": 0, "anonymous": 0}
-    name = ""
-    for line in Path("/proc/self/smaps").read_text(encoding="utf-8").splitlines():
-        if match := MAPPING.match(line):
-            name = Path(match[1]).name
+    for mapping in mappings():
+        if mapping.path == POOL:
             continue
-        what, _, rest = line.partition(":")
-        if what in ("Rss", "Anonymous"):
-            size = int(rest.split()[0]) * 1024
-            found["all" if what == "Rss" else "anonymous"] += size
-            if what == "Rss" and name and not name.startswith("["):
-                found[name] = found.get(name, 0) + size
+        found["all"] += mapping.resident
+        found["anonymous"] += mapping.own
+        if mapping.inode:
+            name = Path(mapping.path).name
+            found[name] = found.get(name, 0) + mapping.resident
     return {name: size for name, size in found.items() if size >= 1 << 20}
 
 
 def measure(model: str, dtype: str, weight_dtype: str) -> dict[str, Any]:
-    """In a process of its own: before the load, and after."""
+    """In a process of its own: before the load, after it, and after `STEPS`."""
+    import worker.step.loop  # noqa: F401 - all that a worker imports
+    from benchmarks.cpu_steps import BLOCK_SIZE, prompts_of, run_kvforge
     from kvforge.protocol.errors import InvalidConfiguration
     from worker.device.device import open_device
     from worker.loading.load import load_model
@@ -52,12 +56,21 @@ def measure(model: str, dtype: str, weight_dtype: str) -> dict[str, Any]:
     before = resident()
     device = open_device("cpu")
     try:
-        loaded = load_model(Path(model), dtype=dtype, weight_dtype=weight_dtype, device=device, block_size=16)
+        loaded = load_model(Path(model), dtype=dtype, weight_dtype=weight_dtype, device=device, block_size=BLOCK_SIZE)
     except InvalidConfiguration as error:
         return {"refused": str(error)}
     device.release_cached()
-    kept = loaded.info.weight_dtype
-    return {"before": before, "after": resident(), "weight_bytes": weight_bytes(loaded), "kept_in": kept}
+    released = device.release_libraries()
+    found: dict[str, Any] = {"before": before, "after": resident(), "released": released}
+    prompts = prompts_of(loaded, 8)
+
+    def after(step: int) -> None:
+        if step == STEPS:
+            found["after_steps"] = resident()
+
+    found["first_seconds"], _, _ = run_kvforge(loaded, prompts, STEPS + 1, after)
+    found["second_seconds"], _, _ = run_kvforge(loaded, prompts, 2)
+    return {**found, "weight_bytes": weight_bytes(loaded), "kept_in": loaded.info.weight_dtype}
 
 
 def main() -> None:
@@ -84,17 +97,20 @@ def main() -> None:
             print(f"{', '.join(kind)}: not on this machine: {found['refused']}")
             continue
         after, before = found["after"], found["before"]
-        files = sorted((name for name in after if name not in ("all", "anonymous")), key=lambda name: -after[name])
-        numbers = (found["weight_bytes"], before["all"], after["all"], after["anonymous"])
+        steps = found["after_steps"]
+        files = sorted((name for name in steps if name not in ("all", "anonymous")), key=lambda name: -steps[name])
+        numbers = (found["weight_bytes"], before["all"], after["all"], after["anonymous"], steps["all"])
         bound = BOUND_SHARE * found["weight_bytes"] + BOUND_BYTES
         rows.append(
             [
                 f"{', '.join(kind)} ({found['kept_in']})",
                 *(f"{number / 1e6:.0f}" for number in (*numbers, bound)),
-                ", ".join(f"{name} {after[name] / 1e6:.0f}" for name in files[:3]),
+                f"{1e3 * found['first_seconds']:.0f} ({1e3 * found['second_seconds']:.0f})",
+                ", ".join(f"{name} {steps[name] / 1e6:.0f}" for name in files[:3]),
             ]
         )
-    header = ["weights", "weights MB", "before", "after", "anonymous", "aim", "largest mapped files"]
+    header = ["weights", "MB", "before", "after", "anonymous", f"{STEPS} steps", "aim", "first step (again), ms"]
+    header.append("largest mapped files after steps")
     report("resident memory of a process with a model, MB", header, rows, results, arguments.json)
 
 

@@ -21,7 +21,7 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from benchmarks.cpu_generate import BLOCK_SIZE, _default_model, prompts_of, run_kvforge
+from benchmarks.cpu_steps import BLOCK_SIZE, default_model, prompts_of, run_kvforge
 from benchmarks.report import report
 from worker.attention import PagedBatch
 from worker.attention.pool import KvPool
@@ -91,7 +91,7 @@ def main() -> None:
 
     from kvforge.text.tokenizer import Tokenizer
 
-    source = arguments.model or _default_model()
+    source = arguments.model or default_model()
     tokenizer = Tokenizer.load(source)
     texts = [tokenizer.encode(Path(name).read_text(encoding="utf-8"))[: arguments.text_tokens] for name in TEXTS]
     models = {

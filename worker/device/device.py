@@ -22,6 +22,7 @@ import torch
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError, WorkerError
 
 from .capture import Captured, GraphMemory, Place, captured_on
+from .file_pages import release_library_pages
 from .host_kernel import host_kernel_problem
 
 KINDS = ("cpu", "cuda", "hip", "auto")
@@ -235,6 +236,10 @@ class Device:
             torch.cuda.empty_cache()
         elif (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:  # glibc alone has it
             trim(0)
+
+    def release_libraries(self) -> int:
+        """Unmaps what was touched of libraries, which comes back where it is used; how many bytes. Of a GPU: none."""
+        return 0 if self.queues else release_library_pages()
 
     @property
     def host_kernels_problem(self) -> str:

@@ -67,6 +67,7 @@ class Engine:
             log.info("kernels: %s by %s", what, kernel)
         self.runner: Runner = self._make_runner(welcome)
         self._limits = _limits(welcome)
+        log.info("%d MB of libraries were needed by loading alone", self.device.release_libraries() // 1_000_000)
 
     def adopt(self, welcome: WorkerWelcome) -> None:
         """Another coordinator is in charge: no slot means anything any more. Errors: ProtocolError, those of Runner."""
