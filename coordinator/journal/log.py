@@ -22,7 +22,7 @@ from .records import record
 DURABILITIES = ("process", "power", "none")
 SEGMENT = "records-{:016d}"
 FULL_LOOK_S, FULL_TELL_S = 0.05, 10.0
-NO_ROOM = (errno.ENOSPC, errno.EDQUOT)
+NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)  # the last is a limit of the process (RLIMIT_FSIZE)
 log = logging.getLogger("coordinator")
 
 

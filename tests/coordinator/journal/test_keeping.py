@@ -346,8 +346,7 @@ def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path, caplog
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     journal = Journal(folder, 1, stopping=stopping)
-    message = CreateSequence(rid=1, tokens=np.arange(1000, dtype=np.int32))
-    event, frames = FromClient(1, message), codec.encode(message)
+    event, frames = _large()
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (6000, before[1]))
         for _ in range(3):
@@ -387,6 +386,35 @@ def test_a_snapshot_that_finds_no_room_takes_none(folder: Path) -> None:
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
     assert [path.name for path in folder.iterdir()] == ["s"]
     lived.life.close(ended=True)
+
+
+def test_a_file_that_may_not_grow_by_a_byte_is_a_full_disk_too(folder: Path) -> None:
+    """Where there is room for a part a write takes that; at the limit itself it fails as it does nowhere else."""
+    before = resource.getrlimit(resource.RLIMIT_FSIZE)
+    signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+    journal = Journal(folder, 1, stopping=lambda: True)
+    event, frames = _large()
+    try:
+        journal.note(event, 1, frames)
+        journal.commit()
+        resource.setrlimit(resource.RLIMIT_FSIZE, (journal.bytes, before[1]))
+        journal.note(event, 2, frames)
+        with pytest.raises(JournalFull, match="no room for the journal"):
+            journal.commit()
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        journal.commit()
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, before)
+        signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
+        journal.close()
+    (path,) = segments(folder).values()
+    assert [found.number for found in read(memoryview(path.read_bytes()), 1, path.name)] == [1, 2]
+
+
+def _large() -> tuple[FromClient, list[bytes | memoryview]]:
+    """An event of 4 KB, and its frames."""
+    message = CreateSequence(rid=1, tokens=np.arange(1000, dtype=np.int32))
+    return FromClient(1, message), codec.encode(message)
 
 
 def test_a_snapshot_that_is_whole_makes_room_while_the_journal_waits_for_it(
