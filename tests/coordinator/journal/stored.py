@@ -1,0 +1,73 @@
+"""python -m tests.coordinator.journal.stored: writes tests/data/journal anew, where STATE_VERSION was raised.
+
+A journal of a simulated world, and a snapshot of the middle of it, as this version of the state writes them, with the
+digest of the state after so many records each. Whatever makes another state of them, or cannot read them any more, is
+another version of the state: what is kept of a running service would be gone on with wrongly by the next kvforge.
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+from coordinator.journal.entries import STATE_VERSION
+from coordinator.journal.log import SEGMENT, segments, states
+from coordinator.journal.records import read
+from coordinator.journal.recovery import Recovered, recover
+from tests.coordinator.journal.test_recovery import cut_by_a_snapshot, lived
+from tests.simulation.digest import state_digest
+
+FOLDER = Path(__file__).parents[2] / "data" / "journal"
+SEED, DIGESTS = 6, 8
+WHOLE, FACTS = "records.gz", "digests.json"
+
+
+def unpacked(folder: Path, names: dict[str, str]) -> None:
+    """Puts what is stored under some names there under others."""
+    folder.mkdir(parents=True)
+    for stored, name in names.items():
+        (folder / name).write_bytes(gzip.decompress((FOLDER / stored).read_bytes()))
+
+
+def after(records: int, folder: Path) -> str:
+    """The digest of the state after the first so many records of the stored journal."""
+    unpacked(folder, {WHOLE: SEGMENT.format(1)})
+    path = folder / SEGMENT.format(1)
+    ends = [found.end for found in read(memoryview(path.read_bytes()), 1, path.name)]
+    path.write_bytes(path.read_bytes()[: ends[records - 1]])
+    return digest_of(recover(folder))
+
+
+def digest_of(found: Recovered | None) -> str:
+    """The digest of what was recovered."""
+    assert found is not None
+    found.machine.check_invariants()
+    return state_digest(found.machine)
+
+
+def main() -> int:
+    """Writes them."""
+    FOLDER.mkdir(exist_ok=True)
+    for old in FOLDER.iterdir():
+        old.unlink()
+    with tempfile.TemporaryDirectory(prefix="kvf-") as made:
+        folder = Path(made)
+        lived(SEED, folder)
+        (path,) = segments(folder / "journal").values()
+        records = sum(1 for _ in read(memoryview(path.read_bytes()), 1, path.name))
+        cut = cut_by_a_snapshot(folder / "journal", records // 2)
+        (FOLDER / WHOLE).write_bytes(gzip.compress(path.read_bytes(), mtime=0))
+        for part in (*states(cut).values(), *segments(cut).values()):
+            (FOLDER / f"{part.name}.gz").write_bytes(gzip.compress(part.read_bytes(), mtime=0))
+        counts = [records * (i + 1) // DIGESTS for i in range(DIGESTS)]
+        digests = {str(count): after(count, folder / str(count)) for count in counts}
+    facts = {"state_version": STATE_VERSION, "digest_after_records": digests}
+    (FOLDER / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

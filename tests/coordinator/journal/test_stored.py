@@ -1,0 +1,36 @@
+"""A journal that was written once: this code reads it, and makes the same state of it, or has another STATE_VERSION."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from coordinator.journal.entries import STATE_VERSION
+from coordinator.journal.recovery import recover
+from tests.coordinator.journal.stored import FACTS, FOLDER, after, digest_of, unpacked
+
+STORED = json.loads((FOLDER / FACTS).read_text())
+DIGESTS: dict[str, str] = STORED["digest_after_records"]
+ANEW = "write tests/data/journal anew: python -m tests.coordinator.journal.stored"
+OTHERWISE = (
+    "the same events make another state than they did: raise STATE_VERSION in coordinator/journal/entries.py, and "
+)
+
+
+def test_it_is_of_this_version() -> None:
+    stored = STORED["state_version"]
+    assert stored == STATE_VERSION, f"the state is of version {STATE_VERSION}, tests/data/journal of {stored}: {ANEW}"
+
+
+@pytest.mark.parametrize("records", DIGESTS)
+def test_its_events_make_the_state_that_they_made_when_it_was_written(records: str, tmp_path: Path) -> None:
+    assert after(int(records), tmp_path / "journal") == DIGESTS[records], OTHERWISE + ANEW
+
+
+def test_so_does_a_snapshot_of_the_middle_of_it_with_the_events_behind_it(tmp_path: Path) -> None:
+    parts = [path.name for path in FOLDER.iterdir() if path.name.startswith(("state-", "records-"))]
+    assert len(parts) == 2
+    unpacked(tmp_path / "journal", {name: name.removesuffix(".gz") for name in parts})
+    assert digest_of(recover(tmp_path / "journal")) == list(DIGESTS.values())[-1], OTHERWISE + ANEW
