@@ -26,8 +26,10 @@ COPIED_PER_US = 2_000
 
 
 @dataclass(frozen=True)
-class _Plan:
-    """items: [n, ITEM_FIELDS] int64, see `host_kernels.attend`. tables: [rows, width] int64.
+class Plan:
+    """What a batch attends to, for layers of one shape.
+
+    items: [n, ITEM_FIELDS] int64, see `host_kernels.attend`. tables: [rows, width] int64.
 
     microseconds: that one thread takes for one KV head. queries: of the largest item. parts, counters: that several
     threads share.
@@ -46,9 +48,7 @@ class HostAttention:
 
     def __init__(self) -> None:
         self._reference = ReferenceAttention()
-        self._scratch = torch.empty(0, dtype=torch.uint8)
-        self._partials = torch.empty(0, dtype=torch.uint8)
-        self._counters = torch.zeros(0, dtype=torch.int64)
+        self.room = Room()
 
     def describe(self, *_: Any) -> tuple[str, str]:
         told = f"Numba for {torch.backends.cpu.get_cpu_capability()}, K and V read in place"
@@ -93,10 +93,7 @@ class HostAttention:
         """Rotates the query in place, and stores key and value. angles: cos and sin; None: nothing is rotated."""
         tokens, kv_heads, size = key.shape
         cos, sin = angles or (key, key)
-        heads = query.shape[1] + 2 * kv_heads
-        threads = threads_for(tokens * heads * size / COPIED_PER_US)
-        stride = -(-4 * size // 64) * 64
-        self._make_room(threads * stride)
+        threads, stride = self.room.for_writing(tokens * (query.shape[1] + 2 * kv_heads) * size, size)
         write_rotated(
             threads,
             tokens,
@@ -118,7 +115,7 @@ class HostAttention:
             layer.keys.data_ptr(),
             layer.values.data_ptr(),
             CODES[layer.keys.dtype],
-            self._scratch.data_ptr(),
+            self.room.scratch.data_ptr(),
             stride,
         )
 
@@ -126,22 +123,16 @@ class HostAttention:
         check_attend(query, layer, batch)
         _, heads, size = query.shape
         kv_heads, keys = layer.keys.shape[2], layer.keys
-        plan_key = ("host", heads, kv_heads, size, options.window)
-        plan = batch.plans.get(plan_key)
-        if plan is None:
-            plan = batch.plans[plan_key] = _plan(batch, heads // kv_heads, kv_heads, size, options.window)
+        plan = plan_of(batch, heads, kv_heads, size, options.window)
         # Padding of a static batch is not attended to.
         output = (torch.empty if batch.lengths.all() else torch.zeros)(query.shape, dtype=query.dtype)
-        threads = threads_for(plan.microseconds * kv_heads)
-        stride = -(-scratch_bytes(plan.queries, size) // 64) * 64
-        self._make_room(
-            threads * stride, plan.parts * kv_heads * partial_bytes(plan.queries, size), plan.counters * kv_heads
-        )
+        room = self.room
+        threads, stride = room.for_plan(plan, kv_heads, size)
         attend(
             threads,
             plan.items.ctypes.data,
             len(plan.items),
-            self._scratch.data_ptr(),
+            room.scratch.data_ptr(),
             stride,
             query.data_ptr(),
             *_strides(query),
@@ -161,19 +152,50 @@ class HostAttention:
             options.scaling,
             options.softcap,
             options.window,
-            self._partials.data_ptr(),
-            self._counters.data_ptr(),
+            room.partials.data_ptr(),
+            room.counters.data_ptr(),
         )
         return output
 
-    def _make_room(self, scratch: int, partials: int = 0, counters: int = 0) -> None:
-        """Memory of so many bytes, and counters that are 0; the kernel leaves them so."""
-        if len(self._scratch) < scratch:
-            self._scratch = torch.empty(scratch, dtype=torch.uint8)
-        if len(self._partials) < partials:
-            self._partials = torch.empty(partials, dtype=torch.uint8)
-        if len(self._counters) < counters:
-            self._counters = torch.zeros(counters, dtype=torch.int64)
+
+class Room:
+    """Memory that the kernels compute in: it grows, and is kept from one call to the next."""
+
+    def __init__(self) -> None:
+        self.scratch = torch.empty(0, dtype=torch.uint8)
+        self.partials = torch.empty(0, dtype=torch.uint8)
+        self.counters = torch.zeros(0, dtype=torch.int64)  # each call leaves zeros
+
+    def for_plan(self, plan: Plan, kv_heads: int, size: int) -> tuple[int, int]:
+        """Room to attend. Returns how many threads, and the bytes of scratch that each has."""
+        threads = threads_for(plan.microseconds * kv_heads)
+        stride = -(-scratch_bytes(plan.queries, size) // 64) * 64
+        partials, counters = plan.parts * kv_heads * partial_bytes(plan.queries, size), plan.counters * kv_heads
+        self._grow(threads * stride)
+        if len(self.partials) < partials:
+            self.partials = torch.empty(partials, dtype=torch.uint8)
+        if len(self.counters) < counters:
+            self.counters = torch.zeros(counters, dtype=torch.int64)
+        return threads, stride
+
+    def for_writing(self, numbers: int, size: int) -> tuple[int, int]:
+        """Room to rotate and store so many numbers, in heads of `size`. Returns as `for_plan`."""
+        threads, stride = threads_for(numbers / COPIED_PER_US), -(-4 * size // 64) * 64
+        self._grow(threads * stride)
+        return threads, stride
+
+    def _grow(self, scratch: int) -> None:
+        if len(self.scratch) < scratch:
+            self.scratch = torch.empty(scratch, dtype=torch.uint8)
+
+
+def plan_of(batch: PagedBatch, heads: int, kv_heads: int, size: int, window: int) -> Plan:
+    """What layers of this shape attend to, in which order: made once for a batch."""
+    key = ("host", heads, kv_heads, size, window)
+    plan: Plan | None = batch.plans.get(key)
+    if plan is None:
+        plan = batch.plans[key] = _plan(batch, heads // kv_heads, kv_heads, size, window)
+    return plan
 
 
 def _strides(tensor: torch.Tensor) -> tuple[int, int]:
@@ -181,7 +203,7 @@ def _strides(tensor: torch.Tensor) -> tuple[int, int]:
     return tensor.stride(0) * tensor.itemsize, tensor.stride(1) * tensor.itemsize
 
 
-def _plan(batch: PagedBatch, group: int, kv_heads: int, size: int, window: int) -> _Plan:
+def _plan(batch: PagedBatch, group: int, kv_heads: int, size: int, window: int) -> Plan:
     tokens = max(1, QUERIES // group)
     items: list[tuple[int, ...]] = []
     costs: list[float] = []
@@ -206,7 +228,7 @@ def _plan(batch: PagedBatch, group: int, kv_heads: int, size: int, window: int) 
     planned = np.array(items, np.int64).reshape(-1, ITEM_FIELDS)[order]
     queries = group * int(planned[:, 3].max(initial=1))
     tables = np.ascontiguousarray(batch.tables)
-    return _Plan(planned, tables, sum(costs), queries, parts, counters)
+    return Plan(planned, tables, sum(costs), queries, parts, counters)
 
 
 def _splits(batch: PagedBatch, kv_heads: int, window: int) -> bool:

@@ -314,7 +314,14 @@ def attend_chunk(queries, group, position, low, first, count, window, softcap, s
             query += 1
 
 
-@host_kernel("20q2d3q")
+ARGUMENTS = """
+    items item_count scratch scratch_stride query token_stride head_stride query_code output
+    keys values key_scales value_scales code tables table_width block_size heads kv_heads size
+    scaling softcap window partials counters
+"""
+
+
+@host_kernel("20q2d3q", ARGUMENTS)
 def attend(arguments):
     """See `HostAttention.attend`, which makes the arguments and the items.
 

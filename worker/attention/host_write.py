@@ -34,7 +34,14 @@ def rotate_head(source, code, cos, sin, angle_code, half, target):
             at += 1
 
 
-@host_kernel("24q")
+ARGUMENTS = """
+    tokens size code rotated cos sin angle_code query query_token_stride query_head_stride heads
+    key key_token_stride key_head_stride value value_token_stride value_head_stride kv_heads
+    slots keys values kept_code scratch scratch_stride
+"""
+
+
+@host_kernel("24q", ARGUMENTS)
 def write_rotated(arguments):
     """See `HostAttention.write_rotated`, which lays out the arguments. A ticket is a few tokens."""
     sizes = read_sizes(arguments)

@@ -19,13 +19,14 @@ import logging
 import os
 import struct
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import cached_property, lru_cache
 from importlib import import_module
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 
 from kvforge.models.store import default_cache_dir
@@ -52,21 +53,25 @@ def host_kernel_problem() -> str:
 class HostKernel:
     """A kernel, compiled when it is first called."""
 
-    def __init__(self, function: Callable[[int], None], layout: str) -> None:
-        self.function, self.name = function, function.__name__
-        self._layout = struct.Struct(f"=qq{layout}")
-        self._arguments = ctypes.create_string_buffer(self._layout.size)
+    def __init__(self, function: Callable[[int], None], layout: str, names: str = "") -> None:
+        self.function, self.name, self.names = function, function.__name__, ("", "", *names.split())
+        self.layout = struct.Struct(f"=qq{layout}")
+        self._arguments = ctypes.create_string_buffer(self.layout.size)
         self._where = ctypes.addressof(self._arguments)
 
     def __call__(self, threads: int, *numbers: float) -> None:
         """Runs it to its end. threads: at most so many. numbers: as `layout` has them."""
-        self._layout.pack_into(self._arguments, 0, 0, 0, *numbers)
+        self.layout.pack_into(self._arguments, 0, 0, 0, *numbers)
+        self.run(threads, self._where)
+
+    def run(self, threads: int, where: int) -> None:
+        """The same with arguments that lie at an address, their two counters at 0."""
         if threads == 1:
-            self._alone(self._where)
+            self._alone(where)
         else:
             parallel = _parallel()
             assert parallel is not None, "more threads than `threads_for` allows"
-            parallel(self._address, self._where, threads, 0)
+            parallel(self._address, where, threads, 0)
 
     @cached_property
     def _compiled(self) -> Any:
@@ -114,9 +119,40 @@ class HostKernel:
         return ctypes.CFUNCTYPE(None, ctypes.c_int64)(self._address)
 
 
-def host_kernel(layout: str) -> Callable[[Callable[[int], None]], HostKernel]:
-    """Makes a kernel of a function. layout: of its arguments, as `struct` has it; q: int64, d: double."""
-    return lambda function: HostKernel(function, layout)
+def host_kernel(layout: str, names: str = "") -> Callable[[Callable[[int], None]], HostKernel]:
+    """Makes a kernel of a function. layout: of its arguments, as `struct` has it; q: int64, d: double. names: of the
+    arguments, where `Calls` of it are made."""
+    return lambda function: HostKernel(function, layout, names)
+
+
+class Calls:
+    """Many calls of one kernel, their arguments laid out beforehand: what packing all of them each time costs is saved.
+
+    calls: the arguments of each. Errors: what `struct` raises for arguments that are not as the kernel's layout.
+    """
+
+    def __init__(self, kernel: HostKernel, calls: Sequence[Sequence[float]]) -> None:
+        self._kernel, size = kernel, kernel.layout.size
+        packed = bytearray(size * len(calls))
+        for index, numbers in enumerate(calls):
+            kernel.layout.pack_into(packed, size * index, 0, 0, *numbers)
+        self._numbers = np.frombuffer(packed, np.int64).reshape(len(calls), size // 8)
+        self._rows = [memoryview(packed)[size * index : size * (index + 1)].cast("q") for index in range(len(calls))]
+        self._where = [int(row.ctypes.data) for row in self._numbers]
+        self._columns = {name: kernel.names.index(name) for name in kernel.names if name}
+
+    def renew(self, **numbers: int) -> None:
+        """Each call may be made once more; these arguments, integers, are other ones now, in all of them."""
+        self._numbers[:, :2] = 0
+        for name, number in numbers.items():
+            self._numbers[:, self._columns[name]] = number
+
+    def run(self, threads: int, index: int, **numbers: int) -> None:
+        """Makes one of the calls, to its end. numbers: arguments that are integers, of this one alone."""
+        row = self._rows[index]
+        for name, number in numbers.items():
+            row[self._columns[name]] = number
+        self._kernel.run(threads, self._where[index])
 
 
 def part(function: Callable[..., Any]) -> Any:
@@ -126,9 +162,16 @@ def part(function: Callable[..., Any]) -> Any:
     return numba.njit(**OPTIONS)(function)
 
 
-def threads_for(microseconds: float, gain_us: float = 100.0) -> int:
+def threads_for(microseconds: float) -> int:
     """Threads for work that takes one of them so long: all that torch has, where that gains more than waking them."""
-    return torch.get_num_threads() if microseconds > gain_us and _parallel() is not None else 1
+    return torch.get_num_threads() if microseconds > _waking_us() and _parallel() is not None else 1
+
+
+@lru_cache(maxsize=1)
+def _waking_us() -> float:
+    """What more threads must gain: those that spin (see `worker.cores`) see work at once, others have to be woken."""
+    spins = os.environ.get("OMP_WAIT_POLICY", "").upper() == "ACTIVE" or os.environ.get("GOMP_SPINCOUNT", "0") != "0"
+    return 20.0 if spins else 100.0
 
 
 @lru_cache(maxsize=1)

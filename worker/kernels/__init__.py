@@ -3,7 +3,8 @@
 `LayerOperations` says what; `plain.py` does it in torch, `fused.py` with one Triton kernel for each operation (norm.py,
 rotary.py, activation.py, linear.py, project.py), `packed.py` as plain.py, but with oneDNN's products where a CPU gains
 by them (quantised.py: in fewer bits; row_counts.py: of how many rows), `host.py` as packed.py, with one Numba kernel
-for each operation between them (host_layers.py); decoder.py is a whole model of them.
+for each operation between them (host_layers.py), a whole step of a few decodes laid out beforehand (host_decoder.py);
+decoder.py is a whole model of them.
 
 registry.py     every Triton kernel of the worker, those of attention, sampling and copies too
 aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch asks to be compiled
@@ -17,14 +18,18 @@ check. Outside, `choose_operations`, `decoder.FusedDecoder` and `registry.check_
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 
-from worker.attention import KvLayer
+from worker.attention import KvLayer, PagedBatch
+from worker.attention.pool import KvPool
 from worker.device.device import Device
 
 from .plain import PlainOperations
+
+if TYPE_CHECKING:
+    from .decoder import FusedDecoder
 
 __all__ = ["HEAD_SIZE_MAX", "HIDDEN_MAX", "LayerOperations", "PlainOperations", "choose_operations"]
 HIDDEN_MAX, HEAD_SIZE_MAX = 16384, 256  # the longest rows of a norm that `fused` is compiled for in the tests
@@ -105,6 +110,18 @@ class LayerOperations(Protocol):
 
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """As `linear`, left as a sum [parts, tokens, n] for the next operation to add up: float32 where parts > 1."""
+
+    def decode(
+        self,
+        decoder: FusedDecoder,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> torch.Tensor | None:
+        """All layers of a step, from embedding to final norm, [tokens, hidden]: what the others give one by one, bit by
+        bit. It holds until the next call. None, with nothing done, where the others are the way.
+        """
 
 
 def choose_operations(device: Device, dtype: torch.dtype) -> LayerOperations:

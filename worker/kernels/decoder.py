@@ -79,6 +79,22 @@ class FusedDecoder:
         Every shape follows from the arguments' shapes, and nothing waits for the device: it can be captured in a graph.
         """
         ops = self.operations
+        normed = ops.decode(self, token_ids, positions, batch, pool)
+        if normed is None:
+            normed = self._layers(token_ids, positions, batch, pool)
+        if logit_tokens is not None:
+            normed = normed.index_select(0, logit_tokens)
+        if logits is None:
+            logits = torch.empty((len(normed), len(self.head.weight)), dtype=torch.float32, device=normed.device)
+        if len(normed) == 0:  # prefill of chunks that end nobody's prompt
+            return logits
+        return ops.linear(normed, self.head.weight, self.head.bias, logits)
+
+    def _layers(
+        self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool
+    ) -> torch.Tensor:
+        """The final norm of each token, [tokens, hidden]."""
+        ops = self.operations
         residual, normed = ops.embed(token_ids, self.table, self.layers[0].input_norm, self.epsilon)
         cos, sin = ops.rotary(positions, self.frequencies, self.rotary_scaling, self.table.dtype)
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
@@ -91,13 +107,7 @@ class FusedDecoder:
             inner = ops.gated(normed, layer.gate_up.weight, layer.gate_up.bias)
             addend = ops.linear_parts(inner, layer.down.weight, layer.down.bias)
             normed = ops.add_norm(addend, residual, next_norm, self.epsilon)
-        if logit_tokens is not None:
-            normed = normed.index_select(0, logit_tokens)
-        if logits is None:
-            logits = torch.empty((len(normed), len(self.head.weight)), dtype=torch.float32, device=normed.device)
-        if len(normed) == 0:  # prefill of chunks that end nobody's prompt
-            return logits
-        return ops.linear(normed, self.head.weight, self.head.bias, logits)
+        return normed
 
     def _project(
         self,

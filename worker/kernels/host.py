@@ -2,22 +2,47 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
+from worker.attention import PagedBatch
+from worker.attention.pool import KvPool
+from worker.device.device import Device
 from worker.device.host_kernel import threads_for
 from worker.device.vector import CODES
 
-from .host_layers import add_norm, embed_norm, gate, head_norm
+from .host_decoder import HostDecoder, can_decode, is_decodes
+from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
 from .packed import PackedOperations
 from .plain import sum_parts
 
-NUMBERS_PER_US = 2_000  # that one thread takes
+if TYPE_CHECKING:
+    from .decoder import FusedDecoder
 
 
 class HostOperations(PackedOperations):
     """See LayerOperations."""
 
     kernels = ("embedding norm", "head norm", "gate", "sum and norm")
+
+    def __init__(self, device: Device) -> None:
+        super().__init__(device)
+        self._decoder: HostDecoder | None = None
+
+    def decode(
+        self,
+        decoder: FusedDecoder,
+        token_ids: torch.Tensor,
+        positions: torch.Tensor,
+        batch: PagedBatch,
+        pool: KvPool,
+    ) -> torch.Tensor | None:
+        if not is_decodes(batch, token_ids):
+            return None
+        if self._decoder is None or not self._decoder.serves(decoder, pool):
+            self._decoder = HostDecoder(decoder, pool) if can_decode(decoder, pool) else None
+        return None if self._decoder is None else self._decoder.run(token_ids, positions, batch)
 
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float

@@ -29,6 +29,7 @@ from worker.device.vector import (
 )
 
 ROWS = 4  # of a ticket
+NUMBERS_PER_US = 2_000  # that one thread takes
 F = np.float32
 read_8, read_9, read_10 = reading_integers(8), reading_integers(9), reading_integers(10)
 
@@ -80,7 +81,7 @@ def embed_norm(arguments):
             normalise(place, weight, normed + width * row, code, count, epsilon)
 
 
-@host_kernel("7qd")
+@host_kernel("7qd", "addend residual weight normed rows count code epsilon")
 def add_norm(arguments):
     """residual [rows, count] += addend; normed = its norm."""
     _, _, addend, residual, weight, normed, rows, count, code = read_9(arguments)
@@ -101,7 +102,7 @@ def add_norm(arguments):
             normalise(place, weight, normed + size * count * row, code, count, epsilon)
 
 
-@host_kernel("9qd")
+@host_kernel("9qd", "projected stride query_weight key_weight rows heads kv_heads size code epsilon")
 def head_norm(arguments):
     """The norm of each head of Q and of K, in place. stride: bytes from one row to the next."""
     _, _, projected, stride, query_weight, key_weight, rows, heads, kv_heads, size = read_10(arguments)
@@ -117,7 +118,7 @@ def head_norm(arguments):
                 normalise(place, weight, place, code, size, epsilon)
 
 
-@host_kernel("6q")
+@host_kernel("6q", "source stride target rows count code")
 def gate(arguments):
     """target [rows, count] = silu(x[:, :count]) x[:, count:]. stride: bytes from one row of x to the next."""
     _, _, source, stride, target, rows, count, code = read_8(arguments)

@@ -8,7 +8,7 @@ last bits, 16 bits now and then in the last one. Weights that are quantised (qua
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 
 import torch
@@ -156,13 +156,23 @@ def stored_bytes(tensor: torch.Tensor) -> int:
     return int(torch.ops.mkldnn._nbytes(tensor)) if tensor.is_mkldnn else tensor.nbytes
 
 
+def product_with(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
+    """`PackedOperations.product` with one weight, for x [row_count(tokens), k] (see `row_counts`): of as many rows."""
+    if isinstance(weight, QuantisedWeight):
+        return partial(weight.product, bias=bias)
+    if not weight.is_mkldnn:
+        return lambda x: linear(x, weight, bias)
+    multiply = torch.ops.mkldnn._linear_pointwise.default
+    return lambda x: multiply(x, weight, bias, "none", [], "")
+
+
 def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
     if isinstance(weight, QuantisedWeight):
         return weight.product(x, bias)
     if not weight.is_mkldnn:
         return linear(x, weight, bias)
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded(x), weight, bias, "none", [], "")
-    return found[: len(x)]
+    return found[: x.shape[0]]
 
 
 @torch.no_grad()

@@ -70,6 +70,10 @@ class PlainOperations:
     def project(self, *_: Any) -> None:
         """Product, rotation and storing are three operations here."""
 
+    def decode(self, *_: Any) -> torch.Tensor | None:
+        """The operations are called one by one."""
+        return None
+
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         return self.product(x, weight, bias)[None]
 

@@ -23,5 +23,6 @@ def row_count(rows: int) -> int:
 
 def padded(x: torch.Tensor) -> torch.Tensor:
     """x [rows, k] with rows of zeros behind it, [`row_count(rows)`, k]; itself where there are none to add."""
-    missing = row_count(len(x)) - len(x)
+    rows = x.shape[0]  # len(x) asks Python's code of torch
+    missing = row_count(rows) - rows
     return pad(x, (0, 0, 0, missing)) if missing else x

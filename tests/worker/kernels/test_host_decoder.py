@@ -1,0 +1,130 @@
+"""Steps of a few decodes on the CPU: bit by bit what the same layers give one operation at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+pytest.importorskip("numba")
+
+from worker.attention import PagedBatch
+from worker.attention.pool import KvPool
+from worker.device.device import Device
+from worker.device.host_kernel import Calls, host_kernel_problem
+from worker.kernels.host import HostOperations
+from worker.kernels.host_decoder import ROWS_MAX
+from worker.kernels.host_layers import gate
+from worker.kernels.packed import quantising_problem
+from worker.loading.model import LoadedModel
+
+pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+BLOCK_SIZE, WIDTH, LENGTH_MAX = 4, 8, 30
+
+
+class Beside:
+    """Sees every decode of `HostDecoder` beside the operations one by one, on the same pool."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.rows: list[int] = []
+        decode = HostOperations.decode
+
+        def both(ops: HostOperations, decoder: Any, *arguments: Any) -> torch.Tensor | None:
+            want = decoder._layers(*arguments).clone()
+            cache = [tensor.clone() for layer in arguments[3].layers for tensor in (layer.keys, layer.values)]
+            found = decode(ops, decoder, *arguments)
+            if found is not None:
+                assert torch.equal(found, want)
+                after = [tensor for layer in arguments[3].layers for tensor in (layer.keys, layer.values)]
+                assert all(torch.equal(one, other) for one, other in zip(cache, after, strict=True))
+                self.rows.append(len(found))
+            return found
+
+        monkeypatch.setattr(HostOperations, "decode", both)
+
+
+def step(model: LoadedModel, pool: KvPool, lengths: list[int], counts: list[int]) -> torch.Tensor:
+    """The logits of rows that have so many tokens already and get so many new ones, each in blocks of its own."""
+    rows = np.arange(len(lengths), dtype=np.int32)
+    tables = rows[:, None] * WIDTH + np.arange(WIDTH, dtype=np.int32)
+    starts, news = np.array(lengths, np.int32), np.array(counts, np.int32)
+    batch = PagedBatch.build(tables, starts, news, BLOCK_SIZE, model.device)
+    positions = torch.cat([torch.arange(start, start + new) for start, new in zip(lengths, counts, strict=True)])
+    tokens = (positions * 7 + 3) % model.vocab_size
+    return model.forward(tokens, positions, torch.from_numpy(np.cumsum(counts) - 1), batch, pool)
+
+
+def pool_of(model: LoadedModel) -> KvPool:
+    pool = KvPool(model.geometry, (ROWS_MAX + 1) * WIDTH, model.device)
+    for tensor in pool.tensors():
+        tensor.zero_()
+    return pool
+
+
+KINDS = (("float32", "dtype"), ("bfloat16", "dtype"), ("float32", "int8"), ("bfloat16", "int4"))
+
+
+@pytest.mark.parametrize(("dtype", "weights"), KINDS)
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3", "smollm3"])
+@torch.inference_mode()
+def test_decodes_have_the_bits_of_the_operations_one_by_one(
+    model_type: str,
+    dtype: str,
+    weights: str,
+    tiny: Callable[..., LoadedModel],
+    cpu: Device,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    if weights != "dtype" and (problem := quantising_problem(cpu, getattr(torch, dtype), weights)):
+        pytest.skip(problem)
+    model, beside = tiny(model_type, dtype=dtype, weight_dtype=weights, hidden_size=128), Beside(monkeypatch)
+    pool, other = pool_of(model), pool_of(model)
+    lengths = [(5 * row) % LENGTH_MAX for row in range(ROWS_MAX + 1)]
+    for each in (pool, other):
+        step(model, each, [0] * len(lengths), [length + 1 for length in lengths])
+    counts = (1, 3, 9, ROWS_MAX, 2, ROWS_MAX + 1)
+    for rows in counts:  # more and fewer than the step before
+        logits = step(model, pool, lengths[:rows], [1] * rows)
+        assert logits.isfinite().all()
+    step(model, other, lengths[:3], [1] * 3)
+    step(model, pool, lengths[:3], [1, 2, 1])  # a prompt among them
+    assert beside.rows == [*counts[:-1], 3]
+
+
+@torch.inference_mode()
+def test_a_row_that_is_not_finite_spoils_no_later_step(tiny: Callable[..., LoadedModel]) -> None:
+    model = tiny("llama")
+    pool = pool_of(model)
+    step(model, pool, [0] * 9, [4] * 9)
+    want = step(model, pool, [4] * 9, [1] * 9)
+    pool.layers[0].keys[10 * WIDTH : 16 * WIDTH] = float("nan")
+    assert step(model, pool, [4] * 16, [1] * 16)[10:].isnan().all()
+    assert torch.equal(step(model, pool, [4] * 9, [1] * 9), want)
+
+
+@torch.inference_mode()
+def test_kv_in_fewer_bits_goes_one_by_one(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
+    model, beside = tiny("llama", dtype="bfloat16"), Beside(monkeypatch)
+    assert all(layer.keys.dtype == torch.bfloat16 for layer in pool_of(model).layers)
+    quantised = KvPool(replace(model.geometry, kv_dtype="int8"), 2 * WIDTH, model.device)
+    assert step(model, quantised, [0], [5]).isfinite().all()
+    assert step(model, quantised, [5], [1]).isfinite().all()
+    assert beside.rows == []
+
+
+def test_calls_are_filled_by_name_one_by_one_or_all() -> None:
+    x, found = torch.arange(12.0).view(3, 4), torch.zeros(3, 2)
+    calls = Calls(gate, [(0, 16, found[row].data_ptr(), 0, 2, 0) for row in range(3)])
+    calls.renew(rows=1)
+    for row in range(3):
+        calls.run(1, row, source=x[row].data_ptr())
+    want = torch.nn.functional.silu(x[:, :2]) * x[:, 2:]
+    assert torch.allclose(found, want)
+    found.zero_()
+    calls.renew()  # else there are no tickets left
+    calls.run(1, 2, source=x[2].data_ptr())
+    assert torch.allclose(found[2], want[2]) and not found[:2].any()

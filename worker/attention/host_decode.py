@@ -1,0 +1,138 @@
+"""Rotation, KV write and attention for decodes on the CPU: the arguments of each layer's calls are laid out beforehand.
+
+`HostAttention` checks what it is given and makes each call's arguments anew, which for a few rows takes as long as the
+work. From one step to the next the same few change, and in the same way for all layers, but for the place of a product.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from worker.device.host_kernel import Calls
+from worker.device.vector import CODES
+
+from .batch import PagedBatch
+from .host_attention import HostAttention, plan_of
+from .host_kernels import attend
+from .host_write import write_rotated
+from .interface import AttentionOptions, KvLayer
+
+
+@dataclass(frozen=True)
+class DecodeLayer:
+    """cache: K and V, float. rotated: numbers of each head. output: [rows, heads x head_size] of the dtype of products,
+    where attention goes."""
+
+    cache: KvLayer
+    options: AttentionOptions
+    heads: int
+    rotated: int
+    output: torch.Tensor
+
+    @property
+    def shape(self) -> tuple[int, int, int, int]:
+        """Of layers of the same one the attention of a batch is planned once: heads, kv_heads, head_size, window."""
+        kv_heads, size = self.cache.keys.shape[2:]
+        return self.heads, kv_heads, size, self.options.window
+
+    @property
+    def width(self) -> int:
+        """Numbers of a token's product: all heads of Q, then of K, then of V."""
+        heads, kv_heads, size, _ = self.shape
+        return (heads + 2 * kv_heads) * size
+
+
+class _Group:
+    """Layers of one shape. threads: that attend, in this step."""
+
+    def __init__(self, layers: Sequence[DecodeLayer]) -> None:
+        self.shape, self.threads = layers[0].shape, 1
+        self.calls = Calls(attend, [_attending(layer) for layer in layers])
+
+
+class DecodeAttention:
+    """A step is `begin`, then `run` for each layer. The caches stay where they are."""
+
+    def __init__(self, attention: HostAttention, layers: Sequence[DecodeLayer]) -> None:
+        self._room = attention.room
+        self._size = max(layer.shape[2] for layer in layers)
+        self._width = max(layer.width for layer in layers)
+        self._writing = Calls(write_rotated, [_writing(layer) for layer in layers])
+        self._threads = 1  # that write
+        members: dict[tuple[int, ...], list[DecodeLayer]] = {}
+        places = []
+        for layer in layers:
+            members.setdefault(layer.shape, []).append(layer)
+            places.append((layer.shape, len(members[layer.shape]) - 1))
+        groups = {shape: _Group(those) for shape, those in members.items()}
+        self._groups = tuple(groups.values())
+        self._attending = [(groups[shape], number) for shape, number in places]
+        # Where K and V begin in a layer's product, in bytes.
+        self._parts = [
+            (heads * size * layer.output.itemsize, (heads + kv_heads) * size * layer.output.itemsize)
+            for layer in layers
+            for heads, kv_heads, size, _ in (layer.shape,)
+        ]
+
+    def begin(self, batch: PagedBatch, cos: torch.Tensor, sin: torch.Tensor) -> None:
+        """Another step. batch: of decodes alone, none of them padding. cos, sin: [rows, rotated], contiguous."""
+        room, plans, strides = self._room, [], []
+        self._threads, stride = room.for_writing(batch.tokens * self._width, self._size)
+        for group in self._groups:  # all of them before an address is taken: the room may move
+            heads, kv_heads, size, window = group.shape
+            plans.append(plan_of(batch, heads, kv_heads, size, window))
+            group.threads, attend_stride = room.for_plan(plans[-1], kv_heads, size)
+            strides.append(attend_stride)
+        scratch = room.scratch.data_ptr()
+        self._writing.renew(
+            tokens=batch.tokens,
+            cos=cos.data_ptr(),
+            sin=sin.data_ptr(),
+            slots=batch.kv_slots.ctypes.data,
+            scratch=scratch,
+            scratch_stride=stride,
+        )
+        for group, plan, attend_stride in zip(self._groups, plans, strides, strict=True):
+            group.calls.renew(
+                items=plan.items.ctypes.data,
+                item_count=len(plan.items),
+                scratch=scratch,
+                scratch_stride=attend_stride,
+                tables=plan.tables.ctypes.data,
+                table_width=plan.tables.shape[1],
+                partials=room.partials.data_ptr(),
+                counters=room.counters.data_ptr(),
+            )
+
+    def run(self, index: int, product: int) -> None:
+        """One layer. product: where that of its tokens lies, [rows, width] contiguous; its Q is rotated in place."""
+        keys, values = self._parts[index]
+        self._writing.run(self._threads, index, query=product, key=product + keys, value=product + values)
+        group, number = self._attending[index]
+        group.calls.run(group.threads, number, query=product)
+
+
+def _writing(layer: DecodeLayer) -> list[int]:
+    """Arguments of `write_rotated`; 0: filled later."""
+    heads, kv_heads, size, _ = layer.shape
+    code, item = CODES[layer.output.dtype], layer.output.itemsize
+    strides = layer.width * item, size * item
+    keys, values = layer.cache.keys, layer.cache.values
+    kept = keys.data_ptr(), values.data_ptr(), CODES[keys.dtype]
+    rotating = 0, size, code, layer.rotated, 0, 0, code
+    heads_of = (0, *strides, heads if layer.rotated else 0, 0, *strides, 0, *strides, kv_heads)
+    return [*rotating, *heads_of, 0, *kept, 0, 0]
+
+
+def _attending(layer: DecodeLayer) -> list[float]:
+    """Arguments of `attend`; 0: filled later."""
+    heads, kv_heads, size, window = layer.shape
+    code, item = CODES[layer.output.dtype], layer.output.itemsize
+    keys, values = layer.cache.keys, layer.cache.values
+    kept = keys.data_ptr(), values.data_ptr(), 0, 0, CODES[keys.dtype]
+    query = 0, layer.width * item, size * item, code, layer.output.data_ptr()
+    shape = 0, 0, keys.shape[1], heads, kv_heads, size
+    return [0, 0, 0, 0, *query, *kept, *shape, layer.options.scaling, layer.options.softcap, window, 0, 0]

@@ -1,0 +1,156 @@
+"""Steps of a few decodes on the CPU: what the forward pass of `FusedDecoder` computes, bit by bit, with less around it.
+
+A kernel takes a few microseconds for a row, and Python took as many for each call: checks, new tensors, arguments. Here
+all that lies between two products writes into memory that is kept, and its arguments are laid out when the first such
+step comes (`worker.device.host_kernel.Calls`). What torch's products return alone is new in each step.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.attention import PagedBatch
+from worker.attention.host_attention import HostAttention
+from worker.attention.host_decode import DecodeAttention, DecodeLayer
+from worker.attention.pool import KvPool
+from worker.device.host_kernel import Calls, threads_for
+from worker.device.vector import CODES
+
+from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
+from .packed import product_with
+from .row_counts import row_count
+
+if TYPE_CHECKING:
+    from .decoder import FusedDecoder, FusedLayer
+
+ROWS_MAX = 64  # of more, Python's part in a step is small
+
+
+class HostDecoder:
+    """The layers of one decoder over one pool, which `can_decode`."""
+
+    def __init__(self, decoder: FusedDecoder, pool: KvPool) -> None:
+        assert isinstance(decoder.attention, HostAttention), "can_decode said no"
+        self._pool = weakref.ref(pool)  # it is its owner's, who gives it up
+        self._decoder, self._memory = decoder, Memory(decoder.table)
+        self._residual, self._normed = (self._memory.of(decoder.table.shape[1], use) for use in ("residual", "normed"))
+        layers, hidden, epsilon = decoder.layers, decoder.table.shape[1], decoder.epsilon
+        rotated = 2 * len(decoder.frequencies)
+        attended = [self._memory.of(layer.output.weight.shape[1], "attended") for layer in layers]
+        gated = [self._memory.of(layer.down.weight.shape[1], "gated") for layer in layers]
+        self._attention = DecodeAttention(
+            decoder.attention,
+            [
+                DecodeLayer(cache, layer.options, layer.heads, rotated if layer.rotates else 0, output)
+                for layer, cache, output in zip(layers, pool.layers, attended, strict=True)
+            ],
+        )
+        code, sums = CODES[decoder.table.dtype], (self._residual.data_ptr(), self._normed.data_ptr())
+
+        def adding(weights: Sequence[torch.Tensor]) -> Calls:
+            return Calls(
+                add_norm, [(0, sums[0], weight.data_ptr(), sums[1], 0, hidden, code, epsilon) for weight in weights]
+            )
+
+        self._add_attended = adding([layer.inner_norm for layer in layers])
+        self._add_inner = adding([*(layer.input_norm for layer in layers[1:]), decoder.final_norm])
+        self._gate = Calls(
+            gate,
+            [(0, 2 * each.shape[1] * each.itemsize, each.data_ptr(), 0, each.shape[1], code) for each in gated],
+        )
+        normed_heads = [layer for layer in layers if layer.head_norms is not None]
+        self._norm_heads = Calls(head_norm, [_normed_heads(layer, code, epsilon) for layer in normed_heads])
+        numbers = iter(range(len(normed_heads)))
+        self._layers = [
+            (
+                [
+                    product_with(each.weight, each.bias)
+                    for each in (layer.projected, layer.output, layer.gate_up, layer.down)
+                ],
+                None if layer.head_norms is None else next(numbers),
+                into,
+                inner,
+            )
+            for layer, into, inner in zip(layers, attended, gated, strict=True)
+        ]
+
+    def serves(self, decoder: FusedDecoder, pool: KvPool) -> bool:
+        """Whether it was made for these."""
+        return self._decoder is decoder and self._pool() is pool
+
+    def run(self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch) -> torch.Tensor:
+        """The final norm of each row, [rows, hidden]: memory that the next step writes into.
+
+        token_ids, positions: [rows] int64, contiguous. batch: of decodes alone, at most ROWS_MAX, none of them padding.
+        """
+        decoder, rows = self._decoder, batch.tokens
+        table, padded = decoder.table, row_count(rows)
+        (_, hidden), code = table.shape, CODES[table.dtype]
+        # What lies in the rows behind is of earlier steps: it does not change the bits of those that are wanted.
+        normed = self._normed[:padded]
+        threads = threads_for(rows * hidden / NUMBERS_PER_US)
+        norm = decoder.layers[0].input_norm.data_ptr()
+        into = self._residual.data_ptr(), normed.data_ptr(), rows, hidden, code
+        embed_norm(threads, token_ids.data_ptr(), table.data_ptr(), norm, *into, decoder.epsilon)
+        operations = decoder.operations
+        cos, sin = operations.rotary(positions, decoder.frequencies, decoder.rotary_scaling, table.dtype)
+        self._attention.begin(batch, cos, sin)
+        for calls in (self._add_attended, self._add_inner, self._gate, self._norm_heads):
+            calls.renew(rows=rows)
+        for index, ((project, output, gate_up, down), norms, attended, inner) in enumerate(self._layers):
+            product = project(normed)
+            if norms is not None:
+                self._norm_heads.run(threads, norms, projected=product.data_ptr())
+            self._attention.run(index, product.data_ptr())
+            product = output(attended[:padded])
+            self._add_attended.run(threads, index, addend=product.data_ptr())
+            product = gate_up(normed)
+            gating = threads_for(rows * product.shape[1] / NUMBERS_PER_US)
+            self._gate.run(gating, index, source=product.data_ptr())
+            product = down(inner[:padded])
+            self._add_inner.run(threads, index, addend=product.data_ptr())
+        return self._normed[:rows]
+
+
+class Memory:
+    """Rows of `ROWS_MAX` tokens for what layers compute, shared by layers of the same width."""
+
+    def __init__(self, like: torch.Tensor) -> None:
+        self._like = like
+        self._made: dict[tuple[int, str], torch.Tensor] = {}
+
+    def of(self, width: int, use: str) -> torch.Tensor:
+        """[rows, width] in the dtype of the weights."""
+        if (width, use) not in self._made:
+            self._made[width, use] = self._like.new_zeros(row_count(ROWS_MAX), width)
+        return self._made[width, use]
+
+
+def can_decode(decoder: FusedDecoder, pool: KvPool) -> bool:
+    """Whether `HostDecoder` can be made of them."""
+    dtype = decoder.table.dtype
+    norms = [decoder.final_norm, *(norm for layer in decoder.layers for norm in (layer.input_norm, layer.inner_norm))]
+    return (
+        isinstance(decoder.attention, HostAttention)
+        and decoder.table.is_contiguous()
+        and all(norm.dtype == dtype for norm in norms)
+        and all(cache.keys.dtype == dtype for cache in pool.layers)
+    )
+
+
+def is_decodes(batch: PagedBatch, token_ids: torch.Tensor) -> bool:
+    """Whether `HostDecoder.run` takes such a step."""
+    rows = len(batch.counts)
+    return 0 < rows <= ROWS_MAX and batch.tokens == rows and bool(batch.lengths.all()) and token_ids.is_contiguous()
+
+
+def _normed_heads(layer: FusedLayer, code: int, epsilon: float) -> list[float]:
+    assert layer.head_norms is not None
+    query, key = layer.head_norms
+    width = (layer.heads + 2 * layer.kv_heads) * layer.head_size
+    weights = query.data_ptr(), key.data_ptr()
+    return [0, width * query.itemsize, *weights, 0, layer.heads, layer.kv_heads, layer.head_size, code, epsilon]
