@@ -211,6 +211,7 @@ def _writing(stored, given):
 
 read_float, write_float = _reading(_f32, types.float32), _writing(_f32, types.float32)
 read_integer, write_integer = _reading(_i64, types.int64), _writing(_i64, types.int64)
+write_integer32, write_byte = _writing(_i32, types.int32), _writing(_i8, types.uint8)
 read_double = _reading(_f64, types.float64)
 
 
@@ -295,6 +296,16 @@ def fma(_, a, b, c):
 
 
 @intrinsic
+def maximum(_, a, b):
+    """The larger of each lane; a number where the other one is NaN."""
+
+    def generate(_context, builder, _signature, arguments):
+        return _llvm(builder, "maxnum", arguments[0].type, arguments)
+
+    return a(a, a), generate
+
+
+@intrinsic
 def first_lane(_, a):
     def generate(_context, builder, _signature, arguments):
         return builder.extract_element(arguments[0], _i32(0))
@@ -330,6 +341,39 @@ def largest(_, a):
         return _llvm(builder, "vector.reduce.fmax", _f32, arguments)
 
     return types.float32(a), generate
+
+
+@intrinsic
+def hadamard(_, a):
+    """The lanes times Hadamard's matrix of as many rows, of ones: sums and differences of lanes 1, 2, 4, ... apart."""
+
+    def generate(_context, builder, _signature, arguments):
+        (vector,) = arguments
+        lanes, distance = vector.type.count, 1
+        undefined = ir.Constant(vector.type, ir.Undefined)
+        while distance < lanes:
+            others = ir.Constant(ir.VectorType(_i32, lanes), [lane ^ distance for lane in range(lanes)])
+            signs = ir.Constant(vector.type, [-1.0 if lane & distance else 1.0 for lane in range(lanes)])
+            vector = _fma(builder, vector, signs, builder.shuffle_vector(vector, undefined, others))
+            distance *= 2
+        return vector
+
+    return a(a), generate
+
+
+@intrinsic
+def store_bytes(_, address, a):
+    """Stores the lanes as bytes, without what is behind the point. Each is in [0, 256)."""
+
+    def generate(context, builder, _signature, arguments):
+        address, vector = arguments
+        lanes = vector.type.count
+        whole = builder.fptosi(vector, ir.VectorType(_i32, lanes))
+        number = builder.trunc(whole, ir.VectorType(_i8, lanes))
+        builder.store(number, _place(builder, address, number.type)).align = 1
+        return context.get_dummy_value()
+
+    return types.void(types.int64, a), generate
 
 
 @intrinsic

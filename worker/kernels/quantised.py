@@ -17,9 +17,11 @@ from abc import abstractmethod
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import Any, Self
+from typing import Any, Protocol, Self
 
 import torch
+
+from worker.device.host_kernel import host_kernel_problem
 
 from .row_counts import padded
 
@@ -73,33 +75,67 @@ class Int8Weight(QuantisedWeight):
         self._scales = scales / LEVELS  # of a row of x too: its largest number is multiplied last
         self._zeros = torch.zeros(n, dtype=torch.int32)
         self._rotation = rotation
-        self._middle = torch.tensor(128.5)  # of the levels of x, 1 to 255; the half is for rounding
+        self._around = choose_around()
 
     @property
     def stored_bytes(self) -> int:
         return int(torch.ops.mkldnn._nbytes(self._packed)) + self._scales.nbytes + self._zeros.nbytes
 
     def product(self, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
-        levels, largest = self._quantise(padded(x))
-        found: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
+        levels, largest = self._around.quantise(padded(x), self._rotation)
+        sums: torch.Tensor = torch.ops.onednn.qlinear_pointwise(
             levels, 1.0, 128, self._packed, self._scales, self._zeros, None, 1.0, 0, torch.float32, "none", [], ""
         )
-        found = found.mul_(largest)[: len(x)].to(x.dtype)
-        return found if bias is None else found.add_(bias)
+        return self._around.make_numbers(sums, largest, bias, x.dtype)[: x.shape[0]]
 
     def widened(self) -> torch.Tensor:
         rotated = self._packed.to_dense().t().float().mul_(self._scales[:, None] * LEVELS)
         return rotate(rotated, self._rotation)
 
     def seen(self, x: torch.Tensor) -> torch.Tensor:
-        levels, largest = self._quantise(x)
+        levels, largest = self._around.quantise(x, self._rotation)
         return rotate((levels.float() - 128) * (largest / LEVELS), self._rotation)
 
-    def _quantise(self, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Of x rotated: levels [tokens, k] uint8 around 128, and the largest number of each row [tokens, 1] float32."""
-        x = rotate(x.float(), self._rotation)
+
+class Around(Protocol):
+    """What is done to x before a product of levels, and to its sums after it."""
+
+    def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Of x [tokens, k], rotated: levels [tokens, k] uint8 around 128, and the largest number of each
+        row, [tokens, 1] float32."""
+
+    def make_numbers(
+        self, sums: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        """sums x largest + bias, in `dtype`. sums: [tokens, n] float32, which may become the result. bias: [n]."""
+
+
+class PlainAround:
+    """See Around. In plain torch."""
+
+    def __init__(self) -> None:
+        self._middle = torch.tensor(128.5)  # of the levels of x, 1 to 255; the half is for rounding
+
+    def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x = rotate(x.float(), rotation)
         largest = x.abs().amax(1, keepdim=True).clamp_min_(SMALLEST)
         return torch.addcmul(self._middle, x, LEVELS / largest).to(torch.uint8), largest
+
+    def make_numbers(
+        self, sums: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        found = sums.mul_(largest).to(dtype)
+        return found if bias is None else found.add_(bias)
+
+
+@lru_cache(maxsize=1)
+def choose_around() -> Around:
+    """The fastest that this process can run."""
+    if host_kernel_problem():
+        return PlainAround()
+    from .host_around import HostAround  # imports numba
+
+    return HostAround()
 
 
 @dataclass(frozen=True)

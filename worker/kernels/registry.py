@@ -22,6 +22,9 @@ from worker.device.device import Device
 from worker.kernels import PlainOperations
 from worker.sampling.sampler import SamplingState
 
+from .packed import weight_kind
+from .quantised import PlainAround
+from .selftest import quantising_test
 from .selftest import self_test as layer_test
 
 if TYPE_CHECKING:
@@ -117,8 +120,13 @@ def _layers(serving: Serving) -> None:
         layer_test(serving.fused, serving.device)
 
 
+def _quantising(serving: Serving) -> None:
+    if serving.fused is not None and "int8" in map(weight_kind, serving.fused.product_weights()):
+        quantising_test(serving.device, serving.dtype)
+
+
 def _sampling(serving: Serving) -> None:
-    if serving.device.runs_kernels:
+    if serving.device.runs_kernels or not serving.device.host_kernels_problem:
         from worker.sampling.selftest import sampling_test
 
         sampling_test(serving.device, serving.vocab_size)
@@ -156,4 +164,7 @@ HOST_KERNELS = (
     HostKernelEntry("worker.kernels.host_layers", "add_norm", PlainOperations.add_norm, _layers),
     HostKernelEntry("worker.kernels.host_layers", "head_norm", PlainOperations.head_norm, _layers),
     HostKernelEntry("worker.kernels.host_layers", "gate", PlainOperations.gated, _layers),
+    HostKernelEntry("worker.kernels.host_quantised", "quantise", PlainAround.quantise, _quantising),
+    HostKernelEntry("worker.kernels.host_quantised", "make_numbers", PlainAround.make_numbers, _quantising),
+    HostKernelEntry("worker.sampling.host_kernels", "choose", SamplingState.sample, _sampling),
 )

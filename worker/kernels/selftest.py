@@ -19,6 +19,8 @@ from worker.device.check import require_right
 from worker.device.device import WAY_OUT, Device
 from worker.kernels import LayerOperations, PlainOperations
 
+from .quantised import PlainAround, choose_around, rotation_of
+
 if TYPE_CHECKING:
     from .decoder import FusedDecoder
 
@@ -106,6 +108,31 @@ def _runs(fused: FusedDecoder, tokens: int) -> Iterator[tuple[str, _Run]]:
     yield "gate", lambda ops: ops.gated(x, layer.gate_up.weight, layer.gate_up.bias)
     yield "sum and norm", summed
     yield "vocabulary head", logits
+
+
+@torch.inference_mode()
+def quantising_test(device: Device, dtype: torch.dtype) -> None:
+    """What is done to x before a product of int8 and to its sums after it. Errors: as `self_test`."""
+    for tokens, width in ((1, 576), (5, 36)):
+        shape = f"{tokens} tokens of {width} numbers, {str(dtype).removeprefix('torch.')}"
+        compare = partial(_compare_quantising, tokens, width, dtype)
+        require_right(device, "quantising", shape, compare, WAY_OUT)
+
+
+def _compare_quantising(tokens: int, width: int, dtype: torch.dtype) -> str:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(tokens + 1, width, generator=generator).to(dtype)
+    x[-1] = float("nan")
+    sums, bias, rotation = x.float() * 1000, x[0], rotation_of(width)
+    ours, plain = choose_around(), PlainAround()
+    (levels, largest), (want, peaks) = (each.quantise(x, rotation) for each in (ours, plain))
+    if int((levels[:-1].int() - want[:-1].int()).abs().max()) > 1:  # one that was rounded the other way
+        return "levels differ by more than one"
+    got, numbers = (each.make_numbers(sums.clone(), peaks, bias, dtype) for each in (ours, plain))
+    for name, one, other in (("largest numbers", largest, peaks), ("numbers", got, numbers)):
+        if not (one[-1].isnan().all() and torch.allclose(one[:-1].float(), other[:-1].float(), rtol=TOLERANCE[dtype])):
+            return f"{name} differ from the reference"
+    return ""
 
 
 @torch.inference_mode()

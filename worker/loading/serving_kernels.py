@@ -26,9 +26,15 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
         "decode": "; ".join(decodes),
         "prefill": "; ".join(prefills),
         "layers": _layers(model),
-        "sampling": "Triton" if model.device.runs_kernels else _plain(model),
+        "sampling": _sampling(model),
     }
     return {what: kernel[:LENGTH_MAX] for what, kernel in told.items()}
+
+
+def _sampling(model: LoadedModel) -> str:
+    if model.device.runs_kernels:
+        return "Triton"
+    return _plain(model) if model.device.host_kernels_problem else "Numba where greedy, else plain torch"
 
 
 def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, str]:

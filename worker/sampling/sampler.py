@@ -23,6 +23,7 @@ import torch
 
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32Array, RowStart, Sampling
 from worker.device.device import Device
+from worker.device.host_kernel import threads_for
 from worker.device.targets import current_target
 
 from .draws import signed, uniforms
@@ -36,6 +37,7 @@ PENALTIES = slice(COLUMNS.index("repetition_penalty"), COLUMNS.index("frequency_
 assert TEMPERATURE == 0, "the kernels read it there"
 # A sampled row travels to the host as three int32: the token, the bits of the log-probability, and these flags.
 FINITE, BANNED = 1, 2
+NUMBERS_PER_US = 2_000  # logits that one thread of a CPU looks through
 
 
 @dataclass(frozen=True)
@@ -145,6 +147,7 @@ class SamplingState:
     def __init__(self, slots_max: int, vocab_size: int, device: Device) -> None:
         self._device, self.vocab_size = device, vocab_size
         self.runs_kernels = device.runs_kernels
+        self._host_kernels = not self.runs_kernels and not device.host_kernels_problem
         self.overlap = self.runs_kernels and current_target(device).chained
         where = device.torch_device
         self.slots_max = slots_max
@@ -197,6 +200,12 @@ class SamplingState:
         filtered = self._min_p[slot] or self._nucleus[slot] or self._top_k[slot]
         special = filtered if self.runs_kernels else self._random[slot]
         self._simple[slot] = not (special or sampling.counts_answer or sampling.logit_bias or sampling.logprobs)
+
+    @property
+    def splits(self) -> bool:
+        """Whether simple rows are always chosen for by `sample_simple`, so that a row goes one way whatever is beside
+        it: two ways may differ in the last bit of a log-probability."""
+        return self.runs_kernels or self._host_kernels
 
     def simple(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
         """Which of the slots `sample_simple` can do: those that are greedy, and with kernels also those that draw from
@@ -257,6 +266,14 @@ class SamplingState:
 
             state = (self.values, self.seed, self.generated, self.last_token)
             choose_tokens(logits, slots, wanted, *state, packed, self.overlap)
+            return
+        if self._host_kernels and logits.is_contiguous():
+            from .host_kernels import choose  # imports numba
+
+            (rows, vocab), moved = logits.shape, (self.last_token.data_ptr(), self.generated.data_ptr())
+            threads = threads_for(rows * vocab / NUMBERS_PER_US) if rows > 1 else 1
+            read = logits.data_ptr(), rows, vocab, slots.data_ptr(), wanted.data_ptr()
+            choose(threads, *read, *moved, packed.data_ptr())
             return
         finite = torch.isfinite(logits.sum(dim=-1))
         tokens = torch.argmax(logits, dim=-1)

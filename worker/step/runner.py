@@ -280,7 +280,7 @@ class Runner:
     def _sample(self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep) -> None:
         """Queues the choice of tokens for all rows; if that fails, one by one. logits: [n, vocab]; slots: [n] host."""
         device, state = self.model.device, self._state
-        simple = state.simple(slots) & state.runs_kernels
+        simple = state.simple(slots) & state.splits
         if simple.any() and not simple.all():
             for part in (np.flatnonzero(simple), np.flatnonzero(~simple)):
                 self._sample(logits[device.upload(part)], slots[part], pending)

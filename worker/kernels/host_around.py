@@ -1,0 +1,50 @@
+"""`Around` of int8 products on the CPU, by the kernels of host_quantised.py."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.device.host_kernel import threads_for
+from worker.device.vector import CODES
+
+from .host_quantised import NUMBERS_PER_US, make_numbers, quantise
+from .quantised import SMALLEST
+
+
+class HostAround:
+    """See Around."""
+
+    def __init__(self) -> None:
+        self._scratch = torch.empty(0, dtype=torch.uint8)
+
+    def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        x, (rows, count) = x.contiguous(), x.shape
+        levels, largest = torch.empty((rows, count), dtype=torch.uint8), torch.empty((rows, 1))
+        threads, stride = threads_for(rows * count / NUMBERS_PER_US) if rows > 1 else 1, -(-4 * count // 64) * 64
+        if len(self._scratch) < threads * stride:
+            self._scratch = torch.empty(threads * stride, dtype=torch.uint8)
+        quantise(
+            threads,
+            x.data_ptr(),
+            CODES[x.dtype],
+            rows,
+            count,
+            len(rotation),
+            levels.data_ptr(),
+            largest.data_ptr(),
+            self._scratch.data_ptr(),
+            stride,
+            SMALLEST,
+        )
+        return levels, largest
+
+    def make_numbers(
+        self, sums: torch.Tensor, largest: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+    ) -> torch.Tensor:
+        rows, count = sums.shape
+        found = sums if dtype == torch.float32 else torch.empty((rows, count), dtype=dtype)
+        given = 0 if bias is None else bias.data_ptr()
+        threads = threads_for(rows * count / (4 * NUMBERS_PER_US)) if rows > 1 else 1
+        into = found.data_ptr(), rows, count, CODES[dtype]
+        make_numbers(threads, sums.data_ptr(), largest.data_ptr(), given, *into)
+        return found
