@@ -167,4 +167,5 @@ HOST_KERNELS = (
     HostKernelEntry("worker.kernels.host_quantised", "quantise", PlainAround.quantise, _quantising),
     HostKernelEntry("worker.kernels.host_quantised", "make_numbers", PlainAround.make_numbers, _quantising),
     HostKernelEntry("worker.sampling.host_kernels", "choose", SamplingState.sample, _sampling),
+    HostKernelEntry("worker.sampling.host_kernels", "draw", SamplingState.sample, _sampling),
 )

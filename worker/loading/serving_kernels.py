@@ -12,6 +12,7 @@ from .model import LoadedModel
 from .probe import bound_options
 
 WANTED = "attention = 'reference'"
+HOST_SAMPLING = "Numba; plain torch for filters, penalties and log-probabilities"
 LENGTH_MAX = 500  # a coordinator takes 1000
 
 
@@ -34,7 +35,7 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
 def _sampling(model: LoadedModel) -> str:
     if model.device.runs_kernels:
         return "Triton"
-    return _plain(model) if model.device.host_kernels_problem else "Numba where greedy, else plain torch"
+    return _plain(model) if model.device.host_kernels_problem else HOST_SAMPLING
 
 
 def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, str]:

@@ -1,4 +1,5 @@
-"""Choosing the likeliest token on the CPU: what `SamplingState.sample_simple` does, in two passes over a row."""
+"""Choosing tokens on the CPU, of the whole vocabulary: what `SamplingState.sample_simple` does, in a few passes over a
+row, and for a row that draws the same uniform numbers as `draws.py`."""
 
 from __future__ import annotations
 
@@ -15,6 +16,7 @@ from worker.device.vector import (
     first_lane,
     largest,
     maximum,
+    read_double,
     read_float,
     read_integer,
     reading_integers,
@@ -26,10 +28,18 @@ from worker.device.vector import (
     write_integer32,
 )
 
+from . import draws
+
 FINITE = 1  # as sampler.py has it
 BLOCK = 1024  # numbers that are summed in float32 before they are added up in float64
-F = np.float32
-read_sizes = reading_integers(10)
+HALVINGS_PER_NAT = 1.4426  # a little less than 1 / ln 2, so that no token is passed over that could win
+CANNOT_LACK = 38.0  # -log(-log u) is at most 37.43, for u = 1 - 2^-54
+F, U = np.float32, np.uint64
+MASK_32 = U(draws.MASK_32)
+MULTIPLIER_0, MULTIPLIER_1 = U(draws.PHILOX_MULTIPLIERS[0]), U(draws.PHILOX_MULTIPLIERS[1])
+WEYL_0, WEYL_1, PHILOX_ROUNDS = U(draws.PHILOX_WEYL[0]), U(draws.PHILOX_WEYL[1]), draws.PHILOX_ROUNDS
+GAMMA, MIX_0, MIX_1 = (U(each % 2**64) for each in (draws.SPLITMIX_GAMMA, *draws.SPLITMIX_MULTIPLIERS))
+read_8, read_13 = reading_integers(8), reading_integers(13)
 
 
 @part
@@ -71,22 +81,101 @@ def weight_of(row, count, peak):
     return summed
 
 
-@host_kernel("8q")
-def choose(arguments):
-    """See `SamplingState.sample_simple`, which lays out the arguments. A ticket is a row."""
-    _, _, logits, rows, vocab, slots, wanted, last_token, generated, packed = read_sizes(arguments)
+@part
+def random_state(seed, position):
+    """What SplitMix64 is seeded with for a request's token: see `draws.uniforms`, and `draws.philox`."""
+    c0, c1 = U(position) & MASK_32, U(position) >> U(32)
+    c2, c3 = U(0), U(0)
+    k0, k1 = U(seed) & MASK_32, U(seed) >> U(32)
+    for _ in range(PHILOX_ROUNDS):
+        first, second = c0 * MULTIPLIER_0, c2 * MULTIPLIER_1
+        c0, c1, c2, c3 = (second >> U(32)) ^ c1 ^ k0, second & MASK_32, (first >> U(32)) ^ c3 ^ k1, first & MASK_32
+        k0, k1 = (k0 + WEYL_0) & MASK_32, (k1 + WEYL_1) & MASK_32
+    return c0 | (c1 << U(32))
+
+
+@part
+def random_bits(state, token):
+    """The 53 bits of a token's uniform number."""
+    z = state + U(token + 1) * GAMMA
+    z = (z ^ (z >> U(30))) * MIX_0
+    z = (z ^ (z >> U(27))) * MIX_1
+    return (z ^ (z >> U(31))) >> U(11)
+
+
+@part
+def key_of(bits, score):
+    """score - log(-log u), the larger the likelier."""
+    return score - math.log(-math.log((float(bits) + 0.5) * 2.0**-53))
+
+
+@part
+def score_of(row, token, temperature):
+    """Of float32 logits; of float64 scores where no temperature is given."""
+    return float(read_float(row + 4 * token)) / temperature if temperature > 0 else read_double(row + 8 * token)
+
+
+@part
+def drawn(row, count, likeliest, temperature, state):
+    """The token with the largest key, the first of equals. temperature: see `score_of`.
+
+    Two logarithms for each token would take most of the time. A token wins only if -log u <= e^-d, where d is what its
+    score lacks to the largest key so far; and 1 - u is never more than -log u, so that most need a comparison of bits.
+    """
+    chosen, best = likeliest, key_of(random_bits(state, likeliest), score_of(row, likeliest, temperature))
+    for token in range(count):
+        score = score_of(row, token, temperature)
+        lacks = best - score
+        if lacks > CANNOT_LACK:
+            continue
+        bits = random_bits(state, token)
+        if lacks > 1.0:
+            halvings = U(int(lacks * HALVINGS_PER_NAT))
+            if (U(1) << U(53)) - bits - U(1) > (U(1) << U(53)) >> halvings:
+                continue
+        key = key_of(bits, score)
+        if key > best or (key == best and token < chosen):
+            best, chosen = key, token
+    return chosen
+
+
+@host_kernel("6q")
+def draw(arguments):
+    """tokens [rows] int64: a draw from each row of scores [rows, vocab] float64, tempered; -inf: not that token.
+    seeds, positions: [rows] int64, see `draws.uniforms`. A ticket is a row."""
+    _, _, scores, rows, vocab, seeds, positions, tokens = read_8(arguments)
     while True:
         row = take_ticket(arguments)
         if row >= rows:
             return
-        here = logits + 4 * vocab * row
+        here, likeliest = scores + 8 * vocab * row, 0
+        for token in range(1, vocab):
+            if read_double(here + 8 * token) > read_double(here + 8 * likeliest):
+                likeliest = token
+        state = random_state(read_integer(seeds + 8 * row), read_integer(positions + 8 * row))
+        write_integer(tokens + 8 * row, drawn(here, vocab, likeliest, 0.0, state))
+
+
+@host_kernel("11q")
+def choose(arguments):
+    """See `SamplingState.sample_simple`, which lays out the arguments. A ticket is a row."""
+    _, _, logits, rows, vocab, slots, wanted, values, columns, seeds, generated, last_token, packed = read_13(arguments)
+    while True:
+        row = take_ticket(arguments)
+        if row >= rows:
+            return
+        here, slot = logits + 4 * vocab * row, read_integer(slots + 8 * row)
         peak, finite, token = peak_of(here, vocab)
         while token < vocab - 1 and read_float(here + 4 * token) != peak:
             token += 1
+        temperature = read_double(values + 8 * columns * slot)
+        if finite and temperature > 0:
+            state = random_state(read_integer(seeds + 8 * slot), read_integer(generated + 8 * slot))
+            token = drawn(here, vocab, token, temperature, state)
+        weight = math.log(weight_of(here, vocab, peak))
         write_integer32(packed + 4 * row, np.int32(token))
-        write_float(packed + 4 * (rows + row), F(-math.log(weight_of(here, vocab, peak))))
+        write_float(packed + 4 * (rows + row), F(float(read_float(here + 4 * token)) - float(peak) - weight))
         write_integer32(packed + 4 * (2 * rows + row), np.int32(FINITE if finite else 0))
         if finite and read_integer(wanted + 8 * row) != 0:
-            slot = read_integer(slots + 8 * row)
             write_integer(last_token + 8 * slot, token)
             write_integer(generated + 8 * slot, read_integer(generated + 8 * slot) + 1)

@@ -23,7 +23,6 @@ import torch
 
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Float32Array, Int32Array, RowStart, Sampling
 from worker.device.device import Device
-from worker.device.host_kernel import threads_for
 from worker.device.targets import current_target
 
 from .draws import signed, uniforms
@@ -37,7 +36,6 @@ PENALTIES = slice(COLUMNS.index("repetition_penalty"), COLUMNS.index("frequency_
 assert TEMPERATURE == 0, "the kernels read it there"
 # A sampled row travels to the host as three int32: the token, the bits of the log-probability, and these flags.
 FINITE, BANNED = 1, 2
-NUMBERS_PER_US = 2_000  # logits that one thread of a CPU looks through
 
 
 @dataclass(frozen=True)
@@ -198,7 +196,7 @@ class SamplingState:
         self._top_k[slot] = sampling.top_k if sampling.top_k < self.vocab_size else 0
         self._tops[slot] = sampling.logprobs
         filtered = self._min_p[slot] or self._nucleus[slot] or self._top_k[slot]
-        special = filtered if self.runs_kernels else self._random[slot]
+        special = filtered if self.splits else self._random[slot]
         self._simple[slot] = not (special or sampling.counts_answer or sampling.logit_bias or sampling.logprobs)
 
     @property
@@ -267,13 +265,10 @@ class SamplingState:
             state = (self.values, self.seed, self.generated, self.last_token)
             choose_tokens(logits, slots, wanted, *state, packed, self.overlap)
             return
-        if self._host_kernels and logits.is_contiguous():
-            from .host_kernels import choose  # imports numba
+        if self._host_kernels:
+            from . import host  # imports numba
 
-            (rows, vocab), moved = logits.shape, (self.last_token.data_ptr(), self.generated.data_ptr())
-            threads = threads_for(rows * vocab / NUMBERS_PER_US) if rows > 1 else 1
-            read = logits.data_ptr(), rows, vocab, slots.data_ptr(), wanted.data_ptr()
-            choose(threads, *read, *moved, packed.data_ptr())
+            host.choose_tokens(logits, slots, wanted, self.values, self.seed, self.generated, self.last_token, packed)
             return
         finite = torch.isfinite(logits.sum(dim=-1))
         tokens = torch.argmax(logits, dim=-1)
@@ -319,7 +314,12 @@ class SamplingState:
         if len(group):
             rows = self._device.upload(group)
             tempered[rows] = tempered[rows].masked_fill_(~min_p_mask(tempered[rows], values[rows, MIN_P]), -torch.inf)
-        uniform = uniforms(self.seed[on_device], self.generated[on_device], vocab)
+        seeds, positions = self.seed[on_device], self.generated[on_device]
+        if self._host_kernels:
+            from . import host
+
+            return host.draw_tokens(tempered, seeds, positions)
+        uniform = uniforms(seeds, positions, vocab)
         return torch.argmax(tempered.sub_(uniform.log_().neg_().log_()), dim=-1)
 
     def _most_likely(

@@ -6,6 +6,7 @@ Like those of the layers (see `kernels.selftest`) they take milliseconds, and no
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import numpy as np
 import numpy.typing as npt
@@ -25,8 +26,7 @@ LOGPROB_TOLERANCE = 1e-5
 
 @torch.inference_mode()
 def sampling_test(device: Device, vocab_size: int) -> None:
-    """Greedy rows, rows that draw (on a GPU), rows of NaN. Errors: KernelError names the kernel and the vocabulary;
-    GpuError."""
+    """Greedy rows, rows that draw, rows of NaN. Errors: KernelError names the kernel and the vocabulary; GpuError."""
     where = f"a vocabulary of {vocab_size}"
     require_right(device, "sampling", where, lambda: _choosing(device, vocab_size), WAY_OUT)
     if device.runs_kernels:
@@ -46,7 +46,7 @@ def _choosing(device: Device, vocab_size: int) -> str:
     numbers = np.random.default_rng(0).normal(0, 3, (rows, vocab_size)).astype(np.float32)
     numbers[:2, vocab_size // 2] = np.nan  # of slots 4 and 3
     logits = device.upload(numbers)
-    ours, plain = _state(device, vocab_size), _state(device, vocab_size)
+    ours, beside, plain = (_state(each, vocab_size) for each in (device, device, replace(device, kernels=False)))
     packed = torch.full((3 * rows,), -1, dtype=torch.int32, device=device.torch_device)
     ours.sample_simple(logits, on_device, torch.ones_like(on_device), packed)
     got = HostRows.unpacked(packed.cpu().numpy(), np.zeros(rows, np.int32))
@@ -56,6 +56,9 @@ def _choosing(device: Device, vocab_size: int) -> str:
         return f"rows {got.finite.tolist()} are finite, not {good.tolist()}"
     if got.tokens[good].tolist() != want.tokens[good].tolist():
         return f"it chooses the tokens {got.tokens[good].tolist()}, not {want.tokens[good].tolist()}"
+    drawn = beside.sample(logits, slots).to_host().tokens[good].tolist()
+    if drawn != want.tokens[good].tolist():
+        return f"it draws the tokens {drawn}, not {want.tokens[good].tolist()}"
     difference = float(np.abs(got.logprobs[good] - want.logprobs[good]).max())
     if not difference <= LOGPROB_TOLERANCE:
         return f"log-probabilities differ by {difference:.1e}"
@@ -93,7 +96,7 @@ def _copying(device: Device, count: int) -> Callable[[], str]:
 def _state(device: Device, vocab_size: int) -> SamplingState:
     state = SamplingState(len(TEMPERATURES), vocab_size, device)
     for slot, temperature in enumerate(TEMPERATURES):
-        sampling = Sampling(temperature=temperature if device.runs_kernels else 0.0)
+        sampling = Sampling(temperature=temperature)
         state.begin(RowStart(slot=slot, request_id=1, sampling=sampling, seed=(slot + 1) * 0x9E3779B97F4A7C15 % 2**64))
     state.upload_starts()
     return state

@@ -76,7 +76,7 @@ def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypa
     told = serving_kernels(model)
     assert told["decode"] == told["prefill"] and told["decode"].startswith(served)
     others = {what: told[what] for what in ("decode", "prefill")}
-    others |= {"sampling": served if problem else "Numba where greedy, else plain torch"}
+    others |= {"sampling": served if problem else "Numba; plain torch for filters, penalties and log-probabilities"}
     between = "" if problem else "; Numba between the products"
     assert serving_kernels(model) == others | {"layers": f"oneDNN, weights packed at load{between}"}
     wide = {"tie_word_embeddings": True, "vocab_size": 997}  # most of the model: it is not held twice

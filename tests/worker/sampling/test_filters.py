@@ -119,6 +119,20 @@ def test_random_combinations_choose_what_the_reference_chooses(cpu: Device) -> N
                 answers[slot].append(token)
 
 
+@pytest.mark.parametrize("spread", [0.0, 1.0, 6.0])
+def test_a_nucleus_found_among_the_likeliest_is_that_of_the_whole_vocabulary(
+    spread: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    scores = (torch.randn(40, 5000, generator=torch.Generator().manual_seed(3)) * spread).round(decimals=1).double()
+    top_k, top_p = torch.zeros(40, dtype=torch.int64), torch.linspace(0.01, 0.999, 40).double()
+    kept = most_likely_mask(scores, top_k, top_p, 5000)
+    alone = [most_likely_mask(scores[row : row + 1], top_k[:1], top_p[row : row + 1], 5000) for row in range(40)]
+    monkeypatch.setattr("worker.sampling.filters.NARROW", 5000)  # all are put in order
+    assert torch.equal(kept, most_likely_mask(scores, top_k, top_p, 5000))
+    assert torch.equal(torch.cat(alone), kept)
+    assert (kept[:1].sum() < 1024) and (spread > 1.0 or kept[-1:].sum() > 1024)
+
+
 def test_a_row_is_the_same_bit_for_bit_alone_and_in_any_batch(cpu: Device) -> None:
     rng = np.random.default_rng(6)
     vocab, rows = 4099, 12

@@ -1,0 +1,43 @@
+"""Choosing tokens on the CPU by the kernels of host_kernels.py."""
+
+from __future__ import annotations
+
+import torch
+
+from worker.device.host_kernel import threads_for
+
+from .host_kernels import choose, draw
+
+NUMBERS_PER_US = 500  # scores that one thread draws from
+
+
+def choose_tokens(
+    logits: torch.Tensor,
+    slots: torch.Tensor,
+    wanted: torch.Tensor,
+    values: torch.Tensor,
+    seeds: torch.Tensor,
+    generated: torch.Tensor,
+    last_token: torch.Tensor,
+    packed: torch.Tensor,
+) -> None:
+    """See `SamplingState.sample_simple`; `values` and what follows it are the state's."""
+    logits = logits.contiguous()
+    rows, vocab = logits.shape
+    read = logits.data_ptr(), rows, vocab, slots.data_ptr(), wanted.data_ptr()
+    state = values.data_ptr(), values.shape[1], seeds.data_ptr(), generated.data_ptr(), last_token.data_ptr()
+    choose(_threads(rows, vocab), *read, *state, packed.data_ptr())
+
+
+def draw_tokens(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """A token of each row, [n] int64. scores: [n, vocab] float64, tempered; -inf: not that token. seeds, positions: [n]
+    int64, see `draws.uniforms`."""
+    scores = scores.contiguous()
+    (rows, vocab), tokens = scores.shape, torch.empty_like(positions)
+    given = scores.data_ptr(), rows, vocab, seeds.data_ptr(), positions.data_ptr()
+    draw(_threads(rows, vocab), *given, tokens.data_ptr())
+    return tokens
+
+
+def _threads(rows: int, vocab: int) -> int:
+    return threads_for(rows * vocab / NUMBERS_PER_US) if rows > 1 else 1
