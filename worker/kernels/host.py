@@ -15,6 +15,7 @@ from worker.device.vector import CODES
 from .host_decoder import HostDecoder, can_decode, is_decodes
 from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
 from .packed import PackedOperations
+from .packed_table import PackedTable
 from .plain import sum_parts
 
 if TYPE_CHECKING:
@@ -48,6 +49,8 @@ class HostOperations(PackedOperations):
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
         rows, count = len(tokens), table.shape[1]
+        if isinstance(table, PackedTable):
+            table, tokens = table.rows(tokens), torch.arange(rows)
         if not (tokens.is_contiguous() and tokens.dtype == torch.int64 and _same(table, weight)):
             return super().embed(tokens, table, weight, epsilon)
         residual, normed = torch.empty((2, rows, count), dtype=table.dtype).unbind()

@@ -22,6 +22,7 @@ from worker.device.vector import CODES
 
 from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
 from .packed import product_with
+from .packed_table import PackedTable
 from .row_counts import row_count
 
 if TYPE_CHECKING:
@@ -36,7 +37,8 @@ class HostDecoder:
     def __init__(self, decoder: FusedDecoder, pool: KvPool) -> None:
         assert isinstance(decoder.attention, HostAttention), "can_decode said no"
         self._pool = weakref.ref(pool)  # it is its owner's, who gives it up
-        self._decoder, self._memory = decoder, Memory(decoder.table)
+        self._decoder, self._memory = decoder, Memory(decoder.final_norm)
+        self._order = torch.arange(ROWS_MAX)
         self._residual, self._normed = (self._memory.of(decoder.table.shape[1], use) for use in ("residual", "normed"))
         layers, hidden, epsilon = decoder.layers, decoder.table.shape[1], decoder.epsilon
         rotated = 2 * len(decoder.frequencies)
@@ -89,6 +91,8 @@ class HostDecoder:
         """
         decoder, rows = self._decoder, batch.tokens
         table, padded = decoder.table, row_count(rows)
+        if isinstance(table, PackedTable):
+            table, token_ids = table.rows(token_ids), self._order
         (_, hidden), code = table.shape, CODES[table.dtype]
         # What lies in the rows behind is of earlier steps: it does not change the bits of those that are wanted.
         normed = self._normed[:padded]
@@ -136,7 +140,7 @@ def can_decode(decoder: FusedDecoder, pool: KvPool) -> bool:
     norms = [decoder.final_norm, *(norm for layer in decoder.layers for norm in (layer.input_norm, layer.inner_norm))]
     return (
         isinstance(decoder.attention, HostAttention)
-        and decoder.table.is_contiguous()
+        and (isinstance(decoder.table, PackedTable) or decoder.table.is_contiguous())
         and all(norm.dtype == dtype for norm in norms)
         and all(cache.keys.dtype == dtype for cache in pool.layers)
     )

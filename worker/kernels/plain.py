@@ -9,7 +9,9 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import embedding, linear, silu
+from torch.nn.functional import linear, silu
+
+from .packed_table import look_up
 
 
 class PlainOperations:
@@ -20,7 +22,7 @@ class PlainOperations:
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        residual = embedding(tokens, table)
+        residual = look_up(tokens, table)
         return residual, rms_norm(residual, weight, epsilon)
 
     def add_norm(

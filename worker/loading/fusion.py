@@ -11,8 +11,8 @@ through transformers, and `verification` compares either with transformers' own 
 
 No weight is held twice: the parts of a fused matrix become views of it, layer by layer, or of the packed one that takes
 its place (see `kernels.packed`), so that the transformers module stays whole: it computes what it did, and its state
-has the names it had. The one exception is the head of a model whose embedding is tied to it: rows are looked up in the
-plain table, so the packed one lies beside it, if it is a small part of the model, or quantised.
+has the names it had. An embedding that is tied to the head is read out of the packed head (see `kernels.packed_table`).
+Where that cannot be, the packed one lies beside it if it is a small part of the model; a quantised one always does.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from worker.device.target import HEAD_UNIT
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
 from worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
 from worker.kernels.packed import PackedRows
+from worker.kernels.packed_table import PackedEmbedding, PackedTable, table_of
 
 from .quantisation import Packer
 from .rope import STATIC_ROPE
@@ -61,12 +62,12 @@ def fuse(
     if not is_known(module):
         return None
     decoder, config = module.model, module.config
-    head = _head(module, packer)  # first: later the module does not tell how large it was
+    head, table = _head(module, packer)  # first: later the module does not tell how large it was
     layers = tuple(_fuse_layer(layer, each, packer) for layer, each in zip(decoder.layers, options, strict=True))
     return FusedDecoder(
         operations=operations,
         attention=attention,
-        table=decoder.embed_tokens.weight,
+        table=decoder.embed_tokens.weight if table is None else table,
         layers=layers,
         final_norm=decoder.norm.weight,
         head=head,
@@ -96,14 +97,20 @@ def is_known(module: Any) -> bool:
 
 
 @torch.no_grad()
-def _head(module: Any, packer: Packer | None) -> Projection:
+def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable | None]:
+    """The vocabulary head, and the embedding where it is read out of that."""
     weight, bias = module.lm_head.weight, module.lm_head.bias
     if packer is None or weight is not module.model.embed_tokens.weight:
-        return _join(module, ("lm_head",), packer)
+        return _join(module, ("lm_head",), packer), None
+    packed = packer.pack(weight, [module.lm_head])
+    if (table := table_of(packed, weight)) is not None:
+        module.lm_head = PackedRows(packed, slice(0, len(weight)), bias)
+        module.model.embed_tokens = PackedEmbedding(table)
+        return Projection(packed, bias), table
     whole = sum(each.nbytes for each in module.parameters())
     if weight.nbytes > TIED_HEAD_SHARE_MAX * whole and not packer.quantises:
-        return Projection(weight, bias)
-    return Projection(packer.pack(weight, [module.lm_head]), bias)
+        return Projection(weight, bias), None
+    return Projection(packed, bias), None
 
 
 def _fuse_layer(layer: Any, options: AttentionOptions, packer: Packer | None) -> FusedLayer:

@@ -67,7 +67,8 @@ def test_packed_products_are_the_plain_ones(
 def test_what_was_packed_is_given_back(
     tied: bool, dtype: str, tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One by one: when a weight is packed, that before it is gone, and in the end there is the embedding alone."""
+    """One by one: when a weight is packed, that before it is gone. In the end there is the embedding, and where it
+    is tied to the head not even that."""
     unpacked: list[StorageWeakRef] = []
     alive: list[int] = []
     pack, verify = PackedOperations.pack, load.verify
@@ -89,16 +90,17 @@ def test_what_was_packed_is_given_back(
     monkeypatch.setattr(load, "verify", noted)
     monkeypatch.setattr(PackedOperations, "pack", counted)
     model = tiny("llama", dtype=dtype, tie_word_embeddings=tied)
-    assert alive == ([9, 9] if tied else [10, 9]) + list(range(8, 1, -1))
-    assert count() == 1 and all(weight.is_mkldnn for weight in weights_of(model))
+    assert alive == list(range(9 if tied else 10, 0 if tied else 1, -1))
+    assert count() == (0 if tied else 1) and all(weight.is_mkldnn for weight in weights_of(model))
     width, products = model.dtype.itemsize, sum(weight.numel() for weight in weights_of(model))
-    assert sum(each.nbytes for each in model.module.parameters()) == (97 * 64 + 5 * 64) * width
+    assert sum(each.nbytes for each in model.module.parameters()) == (5 * 64 + (0 if tied else 97 * 64)) * width
     assert products * width < sum(map(stored_bytes, weights_of(model))) < 1.1 * products * width
 
 
 def test_the_head_of_a_tied_model_is_packed_beside_it_where_it_is_small(
     tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr(fusion, "table_of", lambda *_: None)  # it lies in no way that is known
     share = 97 * 64 / (97 * 64 + 2 * 480 * 64 + 5 * 64)
     for limit, is_packed in ((share + 1e-3, True), (share - 1e-3, False)):
         monkeypatch.setattr(fusion, "TIED_HEAD_SHARE_MAX", limit)
