@@ -1,4 +1,9 @@
-"""The virtual environment that the units start, with the kvforge that runs now and what it needs."""
+"""The virtual environment that the units start, with the kvforge that runs now and what it needs.
+
+Each is made beside those before it, and is found by a link that is replaced when all of it is there. Whatever runs goes
+on with the files that it was started from: it took the link for the folder at its start (`PINNED`), so that what it
+imports late is of its own environment. That one is removed by a later installation, when nothing uses it any more.
+"""
 
 from __future__ import annotations
 
@@ -22,6 +27,16 @@ from .wheel import Wheel
 
 EXTRAS = "worker,text"
 VENV = "environment"  # its name in the record
+# Read by Python when it starts, as all .pth files beside its packages are, in the order of their names.
+PIN = "zz-kvforge-pin.pth"
+PINNED = "; ".join(
+    [
+        "import os, sys",
+        "sys.path[:] = dict.fromkeys(map(os.path.realpath, sys.path))",
+        "sys.executable = os.path.realpath(sys.prefix) + sys.executable[len(sys.prefix) :]",
+        "sys.prefix = sys.exec_prefix = os.path.realpath(sys.prefix)\n",
+    ]
+)
 HIDDEN = ("/root", "/home", "/run/user")  # from services, by ProtectHome=
 
 
@@ -54,20 +69,51 @@ def environment(places: Places, python: Python, record: Record) -> list[Step]:
     """Steps that bring the environment to the kvforge that runs."""
     wheel = Wheel()
     wanted = _digest(wheel, python)
-    there = (places.venv / "bin" / "pip").exists()  # which is the last that is made
-    if there and record.get(VENV) == wanted:
-        return []
-    steps = []
-    if not there:
-        make: list[str | Path] = [python.path, "-m", "venv", *(["--system-site-packages"] * python.system_packages)]
-        steps = [Step(f"make the environment {places.venv} of {python.path}", partial(must, [*make, places.venv]))]
-    fill = partial(_fill, places, python, wheel, record, wanted)
-    return [*steps, Step(f"install kvforge {wheel.version} and what it needs in {places.venv}", fill)]
+    steps = [
+        Step(f"remove the environment {old}, which nothing uses", partial(shutil.rmtree, old)) for old in _left(places)
+    ]
+    if (places.venv / "bin" / "pip").exists() and record.get(VENV) == wanted:
+        return steps
+    made = places.environments / str(1 + max(map(_number, _all(places)), default=0))
+    command: list[str | Path] = [python.path, "-m", "venv", *(["--system-site-packages"] * python.system_packages)]
+    fill = partial(_fill, places, made, python, wheel)
+    return [
+        *steps,
+        Step(f"make the environment {made} of {python.path}", partial(must, [*command, made])),
+        Step(f"install kvforge {wheel.version} and what it needs in {made}", fill),
+        Step(f"make {places.venv} a link to it", partial(_switch, places, made, record, wanted)),
+    ]
 
 
-def _fill(places: Places, python: Python, wheel: Wheel, record: Record, wanted: str) -> None:
+def _all(places: Places) -> list[Path]:
+    """Every environment, those that were not finished too."""
+    return [path for path in places.environments.glob("*") if path.name.isdecimal()]
+
+
+def _number(path: Path) -> int:
+    return int(path.name)
+
+
+def _left(places: Places) -> list[Path]:
+    """Those that services do not start any more, and that no process has anything of."""
+    current = places.venv.resolve()
+    before = [path for path in _all(places) if path.resolve() != current]
+    return sorted(path for path in before if not (places.here and _in_use(path)))
+
+
+def _in_use(folder: Path) -> bool:
+    """Whether a process has mapped a file of it: a Python that has imported numpy has."""
+    inside = os.fsencode(folder) + b"/"
+    for maps in Path("/proc").glob("[0-9]*/maps"):
+        with suppress(OSError):
+            if inside in maps.read_bytes():
+                return True
+    return False
+
+
+def _fill(places: Places, made: Path, python: Python, wheel: Wheel) -> None:
     pip: list[str | Path] = [
-        places.venv / "bin" / "python",
+        made / "bin" / "python",
         "-m",
         "pip",
         "install",
@@ -77,25 +123,35 @@ def _fill(places: Places, python: Python, wheel: Wheel, record: Record, wanted: 
     with tempfile.TemporaryDirectory(prefix="kvforge-") as folder:
         path = wheel.write(Path(folder))
         must([*pip, *python.pip, f"{path}[{EXTRAS}]"], show=True)
-        # The one of the same version that was there before is not this one.
-        must([*pip, *python.pip, "--quiet", "--force-reinstall", "--no-deps", path], show=True)
+    for site in made.glob("lib/python*/site-packages"):
+        (site / PIN).write_text(PINNED)
     if not places.here:
-        _rebase(places)
-    record.note(VENV, wanted)
+        _rebase(places, made)
 
 
-def _rebase(places: Places) -> None:
+def _rebase(places: Places, made: Path) -> None:
     """Programs in the environment name its interpreter where it will be, and not where it was made."""
-    made, will_be = os.fsencode(places.venv), os.fsencode(Path("/") / places.venv.relative_to(places.root))
-    for path in [*(places.venv / "bin").iterdir(), places.venv / "pyvenv.cfg"]:
+    here, will_be = os.fsencode(made), os.fsencode(Path("/") / made.relative_to(places.root))
+    for path in [*(made / "bin").iterdir(), made / "pyvenv.cfg"]:
         if path.is_symlink() or not path.is_file():
             continue
         content = path.read_bytes()
-        if made in content and b"\0" not in content:
-            path.write_bytes(content.replace(made, will_be))
+        if here in content and b"\0" not in content:
+            path.write_bytes(content.replace(here, will_be))
     with suppress(OSError):
-        for cache in places.venv.rglob("__pycache__"):
+        for cache in made.rglob("__pycache__"):
             shutil.rmtree(cache, ignore_errors=True)
+
+
+def _switch(places: Places, made: Path, record: Record, wanted: str) -> None:
+    """What is started from now on is started from there."""
+    link = places.venv.with_name(f"{places.venv.name}.part")
+    link.unlink(missing_ok=True)
+    link.symlink_to(made.relative_to(places.venv.parent))
+    if places.venv.is_dir() and not places.venv.is_symlink():  # as an earlier kvforge made it: with no other beside it
+        places.venv.rename(places.environments / "0")
+    link.replace(places.venv)
+    record.note(VENV, wanted)
 
 
 def _digest(wheel: Wheel, python: Python) -> str:

@@ -32,7 +32,12 @@ class Places:
 
     @property
     def venv(self) -> Path:
+        """A link to one of `environments`."""
         return self.of(PYTHON.parents[1])
+
+    @property
+    def environments(self) -> Path:
+        return self.of(PYTHON.parents[2] / "environments")
 
     @property
     def configuration(self) -> Path:
