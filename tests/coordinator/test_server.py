@@ -7,6 +7,8 @@ import os
 import select
 import shutil
 import socket as sockets
+import subprocess
+import sys
 import tempfile
 from collections.abc import Iterator
 from contextlib import closing
@@ -289,6 +291,13 @@ def test_who_comes_back_waits_at_the_door_while_the_journal_is_read(monkeypatch:
         for peer in early:
             peer.close()
         bench.close()
+
+
+def test_a_coordinator_has_one_thread() -> None:
+    script = "import os, coordinator.__main__; print(len(os.listdir('/proc/self/task')))"
+    environment = {name: value for name, value in os.environ.items() if name != "OPENBLAS_NUM_THREADS"}
+    done = subprocess.run([sys.executable, "-c", script], env=environment, capture_output=True, text=True, check=True)
+    assert done.stdout == "1\n"
 
 
 def test_a_server_that_cannot_read_its_journal_leaves_no_socket_behind() -> None:
