@@ -60,7 +60,7 @@ class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     """[journal]: when it is cut by a snapshot.
 
     bytes_max: of records since the last one. replay_ms_max: of the loop's time that these records took, and that
-    applying them again after a crash would take.
+    applying them again after a crash would take. A loop without rest waits with it until there is twice as much.
     """
 
     bytes_max: Annotated[int, Range(1 << 16)] = 64 << 20

@@ -30,6 +30,8 @@ from .recovery import Recovered, recover
 
 PR_SET_PDEATHSIG = 1
 NICE = 10
+BUSY, BUSY_TURNS = 0.5, 16  # a loop has no rest where it works so much of the time, over the latest turns
+PATIENCE = 2  # without rest it gets its snapshot at so many times of what may be replayed
 RETRY_RECORDS = 1000  # after a snapshot that could not even be begun
 log = logging.getLogger("coordinator")
 
@@ -38,14 +40,16 @@ class Keeper:
     """One folder of state. `journal` is None until `begin`.
 
     bytes_max: of segments; replay_us_max: of the loop's time that reading them again would take. Beyond either a
-    snapshot is made. longest_us: the longest time for which one stopped the loop.
+    snapshot is made when the loop rests, for whose turns its child costs time too (memory is copied when either writes
+    to it); beyond twice as much it waits no longer. longest_us: the longest time for which one stopped the loop.
     """
 
     def __init__(self, folder: Path, durability: str, bytes_max: int, replay_us_max: int) -> None:
         """Makes the folder. Raises InvalidConfiguration."""
         self.folder, self._durable = folder, durability == "power"
         self._bytes_max, self._replay_us_max = bytes_max, replay_us_max
-        self._spent_us = self._counted = 0
+        self._spent_us = self._counted = self._turned_us = 0
+        self._busy = 1.0
         self._child, self._child_number, self._not_before = 0, 0, 0
         self.snapshots, self.longest_us = 0, 0
         self.journal: Journal | None = None
@@ -101,6 +105,8 @@ class Keeper:
     def turned(self, machine: Machine, took_us: int, now_us: int, numbers: int) -> None:
         """A turn is over. numbers: of connections, given out so far."""
         assert self.journal is not None
+        since_us, self._turned_us = max(1, now_us - self._turned_us), now_us
+        self._busy += (min(1.0, took_us / since_us) - self._busy) / BUSY_TURNS
         if self._child:
             self._collect(os.WNOHANG)
         if self.journal.number == self._counted:
@@ -109,7 +115,8 @@ class Keeper:
         self._spent_us += took_us
         if self._child or self.journal.number < self._not_before:
             return
-        if self.journal.bytes > self._bytes_max or self._spent_us > self._replay_us_max:
+        times_over = max(self.journal.bytes / self._bytes_max, self._spent_us / self._replay_us_max)
+        if times_over > PATIENCE or (times_over > 1 and self._busy < BUSY):
             self._begin_snapshot(machine, now_us, numbers)
 
     def _begin_snapshot(self, machine: Machine, now_us: int, numbers: int) -> None:

@@ -27,7 +27,7 @@ from coordinator.journal.entries import STATE_VERSION
 from coordinator.journal.keeping import Keeper
 from coordinator.journal.log import Journal, segments, states
 from coordinator.journal.records import read
-from coordinator.journal.recovery import recover
+from coordinator.journal.recovery import Recovered, recover
 from coordinator.life import Life
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, JournalFull
@@ -189,13 +189,37 @@ def test_what_it_takes_to_read_a_snapshot_is_not_to_be_cut_by_another(folder: Pa
     assert found is not None
     keeper = Keeper(folder / "s", "process", 1 << 20, 500_000)
     keeper.begin(found._replace(snapshot_us=10_000_000, took_us=10_000_001), never)
-    keeper.turned(found.machine, 0, found.now_us, found.numbers)
+    assert not _begins_a_snapshot(keeper, found, took_us=1, rested_us=1000)
+    keeper.close(keep=True)
+
+
+@pytest.mark.parametrize(
+    ("took_us", "rested_us", "turns"),
+    [(20_000, 40_000, 26), (20_000, 19_000, 51), (20_000, 0, 51)],
+    ids=["rests", "hardly rests", "never rests"],
+)
+def test_a_snapshot_waits_for_a_loop_without_rest_but_not_for_ever(
+    folder: Path, took_us: int, rested_us: int, turns: int
+) -> None:
+    first = Lived(config(folder))
+    first.busy()
+    first.life.close(ended=False)
+    found = recover(folder / "s")
+    assert found is not None
+    keeper = Keeper(folder / "s", "process", 1 << 20, 500_000)
+    keeper.begin(found._replace(snapshot_us=0, took_us=0), never)
+    begun = [_begins_a_snapshot(keeper, found, took_us, rested_us) for _ in range(turns)]
+    assert begun == [False] * (turns - 1) + [True]
+    keeper.close(keep=True)
+
+
+def _begins_a_snapshot(keeper: Keeper, found: Recovered, took_us: int, rested_us: int) -> bool:
+    """After one more turn, so long after the last."""
     assert keeper.journal is not None
     keeper.journal.note(Turn(), found.now_us)
     keeper.journal.commit()
-    keeper.turned(found.machine, 1, found.now_us, found.numbers)
-    assert not keeper._child
-    keeper.close(keep=True)
+    keeper.turned(found.machine, took_us, keeper._turned_us + rested_us + took_us, found.numbers)
+    return keeper._child > 0
 
 
 def test_a_snapshot_that_fails_loses_nothing(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
