@@ -8,13 +8,13 @@ from worker.device.host_kernel import threads_for
 from worker.device.vector import CODES
 
 from .host_quantised import NUMBERS_PER_US, make_numbers, quantise
-from .quantised import SMALLEST
 
 
 class HostAround:
-    """See Around."""
+    """See Around. smallest: a row's scale at least."""
 
-    def __init__(self) -> None:
+    def __init__(self, smallest: float) -> None:
+        self._smallest = smallest
         self._scratch = torch.empty(0, dtype=torch.uint8)
 
     def quantise(self, x: torch.Tensor, rotation: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +34,7 @@ class HostAround:
             largest.data_ptr(),
             self._scratch.data_ptr(),
             stride,
-            SMALLEST,
+            self._smallest,
         )
         return levels, largest
 

@@ -135,7 +135,7 @@ def choose_around() -> Around:
         return PlainAround()
     from .host_around import HostAround  # imports numba
 
-    return HostAround()
+    return HostAround(SMALLEST)
 
 
 @dataclass(frozen=True)
