@@ -40,12 +40,23 @@ class Section(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
 
     def check(self, name: str) -> None:
         """Raises InvalidConfiguration naming the field, in the section `name` of the file."""
-        for field in msgspec.structs.fields(self):
-            value = getattr(self, field.name)
-            for bound in getattr(field.type, "__metadata__", ()):
-                if not bound.least <= value <= bound.most:
-                    to = f"at least {bound.least}" if bound.most == math.inf else f"{bound.least} to {bound.most}"
-                    raise InvalidConfiguration(f"{name}.{field.name}", f"must be {to}, not {value}")
+        for field, bound in _ranges(type(self)):
+            value = getattr(self, field)
+            if not bound.least <= value <= bound.most:
+                to = f"at least {bound.least}" if bound.most == math.inf else f"{bound.least} to {bound.most}"
+                raise InvalidConfiguration(f"{name}.{field}", f"must be {to}, not {value}")
+
+
+_RANGES: dict[type[Section], list[tuple[str, Range]]] = {}
+
+
+def _ranges(section: type[Section]) -> list[tuple[str, Range]]:
+    """The fields of a section that are held to a range: found once, types are read from their text."""
+    if section not in _RANGES:
+        fields = msgspec.structs.fields(section)
+        found = [(field.name, bound) for field in fields for bound in getattr(field.type, "__metadata__", ())]
+        _RANGES[section] = found
+    return _RANGES[section]
 
 
 class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -20,6 +20,7 @@ FREE, REFERENCED, QUARANTINED, CACHED = range(4)
 STATE_NAMES = ("free", "referenced", "quarantined", "cached")
 
 BlockIds = npt.NDArray[np.int64]
+NO_BLOCKS: BlockIds = np.zeros(0, np.int64)
 
 
 class Blocks:

@@ -11,9 +11,9 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded
 
-from .blocks import BlockIds
+from .blocks import NO_BLOCKS, BlockIds
 from .groups import Group
-from .residents import NO_BLOCKS, Residents
+from .residents import Residents
 from .sequences import NO_POOL, Slots
 
 Tokens = npt.NDArray[np.int32]
@@ -84,11 +84,11 @@ class Cache(Residents):
         """
         s = self.sequences
         resident = s.pool[slots] != NO_POOL
-        if not resident.all():
+        if np.count_nonzero(resident) != slots.size:
             slots, start, end, lengths = slots[resident], start[resident], end[resident], lengths[resident]
         more = -(-lengths // s.block_size) - s.used[slots]
         copy_rows, copy_columns = self._to_copy(slots, *self.unwritable(slots, start, end))
-        if not copy_rows.size and not more.any():
+        if not copy_rows.size and not np.count_nonzero(more):
             return
         needed = more + np.bincount(copy_rows, minlength=slots.size)
         tenant = int(s.tenant[slots[0]])
@@ -155,8 +155,8 @@ class Cache(Residents):
         """
         s, blocks = self.sequences, self.blocks
         first = start // s.block_size
-        if np.array_equal((end - 1) // s.block_size, first):  # decodes: one block each
-            inside = np.flatnonzero(first < s.used[slots])
+        if not np.count_nonzero((end - 1) // s.block_size != first):  # decodes: one block each
+            (inside,) = (first < s.used[slots]).nonzero()
             ids = s.table[slots[inside], first[inside]]
             bad = (blocks.refcount[ids] > 1) | blocks.indexed[ids]
             return inside[bad], first[inside[bad]]

@@ -38,9 +38,11 @@ class Eviction:
         if self._policy == "none":
             idle &= s.request != 0
         idle[asking] = False
-        candidates = np.flatnonzero(idle)
-        candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
+        (candidates,) = idle.nonzero()
         trial, taken = pool.supply(keep), []
+        if not candidates.size:
+            return candidates, trial
+        candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
         counts: dict[int, int] = {}
         own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
         queue = own_first if trial.room(tenant) < count + spare.own else candidates

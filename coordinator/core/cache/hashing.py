@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Hashes = npt.NDArray[np.uint64]
+_HALF, _FIRST, _SECOND = np.uint64(33), np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 
 
 class BlockHasher:
@@ -44,18 +45,18 @@ class BlockHasher:
     def blocks(self, tokens: npt.NDArray[np.int32]) -> Hashes:
         """Own hashes of [n, block_size] int32 tokens: [n] uint64."""
         x: Hashes = tokens.astype(np.uint64) @ self._multipliers + self._offset
-        x ^= x >> np.uint64(33)
-        x *= np.uint64(0xFF51AFD7ED558CCD)
-        x ^= x >> np.uint64(33)
-        x *= np.uint64(0xC4CEB9FE1A85EC53)
-        x ^= x >> np.uint64(33)
+        x ^= x >> _HALF
+        x *= _FIRST
+        x ^= x >> _HALF
+        x *= _SECOND
+        x ^= x >> _HALF
         return x
 
     def chain(self, start: int, tokens: npt.NDArray[np.int32]) -> Hashes:
         """Chained hashes of the full blocks of one sequence after chain value `start`: [len // block_size] uint64."""
         count = tokens.size // self._block_size
         own = self.blocks(tokens[: count * self._block_size].reshape(count, self._block_size))
-        total: Hashes = np.cumsum(own * self._inverse_powers[:count], dtype=np.uint64)
+        total: Hashes = (own * self._inverse_powers[:count]).cumsum()
         total += np.uint64(start)
         total *= self._powers[:count]
         return total

@@ -34,12 +34,13 @@ class Indexing:
         A fixed number of numpy operations for those that filled one block, as decodes do, and Python for the others.
         """
         s = self._sequences
-        slots = np.flatnonzero(s.pool == group.number)
-        slots = slots[s.computed[slots] // s.block_size > s.hashed[slots]]
+        (slots,) = (s.pool == group.number).nonzero()
+        new = s.computed[slots] // s.block_size - s.hashed[slots]
+        slots, new = slots[new > 0], new[new > 0]
         if not slots.size:
             return
-        simple = (s.computed[slots] // s.block_size == s.hashed[slots] + 1) & group.index.all_alive(s.parent[slots])
-        if simple.any():
+        simple = (new == 1) & group.index.all_alive(s.parent[slots])
+        if np.count_nonzero(simple):
             self._one_each(group, slots[simple])
         for slot in slots[~simple].tolist():
             self.filled_by(group, slot)

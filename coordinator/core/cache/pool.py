@@ -79,7 +79,7 @@ class Pool:
         """
         if self._tenants.has_quotas:
             return self.supply(keep).available(tenant)
-        kept = 0 if keep is None else int(np.count_nonzero(self.blocks.state[keep] == CACHED))
+        kept = int(np.count_nonzero(self.blocks.state[keep] == CACHED)) if keep is not None and keep.size else 0
         return self.free + self.cached - kept
 
     def has(self, tenant: int, count: int, keep: BlockIds, spare: Spare) -> bool:
@@ -91,7 +91,7 @@ class Pool:
     def supply(self, keep: BlockIds | None = None) -> Supply:
         """What there is to give, by tenant, as if the blocks in `keep` were held."""
         cached = {tenant: len(entries) for tenant, entries in self._lru.items()}
-        if keep is not None:
+        if keep is not None and keep.size:
             for block in keep[self.blocks.state[keep] == CACHED].tolist():
                 cached[int(self.blocks.owner[block])] -= 1
         return Supply(self._tenants, self.free, cached, self.usage.copy())
@@ -194,7 +194,7 @@ class Pool:
         """Adds one holder to each block: [n] distinct ids, none of them free. Revives cached and quarantined ones."""
         blocks = self.blocks
         states = blocks.state[ids]
-        assert not (states == FREE).any(), "a free block cannot be held"
+        assert not np.count_nonzero(states == FREE), "a free block cannot be held"
         cached = ids[states == CACHED]
         for block, owner in zip(cached.tolist(), blocks.owner[cached].tolist(), strict=True):
             del self._lru[owner][block]
@@ -213,14 +213,14 @@ class Pool:
         """
         blocks = self.blocks
         counts = blocks.refcount[ids] - 1
-        assert not ids.size or counts.min() >= 0, "a block without holders was released"
+        assert not np.count_nonzero(counts < 0), "a block without holders was released"
         blocks.refcount[ids] = counts
         if last_step > self.done_step:
             blocks.touch[ids] = np.maximum(blocks.touch[ids], last_step)
-        dead = ids[counts == 0] if counts.any() else ids
+        dead = ids[counts == 0] if np.count_nonzero(counts) else ids
         if dead.size:
             waiting = blocks.touch[dead] > self.done_step
-            if waiting.any():
+            if np.count_nonzero(waiting):
                 held_back = dead[waiting]
                 blocks.state[held_back] = QUARANTINED
                 self.quarantined += held_back.size
@@ -242,10 +242,10 @@ class Pool:
             ids = self._quarantine.popleft()
             ids = ids[self.blocks.state[ids] == QUARANTINED]
             over = self.blocks.touch[ids] <= self.done_step
-            if over.any():
-                self.quarantined -= int(np.count_nonzero(over))
+            if count := int(np.count_nonzero(over)):
+                self.quarantined -= count
                 self._cache_or_free(ids[over])
-            if not over.all():
+            if count < ids.size:
                 self._quarantine.append(ids[~over])
 
     def await_step(self, step: int) -> None:
@@ -262,7 +262,7 @@ class Pool:
         if not ids.size:
             return
         indexed = self.blocks.indexed[ids]
-        if indexed.any():
+        if np.count_nonzero(indexed):
             kept = ids[indexed]
             self.blocks.state[kept] = CACHED
             self.cached += kept.size
@@ -281,7 +281,7 @@ class Pool:
         blocks.generation[ids] += 1
         blocks.state[ids] = FREE
         owners = blocks.owner[ids]
-        if (owners == owners[0]).all():
+        if np.count_nonzero(owners == owners[0]) == ids.size:
             self._charge(int(owners[0]), -ids.size)
         else:
             for tenant in sorted(set(owners.tolist())):

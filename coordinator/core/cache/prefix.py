@@ -150,7 +150,9 @@ class PrefixIndex:
                 break
             own = self._store.tokens[block][: rest.size]
             same = own == rest[: own.size]
-            common = int(own.size if same.all() else np.argmin(same))
+            common = int(same.argmin())  # of the first that differs, or 0 where none does
+            if same[common]:
+                common = own.size
             if common > most:
                 best, most = block, common
         return best, most

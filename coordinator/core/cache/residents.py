@@ -16,7 +16,7 @@ from kvforge.protocol.messages import ModelInfo, WorkerReady
 from ..clock import Clock
 from ..limits import Limits
 from ..waits import Waits, eviction_of
-from .blocks import BlockIds, Blocks
+from .blocks import NO_BLOCKS, BlockIds, Blocks
 from .eviction import Eviction
 from .groups import Group
 from .hashing import BlockHasher, Hashes
@@ -32,7 +32,6 @@ from .zeroing import Zeroing
 
 Tokens = npt.NDArray[np.int32]
 VOCABULARY_UNKNOWN = 1 << 31
-NO_BLOCKS = np.zeros(0, np.int64)
 
 
 class Residents:

@@ -24,6 +24,7 @@ from ..limits import Limits
 from ..waits import SLOT, Waits
 
 Slots = npt.NDArray[np.int64]
+NO_SLOTS: Slots = np.zeros(0, np.int64)
 Tokens = npt.NDArray[np.int32]
 NO_POOL = -1
 LINE_BYTES = 64

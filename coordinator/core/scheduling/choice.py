@@ -14,11 +14,12 @@ import numpy as np
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 
 from .. import sizes
+from ..cache.blocks import NO_BLOCKS
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.placement import Placement
 from ..cache.pool import short_of
-from ..cache.sequences import NO_POOL
+from ..cache.sequences import NO_POOL, NO_SLOTS
 from ..cache.supply import NO_SPARE, Spare
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..waits import FRONT, SLOT, TENANT_CEILING, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, rows_of
@@ -52,14 +53,14 @@ class Choice:
         resident = slot != NO_SLOT and s.pool[slot] != NO_POOL
         best, best_rank = None, (-1, -1)
         lacks: list[Wait] = []
+        asking = NO_SLOTS if slot == NO_SLOT else np.array([slot])
         for group in cache.groups.values():
             if (resident and s.pool[slot] != group.number) or not self.could_hold(group, request):
                 continue
             if (obstacle := self._obstacle(group, request, kept)) is not None:
                 lacks.append(obstacle)
                 continue
-            placement = Placement(group, np.zeros(0, np.int64), (-1, 0), 0) if resident else self.plan(group, request)
-            asking = np.array([] if slot == NO_SLOT else [slot], np.int64)
+            placement = Placement(group, NO_BLOCKS, (-1, 0), 0) if resident else self.plan(group, request)
             try:
                 placement = cache.with_room(placement, request.tenant, self.spare(group, request), asking)
             except CapacityExceeded as error:

@@ -19,7 +19,7 @@ from ..cache.cache import Cache
 from ..cache.groups import Group, SentStep, Steady
 from ..cache.holders import who_holds
 from ..cache.pool import short_of
-from ..cache.sequences import Slots
+from ..cache.sequences import NO_SLOTS, Slots
 from ..cache.supply import NO_SPARE
 from ..events import Effect, ToWorker
 from ..limits import microseconds
@@ -31,7 +31,6 @@ from .choice import lack
 from .endings import Endings
 
 CHUNK_TOKENS_MIN = 16
-NO_SLOTS = np.zeros(0, np.int64)
 
 
 class Scheduler:
@@ -83,7 +82,7 @@ class Scheduler:
         if group.stopped:
             self._try_stopped(group)
         s, rows = self._cache.sequences, self._rows
-        mine = np.flatnonzero(s.running & (s.pool == group.number))
+        (mine,) = (s.running & (s.pool == group.number)).nonzero()
         target = s.length[mine] + s.pending[mine]
         left = np.where(target < rows.limit[mine], target - s.scheduled[mine], 0)
         if not np.count_nonzero(left > 0) and not group.copies:
@@ -164,7 +163,7 @@ class Scheduler:
         start = s.scheduled[slots]
         short = s.length[slots] + s.pending[slots] >= s.used[slots] * s.block_size
         short[self._cache.unwritable(slots, start, start + 1)[0]] = True
-        if not short.any():
+        if not np.count_nonzero(short):
             return np.sort(slots)  # most rows of most steps write into a block that they have
         served = self._with_blocks(group, slots[short])
         return np.sort(np.concatenate([slots[~short], served]))
@@ -190,7 +189,7 @@ class Scheduler:
         s = self._cache.sequences
         chosen: list[int] = []
         chunks: list[int] = []
-        shares = self._shares(slots, self._prefill_budget(group, int(counts.sum())))
+        shares = self._shares(slots, self._prefill_budget(group, counts.size))
         for (slot, chunk), free in zip(shares, self._writable(shares), strict=True):
             if decodes.size + len(chosen) >= self._limits.step_rows_max:
                 break
@@ -201,7 +200,8 @@ class Scheduler:
             ):
                 chosen.append(slot)
                 chunks.append(chunk)
-        return np.append(decodes, np.array(chosen, np.int64)), np.append(counts, np.array(chunks, np.int64))
+        more = np.array((chosen, chunks), np.int64)
+        return np.concatenate((decodes, more[0])), np.concatenate((counts, more[1]))
 
     def _writable(self, shares: list[tuple[int, int]]) -> list[bool]:
         """Which of the chunks fall into blocks that their rows have and may write: most of them, since a row gets the
@@ -252,7 +252,7 @@ class Scheduler:
             except CapacityExceeded as error:
                 if group.pool.quarantined:  # blocks come back with the next result: better to wait than to preempt
                     return False
-                mine = np.flatnonzero(s.running & (s.pool == group.number))
+                (mine,) = (s.running & (s.pool == group.number)).nonzero()
                 helps = s.tenant[mine] == s.tenant[slot]
                 if not isinstance(error, QuotaExceeded):  # only the tenant's own blocks count against its ceiling
                     # What a tenant within its floor gave back would be kept for it.
@@ -327,14 +327,13 @@ class Scheduler:
         begins, history = self._begins(group)
         s.scheduled[slots] += counts
         s.pending[slots] += samples
-        decodes = counts == 1
-        only = bool(decodes.all())
-        prefill_tokens = 0 if only else int(counts[~decodes].sum())
-        sampled = slots if samples.all() else slots[samples]
+        only = tokens.size == slots.size
+        prefill_tokens = 0 if only else tokens.size - int(np.count_nonzero(counts == 1))
+        sampled = slots[samples]
         runs = self._rows.run[slots]
         step_id, rows = group.next_step, (slots, runs, counts, samples, sampled)
         tenants = s.tenant[slots]
-        tenant = int(tenants[0]) if slots.size and (tenants == tenants[0]).all() else -1
+        tenant = int(tenants[0]) if slots.size and np.count_nonzero(tenants == tenants[0]) == slots.size else -1
         step = Step(
             step_id=step_id,
             begins=begins,
@@ -348,8 +347,8 @@ class Scheduler:
             zeros=group.flush_zeros(),
         )
         sent = SentStep(step_id, *rows, self._clock.now_us, only, prefill_tokens, tenant, step)
-        self._commit(group, sent, int(counts.sum()))
-        if 0 < slots.size == group.running and only and samples.all():
+        self._commit(group, sent, tokens.size)
+        if 0 < slots.size == group.running and only and sampled.size == slots.size:
             group.steady = self._steady(slots, runs, starts + 1, target + 1, tenant)
         return step
 
