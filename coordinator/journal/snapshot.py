@@ -30,6 +30,7 @@ MAGIC = b"kvfS"
 STATE = "state-{:016d}"
 PAGE_BYTES = 4096
 _SIZE = struct.Struct("<Q")
+_PAGES = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")
 # What a state is made of: classes of the core and of its messages, and of others these.
 OWN = ("coordinator.core.", "kvforge.protocol.messages.", "kvforge.protocol.errors")
@@ -98,10 +99,13 @@ def _write(unfinished: Path, head: Head, objects: memoryview, buffers: list[pick
 def _write_used(out: _Checked, memory: memoryview) -> None:
     """The pages that are not all zeros: how large all is, how many they are, which, and what is in them."""
     whole = len(memory) // PAGE_BYTES
+    if not whole:  # as most arrays of a small machine
+        out.write(_PAGES.pack(len(memory), 0))
+        out.write(memory)
+        return
     words = np.frombuffer(memory, np.uint64, whole * PAGE_BYTES // 8).reshape(whole, PAGE_BYTES // 8)
     used = np.flatnonzero(words.any(axis=1)).astype(np.uint32)
-    out.write(_SIZE.pack(len(memory)))
-    out.write(_SIZE.pack(used.size))
+    out.write(_PAGES.pack(len(memory), used.size))
     out.write(used.tobytes())
     out.write(words[used].tobytes())
     out.write(memory[whole * PAGE_BYTES :])
@@ -164,6 +168,8 @@ class _Parts:
         """An array's memory: zeros but for the pages that were written."""
         size, count = self._number(), self._number()
         whole = size // PAGE_BYTES
+        if not whole:
+            return np.frombuffer(bytearray(self._take(size)), np.uint8)
         memory = np.zeros(size, np.uint8)
         if count:
             used = np.frombuffer(self._take(count * 4), np.uint32)
