@@ -11,7 +11,7 @@ import enum
 import hashlib
 import types
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Collection, Iterable
 from functools import partial
 from typing import Any
 
@@ -24,16 +24,16 @@ PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "change
 REFUSAL_COUNTERS = frozenset({"refused_total", "clients", "now_us"})
 # What the simulator puts between the parts of a machine.
 WATCHERS = frozenset({"watcher", "plan", "end", "_start", "add", "requeue", "_make_way"})
-_ATOMS = (int, float, str, bytes, bool, type(None))
+_ATOMS = frozenset((int, float, str, bytes, bool, type(None)))
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
-
-Feed = Callable[[bytes], None]
 
 
 def digest(value: Any, ignore: frozenset[str] = PUBLISH_LISTS) -> str:
     """The digest of `value`: 32 hex digits. ignore: names of attributes that do not count."""
-    hasher = hashlib.blake2b(digest_size=16)
-    _walk(value, hasher.update, ignore, {})
+    said = _Said(ignore)
+    said.all_of(value)
+    hasher = hashlib.blake2b("".join(said.words).encode(), digest_size=16)
+    hasher.update(b"".join(said.arrays))
     return hasher.hexdigest()
 
 
@@ -48,55 +48,75 @@ def refusal_digest(machine: Any) -> str:
     return digest(machine, PUBLISH_LISTS | REFUSAL_COUNTERS)
 
 
-def _walk(value: Any, feed: Feed, ignore: frozenset[str], seen: dict[int, int]) -> None:
-    kind = type(value)
-    if kind in _ATOMS:
-        feed(f"{kind.__name__}{value!r};".encode())
-    elif kind is np.ndarray:
-        feed(f"a{value.dtype.str}{value.shape}".encode())
-        feed(value.tobytes())
-    elif isinstance(value, np.generic | enum.Enum):
-        feed(repr(value).encode())
-    elif isinstance(value, _FUNCTIONS):
-        return
-    elif isinstance(value, tuple | msgspec.Struct):  # values: whether two are the same object means nothing
-        _walk_container(value, feed, ignore, seen)
-    elif id(value) in seen:
-        feed(f"again{seen[id(value)]};".encode())
-    else:
-        seen[id(value)] = len(seen)
-        _walk_container(value, feed, ignore, seen)
+class _Said:
+    """All that a value says: words, and beside them the bytes of arrays, of which the words tell type and shape.
 
+    What is in a container that holds atoms alone, as most do, is written out at once: their repr tells them apart.
+    """
 
-def _walk_container(value: Any, feed: Feed, ignore: frozenset[str], seen: dict[int, int]) -> None:
-    if isinstance(value, dict):
-        feed(b"{")
-        for key, item in value.items():
-            _walk(key, feed, ignore, seen)
-            _walk(item, feed, ignore, seen)
-        feed(b"}")
-    elif isinstance(value, list | tuple | deque):
-        feed(b"[")
-        for item in value:
-            _walk(item, feed, ignore, seen)
-        feed(b"]")
-    elif isinstance(value, set | frozenset):
-        feed(f"s{sorted(value)!r}".encode())
-    else:
-        feed(f"({type(value).__name__}".encode())
+    def __init__(self, ignore: frozenset[str]) -> None:
+        self.words: list[str] = []
+        self.arrays: list[bytes] = []
+        self._ignore, self._seen = ignore, dict[int, int]()
+
+    def all_of(self, value: Any) -> None:
+        """Says it, and all that is in it."""
+        kind, words = type(value), self.words
+        if kind in _ATOMS:
+            words.append(f"{value!r};")
+        elif kind is np.ndarray:
+            words.append(f"a{value.dtype.str}{value.shape}")
+            self.arrays.append(value.tobytes())
+        elif isinstance(value, np.generic | enum.Enum):
+            words.append(f"{value!r};")
+        elif isinstance(value, _FUNCTIONS):
+            return
+        elif isinstance(value, tuple | msgspec.Struct):  # values: whether two are the same object means nothing
+            self._container(value)
+        elif id(value) in self._seen:
+            words.append(f"again{self._seen[id(value)]};")
+        else:
+            self._seen[id(value)] = len(self._seen)
+            self._container(value)
+
+    def _container(self, value: Any) -> None:
+        if isinstance(value, dict):
+            self._items("{", [*value, *value.values()])
+        elif isinstance(value, list | tuple | deque):
+            self._items("[", value)
+        elif isinstance(value, set | frozenset):
+            self.words.append(f"s{sorted(value)!r}")
+        else:
+            self._object(value)
+
+    def _items(self, bracket: str, items: Collection[Any]) -> None:
+        self.words.append(bracket)
+        if _ATOMS.issuperset(map(type, items)):
+            self.words.append(repr([*items]))
+        else:
+            for item in items:
+                self.all_of(item)
+        self.words.append("]")
+
+    def _object(self, value: Any) -> None:
+        words, ignore = self.words, self._ignore
+        words.append(f"({type(value).__name__}")
         for name, item in _attributes(value):
             if name not in ignore:
-                feed(f".{name}=".encode())
-                _walk(item, feed, ignore, seen)
-        feed(b")")
+                if type(item) in _ATOMS:
+                    words.append(f".{name}={item!r};")
+                else:
+                    words.append(f".{name}=")
+                    self.all_of(item)
+        words.append(")")
 
 
-def _attributes(value: Any) -> list[tuple[str, Any]]:
+def _attributes(value: Any) -> Iterable[tuple[str, Any]]:
     if isinstance(value, msgspec.Struct):
-        return [(name, getattr(value, name)) for name in value.__struct_fields__]
+        return zip(value.__struct_fields__, msgspec.structs.astuple(value), strict=True)
     names = getattr(type(value), "__slots__", None)
     if names is not None:
         return [(name, getattr(value, name)) for name in names if hasattr(value, name)]
     if isinstance(value, BaseException):
         return [("args", value.args)]
-    return list(vars(value).items())
+    return vars(value).items()

@@ -30,12 +30,15 @@ from kvforge.protocol.messages import RowStart, Sampling, Step
 CONSTANT = (int, float, str, bytes, bool, type(None))
 NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, np.dtype)
 # Those that come and go with requests and steps.
-STRUCTS = (Sampling, Wait, IdempotencyKey, SentStep, Step, RowStart)
+STRUCTS = (Sampling, Wait, IdempotencyKey, RowStart)
 Snapshot = tuple[bytes, bytes]
 NOTHING: Snapshot = (b"", b"")
 Reduced = tuple[Any, ...]
 # A request without its arrays, which are of one type each and nobody else's.
 _of_request = attrgetter(*sorted(set(Request.__slots__) - {"prompt", "tokens", "logprobs"}))
+_of_sent = attrgetter("step_id", "sent_us", "decodes", "prefill_tokens", "tenant", "message")
+_arrays_of_sent = attrgetter("slots", "runs", "counts", "samples", "sampled")
+_arrays_of_step = attrgetter(*(name for name, _ in Step.FRAMES))
 
 
 class Finder(pickle.Pickler):
@@ -84,15 +87,24 @@ class Snapshots:
             deque: _deque,
             OrderedDict: _ordered,
             Request: _request,
+            SentStep: _sent,
+            Step: _step,
             **dict.fromkeys(STRUCTS, _struct),
         }
-        self._lasting = Known([machine, *_found(machine.__dict__, None), *self._reducers, bytes, list, dict])
-        self._lasting_memo = _memo(self._lasting.objects)
-        self.renew()
+        self._lasting: Known | None = None
+        self._renewed = False
 
     def renew(self) -> None:
-        """A worker's group is new: it is looked for what stays for a while, so that snapshots are quick again."""
-        lasting = self._lasting
+        """A worker's group is new: the next snapshot looks for what stays for a while, so that those after it are quick
+        again."""
+        self._renewed = False
+
+    def _find(self) -> None:
+        machine = self._machine
+        if self._lasting is None:
+            self._lasting = Known([machine, *_found(machine.__dict__, None), *self._reducers, bytes, list, dict])
+            self._lasting_memo = _memo(self._lasting.objects)
+        self._renewed, lasting = True, self._lasting
         passing = Known(_found((self._machine.cache.groups, self._machine.workers), self._lasting_memo))
         self._objects = [*lasting.objects, *passing.objects]  # kept: while it lives its id is nobody else's
         self._memo = _memo(self._objects)
@@ -102,6 +114,8 @@ class Snapshots:
 
     def take(self) -> Snapshot:
         """The state as it is now."""
+        if not self._renewed:
+            self._find()
         machine = self._machine
         requests, clock = machine.requests, machine.cache.clock
         finished, clients = requests.finished, machine.clients
@@ -172,6 +186,16 @@ def _ordered(value: OrderedDict[Any, Any]) -> Reduced:
 
 def _request(value: Request) -> Reduced:
     return Request, (), (_of_request(value), value.prompt.tobytes(), value.tokens.tobytes(), value.logprobs.tobytes())
+
+
+def _sent(value: SentStep) -> Reduced:
+    arrays = _arrays_of_sent(value)
+    return SentStep, (), (_of_sent(value), [array.size for array in arrays], b"".join(arrays))
+
+
+def _step(value: Step) -> Reduced:
+    arrays = _arrays_of_step(value)
+    return Step, (), (value.step_id, value.begins, [array.size for array in arrays], b"".join(arrays))
 
 
 def _struct(value: msgspec.Struct) -> Reduced:

@@ -36,6 +36,7 @@ def busy(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[tuple[Machi
     world = World(settings, str(request.param), tmp_path)
     machine = world.coordinator.machine
     snapshots = Snapshots(machine)
+    snapshots.take()
 
     def note(*_: object) -> None:
         running = any(group.running and group.sent for group in machine.cache.groups.values())
