@@ -7,6 +7,7 @@ most of a default machine is room for what may come. A snapshot is read by the s
 
 from __future__ import annotations
 
+import copyreg
 import io
 import logging
 import mmap
@@ -184,12 +185,12 @@ class _Pickler(pickle.Pickler):
 
     def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer]) -> None:
         super().__init__(file, protocol=5, buffer_callback=buffers.append)
+        self.dispatch_table = {**copyreg.dispatch_table, np.ndarray: _whole}
 
-    def reducer_override(self, value: Any) -> Any:
-        """A part of a larger array would be pickled number by number."""
-        if type(value) is np.ndarray and not value.flags.c_contiguous:
-            return np.ascontiguousarray(value).__reduce_ex__(5)
-        return NotImplemented
+
+def _whole(value: np.ndarray[Any, Any]) -> Any:
+    """A part of a larger array would be pickled number by number."""
+    return np.ascontiguousarray(value).__reduce_ex__(5)
 
 
 class _Unpickler(pickle.Unpickler):
