@@ -111,8 +111,10 @@ class Checker:
         """After a Turn no sequence is there whose time to live is over, and nothing waits for a step that no worker
         was sent."""
         s, cache = self._machine.cache.sequences, self._machine.cache
-        over = s.owned & (s.idle_ttl_us > 0) & (s.request == 0) & (s.accessed_us + s.idle_ttl_us <= now_us)
-        assert not _some(over), f"sequence {s.id[over][0]} outlives its time to live"
+        limited = s.owned & (s.idle_ttl_us > 0)
+        if _some(limited):
+            over = limited & (s.request == 0) & (s.accessed_us + s.idle_ttl_us <= now_us)
+            assert not _some(over), f"sequence {s.id[over][0]} outlives its time to live"
         for group in cache.groups.values():
             if not group.sent and not group.away:
                 waiting = [slot for pool, _, slot in s._quarantine if pool == group.number]

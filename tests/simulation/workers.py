@@ -79,6 +79,7 @@ class KvMemory:
         cells = blocks * block_size
         self._tokens = np.array([random.randrange(1 << 16) for _ in range(cells)], np.int64)
         self._positions = np.full(cells, -1, np.int64)
+        self._inside = np.arange(block_size)  # a block
 
     def copy(self, triples: npt.NDArray[np.int32]) -> None:
         """Copies leading cells of blocks: all reads before all writes, as a device may do it."""
@@ -112,7 +113,7 @@ class KvMemory:
     def cells(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """Cells of every position that rows of block ids hold: [rows, width * block_size] int64."""
         local = table - self.base
-        grid = local[:, :, None] * self.block_size + np.arange(self.block_size)
+        grid = local[:, :, None] * self.block_size + self._inside
         return grid.reshape(table.shape[0], -1)
 
     def write(self, cells: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], tokens: Any) -> None:
@@ -132,12 +133,11 @@ class KvMemory:
 
         counting: [rows], whether the row's outcome matters; one that does not may find anything, but only in the pool.
         """
-        inside = np.where(wanted, cells, 0)
-        if inside.min() < 0 or inside.max() >= self._tokens.size:
+        inside = cells * wanted
+        if np.count_nonzero(inside.view(np.uint64) >= self._tokens.size):  # a negative number is a large one
             raise Violation("a block table names a block outside the pool")
-        right = self._positions[inside] == np.arange(cells.shape[1])
-        wrong = ~right & wanted & counting[:, None]
-        if wrong.any():
+        wrong = (self._positions[inside] != np.arange(cells.shape[1])) & wanted & counting[:, None]
+        if np.count_nonzero(wrong):
             row, position = np.argwhere(wrong)[0].tolist()
             found = int(self._positions[inside[row, position]])
             raise Violation(f"row {row} attends at position {position} to KV of position {found} (-1: garbage)")
@@ -343,22 +343,22 @@ class SimulatedWorker:
         if not step.slots.size:
             return StepResult(step_id=step.step_id, epoch=self._epoch, duration_us=took_us)
         ends = (step.starts + step.counts).astype(np.int64)
-        width = -(-int(ends.max()) // size)
+        width = -(-max(ends.tolist()) // size)
         table, _, _ = self._reader.rows(step.slots, width)
         cells = memory.cells(table.astype(np.int64))
-        rows = np.repeat(np.arange(step.slots.size), step.counts)
-        before = np.cumsum(step.counts) - step.counts
+        rows = np.arange(step.slots.size).repeat(step.counts)
+        before = step.counts.cumsum() - step.counts
         positions = np.arange(rows.size) - before[rows] + step.starts[rows]
-        memory.write(cells[rows, positions], positions.astype(np.int64), self._resolved(step, rows))
+        memory.write(cells[rows, positions], positions, self._resolved(step, rows))
         wanted = np.arange(cells.shape[1]) < ends[:, None]
         counting = [self._host.counts(self._rows[slot].request_id) for slot in step.slots.tolist()]
         found = memory.read(cells, wanted, np.array(counting))
         weighed = (found.astype(np.uint64) + np.uint64(1)) * WEIGHTS[: cells.shape[1]]
-        fingerprints = np.where(wanted, weighed, np.uint64(0)).sum(axis=1, dtype=np.uint64).tolist()
-        poisons = ((found == poison(self._host.settings.vocabulary)) & wanted).sum(axis=1)
-        if self._host.settings.deadly and (poisons[counting] >= DEADLY).any():
+        fingerprints = np.add.reduce(weighed * wanted, axis=1).tolist()
+        poisons = ((found == poison(self._host.settings.vocabulary)) & wanted).sum(axis=1).tolist()
+        if self._host.settings.deadly and any(c and p >= DEADLY for c, p in zip(counting, poisons, strict=True)):
             raise Died
-        return self._sampled(step, ends.tolist(), counting, fingerprints, (poisons > 0).tolist(), took_us)
+        return self._sampled(step, ends.tolist(), counting, fingerprints, [p > 0 for p in poisons], took_us)
 
     def _resolved(self, step: Step, rows: npt.NDArray[np.int64]) -> list[int]:
         tokens: list[int] = step.tokens.tolist()
