@@ -108,7 +108,7 @@ class Sessions:
 
     def due_us(self) -> int | None:
         """When the first one has been away for too long."""
-        return next((away.until_us for away in self._away.values()), None)
+        return next(iter(self._away.values())).until_us if self._away else None
 
     def pass_time(self) -> None:
         """Gives up those that have been away for too long."""
