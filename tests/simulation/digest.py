@@ -25,6 +25,11 @@ REFUSAL_COUNTERS = frozenset({"refused_total", "clients", "now_us"})
 # What the simulator puts between the parts of a machine.
 WATCHERS = frozenset({"watcher", "plan", "end", "_start", "add", "requeue", "_make_way"})
 _ATOMS = frozenset((int, float, str, bytes, bool, type(None)))
+# Tuples, which are quicker to ask about than unions that are made anew at each question.
+_SCALARS = (np.generic, enum.Enum)
+_VALUES = (tuple, msgspec.Struct)
+_LISTS = (list, tuple, deque)
+_SETS = (set, frozenset)
 _FUNCTIONS = (types.FunctionType, types.MethodType, types.BuiltinFunctionType, partial, type)
 
 
@@ -67,11 +72,11 @@ class _Said:
         elif kind is np.ndarray:
             words.append(f"a{value.dtype.str}{value.shape}")
             self.arrays.append(value.tobytes())
-        elif isinstance(value, np.generic | enum.Enum):
+        elif isinstance(value, _SCALARS):
             words.append(f"{value!r};")
         elif isinstance(value, _FUNCTIONS):
             return
-        elif isinstance(value, tuple | msgspec.Struct):  # values: whether two are the same object means nothing
+        elif isinstance(value, _VALUES):  # values: whether two are the same object means nothing
             self._container(value)
         elif id(value) in self._seen:
             words.append(f"again{self._seen[id(value)]};")
@@ -82,9 +87,9 @@ class _Said:
     def _container(self, value: Any) -> None:
         if isinstance(value, dict):
             self._items("{", [*value, *value.values()])
-        elif isinstance(value, list | tuple | deque):
+        elif isinstance(value, _LISTS):
             self._items("[", value)
-        elif isinstance(value, set | frozenset):
+        elif isinstance(value, _SETS):
             self.words.append(f"s{sorted(value)!r}")
         else:
             self._object(value)
@@ -99,16 +104,16 @@ class _Said:
         self.words.append("]")
 
     def _object(self, value: Any) -> None:
-        words, ignore = self.words, self._ignore
+        words, ignore, atoms = self.words, self._ignore, {}
         words.append(f"({type(value).__name__}")
         for name, item in _attributes(value):
             if name not in ignore:
                 if type(item) in _ATOMS:
-                    words.append(f".{name}={item!r};")
+                    atoms[name] = item
                 else:
                     words.append(f".{name}=")
                     self.all_of(item)
-        words.append(")")
+        words.append(f"{atoms!r})")
 
 
 def _attributes(value: Any) -> Iterable[tuple[str, Any]]:

@@ -58,9 +58,14 @@ class Books(NamedTuple):
 
 
 def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machine, shared: list[Any]) -> Books:
-    """As they are now, whatever becomes of them. shared: objects that there is one of."""
+    """As they are now, whatever becomes of them. shared: objects that there is one of.
+
+    What is never changed in place is shared too, and what holds numbers alone is copied at once.
+    """
     oracles = [booked.oracle for booked in ledger.requests.values()]
-    memo = {id(one): one for one in (*shared, machine, *oracles)}
+    texts = [sequence.tokens for sequence in ledger.sequences.values()]
+    memo: dict[int, Any] = {id(one): one for one in (*shared, machine, *oracles, *texts, *ledger.keys.values())}
+    memo |= {id(numbers): numbers.copy() for numbers in (ledger.prompt_sizes, *ledger.prefixes.values())}
     return Books(*deepcopy((ledger, progress, checker), memo), state_digest(machine))
 
 

@@ -77,7 +77,7 @@ class Ledger:
         self.telling = Telling(self.requests)
         self.presence = Presence(settings)
         self.dues = Dues(settings, self.live, known)
-        self._keys: dict[tuple[str, str], BookedKey] = {}
+        self.keys: dict[tuple[str, str], BookedKey] = {}
         self.sequences: dict[int, BookedSequence] = {}
         self.isolation = Isolation(settings, known, self.sequences)
         self.accepted = self.ended = self.refused = 0
@@ -85,7 +85,7 @@ class Ledger:
         self.gone_clients: set[int] = set()
         self.model_known = False
         self.prompt_sizes: dict[int, int] = {}
-        self._prefixes: dict[str, dict[int, int]] = {}
+        self.prefixes: dict[str, dict[int, int]] = {}
 
     # --------------------------------------------------------------------------------------------------------- replies
 
@@ -129,14 +129,14 @@ class Ledger:
 
     def _check_key(self, tenant: str, command: Submit, reply: Accepted, ids: range) -> None:
         """A known key gives the ids that it gave before, to nobody but the command that it came with."""
-        entry = self._keys.get((tenant, command.key)) if command.key else None
+        entry = self.keys.get((tenant, command.key)) if command.key else None
         if entry is not None and any(self._known(request_id) for request_id in entry.ids):
             if not reply.repeated or ids != entry.ids or asked(command) != entry.asked:
                 raise Violation(f"key {command.key!r} stands for {entry.ids}; {command!r} -> {reply!r}")
         elif reply.repeated:
             raise Violation(f"{command!r} came for the first time, as far as anybody knows: {reply!r}")
         elif command.key:
-            self._keys[tenant, command.key] = BookedKey(command, reply.request_id)
+            self.keys[tenant, command.key] = BookedKey(command, reply.request_id)
 
     def _prompt(self, command: Submit, sequence: BookedSequence | None, reply: Accepted) -> list[int]:
         """What the request starts from, its sequence included."""
@@ -159,7 +159,7 @@ class Ledger:
         booked.tops = command.sampling.logprobs
         self.requests[request_id] = self.live[request_id] = booked
         self.dues.accepted(request_id, booked, command, now_us)
-        prefixes = self._prefixes.setdefault(salt, {})
+        prefixes = self.prefixes.setdefault(salt, {})
         for fingerprint in oracle.fingerprints:
             prefixes[fingerprint] = request_id if fingerprint not in prefixes else SEVERAL
         self.accepted += 1
@@ -181,7 +181,7 @@ class Ledger:
 
     def _reused(self, command: Submit) -> None:
         sequence = self.sequences.get(command.sequence_id)
-        entry = self._keys.get((command.tenant if sequence is None else sequence.tenant, command.key))
+        entry = self.keys.get((command.tenant if sequence is None else sequence.tenant, command.key))
         known = entry is not None and any(self._known(request_id) for request_id in entry.ids)
         if entry is None or not known or entry.asked == asked(command):
             raise Violation(f"{command!r} was refused: its key was used for something else")
@@ -322,7 +322,7 @@ class Ledger:
 
     def _check_prefix(self, request: Request, booked: BookedRequest) -> None:
         if request.cached_tokens and not booked.sequence_id:
-            shared = self._prefixes[booked.salt][booked.oracle.fingerprint(request.cached_tokens)]
+            shared = self.prefixes[booked.salt][booked.oracle.fingerprint(request.cached_tokens)]
             if shared == request.id:
                 raise Violation(
                     f"request {shared} hit {request.cached_tokens} tokens that nobody else had under its salt"
