@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import linear, silu
 
 from .packed_table import look_up
+from .row_counts import padded
 
 
 class PlainOperations:
@@ -65,7 +66,7 @@ class PlainOperations:
     ) -> torch.Tensor:
         if output is None:
             return self.product(x, weight, bias)
-        if bias is None and output.dtype == x.dtype:
+        if bias is None and output.dtype == x.dtype and not _is_compiled_by_rows(x):
             return torch.mm(x, weight.t(), out=output)
         return output.copy_(self.product(x, weight, bias))
 
@@ -81,7 +82,12 @@ class PlainOperations:
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x weight^T + bias [tokens, n], new: what all the products here are made of."""
-        return linear(x, weight, bias)
+        return linear(padded(x), weight, bias)[: len(x)] if _is_compiled_by_rows(x) else linear(x, weight, bias)
+
+
+def _is_compiled_by_rows(x: torch.Tensor) -> bool:
+    """Whether torch leaves a product with x to oneDNN, which keeps what it compiles: of 16 bits on a CPU."""
+    return x.device.type == "cpu" and x.dtype in (torch.bfloat16, torch.float16)
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, epsilon: float) -> torch.Tensor:
