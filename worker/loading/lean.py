@@ -3,7 +3,9 @@
 As it comes it imports torch's compiler (by decorators that tell the compiler to stay away), and with it Triton and
 sympy, and torch's distributed tensors: 130 MB that stay resident, and 2 s, and nothing that is served uses them. While
 it is imported, the compiler's package is a stand-in whose decorators change nothing, and torch says that it was built
-without its distributed part, as there are builds of it. Whoever wants the compiler afterwards imports the real one.
+without its distributed part, as there are builds of it. While a model is built without numbers, torch asks of each of
+its sizes whether it is a symbol, and imports sympy for that (33 MB): so there are stand-ins for these two as well.
+Whoever wants the compiler or symbols afterwards imports the real ones.
 
 A build of torch for a GPU is left alone: Triton is there for our own kernels, and what its transformers wants of the
 compiler cannot be taken back once it has begun to come.
@@ -14,8 +16,9 @@ from __future__ import annotations
 import contextlib
 import importlib
 import logging
+import re
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -27,7 +30,7 @@ from ..device.device import built_for_gpus
 
 COMPILER = "torch._dynamo"
 ON_CPU_ALONE = not built_for_gpus()
-DECORATORS = frozenset({"allow_in_graph", "assume_constant_result", "disable"})
+SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
 # All that this room uses, and what it imports at its first use.
 WANTED = (
     "masking_utils",
@@ -37,6 +40,7 @@ WANTED = (
     "modeling_rope_utils",
     "quantizers.auto",
 )
+FUNCTION = re.compile(r"^def (\w+)\(", re.MULTILINE)
 log = logging.getLogger(__name__)
 
 
@@ -64,36 +68,88 @@ def _import_all() -> None:
 
 @contextlib.contextmanager
 def less_of_torch() -> Iterator[None]:
-    """Inside, torch's compiler is not imported by who only wants to be left alone by it."""
+    """Inside, torch's compiler and its symbols are not imported by who only wants to be left alone by them."""
     if COMPILER in sys.modules or not ON_CPU_ALONE:
         yield
         return
-    stand_in = ModuleType(COMPILER)
-    stand_in.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # its parts can be imported by themselves
-    stand_in.__getattr__ = _of_compiler  # type: ignore[method-assign]
-    sys.modules[COMPILER] = stand_in
+    compiler = StandIn(COMPILER, dict.fromkeys(("allow_in_graph", "assume_constant_result", "disable"), _unchanged))
+    compiler.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # its parts can be imported by themselves
+    source = Path(torch.__file__).parent.joinpath("fx", "experimental", "symbolic_shapes.py").read_text("utf-8")
+    questions = {name: _question(name) for name in FUNCTION.findall(source)}
+    others = StandIn(SYMBOLIC_SHAPES, questions), StandIn("sympy", {"Basic": _NoSymbol})
+    stand_ins = [compiler, *(each for each in others if each.__name__ not in sys.modules)]
+    sys.modules.update({each.__name__: each for each in stand_ins})
     kept, torch.distributed.is_available = torch.distributed.is_available, lambda: False
     try:
         yield
     finally:
         torch.distributed.is_available = kept
-        if sys.modules.get(COMPILER) is stand_in:
-            del sys.modules[COMPILER]
+        for each in stand_ins:
+            each.step_aside()
 
 
-def _of_compiler(name: str) -> Any:
-    """What the package has of this name. Whoever wants more than a decorator gets it from the real one."""
-    if name in DECORATORS:
-        return _unchanged
-    if name.startswith("__"):
-        raise AttributeError(name)
-    del sys.modules[COMPILER]
-    return getattr(importlib.import_module(COMPILER), name)
+class StandIn(ModuleType):
+    """In the place of a module that is not imported yet. known: what it has; whoever wants more gets the real one's."""
+
+    def __init__(self, name: str, known: Mapping[str, Any]) -> None:
+        super().__init__(name)
+        self._known = known
+
+    def step_aside(self) -> None:
+        """From now on the next to import it imports the real one."""
+        if sys.modules.get(self.__name__) is self:
+            del sys.modules[self.__name__]
+
+    def __getattr__(self, name: str) -> Any:
+        if name in self._known and sys.modules.get(self.__name__) is self:
+            return self._known[name]
+        # Whoever imports a part of sympy, or a name from it, asks for its path first.
+        if name.startswith("__") and (name, self.__name__) != ("__path__", "sympy"):
+            raise AttributeError(name)
+        return getattr(_real(self.__name__), name)
+
+
+def _real(name: str) -> ModuleType:
+    """The module, imported if it was not."""
+    here = sys.modules.get(name)
+    if isinstance(here, StandIn):
+        here.step_aside()
+    return importlib.import_module(name)
 
 
 def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
     """A decorator, with arguments or without."""
     return function if function is not None else _unchanged
+
+
+class _NoSymbol:
+    """The class of sympy's symbols while there are none."""
+
+
+def _question(name: str) -> Callable[..., Any]:
+    """A function of torch's symbolic shapes, which is imported wherever a shape is looked at. Asked about symbols, or
+    more than `ANSWERS` know, it is the real one."""
+    answer = ANSWERS.get(name)
+
+    def function(*asked: Any, **keywords: Any) -> Any:
+        if answer is not None and _is_plain(asked) and not keywords:
+            return answer(asked)
+        return getattr(_real(SYMBOLIC_SHAPES), name)(*asked, **keywords)
+
+    return function
+
+
+def _is_plain(value: Any) -> bool:
+    return all(map(_is_plain, value)) if isinstance(value, (tuple, list)) else isinstance(value, (bool, int, float))
+
+
+# What functions of torch's symbolic shapes say of plain values.
+ANSWERS: dict[str, Callable[[tuple[Any, ...]], bool]] = {
+    **dict.fromkeys(("expect_true", "guard_or_false", "guard_or_true", "statically_known_true", "sym_and"), all),
+    "sym_or": any,
+    "sym_eq": lambda pair: bool(pair[0] == pair[1]),
+    "is_nested_int": lambda _: False,
+}
 
 
 import_transformers()

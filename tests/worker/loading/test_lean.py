@@ -15,7 +15,7 @@ from worker.device.device import Device
 from worker.loading import find_source, gguf_read_once, read_config
 from worker.loading.model import LoadedModel
 
-UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton")
+UNUSED = ("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "triton", "sympy")
 
 
 def run(code: str) -> str:
@@ -57,6 +57,27 @@ with less_of_torch():
 print(same, stood_in, compiling, sys.modules["torch._dynamo"].__file__ is not None)
 """
     assert run(code) == "[True, True, True] True False True"
+
+
+def test_who_asks_about_symbols_gets_the_real_answers() -> None:
+    code = """
+import sys
+from worker.loading.lean import less_of_torch
+import torch
+
+with less_of_torch():
+    from torch.fx.experimental.symbolic_shapes import guard_or_false, is_nested_int, sym_eq, sym_or
+    import sympy as symbols
+    plain = [guard_or_false(True), guard_or_false(False), is_nested_int(3), sym_or(False, True)]
+    plain += [sym_eq((2, 3), (2, 3)), sym_eq((2, 3), (2,)), isinstance(1, symbols.Basic)]
+    brought = "sympy.core" in sys.modules
+
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
+size = ShapeEnv().create_unbacked_symint()
+answers = guard_or_false(size == 5), guard_or_false(size == size), type(sym_or(size == 5, size == 6)).__name__
+print(plain, brought, isinstance(size.node.expr, symbols.Basic), *answers)
+"""
+    assert run(code) == "[True, False, False, True, True, False, False] False True False True SymBool"
 
 
 def test_a_version_that_needs_all_of_torch_gets_it() -> None:
