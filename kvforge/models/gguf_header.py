@@ -95,25 +95,30 @@ def read_metadata(path: Path) -> dict[str, Any]:
 def read_header(path: Path) -> GgufHeader:
     """Metadata and tensors, once it is sure that every tensor lies in the file, and none in another.
 
+    A vocabulary is read as empty strings: it takes 10 MB, and whoever asks for tensors has no use for it.
     Raises UnsupportedModel for a file that is not GGUF or is damaged, OSError where it cannot be read.
     """
-    return _read(path, lambda reader: reader.header())
+    return _read(path, lambda reader: reader.header(), vocabulary=False)
 
 
-def _read(path: Path, read: Callable[[_Reader], Read]) -> Read:
+def _read(path: Path, read: Callable[[_Reader], Read], vocabulary: bool = True) -> Read:
     with path.open("rb") as file:
         try:
             with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as view:
-                return read(_Reader(view))
+                return read(_Reader(view, vocabulary))
         except (ValueError, struct.error, OverflowError, MemoryError, TypeError) as error:
             raise UnsupportedModel(str(path), f"it is damaged: its GGUF header cannot be read ({error})") from error
 
 
 class _Reader:
-    """A position in the mapped file. Lengths in the file are checked against its size before they are believed."""
+    """A position in the mapped file. Lengths in the file are checked against its size before they are believed.
 
-    def __init__(self, view: mmap.mmap) -> None:
+    vocabulary: whether strings in arrays are kept; else they are read as empty ones.
+    """
+
+    def __init__(self, view: mmap.mmap, vocabulary: bool) -> None:
         self.view = view
+        self.vocabulary = vocabulary
         self.size = len(view)
         self.at = 0
 
@@ -173,16 +178,18 @@ class _Reader:
         self.at += unpacker.size
         return values
 
-    def string(self) -> str:
+    def string(self, kept: bool = True) -> str:
         (length,) = self.unpack("Q")
         if length > self.size - self.at:
             raise ValueError(f"a string of {length} bytes at {self.at} ends after the file")
         self.at += length
+        if not kept:
+            return ""
         return self.view[self.at - length : self.at].decode("utf-8", "surrogateescape")
 
     def value(self, kind: int, depth: int) -> Any:
         if kind == _STRING:
-            return self.string()
+            return self.string(kept=depth == 0 or self.vocabulary)
         if kind in _SCALARS:
             return self.unpack(_SCALARS[kind])[0]
         if kind != _ARRAY or depth == _DEPTH_MAX:

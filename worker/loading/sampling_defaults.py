@@ -12,7 +12,6 @@ import logging
 from typing import Any
 
 from kvforge.client.sampling import Sampling as Choice
-from kvforge.models.gguf_header import read_metadata
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import MODEL_DEFAULTS, Sampling
 
@@ -43,7 +42,7 @@ def model_sampling(source: Source) -> Sampling:
 
 
 def _of_gguf(source: Source) -> dict[str, Any]:
-    metadata = read_metadata(source.path)
+    metadata = source.gguf_header.metadata
     keys = {name: f"general.sampling.{key}" for name, key in GGUF_NAMES.items()}
     return {name: metadata[key] for name, key in keys.items() if key in metadata}
 

@@ -15,7 +15,7 @@ from gguf.constants import GGML_QUANT_SIZES
 from safetensors.numpy import save_file
 
 from kvforge.models.files import find_files, stored_tensors
-from kvforge.models.gguf_header import TENSOR_TYPES, read_header
+from kvforge.models.gguf_header import TENSOR_TYPES, read_header, read_metadata
 from kvforge.models.store import find, pull
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
 
@@ -85,6 +85,14 @@ def test_the_header_says_where_each_tensor_lies(tmp_path: Path) -> None:
     for kind, (name, values, size) in TENSOR_TYPES.items():
         assert (gguf.GGMLQuantizationType(kind).name, GGML_QUANT_SIZES[kind]) == (name, (values, size))
     assert set(TENSOR_TYPES) >= {int(kind) for kind in GGML_QUANT_SIZES}
+
+
+def test_the_header_has_of_a_vocabulary_its_size_alone(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "a.gguf", lambda w: w.add_token_merges(["a b", "\u00e9"]))
+    metadata, header = read_metadata(path), read_header(path)
+    assert metadata["tokenizer.ggml.tokens"] == ["a", "b"] and metadata["tokenizer.ggml.merges"] == ["a b", "\u00e9"]
+    assert header.metadata == metadata | {"tokenizer.ggml.tokens": ["", ""], "tokenizer.ggml.merges": ["", ""]}
+    assert [tensor.name for tensor in header.tensors] == list(TENSORS), "all that comes behind it is where it was"
 
 
 def test_a_gguf_file_cut_anywhere_is_damaged(tmp_path: Path) -> None:
