@@ -138,6 +138,7 @@ class Drawer:
             yield (0, "connect", f"c{i}", False)
         mix = {verb: weight for verb, weight in MIX.items() if not (self._settings.deadly and verb in DEATHS)}
         verbs, weights = list(mix), list(accumulate(mix.values()))
+        parameters = {verb: getattr(self, f"_{verb}") for verb in verbs}
         while True:
             at_us += int(self._random.expovariate(1.0) * self._settings.gap_us)
             if self._random.random() < TREE_SHARE:
@@ -166,7 +167,7 @@ class Drawer:
                     yield action
                 continue
             verb = self._random.choices(verbs, cum_weights=weights)[0]
-            yield (at_us, verb, *getattr(self, f"_{verb}")())
+            yield (at_us, verb, *parameters[verb]())
 
     # ----------------------------------------------------------------------------------------------------- parameters
 

@@ -12,6 +12,7 @@ import copyreg
 import io
 import pickle
 from collections import OrderedDict, deque
+from functools import cache
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -28,6 +29,7 @@ from kvforge.protocol.messages import RowStart, Sampling, Step
 
 # What pickle says nothing of but a name.
 CONSTANT = (int, float, str, bytes, bool, type(None))
+PART, FROZEN, ARRAY, NAME, OTHER = "part", "frozen", "array", "name", "other"
 NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, np.dtype)
 # Those that come and go with requests and steps.
 STRUCTS = (Sampling, Wait, IdempotencyKey, RowStart)
@@ -61,10 +63,11 @@ class Known:
     """
 
     def __init__(self, found: list[Any]) -> None:
-        parts = [value for value in found if _is_part(value)]
-        frozen = [value for value in found if _is_frozen(value)]
-        self.arrays = [value for value in found if type(value) is np.ndarray and value.flags.c_contiguous]
-        named = [value for value in found if isinstance(value, NAMED)]
+        of_kind: dict[str, list[Any]] = {PART: [], FROZEN: [], ARRAY: [], NAME: [], OTHER: []}
+        for value in found:
+            of_kind[_kind(type(value))].append(value)
+        parts, frozen, named = of_kind[PART], of_kind[FROZEN], of_kind[NAME]
+        self.arrays = [value for value in of_kind[ARRAY] if value.flags.c_contiguous]
         owners = {id(owner): owner for value in named if not _is_alone(owner := getattr(value, "__self__", None))}
         fields = [getattr(value, name) for value in frozen for name in value.__struct_fields__]
         self.attributes = [vars(part) for part in parts]
@@ -148,20 +151,18 @@ def _memo(objects: list[Any]) -> Any:
     return pickler.memo
 
 
-def _is_part(value: Any) -> bool:
-    """An object of the core that is its attributes, and nothing besides."""
-    if isinstance(value, Machine):  # whichever class it is of
-        return True
-    cls = type(value)
-    return cls.__module__.startswith("coordinator.") and hasattr(value, "__dict__") and not _has_slots(cls)
-
-
-def _has_slots(cls: type) -> bool:
-    return any("__slots__" in vars(base) for base in cls.__mro__)
-
-
-def _is_frozen(value: Any) -> bool:
-    return isinstance(value, msgspec.Struct) and value.__struct_config__.frozen
+@cache
+def _kind(cls: type) -> str:
+    """What it is to a snapshot that an object is of a class. PART: of the core, its attributes and nothing besides."""
+    if cls is np.ndarray:
+        return ARRAY
+    if issubclass(cls, NAMED):
+        return NAME
+    if issubclass(cls, msgspec.Struct) and cls.__struct_config__.frozen:
+        return FROZEN
+    own = cls.__module__.startswith("coordinator.") and cls.__dictoffset__ != 0
+    is_part = own and not any("__slots__" in vars(base) for base in cls.__mro__)
+    return PART if is_part or issubclass(cls, Machine) else OTHER  # a machine: whichever class it is of
 
 
 def _is_alone(owner: Any) -> bool:
