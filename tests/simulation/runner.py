@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import os
 import re
 import tempfile
 import traceback
@@ -21,6 +22,9 @@ from tests.simulation.world import FULL_CHECK_EVERY, World
 
 SHRINK_RUNS_MAX = 400
 NO_LIMIT = 1 << 60
+# A world's files end with it: they are kept in memory where there is a folder for that, and no disk is waited for.
+_MEMORY = "/dev/shm"
+FOLDERS = _MEMORY if os.access(_MEMORY, os.W_OK) else None
 
 
 class Outcome(msgspec.Struct):
@@ -57,7 +61,7 @@ def play(
             performed.append(action)
             yield action
 
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    with _quiet(), tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         world = World(settings, str(seed), Path(folder), check_every)
         error = where = ""
         try:
@@ -73,7 +77,7 @@ def play(
 def trace_seed(seed: int, events: int) -> list[str]:
     """Everything a seed does, with the digest of the machine after each turn."""
     settings, drawer = drawn(seed)
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         world = World(settings, str(seed), Path(folder))
         world.trace = []
         try:
@@ -88,7 +92,7 @@ def trace_seed(seed: int, events: int) -> list[str]:
 def digest_seed(seed: int, events: int) -> str:
     """One digest of all that leaves the core in a seed's world, however the core is built."""
     settings, drawer = drawn(seed)
-    with _quiet(), tempfile.TemporaryDirectory() as folder:
+    with _quiet(), tempfile.TemporaryDirectory(dir=FOLDERS) as folder:
         world = World(settings, str(seed), Path(folder))
         world.recording = left = Left()
         try:
