@@ -156,9 +156,10 @@ def test_a_snapshot_is_made_too_where_applying_it_all_again_would_take_too_long(
     lived.life.close(ended=False)
 
 
-def test_the_loop_does_not_remove_what_a_snapshot_replaces(folder: Path) -> None:
+@pytest.mark.parametrize("durability", ["process", "power"])
+def test_the_loop_does_not_remove_what_a_snapshot_replaces(folder: Path, durability: str) -> None:
     """Large files take as long as many turns."""
-    lived = Lived(_journal(folder, replay_ms_max=1.0))
+    lived = Lived(msgspec.structs.replace(_journal(folder, replay_ms_max=1.0), durability=durability))
     lived.busy()
     keeper = lived.life._keeper
     assert keeper is not None
