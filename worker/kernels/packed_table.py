@@ -15,7 +15,8 @@ from typing import Any, Self
 import torch
 from torch.nn.functional import embedding
 
-TILES, TOGETHER = (64, 48, 32, 16, 8), (1, 2, 4)  # rows of a tile, columns in turn: what is looked for
+# Rows of a tile, columns in turn: what is looked for, besides a weight that is one tile, or has one for each row.
+TILES, TOGETHER = (64, 48, 32, 16, 8), (1, 2, 4)
 COMPARED_NUMBERS = 1 << 21  # at a time
 INTEGERS = {4: torch.int32, 2: torch.int16}  # by which numbers are compared: NaN has to be found, and the sign of 0
 
@@ -89,7 +90,7 @@ def table_of(packed: torch.Tensor, weight: torch.Tensor) -> PackedTable | None:
 
 def _guesses(numbers: torch.Tensor, weight: torch.Tensor) -> Iterator[torch.Tensor]:
     n, k = weight.shape
-    for tile in TILES:
+    for tile in (*TILES, n, 1):
         tiles = -(-n // tile)
         columns, rest = divmod(len(numbers), tiles * tile)
         if rest or columns < k:
