@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import gguf
+import numpy as np
 import pytest
 
 from kvforge.protocol.messages import Sampling
@@ -55,8 +56,10 @@ def test_what_a_gguf_file_says(tmp_path: Path) -> None:
         for name, value in values.items():
             add = writer.add_uint32 if isinstance(value, int) else writer.add_float32
             add(f"general.sampling.{name}", value)
+        writer.add_tensor("token_embd.weight", np.zeros((1, 1), np.float32))  # without any it is no model
         writer.write_header_to_file()
         writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
         writer.close()
         return Source("gguf", path, tmp_path, (path,))
 
