@@ -66,7 +66,7 @@ NO_POOL = PoolRegistered(rid=0, epoch=0, base_block=0)
 PROGRESS_EVERY_S = 0.2
 # Between two words of a model that loads: kernels are compiled without one, on a slow machine for minutes.
 LOADING_S_MAX = 900.0
-REPORT_IDLE_NS = 900_000_000
+IDLE_NS = 900_000_000
 REPORT_STEPS_MIN = 100  # shorter bursts are not worth a line in the log
 log = logging.getLogger("worker")
 
@@ -299,10 +299,12 @@ class Worker:
         if self._under_way:
             return self._patience.wait_ms()
         meter = self._runner.meter
-        if meter.steps and time.monotonic_ns() - meter.last_ns > REPORT_IDLE_NS:
+        if meter.steps and time.monotonic_ns() - meter.last_ns > IDLE_NS:
             if meter.steps >= REPORT_STEPS_MIN:
                 log.info("%s", meter.line())
             meter.reset()
+            assert self._engine is not None
+            self._engine.rest()
         return IDLE_WAIT_MS
 
     def _feed(self) -> None:

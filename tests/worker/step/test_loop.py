@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import deque
 from collections.abc import Callable
 from contextlib import closing, nullcontext
@@ -165,6 +166,19 @@ def test_it_sleeps_only_where_nothing_is_under_way() -> None:
     runner = FakeRunner()
     link = serve(runner, FakeLink(None, step(1), None, runner.end(0)))
     assert link.waits == [1000, 1000, 0, 0, 1000]
+
+
+def test_once_no_step_has_come_for_a_while_the_engine_rests() -> None:
+    """Once: not again before there was another step."""
+    runner, rested = FakeRunner(), list[int]()
+    worker = worker_of(runner, FakeLink())
+    worker._engine.rest = lambda: rested.append(runner.meter.steps)  # type: ignore[method-assign, union-attr]
+    seen = []
+    for steps, ended_ns in ((0, 0), (1, time.monotonic_ns()), (1, 0), (0, 0), (1, 0)):
+        runner.meter.steps, runner.meter.last_ns = runner.meter.steps + steps, ended_ns
+        worker._wait_ms()
+        seen.append(len(rested))
+    assert seen == [0, 0, 1, 1, 2]
 
 
 def test_the_loop_feeds_the_watchdog_whether_steps_come_or_not(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
