@@ -443,21 +443,26 @@ def test_a_step_that_finds_no_memory_runs_row_by_row(
     assert outcome.tokens.tolist() == whole.tokens[1:].tolist()
 
 
+@pytest.mark.parametrize("filtered", [False, True])  # those that are not may have a kernel of their own
 def test_sampling_that_finds_no_memory_goes_row_by_row(
-    bench: Bench, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
+    filtered: bool, bench: Bench, model: LoadedModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     rows = [(slot, 0, prompt, 1) for slot, prompt in enumerate(PROMPTS)]
-    begins = tuple(begin(slot, 1.0, seed=slot) for slot in range(4))
+    sampling = Sampling(temperature=1.0, top_k=50 if filtered else 0)
+    begins = tuple(RowStart(slot=slot, request_id=slot, sampling=sampling, seed=slot) for slot in range(4))
     whole = Bench(model).run(rows, begins=begins)
     state = bench.runner._state
-    sample = state.sample
 
-    def scarce(logits: torch.Tensor, slots: Any) -> Any:
-        if len(slots) > 1 or slots[0] == 1:
-            raise torch.OutOfMemoryError("planted")
-        return sample(logits, slots)
+    def scarce(sample: Callable[..., Any]) -> Callable[..., Any]:
+        def run(logits: torch.Tensor, slots: Any, *others: Any) -> Any:
+            if len(slots) > 1 or slots[0] == 1:
+                raise torch.OutOfMemoryError("planted")
+            return sample(logits, slots, *others)
 
-    monkeypatch.setattr(state, "sample", scarce)
+        return run
+
+    for name in ("sample", "sample_simple"):
+        monkeypatch.setattr(state, name, scarce(getattr(state, name)))
     outcome = bench.run(rows, begins=begins)
     assert [(error.slot, error.error.code) for error in outcome.errors] == [(1, "gpu_error")]
     assert outcome.tokens.tolist() == whole.tokens[[0, 2, 3]].tolist()
