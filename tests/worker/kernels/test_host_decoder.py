@@ -19,7 +19,7 @@ from worker.device.host_kernel import Calls, host_kernel_problem
 from worker.kernels.host import HostOperations
 from worker.kernels.host_decoder import ROWS_MAX
 from worker.kernels.host_layers import gate
-from worker.kernels.packed import quantising_problem
+from worker.kernels.packed import packing_problem, quantising_problem
 from worker.loading.model import LoadedModel
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
@@ -79,7 +79,8 @@ def test_decodes_have_the_bits_of_the_operations_one_by_one(
     cpu: Device,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    if weights != "dtype" and (problem := quantising_problem(cpu, getattr(torch, dtype), weights)):
+    kind = getattr(torch, dtype)
+    if problem := packing_problem(cpu, kind) if weights == "dtype" else quantising_problem(cpu, kind, weights):
         pytest.skip(problem)
     model, beside = tiny(model_type, dtype=dtype, weight_dtype=weights, hidden_size=128), Beside(monkeypatch)
     pool, other = pool_of(model), pool_of(model)
@@ -108,8 +109,8 @@ def test_a_row_that_is_not_finite_spoils_no_later_step(tiny: Callable[..., Loade
 
 @torch.inference_mode()
 def test_kv_in_fewer_bits_goes_one_by_one(tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch) -> None:
-    model, beside = tiny("llama", dtype="bfloat16"), Beside(monkeypatch)
-    assert all(layer.keys.dtype == torch.bfloat16 for layer in pool_of(model).layers)
+    model, beside = tiny("llama"), Beside(monkeypatch)
+    assert all(layer.keys.dtype == torch.float32 for layer in pool_of(model).layers)
     quantised = KvPool(replace(model.geometry, kv_dtype="int8"), 2 * WIDTH, model.device)
     assert step(model, quantised, [0], [5]).isfinite().all()
     assert step(model, quantised, [5], [1]).isfinite().all()
