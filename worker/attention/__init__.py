@@ -4,7 +4,8 @@ interface.py    what every implementation keeps; batch.py: the structure of a st
 pool.py         the KV pool: geometry, byte counts, tensors
 reference.py    plain torch; quantised.py: int8 and fp8 with their scales
 triton_attention.py   Triton's: decode (decode*.py), prefill (prefill*.py), KV write (write.py)
-host_attention.py     the CPU's, compiled by Numba (host_kernels.py)
+host_attention.py     the CPU's, compiled by Numba (host_kernels.py, host_write.py); host_decode.py: of all layers of a
+                      few decodes, laid out beforehand
 selftest.py     the kernels against plain torch, at a worker's start
 
 Law: a slot that was not written, or that a row cannot reach, is never read; what a row gets does not depend on the

@@ -2,9 +2,10 @@
 
 `LayerOperations` says what; `plain.py` does it in torch, `fused.py` with one Triton kernel for each operation (norm.py,
 rotary.py, activation.py, linear.py, project.py), `packed.py` as plain.py, but with oneDNN's products where a CPU gains
-by them (quantised.py: in fewer bits; row_counts.py: of how many rows), `host.py` as packed.py, with one Numba kernel
-for each operation between them (host_layers.py), a whole step of a few decodes laid out beforehand (host_decoder.py);
-decoder.py is a whole model of them.
+by them (quantised.py: in fewer bits; row_counts.py: of how many rows; packed_table.py: an embedding read out of the
+head), `host.py` as packed.py, with one Numba kernel for each operation between them (host_layers.py; host_quantised.py:
+around products of int8), a step of a few decodes laid out beforehand (host_decoder.py); decoder.py is a whole model of
+them.
 
 registry.py     every Triton kernel of the worker, those of attention, sampling and copies too
 aot_*.py        what each is compiled for on each architecture; specialise.py: what a launch asks to be compiled
