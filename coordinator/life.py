@@ -22,7 +22,6 @@ from .ids import first_id
 from .journal.keeping import Keeper
 from .journal.log import Journal
 from .journal.recovery import Recovered
-from .publish import all_changed
 
 GENERATION_BITS = 30  # of 31: the rest is for counting on
 AWAY_S_MAX = 365 * 86_400.0  # a clock that says more is wrong
@@ -112,7 +111,6 @@ class Life:
         away_s = min(max(0.0, time.time() - found.written_s), AWAY_S_MAX)
         self._offset_us = found.now_us + int(away_s * 1e6) - time.monotonic_ns() // 1000
         self.numbers = found.numbers
-        all_changed(found.machine)
         facts: dict[str, Field] = {
             "snapshot_ms": found.snapshot_us // 1000,
             "records": found.records,

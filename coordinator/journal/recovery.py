@@ -14,7 +14,7 @@ from kvforge.protocol.errors import InvalidConfiguration, JournalCorrupt
 
 from ..core.events import Boot, ClientCame, FromClient, FromWorker
 from ..core.machine import Machine
-from ..publish import forget_changes
+from ..publish import all_changed, forget_changes
 from . import snapshot
 from .entries import Entry, Reader, check_version
 from .log import segments, states
@@ -131,7 +131,7 @@ def _no_collections() -> Iterator[None]:
 
 
 def recover(folder: Path) -> Recovered | None:
-    """The machine that the journal in the folder makes; None where there is none.
+    """The machine that the journal in the folder makes, of which nothing is published yet; None where there is none.
 
     Raises JournalCorrupt, and InvalidConfiguration where another version of kvforge wrote it.
     """
@@ -144,6 +144,7 @@ def recover(folder: Path) -> Recovered | None:
         replay.run()
     if replay.machine is None:
         return None
+    all_changed(replay.machine)
     return Recovered(
         replay.machine,
         replay.now_us,

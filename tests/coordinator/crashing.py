@@ -24,7 +24,7 @@ from coordinator.journal.entries import STATE_VERSION
 from coordinator.journal.log import Journal, segments, states
 from coordinator.journal.recovery import recover
 from coordinator.outbox import Frames, Sent, Who
-from coordinator.publish import all_changed, publish
+from coordinator.publish import publish
 from coordinator.turn import TurnLimits, TurnLoop
 from kvforge.protocol import codec
 from kvforge.protocol.layout import Geometry
@@ -458,7 +458,6 @@ class World:
         self.machine, self._number = found.machine, max(self._number, found.numbers)
         self.machine.check_invariants()
         self.journal = self._journal(found.number)
-        all_changed(self.machine)
         self._begin()
         self.now_us += 1_000
         self.loop.restarted(self.now_us)

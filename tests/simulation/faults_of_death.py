@@ -16,11 +16,10 @@ from coordinator.core.events import Boot, ClientCame, ClientGone, FromClient, To
 from coordinator.core.machine import Machine
 from coordinator.core.workers import reports
 from coordinator.core.workers.reports import Worker, WorkerReports
-from coordinator.journal import entries, log, records, snapshot
+from coordinator.journal import entries, log, records, recovery, snapshot
 from coordinator.journal.log import Journal
 from coordinator.turn import TurnLoop
 from kvforge.protocol.messages import PoolRegistered
-from tests.simulation import dying
 from tests.simulation.faults import Patch
 
 FAULTS_OF_DEATH: dict[str, Callable[[], list[Patch]]] = {}
@@ -224,14 +223,14 @@ def steps_not_sent_again() -> list[Patch]:
 @fault
 def ended_rows_left_out_of_the_new_tables() -> list[Patch]:
     """A step under way finds no blocks in them."""
-    real = dying.all_changed
+    real = recovery.all_changed
 
     def all_changed(machine: Machine) -> None:
         real(machine)
         s = machine.cache.sequences
         s.changed_cells[:] = [(slots, slice(s.used[slots[0]])) for slots, _ in s.changed_cells]
 
-    return [(dying, "all_changed", all_changed)]
+    return [(recovery, "all_changed", all_changed)]
 
 
 @fault
