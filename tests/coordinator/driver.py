@@ -90,6 +90,8 @@ SMALL: dict[str, Any] = {
     "step_rows_max": 8,
 }
 GREEDY = Sampling(temperature=0.0, seed=1)
+PROMPT = [5, 6, 7, 8, 9]
+LEASE_US, REATTACH_US = 2_000_000, 5_000_000  # where somebody who was cut off is waited for
 
 
 def fingerprint(before: int, token: int) -> int:
@@ -557,6 +559,19 @@ class Driver:
     def free_or_cached(self) -> int:
         """Blocks over all pools that nobody holds and no step may touch."""
         return sum(group.pool.free + group.pool.cached for group in self.machine.cache.groups.values())
+
+
+def waiting_driver(**limits: Any) -> Driver:
+    """One that waits for clients that are cut off, and for workers of the process before."""
+    return Driver(lease_us=LEASE_US, reattach_us=REATTACH_US, **limits)
+
+
+def submit(d: Driver, rid: int = 100, client: int = 1, **fields: Any) -> Accepted:
+    """PROMPT is submitted in a message of this number, which a client sends again; the answer."""
+    fields = {"max_tokens": 12, "sampling": GREEDY, **fields}
+    reply = d.ask(Submit(rid=rid, prompt=int32(PROMPT), **fields), client)
+    assert isinstance(reply, Accepted)
+    return reply
 
 
 def int32(values: Sequence[int]) -> Any:

@@ -8,24 +8,27 @@ import pytest
 from coordinator.core.events import ClientCame, Restarted
 from coordinator.core.rights import Access
 from kvforge.protocol.messages import (
-    Accepted,
     Append,
     Attach,
     CreateSequence,
     GetSequence,
     RefBlock,
-    Submit,
 )
-from tests.coordinator.driver import GREEDY, Driver, continuation, int32
+from tests.coordinator.driver import (
+    LEASE_US,
+    PROMPT,
+    REATTACH_US,
+    Driver,
+    continuation,
+    int32,
+    submit,
+    waiting_driver,
+)
 from tests.simulation.digest import refusal_digest
-
-PROMPT = [5, 6, 7, 8, 9]
-LEASE_US = 2_000_000
-REATTACH_US = 5_000_000
 
 
 def driver(client: int = 1, **limits: int) -> Driver:
-    made = Driver(lease_us=LEASE_US, reattach_us=REATTACH_US, **limits)
+    made = waiting_driver(**limits)
     made.add_worker(16)
     came(made, client)
     return made
@@ -39,13 +42,6 @@ def cut(d: Driver, client: int = 1) -> None:
     """Its connection ends, with what was on its way."""
     d._due.clear()
     d.gone(client)
-
-
-def submit(d: Driver, rid: int = 100, client: int = 1, **fields: object) -> Accepted:
-    values = {"max_tokens": 12, "sampling": GREEDY, "prompt": int32(PROMPT), **fields}
-    reply = d.ask(Submit(rid=rid, **values), client)  # type: ignore[arg-type]
-    assert isinstance(reply, Accepted)
-    return reply
 
 
 def test_one_that_comes_back_in_time_has_all_that_it_had() -> None:

@@ -14,32 +14,36 @@ from coordinator.publish import all_changed, publish
 from kvforge.protocol.errors import Draining, RequestNotFound
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.messages import (
-    Accepted,
     Append,
     Attach,
     CreateSequence,
     Drain,
     GetHealth,
     GetSequence,
-    Int32Array,
     PoolRegistered,
     RefBlock,
     Step,
-    Submit,
     WorkerHello,
 )
 from kvforge.protocol.tables import TablesReader, TablesWriter
-from tests.coordinator.driver import GREEDY, Driver, FakeWorker, continuation
+from tests.coordinator.driver import (
+    PROMPT,
+    REATTACH_US,
+    Driver,
+    FakeWorker,
+    continuation,
+    int32,
+    submit,
+    waiting_driver,
+)
 from tests.simulation.digest import refusal_digest
 
-PROMPT = [5, 6, 7, 8, 9]
-REATTACH_US = 5_000_000
 BACK = 50  # the number of a worker's next connection
 NOT_ENDED = 1 << 60
 
 
 def driver(**limits: int) -> Driver:
-    made = Driver(reattach_us=REATTACH_US, lease_us=2_000_000, **limits)
+    made = waiting_driver(**limits)
     made.apply(ClientCame(1, "a session"))
     return made
 
@@ -60,17 +64,6 @@ def come_back(d: Driver, worker: FakeWorker, number: int = BACK, **changed: obje
     hello = {"rid": 1, "name": worker.name, "pid": 1, "boot": "boot", "epoch": worker.epoch, **changed}
     effects = d.apply(FromWorker(number, WorkerHello(**hello)))  # type: ignore[arg-type]
     return [effect.message for effect in effects if isinstance(effect, ToWorker)]
-
-
-def submit(d: Driver, rid: int = 100, client: int = 1, **values: object) -> Accepted:
-    values = {"max_tokens": 12, "sampling": GREEDY, **values}
-    reply = d.ask(Submit(rid=rid, prompt=_array(PROMPT), **values), client)  # type: ignore[arg-type]
-    assert isinstance(reply, Accepted)
-    return reply
-
-
-def _array(tokens: list[int]) -> Int32Array:
-    return np.array(tokens, np.int32)
 
 
 @pytest.mark.parametrize("done", ["nothing", "first", "both"])
@@ -149,7 +142,7 @@ def test_a_client_that_comes_back_has_all_that_it_had() -> None:
     d = driver()
     d.add_worker(16)
     request = submit(d).request_id
-    sequence = d.ask(CreateSequence(rid=101, tokens=_array(PROMPT))).sequence_id
+    sequence = d.ask(CreateSequence(rid=101, tokens=int32(PROMPT))).sequence_id
     for _ in range(4):
         d.step()
     block = int(d.machine.cache.sequences.table[d.machine.requests.live[request].slot, 0])
@@ -172,9 +165,9 @@ def test_a_client_that_comes_back_has_all_that_it_had() -> None:
 def test_clients_that_do_not_come_back_are_given_up_in_time_and_those_without_a_session_at_once() -> None:
     d = driver()
     d.add_worker(16)
-    own = d.ask(CreateSequence(rid=1, tokens=_array(PROMPT))).sequence_id
+    own = d.ask(CreateSequence(rid=1, tokens=int32(PROMPT))).sequence_id
     d.apply(ClientCame(2, ""))
-    nameless = d.ask(CreateSequence(rid=2, tokens=_array(PROMPT)), 2).sequence_id
+    nameless = d.ask(CreateSequence(rid=2, tokens=int32(PROMPT)), 2).sequence_id
     restart(d)
     assert nameless not in d.machine.cache.sequences.slot_of and own in d.machine.cache.sequences.slot_of
     assert set(d.machine.clients) == {1} and d.machine.sessions.number("a session") == 1
@@ -189,10 +182,10 @@ def test_a_command_that_is_sent_again_is_done_once_and_answered_as_before() -> N
     d = driver()
     d.add_worker(16)
     accepted = submit(d, rid=7)
-    create = CreateSequence(rid=8, tokens=_array(PROMPT))
+    create = CreateSequence(rid=8, tokens=int32(PROMPT))
     created = d.ask(create)
     ids = np.array([created.sequence_id])
-    append = Append(rid=9, sequence_ids=ids, counts=_array([2]), tokens=_array([1, 2]))
+    append = Append(rid=9, sequence_ids=ids, counts=int32([2]), tokens=int32([1, 2]))
     appended = d.ask(append)
     restart(d)
     come_back(d, d.workers[0])
@@ -207,7 +200,7 @@ def test_a_command_that_is_sent_again_is_done_once_and_answered_as_before() -> N
     assert refusal_digest(d.machine) == state, "it was done again"
     d.run_until_idle()
     assert d.tokens_read(1, accepted.request_id) == dict(enumerate(continuation(PROMPT, 12))), "from its first token on"
-    later = d.ask(CreateSequence(rid=10, tokens=_array(PROMPT)))
+    later = d.ask(CreateSequence(rid=10, tokens=int32(PROMPT)))
     assert later.sequence_id != created.sequence_id
 
 
