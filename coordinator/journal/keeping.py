@@ -26,7 +26,7 @@ from ..core.machine import Machine
 from . import snapshot
 from .entries import STATE_VERSION
 from .log import Journal, remove_before, segments, states
-from .recovery import Recovered, recover
+from .recovery import Recovered, cut_torn, recover
 
 PR_SET_PDEATHSIG = 1
 NICE = 10
@@ -78,10 +78,8 @@ class Keeper:
     def recover(self) -> Recovered | None:
         """What another life left, its torn tail cut off. Raises JournalCorrupt, InvalidConfiguration."""
         found = recover(self.folder)
-        if found is not None and found.torn is not None:
-            path, end, more = found.torn
-            log.warning("the last record of %s was not written to its end: %d bytes are cut off", path.name, more)
-            os.truncate(path, end)
+        if found is not None:
+            cut_torn(found)
         return found
 
     def discard(self) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import os
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -157,3 +158,12 @@ def recover(folder: Path) -> Recovered | None:
         snapshot_us,
         (time.monotonic_ns() - began_ns) // 1000,
     )
+
+
+def cut_torn(found: Recovered) -> None:
+    """Removes the record that was not written to its end, where there is one: what follows begins another segment, and
+    only the last may end so. Raises OSError."""
+    if found.torn is not None:
+        path, end, more = found.torn
+        log.warning("the last record of %s was not written to its end: %d bytes are cut off", path.name, more)
+        os.truncate(path, end)

@@ -21,8 +21,8 @@ from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.journal import snapshot
 from coordinator.journal.entries import STATE_VERSION
-from coordinator.journal.log import Journal, segments, states
-from coordinator.journal.recovery import recover
+from coordinator.journal.log import Journal, remove_before, segments
+from coordinator.journal.recovery import cut_torn, recover
 from coordinator.outbox import Frames, Sent, Who
 from coordinator.publish import publish
 from coordinator.turn import TurnLimits, TurnLoop
@@ -433,9 +433,7 @@ class World:
         number = self.journal.rotate()
         head = snapshot.Head(version=STATE_VERSION, now_us=self.now_us, numbers=self._number)
         snapshot.write(self.folder / snapshot.STATE.format(number), self.machine, head)
-        for first, path in (*segments(self.folder).items(), *states(self.folder).items()):
-            if first < number:
-                path.unlink()
+        remove_before(self.folder, number, durable=False)
 
     def recover(self) -> None:
         """The process was killed: another one goes on from what was written."""
@@ -451,10 +449,7 @@ class World:
             client.cut()
         found = recover(self.folder)
         assert found is not None
-        if found.torn is not None:
-            path, end, _ = found.torn
-            with path.open("r+b") as file:
-                file.truncate(end)
+        cut_torn(found)
         self.machine, self._number = found.machine, max(self._number, found.numbers)
         self.machine.check_invariants()
         self.journal = self._journal(found.number)

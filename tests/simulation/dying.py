@@ -17,8 +17,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from coordinator.core.machine import Machine
 from coordinator.journal import snapshot
 from coordinator.journal.entries import STATE_VERSION
-from coordinator.journal.log import Journal, segments, states
-from coordinator.journal.recovery import Recovered, recover
+from coordinator.journal.log import Journal, remove_before, segments
+from coordinator.journal.recovery import Recovered, cut_torn, recover
 from tests.simulation.digest import WATCHERS, state_digest
 from tests.simulation.workers import Violation
 
@@ -95,9 +95,7 @@ def next_life(folder: Path, before: Books) -> Recovered:
     """What a new process makes of the journal: the very state that the books are of. Raises Violation."""
     found = recover(folder)
     assert found is not None, "there is a journal"
-    if found.torn is not None:
-        path, end, _ = found.torn
-        os.truncate(path, end)
+    cut_torn(found)
     if (digest := state_digest(found.machine)) != before.digest:
         raise Violation(f"the journal makes a state of digest {digest}, and {before.digest} was the last that counted")
     found.machine.check_invariants()
@@ -126,6 +124,4 @@ def cut(journal: Journal, machine: Machine, now_us: int, numbers: int) -> None:
     head = snapshot.Head(version=STATE_VERSION, now_us=now_us, numbers=numbers)
     with alone(machine):
         snapshot.write(journal.folder / snapshot.STATE.format(first), machine, head)
-    for number, path in (*segments(journal.folder).items(), *states(journal.folder).items()):
-        if number < first:
-            path.unlink()
+    remove_before(journal.folder, first, durable=False)
