@@ -12,7 +12,7 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
   goes with its connection. One that does not end within `connection.MESSAGE_S` goes too;
 - what waits to be written to one peer is bounded (`connection.Room`); beyond that nothing more is taken from it, so
   that it costs nothing more until it reads;
-- one that sends more messages a second than its entry allows is read later (`rate`);
+- one that sends more messages a second than its entry allows is read later (`rate`, `slowed`);
 - one that sends what is no message goes on so `FAULTS_MAX` times;
 - one that is disconnected by us hears what it was told before: its end of the connection is closed `LINGER_S` later,
   as its ZeroMQ throws away what it has not handed out when the connection ends;
@@ -42,6 +42,7 @@ from .outbox import Frames, Sent, Who
 from .pace import Pace
 from .rate import Rate
 from .shares import Shares
+from .slowed import Slowed
 
 LINGER_S = 0.5
 LINGERING_MAX = 8
@@ -117,7 +118,7 @@ class Peers:
         self._shares = Shares(self.limits.share_us)
         self._ready = self._shares.ready  # may have a message
         self._put_off: deque[Connection] = deque()  # so may these, but they are paced
-        self._slowed: list[Connection] = []  # so have these, for which it is too soon
+        self._slowed = Slowed()  # so have these, for which it is too soon
         self._over: list[Connection] = []  # have ended, and their last message was handed out
         self._gone: list[int] = []
         self._lingering: deque[Connection] = deque()  # forgotten, the longest ago first
@@ -174,7 +175,7 @@ class Peers:
         if not self._paced and not self._slowed:
             return None
         again_ns = [self._pace.again_ns] if self._paced else []
-        again_ns += [connection.rate.ready_ns for connection in self._slowed if connection.rate is not None]
+        again_ns += self._slowed.ready_ns()
         return min(again_ns) // 1000 + 1 + self.offset_us if again_ns else None
 
     # --------------------------------------------------------------------------------------------------- for the turn
@@ -197,7 +198,8 @@ class Peers:
             if queue is self._ready and not shares.has_share(connection):
                 continue
             if connection.rate is not None and not connection.rate.take(now_ns):
-                self._slow(connection)
+                self._slowed.add(connection)
+                self._register(connection)
                 continue
             connection.listed = False
             if (frames := self._next(connection)) is not None:
@@ -219,25 +221,9 @@ class Peers:
             self._look(now_ns)  # also where messages are left from before: others may have come meanwhile
         self._shares.begin_turn()
         if self._slowed:
-            self._hurry(now_ns)
-
-    def _slow(self, connection: Connection) -> None:
-        """Its next message is for later. Until then its socket is not looked at: it would say all the time that more
-        has come."""
-        connection.slowed = True
-        self._slowed.append(connection)
-        self._register(connection)
-
-    def _hurry(self, now_ns: int) -> None:
-        """Those whose time has come are served as all others are."""
-        slowed, self._slowed = self._slowed, []
-        for connection in slowed:
-            if connection.rate is not None and now_ns < connection.rate.ready_ns:
-                self._slowed.append(connection)
-                continue
-            connection.slowed, connection.heard_ns = False, now_ns
-            self._register(connection)
-            self._ready.append(connection)
+            for connection in self._slowed.take_due(now_ns):
+                self._register(connection)
+                self._ready.append(connection)
 
     def _next_queue(self) -> deque[Connection]:
         """Where the next message is looked for when nobody is ready; an empty one where nobody has any."""
