@@ -29,9 +29,9 @@ def write(*_):
     print(os.getpid(), flush=True)
     signal.pause()
 snapshot.write = write
-keeper = Keeper(Path(sys.argv[1]), "process", 1 << 30, 0)
+keeper = Keeper(Path(sys.argv[1]), "process", 1 << 30, 1)
 keeper.begin(None, lambda: False)
-keeper.turned(None, 1, 1, 1)
+keeper.turned(None, 1_000_000, 1_000_000_000, 1)
 signal.pause()
 """
 
