@@ -15,7 +15,7 @@ from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotReady, rest
 from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
 from kvforge.protocol.messages import ModelInfo
 
-from . import report
+from . import one_report as report
 from .arrivals import PATTERNS, arrival_times
 from .driver import FAILED as REQUEST_FAILED
 from .driver import FINISHED, TIMED_OUT, Driver, Measured, Plan

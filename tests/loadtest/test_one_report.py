@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
-from loadtest import report
+from loadtest import one_report as report
 from loadtest.driver import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT, Depth, Measured, Outcome
 
 
