@@ -25,6 +25,7 @@ from . import (
     generate,
     health,
     keys,
+    loadtest,
     parsing,
     pull,
     replay,
@@ -37,7 +38,7 @@ from . import (
 )
 
 COMMANDS = (
-    *(pull, up, generate, attach, status, health, stats, top, requests, cancel, drain, replay),
+    *(pull, up, generate, attach, status, health, stats, top, requests, cancel, drain, replay, loadtest),
     *(keys, demo, deploy, version),
 )
 DEBUG = "KVFORGE_DEBUG"
