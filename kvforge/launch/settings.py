@@ -23,6 +23,7 @@ class Settings:
     """One installation in the foreground. worker, limits, cache, schedule, quotas (by tenant), tcp, access: settings
     that differ from the children's defaults.
 
+    worker_module: what is run as a worker, where it is another one than kvforge's own (`python -m loadtest.fleet`).
     devices: the device index of each worker in turn; empty: worker i takes device i. threads: CPU threads of each
     worker; None: the cores, shared out; a worker alone counts them itself, for a control group may have a quota.
     drain_s: how long running requests may take to end when asked to stop; stop_s: how long the processes may take after
@@ -32,6 +33,7 @@ class Settings:
     model: Path
     runtime_dir: Path
     workers: int = 1
+    worker_module: str = "worker"
     threads: int | None = None
     devices: tuple[int, ...] = ()
     worker: Mapping[str, Value] = field(default_factory=dict)

@@ -60,7 +60,8 @@ class Supervisor:
                 _make_log_dir(settings.log_dir)
             self.coordinator = self._child("coordinator", "coordinator", settings.coordinator_file())
             for index in range(settings.workers):
-                self.workers.append(self._child(f"worker-{index}", "worker", settings.worker_file(index)))
+                name = f"worker-{index}"
+                self.workers.append(self._child(name, settings.worker_module, settings.worker_file(index)))
             for child in self.children:
                 child.start()
         except BaseException:

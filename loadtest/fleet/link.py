@@ -1,0 +1,120 @@
+"""The connection of a worker without a model to its coordinator: messages in and out, noticed when it is gone.
+
+It waits with `select`, whose time is in microseconds, where ZeroMQ's and epoll's are in milliseconds: a step that ends
+between two of these is answered when it ends, and nobody looks without sleeping.
+"""
+
+from __future__ import annotations
+
+import select
+import time
+
+import zmq
+from zmq.utils.monitor import parse_monitor_message
+
+from kvforge.protocol import codec
+from kvforge.protocol.errors import CoordinatorUnavailable
+from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
+from kvforge.protocol.transport import dealer
+
+SEND_WAIT_MS = 1000
+RETRY_S = 0.05
+STEP_BYTES_MAX = 16 << 20
+
+
+class Link:
+    """A DEALER with its monitor, a new one for each connection. connected: whether there is a connection now."""
+
+    def __init__(self, endpoint: str, wakeup_fd: int) -> None:
+        """`connect` makes the connection. wakeup_fd: whatever can be read there ends a wait."""
+        self._endpoint, self._wakeup_fd = endpoint, wakeup_fd
+        self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
+        self._decoder = codec.Decoder(WORKER_REPLIES, body_bytes_max=STEP_BYTES_MAX)
+        self.connected = False
+        self._open()
+
+    def connect(self, timeout_s: float) -> bool:
+        """Waits for the coordinator; False where something else woke it. Raises CoordinatorUnavailable."""
+        deadline = time.monotonic() + timeout_s
+        while not self.connected:
+            if self._over:
+                self._close()
+                self._open()
+            left_s = deadline - time.monotonic()
+            if left_s <= 0:
+                raise CoordinatorUnavailable(f"no coordinator answered at {self._endpoint} within {timeout_s:g} s")
+            woken = self._wait(min(left_s, RETRY_S))
+            self._look()
+            if woken:
+                return False
+            if self._over:
+                time.sleep(RETRY_S)
+        return True
+
+    def receive(self, timeout_s: float) -> Message | None:
+        """The next message; None where the time is over, it was woken, or the connection has ended.
+
+        Raises ProtocolError for bytes that are no message.
+        """
+        frames = self._frames()
+        if frames is None and timeout_s > 0:
+            self._wait(timeout_s)
+            self._look()
+            frames = self._frames()
+        return None if frames is None else self._decoder.decode(frames)
+
+    def send(self, message: Message) -> bool:
+        """Sends on this connection; False where it has ended."""
+        self._look()
+        if not self.connected:
+            return False
+        try:
+            self._socket.send_multipart(codec.encode(message))
+        except zmq.Again:
+            return False
+        return True
+
+    def close(self, *, goodbye: bool) -> None:
+        """Says goodbye where that makes sense, and closes."""
+        if goodbye:
+            self.send(Goodbye())
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._context.destroy(linger=200)
+
+    def _open(self) -> None:
+        self._over = False  # it came to nothing, or has ended
+        self._socket = dealer(self._context, immediate=False)
+        self._socket.setsockopt(zmq.SNDTIMEO, SEND_WAIT_MS)
+        self._monitor = self._socket.get_monitor_socket(
+            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED
+        )
+        self._descriptors = [self._socket.FD, self._monitor.FD, self._wakeup_fd]
+        self._socket.connect(self._endpoint)
+
+    def _close(self) -> None:
+        self._socket.disable_monitor()
+        self._monitor.close(0)
+        self._socket.close(0)
+
+    def _wait(self, timeout_s: float) -> bool:
+        """True where something else woke it. ZeroMQ's descriptors tell of changes alone: first take what is there."""
+        if self._socket.poll(0) or self._monitor.poll(0):
+            return False
+        return self._wakeup_fd in select.select(self._descriptors, [], [], timeout_s)[0]
+
+    def _frames(self) -> list[bytes] | None:
+        try:
+            return self._socket.recv_multipart(zmq.NOBLOCK)
+        except zmq.Again:
+            return None
+
+    def _look(self) -> None:
+        """Notes what has become of the connection. What came before its end can still be received."""
+        while True:
+            try:
+                event = parse_monitor_message(self._monitor.recv_multipart(zmq.NOBLOCK))
+            except zmq.Again:
+                return
+            self.connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
+            self._over = not self.connected

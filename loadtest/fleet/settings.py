@@ -1,0 +1,82 @@
+"""What is started for a fleet without a model: a coordinator that has room for it, and its workers."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from kvforge.launch.settings import WORKERS_MAX, Settings, Value, toml
+from kvforge.protocol.errors import InvalidRequest
+
+from .step_times import load
+
+BLOCK_SIZE = 16
+CONTEXT_TOKENS = 8192
+ROWS_MAX, STEP_TOKENS_MAX = 256, 8192
+Sections = Mapping[str, Mapping[str, Value]]
+
+
+@dataclass(frozen=True)
+class FleetSettings(Settings):
+    """Workers that need a name, a folder and a table."""
+
+    def worker_file(self, index: int) -> str:
+        """Text of the configuration of worker `index`, as `worker.Config` has it."""
+        top: dict[str, Value] = {"name": f"worker-{index}", "runtime_dir": str(self.runtime_dir.absolute())}
+        return toml({**top, "log_level": self.log_level, "log_format": self.log_format, **self.worker}, {})
+
+
+def settings(
+    table: str,
+    runtime: Path,
+    *,
+    workers: int = 1,
+    blocks: int = 0,
+    time_scale: float = 1.0,
+    coordinator: Sections | None = None,
+    log_level: str = "info",
+) -> FleetSettings:
+    """Of a coordinator and so many workers. table: a name or a file, as `step_times.load` has it.
+
+    blocks: of each worker; 0: what the table's memory has room for. time_scale: steps take so many times the table's
+    time. coordinator: sections of coordinator.toml, which go before what is chosen here: steps of 256 rows and 8,192
+    tokens, sequences of 8,192 tokens, twice as many of them as rows. Raises InvalidRequest naming the option.
+    """
+    if not 1 <= workers <= WORKERS_MAX:
+        raise InvalidRequest("--workers", f"is {workers}; it must be 1 to {WORKERS_MAX}")
+    if blocks < 0:
+        raise InvalidRequest("--blocks", f"is {blocks}; it must be 1 or more, or 0 for what the memory has room for")
+    if not 0 <= time_scale < float("inf"):
+        raise InvalidRequest("--time-scale", f"is {time_scale:g}; it must be 0 or more")
+    times, chosen = load(table), coordinator or {}
+    schedule = {"step_rows_max": ROWS_MAX, "step_tokens_max": STEP_TOKENS_MAX, **chosen.get("schedule", {})}
+    cache = {"block_size": BLOCK_SIZE, **chosen.get("cache", {})}
+    each = blocks or times.blocks(int(cache["block_size"]))
+    running = 2 * workers * int(schedule["step_rows_max"])
+    limits: dict[str, Value] = {
+        "sequences_max": running,
+        "blocks_max": workers * each,
+        "blocks_per_sequence_max": min(CONTEXT_TOKENS // int(cache["block_size"]), each),
+        "queue_max": max(1024, 4 * running),
+        **chosen.get("limits", {}),
+    }
+    return FleetSettings(
+        model=Path(table),
+        runtime_dir=runtime,
+        workers=workers,
+        worker_module="loadtest.fleet.worker",
+        worker={"table": _table(table), "blocks": each, "time_scale": float(time_scale)},
+        limits=limits,
+        cache=cache,
+        schedule=schedule,
+        quotas={name[len("quotas.") :]: values for name, values in chosen.items() if name.startswith("quotas.")},
+        log_level=log_level,
+        drain_s=0.0,
+    )
+
+
+def _table(name: str) -> str:
+    """As a worker finds it, wherever it runs."""
+    path = Path(name)
+    return str(path.absolute()) if path.suffix or path.exists() else name

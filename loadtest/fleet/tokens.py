@@ -1,0 +1,48 @@
+"""Which token a worker without a model answers: a number drawn from the token before it and its place.
+
+As with a model, the same request has the same answer whatever batch it runs in, and also where it is computed again
+from its tokens: after a preemption, on another worker, in a coordinator that was started again.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.messages import Int32Array, Step
+
+Seeds = npt.NDArray[np.uint64]
+
+# Of splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
+GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E5B9), np.uint64(0x94D049BB133111EB)
+
+
+class Tokens:
+    """What it keeps of the slots: the last token of each, and its seed where it is drawn (0: it is greedy)."""
+
+    def __init__(self, slots: int, vocabulary: int) -> None:
+        self._vocabulary = np.uint64(vocabulary)
+        self._last = np.zeros(slots, np.int32)
+        self._seeds: Seeds = np.zeros(slots, np.uint64)
+
+    def of(self, step: Step) -> tuple[Int32Array, Int32Array]:
+        """Slots and tokens of the rows that sample, [sampled] int32 each, in the step's order. Steps come in order."""
+        for begin in step.begins:
+            self._seeds[begin.slot] = begin.seed if begin.sampling.temperature else 0
+        rows = np.flatnonzero(step.samples)
+        slots, counts = step.slots[rows], step.counts[rows]
+        ends = rows if step.tokens.size == step.counts.size else np.cumsum(step.counts, dtype=np.int64)[rows] - 1
+        before = step.tokens[ends]
+        before = np.where(before < 0, self._last[slots], before)
+        at = (step.starts[rows] + counts).astype(np.uint64)
+        tokens = drawn(self._seeds[slots], before, at, self._vocabulary)
+        self._last[slots] = tokens
+        return slots, tokens
+
+
+def drawn(seeds: Seeds, before: Int32Array, at: npt.NDArray[np.uint64], vocabulary: np.uint64) -> Int32Array:
+    """[n] int32: the token at `at` behind the token `before`."""
+    mixed = (seeds + (at << np.uint64(32)) + before.astype(np.uint64)) * GOLDEN
+    mixed = (mixed ^ (mixed >> np.uint64(30))) * FIRST
+    mixed = (mixed ^ (mixed >> np.uint64(27))) * SECOND
+    return ((mixed ^ (mixed >> np.uint64(31))) % vocabulary).astype(np.int32)

@@ -1,0 +1,48 @@
+"""A worker without a model answers a request the same, in whatever steps it is computed."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from kvforge.protocol.messages import RowStart, Sampling, Step
+from loadtest.fleet.tokens import Tokens
+
+VOCABULARY = 1000
+
+
+def _step(number: int, slot: int, start: int, tokens: list[int], begin: RowStart | None = None) -> Step:
+    rows = [np.array([value], np.int32) for value in (slot, start, len(tokens), 1)]
+    begins = () if begin is None else (begin,)
+    return Step(number, begins, *rows, tokens=np.array(tokens, np.int32))  # type: ignore[arg-type]
+
+
+def _answer(temperature: float, seed: int, slot: int = 0, after: tuple[int, ...] = ()) -> list[int]:
+    """Six tokens behind a prompt; those of `after` were generated before and are computed again."""
+    tokens, prompt = Tokens(4, VOCABULARY), [5, 6, 7, *after]
+    begin = RowStart(slot=slot, request_id=1, sampling=Sampling(temperature=temperature), seed=seed)
+    answer = list(after)
+    for number in range(6 - len(after)):
+        step = _step(number, slot, len(prompt) + number - 1, [-1]) if number else _step(0, slot, 0, prompt, begin)
+        slots, found = tokens.of(step)
+        assert slots.tolist() == [slot]
+        answer += found.tolist()
+    return answer
+
+
+def test_the_answer_is_the_same_where_it_is_computed_again() -> None:
+    for temperature, seed in ((0.0, 3), (1.0, 3)):
+        whole = _answer(temperature, seed)
+        assert _answer(temperature, seed, slot=2, after=tuple(whole[:3])) == whole
+        assert all(0 <= token < VOCABULARY for token in whole) and len(set(whole)) > 3
+    assert _answer(1.0, 3) != _answer(1.0, 4)
+    assert _answer(0.0, 3) == _answer(0.0, 4)
+
+
+def test_only_rows_that_sample_answer() -> None:
+    tokens = Tokens(4, VOCABULARY)
+    columns = ([0, 1, 2], [0, 0, 9], [2, 1, 1], [0, 1, 1])
+    step = Step(1, (), *(np.array(column, np.int32) for column in columns), tokens=np.array([1, 2, 3, -1], np.int32))
+    slots, found = tokens.of(step)
+    assert slots.tolist() == [1, 2] and found.size == 2
+    alone = Tokens(4, VOCABULARY).of(_step(1, 1, 0, [3]))
+    assert alone[1][0] == found[0]
