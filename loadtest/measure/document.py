@@ -1,0 +1,119 @@
+"""All measures of a run as one document, ready for JSON: what result.json holds and every table and picture is made of.
+
+Its schema, format 1. Times are in seconds (`_s`) since the start of the run, latencies in milliseconds (`_ms`) from the
+intended arrival; null: nothing to say.
+
+    format, title
+    verdict     valid, why, notes, limit_ms, lag_ms {ticks, turns, null}, drivers, cpu_share_max    (`verdict`)
+    options, seed, machine, versions, model                                       as they were given
+    objective   {ttft, itl, e2e} in ms: those bounds that were stated
+    span        start_s, end_s, seconds: what is measured; wall_s: the whole run; interrupted
+    percentiles how they were taken
+    all         requests {due, finished, ...}, latency_ms {ttft, itl, e2e, queue: {count, mean, p50, ..., max}},
+                throughput, goodput, errors [{state, code, count, message}], prompt_tokens, cached_tokens    (`group`)
+    tenants, kinds                                            the same by name; empty where there is only one
+    curves      {ttft, itl, e2e}: [[ms, share at or below], ...]
+    windows     count, seconds, confidence, intervals {NAME: {mean, half, values}}    (`windows`)
+    series      the run over time    (`series`)
+    server      totals, preemptions, recomputed_share, steps    (`server.counters`)
+    prefix      said_by, queried_tokens, hit_tokens, share, infinite {prompt_tokens, hit_tokens, share}
+    occupancy   columns, samples, pending, running and each state of blocks: {mean, max}
+    tail        the slowest requests: [{request_id, session, turn, tenant, kind, due_s, latency_ms, sentence,
+                segments [{state, from_s, to_s}]}]
+    chaos       what faults did: {kept, sentences, ...}
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+
+from ..drive.outcome import Measured
+from ..machine import machine, versions
+from .group import Document, group, latencies
+from .objective import Objective
+from .percentiles import stated
+from .requests import Requests
+from .series import TIMES, series
+from .server import counters, occupancy, prefix
+from .span import Span, measured_span
+from .verdict import verdict
+from .windows import windows
+
+FORMAT = 1
+TITLE = "kvforge load test"
+WINDOWS = 5
+GROUPS_MAX = 100
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Context:
+    """What is not in `Measured`. options: of the command, by name; model: name, fingerprint, or None where unknown.
+
+    infinite: (prompt tokens, those that a cache without a limit would hit) of the workload. tail, chaos: as in the
+    document, made by those that know.
+    """
+
+    options: Mapping[str, Any]
+    seed: int = 0
+    objective: Objective = field(default_factory=Objective)
+    warmup_s: float = 0.0
+    windows: int = WINDOWS
+    model: Mapping[str, Any] | None = None
+    infinite: tuple[int, int] | None = None
+    tail: Sequence[Mapping[str, Any]] = ()
+    chaos: Mapping[str, Any] | None = None
+    machine: Mapping[str, Any] = field(default_factory=machine)
+    versions: Mapping[str, str] = field(default_factory=versions)
+
+
+def document(measured: Measured, context: Context) -> Document:
+    """Everything. Raises Unavailable where the extra `loadtest` is missing."""
+    span = measured_span(measured.outcomes, context.warmup_s, measured.wall_s)
+    requests = Requests.of(measured.outcomes)
+    whole = group(requests, span, context.objective)
+    times = latencies(requests.due_within(span))
+    return {
+        "format": FORMAT,
+        "title": TITLE,
+        "verdict": verdict(measured, span, whole["latency_ms"]),
+        "options": dict(context.options),
+        "seed": context.seed,
+        "machine": dict(context.machine),
+        "versions": dict(context.versions),
+        "model": dict(context.model) if context.model is not None else None,
+        "objective": context.objective.stated_ms(),
+        "span": {
+            "start_s": span.start_s,
+            "end_s": span.end_s,
+            "seconds": span.seconds,
+            "wall_s": measured.wall_s,
+            "interrupted": measured.interrupted,
+        },
+        "percentiles": stated(),
+        "all": whole,
+        "tenants": _by(requests, [outcome.tenant for outcome in measured.outcomes], span, context.objective),
+        "kinds": _by(requests, [outcome.kind for outcome in measured.outcomes], span, context.objective),
+        "curves": {name: [[ms, share] for ms, share in times[name].curve_ms()] for name in TIMES},
+        "windows": windows(requests, span, context.windows, context.objective),
+        "series": series(requests, measured.wall_s),
+        "server": counters(measured.before, measured.after),
+        "prefix": prefix(measured, context.infinite),
+        "occupancy": occupancy(measured.samples, span),
+        "tail": [dict(request) for request in context.tail],
+        "chaos": dict(context.chaos) if context.chaos is not None else None,
+    }
+
+
+def _by(requests: Requests, names: Sequence[str], span: Span, objective: Objective) -> Document:
+    """A group for each name, of the 100 with most requests; none where all have the same."""
+    found = Counter(names)
+    if len(found) < 2:
+        return {}
+    column = np.array(names)
+    chosen = sorted(name for name, _ in found.most_common(GROUPS_MAX))
+    return {name: group(requests.where(column == name), span, objective) for name in chosen}

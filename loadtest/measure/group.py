@@ -1,0 +1,90 @@
+"""The measures of one group of requests: all of them, a tenant's, a class's."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from ..drive.outcome import ENDS
+from .objective import Objective
+from .percentiles import Distribution
+from .requests import Requests
+from .span import Span
+
+LATENCIES = {
+    "ttft": "time to first token",
+    "itl": "between tokens",
+    "e2e": "end to end",
+    "queue": "in the queue",
+}
+
+Document = dict[str, Any]
+
+
+def latencies(requests: Requests) -> dict[str, Distribution]:
+    """By the names of LATENCIES.
+
+    Of a request that did not finish, the first token and the times between tokens count if they came; its end does not.
+    """
+    found = {
+        "ttft": requests.first_s,
+        "itl": requests.gaps_s(),
+        "e2e": requests.whole_s,
+        "queue": requests.queue_s,
+    }
+    return {name: Distribution(values[~np.isnan(values)]) for name, values in found.items()}
+
+
+def group(requests: Requests, span: Span, objective: Objective) -> Document:
+    """Of those requests that were due in the span, and of what came within it, whichever request it belongs to."""
+    due = requests.due_within(span)
+    states = Counter(outcome.state for outcome in due.outcomes)
+    return {
+        "requests": {"due": len(due.outcomes), **{end: states[end] for end in ENDS}},
+        "latency_ms": {name: found.summary_ms() for name, found in latencies(due).items()},
+        "throughput": throughput(requests, span),
+        "goodput": goodput(due, span, objective),
+        "errors": errors(due),
+        "prompt_tokens": sum(outcome.prompt_tokens for outcome in due.outcomes),
+        "cached_tokens": sum(outcome.cached_tokens for outcome in due.outcomes),
+    }
+
+
+def throughput(requests: Requests, span: Span) -> Document:
+    """A second of the span: requests that finished, prompts whose first token came, tokens that came within it."""
+    seconds = span.seconds
+    if not seconds:
+        return dict.fromkeys(("requests_per_s", "input_tokens_per_s", "output_tokens_per_s"))
+    ended_s, first_s = requests.ended_s(), requests.first_s + requests.due_s
+    prompts = np.array([outcome.prompt_tokens for outcome in requests.outcomes], np.float64)
+    tokens = sum(int(np.count_nonzero(span.holds(times))) for times in requests.tokens_s)
+    return {
+        "requests_per_s": float(np.count_nonzero(span.holds(ended_s)) / seconds),
+        "input_tokens_per_s": float(prompts[span.holds(first_s)].sum() / seconds),
+        "output_tokens_per_s": tokens / seconds,
+    }
+
+
+def goodput(due: Requests, span: Span, objective: Objective) -> Document:
+    """Those that met the objective: a second, and as a share of all that were due; with no bounds stated: finished."""
+    met = objective.met(due)
+    good, offered = int(np.count_nonzero(met)), len(due.outcomes)
+    tokens = sum(times.size for times, well in zip(due.tokens_s, met.tolist(), strict=True) if well)
+    return {
+        "requests": good,
+        "share": good / offered if offered else None,
+        "requests_per_s": good / span.seconds if span.seconds else None,
+        "output_tokens_per_s": tokens / span.seconds if span.seconds else None,
+    }
+
+
+def errors(due: Requests) -> list[Document]:
+    """How many came to each end that is not a good one, by code; message: of the first of them."""
+    kinds: dict[tuple[str, str], Document] = {}
+    for outcome in due.outcomes:
+        if outcome.code:
+            first = {"state": outcome.state, "code": outcome.code, "count": 0, "message": outcome.message}
+            kinds.setdefault((outcome.state, outcome.code), first)["count"] += 1
+    return [kinds[key] for key in sorted(kinds)]

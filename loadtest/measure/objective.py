@@ -1,0 +1,62 @@
+"""What counts as served well: `--slo ttft=500ms,itl=50ms,e2e=10s`."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Self
+
+import numpy as np
+
+from kvforge.protocol.errors import InvalidRequest
+
+from .requests import Requests
+from .span import BoolArray
+
+UNITS_S = {"us": 1e-6, "ms": 1e-3, "s": 1.0, "m": 60.0}
+BOUNDS = {"ttft": "time to first token", "itl": "mean time between tokens", "e2e": "end to end"}
+_TIME = re.compile(r"(\d+(?:\.\d*)?|\.\d+)(us|ms|s|m)")
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Objective:
+    """Upper bounds in seconds, None: no such bound. A request meets it that has finished and keeps within each.
+
+    itl_s bounds the mean time between the request's own tokens: one late token is for the percentiles to tell.
+    """
+
+    ttft_s: float | None = None
+    itl_s: float | None = None
+    e2e_s: float | None = None
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """Of NAME=TIME, with commas between; NAME is ttft, itl or e2e. Raises InvalidRequest for `slo`."""
+        found: dict[str, float] = {}
+        for part in text.split(","):
+            bound, equals, time = (word.strip() for word in part.partition("="))
+            if bound not in BOUNDS or not equals:
+                raise InvalidRequest("slo", f"{part!r} is not NAME=TIME with a NAME of {', '.join(BOUNDS)}")
+            if bound in found:
+                raise InvalidRequest("slo", f"says {bound} twice: leave one of them out")
+            match = _TIME.fullmatch(time)
+            if match is None or not float(match[1]):
+                raise InvalidRequest("slo", f"{part!r} has no time above 0 with its unit (us, ms, s, m), as ttft=500ms")
+            found[bound] = float(match[1]) * UNITS_S[match[2]]
+        return cls(**{f"{bound}_s": seconds for bound, seconds in found.items()})
+
+    def stated_ms(self) -> dict[str, float]:
+        """The bounds that there are, by name, in milliseconds."""
+        bounds = {"ttft": self.ttft_s, "itl": self.itl_s, "e2e": self.e2e_s}
+        return {bound: round(seconds * 1e3, 6) for bound, seconds in bounds.items() if seconds is not None}
+
+    def met(self, requests: Requests) -> BoolArray:
+        """[requests] bool. A request of one token has nothing between tokens and so keeps within `itl`."""
+        met = requests.finished.copy()
+        if self.ttft_s is not None:
+            met &= requests.first_s <= self.ttft_s
+        if self.itl_s is not None:
+            met &= np.isnan(requests.gap_s) | (requests.gap_s <= self.itl_s)
+        if self.e2e_s is not None:
+            met &= requests.whole_s <= self.e2e_s
+        return met

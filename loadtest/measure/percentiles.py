@@ -1,0 +1,80 @@
+"""Percentiles, by the package `hdrhistogram`: in buckets as wide as 0.1 % of what they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+
+from kvforge.protocol.errors import Unavailable
+
+from ..load.workload import FloatArray
+
+LOWEST_US = 1
+HIGHEST_US = 86_400_000_000  # a day: no request may take longer
+DIGITS = 3
+PERCENTILES = (50.0, 90.0, 95.0, 99.0, 99.9)
+CURVE_POINTS_MAX = 200
+
+Summary = dict[str, float | int]
+
+
+@dataclass(frozen=True)
+class Distribution:
+    """Of [n] seconds; negative ones, which a clock cannot have meant, are counted as 0."""
+
+    seconds: FloatArray
+
+    @cached_property
+    def _histogram(self) -> Any:
+        try:
+            from hdrh.histogram import HdrHistogram
+        except ImportError as error:
+            problem = f"percentiles need the extra `loadtest` ({error}): pip install 'kvforge[loadtest]'"
+            raise Unavailable(problem) from error
+        histogram = HdrHistogram(LOWEST_US, HIGHEST_US, DIGITS)
+        micros = np.clip(np.rint(self.seconds * 1e6), 0, HIGHEST_US).astype(np.int64)
+        for value, count in zip(*(each.tolist() for each in np.unique(micros, return_counts=True)), strict=True):
+            histogram.record_value(value, count)
+        return histogram
+
+    def percentiles_ms(self, *percents: float) -> list[float | None]:
+        """In milliseconds, each the highest value of its bucket, but none above the highest seen; None of nothing."""
+        if not self.seconds.size:
+            return [None] * len(percents)
+        found = self._histogram.get_percentile_to_value_dict(list(percents))
+        highest_ms = max(0.0, float(self.seconds.max())) * 1e3
+        return [min(found[percent] / 1e3, highest_ms) for percent in percents]
+
+    def summary_ms(self) -> Summary | None:
+        """count, mean, p50, p90, p95, p99, p99.9, max in milliseconds; None of nothing. Mean and max are exact."""
+        if not self.seconds.size:
+            return None
+        found: Summary = {"count": int(self.seconds.size), "mean": float(self.seconds.mean()) * 1e3}
+        for percent, value in zip(PERCENTILES, self.percentiles_ms(*PERCENTILES), strict=True):
+            assert value is not None
+            found[name(percent)] = value
+        found["max"] = float(self.seconds.max()) * 1e3
+        return found
+
+    def curve_ms(self) -> list[tuple[float, float]]:
+        """(milliseconds, share at or below), rising, at most CURVE_POINTS_MAX points: closer together in the tail."""
+        if not self.seconds.size:
+            return []
+        # Half of the points up to the median's neighbourhood, the others ever closer to all of them.
+        tail = 1 - np.geomspace(0.5, 1 / max(2, self.seconds.size), CURVE_POINTS_MAX // 2)
+        shares = np.unique(np.round(np.concatenate((np.linspace(0.005, 0.5, CURVE_POINTS_MAX // 2), tail)), 6)).tolist()
+        values = self.percentiles_ms(*(100 * share for share in shares))
+        return [(value, share) for value, share in zip(values, shares, strict=True) if value is not None]
+
+
+def name(percent: float) -> str:
+    """As it is called in documents and tables: p50, p99.9."""
+    return f"p{percent:g}"
+
+
+def stated() -> dict[str, str | int]:
+    """How percentiles were taken, for the document."""
+    return {"package": "hdrhistogram", "lowest_us": LOWEST_US, "highest_us": HIGHEST_US, "digits": DIGITS}

@@ -1,0 +1,49 @@
+"""The run over time, in slices of a round length: what came, and how long it took those due then."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+
+from ..load.workload import FloatArray
+from .group import latencies
+from .requests import Requests
+from .span import Span
+
+SLICES_MAX = 120
+LENGTHS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
+TIMES = ("ttft", "itl", "e2e")
+
+
+def series(requests: Requests, wall_s: float) -> dict[str, Any]:
+    """A value for each slice of the whole run, warm-up and drain included. at_s: its middle; None: nothing to say.
+
+    offered, finished, input_tokens, output_tokens: a second; TIME_p50_ms, TIME_p99_ms: of the requests due in it.
+    """
+    length_s = next((length for length in LENGTHS_S if wall_s / length <= SLICES_MAX), LENGTHS_S[-1])
+    count = min(SLICES_MAX, max(1, int(np.ceil(wall_s / length_s))))
+    edges = np.arange(count + 1) * length_s
+    prompts = np.array([outcome.prompt_tokens for outcome in requests.outcomes], np.float64)
+    tokens_s = np.concatenate([np.zeros(0), *requests.tokens_s])
+
+    def rate(times_s: FloatArray, weights: FloatArray | None = None) -> list[float]:
+        there = ~np.isnan(times_s)
+        counted = np.histogram(times_s[there], edges, weights=None if weights is None else weights[there])[0]
+        return [float(value) for value in counted / length_s]
+
+    found: dict[str, Any] = {
+        "slice_s": length_s,
+        "at_s": [float(middle) for middle in edges[:-1] + length_s / 2],
+        "offered": rate(requests.due_s),
+        "finished": rate(requests.ended_s()),
+        "input_tokens": rate(requests.first_s + requests.due_s, prompts),
+        "output_tokens": rate(tokens_s),
+    }
+    for start_s in edges[:-1].tolist():
+        times = latencies(requests.due_within(Span(start_s, start_s + length_s, closed=False)))
+        for name in TIMES:
+            p50, p99 = times[name].percentiles_ms(50, 99)
+            found.setdefault(f"{name}_p50_ms", []).append(p50)
+            found.setdefault(f"{name}_p99_ms", []).append(p99)
+    return found
