@@ -1,0 +1,147 @@
+"""The tables of a document: rows of text, which the terminal and the page set each in their way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from ..drive.outcome import ENDS
+from ..measure.group import LATENCIES
+from ..measure.percentiles import PERCENTILES, name
+from ..measure.verdict import LAGS
+from .words import milliseconds, number, percent, spread
+
+Document = dict[str, Any]
+COLUMNS = ("mean", *(name(each) for each in PERCENTILES), "max")
+RATES = {
+    "requests_per_s": "requests finished",
+    "input_tokens_per_s": "input tokens",
+    "output_tokens_per_s": "output tokens",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Table:
+    """title: what it is of; the first column is words, the others are numbers. note: a sentence under it, or ""."""
+
+    title: str
+    header: Sequence[str]
+    rows: Sequence[Sequence[str]]
+    note: str = ""
+
+
+def tables(found: Document) -> list[Table]:
+    """All that have a row, the most important first."""
+    made = [latency(found), rates(found), groups("tenant", found["tenants"]), groups("class", found["kinds"])]
+    made += [server(found), errors(found), lag(found)]
+    return [table for table in made if table.rows]
+
+
+def latency(found: Document) -> Table:
+    intervals = found["windows"]["intervals"]
+    rows = []
+    for key, words in LATENCIES.items():
+        summary = found["all"]["latency_ms"][key]
+        if summary is not None:
+            cells = [spread(summary[column], intervals.get(f"{key}_{column}_ms")) for column in COLUMNS]
+            rows.append([words, *cells, str(summary["count"])])
+    return Table("Latency, ms", ("", *COLUMNS, "count"), rows, noise(found))
+
+
+def noise(found: Document) -> str:
+    windows = found["windows"]
+    if not any(windows["intervals"].values()):
+        return ""
+    return (
+        f"± is half of a {windows['confidence']:.0%} interval over {windows['count']} windows of "
+        f"{number(windows['seconds'])} s; a latency counts from the moment the request was meant to be sent"
+    )
+
+
+def rates(found: Document) -> Table:
+    intervals, whole = found["windows"]["intervals"], found["all"]
+    rows = [[words, spread(whole["throughput"][key], intervals.get(key))] for key, words in RATES.items()]
+    rows.append([good_words(found), spread(whole["goodput"]["requests_per_s"], intervals.get("goodput_per_s"))])
+    return Table("Throughput, a second", ("", "of the measured span"), rows)
+
+
+def good_words(found: Document) -> str:
+    bounds = ", ".join(f"{name} ≤ {milliseconds(bound)}" for name, bound in found["objective"].items())
+    return f"goodput ({bounds}): {percent(found['all']['goodput']['share'])}" if bounds else "goodput (no objective)"
+
+
+def groups(word: str, by_name: Document) -> Table:
+    header = (word, "due", "finished", "ttft p50", "ttft p99", "itl p50", "itl p99", "e2e p50", "e2e p99",
+              "out tokens/s", "good", "cached")  # fmt: skip
+    rows = []
+    for key, group in by_name.items():
+        times = [
+            number((group["latency_ms"][time] or {}).get(column)) for time in ("ttft", "itl", "e2e")
+            for column in ("p50", "p99")
+        ]  # fmt: skip
+        prompts = group["prompt_tokens"]
+        rows.append([
+            key or NAMELESS,
+            str(group["requests"]["due"]),
+            str(group["requests"]["finished"]),
+            *times,
+            number(group["throughput"]["output_tokens_per_s"]),
+            percent(group["goodput"]["share"]),
+            percent(group["cached_tokens"] / prompts if prompts else None),
+        ])  # fmt: skip
+    return Table(f"By {word}, ms", header, rows)
+
+
+NAMELESS = "(none)"
+
+
+def server(found: Document) -> Table:
+    rows = []
+    for key in ("pending", "running", "referenced", "cached", "free", "quarantined"):
+        values = found["occupancy"][key]
+        if values is not None and (values["max"] or key in ("pending", "running")):
+            what = "requests" if key in ("pending", "running") else "blocks"
+            rows.append([f"{what} {key}", f"{number(values['mean'])} mean, {number(values['max'])} at most"])
+    counted = found["server"]
+    if counted is not None:
+        rows.append(["preemptions", str(counted["preemptions"])])
+        rows.append(["computed again after them", f"{percent(counted['recomputed_share'])} of all computed tokens"])
+        rows.append(["steps", f"{counted['steps']:,}"])
+    prefix = found["prefix"]
+    if prefix["queried_tokens"]:
+        hits = f"{percent(prefix['share'])} of {prefix['queried_tokens']:,} tokens"
+        rows.append(["found in the prefix cache", hits])
+        if "infinite" in prefix:
+            rows.append(["a cache without a limit", percent(prefix["infinite"]["share"])])
+    return Table("The server", ("", ""), rows)
+
+
+def errors(found: Document) -> Table:
+    rows = [
+        [error["state"].replace("_", " "), error["code"], str(error["count"]), error["message"]]
+        for error in found["all"]["errors"]
+    ]
+    return Table("What did not finish", ("end", "code", "count", "the first of them said"), rows)
+
+
+def lag(found: Document) -> Table:
+    judged = found["verdict"]
+    rows = [
+        [f"late in {words}", *(number(row[column]) for column in ("p50", "p99", "max")), str(row["count"])]
+        for key, words in LAGS.items()
+        if (row := judged["lag_ms"][key]) is not None
+    ]
+    note = f"{judged['drivers']} processes, the busiest used {judged['cpu_share_max']:.0%} of a core"
+    return Table("The driver itself, ms", ("", "p50", "p99", "max", "count"), rows, note)
+
+
+def ends(found: Document) -> str:
+    """How the requests of the span ended, in a sentence."""
+    requests, span = found["all"]["requests"], found["span"]
+    said = ", ".join(f"{requests[end]} {end.replace('_', ' ')}" for end in ENDS if requests[end])
+    return (
+        f"{requests['due']} requests in the measured {number(span['seconds'])} s "
+        f"({number(span['start_s'])} s to {number(span['end_s'])} s of {number(span['wall_s'])} s)"
+        + (f": {said}" if said else "")
+    )
