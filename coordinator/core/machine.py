@@ -165,7 +165,7 @@ class Machine:
 
         Returns what is to be done, in order, and when a Turn is due: at once after anything that somebody may go on by.
         """
-        self._clock.now_us = now_us
+        before_us, self._clock.now_us = self._clock.now_us, now_us
         due_us = None
         if isinstance(event, Turn):
             due_us = self._turn()
@@ -192,7 +192,7 @@ class Machine:
                 self._asked.begin_drain(event.deadline_us)
             else:
                 assert isinstance(event, Restarted)
-                self._restarted()
+                self._restarted(before_us)
         effects = self._effects.copy()
         self._effects.clear()
         if self._stirred:
@@ -309,13 +309,13 @@ class Machine:
         """Whether admission has stopped."""
         return self._asked.draining
 
-    def _restarted(self) -> None:
-        """Who was connected may come back; who cannot is gone."""
+    def _restarted(self, gone_us: int) -> None:
+        """Who was connected may come back; who cannot is gone. gone_us: the time of the last event before this one."""
         for client in self.sessions.restarted(set(self.clients)):
             self._client_gone(ClientGone(client))
         for client in sorted(self.clients):
             self._asked.client_away(client)
-        self._reports.restarted()
+        self._reports.restarted(gone_us)
         self._asked.end_drain()
 
     def _client_gone(self, event: ClientGone) -> None:

@@ -12,7 +12,7 @@ from kvforge.protocol.messages import ErrorInfo, Sampling
 
 CHARACTER_BYTES = 4
 NAME_BYTES = 128 * CHARACTER_BYTES
-END_BYTES = 300
+END_BYTES = 500
 LISTED_BYTES = 300 + 2 * NAME_BYTES  # of one request in a list: tenant and worker have names
 TENANT_BYTES = 300 + NAME_BYTES
 WORKER_BYTES = 3_000 + NAME_BYTES  # with what its memory is for

@@ -137,11 +137,25 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):
-    """Microseconds since submission, on the coordinator's monotonic clock; -1 where it never happened."""
+    """Microseconds since submission, on the coordinator's monotonic clock; -1 where it never happened.
+
+    From queue_us to recovering_us: how long it was in each phase; together they are its age (of a coordinator that does
+    not say: all 0). queue: until it started. prefill: until its first token. decode: while tokens came. preempted: from
+    each preemption to its next token, so with what was computed again. stalled: it held its place, and blocks were
+    missing. recovering: since its worker was lost, or the coordinator was, to its next token.
+    paused_us: how long its stream stood still because its client did not read, or was gone; beside the phases.
+    """
 
     first_scheduled_us: int = -1
     first_token_us: int = -1
     ended_us: int = -1
+    queue_us: int = 0
+    prefill_us: int = 0
+    decode_us: int = 0
+    preempted_us: int = 0
+    stalled_us: int = 0
+    recovering_us: int = 0
+    paused_us: int = 0
 
 
 class Goodbye(Message, frozen=True, tag="goodbye"):

@@ -196,11 +196,11 @@ def test_a_running_request_says_where_it_is_and_an_ended_one_how_it_ended(make_p
     assert (told.facts["worker"], told.facts["blocks"], told.facts["tokens_left_max"]) == ("w1", 3, 5)
     assert "6 tokens of its prompt are still to be computed" in told.sentences
     driver.run_until_idle()
-    assert driver.explain(request_id=request).sentences == ("it has ended (finished, reason length)",)
+    assert driver.explain(request_id=request).sentences[0] == "it has ended (finished, reason length)"
     worker.poison = {666}
     bad = driver.submit([666], max_tokens=1)
     driver.run_until_idle()
-    assert driver.explain(request_id=bad).sentences == ("it has ended (failed, reason failed): a poisoned token",)
+    assert driver.explain(request_id=bad).sentences[0] == "it has ended (failed, reason failed): a poisoned token"
 
 
 # --------------------------------------------------------------------------------------------- sequences and tenants

@@ -188,13 +188,14 @@ class RequestCommands:
             self._streams.hand_over(request.client, request.id)
         request.client, request.orphan_us = client, -1
         request.stream, request.paused = True, False
+        request.phases.resume(self._clock.now_us)
         self._streams.restart(client, request.id)
         if request.slot != NO_SLOT:
             self._admission.rows.reader[request.slot] = client
         self._endings.stream_from(request, offset)
         if request.ended:
             cut = max(0, offset - request.generated)
-            self._streams.add_end(client, ended(request, cut))
+            self._streams.add_end(client, ended(request, cut, self._clock.now_us))
 
     def client_full(self, client: int, lost: Stream) -> None:
         """The client takes nothing more: its requests that miss something now are paused, to be read by offset."""
@@ -202,9 +203,7 @@ class RequestCommands:
             request = self._requests.known(request_id)
             self._requests.streams_paused_total += 1
             if request is not None and request.client == client:
-                request.paused = True
-                if request.slot != NO_SLOT:
-                    self._admission.rows.reader[request.slot] = 0
+                self._pause(request)
 
     # ------------------------------------------------------------------------------------------------------------ end
 
@@ -235,10 +234,15 @@ class RequestCommands:
     def client_away(self, client: int) -> None:
         """Its connection is gone and may come back: then it asks for what it lacks of each of its requests."""
         for request in self._requests.of_client(client):
-            request.paused = True
-            if request.slot != NO_SLOT:
-                self._admission.rows.reader[request.slot] = 0
+            self._pause(request)
         self._streams.forget(client)
+
+    def _pause(self, request: Request) -> None:
+        """Nothing is streamed of it before it is asked for again."""
+        request.paused = True
+        request.phases.pause(self._clock.now_us)
+        if request.slot != NO_SLOT:
+            self._admission.rows.reader[request.slot] = 0
 
     def client_gone(self, client: int, goodbye: bool) -> None:
         """Its requests go with it: at once where it said goodbye, else when its lease is over; detached ones stay."""
@@ -248,6 +252,7 @@ class RequestCommands:
                 self._endings.end(request, "cancel", "cancelled", None)
                 continue
             request.client, request.paused = 0, False
+            request.phases.resume(self._clock.now_us)
             if request.slot != NO_SLOT:
                 self._admission.rows.reader[request.slot] = 0
             if not request.detached:
@@ -311,7 +316,7 @@ class RequestCommands:
             **msgspec.structs.asdict(self._row(request)),
             cached_tokens=request.cached_tokens,
             error=ErrorInfo.of(request.error) if request.error else None,
-            timings=request.timings(),
+            timings=request.timings(self._clock.now_us),
             priority=request.priority,
             preemptions=request.preemptions,
             detached=request.detached,

@@ -16,6 +16,7 @@ from ..commands.sequences import SequenceCommands
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..scheduling.admission import Admission
 from ..waits import SIBLING, Wait
+from .spent import duration, where_time_went
 from .statistics import live_tokens
 
 Facts = dict[str, Field]
@@ -61,7 +62,7 @@ class Explainer:
     def _block(self, tenant: str, block: int) -> Told:
         info = self._blocks.info(tenant, GetBlock(rid=0, block_id=block))
         sentences = [f"block {block} of worker {info.worker} is {info.state}, generation {info.generation}"]
-        sentences += [f"held by {one.name} for {_time(one.since_us)}" for one in info.holders]
+        sentences += [f"held by {one.name} for {duration(one.since_us)}" for one in info.holders]
         if info.refcount > len(info.holders):
             sentences.append(f"and by {info.refcount - len(info.holders)} more")
         if info.state == "cached":
@@ -84,7 +85,9 @@ class Explainer:
         facts: Facts = {"state": request.state, "age_us": self._clock.now_us - request.submitted_us}
         if request.ended:
             error = f": {request.error}" if request.error else ""
-            return subject, [f"it has ended ({request.state}, reason {request.reason}){error}"], facts
+            spent, details = where_time_went(request, self._clock.now_us)
+            ended = f"it has ended ({request.state}, reason {request.reason}){error}"
+            return subject, [ended, spent], facts | details
         if request.state == RUNNING:
             return self._running(seen, subject, request, facts)
         order = [waiting.id for waiting in self._admission.waiting]
@@ -101,7 +104,7 @@ class Explainer:
         if request.passed:
             facts["passed"] = request.passed
             sentences.append(f"{request.passed} later requests that found room have started before it")
-        since = f"it is {request.state} since {_time(self._clock.now_us - request.submitted_us)}"
+        since = f"it is {request.state} since {duration(self._clock.now_us - request.submitted_us)}"
         return subject, [f"{since}; {ahead}", *sentences], facts
 
     def _named(self, seen: int, request_id: int) -> str:
@@ -200,7 +203,7 @@ class Explainer:
         s, slot = self._cache.sequences, self._sequences.find(sequence_id)
         ids, ttl_us = s.blocks_of(slot), int(s.idle_ttl_us[slot])
         shared = int(np.count_nonzero(self._cache.blocks.refcount[ids] > 1))
-        used = f"last used {_time(info.idle_us)} ago"
+        used = f"last used {duration(info.idle_us)} ago"
         sentences = [f"{info.length} tokens, {info.computed_tokens} of them with KV, {used}"]
         if not info.resident:
             sentences.append(
@@ -211,7 +214,7 @@ class Explainer:
         if info.request_id:
             sentences.append(f"request {info.request_id} works on it")
         elif ttl_us:
-            sentences.append(f"it is removed in {_time(ttl_us - info.idle_us)} if nobody uses it")
+            sentences.append(f"it is removed in {duration(ttl_us - info.idle_us)} if nobody uses it")
         facts = _facts(info, "length", "computed_tokens", "blocks") | {"shared_blocks": shared}
         return f"sequence {sequence_id}", sentences, facts | _facts(info, "worker", "request_id", "resident")
 
@@ -242,10 +245,6 @@ class Explainer:
             "prefix_hit_tokens": hit,
         }
         return f"tenant {name}", sentences, facts
-
-
-def _time(duration_us: int) -> str:
-    return f"{duration_us / 1e6:.3g} s"
 
 
 def _facts(info: Message, *names: str) -> Facts:

@@ -23,6 +23,7 @@ from ..clock import Clock
 from ..limits import Bounds, microseconds
 from ..waits import SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey, IdempotencyKeys
+from .phases import Phases
 from .top_logprobs import TopRecord
 
 PENDING, RUNNING, PREEMPTED = "pending", "running", "preempted"
@@ -93,6 +94,7 @@ class Request:
     tokens: npt.NDArray[np.int32] = field(init=False)
     logprobs: npt.NDArray[np.float32] = field(init=False)
     tops: TopRecord | None = field(init=False)
+    phases: Phases = field(init=False)
     generated: int = 0
     cut: int = 0
     cached_tokens: int = 0
@@ -122,6 +124,7 @@ class Request:
         self.stream, self.detached, self.priority = message.stream, message.detached, message.priority
         self.sequence_id = message.sequence_id
         self.tokens, self.logprobs = NO_INT32, NO_FLOAT32
+        self.phases = Phases(self.submitted_us)
         self.tops = TopRecord(message.sampling.logprobs) if message.sampling.logprobs else None
 
     @property
@@ -154,8 +157,8 @@ class Request:
         tops = self.tops.bytes if self.tops is not None else 0
         return int(self.tokens.nbytes + self.logprobs.nbytes) + tops
 
-    def timings(self) -> Timings:
-        """Microseconds since submission of what has happened so far."""
+    def timings(self, now_us: int) -> Timings:
+        """Microseconds since submission of what has happened so far, and where they went."""
 
         def since(at_us: int) -> int:
             return at_us - self.submitted_us if at_us >= 0 else -1
@@ -164,6 +167,8 @@ class Request:
             first_scheduled_us=since(self.first_scheduled_us),
             first_token_us=since(self.first_token_us),
             ended_us=since(self.ended_us),
+            paused_us=self.phases.paused_by(now_us),
+            **{f"{phase}_us": spent for phase, spent in self.phases.by(now_us).items()},
         )
 
 
@@ -222,6 +227,7 @@ class RequestTable:
         del self.live[request.id]
         self._tenants.requests[request.tenant] -= 1
         request.ended_us = self._clock.now_us
+        request.phases.end(request.ended_us)
         request.hashes, request.prompt, request.sampling = None, NO_INT32, NO_SAMPLING
         if request.siblings:
             request.siblings.remove(request)
@@ -277,4 +283,8 @@ class RequestTable:
         self.keys.check_invariants([request.key for request in known if request.key is not None])
         for request in self.live.values():
             assert not request.siblings or request in request.siblings, "a request is not among its siblings"
+        for request in known:
+            until_us = request.ended_us if request.ended else self._clock.now_us
+            spent = request.phases.by(until_us).values()
+            assert sum(spent) == until_us - request.submitted_us and min(spent) >= 0, "its phases are not its age"
         assert all((request.slot != NO_SLOT) == (request.state == RUNNING) for request in self.live.values()), "slots"

@@ -43,6 +43,7 @@ class Admission:
     def enqueue(self, request: Request) -> None:
         """A new request waits: for its turn, or for the first of its siblings to compute the prompt."""
         self.waits.stirred = True
+        request.phases.queued_for = self._why_untried()
         if self.waits_for_sibling(request):
             self.waiting.park(request)
             self._await_sibling(request)
@@ -53,6 +54,13 @@ class Admission:
             group = self._cache.groups.get(int(s.pool[s.find(request.sequence_id)]))
             if group is not None:
                 self.waits.wake(blocks_of(group.epoch))
+
+    def _why_untried(self) -> str:
+        """The limit that keeps all requests from being tried, as explain names it; "" where they are."""
+        groups = self._cache.groups.values()
+        if not groups:
+            return "workers"
+        return "" if any(self.choice.takes_rows(group) for group in groups) else "step_rows_max"
 
     def requeue(self, request: Request) -> None:
         """A running request gives up its slot and waits again."""
@@ -99,6 +107,7 @@ class Admission:
 
     def _await_sibling(self, request: Request) -> None:
         first = request.siblings[0].id
+        request.phases.queued_for = SIBLING
         self.waits.put(request, Wait(SIBLING, (prompt_of(first),), other=first))
 
     def look_at_suspect(self, group: Group) -> None:
@@ -146,6 +155,8 @@ class Admission:
                     self._passes(request, blocked)
                     return request, found
                 self.waits.put(request, found)
+                if not request.admitted_order:
+                    request.phases.queued_for = found.limit
             blocked.append(request)
             if request.at_ceiling:
                 at_ceiling.add(request.tenant)
@@ -221,6 +232,7 @@ class Admission:
         request.slot, request.worker, request.hashes = slot, group.name, None
         request.passed = request.kept_epoch = 0
         request.move("schedule")
+        request.phases.start(self._clock.now_us)
         s.request[slot] = request.id
         s.running[slot] = True
         group.row_came()
@@ -263,7 +275,7 @@ class Admission:
         request.slot = NO_SLOT
         s.running[slot] = False
         request.wait = None
-        self.rows.run[slot] = 0
+        self.rows.leave(slot)
         s.request[slot] = 0
         if group is not None:
             group.row_left()
@@ -320,6 +332,8 @@ class Admission:
                 "one that waits for a sibling is in the queue, or another is not"
             )
             assert not parked or self.waits_for_sibling(request), "a sibling waits for a prompt that is known"
+        fresh = np.flatnonzero(rows.fresh).tolist()
+        assert len(fresh) == rows.fresh_count and running.keys() >= set(fresh), "the count of fresh rows"
         for slot, request in running.items():
             assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a place"
             assert s.length[slot] + s.pending[slot] <= rows.limit[slot], "more tokens planned than asked for"

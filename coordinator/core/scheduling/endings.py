@@ -61,7 +61,7 @@ class Endings:
             return  # its client is told when it reads again, and asks for what it lacks
         if not request.stream:
             self.stream_from(request, 0)
-        self._streams.add_end(request.client, ended(request, cut if request.stream else 0))
+        self._streams.add_end(request.client, ended(request, cut if request.stream else 0, request.ended_us))
 
     def stream_from(self, request: Request, offset: int) -> None:
         """Streams to the request's client what it has generated from `offset` on."""
@@ -70,7 +70,7 @@ class Endings:
         self._streams.add_tokens(request.client, request.id, offset, tokens, logprobs, tops)
 
 
-def ended(request: Request, cut: int) -> Ended:
+def ended(request: Request, cut: int, now_us: int) -> Ended:
     """What is told of the end of a request. cut: how many tokens that were streamed do not count."""
     return Ended(
         request_id=request.id,
@@ -78,7 +78,7 @@ def ended(request: Request, cut: int) -> Ended:
         generated_tokens=request.generated,
         prompt_tokens=request.prompt_tokens,
         cached_tokens=request.cached_tokens,
-        timings=request.timings(),
+        timings=request.timings(now_us),
         error=ErrorInfo.of(request.error) if request.error is not None else None,
         cut_tokens=cut,
     )
@@ -86,7 +86,7 @@ def ended(request: Request, cut: int) -> Ended:
 
 def _entry(request: Request) -> Log:
     """What the operator is told of the end of a request: counts, names and times; never a token of it."""
-    t = request.timings()
+    t = request.timings(request.ended_us)
     fields: dict[str, Field] = {
         "id": request.id,
         "tenant": request.tenant_name,

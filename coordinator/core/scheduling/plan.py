@@ -265,7 +265,9 @@ class Scheduler:
                         self._stop(group, slot, error, self._cache.needed(slot, int(start[0]), end, length))
                         return False
                     victim = slot  # alone, and it shares: it starts again on blocks of its own
-                self._admission.requeue(self._requests.live[int(s.request[victim])])
+                request = self._requests.live[int(s.request[victim])]
+                request.phases.preempt(self._clock.now_us)
+                self._admission.requeue(request)
                 continue
             return True
         return False
@@ -276,12 +278,14 @@ class Scheduler:
         """The row stands still: nobody is preempted for it."""
         request = self._requests.live[int(self._cache.sequences.request[slot])]
         request.wait = lack(group, error, needed)
+        request.phases.stall(self._clock.now_us)
         group.stopped.append(request.id)
 
     def _try_stopped(self, group: Group) -> None:
         """The rows that stood still are planned like all others."""
         for request in self._stopped(group):
             request.wait = None
+            request.phases.unstall(self._clock.now_us)
         group.stopped.clear()
 
     def _stopped(self, group: Group) -> list[Request]:

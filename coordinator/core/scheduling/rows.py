@@ -13,7 +13,10 @@ EOS_TOKENS_MAX = 16
 
 
 class RunningRows:
-    """Struct-of-arrays indexed by slot. reader: the client to which its tokens are streamed, 0 where none is."""
+    """Struct-of-arrays indexed by slot. reader: the client to which its tokens are streamed, 0 where none is.
+
+    fresh: has no token of this run yet; fresh_count: how many are so, mostly none.
+    """
 
     def __init__(self, bounds: Bounds) -> None:
         slots = bounds.sequences_max
@@ -23,6 +26,8 @@ class RunningRows:
         self.run = np.zeros(slots, np.int64)
         self.reader = np.zeros(slots, np.int64)
         self.tops = np.zeros(slots, np.bool_)
+        self.fresh = np.zeros(slots, np.bool_)
+        self.fresh_count = 0
         self.stops = np.full((slots, bounds.stop_tokens_max + EOS_TOKENS_MAX), -1, np.int32)
         self._runs = self._stops_most = 0
 
@@ -35,10 +40,21 @@ class RunningRows:
         self.order[slot] = request.admitted_order
         self.reader[slot] = request.client if request.stream and not request.paused else 0
         self.tops[slot] = request.tops is not None
+        self.set_fresh(slot, True)
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
         self.stops[slot] = -1
         self.stops[slot, : len(stops)] = stops
         self._stops_most = max(self._stops_most, len(stops))
+
+    def leave(self, slot: int) -> None:
+        """The request gives up the slot."""
+        self.run[slot] = 0
+        self.set_fresh(slot, False)
+
+    def set_fresh(self, slot: int, fresh: bool) -> None:
+        """Whether the next token of the row is the first of its run."""
+        self.fresh_count += fresh - int(self.fresh[slot])
+        self.fresh[slot] = fresh
 
     def stopped(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
         """Which of [n] tokens is a stop token of its row; None where no row has any."""

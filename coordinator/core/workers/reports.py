@@ -28,7 +28,7 @@ from ..commands import validate
 from ..commands.requests import RequestCommands
 from ..events import DropWorker, Effect, FromWorker, Log, ReplaceWorker, ToWorker
 from ..limits import microseconds
-from ..requests.lifecycle import Request, RequestTable
+from ..requests.lifecycle import NO_SLOT, Request, RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.endings import Endings
 from .results import StepResults
@@ -152,8 +152,15 @@ class WorkerReports:
         self.ended.pop(message.name, None)
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
 
-    def restarted(self) -> None:
-        """No worker is connected any more. Those that hold a pool may come back with all that is in it."""
+    def restarted(self, gone_us: int) -> None:
+        """No worker is connected any more. Those that hold a pool may come back with all that is in it.
+
+        gone_us: since when there was no coordinator.
+        """
+        for request in self._requests.live.values():
+            request.phases.restart(request.slot != NO_SLOT, gone_us, self._clock.now_us)
+            if request.slot != NO_SLOT:
+                self._admission.rows.set_fresh(request.slot, True)
         for worker in list(self.workers.values()):
             if worker.group is None:
                 self.gone(worker.number, False)
@@ -240,6 +247,7 @@ class WorkerReports:
         self._cache.drop_group(group)
         for request in sorted(running, key=lambda r: -r.admitted_order):
             suspected = request.slot in suspects
+            request.phases.lose_worker(self._clock.now_us)
             self._admission.requeue(request)
             if suspected:
                 self._count_crash(request, worker.name)

@@ -60,6 +60,16 @@ class StepResults:
             request = self._requests.live[int(s.request[slot])]
             self._endings.end(request, "fail", "failed", errors[slot])
 
+    def _first_token(self, slot: int) -> None:
+        """The row has a token: the first of its run, and perhaps of its request."""
+        self._admission.rows.set_fresh(slot, False)
+        request = self._requests.live[int(self._cache.sequences.request[slot])]
+        request.phases.token(self._clock.now_us)
+        if request.first_token_us < 0:
+            request.first_token_us = self._clock.now_us
+            if request.siblings:
+                self._admission.prompt_is_known(request)
+
     def _finish(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> None:
         """Ends the requests whose newest token is a stop token, or the last one they asked for."""
         s, running = self._cache.sequences, self._admission.rows
@@ -127,12 +137,8 @@ class StepResults:
         s.logprobs[rows, at] = logprobs
         s.pending[rows] -= 1
         offsets = at - running.base[rows]
-        first = offsets == 0
-        for slot in rows[first].tolist() if np.count_nonzero(first) else ():
-            request = self._requests.live[int(s.request[slot])]
-            request.first_token_us = self._clock.now_us
-            if request.siblings:
-                self._admission.prompt_is_known(request)
+        for slot in rows[running.fresh[rows]].tolist() if running.fresh_count else ():
+            self._first_token(slot)
         self._requests.generated_tokens_total += rows.size
         if tenant >= 0:
             self._admission.waiting.charge(tenant, rows.size)

@@ -1,0 +1,55 @@
+"""Where the time of a request went, in a sentence."""
+
+from __future__ import annotations
+
+from kvforge.protocol.errors import Field
+
+from ..requests.lifecycle import Request
+from ..waits import SIBLING, TENANT_CEILING
+
+QUEUED_FOR = {
+    "": "its turn",
+    "workers": "a worker",
+    "away": "a worker to come back",
+    "sequences_max": "a sequence slot",
+    "step_rows_max": "a row",
+    "step": "a step that still read its sequence",
+    "kept": "requests before it that room was kept for",
+    "alone": "a request that runs alone",
+    "blocks": "free blocks",
+    TENANT_CEILING: "room below its tenant's ceiling",
+    SIBLING: "the request that computed its prompt",
+}
+
+
+def where_time_went(request: Request, now_us: int) -> tuple[str, dict[str, Field]]:
+    """(sentence, facts). now_us: what goes on counts up to then."""
+    phases = request.phases
+    spent = phases.by(now_us)
+    ways = {
+        "queue": "waited {} in the queue for " + QUEUED_FOR[phases.queued_for],
+        "prefill": "{} prefill",
+        "preempted": f"preempted {_times(phases.preemptions)} for {{}} in all",
+        "stalled": "stood still for {} for want of blocks",
+        "recovering": f"recovered {_times(phases.recoveries)} for {{}} in all"
+        if phases.recoveries
+        else "waited {} while there was no coordinator",
+        "decode": "{} decoding",
+    }
+    parts = [way.format(duration(spent[phase])) for phase, way in ways.items() if spent[phase]]
+    sentence = f"{duration(sum(spent.values()))} in all" + (f": {', '.join(parts)}" if parts else "")
+    paused_us = phases.paused_by(now_us)
+    if paused_us:
+        sentence += f"; its stream was paused for {duration(paused_us)}"
+    facts: dict[str, Field] = {f"{phase}_us": phase_us for phase, phase_us in spent.items()}
+    facts |= {"paused_us": paused_us, "preemptions": phases.preemptions, "recoveries": phases.recoveries}
+    return sentence, facts | {"queued_for": phases.queued_for}
+
+
+def duration(us: int) -> str:
+    """Microseconds as people read them."""
+    return f"{us / 1e6:.3g} s"
+
+
+def _times(count: int) -> str:
+    return {1: "once", 2: "twice"}.get(count, f"{count} times")
