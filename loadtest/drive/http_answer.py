@@ -1,0 +1,181 @@
+"""One answer as it arrives, in pieces of any size: what it means for the request's outcome. No input or output here.
+
+Kept here: an answer ends once, and what it holds is bounded, whatever the server sends.
+"""
+
+from __future__ import annotations
+
+from typing import Final
+
+import msgspec
+
+from kvforge.protocol.errors import ProtocolError
+
+from .http_wire import DONE, MESSAGE_CHARS_MAX, Event, Usage, encode, event, said
+from .outcome import FAILED, FINISHED, REFUSED, Outcome
+
+LINE_BYTES_MAX = 8 << 20  # a server that was asked for token ids repeats the prompt in one line
+ERROR_BYTES_MAX = 64 << 10
+# Events beyond the tokens that were asked for: some servers send one before the first or after the last.
+EVENTS_SPARE = 64
+LOST: Final = "connection_lost"
+OK = 200
+REFUSALS = (429, 503)
+LENGTH = "length"
+
+
+class Answer:
+    """Reads into `outcome`, times less `start`. end: its state, code and message; None while it lasts. done: the
+    server said that this was all.
+
+    whole: fewer tokens than asked for are a failure (the server was told to ignore the model's end).
+    """
+
+    __slots__ = ("_counted", "_last_s", "_outcome", "_reason", "_rest", "_start", "_status", "_whole", "done", "end")
+
+    def __init__(self, outcome: Outcome, start: float, *, whole: bool) -> None:
+        self._outcome, self._start, self._whole = outcome, start, whole
+        self.end: tuple[str, str, str] | None = None
+        self.done = False
+        self._status = 0
+        self._rest = bytearray()  # of a line that is not whole
+        self._reason = ""
+        self._counted: Usage | None = None
+        self._last_s = -1.0
+
+    def head(self, status: int, now: float) -> None:
+        """The headers have come."""
+        self._status = status
+        if status == OK:
+            self._outcome.accepted_s = now - self._start
+
+    def body(self, data: bytes, now: float) -> None:
+        """More of the body has come."""
+        if self.end is not None:
+            return
+        rest = self._rest
+        if self._status != OK:
+            rest += data[: ERROR_BYTES_MAX - len(rest)]
+            return
+        if rest:
+            if b"\n" not in data:
+                rest += data
+                self._check_line()
+                return
+            data = bytes(rest) + data
+            rest.clear()
+        lines = data.split(b"\n")
+        if tail := lines.pop():
+            rest += tail
+        now -= self._start
+        for line in lines:
+            if line.startswith(b"data:") and not self._goes_on(line, now):
+                return
+        self._check_line()
+
+    def complete(self, now: float) -> None:
+        """The body is whole: nothing follows."""
+        if self.end is not None:
+            return
+        rest = bytes(self._rest)
+        if self._status != OK:
+            code, message = said(rest, self._status)
+            state = REFUSED if self._status in REFUSALS else FAILED
+            self.end = state, code, message or f"HTTP status {self._status}"
+            return
+        if rest.startswith(b"data:"):
+            self._goes_on(rest, now - self._start)
+        if self.end is None:
+            if self._reason:
+                self._finish()
+            else:
+                found = f"; it ends with {rest[:80].decode(errors='replace')!r}" if rest else ""
+                self._failed(f"the answer ended without a reason and without {DONE.decode()}{found}")
+
+    def lost(self, why: str, now: float) -> None:
+        """The connection broke, or what came on it is no HTTP."""
+        if self.end is None:
+            if self._status >= 400:  # an error's body may end with the connection
+                self.complete(now)
+            else:
+                self.end = FAILED, LOST, why
+
+    def _check_line(self) -> None:
+        if len(self._rest) > LINE_BYTES_MAX:
+            self._failed(f"a line of more than {LINE_BYTES_MAX} bytes")
+
+    def _goes_on(self, line: bytes, now: float) -> bool:
+        """Takes one event; False when it was the last."""
+        if len(line) < 16 and line[5:].strip() == DONE:
+            self.done = True
+            self._finish()
+            return False
+        try:
+            came = event(line[5:])
+        except (msgspec.MsgspecError, UnicodeError) as error:
+            self._failed(f"an event that cannot be read ({error}): {line[:80].decode(errors='replace')!r}")
+            return False
+        if came.error is not None:
+            code, message = said(encode({"error": came.error}))
+            self.end = FAILED, code, message
+            return False
+        return self._counts(came, now)
+
+    def _counts(self, came: Event, now: float) -> bool:
+        stamps = self._outcome.tokens_s
+        for choice in came.choices:
+            self._last_s = now
+            tokens = choice.tokens
+            if tokens == 1:
+                stamps.append(now)
+            elif tokens:
+                stamps.extend([now] * tokens)
+            if choice.token_ids is not None:
+                try:
+                    self._outcome.tokens.extend(choice.token_ids)
+                except OverflowError:
+                    self._failed("a token id that is no 32-bit number")
+                    return False
+            if choice.finish_reason is not None:
+                self._reason = choice.finish_reason[:MESSAGE_CHARS_MAX] or "stop"
+        if (usage := came.usage) is not None:
+            self._counted = usage
+            if self._last_s < 0:
+                self._last_s = now
+            if came.choices:  # a server that counts in each event: these tokens came with this one
+                self._stamp_up_to(usage.completion_tokens or 0)
+        if len(stamps) > self._outcome.asked_tokens + EVENTS_SPARE:
+            self._failed(f"more than the {self._outcome.asked_tokens} tokens that were asked for")
+            return False
+        return True
+
+    def _stamp_up_to(self, count: int) -> None:
+        missing = min(count, self._outcome.asked_tokens) - len(self._outcome.tokens_s)
+        if missing > 0:
+            self._outcome.tokens_s.extend([self._last_s] * missing)
+
+    def _finish(self) -> None:
+        outcome, stamps, usage = self._outcome, self._outcome.tokens_s, self._counted
+        reason = self._reason or "no_reason"
+        if usage is None:
+            # Events are all that can be counted: several tokens may have come in one.
+            note = "the server sent no usage: events were counted"
+            enough = reason == LENGTH or len(stamps) == outcome.asked_tokens or not self._whole
+            self.end = (FINISHED, "", note) if enough else (FAILED, reason, note)
+            return
+        count = usage.completion_tokens or 0
+        outcome.prompt_tokens = usage.prompt_tokens or outcome.prompt_tokens
+        if (details := usage.prompt_tokens_details) is not None:
+            outcome.cached_tokens = details.cached_tokens or 0
+        if count > outcome.asked_tokens:
+            self._failed(f"{count} tokens were generated, {outcome.asked_tokens} were asked for")
+            return
+        self._stamp_up_to(count)
+        del stamps[count:]
+        if count == outcome.asked_tokens:
+            self.end = FINISHED, "", ""
+        else:
+            self.end = FAILED if self._whole else FINISHED, reason, f"{count} tokens of {outcome.asked_tokens}"
+
+    def _failed(self, message: str) -> None:
+        self.end = FAILED, ProtocolError.code, message
