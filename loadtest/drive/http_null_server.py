@@ -1,9 +1,9 @@
 """A server that speaks OpenAI's API and does nothing else, so that what is measured against it is the client.
 
-    python -m loadtest.drive.http_null_server [--port 0] [--model null] [--tokens-per-s R] [--first-ms T]
+    python -m loadtest.drive.http_null_server [--port 0] [--model null] [--pace TOKENS_PER_S] [--first-ms T]
 
-It prints its address when it serves. Every answer has as many tokens as were asked for: at once, or --tokens-per-s of
-each stream, the first after --first-ms.
+It prints `listening URL` when it serves. Every answer has as many tokens as were asked for: at once, or so many a
+second of each stream, the first after --first-ms.
 """
 
 from __future__ import annotations
@@ -223,9 +223,9 @@ def null_server(*options: str) -> Iterator[str]:
     process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
     try:
         assert process.stdout is not None
-        if not (url := process.stdout.readline().strip()):
+        if not (said := process.stdout.readline().split()):
             raise Unavailable(f"the null server ended with status {process.wait(READY_S)}")
-        yield url
+        yield said[1]
     finally:
         process.terminate()
         process.wait(READY_S)
@@ -234,10 +234,10 @@ def null_server(*options: str) -> Iterator[str]:
 
 
 async def _run(options: argparse.Namespace) -> None:
-    pace = Pace(options.tokens_per_s, options.first_ms / 1e3)
+    pace = Pace(options.pace, options.first_ms / 1e3)
     server = await serve(options.host, options.port, options.model, pace)
     port = server.sockets[0].getsockname()[1]
-    print(f"http://{options.host}:{port}/v1", flush=True)
+    print(f"listening http://{options.host}:{port}/v1", flush=True)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -252,7 +252,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--host", default="127.0.0.1", help="to listen at [127.0.0.1]")
     add("--port", type=int, default=0, help="[0: a free one]")
     add("--model", default="null", help="what /v1/models says [null]")
-    add("--tokens-per-s", type=float, default=0.0, metavar="R", help="of each stream [0: all at once]")
+    add("--pace", type=float, default=0.0, metavar="TOKENS_PER_S", help="of each stream [0: all at once]")
     add("--first-ms", type=float, default=0.0, metavar="T", help="until the first token [0]")
     options = top.parse_args(argv)
     run = asyncio.run

@@ -370,7 +370,7 @@ def test_the_null_server_at_once_and_at_a_pace(run: Run) -> None:
 
     with null_server() as url:
         run(lambda: at_once(url))
-    with null_server("--tokens-per-s", "500", "--first-ms", "10") as url:
+    with null_server("--pace", "500", "--first-ms", "10") as url:
         run(lambda: at_a_pace(url))
 
 
