@@ -18,8 +18,9 @@ intended arrival; null: nothing to say.
     server      totals, preemptions, recomputed_share, steps    (`server.counters`)
     prefix      said_by, queried_tokens, hit_tokens, share, infinite {prompt_tokens, hit_tokens, share}
     occupancy   columns, samples, pending, running and each state of blocks: {mean, max}
+    why         {all, p90, p99}: in which phases the time went, of all and of the slowest    (`tail.breakdown`)
     tail        the slowest requests: [{request_id, session, turn, tenant, kind, due_s, latency_ms, sentence,
-                segments [{state, from_s, to_s}]}]
+                phases_ms, segments [{state, from_s, to_s}]}]    (`tail.slowest`)
     chaos       what faults did: {kept, sentences, ...}
 """
 
@@ -41,6 +42,7 @@ from .requests import Requests
 from .series import TIMES, series
 from .server import counters, occupancy, prefix
 from .span import Span, measured_span
+from .tail import breakdown
 from .verdict import verdict
 from .windows import windows
 
@@ -76,7 +78,8 @@ def document(measured: Measured, context: Context) -> Document:
     span = measured_span(measured.outcomes, context.warmup_s, measured.wall_s)
     requests = Requests.of(measured.outcomes)
     whole = group(requests, span, context.objective)
-    times = latencies(requests.due_within(span))
+    due = requests.due_within(span)
+    times = latencies(due)
     return {
         "format": FORMAT,
         "title": TITLE,
@@ -104,6 +107,7 @@ def document(measured: Measured, context: Context) -> Document:
         "server": counters(measured.before, measured.after),
         "prefix": prefix(measured, context.infinite),
         "occupancy": occupancy(measured.samples, span),
+        "why": breakdown(due.outcomes),
         "tail": [dict(request) for request in context.tail],
         "chaos": dict(context.chaos) if context.chaos is not None else None,
     }

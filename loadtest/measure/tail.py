@@ -1,0 +1,178 @@
+"""Why some requests were slow: what the coordinator says of the slowest, and in which phase the time of the tail went.
+
+Kept here: the phases of a request add up to its latency from the intended arrival, so nothing of it is unexplained.
+Those before and after the coordinator's own are told by our clock, its own by the coordinator's.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Sequence
+from time import monotonic
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.messages import Explanation, Timings
+
+from ..drive.outcome import FINISHED, INTERRUPTED, UNSENT, Outcome
+from .group import Document
+
+Floats = npt.NDArray[np.float64]
+# driver: from the intended arrival until it was sent. served: all that a server took which does not say for what.
+# delivery: the way to the coordinator and back, a pause of the stream included. The others: `messages.Timings`.
+DRIVER, SERVED, DELIVERY = "driver", "served", "delivery"
+BEFORE, BETWEEN = ("queue", "prefill"), ("preempted", "stalled", "recovering")
+PHASES = (DRIVER, *BEFORE, *BETWEEN, "decode", SERVED, DELIVERY)
+COUNT = 10
+NAMES_MAX = 100
+ASK_S = 5.0
+PERCENTILES = (90, 99)
+
+
+class Explains(Protocol):
+    """A `kvforge.AsyncClient`."""
+
+    async def explain(self, *, request: int, timeout_s: float) -> Explanation:
+        """Raises KvforgeError."""
+        ...
+
+
+async def slowest(client: Explains | None, outcomes: Sequence[Outcome], count: int = COUNT) -> list[Document]:
+    """The `count` requests that took longest, those that failed or ran out of time too, the slowest first.
+
+    Each as `measure.document` has it, with its phases_ms, and the sentence that the coordinator has for it: asked for
+    within 5 s in all, "" of one that it has forgotten or that never had an id. client: None for a server that cannot
+    be asked.
+    """
+    tried = [outcome for outcome in outcomes if outcome.state not in (UNSENT, INTERRUPTED) and outcome.ended_s >= 0]
+    chosen = sorted(tried, key=_latency_s, reverse=True)[:count]
+    until = monotonic() + ASK_S
+    said = await asyncio.gather(*(_sentence(client, outcome.request_id, until) for outcome in chosen))
+    return [_told(outcome, sentence) for outcome, sentence in zip(chosen, said, strict=True)]
+
+
+def breakdown(outcomes: Sequence[Outcome]) -> Document:
+    """In which phases the time of those that finished went: {"all", "p90", "p99"} of those at or above that latency.
+
+    Of each: {requests, at_least_ms, mean_ms, share: {phase: 0 to 1}, tenants: {name: {requests, mean_ms, share}},
+    kinds: likewise}; share: the mean over the requests, each counted alike. Tenants and kinds: the 100 with most
+    requests, none where all are of one. Empty where none finished.
+    """
+    finished = [outcome for outcome in outcomes if outcome.state == FINISHED]
+    if not finished:
+        return {}
+    latencies = np.array([_latency_s(outcome) for outcome in finished])
+    spent = np.array([list(phases_s(outcome).values()) for outcome in finished])
+    every = np.ones(latencies.size, np.bool_)
+    found = {"all": every}
+    found |= {f"p{p}": latencies >= np.percentile(latencies, p, method="higher") for p in PERCENTILES}
+    tenants = np.array([outcome.tenant for outcome in finished])
+    kinds = np.array([outcome.kind for outcome in finished])
+    return {
+        name: {
+            **_part(latencies[mask], spent[mask]),
+            "at_least_ms": float(latencies[mask].min()) * 1e3,
+            "tenants": _by(tenants, latencies, spent, mask),
+            "kinds": _by(kinds, latencies, spent, mask),
+        }
+        for name, mask in found.items()
+    }
+
+
+def phases_s(outcome: Outcome) -> dict[str, float]:
+    """Seconds by phase, in the order of PHASES; together from its intended arrival to its end."""
+    found = dict.fromkeys(PHASES, 0.0)
+    sent_s = outcome.sent_s if outcome.sent_s >= 0 else outcome.ended_s
+    found[DRIVER] = max(0.0, sent_s - outcome.due_s)
+    left_s = max(0.0, outcome.ended_s - max(sent_s, outcome.due_s))
+    served = {phase: _phase_us(outcome.timings, phase) / 1e6 for phase in (*BEFORE, *BETWEEN, "decode")}
+    if outcome.timings.ended_us < 0 or not sum(served.values()):
+        return found | {SERVED: left_s}
+    found |= served
+    # Two clocks: what the coordinator counts may be a little more than what was seen here of it.
+    too_much = sum(served.values()) / left_s if left_s else 0.0
+    if too_much > 1:
+        found |= {phase: seconds / too_much for phase, seconds in served.items()}
+    found[DELIVERY] = max(0.0, left_s - sum(served.values()))
+    return found
+
+
+def _phase_us(timings: Timings, phase: str) -> int:
+    return int(getattr(timings, f"{phase}_us"))
+
+
+def _latency_s(outcome: Outcome) -> float:
+    return outcome.ended_s - outcome.due_s
+
+
+async def _sentence(client: Explains | None, request_id: int, until: float) -> str:
+    """What explain says, in one line."""
+    left_s = until - monotonic()
+    if client is None or request_id <= 0 or left_s <= 0:
+        return ""
+    try:
+        told = await asyncio.wait_for(client.explain(request=request_id, timeout_s=left_s), left_s)
+    except (KvforgeError, TimeoutError):
+        return ""  # forgotten, or nobody there any more: the times are known all the same
+    return "; ".join(told.sentences)
+
+
+def _told(outcome: Outcome, sentence: str) -> Document:
+    spent = phases_s(outcome)
+    return {
+        "request_id": outcome.request_id,
+        "session": outcome.session,
+        "turn": outcome.turn,
+        "tenant": outcome.tenant,
+        "kind": outcome.kind,
+        "state": outcome.state,
+        "due_s": outcome.due_s,
+        "latency_ms": _latency_s(outcome) * 1e3,
+        "sentence": sentence or outcome.message,
+        "phases_ms": {phase: seconds * 1e3 for phase, seconds in spent.items() if seconds},
+        "segments": _segments(outcome, spent),
+    }
+
+
+def _segments(outcome: Outcome, spent: dict[str, float]) -> list[Document]:
+    """Its phases one after the other, each once. What held it up while it decoded is put where its longest wait for a
+    token was: how long is known, when only so far as that."""
+    gaps = np.diff(np.array(outcome.tokens_s))
+    decoded_s = float(gaps[: int(np.argmax(gaps))].sum()) if gaps.size else 0.0
+    first_s = min(decoded_s, spent["decode"])
+    order: list[tuple[str, float]] = [(DRIVER, spent[DRIVER]), *((phase, spent[phase]) for phase in BEFORE)]
+    held: list[tuple[str, float]] = [(phase, spent[phase]) for phase in BETWEEN if spent[phase] > 0]
+    if held:
+        order += [("decode", first_s), *held, ("decode", spent["decode"] - first_s)]
+    else:
+        order.append(("decode", spent["decode"]))
+    order += [(SERVED, spent[SERVED]), (DELIVERY, spent[DELIVERY])]
+    segments, at_s = [], outcome.due_s
+    for state, seconds in order:
+        if seconds > 0:
+            segments.append({"state": state, "from_s": at_s, "to_s": at_s + seconds})
+            at_s += seconds
+    return segments
+
+
+def _part(latencies: Floats, spent: Floats) -> Document:
+    """latencies: [requests] seconds; spent: [requests, phases] seconds."""
+    share = (spent / np.maximum(latencies, 1e-9)[:, None]).mean(axis=0)
+    return {
+        "requests": int(latencies.size),
+        "mean_ms": float(latencies.mean()) * 1e3,
+        "share": dict(zip(PHASES, share.tolist(), strict=True)),
+    }
+
+
+def _by(names: npt.NDArray[np.str_], latencies: Floats, spent: Floats, mask: npt.NDArray[np.bool_]) -> Document:
+    """The same by name, of those in the mask."""
+    known, counts = np.unique(names[mask], return_counts=True)
+    if len(np.unique(names)) < 2:
+        return {}
+    most = sorted(known[np.argsort(-counts, kind="stable")][:NAMES_MAX].tolist())
+    masks = {name: mask & (names == name) for name in most}
+    return {name: _part(latencies[own], spent[own]) for name, own in masks.items()}
