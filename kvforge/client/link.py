@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable
+from time import monotonic
 
 import zmq
 from zmq.utils.monitor import parse_monitor_message
@@ -21,7 +22,9 @@ from .awaited import Watched
 from .dialler import Dialler
 from .session import Session
 
+# What is taken in at once, before others get their turn.
 MESSAGES_PER_PUMP_MAX = 256
+PUMP_S_MAX = 0.0005
 GOODBYE_LINGER_MS = 200
 HEARD_OF = zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.HANDSHAKE_SUCCEEDED | network.REFUSED
 
@@ -194,6 +197,7 @@ class Link(Watched):
         return found
 
     def _drain(self) -> bool:
+        end = monotonic() + PUMP_S_MAX
         for _ in range(MESSAGES_PER_PUMP_MAX):
             if self.socket is None or (frames := _receive(self.socket)) is None:
                 return False
@@ -204,6 +208,8 @@ class Link(Watched):
                 self.fail(ProtocolError(f"{where} ({error}); is it a kvforge of another version?"))
                 return False
             self.tell(replies)
+            if monotonic() >= end:
+                break
         return True
 
 

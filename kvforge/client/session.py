@@ -301,25 +301,26 @@ class Session:
         if len(lengths) > 1:
             raise ProtocolError(f"stream: its columns have different lengths {sorted(lengths)}")
         broken: list[Message] = []
+        tracks_of, due_of, anew_of = self._tracks, self._due, self._anew
         rows = zip(*(column.tolist() for column in columns), _tops(message), strict=True)
         for request_id, offset, token_id, logprob, top in rows:
-            if (due := self._due.get(request_id)) is not None:
+            if due_of and (due := due_of.get(request_id)) is not None:
                 if offset != due:
                     continue
-                del self._due[request_id]
-            if self._anew.get(request_id) == offset:
-                self._anew[request_id] = offset + 1
+                del due_of[request_id]
+            if anew_of and anew_of.get(request_id) == offset:
+                anew_of[request_id] = offset + 1
             # Without a track it is no longer ours: we gave up on it, or found it broken.
-            for track in self._tracks.get(request_id, ()):
-                if 0 <= offset < track.reach:  # a row that came twice
-                    continue
-                if offset != track.reach:
-                    broken += self._break(track, f"token {track.reach} was due and token {offset} came")
-                    continue
-                track.tokens.append(token_id)
-                track.logprobs.append(logprob)
-                track.tops.append(top)
-                touched[track] = None
+            for track in tracks_of.get(request_id, ()):
+                tokens = track.tokens
+                reach = track.start + len(tokens)
+                if offset == reach:
+                    tokens.append(token_id)
+                    track.logprobs.append(logprob)
+                    track.tops.append(top)
+                    touched[track] = None
+                elif not 0 <= offset < reach:  # not a row that came twice
+                    broken += self._break(track, f"token {reach} was due and token {offset} came")
         return broken
 
     def _break(self, track: Track, problem: str) -> list[Message]:

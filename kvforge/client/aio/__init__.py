@@ -12,5 +12,6 @@ docstring, a paragraph that begins with "In asyncio:" is for this side alone.
 
 from .client import AsyncClient
 from .requests import AsyncRequest, AsyncTextRequest
+from .streams import AsyncStream, AsyncStreams
 
-__all__ = ["AsyncClient", "AsyncRequest", "AsyncTextRequest"]
+__all__ = ["AsyncClient", "AsyncRequest", "AsyncStream", "AsyncStreams", "AsyncTextRequest"]
