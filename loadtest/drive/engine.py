@@ -1,0 +1,284 @@
+"""The loop of one driver process: sends what is due when it is due, whatever the server does.
+
+Nothing here waits and nothing is a task: a heap of times with one precise timer (`clock`), and functions that the
+target calls. Kept here: a session's turns follow each other; every turn that was due has one `Outcome`, and so has
+each other turn of a session that began (UNSENT, not due). A session that never began is one UNSENT outcome.
+
+The clock ticks too, and how late each tick is shows every stall of the loop: ticks that a stall swallowed are counted,
+each with its own lateness.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import gc
+import time
+from array import array
+from collections import Counter, deque
+from collections.abc import Callable
+from functools import partial
+from time import monotonic
+from typing import Any
+
+import numpy as np
+
+from kvforge.protocol.messages import Int32Array
+from loadtest.load import workload as load
+from loadtest.load.workload import NO_TOKENS, Turn, Workload
+
+from .ahead import Ahead, Coming
+from .clock import Clock
+from .outcome import FINISHED, RUNNING, Drove, Outcome
+from .plan import Plan
+from .progress import Progress
+from .target import Ask, Target
+
+TICK_S = 0.005
+
+
+class _Play:
+    """A session under way. outcome: of the turn `turn`; None until it is due. held: what the session holds."""
+
+    __slots__ = ("cancel", "coming", "held", "held_text", "outcome", "prompt", "text", "turn")
+
+    def __init__(self, coming: Coming) -> None:
+        self.coming = coming
+        self.turn = 0
+        self.held: Int32Array = NO_TOKENS
+        self.held_text = ""
+        self.outcome: Outcome | None = None
+        self.cancel: Callable[[], None] | None = None
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """The prompt of the turn: made when the one before has ended, which is when it can be."""
+        turn = self.coming.session.turns[self.turn]
+        self.prompt = load.prompt(turn, self.held)
+        # The answer's words are the server's: of a turn that continues them only the target can know the text.
+        self.text = self.held_text + turn.text if turn.kept in (0, load.ALL) and turn.text else ""
+
+    def follow(self, outcome: Outcome) -> Turn | None:
+        """The turn after one that has finished; None: it was the last."""
+        turns = self.coming.session.turns
+        if self.turn + 1 == len(turns):
+            return None
+        self.held = np.concatenate((self.prompt, np.array(outcome.tokens, np.int32)))
+        self.turn += 1
+        self.outcome = None
+        self.held_text = self.text if turns[self.turn].kept == load.ALL else ""
+        self._prepare()
+        return turns[self.turn]
+
+
+class Engine:
+    """One process's share of a run. Making it makes the first sessions, so that a run can begin at once."""
+
+    def __init__(self, workload: Workload, target: Target, plan: Plan) -> None:
+        self._target, self._plan = target, plan
+        self._ahead = Ahead(workload, plan)
+        self._ahead.fill()
+        self._open = workload.arrivals is not None
+        self._outcomes: list[Outcome] = []
+        self._late_s = array("d")
+        self._ends: Counter[str] = Counter()
+        self._tokens = 0
+        self._under_way: dict[_Play, None] = {}
+        self._under_way_max = plan.part(plan.concurrency_max)
+        self._waiting: deque[_Play] = deque()  # due, and there is no place among `concurrency_max`
+        self._arrived: deque[_Play] = deque()  # due, and there is no place among `closed`
+        self._plays: dict[_Play, None] = {}  # the sessions that have arrived and are not over
+        self._places = plan.places() if plan.closed else None
+        self._clients = plan.part(plan.clients)
+        self._over = False
+
+    @property
+    def progress(self) -> Progress:
+        """How far it is."""
+        return Progress(
+            due=len(self._outcomes), under_way=len(self._under_way), ends=dict(self._ends), output_tokens=self._tokens
+        )
+
+    async def run(self, start: float, stop: asyncio.Event) -> tuple[list[Outcome], Drove]:
+        """From `start` (on time.monotonic) to the last end; once `stop` is set, to the end of what is interrupted."""
+        loop = asyncio.get_running_loop()
+        self._start = self._ahead.start = start
+        self._done = loop.create_future()
+        self._clock = Clock()
+        loop.set_exception_handler(self._broken)
+        stopping = asyncio.create_task(stop.wait())
+        # What is made now is kept to the end, and circles are few: a collection would only be a stall.
+        gc.collect()
+        gc.freeze()
+        gc.disable()
+        cpu_s = time.process_time()
+        try:
+            self._clock.at(start, self._begin)
+            await asyncio.wait({stopping, self._done}, return_when=asyncio.FIRST_COMPLETED)
+            self._end()
+            if self._done.done():
+                self._done.result()
+        finally:
+            self._clock.close()
+            stopping.cancel()
+            gc.enable()
+            gc.unfreeze()
+            loop.set_exception_handler(None)
+        wall_s = max(0.0, monotonic() - start)
+        return self._outcomes, Drove(late_s=self._late_s, cpu_s=time.process_time() - cpu_s, wall_s=wall_s)
+
+    # ------------------------------------------------------------------------------------------------ what is due
+
+    def _begin(self) -> None:
+        self._tick(self._start)
+        if self._open:
+            self._next_arrival()
+        else:
+            for _ in range(self._places or 0):
+                self._fill_place(0.0)
+        self._check_over()
+
+    def _tick(self, due: float) -> None:
+        now = monotonic()
+        while due <= now:
+            self._late_s.append(now - due)
+            due += TICK_S
+        self._ahead.top_up(self._next_due())
+        self._clock.at(due, partial(self._tick, due))
+
+    def _next_due(self) -> float:
+        due_s = self._ahead.due_s if self._open else None
+        return min(self._clock.next_at, self._start + due_s if due_s is not None else float("inf"))
+
+    def _next_arrival(self) -> None:
+        if (due_s := self._ahead.due_s) is not None:
+            self._clock.at(self._start + due_s, self._arrive)
+
+    def _arrive(self) -> None:
+        """A session arrives, and perhaps others at the same time."""
+        while True:
+            play = self._new_play(self._ahead.take())
+            if self._places is None or len(self._plays) - len(self._arrived) <= self._places:
+                self._due(play, play.coming.due_s)
+            else:
+                self._arrived.append(play)
+                self._turn_to(play, play.coming.due_s)
+            due_s = self._ahead.due_s
+            if due_s is None or self._start + due_s > monotonic():
+                break
+        self._next_arrival()
+        self._ahead.top_up(self._next_due())
+
+    def _fill_place(self, free_s: float) -> None:
+        """A place became free: of a closed loop without arrivals."""
+        duration_s = self._plan.duration_s
+        if self._ahead.over or (duration_s is not None and free_s >= duration_s):
+            return
+        self._due(self._new_play(self._ahead.take()), free_s)
+
+    def _new_play(self, coming: Coming) -> _Play:
+        play = _Play(coming)
+        self._plays[play] = None
+        return play
+
+    # ----------------------------------------------------------------------------------------------- one request
+
+    def _due(self, play: _Play, due_s: float) -> None:
+        self._turn_to(play, due_s)
+        self._place(play)
+
+    def _turn_to(self, play: _Play, due_s: float) -> None:
+        """The driver has turned to a request."""
+        coming, turn = play.coming, play.coming.session.turns[play.turn]
+        play.outcome = Outcome(
+            session=coming.index,
+            turn=play.turn,
+            due_s=due_s,
+            tenant=coming.session.tenant,
+            kind=coming.session.kind,
+            awake_s=monotonic() - self._start,
+            prompt_tokens=len(play.prompt),
+            asked_tokens=turn.output_tokens,
+        )
+        self._outcomes.append(play.outcome)
+
+    def _place(self, play: _Play) -> None:
+        if len(self._under_way) >= self._under_way_max:
+            self._waiting.append(play)
+        else:
+            self._send(play)
+
+    def _send(self, play: _Play) -> None:
+        outcome, plan = play.outcome, self._plan
+        assert outcome is not None, "it is due"
+        outcome.state = RUNNING
+        ask = Ask(
+            prompt=play.prompt,
+            output_tokens=outcome.asked_tokens,
+            text=play.text,
+            tenant=outcome.tenant,
+            temperature=plan.temperature,
+            seed=plan.draw(outcome.session, outcome.turn),
+            client=(outcome.session // plan.processes) % self._clients,
+            until=self._start + outcome.due_s + plan.timeout_s,
+        )
+        self._under_way[play] = None
+        outcome.sent_s = monotonic() - self._start
+        cancel = self._target.send(ask, outcome, self._start, partial(self._ended, play))
+        if play in self._under_way:
+            play.cancel = cancel
+
+    def _ended(self, play: _Play, outcome: Outcome) -> None:
+        """The target says so."""
+        del self._under_way[play]
+        play.cancel = None
+        self._ends[outcome.state] += 1
+        self._tokens += len(outcome.tokens_s)
+        if self._over:
+            return
+        if outcome.state == FINISHED and (turn := play.follow(outcome)) is not None:
+            due_s = outcome.ended_s + turn.think_s
+            self._clock.at(self._start + due_s, partial(self._due, play, due_s))
+        else:
+            self._leave(play)
+            if self._arrived:
+                self._place(self._arrived.popleft())
+            elif not self._open:
+                self._clock.at(self._start + outcome.ended_s, partial(self._fill_place, outcome.ended_s))
+            # What comes next was said to the clock: looked at after that.
+            self._clock.at(self._start + outcome.ended_s, self._check_over)
+        while self._waiting and len(self._under_way) < self._under_way_max:
+            self._send(self._waiting.popleft())
+
+    def _leave(self, play: _Play) -> None:
+        """A session is over; turns that it did not come to are UNSENT."""
+        session = play.coming.session
+        del self._plays[play]
+        for number in range(play.turn + (play.outcome is not None), len(session.turns)):
+            self._unsent(play.coming.index, number, -1.0, session.tenant, session.kind)
+
+    def _unsent(self, index: int, turn: int, due_s: float, tenant: str = "default", kind: str = "") -> None:
+        self._outcomes.append(Outcome(session=index, turn=turn, due_s=due_s, tenant=tenant, kind=kind))
+
+    # --------------------------------------------------------------------------------------------------- the end
+
+    def _check_over(self) -> None:
+        if not self._plays and (self._ahead.over or not self._open) and not self._done.done():
+            self._done.set_result(None)
+
+    def _broken(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
+        """A function that the loop called has raised: the run is of no use, and would perhaps never end."""
+        error = context.get("exception")
+        if not self._done.done():
+            self._done.set_exception(error or RuntimeError(context["message"]))
+        else:
+            loop.default_exception_handler(context)
+
+    def _end(self) -> None:
+        """What is under way is given up; what was planned and did not come to pass is noted."""
+        self._over = True
+        for play in tuple(self._plays):
+            if play.cancel is not None:
+                play.cancel()
+            self._leave(play)
+        for index, due_s in self._ahead.rest():
+            self._unsent(index, 0, due_s)

@@ -1,0 +1,174 @@
+"""Driver processes: as many as the load needs, started at one instant, never left behind."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import math
+import os
+import sys
+import tempfile
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from time import monotonic
+from typing import IO, Any
+
+from kvforge.process.leash import leashed
+from kvforge.protocol.errors import InternalError, restore
+from loadtest.load.workload import Workload
+
+from .outcome import Drove, Outcome
+from .progress import Progress, together
+from .result import unpack
+from .spec import HTTP, KVFORGE, RunSpec
+
+# What one process carries with its lag far below the limit, by kind: requests a second, tokens a second, streams. About
+# half of what `benchmarks.load_driver` measures.
+CARRIED = {KVFORGE: (2_500.0, 15_000.0, 2_000.0), HTTP: (500.0, 2_500.0, 250.0)}
+LOOKED_AT = 200
+LINE_BYTES_MAX = 1 << 20
+READY_S = 180.0
+START_AFTER_S = 0.2
+# After the wish to stop what is under way is cancelled; then the result is written.
+STOP_S = 60.0
+END_S = 5.0
+
+Watch = Callable[[Progress], None]
+
+
+def needed(spec: RunSpec, workload: Workload) -> int:
+    """How many processes the planned load needs, as far as it is known; no more than there are cores."""
+    if spec.processes is not None:
+        return spec.processes
+    requests, tokens, streams = CARRIED[spec.target]
+    shares = [1.0]
+    if (arrivals := workload.arrivals) is not None and len(arrivals) > 1:
+        wall_s = max(float(arrivals[-1] - arrivals[0]), 1.0)
+        step = max(1, len(arrivals) // LOOKED_AT)
+        turns = [turn for i in range(0, len(arrivals), step) for turn in workload.session(i).turns]
+        each = len(arrivals) / len(range(0, len(arrivals), step)) / wall_s
+        shares += [len(turns) * each / requests, sum(turn.output_tokens for turn in turns) * each / tokens]
+    elif arrivals is None:
+        shares.append(min(spec.closed or spec.load.get("closed", 0), spec.concurrency_max) / streams)
+    return min(math.ceil(max(shares)), os.cpu_count() or 1)
+
+
+async def drive(
+    spec: RunSpec,
+    processes: int,
+    stop: asyncio.Event,
+    watch: Watch | None = None,
+    began: Callable[[float], None] | None = None,
+) -> tuple[float, list[Outcome], list[Drove]]:
+    """One run: when it began (on time.monotonic), every outcome in the order they were due, and what each driver says.
+
+    began: called with the start a moment before it. Once `stop` is set, what is under way is cancelled. Raises the
+    KvforgeError of a driver, or InternalError where one ended without a word.
+    """
+    children = [_Child(index) for index in range(processes)]
+    try:
+        async with asyncio.TaskGroup() as group:
+            for child in children:
+                group.create_task(child.begin(spec, processes))
+        start = monotonic() + START_AFTER_S
+        if began is not None:
+            began(start)
+        async with asyncio.TaskGroup() as group:
+            for child in children:
+                group.create_task(child.run(start, stop, lambda: _show(children, watch)))
+        found = [child.found() for child in children]
+    except BaseExceptionGroup as several:
+        raise several.exceptions[0] from None
+    finally:
+        for child in children:
+            await child.end()
+    outcomes = [outcome for part, _ in found for outcome in part]
+    # Those that were never due (turns of sessions that ended early) come last.
+    outcomes.sort(key=lambda outcome: (outcome.due_s < 0, outcome.due_s, outcome.session, outcome.turn))
+    return start, outcomes, [drove for _, drove in found]
+
+
+def _show(children: Iterable[_Child], watch: Watch | None) -> None:
+    if watch is not None:
+        watch(together(child.progress for child in children))
+
+
+class _Child:
+    """One process. progress: what it said last."""
+
+    def __init__(self, index: int) -> None:
+        self._index = index
+        self._process: asyncio.subprocess.Process | None = None
+        self._result: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115 - closed by `end`; it has no name
+        self.progress = Progress()
+
+    async def begin(self, spec: RunSpec, processes: int) -> None:
+        """Starts it and waits until it is ready."""
+        fd = self._result.fileno()
+        command = [sys.executable, "-m", "loadtest.drive.child", str(fd)]
+        self._process = await asyncio.create_subprocess_exec(
+            *(leashed(command) if sys.platform == "linux" else command),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            limit=LINE_BYTES_MAX,
+            pass_fds=(fd,),
+            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
+        )
+        self._say({"spec": spec.json(), "index": self._index, "processes": processes})
+        async with asyncio.timeout(READY_S):
+            await self._hear("ready")
+
+    async def run(self, start: float, stop: asyncio.Event, changed: Callable[[], None]) -> None:
+        """From the start to its last word."""
+        assert self._process is not None and self._process.stdin is not None, "it has begun"
+        self._say({"start": start})
+        stopping = asyncio.create_task(stop.wait())
+        hearing = asyncio.create_task(self._hear("done", changed))
+        try:
+            await asyncio.wait({stopping, hearing}, return_when=asyncio.FIRST_COMPLETED)
+            self._process.stdin.close()
+            async with asyncio.timeout(STOP_S):
+                await hearing
+        finally:
+            stopping.cancel()
+            hearing.cancel()
+
+    def found(self) -> tuple[list[Outcome], Drove]:
+        """What it has measured."""
+        self._result.seek(0)
+        return unpack(self._result.read())
+
+    async def end(self) -> None:
+        """It is gone when this returns."""
+        self._result.close()
+        if (process := self._process) is None:
+            return
+        if process.stdin is not None:
+            process.stdin.close()
+        try:
+            async with asyncio.timeout(END_S):
+                await process.wait()
+        except TimeoutError:
+            with suppress(ProcessLookupError):
+                process.kill()
+            await process.wait()
+
+    def _say(self, line: dict[str, Any]) -> None:
+        assert self._process is not None and self._process.stdin is not None, "it has begun"
+        self._process.stdin.write(json.dumps(line).encode() + b"\n")
+
+    async def _hear(self, word: str, changed: Callable[[], None] | None = None) -> None:
+        """Reads what it says up to this word. Raises the error that it tells instead."""
+        assert self._process is not None and self._process.stdout is not None, "it has begun"
+        while line := await self._process.stdout.readline():
+            said: dict[str, Any] = json.loads(line)
+            if word in said:
+                return
+            if (error := said.get("error")) is not None:
+                raise restore(error["code"], error["message"], error["fields"])
+            if "progress" in said:
+                self.progress = Progress(**said["progress"])
+                if changed is not None:
+                    changed()
+        code = await self._process.wait()
+        raise InternalError(f"driver process {self._index} ended with status {code} in the middle of the run")

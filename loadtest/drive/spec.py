@@ -1,0 +1,100 @@
+"""A run in plain values: what a driver process is told, and what a result names as its configuration."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from kvforge.protocol.errors import InvalidRequest
+from loadtest.load.build import LoadOptions, build
+from loadtest.load.workload import Workload
+
+from .plan import Plan
+
+if TYPE_CHECKING:
+    from .target import Target
+
+KVFORGE, HTTP = KINDS = ("kvforge", "http")
+
+
+@dataclass(frozen=True, kw_only=True)
+class RunSpec:
+    """One run: a load, whom it is sent to, and how. `dataclasses.asdict` of it is JSON.
+
+    load: the fields of `LoadOptions` that are not as usual. target: one of KINDS. endpoint, server_key, key_file: of a
+    coordinator, as for `kvforge.Client`. http: the fields of `HttpOptions`, but `clients`. tokenizer: makes token ids
+    of prompts that are texts: a path or a model's name. closed: with arrivals, at most so many sessions are under way;
+    else as in `load`. clients: connections of the whole run. processes: None: as many as the planned rate needs.
+    timeout_s: from when a request is due to its end. concurrency_max: requests under way at once. seed: of the draws.
+    proof_s: so long the null server is driven at the same rate first; 0: not at all.
+    """
+
+    load: dict[str, Any]
+    target: str = KVFORGE
+    endpoint: str | None = None
+    server_key: str | None = None
+    key_file: str | None = None
+    http: dict[str, Any] = field(default_factory=dict)
+    tokenizer: str | None = None
+    closed: int = 0
+    clients: int = 1
+    processes: int | None = None
+    timeout_s: float = 600.0
+    concurrency_max: int = 10_000
+    temperature: float = 0.0
+    seed: int = 0
+    proof_s: float = 2.0
+
+    def __post_init__(self) -> None:
+        """Raises InvalidRequest naming the option."""
+        if self.target not in KINDS:
+            raise InvalidRequest("target", f"is {self.target!r}; it must be one of {', '.join(KINDS)}")
+        for name in ("clients", "concurrency_max"):
+            if getattr(self, name) < 1:
+                raise InvalidRequest(name, f"is {getattr(self, name)}; it must be at least 1")
+        if self.processes is not None and self.processes < 1:
+            raise InvalidRequest("processes", f"is {self.processes}; it must be at least 1")
+        if not self.timeout_s > 0:
+            raise InvalidRequest("timeout", f"is {self.timeout_s:g}; it must be above 0 seconds")
+
+    def json(self) -> dict[str, Any]:
+        """Plain values; `RunSpec(**spec.json())` is the same run."""
+        return asdict(self)
+
+    def workload(self) -> Workload:
+        """The load; the same one in every process. Raises InvalidRequest naming the option."""
+        encode = None
+        if self.tokenizer is not None:
+            from kvforge.text.tokenizer import Tokenizer  # loads transformers
+
+            encode = Tokenizer.load(self.tokenizer).encode
+        return build(LoadOptions(**self.load), encode)
+
+    def plan(self, index: int, processes: int, sessions: int) -> Plan:
+        """The share of one process. sessions: how many different ones the load has."""
+        duration_s = self.load.get("duration_s")
+        endless = duration_s is not None and self.load.get("requests") is None
+        return Plan(
+            index=index,
+            processes=processes,
+            closed=self.closed or self.load.get("closed", 0),
+            sessions_max=None if endless else sessions,
+            duration_s=duration_s,
+            timeout_s=self.timeout_s,
+            concurrency_max=self.concurrency_max,
+            clients=self.clients,
+            temperature=self.temperature,
+            seed=self.seed,
+        )
+
+    def make_target(self, plan: Plan) -> Target:
+        """Whom the process of `plan` sends to. Raises InvalidRequest, Unavailable."""
+        clients = plan.part(self.clients)
+        if self.target == KVFORGE:
+            from .coordinator import CoordinatorTarget
+
+            return CoordinatorTarget(self.endpoint, clients=clients, server_key=self.server_key, key_file=self.key_file)
+        http = import_module("loadtest.drive.http")  # needs the extra
+        target: Target = http.HttpTarget(http.HttpOptions(**self.http, clients=clients))
+        return target

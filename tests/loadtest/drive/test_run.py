@@ -1,0 +1,93 @@
+"""A whole run over real processes: a null server, driver processes, the observer."""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+
+import pytest
+
+from kvforge.protocol.errors import CoordinatorUnavailable, InvalidRequest, KvforgeError
+from loadtest.drive import observer
+from loadtest.drive.outcome import FINISHED, INTERRUPTED, TIMED_OUT, Measured
+from loadtest.drive.progress import Progress
+from loadtest.drive.proof import null_server
+from loadtest.drive.run import measure
+from loadtest.drive.spec import KVFORGE, RunSpec
+
+TOKENS = 5
+SESSIONS = 40
+
+
+def test_two_processes_drive_a_server_that_is_watched() -> None:
+    seen: list[Progress] = []
+    began: list[float] = []
+
+    async def main() -> Measured:
+        async with null_server(KVFORGE, 100.0) as where:
+            load = {"arrivals": "fixed:80", "requests": SESSIONS, "output": str(TOKENS), "input": "9"}
+            spec = RunSpec(load=load, endpoint=where, processes=2, clients=3, proof_s=0.2)
+            assert RunSpec(**spec.json()) == spec
+            return await measure(spec, watch=seen.append, began=began.append)
+
+    found = asyncio.run(main())
+    assert [outcome.session for outcome in found.outcomes] == list(range(SESSIONS))
+    for outcome in found.outcomes:
+        assert (outcome.state, outcome.code, outcome.prompt_tokens) == (FINISHED, "", 9)
+        assert outcome.due_s <= outcome.awake_s <= outcome.sent_s <= outcome.accepted_s <= outcome.tokens_s[0]
+        assert list(outcome.tokens_s) == sorted(outcome.tokens_s)
+        assert list(outcome.tokens) == [outcome.request_id + offset for offset in range(TOKENS)]
+        assert outcome.timings.ended_us > 0
+    assert len({outcome.request_id for outcome in found.outcomes}) == SESSIONS
+    assert len(found.drivers) == 2 and all(len(drove.late_s) for drove in found.drivers)
+    assert len(found.null_late_s) and found.samples and not found.interrupted
+    assert found.before is not None and found.after is not None
+    assert found.after.requests.finished_total - found.before.requests.finished_total == SESSIONS
+    assert len(began) == 1 and seen and seen[-1].due <= SESSIONS
+
+
+def test_a_run_that_is_stopped_keeps_what_it_has() -> None:
+    async def main() -> Measured:
+        async with null_server(KVFORGE, 0.1) as where:
+            stop = asyncio.Event()
+            spec = RunSpec(load={"closed": 3, "duration_s": 60.0}, endpoint=where, proof_s=0)
+            return await measure(spec, stop, began=lambda _: asyncio.get_running_loop().call_later(0.5, stop.set))
+
+    found = asyncio.run(main())
+    assert found.interrupted and not len(found.null_late_s)
+    assert Counter(outcome.state for outcome in found.outcomes) == {INTERRUPTED: 3}
+    assert found.after is not None and found.after.requests.cancelled_total == 3
+
+
+def test_a_request_that_takes_too_long_is_cancelled() -> None:
+    async def main() -> Measured:
+        async with null_server(KVFORGE, 0.1) as where:
+            load = {"arrivals": "fixed:100", "requests": 3}
+            return await measure(RunSpec(load=load, endpoint=where, timeout_s=0.3, proof_s=0))
+
+    found = asyncio.run(main())
+    assert Counter((outcome.state, outcome.code) for outcome in found.outcomes) == {(TIMED_OUT, "deadline_exceeded"): 3}
+    assert found.after is not None and found.after.requests.cancelled_total == 3
+
+
+def test_what_cannot_begin_says_why(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(observer, "READY_S", 0.2)
+    for spec, error in (
+        (RunSpec(load={"arrivals": "fixed:1", "requests": 1}, endpoint="ipc:///nobody/here"), CoordinatorUnavailable),
+        (RunSpec(load={"arrivals": "never"}, endpoint="ipc:///nobody/here"), InvalidRequest),
+    ):
+        with pytest.raises(error):
+            asyncio.run(measure(spec))
+    with pytest.raises(InvalidRequest, match="clients"):
+        RunSpec(load={}, clients=0)
+
+
+def test_the_error_of_a_driver_is_the_error_of_the_run() -> None:
+    async def main() -> None:
+        async with null_server(KVFORGE) as where:
+            spec = RunSpec(load={"arrivals": "fixed:10", "requests": 2}, endpoint=where, processes=2, proof_s=0)
+            object.__setattr__(spec, "load", {"arrivals": "fixed:10", "requests": 2, "tenant": "a:0"})
+            await measure(spec)
+
+    with pytest.raises(KvforgeError):
+        asyncio.run(main())
