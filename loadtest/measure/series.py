@@ -11,7 +11,7 @@ from .group import latencies
 from .requests import Requests
 from .span import Span
 
-SLICES_MAX = 120
+SLICES_MAX = 80
 LENGTHS_S = (0.1, 0.2, 0.5, 1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0, 3600.0)
 TIMES = ("ttft", "itl", "e2e")
 
