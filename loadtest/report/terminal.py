@@ -28,7 +28,7 @@ def text(found: dict[str, Any]) -> str:
         ends(found),
     ]
     for each in tables(found):
-        lines += ["", *_set(each)]
+        lines += ["", *set_table(each)]
     lines += _tail(found["tail"]) + _chaos(found["chaos"])
     lines += [f"note: {sentence}" for sentence in found["verdict"]["notes"]]
     return "\n".join(plain(line) for line in lines)
@@ -40,7 +40,9 @@ def verdict_line(found: dict[str, Any]) -> str:
     if not judged["valid"]:
         return "INVALID: this is not a measurement of the server"
     lags = [lag["p99"] for lag in judged["lag_ms"].values() if lag is not None]
-    return f"valid: the driver was at most {max(lags):.2f} ms late at p99, where {judged['limit_ms']:.2f} ms would do"
+    return (
+        f"valid: the driver was at most {max(lags):.2f} ms late at p99, of {judged['limit_ms']:.2f} ms that it may be"
+    )
 
 
 def plain(line: str) -> str:
@@ -48,7 +50,8 @@ def plain(line: str) -> str:
     return "".join(" " if unicodedata.category(letter).startswith("C") else letter for letter in line)
 
 
-def _set(each: Table) -> list[str]:
+def set_table(each: Table) -> list[str]:
+    """Its lines."""
     header: Sequence[str] = (each.title, *each.header[1:])
     lines = table(header, [[cell[:CELL_MAX] for cell in map(plain, row)] for row in each.rows]).splitlines()
     return [*lines, each.note] if each.note else lines

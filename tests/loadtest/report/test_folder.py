@@ -1,0 +1,172 @@
+"""The folder of a report: what is in it, that it needs nothing else, and that a name can break nothing."""
+
+from __future__ import annotations
+
+import csv
+import json
+import re
+from html.parser import HTMLParser
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvforge.protocol.errors import InvalidRequest
+from loadtest.drive.outcome import Measured
+from loadtest.measure.document import Context, document
+from loadtest.measure.objective import Objective
+from loadtest.report import sweep as sweeping
+from loadtest.report.compare import compare
+from loadtest.report.folder import write
+from loadtest.report.result import read
+from tests.loadtest.synthetic import context, run
+
+PICTURES = ("throughput", "latency", "distributions", "occupancy", "slowest", "sweep")
+
+
+def write_everything(folder: Path) -> dict[str, Any]:
+    """A report with all of its parts, of short runs."""
+    objective = Objective.parse("ttft=300ms,itl=60ms")
+    made = []
+    for rate in (4.0, 16.0, 29.0):
+        measured = run(rate=rate, duration_s=8, seed=int(rate))
+        made.append((rate, measured, document(measured, context(measured, objective=objective))))
+    rate, measured, found = made[1]
+    swept = sweeping.sweep("rate", [(rate, each) for rate, _, each in made])
+    write(folder, found, measured, compare=compare(made[0][2], found), sweep=swept)
+    return found
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    where = tmp_path_factory.mktemp("report") / "made" / "here"
+    write_everything(where)
+    return where
+
+
+class Read(HTMLParser):
+    """Every element with its attributes, and whether each was closed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.elements: list[tuple[str, dict[str, str | None]]] = []
+        self.open: list[str] = []
+
+    def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+        if tag not in ("meta", "link", "br"):
+            self.open.append(tag)
+
+    def handle_endtag(self, tag: str) -> None:
+        assert self.open.pop() == tag
+
+    def handle_startendtag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        self.elements.append((tag, dict(attrs)))
+
+
+def test_everything_is_there(folder: Path) -> None:
+    names = {"index.html", "result.json", "requests.csv", *(f"{name}.png" for name in PICTURES)}
+    assert {each.name for each in folder.iterdir()} == names
+    found = read(folder / "result.json")
+    assert found["sweep"]["option"] == "rate" and found["compare"]["rows"]
+    rows = list(csv.DictReader((folder / "requests.csv").read_text().splitlines()))
+    assert len(rows) == 128 and rows[0]["state"] == "finished" and int(rows[0]["tokens"]) > 0
+
+
+def test_the_page_needs_nothing_but_itself(folder: Path) -> None:
+    text = (folder / "index.html").read_text()
+    assert "://" not in text and "@import" not in text
+    page = Read()
+    page.feed(text)
+    assert not page.open
+    names = [attributes["id"] for _, attributes in page.elements if "id" in attributes]
+    assert len(names) == len(set(names))
+    for _, attributes in page.elements:
+        for name in ("href", "xlink:href", "src", "srcset", "data"):
+            assert (attributes.get(name) or "#").startswith(("#", "data:"))
+        for reference in re.findall(r"url\(#(.*?)\)", " ".join(filter(None, attributes.values()))):
+            assert reference in names
+    figures = [attributes for tag, attributes in page.elements if tag == "svg"]
+    assert len(figures) == len(PICTURES) and all(len(figure["aria-label"] or "") > 40 for figure in figures)
+
+
+def test_what_others_have_named_is_only_text(folder: Path) -> None:
+    text = (folder / "index.html").read_text()
+    assert "<script>alert" not in text and "&lt;script&gt;alert(1)&lt;/script&gt;" in text
+    assert "<b>beta" not in text and "&lt;b&gt;beta&lt;/b&gt;" in text
+    assert "<w0>" not in text and "<others>" not in text
+
+
+def test_a_report_that_is_made_again_is_the_same(folder: Path, tmp_path: Path) -> None:
+    write_everything(tmp_path)
+    for made in folder.iterdir():
+        assert made.read_bytes() == (tmp_path / made.name).read_bytes(), made.name
+
+
+def test_a_run_of_nothing_has_a_report(tmp_path: Path) -> None:
+    write(tmp_path, document(Measured(outcomes=[]), Context(options={"rate": 1.0})), None)
+    assert {each.name for each in tmp_path.iterdir()} == {"index.html", "result.json"}
+    assert "INVALID" in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.parametrize(
+    ("content", "words"),
+    [
+        (None, "cannot be read"),
+        ("{", "is no JSON"),
+        ("[]", "is no result"),
+        ('{"format": 1}', "is no result"),
+        ('{"format": 99, "windows": {}}', "has format 99, and this version reads 1"),
+    ],
+)
+def test_what_is_no_result_of_this_format_is_refused(tmp_path: Path, content: str | None, words: str) -> None:
+    file = tmp_path / "result.json"
+    if content is not None:
+        file.write_text(content)
+    with pytest.raises(InvalidRequest, match=words) as refused:
+        read(file)
+    assert str(refused.value).startswith("compare: ")
+
+
+def test_two_results_are_compared_with_their_noise() -> None:
+    quick, again, slow = (
+        document(measured, context(measured, seed=seed))
+        for seed, measured in enumerate((run(rate=8, seed=1), run(rate=8, seed=2), run(rate=24, seed=1)))
+    )
+    verdicts = {row["name"]: row["verdict"] for row in compare(quick, slow)["rows"]}
+    assert verdicts["itl_mean_ms"] == "worse" and verdicts["output_tokens_per_s"] == "better"
+    assert {row["verdict"] for row in compare(quick, quick)["rows"]} == {"within the noise"}
+    assert sum(row["verdict"] != "within the noise" for row in compare(quick, again)["rows"]) <= 2
+    assert any("another seed: 0 then, 1 now" in note for note in compare(quick, again)["notes"])
+    alone = json.loads(json.dumps(quick))
+    alone["windows"]["intervals"] = dict.fromkeys(alone["windows"]["intervals"])
+    assert {row["verdict"] for row in compare(alone, quick)["rows"]} == {"noise not known"}
+
+
+def points(*runs: tuple[float, float, float, bool]) -> list[tuple[float, dict[str, Any]]]:
+    """(value, share that met the objective or finished, median end to end, valid)."""
+    measured = run(rate=5, duration_s=3)
+    made = []
+    for value, share, e2e_ms, valid in runs:
+        found = document(measured, context(measured))
+        found["all"]["goodput"]["share"] = share
+        found["all"]["requests"] |= {"due": 100, "finished": round(100 * share)}
+        found["all"]["latency_ms"]["e2e"]["p50"] = e2e_ms
+        found["verdict"]["valid"] = valid
+        made.append((value, found))
+    return made
+
+
+def test_the_knee_is_the_last_value_that_is_served_well() -> None:
+    late = sweeping.sweep("rate", points((8, 1.0, 25.0, True), (2, 1.0, 10.0, True), (4, 1.0, 18.0, True)))
+    assert late["knee"] == {
+        "value": 4, "sentence": "the knee is at rate 4: at 8, the median end to end is 2.5 times that of 2"
+    }  # fmt: skip
+    runs = points((1, 0.99, 10.0, True), (2, 0.7, 11.0, False), (4, 0.95, 90.0, True), (8, 0.5, 90.0, True))
+    for _, found in runs:
+        found["objective"] = {"ttft": 300.0}
+    good = sweeping.sweep("rate", runs)["knee"]
+    assert good["value"] == 4 and good["sentence"].endswith("at 8, 50.0% of the requests met the objective")
+    assert "no knee up to rate 4" in sweeping.sweep("rate", runs[:3])["knee"]["sentence"]
+    assert sweeping.sweep("rate", runs[3:])["knee"]["value"] is None
+    assert "no run is valid" in sweeping.sweep("rate", runs[1:2])["knee"]["sentence"]
