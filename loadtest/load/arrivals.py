@@ -78,7 +78,7 @@ class Arrivals:
             if self.kind == "fixed":  # products, where sums of gaps would drift
                 chunks.append(np.arange(drawn, drawn + _CHUNK) / self.rate)
             else:  # whole chunks, so that a longer run begins with the same sums
-                chunks.append(last_s + np.cumsum(self._gaps(rng, _CHUNK)))
+                chunks.append(last_s + np.cumsum(self.gaps(rng, _CHUNK)))
             drawn, last_s = drawn + _CHUNK, float(chunks[-1][-1])
         times: FloatArray = np.repeat(np.concatenate(chunks)[:groups_wanted], self.burst)[:wanted]
         times = times[times < end_s]
@@ -88,7 +88,7 @@ class Arrivals:
             raise InvalidRequest("duration", f"of {end_s:g} s ends before the first arrival")
         return times
 
-    def _gaps(self, rng: np.random.Generator, count: int) -> FloatArray:
+    def gaps(self, rng: np.random.Generator, count: int) -> FloatArray:
         """Seconds between arrivals (of bursts), [count] float64."""
         mean_s = self.burst / self.rate
         if self.kind == "gamma":

@@ -10,16 +10,15 @@ import numpy as np
 from kvforge.protocol.messages import Int32Array
 
 from . import draws
-from .draws import FloatArray, IntArray
+from .blocks import Blocks
+from .draws import IntArray
 from .lengths import fitted, scaled
 from .workload import Turn
 
 
 class Content(Protocol):
-    """Sessions by index. times: [sessions] seconds, rising, where a trace recorded them; shortened: how many requests
-    were cut to fit into the context; requests: of all sessions together."""
+    """Sessions by index. requests: of all of them; shortened: how many of those were cut to fit into the context."""
 
-    times: FloatArray | None
     shortened: int
     requests: int
 
@@ -60,6 +59,19 @@ class RandomTokens:
         return made, ""
 
 
+class BlockPrompts:
+    """Prompts whose block ids a trace recorded. ids: of each prompt, [blocks] int64; a lap through them shares nothing
+    with the one before."""
+
+    def __init__(self, blocks: Blocks, ids: Sequence[IntArray]) -> None:
+        self._blocks, self._ids = blocks, ids
+
+    def make(self, index: int, length: int) -> tuple[Int32Array, str]:
+        """See `Prompts`."""
+        lap, row = divmod(index, len(self._ids))
+        return self._blocks.tokens((lap,), self._ids[row], 0, length), ""
+
+
 class Singles:
     """Sessions of one request each. inputs, outputs: [sessions] int64 tokens, before scale and context."""
 
@@ -71,12 +83,11 @@ class Singles:
         *,
         length_scale: float = 1.0,
         context_max: int | None = None,
-        times: FloatArray | None = None,
         kinds: Sequence[str] = (),
     ) -> None:
         inputs, outputs, cut = fitted(scaled(inputs, length_scale), scaled(outputs, length_scale), context_max)
         self._inputs, self._outputs, self._prompts, self._kinds = inputs, outputs, prompts, kinds
-        self.times, self.shortened, self.requests = times, int(cut.sum()), len(inputs)
+        self.shortened, self.requests = int(cut.sum()), len(inputs)
 
     def __len__(self) -> int:
         return len(self._inputs)
@@ -89,4 +100,13 @@ class Singles:
 
     def kind(self, index: int) -> str:
         """See `Content`."""
-        return self._kinds[index % len(self)] if self._kinds else ""
+        return self._kinds[index % len(self) % len(self._kinds)] if self._kinds else ""
+
+
+def cut_turn(kept: int, new: int, output: int, context_max: int | None) -> tuple[int, int, int, bool]:
+    """Tokens of a turn, cut as `lengths.fitted` does: its prompt at the end, though one new token stays; was it cut?"""
+    if context_max is None or kept + new + output <= context_max:
+        return kept, new, output, False
+    output = min(output, context_max // 2)
+    new = max(1, min(new, context_max - output - kept))
+    return min(kept, context_max - output - new), new, output, True

@@ -1,0 +1,213 @@
+"""Sessions of a coding agent: a turn holds the prompt before, the real answer and what the tools said, after a pause.
+
+The format of callanjfox/kv-cache-tester, a session a line. Its block ids name the prompt's full blocks. Where a prompt
+begins with all blocks of the one before, the turn keeps everything, the real answer included; where the two differ
+earlier (the agent changed what it had said), it keeps what they have in common.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import Annotated
+
+import msgspec
+import numpy as np
+
+from kvforge.protocol.errors import InvalidRequest
+
+from .blocks import Blocks
+from .content import cut_turn
+from .draws import FloatArray
+from .files import broken
+from .lengths import LENGTH_MAX
+from .workload import Turn
+
+SUBAGENT = "subagent"
+Runs = list[tuple[int, int]]
+_Tokens = Annotated[int, msgspec.Meta(ge=0, le=LENGTH_MAX)]
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
+
+
+class _Request(msgspec.Struct):
+    """requests: those of a subagent, which has no prompt of its own; its times count from its start."""
+
+    t: _Seconds
+    type: str
+    input_tokens: _Tokens = msgspec.field(name="in", default=0)
+    output_tokens: _Tokens = msgspec.field(name="out", default=0)
+    hash_runs: Runs = []
+    think_time: _Seconds = 0.0
+    requests: list[_Request] = []
+
+
+class _Line(msgspec.Struct):
+    block_size: Annotated[int, msgspec.Meta(ge=1, le=LENGTH_MAX)]
+    requests: list[_Request]
+
+
+@dataclass(frozen=True, slots=True)
+class Agent:
+    """The requests of one agent. session: of the file; its agents share blocks; start_s: after the session's start."""
+
+    session: int
+    start_s: float
+    kind: str
+    block_size: int
+    requests: tuple[_Request, ...]
+
+
+def read(file: str, lines: Iterable[tuple[int, str]]) -> list[Agent]:
+    """The agents of all sessions, in their order; the main one before its subagents. Raises InvalidRequest."""
+    decoder = msgspec.json.Decoder(_Line)
+    agents: list[Agent] = []
+    session = 0
+    for number, line in lines:
+        if not line.strip():
+            continue
+        try:
+            row = decoder.decode(line)
+        except msgspec.DecodeError as error:
+            raise broken(file, number, str(error)) from None
+        found = list(_agents(session, row))
+        for agent in found:
+            _check(file, number, agent)
+        agents.extend(found)
+        session += bool(found)
+    if not agents:
+        raise InvalidRequest("trace", f"{file} holds no request")
+    return agents
+
+
+def _agents(session: int, row: _Line) -> Iterator[Agent]:
+    main = tuple(request for request in row.requests if not request.requests)
+    if main:
+        yield Agent(session, 0.0, "agent", row.block_size, main)
+    for request in row.requests:
+        if request.requests:
+            yield Agent(session, request.t, SUBAGENT, row.block_size, tuple(request.requests))
+
+
+def _check(file: str, number: int, agent: Agent) -> None:
+    for request in agent.requests:
+        blocks = sum(count for _, count in request.hash_runs)
+        if request.input_tokens < 1 or request.requests:
+            raise broken(file, number, f"a request at {request.t:g} s has no prompt, or a subagent has subagents")
+        if blocks != request.input_tokens // agent.block_size or any(count < 1 for _, count in request.hash_runs):
+            raise broken(
+                file,
+                number,
+                f"at {request.t:g} s {blocks} blocks of {agent.block_size} stand for {request.input_tokens} tokens",
+            )
+
+
+class Agents:
+    """`Content`. starts: [sessions] s, when each session of the file starts, from the first again where they end; None:
+    a closed loop, in which subagents are sessions among others. count: so many agents at most; end_s: none later.
+
+    times: when each agent arrives, rising; a subagent as long after its session's start as it did.
+    """
+
+    def __init__(
+        self,
+        agents: list[Agent],
+        starts: FloatArray | None,
+        *,
+        count: int | None = None,
+        end_s: float | None = None,
+        seed: int,
+        vocab: int,
+        length_scale: float = 1.0,
+        think_scale: float = 1.0,
+        context_max: int | None = None,
+    ) -> None:
+        self._seed, self._vocab, self._scale = seed, vocab, length_scale
+        self._think_scale, self._context_max = think_scale, context_max
+        self._agents = agents
+        self._sessions = agents[-1].session + 1
+        self.times: FloatArray | None = None
+        # Of each agent that comes: which one, and how often its session was there before.
+        self._coming = [(place % len(agents), place // len(agents)) for place in range(count or len(agents))]
+        if starts is not None:
+            of_session: list[list[int]] = [[] for _ in range(self._sessions)]
+            for index, agent in enumerate(agents):
+                of_session[agent.session].append(index)
+            coming = [
+                (start_s + agents[index].start_s * think_scale, index, place // self._sessions)
+                for place, start_s in enumerate(starts.tolist())
+                for index in of_session[place % self._sessions]
+            ]
+            coming = [arrival for arrival in sorted(coming) if end_s is None or arrival[0] < end_s][:count]
+            self.times = np.array([time_s for time_s, _, _ in coming])
+            self._coming = [(index, lap) for _, index, lap in coming]
+        self._plans: dict[int, list[tuple[int, int, int, bool]]] = {}
+        plans = [self._plan(index) for index, _ in self._coming]
+        self.requests = sum(len(plan) for plan in plans)
+        self.shortened = sum(cut for plan in plans for *_, cut in plan)
+
+    def __len__(self) -> int:
+        return len(self._coming)
+
+    def kind(self, index: int) -> str:
+        """See `Content`."""
+        return self._agents[self._coming[index % len(self)][0]].kind
+
+    def turns(self, index: int) -> tuple[Turn, ...]:
+        """See `Content`. Costs about 50 us for each turn."""
+        which, lap = self._coming[index % len(self)]
+        agent = self._agents[which]
+        scope = agent.session, lap, index // len(self)
+        blocks = self._blocks(agent)
+        made = []
+        for number, (request, (kept, new, output, _)) in enumerate(zip(agent.requests, self._plan(which), strict=True)):
+            # The rest of the prompt, which is no full block, has no id in the trace: it is nobody else's.
+            own = -1 - number - which * LENGTH_MAX
+            ids = np.concatenate([*(np.arange(first, first + count) for first, count in request.hash_runs), [own]])
+            made.append(
+                Turn(
+                    tokens=blocks.tokens(scope, ids.astype(np.int64), kept, kept + new),
+                    output_tokens=output,
+                    kept=kept,
+                    think_s=request.think_time * self._think_scale if number else 0.0,
+                )
+            )
+        return tuple(made)
+
+    def _blocks(self, agent: Agent) -> Blocks:
+        return Blocks(agent.block_size, seed=self._seed, vocab=self._vocab, scale=self._scale)
+
+    def _plan(self, which: int) -> list[tuple[int, int, int, bool]]:
+        """Of each turn of an agent: tokens kept, new and to be generated; and whether it was cut to fit."""
+        if which not in self._plans:
+            agent = self._agents[which]
+            blocks = self._blocks(agent)
+            planned: list[tuple[int, int, int, bool]] = []
+            shared = [0, *(common(before.hash_runs, after.hash_runs) for before, after in pairwise(agent.requests))]
+            for number, (request, count) in enumerate(zip(agent.requests, shared, strict=True)):
+                length = max(1, blocks.scaled(request.input_tokens))
+                kept = 0
+                if number:
+                    everything = count == agent.requests[number - 1].input_tokens // agent.block_size
+                    held = sum(planned[-1][:3])
+                    kept = min(held if everything else blocks.scaled(count * agent.block_size), held, length - 1)
+                output = max(1, blocks.scaled(request.output_tokens))
+                planned.append(cut_turn(kept, length - kept, output, self._context_max))
+            self._plans[which] = planned
+        return self._plans[which]
+
+
+def common(one: Runs, other: Runs) -> int:
+    """How many leading ids two lists of runs (first, count) have in common."""
+    shared = 0
+    left, right = iter(one), iter(other)
+    (a, a_count), (b, b_count) = next(left, (0, 0)), next(right, (0, 0))
+    while a_count and b_count and a == b:
+        step = min(a_count, b_count)
+        shared += step
+        a, a_count, b, b_count = a + step, a_count - step, b + step, b_count - step
+        if not a_count:
+            a, a_count = next(left, (0, 0))
+        if not b_count:
+            b, b_count = next(right, (0, 0))
+    return shared
