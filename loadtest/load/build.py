@@ -2,53 +2,31 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable
-from dataclasses import dataclass
-
 import numpy as np
 
 from kvforge.protocol.errors import InvalidRequest
 
-from . import draws, lengths
+from . import draws, lengths, recorded, servegen, traces
+from .agents import Agents
+from .agents import read as read_agents
 from .arrivals import REQUESTS_MAX, Arrivals
-from .content import Content, RandomTokens, Singles
+from .blocks import Blocks
+from .content import BlockPrompts, Content, Prompts, RandomTokens, Singles
 from .draws import FloatArray, IntArray
+from .files import lines
+from .options import RANDOM, LoadOptions
+from .recorded import MOONCAKE_BLOCK, Recorded
 from .tenants import Tenants
+from .texts import QUESTIONS, Encode, Passages, Questions, encoder
 from .workload import Session
 
-Encode = Callable[[str], list[int]]
-VOCAB_MAX = (1 << 31) - 1
+__all__ = ["Load", "LoadOptions", "build"]
+
 # A closed loop goes through so many different sessions before it begins again, where nothing else is said.
 CLOSED_SESSIONS = 1000
 INPUT, OUTPUT = "128", "64"
-
-
-@dataclass(frozen=True, kw_only=True)
-class LoadOptions:
-    """A load, in plain values (`dataclasses.asdict` is JSON). Errors name an option as the command line spells it.
-
-    arrivals: the process by which sessions arrive, see `arrivals.FORMS`; "": as the trace recorded. closed: so many
-    sessions are under way at any time instead, 0: none. requests: so many sessions at most; duration_s: none arrives
-    later. rate_scale: arrivals come so many times as fast; length_scale: all lengths times this, at least 1 token.
-    input, output: tokens, see `lengths.FORMS`; None: as the trace recorded, or 128 and 64. prefix: tokens that all
-    prompts begin with. vocab: token ids are below it. tenant: `NAME` or `NAME:SHARE,...`. context_max: prompt and
-    answer fit into so many tokens, see `lengths.fitted`.
-    """
-
-    arrivals: str = ""
-    closed: int = 0
-    requests: int | None = None
-    duration_s: float | None = None
-    rate_scale: float = 1.0
-    length_scale: float = 1.0
-    input: str | None = None
-    output: str | None = None
-    prefix: int = 0
-    seed: int = 0
-    vocab: int = 32_000
-    tenant: str = "default"
-    context_max: int | None = None
+# How sessions of a trace start that recorded no starts, where nothing else is said.
+SESSIONS = "poisson:0.1"
 
 
 class Load:
@@ -68,54 +46,159 @@ class Load:
         return Session(turns=content.turns(index), tenant=self._tenants.of(index), kind=content.kind(index))
 
 
-def build(options: LoadOptions, encode: Encode | None = None) -> Load:  # noqa: ARG001
-    """The load of these options. encode: a tokenizer without special tokens, for prompts that are texts.
-
-    Raises InvalidRequest naming the option.
+def build(options: LoadOptions, encode: Encode | None = None) -> Load:
+    """The load of these options. encode: a tokenizer without special tokens, for prompts that are texts; without one
+    each word is a token. Raises InvalidRequest naming the option.
     """
-    _check(options)
+    options.check()
     tenants = Tenants(options.tenant, options.seed)
-    if options.closed:
-        arrivals, sessions = None, options.requests or CLOSED_SESSIONS
-    elif options.arrivals:
-        arrivals = Arrivals.parse(options.arrivals).times(
-            options.requests, options.duration_s and options.duration_s * options.rate_scale, seed=options.seed
-        )
-        arrivals /= options.rate_scale
-        sessions = len(arrivals)
-    else:
+    if options.trace:
+        with traces.find(options.trace) as trace:
+            if trace.format == traces.CLAUDE_CODE:
+                agents = _agents(options, trace)
+                return Load(agents, agents.times, tenants, len(agents))
+            rows, arrivals = _rows(options, trace)
+        sessions = len(rows) if arrivals is None else len(arrivals)
+        if options.closed and options.requests:
+            sessions = options.requests
+        return Load(_recorded(options, rows, sessions, encode), arrivals, tenants, sessions)
+    if not (options.arrivals or options.closed):
         raise InvalidRequest("arrivals", "say when requests arrive: --arrivals, --closed or --trace")
-    return Load(_drawn(options, sessions), arrivals, tenants, sessions)
+    arrivals = _arrivals(options, options.arrivals) if options.arrivals else None
+    sessions = len(arrivals) if arrivals is not None else options.requests or CLOSED_SESSIONS
+    return Load(_drawn(options, sessions, encode), arrivals, tenants, sessions)
 
 
-def _drawn(options: LoadOptions, sessions: int) -> Content:
-    """Sessions of one request with drawn lengths."""
+def _arrivals(options: LoadOptions, process: str) -> FloatArray:
+    """[sessions] s; the scale of the rate holds for a process as for a trace."""
+    end_s = None if options.duration_s is None else options.duration_s * options.rate_scale
+    return Arrivals.parse(process).times(options.requests, end_s, seed=options.seed) / options.rate_scale
+
+
+def _agents(options: LoadOptions, trace: traces.Trace) -> Agents:
+    _no_lengths(options, trace.format)
+    _no_prompts(options, trace.format)
+    return Agents(
+        read_agents(trace.file, trace.lines()),
+        None if options.closed else _arrivals(options, options.arrivals or SESSIONS),
+        count=options.requests,
+        end_s=options.duration_s,
+        seed=options.seed,
+        vocab=options.vocab,
+        length_scale=options.length_scale,
+        think_scale=options.think_scale,
+        context_max=options.context_max,
+    )
+
+
+def _rows(options: LoadOptions, trace: traces.Trace) -> tuple[Recorded, FloatArray | None]:
+    """The trace's requests, and when they arrive: by the process that is asked for, or as they did."""
+    arrivals = _arrivals(options, options.arrivals) if options.arrivals else None
+    if trace.format == traces.SERVEGEN:
+        rows = _servegen(options, trace, arrivals)
+    elif trace.format == traces.AZURE:
+        rows = recorded.azure(trace.file, trace.lines())
+    else:
+        rows = recorded.mooncake(trace.file, trace.lines(), seed=options.seed)
+    if arrivals is not None or options.closed:
+        return rows, arrivals
+    times = rows.times / options.rate_scale
+    count = len(times) if options.duration_s is None else int(np.searchsorted(times, options.duration_s))
+    count = min(count, options.requests or count)
+    if not 1 <= count <= REQUESTS_MAX:
+        raise InvalidRequest("duration", f"of this trace holds {count} requests; there must be 1 to {REQUESTS_MAX}")
+    return rows, times[:count]
+
+
+def _servegen(options: LoadOptions, trace: traces.Trace, arrivals: FloatArray | None) -> Recorded:
+    count, end_s = options.requests, options.duration_s
+    if arrivals is not None:
+        count, end_s = len(arrivals), None
+    elif options.closed:
+        count, end_s = options.requests or CLOSED_SESSIONS, None
+    elif end_s is not None:
+        end_s *= options.rate_scale
+    elif count is None:
+        raise InvalidRequest("duration", f"{trace.file} tells rates, not requests: give a duration or requests")
+    beside = trace.lengths()
+    counted = servegen.ClientLengths(beside.name, lines(beside)) if beside is not None else None
+    windows = servegen.rates(trace.file, trace.lines())
+    return servegen.requests(windows, counted, seed=options.seed, end_s=end_s, count=count)
+
+
+def _recorded(options: LoadOptions, rows: Recorded, sessions: int, encode: Encode | None) -> Singles:
+    """So many sessions of the trace's requests, again from the first where they end."""
+    if rows.inputs is not None and rows.outputs is not None:
+        _no_lengths(options, options.trace)
+        inputs, outputs = np.resize(rows.inputs, sessions), np.resize(rows.outputs, sessions)
+    else:
+        inputs, outputs = _lengths(options, sessions)
+    if rows.blocks:
+        _no_prompts(options, options.trace)
+        blocks = Blocks(MOONCAKE_BLOCK, seed=options.seed, vocab=options.vocab, scale=options.length_scale)
+        prompts: Prompts = BlockPrompts(blocks, rows.blocks)
+    elif options.prompts in QUESTIONS:
+        raise InvalidRequest("prompts", f"{options.prompts} has lengths of its own, and so has a trace")
+    else:
+        prompts = _prompts(options, encode)
+    return Singles(
+        inputs,
+        outputs,
+        prompts,
+        length_scale=options.length_scale,
+        context_max=options.context_max,
+        kinds=rows.kinds,
+    )
+
+
+def _drawn(options: LoadOptions, sessions: int, encode: Encode | None) -> Content:
+    """Sessions of lengths that are drawn, or of questions."""
+    inputs, outputs = _lengths(options, sessions)
+    if options.prompts in QUESTIONS:
+        return Questions(
+            options.prompts,
+            encoder(encode, options.vocab),
+            inputs if options.input else None,
+            outputs,
+            seed=options.seed,
+            length_scale=options.length_scale,
+            context_max=options.context_max,
+        )
+    return Singles(
+        inputs,
+        outputs,
+        _prompts(options, encode),
+        length_scale=options.length_scale,
+        context_max=options.context_max,
+    )
+
+
+def _lengths(options: LoadOptions, sessions: int) -> tuple[IntArray, IntArray]:
+    """Input and output, [sessions] int64."""
 
     def drawn(name: str, text: str, stream: int) -> IntArray:
         return lengths.parse(name, text).draw(np.random.default_rng((options.seed, stream)), sessions)
 
-    inputs = drawn("input", options.input or INPUT, draws.INPUTS)
-    outputs = drawn("output", options.output or OUTPUT, draws.OUTPUTS)
-    prompts = RandomTokens(seed=options.seed, vocab=options.vocab, prefix=round(options.prefix * options.length_scale))
-    return Singles(inputs, outputs, prompts, length_scale=options.length_scale, context_max=options.context_max)
+    return (
+        drawn("input", options.input or INPUT, draws.INPUTS),
+        drawn("output", options.output or OUTPUT, draws.OUTPUTS),
+    )
 
 
-def _check(options: LoadOptions) -> None:
-    """Raises InvalidRequest naming the option."""
-    for name, factor in (("rate-scale", options.rate_scale), ("length-scale", options.length_scale)):
-        if not (math.isfinite(factor) and factor > 0):
-            raise InvalidRequest(name, f"is {factor:g}; it must be above 0")
-    for name, value, low, high in (
-        ("closed", options.closed, 0, REQUESTS_MAX),
-        ("requests", options.requests, 1, REQUESTS_MAX),
-        ("prefix", options.prefix, 0, lengths.LENGTH_MAX),
-        ("seed", options.seed, 0, (1 << 63) - 1),
-        ("vocab", options.vocab, 1, VOCAB_MAX),
-        ("context-max", options.context_max, 2, lengths.LENGTH_MAX),
-    ):
-        if value is not None and not low <= value <= high:
-            raise InvalidRequest(name, f"is {value}; it must be {low} to {high}")
-    if options.duration_s is not None and not (math.isfinite(options.duration_s) and options.duration_s > 0):
-        raise InvalidRequest("duration", f"is {options.duration_s:g}; it must be above 0 seconds")
-    if options.closed and options.arrivals:
-        raise InvalidRequest("closed", "is a loop without arrivals: leave one of the two out")
+def _prompts(options: LoadOptions, encode: Encode | None) -> Prompts:
+    prefix = int(options.prefix * options.length_scale + 0.5)
+    if options.prompts == RANDOM:
+        return RandomTokens(seed=options.seed, vocab=options.vocab, prefix=prefix)
+    return Passages(options.prompts, encoder(encode, options.vocab), seed=options.seed, prefix=prefix)
+
+
+def _no_lengths(options: LoadOptions, whose: str) -> None:
+    for name, given in (("input", options.input), ("output", options.output)):
+        if given:
+            raise InvalidRequest(name, f"the trace {whose} has lengths of its own; length-scale changes them")
+
+
+def _no_prompts(options: LoadOptions, whose: str) -> None:
+    for name, given in (("prompts", options.prompts != RANDOM), ("prefix", options.prefix > 0)):
+        if given:
+            raise InvalidRequest(name, f"the trace {whose} has prompts of its own, with the prefixes that it recorded")
