@@ -1,0 +1,20 @@
+"""What faults did to a run, as the report has it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from .kill import Strike
+from .promise import Promise
+
+
+def story(strikes: Sequence[Strike], promise: Promise) -> dict[str, Any]:
+    """{kept, sentences, faults, kills: [Strike], promise: {...}}: `chaos` of `measure.document`. faults: how many."""
+    return {
+        "kept": promise.kept,
+        "sentences": [*promise.sentences(), *(strike.sentence() for strike in strikes)],
+        "faults": sum(strike.pid > 0 for strike in strikes),
+        "kills": [strike.json() for strike in strikes],
+        "promise": promise.json(),
+    }
