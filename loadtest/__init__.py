@@ -1,8 +1,8 @@
-"""The load harness: open-loop arrivals at a running kvforge, and what its users would have measured.
+"""The load harness: a load at kvforge, or at any OpenAI-compatible server, and what its users would have measured.
 
-    python -m loadtest --rate 20 --requests 500 --input 128 --output 64
+    kvforge loadtest --trace conversation --rate-scale 0.5 --duration 60 --out report/
 
 A request's latency counts from when it was meant to arrive, not from when it was sent: a server that stalls is charged
-for everybody who would have come meanwhile. One process, one event loop, no threads; it knows kvforge only as any
-client does.
+for everybody who would have come meanwhile. The driver is measured first, against a server that does nothing, and all
+the time: a result that it has spoilt says so. It knows kvforge only as any client does.
 """

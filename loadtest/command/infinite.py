@@ -1,0 +1,33 @@
+"""What a prefix cache without a limit would have hit of the prompts that were really sent."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Sequence
+
+import numpy as np
+
+from loadtest.drive.outcome import Outcome
+from loadtest.load.infinite import InfiniteCache
+from loadtest.load.workload import Workload, prompts
+
+
+def infinite(workload: Workload, outcomes: Sequence[Outcome], block_size: int) -> tuple[int, int]:
+    """(prompt tokens, those that it would hit), in the order in which the requests were sent.
+
+    An answer is held too, but for its last token, whose KV nobody computes: the next turn of a session begins with it.
+    """
+    cache = InfiniteCache(block_size)
+    answers: dict[int, list[Outcome]] = defaultdict(list)
+    for outcome in outcomes:
+        if outcome.sent_s >= 0:
+            answers[outcome.session].append(outcome)
+    rows = []
+    for index, turns in answers.items():
+        turns.sort(key=lambda outcome: outcome.turn)
+        came = [np.array(outcome.tokens, np.int32) for outcome in turns]
+        rows += list(zip(turns, prompts(workload.session(index), came), came, strict=True))
+    for outcome, prompt, answer in sorted(rows, key=lambda row: row[0].sent_s):
+        cache.look_up(prompt, outcome.tenant)
+        cache.hold(np.concatenate((prompt, answer[:-1])), outcome.tenant)
+    return cache.prompt_tokens, cache.hit_tokens

@@ -1,0 +1,98 @@
+"""Who serves: a coordinator that runs, workers without a model that are started for the run, a server over HTTP."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+from kvforge import AsyncClient, Health
+from kvforge.protocol import transport
+from kvforge.protocol.errors import NotReady
+from loadtest.drive.spec import HTTP, KVFORGE
+from loadtest.fleet.fleet import Fleet
+
+READY_S = 30.0
+# What a server over HTTP says of its model is its name alone.
+VOCAB = 32_000
+
+
+@dataclass(frozen=True, kw_only=True)
+class Place:
+    """Where requests go. vocab: token ids are below it. context_max: of the model; None: not known.
+
+    source: where a tokenizer may be loaded from, or "". model: as the document names it. http: fields of `HttpOptions`.
+    fleet: that was started for the run.
+    """
+
+    target: str
+    vocab: int
+    endpoint: str | None = None
+    server_key: str | None = None
+    key_file: str | None = None
+    context_max: int | None = None
+    source: str = ""
+    model: dict[str, Any] = field(default_factory=dict)
+    http: dict[str, Any] = field(default_factory=dict)
+    fleet: Fleet | None = None
+
+    def client(self) -> AsyncClient:
+        """A connection to the coordinator, for questions."""
+        return AsyncClient(self.endpoint, server_key=self.server_key, key_file=self.key_file)
+
+
+@asynccontextmanager
+async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
+    """The one that the options name, ready to serve. Raises KvforgeError: nobody is there, or not ready in time."""
+    if options.url is not None:
+        yield await _over_http(options)
+    elif options.no_model is not None:
+        async with Fleet(options.no_model, workers=options.workers, time_scale=options.time_scale) as fleet:
+            yield await _coordinator(options, fleet.endpoint, fleet)
+    else:
+        endpoint = options.endpoint
+        if endpoint is None and options.runtime_dir is not None:
+            endpoint = transport.client_endpoint(options.runtime_dir)
+        yield await _coordinator(options, endpoint)
+
+
+async def _coordinator(options: argparse.Namespace, endpoint: str | None, fleet: Fleet | None = None) -> Place:
+    key_file = str(options.key_file) if options.key_file is not None else None
+    async with AsyncClient(endpoint, server_key=options.server_key, key_file=key_file) as client:
+        health = await client.wait_ready(READY_S)
+        endpoint = client.endpoint
+    if (model := health.model) is None:
+        raise NotReady("no worker has said which model it serves: give --vocab")
+    return Place(
+        target=KVFORGE,
+        vocab=options.vocab or model.vocab_size,
+        endpoint=endpoint,
+        server_key=options.server_key,
+        key_file=key_file,
+        context_max=model.context_tokens_max,
+        source=model.source,
+        model=_described(health),
+        fleet=fleet,
+    )
+
+
+def _described(health: Health) -> dict[str, Any]:
+    """What a reader of the numbers asks about who served."""
+    model = health.model
+    assert model is not None, "it is ready"
+    found = {"name": model.name, "fingerprint": model.fingerprint, "dtype": model.dtype}
+    return found | {"weight_dtype": model.weight_dtype, "workers": len(health.workers)}
+
+
+async def _over_http(options: argparse.Namespace) -> Place:
+    from loadtest.drive.http import CHAT, TEXT, TOKENS
+    from loadtest.drive.http_models import only_model
+
+    name = options.model or await only_model(options.url)
+    as_text = options.text or options.api == CHAT
+    http = {"url": options.url, "model": name, "api": options.api, "prompt_as": TEXT if as_text else TOKENS}
+    http["extra"] = not options.no_extra
+    described = {"name": name, "url": options.url, "api": options.api}
+    return Place(target=HTTP, vocab=options.vocab or VOCAB, model=described, http=http)

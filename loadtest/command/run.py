@@ -1,0 +1,77 @@
+"""One run: it is driven, the server is asked why the slowest were slow, and a document is made of all that."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+from dataclasses import dataclass
+from typing import Any
+
+from kvforge import Stats
+from kvforge.protocol.errors import restore
+from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
+from loadtest.drive import outcome as ends
+from loadtest.drive.outcome import Measured
+from loadtest.drive.processes import Watch
+from loadtest.drive.run import measure
+from loadtest.measure.document import Context, document
+from loadtest.measure.objective import Objective
+from loadtest.measure.tail import slowest
+
+from . import spec as specs
+from .infinite import infinite
+from .places import Place
+
+BLOCK_SIZE = 16
+
+
+@dataclass(frozen=True, kw_only=True)
+class Ran:
+    """measured, and the document that was made of it."""
+
+    measured: Measured
+    document: dict[str, Any]
+
+    @property
+    def status(self) -> int:
+        """How the command ends."""
+        if self.measured.interrupted:
+            return INTERRUPTED
+        outcomes = self.measured.outcomes
+        bad = [outcome for outcome in outcomes if outcome.state in (ends.FAILED, ends.TIMED_OUT)]
+        if bad and not any(outcome.state == ends.FINISHED for outcome in outcomes):
+            return status_of(restore(bad[-1].code, "", {}))  # nothing worked at all: say what it was
+        chaos = self.document["chaos"]
+        whole = self.document["verdict"]["valid"] and not bad and (chaos is None or chaos["kept"])
+        return OK if whole else FAILED
+
+
+async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, watch: Watch | None) -> Ran:
+    """Raises KvforgeError: an option is wrong, nobody is there, a driver broke."""
+    objective = Objective.parse(options.slo) if options.slo is not None else Objective()
+    spec = specs.run_spec(options, place)
+    measured = await measure(spec, stop, watch)
+    workload = spec.workload()
+    context = Context(
+        options=specs.described(options),
+        seed=options.seed,
+        objective=objective,
+        warmup_s=options.warmup,
+        windows=options.windows,
+        model=place.model or None,
+        infinite=infinite(workload, measured.outcomes, _block_size(measured.before)),
+        tail=await _tail(place, measured),
+    )
+    return Ran(measured=measured, document=document(measured, context))
+
+
+async def _tail(place: Place, measured: Measured) -> list[dict[str, Any]]:
+    """The slowest requests, with what the coordinator says of them; where nobody answers, without that."""
+    async with place.client() as client:
+        return await slowest(client, measured.outcomes)
+
+
+def _block_size(stats: Stats | None) -> int:
+    """The coordinator's; of a server that does not say, the usual one."""
+    sizes = {pool.block_size for pool in stats.pools} if stats is not None else set()
+    return min(sizes, default=BLOCK_SIZE)
