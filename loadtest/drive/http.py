@@ -9,11 +9,13 @@ from dataclasses import dataclass
 from time import monotonic
 from typing import Any
 
+import numpy as np
+
 from kvforge.protocol.errors import InvalidRequest
 
 from .http_answer import Answer
 from .http_pool import Exchange, Pool
-from .http_wire import Address, encode, httptools, many_files
+from .http_wire import Address, encode, httptools, many_files, token_ids
 from .outcome import FAILED, RUNNING, Outcome
 from .target import Ask
 
@@ -29,7 +31,7 @@ class HttpOptions:
     prompt_as: one of PROMPTS_AS; a chat is text. extra: with what OpenAI's API does not know and many servers do:
     ignore_eos, and a count of tokens in each event; without, an answer may end when the model wants. token_ids: also
     asks for the ids of what is generated (vLLM), so that the next turn of a session holds them. clients: as in
-    `Ask.client`. connections: of each client, made by `open`; more are made when needed.
+    `Ask.client`. connections: so many of each client are made ahead of its next requests.
     """
 
     url: str
@@ -39,7 +41,7 @@ class HttpOptions:
     extra: bool = True
     token_ids: bool = False
     clients: int = 1
-    connections: int = 1
+    connections: int = 4
 
     def __post_init__(self) -> None:
         """Raises InvalidRequest."""
@@ -66,7 +68,7 @@ class HttpTarget:
         head = address.head("POST", PATHS[options.api], key)
         self._head = head + b"Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
         self._chat, self._text = options.api == CHAT, options.api == CHAT or options.prompt_as == TEXT
-        self._connections, self._whole = options.connections, options.extra
+        self._address, self._whole = address, options.extra
         usage: dict[str, bool] = {"include_usage": True}
         self._fixed: dict[str, Any] = {"model": options.model, "stream": True, "stream_options": usage}
         if options.extra:
@@ -74,15 +76,17 @@ class HttpTarget:
             self._fixed["ignore_eos"] = True
         if options.token_ids:
             self._fixed["return_token_ids"] = True
+        if not self._text:
+            token_ids(np.zeros(1, np.int32))  # which makes its table
         tls = ssl.create_default_context() if address.tls else None
-        self._pools = [Pool(address, tls) for _ in range(options.clients)]
+        self._pools = [Pool(address, tls, options.connections) for _ in range(options.clients)]
 
     async def open(self) -> None:
         """Connects. Raises Unavailable."""
         many_files()
         try:
             for pool in self._pools:
-                await pool.open(self._connections)
+                await pool.open()
         except BaseException:
             await self.close()
             raise
@@ -112,6 +116,6 @@ class HttpTarget:
         if self._chat:
             body["messages"] = [{"role": "user", "content": ask.text}]
         else:
-            body["prompt"] = ask.text if self._text else ask.prompt.tolist()
+            body["prompt"] = ask.text if self._text else token_ids(ask.prompt)
         content = encode(body)
         return b"%b%d\r\n\r\n%b" % (self._head, len(content), content)

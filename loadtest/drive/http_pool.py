@@ -72,7 +72,7 @@ class Exchange:
             return False
         self._again = True
         self.connection = None
-        self._pool.wait(self)
+        self._pool.again(self)
         return True
 
     def _out_of_time(self) -> None:
@@ -86,30 +86,36 @@ class Exchange:
 
 
 class Pool:
-    """Connections of one client, made when they are needed and kept while the server keeps them.
+    """Connections of one client. spare: so many are made ahead of the next requests, so that these need not wait.
 
     The one used last is used next: those that too many streams at once have needed fall idle, and the server closes
     them.
     """
 
-    def __init__(self, address: Address, tls: ssl.SSLContext | None) -> None:
-        self._address, self._tls = address, tls
-        self._idle: list[Connection] = []
+    def __init__(self, address: Address, tls: ssl.SSLContext | None, spare: int) -> None:
+        self._address, self._tls, self._spare = address, tls, spare
+        self._host = address.host
+        self._idle: dict[Connection, None] = {}
         self._all: set[Connection] = set()
         self._waiting: deque[Exchange] = deque()
+        self._coming: set[Connection] = set()  # not made yet, by tasks:
         self._connecting: set[asyncio.Task[None]] = set()
         self.under_way: set[Exchange] = set()
 
-    async def open(self, count: int) -> None:
-        """Makes so many connections. Raises Unavailable."""
-        for made in await asyncio.gather(*(self._connect() for _ in range(count)), return_exceptions=True):
-            if isinstance(made, OSError):
-                raise Unavailable(self._problem(made)) from made
-            if made is not None:
-                raise made
+    async def open(self) -> None:
+        """Makes the spare connections. Raises Unavailable."""
+        try:
+            await self._connect(self._new())
+            rest = (self._connect(self._new()) for _ in range(self._spare - 1))
+            found = [made for made in await asyncio.gather(*rest, return_exceptions=True) if made is not None]
+            if found:
+                raise found[0]
+        except OSError as error:
+            raise Unavailable(self._problem(error)) from error
 
     async def close(self) -> None:
         """Gives up what is under way, and closes everything."""
+        self._spare = 0
         for exchange in list(self.under_way):
             exchange.give_up()
         for task in self._connecting:
@@ -122,48 +128,67 @@ class Pool:
         """Sends it now, or as soon as there is a connection."""
         self.under_way.add(exchange)
         if self._idle:
-            self._idle.pop().ask(exchange)
+            self._idle.popitem()[0].ask(exchange)
         else:
-            self.wait(exchange)
+            self._waiting.append(exchange)
+        self._connect_ahead()
 
-    def wait(self, exchange: Exchange) -> None:
-        """Sends it on the next connection that is made or becomes idle."""
+    def again(self, exchange: Exchange) -> None:
+        """Sends it on the next connection that is made or has answered."""
         self._waiting.append(exchange)
-        task = asyncio.get_running_loop().create_task(self._one_more())
-        self._connecting.add(task)
-        task.add_done_callback(self._connecting.discard)
+        self._connect_ahead()
 
-    async def _one_more(self) -> None:
+    def _connect_ahead(self) -> None:
+        coming = len(self._coming)
+        missing = len(self.under_way) + self._spare - len(self._all) - coming
+        if self._waiting:  # which an answer's end that does not come may not delay
+            missing = max(missing, len(self._waiting) - coming)
+        for _ in range(missing):
+            task = asyncio.get_running_loop().create_task(self._one_more(self._new()))
+            self._connecting.add(task)
+            task.add_done_callback(self._connecting.discard)
+
+    def _new(self) -> Connection:
+        connection = Connection(self._freed, self._gone)
+        self._coming.add(connection)
+        return connection
+
+    async def _one_more(self, connection: Connection) -> None:
         try:
-            await self._connect()
+            await self._connect(connection)
         except OSError as error:
             if (exchange := self._next()) is not None:
                 exchange.close(FAILED, Unavailable.code, self._problem(error), monotonic())
 
-    async def _connect(self) -> None:
-        def made() -> Connection:
-            return Connection(self._freed, self._gone)
-
-        where = self._address
-        async with asyncio.timeout(CONNECT_S):
-            await asyncio.get_running_loop().create_connection(made, where.host, where.port, ssl=self._tls)
+    async def _connect(self, connection: Connection) -> None:
+        where, name = self._address, self._address.host if self._tls is not None else None
+        try:
+            async with asyncio.timeout(CONNECT_S):
+                transport, _ = await asyncio.get_running_loop().create_connection(
+                    lambda: connection, self._host, where.port, ssl=self._tls, server_hostname=name
+                )
+        finally:
+            self._coming.discard(connection)
+        # From now on no request waits for a resolver.
+        if (peer := transport.get_extra_info("peername")) is not None:
+            self._host = peer[0]
 
     def _problem(self, error: OSError) -> str:
-        return f"{self._address} does not answer: {error or f'no connection within {CONNECT_S:.0f} s'}"
+        return f"{self._address} does not answer: {str(error) or f'no connection within {CONNECT_S:.0f} s'}"
 
     def _freed(self, connection: Connection) -> None:
+        self._coming.discard(connection)
         self._all.add(connection)
         exchange = self._next()
         connection.waited = exchange is None
         if exchange is None:
-            self._idle.append(connection)
+            self._idle[connection] = None
         else:
             connection.ask(exchange)
 
     def _gone(self, connection: Connection) -> None:
         self._all.discard(connection)
-        if connection in self._idle:
-            self._idle.remove(connection)
+        self._idle.pop(connection, None)
 
     def _next(self) -> Exchange | None:
         while self._waiting:

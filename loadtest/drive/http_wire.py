@@ -5,15 +5,20 @@ from __future__ import annotations
 import resource
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cache
 from typing import Annotated, Any
 from urllib.parse import urlsplit
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 
 from kvforge.protocol.errors import InvalidRequest, Unavailable
+from kvforge.protocol.messages import Int32Array
 
 DONE = b"[DONE]"
 MESSAGE_CHARS_MAX = 500
+TABLE_IDS = 1 << 18  # more than vocabularies have
 PORTS = {"http": 80, "https": 443}
 
 
@@ -142,6 +147,19 @@ class Problem(msgspec.Struct):
 
 class _Wrapped(msgspec.Struct):
     error: Problem | str
+
+
+@cache
+def _numbers() -> npt.NDArray[np.uint64]:
+    """Each token id as it is written in a list, padded to eight bytes."""
+    return np.frombuffer(b"".join(b"%7d," % number for number in range(TABLE_IDS)), np.uint64)
+
+
+def token_ids(ids: Int32Array) -> msgspec.Raw | list[int]:
+    """Token ids, [tokens] int32, to be encoded: a prompt of 100,000 in half a millisecond."""
+    if not len(ids) or ids.min() < 0 or ids.max() >= TABLE_IDS:
+        return [int(number) for number in ids]
+    return msgspec.Raw(b"[" + _numbers()[ids].tobytes()[:-1] + b"]")
 
 
 event = msgspec.json.Decoder(Event).decode

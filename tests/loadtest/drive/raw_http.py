@@ -145,7 +145,7 @@ class Engine:
 @asynccontextmanager
 async def driving(url: str, **options: Any) -> AsyncIterator[Engine]:
     """An engine with a target that is open."""
-    target = HttpTarget(HttpOptions(url=url, model="m", **options))
+    target = HttpTarget(HttpOptions(url=url, **{"model": "m", "connections": 1} | options))
     await target.open()
     try:
         yield Engine(target)

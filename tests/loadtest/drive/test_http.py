@@ -106,19 +106,18 @@ def test_chats_are_text_and_nothing_extra_is_sent_where_that_is_asked(run: Run) 
 
 @pytest.mark.parametrize("response", [GOOD, chunked(*stream(3).splitlines(True)), whole("200 OK", stream(3))])
 def test_a_response_split_at_any_byte_and_its_connection_serves_again(run: Run, response: bytes) -> None:
-    connections = 0
+    connections = at = 0
 
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        nonlocal connections
+        nonlocal connections, at
         connections += 1
-        at = 0
         while True:
             await request_of(reader)
-            writer.write(response[:at])
+            cut, at = at, at + 1
+            writer.write(response[:cut])
             await asyncio.sleep(0)
             await asyncio.sleep(0)
-            writer.write(response[at:])
-            at += 1
+            writer.write(response[cut:])
 
     async def body() -> None:
         async with serving(handle) as url, driving(url) as engine:
@@ -127,7 +126,8 @@ def test_a_response_split_at_any_byte_and_its_connection_serves_again(run: Run, 
                 assert (outcome.state, len(outcome.tokens_s)) == (FINISHED, 3), outcome
 
     run(body)
-    assert connections <= 2  # one where the response's end comes after the answer's
+    assert connections <= 2  # with the one that is made ahead
+    assert at == len(response)
 
 
 BROKEN = {
@@ -318,6 +318,25 @@ def test_a_connection_that_the_server_closed_meanwhile_costs_a_request_nothing(r
                 assert (await engine.one()).state == FINISHED
 
     run(body)
+
+
+def test_connections_are_made_ahead_and_not_without_end(run: Run) -> None:
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal connections
+        connections += 1
+        await answering([GOOD])(reader, writer)
+
+    async def body() -> None:
+        async with serving(handle) as url, driving(url.replace("127.0.0.1", "localhost"), connections=2) as engine:
+            for _ in range(10):
+                for _ in range(6):
+                    engine.send()
+                await engine.ended(len(engine.ends) + 6)
+            assert all(end.state == FINISHED for end in engine.ends)
+
+    connections = 0
+    run(body)
+    assert 6 <= connections <= 8
 
 
 def test_refusals_keep_the_connection(run: Run) -> None:

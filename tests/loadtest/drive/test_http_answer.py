@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 
+import numpy as np
 import pytest
 
 from loadtest.drive import http_answer
 from loadtest.drive.http_answer import Answer
+from loadtest.drive.http_wire import encode, token_ids
 from loadtest.drive.outcome import FAILED, FINISHED, REFUSED, RUNNING, Outcome
 
 from .raw_http import DONE, event, stream, usage
@@ -166,3 +168,8 @@ def test_an_error_within_an_answer() -> None:
 def test_an_endless_error_is_not_kept() -> None:
     _, (state, code, message) = read(*[b"x" * 50_000] * 20, status=500)
     assert (state, code, len(message)) == (FAILED, "http_500", 500)
+
+
+@pytest.mark.parametrize("ids", [[], [0], [5, 99, 262_143, 7], [1, 262_144], [-1, 3]])
+def test_token_ids_are_written_as_json(ids: list[int]) -> None:
+    assert json.loads(encode({"prompt": token_ids(np.array(ids, np.int32))})) == {"prompt": ids}
