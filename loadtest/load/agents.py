@@ -106,7 +106,7 @@ class Agents:
     """`Content`. starts: [sessions] s, when each session of the file starts, from the first again where they end; None:
     a closed loop, in which subagents are sessions among others. count: so many agents at most; end_s: none later.
 
-    times: when each agent arrives, rising; a subagent as long after its session's start as it did.
+    times: when each agent arrives, rising; a subagent as long after its session's start as it did, times think_scale.
     """
 
     def __init__(
@@ -154,11 +154,11 @@ class Agents:
         return self._agents[self._coming[index % len(self)][0]].kind
 
     def turns(self, index: int) -> tuple[Turn, ...]:
-        """See `Content`. Costs about 50 us for each turn."""
+        """See `Content`. Costs some 30 us for each turn."""
         which, lap = self._coming[index % len(self)]
         agent = self._agents[which]
-        scope = agent.session, lap, index // len(self)
         blocks = self._blocks(agent)
+        scope = blocks.scope(agent.session, lap, index // len(self))
         made = []
         for number, (request, (kept, new, output, _)) in enumerate(zip(agent.requests, self._plan(which), strict=True)):
             # The rest of the prompt, which is no full block, has no id in the trace: it is nobody else's.

@@ -14,7 +14,7 @@ from .draws import ARRIVALS, FloatArray
 
 REQUESTS_MAX = 1_000_000
 FORMS = "poisson:R, fixed:R, gamma:R,CV, weibull:R,CV, burst:R,N"
-CV_MAX = 1000.0
+CV_MIN, CV_MAX = 0.001, 1000.0
 _CHUNK = 4096
 
 
@@ -35,8 +35,8 @@ class Arrivals:
     def __post_init__(self) -> None:
         if not (math.isfinite(self.rate) and self.rate > 0):
             raise InvalidRequest("arrivals", f"{self.rate:g} a second: the rate must be above 0")
-        if not 0 < self.cv <= CV_MAX:
-            raise InvalidRequest("arrivals", f"gaps that vary by {self.cv:g}: give CV above 0, to {CV_MAX:g}")
+        if not CV_MIN <= self.cv <= CV_MAX:
+            raise InvalidRequest("arrivals", f"gaps that vary by {self.cv:g}: give CV from {CV_MIN:g} to {CV_MAX:g}")
         if not 1 <= self.burst <= REQUESTS_MAX:
             raise InvalidRequest("arrivals", f"bursts of {self.burst}: give 1 to {REQUESTS_MAX}")
 
@@ -100,8 +100,8 @@ class Arrivals:
 
 
 def weibull_shape(cv: float) -> float:
-    """The shape (0.05 to 50) of the Weibull distribution whose coefficient of variation this is."""
-    low, high = 0.05, 50.0
+    """The shape (0.05 to 2000) of the Weibull distribution whose coefficient of variation this is."""
+    low, high = 0.05, 2000.0
     for _ in range(60):
         shape = math.sqrt(low * high)
         # cv² + 1 = Γ(1 + 2/k) / Γ(1 + 1/k)², which falls as k rises.

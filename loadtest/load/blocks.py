@@ -24,13 +24,17 @@ class Blocks:
         """A place in a prompt, as recorded, where it is after scaling."""
         return int(tokens * self._scale + 0.5)
 
-    def tokens(self, scope: tuple[int, ...], ids: IntArray, start: int, stop: int) -> Int32Array:
-        """[stop - start] int32: tokens of a scaled prompt whose blocks are `ids` [blocks]; the last one may be partial.
+    def scope(self, *numbers: int) -> int:
+        """A key of block ids: the same id in another scope is other tokens."""
+        return draws.key(self._seed, draws.BLOCKS, *numbers)
 
-        The same id in another scope is other tokens.
-        """
-        edges = np.floor(np.arange(len(ids)) * (self._block_size * self._scale) + 0.5).astype(np.int64)
+    def tokens(self, scope: int, ids: IntArray, start: int, stop: int) -> Int32Array:
+        """[stop - start] int32: tokens of a scaled prompt of the blocks `ids` [blocks]; the last may be partial."""
+        width = self._block_size * self._scale
+        # Nothing is computed for the blocks before, which a long session has many of.
+        first = min(max(0, int((start - 0.5) / width) - 1), len(ids) - 1)
+        edges = np.floor(np.arange(first, len(ids)) * width + 0.5).astype(np.int64)
         places = np.arange(start, stop)
         block = np.searchsorted(edges, places, "right") - 1
-        keys = draws.noise(draws.key(self._seed, draws.BLOCKS, *scope), ids)
+        keys = draws.noise(scope, ids[first:])
         return draws.token_ids(keys[block], places - edges[block], self._vocab)

@@ -69,7 +69,7 @@ class BlockPrompts:
     def make(self, index: int, length: int) -> tuple[Int32Array, str]:
         """See `Prompts`."""
         lap, row = divmod(index, len(self._ids))
-        return self._blocks.tokens((lap,), self._ids[row], 0, length), ""
+        return self._blocks.tokens(self._blocks.scope(lap), self._ids[row], 0, length), ""
 
 
 class Singles:

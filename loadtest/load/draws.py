@@ -31,7 +31,11 @@ def key(*parts: int) -> int:
     """One 64-bit key of several numbers, in their order."""
     made = 0
     for part in parts:
-        made = int(mix(np.array([(made + part + 1) * _GOLDEN & _MASK], np.uint64))[0])
+        # As `mix` does, without an array around one number.
+        made = (made + part + 1) * _GOLDEN & _MASK
+        made = (made ^ made >> 30) * 0xBF58476D1CE4E5B9 & _MASK
+        made = (made ^ made >> 27) * 0x94D049BB133111EB & _MASK
+        made ^= made >> 31
     return made
 
 

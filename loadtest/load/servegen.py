@@ -17,7 +17,7 @@ import numpy as np
 from kvforge.protocol.errors import InvalidRequest
 
 from . import draws
-from .arrivals import CV_MAX, REQUESTS_MAX, Arrivals
+from .arrivals import CV_MAX, CV_MIN, REQUESTS_MAX, Arrivals
 from .draws import FloatArray, IntArray
 from .files import broken
 from .lengths import LENGTH_MAX, Empirical
@@ -55,7 +55,7 @@ def rates(file: str, lines: Iterable[tuple[int, str]]) -> list[Window]:
             family = FAMILIES.get(row["dist"])
             if family is None or not math.isfinite(start_s) or start_s < 0:
                 raise ValueError(f"dist is one of {', '.join(FAMILIES)}, timestamp_s 0 or more")
-            arrivals = Arrivals(family, rate, cv=min(float(row["cv"]), CV_MAX))
+            arrivals = Arrivals(family, rate, cv=min(max(float(row["cv"]), CV_MIN), CV_MAX))
             found.append(Window(client=int(row["chunk"]), start_s=start_s, arrivals=arrivals))
         except (KeyError, TypeError, ValueError, InvalidRequest) as error:
             raise broken(file, numbers[-1], f"is not {RATES_HEADER}: {error}") from None

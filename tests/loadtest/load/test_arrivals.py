@@ -21,7 +21,8 @@ def test_the_same_seed_gives_the_same_times_however_many_are_asked_for(text: str
 
 
 @pytest.mark.parametrize(
-    ("text", "cv"), [("poisson:50", 1), ("gamma:50,3", 3), ("weibull:50,2", 2), ("weibull:50,0.4", 0.4)]
+    ("text", "cv"),
+    [("poisson:50", 1), ("gamma:50,3", 3), ("weibull:50,2", 2), ("weibull:50,0.4", 0.4), ("weibull:50,0.01", 0.01)],
 )
 def test_gaps_have_the_mean_and_the_variation_asked_for(text: str, cv: float) -> None:
     gaps = np.diff(Arrivals.parse(text).times(100_000, seed=1))

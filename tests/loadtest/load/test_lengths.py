@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from kvforge.protocol.errors import InvalidRequest
+from loadtest.load.content import cut_turn
 from loadtest.load.lengths import Empirical, fitted, parse, scaled
 
 
@@ -40,3 +43,16 @@ def test_scaled_lengths_keep_a_token_and_long_ones_fit() -> None:
     assert outputs.tolist() == [10, 11, 50, 50]
     assert cut.tolist() == [False, True, True, True]
     assert fitted(inputs, outputs, None)[2].sum() == 0
+
+
+@given(st.integers(0, 99), st.integers(1, 99), st.integers(1, 99), st.integers(2, 99))
+def test_a_turn_that_was_cut_fits_and_asks_for_something_new(
+    kept: int, new: int, output: int, context_max: int
+) -> None:
+    was, (left, added, made, cut) = (kept, new, output), cut_turn(kept, new, output, context_max)
+    assert left + added + made <= context_max and added >= 1 and made >= 1 and left >= 0
+    assert cut == (sum(was) > context_max) and (cut or (left, added, made) == was)
+    assert left <= kept and added <= new and made <= output
+    if not kept:
+        inputs, outputs, over = fitted(np.array([new]), np.array([output]), context_max)
+        assert (inputs[0], outputs[0], over[0]) == (added, made, cut)
