@@ -12,6 +12,7 @@ from typing import Any
 
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
+from loadtest.chaos import plan
 from loadtest.drive import outcome as ends
 from loadtest.drive.processes import Watch
 from loadtest.drive.progress import Progress as Counts
@@ -51,6 +52,7 @@ async def _all(options: argparse.Namespace) -> int:
     # What can be wrong is found out now, not after an hour of measuring.
     if options.slo is not None:
         Objective.parse(options.slo)
+    plan.parse(options.kill)
     earlier = result.read(options.compare) if options.compare is not None else None
     values = sweep(options) if options.sweep is not None else None
     if options.out is not None:

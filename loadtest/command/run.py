@@ -10,10 +10,16 @@ from typing import Any
 from kvforge import Stats
 from kvforge.protocol.errors import restore
 from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
+from loadtest.chaos import plan
+from loadtest.chaos.kill import Killer
+from loadtest.chaos.promise import check
+from loadtest.chaos.story import story
 from loadtest.drive import outcome as ends
 from loadtest.drive.outcome import Measured
 from loadtest.drive.processes import Watch
 from loadtest.drive.run import measure
+from loadtest.drive.spec import RunSpec
+from loadtest.load.workload import Workload
 from loadtest.measure.document import Context, document
 from loadtest.measure.objective import Objective
 from loadtest.measure.tail import slowest
@@ -50,8 +56,11 @@ async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, wa
     """Raises KvforgeError: an option is wrong, nobody is there, a driver broke."""
     objective = Objective.parse(options.slo) if options.slo is not None else Objective()
     spec = specs.run_spec(options, place)
-    measured = await measure(spec, stop, watch)
     workload = spec.workload()
+    if options.kill:
+        measured, chaos = await _disturbed(options, spec, place, stop, watch, workload)
+    else:
+        measured, chaos = await measure(spec, stop, watch), None
     context = Context(
         options=specs.described(options),
         seed=options.seed,
@@ -61,8 +70,28 @@ async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, wa
         model=place.model or None,
         infinite=infinite(workload, measured.outcomes, _block_size(measured.before)),
         tail=await _tail(place, measured),
+        chaos=chaos,
     )
     return Ran(measured=measured, document=document(measured, context))
+
+
+async def _disturbed(
+    options: argparse.Namespace,
+    spec: RunSpec,
+    place: Place,
+    stop: asyncio.Event,
+    watch: Watch | None,
+    workload: Workload,
+) -> tuple[Measured, dict[str, Any]]:
+    """The run with what is killed in it; then what became of what was promised."""
+    async with Killer(place.endpoint, plan.parse(options.kill)) as killer:
+        measured = await measure(spec, stop, watch, began=killer.begin)
+        strikes = await killer.end()
+    draw = spec.plan(0, 1, len(workload)).draw
+    async with place.client() as client:
+        temperature = spec.temperature
+        promise = await check(measured.outcomes, workload, client, draw=draw, temperature=temperature, stop=stop)
+    return measured, story(strikes, promise)
 
 
 async def _tail(place: Place, measured: Measured) -> list[dict[str, Any]]:
