@@ -8,7 +8,7 @@ import platform
 from collections.abc import Sequence
 from pathlib import Path
 
-PACKAGES = ("kvforge", "torch", "transformers", "numpy", "pyzmq", "msgspec")
+PACKAGES = ("kvforge", "torch", "transformers", "numpy", "pyzmq", "msgspec", "uvloop", "hdrhistogram")
 
 
 def machine() -> dict[str, str | int]:

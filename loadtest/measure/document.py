@@ -21,7 +21,7 @@ intended arrival; null: nothing to say.
     why         {all, p90, p99}: in which phases the time went, of all and of the slowest    (`tail.breakdown`)
     tail        the slowest requests: [{request_id, session, turn, tenant, kind, due_s, latency_ms, sentence,
                 phases_ms, segments [{state, from_s, to_s}]}]    (`tail.slowest`)
-    chaos       what faults did: {kept, sentences, ...}
+    chaos       what faults did: {kept, sentences, kills [{name, at_s, ready_s}], ...}
 """
 
 from __future__ import annotations

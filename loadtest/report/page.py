@@ -13,7 +13,7 @@ from typing import Any
 from . import compare as beside
 from . import sweep as sweeping
 from .drawing import Picture
-from .tables import Table, ends, errors, good_words, groups, lag, latency, rates, server
+from .tables import Table, divided, ends, errors, good_words, groups, lag, latency, rates, server
 from .terminal import verdict_line
 from .timeline import name, shares_ms
 from .words import NOTHING, number, pairs, percent
@@ -38,6 +38,7 @@ def page(
     )
     parts += _section("Throughput", _table(rates(found)), _figure(drawn.get("throughput")))
     parts += _section("Who waited", _table(groups("tenant", found["tenants"])), _table(groups("class", found["kinds"])))
+    parts += _section("Where the time went", _figure(drawn.get("breakdown")), _table(divided(found), words=True))
     parts += _section("The slowest requests", _figure(drawn.get("slowest")), _slowest(found["tail"]))
     parts += _section("The server", _figure(drawn.get("occupancy")), _table(server(found), words=True))
     parts += _section("What did not finish", _table(errors(found), words=True))
@@ -155,14 +156,10 @@ def _slowest(tail: Sequence[Mapping[str, Any]]) -> str:
 def _faults(chaos: Document | None) -> str:
     if chaos is None:
         return ""
-    kept: Any = chaos.get("kept")
-    said = {True: "The promise was kept: nothing lost, nothing changed.", False: "The promise was broken."}.get(
-        kept, ""
-    )
-    sentences = "".join(f"<li>{escape(str(sentence))}</li>" for sentence in chaos.get("sentences", ()))
-    others = {key: value for key, value in chaos.items() if key not in ("kept", "sentences")}
-    kind = "better" if kept else "worse"
-    return f"<p class={kind}><b>{said}</b></p><ul>{sentences}</ul>{_pairs('Faults', others)}"
+    first, *others = [*map(str, chaos.get("sentences", ())), ""]
+    listed = "".join(f"<li>{escape(sentence)}</li>" for sentence in others if sentence)
+    kind = "better" if chaos.get("kept") else "worse"
+    return f"<p class={kind}><b>{escape(first)}</b></p><ul>{listed}</ul>"
 
 
 def _configuration(found: Document) -> str:

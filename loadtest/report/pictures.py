@@ -8,7 +8,7 @@ import numpy as np
 
 from ..measure.group import LATENCIES
 from .drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Picture, draw, legend, log_axis
-from .timeline import timeline
+from .timeline import divided, timeline
 from .words import number
 
 Document = dict[str, Any]
@@ -28,6 +28,8 @@ def pictures(found: Document) -> list[Picture]:
         made.append(occupancy(found))
     if any(request.get("segments") for request in found["tail"]):
         made.append(timeline(found))
+    if found["why"]:
+        made.append(divided(found))
     return made
 
 
@@ -155,7 +157,7 @@ def occupancy(found: Document) -> Picture:
 
 
 def _over_time(found: Document, axes: Any) -> None:
-    """What all pictures over time share: the axis, and what is not measured in grey."""
+    """What all pictures over time share: the axis, what is not measured in grey, and a red line at each kill."""
     span, panels = found["span"], np.atleast_1d(axes)
     for panel in panels:
         panel.set_xlim(0, max(span["wall_s"], 1e-3))
@@ -164,6 +166,8 @@ def _over_time(found: Document, axes: Any) -> None:
         for low, high in ((0.0, span["start_s"]), (span["end_s"], span["wall_s"])):
             if high > low:
                 panel.axvspan(low, high, color=GREY, alpha=0.13, linewidth=0)
+        for kill in (found["chaos"] or {}).get("kills", ()):
+            panel.axvline(kill["at_s"], color=RED, linestyle="--", linewidth=1)
         legend(panel)
     panels[-1].set_xlabel("seconds since the start")
 

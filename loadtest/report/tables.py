@@ -10,6 +10,7 @@ from ..drive.outcome import ENDS
 from ..measure.group import LATENCIES
 from ..measure.percentiles import PERCENTILES, name
 from ..measure.verdict import LAGS
+from .timeline import shares, which
 from .words import milliseconds, number, percent, spread
 
 Document = dict[str, Any]
@@ -34,7 +35,7 @@ class Table:
 def tables(found: Document) -> list[Table]:
     """All that have a row, the most important first."""
     made = [latency(found), rates(found), groups("tenant", found["tenants"]), groups("class", found["kinds"])]
-    made += [server(found), errors(found), lag(found)]
+    made += [divided(found), server(found), errors(found), lag(found)]
     return [table for table in made if table.rows]
 
 
@@ -94,6 +95,20 @@ def groups(word: str, by_name: Document) -> Table:
 
 
 NAMELESS = "(none)"
+
+
+def divided(found: Document) -> Table:
+    """Where the time of all requests went, and of the tail; then by tenant and by class."""
+    rows = []
+    for part, each in found["why"].items():
+        rows.append([which(part, each), str(each["requests"]), number(each["mean_ms"]), shares(each)])
+        if part != "all":
+            named = (*each["tenants"].items(), *each["kinds"].items())
+            rows += [
+                [f"    {key or NAMELESS}", str(one["requests"]), number(one["mean_ms"]), shares(one)]
+                for key, one in named
+            ]
+    return Table("Where the time went", ("", "requests", "mean, ms", "share of their time"), rows)
 
 
 def server(found: Document) -> Table:

@@ -1,12 +1,24 @@
-"""The slowest requests, each as a bar of what it waited for."""
+"""What requests waited for: the slowest one by one, and how the time of all and of the tail divides."""
 
 from __future__ import annotations
 
 from typing import Any
 
 from .drawing import BLUE, GREEN, GREY, ORANGE, PURPLE, RED, Picture, draw, legend
+from .words import number, percent
 
-STATES = {"queue": GREY, "prefill": BLUE, "decode": GREEN, "preempted": RED, "paused": ORANGE, "recovering": PURPLE}
+STATES = {
+    "driver": "#a16207",
+    "queue": GREY,
+    "prefill": BLUE,
+    "decode": GREEN,
+    "preempted": RED,
+    "stalled": "#ec6cb9",
+    "paused": ORANGE,
+    "recovering": PURPLE,
+    "served": "#0d9488",
+    "delivery": "#38bdf8",
+}
 OTHER = "#c084fc"
 BAR = 0.68
 
@@ -26,15 +38,8 @@ def timeline(found: dict[str, Any]) -> Picture:
                 )
                 colour = seen.setdefault(state, STATES.get(state, OTHER))
                 axes.broken_barh([(low, high - low)], (row - BAR / 2, BAR), color=colour, linewidth=0)
-        for state in (*STATES, *(state for state in seen if state not in STATES)):
-            if state in seen:
-                axes.broken_barh([], (0, 0), color=seen[state], label=state)
-        axes.set_yticks(range(len(tail)), [f"{name(request)}" for request in tail])
-        axes.invert_yaxis()
-        axes.grid(axis="y", visible=False)
-        axes.set_xlim(left=0)
+        _rows(axes, [name(request) for request in tail], seen)
         axes.set_xlabel("seconds since it was meant to be sent")
-        legend(axes)
 
     return draw(
         "slowest",
@@ -44,6 +49,56 @@ def timeline(found: dict[str, Any]) -> Picture:
         draws=draws,
         height_in=1.0 + 0.3 * len(tail),
     )
+
+
+def divided(found: dict[str, Any]) -> Picture:
+    """A bar each for all requests and for those of the tail, divided into the phases where their time went."""
+    parts = list(reversed(found["why"].items()))
+
+    def draws(axes: Any) -> None:
+        seen: dict[str, str] = {}
+        for row, (_, part) in enumerate(parts):
+            at = 0.0
+            for state, share in part["share"].items():
+                if share > 0:
+                    colour = seen.setdefault(state, STATES.get(state, OTHER))
+                    axes.broken_barh([(100 * at, 100 * share)], (row - BAR / 2, BAR), color=colour, linewidth=0)
+                    at += share
+        _rows(axes, [which(part, each) for part, each in parts], seen)
+        axes.set_xlim(0, 100)
+        axes.set_xlabel("% of the time from the intended arrival to the end")
+
+    return draw(
+        "breakdown",
+        "Where the time went",
+        alt="; ".join(f"{which(part, each)}: {shares(each)}" for part, each in parts),
+        caption="Of finished requests; each counts alike, however long it took.",
+        draws=draws,
+        height_in=1.0 + 0.34 * len(parts),
+    )
+
+
+def which(part: str, each: dict[str, Any]) -> str:
+    """Which requests a part of the breakdown is of."""
+    return "all finished" if part == "all" else f"{part}: {number(each['at_least_ms'])} ms or more"
+
+
+def shares(each: dict[str, Any]) -> str:
+    """In words, the largest first; what is less than a thousandth is left out."""
+    there = sorted(((share, state) for state, share in each["share"].items() if share >= 1e-3), reverse=True)
+    return ", ".join(f"{state} {percent(share)}" for share, state in there)
+
+
+def _rows(axes: Any, labels: list[str], seen: dict[str, str]) -> None:
+    """What both share: a name for each row, from the top, and what each colour means."""
+    for state in (*STATES, *(state for state in seen if state not in STATES)):
+        if state in seen:
+            axes.broken_barh([], (0, 0), color=seen[state], label=state)
+    axes.set_yticks(range(len(labels)), labels)
+    axes.set_ylim(len(labels) - 0.5, -0.5)
+    axes.grid(axis="y", visible=False)
+    axes.set_xlim(left=0)
+    legend(axes)
 
 
 def name(request: dict[str, Any]) -> str:

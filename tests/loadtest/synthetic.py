@@ -78,7 +78,7 @@ def _outcome(draws: np.random.Generator, index: int, due_s: float, busy: float, 
         sent_s=sent_s,
         prompt_tokens=int(draws.integers(50, 900)),
         request_id=1000 + index,
-        timings=Timings(first_scheduled_us=int(queue_s * 1e6)),
+        timings=_timings(queue_s, first_s - sent_s, float(tokens_s[-1]) - sent_s, preempted=not index % 7),
     )
     outcome.cached_tokens = outcome.prompt_tokens // 3
     if index % 40 == 39:
@@ -86,6 +86,21 @@ def _outcome(draws: np.random.Generator, index: int, due_s: float, busy: float, 
         outcome.state, outcome.code = (TIMED_OUT, "deadline_exceeded") if late else (FAILED, "worker_error")
         outcome.message = "the worker <w0> has gone"
     return outcome
+
+
+def _timings(queue_s: float, first_s: float, ended_s: float, *, preempted: bool) -> Timings:
+    """As a coordinator would tell them: one in seven stood still for a third of what came after its first token."""
+    after_us = int((ended_s - first_s) * 1e6)
+    again_us = after_us // 3 if preempted else 0
+    return Timings(
+        first_scheduled_us=int(queue_s * 1e6),
+        first_token_us=int(first_s * 1e6),
+        ended_us=int(ended_s * 1e6),
+        queue_us=int(queue_s * 1e6),
+        prefill_us=int((first_s - queue_s) * 1e6),
+        decode_us=after_us - again_us,
+        preempted_us=again_us,
+    )
 
 
 def _sample(draws: np.random.Generator, at_s: float, wall_s: float, busy: float) -> Sample:
@@ -141,7 +156,12 @@ def context(measured: Measured, **values: Any) -> Context:
         "model": {"name": "demo & co", "fingerprint": "f00d"},
         "infinite": (100_000, 61_000),
         "tail": tail(measured),
-        "chaos": {"kept": True, "sentences": ["worker w0 was killed at 10.0 s, and nothing was lost"], "faults": 1},
+        "chaos": {
+            "kept": True,
+            "sentences": ["the promise was kept: nothing was lost", "worker w0 was killed at 5.0 s"],
+            "faults": 1,
+            "kills": [{"name": "worker", "at_s": 5.0, "pid": 7, "ready_s": 6.2, "problem": ""}],
+        },
         "machine": {"processor": "a processor", "cores": 2, "memory_gib": 8, "system": "Linux"},
         "versions": {"python": "3.11", "kvforge": "0.1.0"},
     }
