@@ -14,34 +14,12 @@ import pytest
 from kvforge.protocol.errors import InvalidRequest
 from loadtest.drive.outcome import Measured
 from loadtest.measure.document import Context, document
-from loadtest.measure.objective import Objective
 from loadtest.report import sweep as sweeping
 from loadtest.report.compare import compare
 from loadtest.report.folder import write
 from loadtest.report.result import read
+from tests.loadtest.report.everything import PICTURES, write_everything
 from tests.loadtest.synthetic import context, run
-
-PICTURES = ("throughput", "latency", "distributions", "occupancy", "slowest", "sweep")
-
-
-def write_everything(folder: Path) -> dict[str, Any]:
-    """A report with all of its parts, of short runs."""
-    objective = Objective.parse("ttft=300ms,itl=60ms")
-    made = []
-    for rate in (4.0, 16.0, 29.0):
-        measured = run(rate=rate, duration_s=8, seed=int(rate))
-        made.append((rate, measured, document(measured, context(measured, objective=objective))))
-    rate, measured, found = made[1]
-    swept = sweeping.sweep("rate", [(rate, each) for rate, _, each in made])
-    write(folder, found, measured, compare=compare(made[0][2], found), sweep=swept)
-    return found
-
-
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    where = tmp_path_factory.mktemp("report") / "made" / "here"
-    write_everything(where)
-    return where
 
 
 class Read(HTMLParser):
