@@ -50,8 +50,8 @@ def reason() -> str:
     return ""
 
 
-def _config(sequences: int, blocks: int) -> Any:
-    """A VllmConfig with vLLM's defaults, but for the bounds that N sequences need."""
+def _config(sequences: int, blocks: int, step_tokens: int, context_tokens_max: int) -> Any:
+    """A VllmConfig with vLLM's defaults, but for these bounds."""
     from vllm.config import (
         CacheConfig,
         DeviceConfig,
@@ -63,15 +63,15 @@ def _config(sequences: int, blocks: int) -> Any:
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
         model = ModelConfig(
-            model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=CONTEXT_TOKENS_MAX, seed=0
+            model=folder, skip_tokenizer_init=True, dtype="float32", max_model_len=context_tokens_max, seed=0
         )
         cache = CacheConfig(block_size=BLOCK_SIZE, enable_prefix_caching=True)
         cache.num_gpu_blocks = blocks
         scheduler = SchedulerConfig(
-            max_model_len=CONTEXT_TOKENS_MAX,
+            max_model_len=context_tokens_max,
             is_encoder_decoder=False,
             max_num_seqs=sequences,
-            max_num_batched_tokens=max(8192, sequences * (PROMPT_TOKENS + BLOCK_SIZE)),  # all prefill in one step
+            max_num_batched_tokens=step_tokens,
             async_scheduling=False,
         )
         return VllmConfig(
@@ -79,10 +79,10 @@ def _config(sequences: int, blocks: int) -> Any:
         )
 
 
-def _scheduler(sequences: int, steps: int) -> Any:
-    """A scheduler with N waiting requests and blocks enough that none is ever preempted."""
+def make_scheduler(sequences: int, blocks: int, step_tokens: int, context_tokens_max: int) -> tuple[Any, Any]:
+    """A scheduler of so many sequences and tokens in a step, and what hashes its requests' blocks."""
     import torch
-    from vllm import SamplingParams, envs
+    from vllm import envs
     from vllm.utils.hashing import get_hash_fn_by_name
     from vllm.v1.core.kv_cache_utils import (
         get_request_block_hasher,
@@ -95,11 +95,9 @@ def _scheduler(sequences: int, steps: int) -> Any:
         KVCacheConfig,
         KVCacheGroupSpec,
     )
-    from vllm.v1.request import Request
     from vllm.v1.structured_output import StructuredOutputManager
 
-    blocks = sequences * ((PROMPT_TOKENS + WARM_STEPS + steps) // BLOCK_SIZE + 3) + 1  # one is vLLM's null block
-    config = _config(sequences, blocks)
+    config = _config(sequences, blocks, step_tokens, context_tokens_max)
     spec = FullAttentionSpec(block_size=BLOCK_SIZE, num_kv_heads=1, head_size=64, dtype=torch.float32)
     kv = KVCacheConfig(num_blocks=blocks, kv_cache_tensors=[], kv_cache_groups=[KVCacheGroupSpec(["0"], spec)])
     block_size, hash_block_size = resolve_kv_cache_block_sizes(kv, config)
@@ -113,18 +111,30 @@ def _scheduler(sequences: int, steps: int) -> Any:
     hash_function = get_hash_fn_by_name(config.cache_config.prefix_caching_hash_algo)
     init_none_hash(hash_function)
     hasher = get_request_block_hasher(hash_block_size, hash_function, config.num_hash_lookahead_tokens)
+    envs.enable_envs_cache()  # as the engine does
+    return scheduler, hasher
+
+
+def make_request(name: str, prompt: list[int], answer: int, hasher: Any) -> Any:
+    """A greedy request that generates so many tokens."""
+    from vllm import SamplingParams
+    from vllm.v1.request import Request
+
+    sampling = SamplingParams(temperature=0.0, seed=1, ignore_eos=True, max_tokens=answer)
+    return Request(
+        request_id=name, prompt_token_ids=prompt, sampling_params=sampling, pooling_params=None, block_hasher=hasher
+    )
+
+
+def _busy_scheduler(sequences: int, steps: int) -> Any:
+    """A scheduler with N waiting requests, all of whose prefill fits one step, and blocks enough for all."""
+    blocks = sequences * ((PROMPT_TOKENS + WARM_STEPS + steps) // BLOCK_SIZE + 3) + 1  # one is vLLM's null block
+    step_tokens = max(8192, sequences * (PROMPT_TOKENS + BLOCK_SIZE))
+    scheduler, hasher = make_scheduler(sequences, blocks, step_tokens, CONTEXT_TOKENS_MAX)
     draw = np.random.default_rng(0)
     for i in range(sequences):
-        scheduler.add_request(
-            Request(
-                request_id=str(i),
-                prompt_token_ids=draw.integers(0, VOCABULARY, PROMPT_TOKENS + i % BLOCK_SIZE).tolist(),
-                sampling_params=SamplingParams(temperature=0.0, seed=1, ignore_eos=True, max_tokens=CONTEXT_TOKENS_MAX),
-                pooling_params=None,
-                block_hasher=hasher,
-            )
-        )
-    envs.enable_envs_cache()  # as the engine does
+        prompt = draw.integers(0, VOCABULARY, PROMPT_TOKENS + i % BLOCK_SIZE).tolist()
+        scheduler.add_request(make_request(str(i), prompt, CONTEXT_TOKENS_MAX, hasher))
     return scheduler
 
 
@@ -134,7 +144,7 @@ def decode_step_us(sequences: int, steps: int) -> list[float] | None:
         return None
     from vllm.v1.outputs import ModelRunnerOutput
 
-    scheduler = _scheduler(sequences, steps)
+    scheduler = _busy_scheduler(sequences, steps)
     ids = [str(i) for i in range(sequences)]
     tokens = np.random.default_rng(1).integers(0, VOCABULARY, (1 + WARM_STEPS + steps, sequences)).tolist()
     outputs = [
