@@ -212,3 +212,18 @@ def test_the_pause_of_a_stream_is_beside_the_phases(make_pool: MakePool) -> None
     assert spent(timings) == {"prefill": STEP_US, "decode": 3 * STEP_US}
     assert timings.paused_us == 700_000 + 2 * STEP_US
     assert sentence(driver, request).endswith("; its stream was paused for 0.702 s")
+
+
+def test_a_client_that_goes_away_after_the_end_paused_nothing(make_pool: MakePool) -> None:
+    """As when a coordinator is started again: those that had ended were read by then."""
+    driver, _ = make_pool(steps_in_flight_max=1)
+    driver.apply(ClientCame(1, "a session"))
+    request = driver.submit(PROMPT, max_tokens=4)
+    idle(driver)
+    driver.apply(Restarted())
+    driver.advance(700_000)
+    assert "paused" not in sentence(driver, request)
+    # It comes back and asks: then there was something that it had not read.
+    driver.attach(request, 1)
+    driver.turn()
+    assert sentence(driver, request).endswith("; its stream was paused for 0.7 s")

@@ -95,11 +95,18 @@ class Phases:
 
     def resume(self, now_us: int) -> None:
         """Its stream goes on, or nobody waits for it any more."""
-        self.paused_us, self.paused_since_us = self.paused_by(now_us), -1
+        if self.paused_since_us >= 0:
+            self.paused_us, self.paused_since_us = self.paused_us + now_us - self.paused_since_us, -1
 
     def paused_by(self, now_us: int) -> int:
-        """For how long its stream has been paused in all."""
-        return self.paused_us + (now_us - self.paused_since_us if self.paused_since_us >= 0 else 0)
+        """For how long its stream has been paused in all.
+
+        A pause that began after its end counts once somebody has asked for what was missing: else nothing was.
+        """
+        since_us = self.paused_since_us
+        if since_us < 0 or (self.phase == OVER and since_us >= self.since_us):
+            return self.paused_us
+        return self.paused_us + now_us - since_us
 
     def by(self, now_us: int) -> dict[str, int]:
         """Microseconds by the name of the phase, of the present one up to now."""
