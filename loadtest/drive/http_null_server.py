@@ -2,7 +2,7 @@
 
     python -m loadtest.drive.http_null_server [--port 0] [--model null] [--pace TOKENS_PER_S] [--first-ms T]
 
-It prints `listening URL` when it serves. Every answer has as many tokens as were asked for: at once, or so many a
+It prints its address when it serves. Every answer has as many tokens as were asked for: at once, or so many a
 second of each stream, the first after --first-ms.
 """
 
@@ -225,7 +225,7 @@ def null_server(*options: str) -> Iterator[str]:
         assert process.stdout is not None
         if not (said := process.stdout.readline().split()):
             raise Unavailable(f"the null server ended with status {process.wait(READY_S)}")
-        yield said[1]
+        yield said[0]
     finally:
         process.terminate()
         process.wait(READY_S)
@@ -237,7 +237,7 @@ async def _run(options: argparse.Namespace) -> None:
     pace = Pace(options.pace, options.first_ms / 1e3)
     server = await serve(options.host, options.port, options.model, pace)
     port = server.sockets[0].getsockname()[1]
-    print(f"listening http://{options.host}:{port}/v1", flush=True)
+    print(f"http://{options.host}:{port}/v1", flush=True)
     stop, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, stop.set)
@@ -252,7 +252,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--host", default="127.0.0.1", help="to listen at [127.0.0.1]")
     add("--port", type=int, default=0, help="[0: a free one]")
     add("--model", default="null", help="what /v1/models says [null]")
-    add("--pace", type=float, default=0.0, metavar="TOKENS_PER_S", help="of each stream [0: all at once]")
+    add(
+        "--pace",
+        "--tokens-per-s",
+        type=float,
+        default=0.0,
+        metavar="TOKENS_PER_S",
+        help="of each stream [0: all at once]",
+    )
     add("--first-ms", type=float, default=0.0, metavar="T", help="until the first token [0]")
     options = top.parse_args(argv)
     run = asyncio.run
