@@ -180,15 +180,21 @@ class Killer:
             self._turn += 1
         strike = Strike(name=name, at_s=monotonic() - self._start)
         self.strikes.append(strike)
-        with suppress(KvforgeError):  # where the coordinator is away, what was known of the others holds
-            await self._look()
+        if not self._kill(name):  # perhaps another one serves in its place, of which nothing was known
+            with suppress(KvforgeError):
+                await self._look()
+            if not self._kill(name):
+                strike.problem = "it was not back since it ended before"
+                return
+        strike.at_s, strike.pid = monotonic() - self._start, self._known[name].pid
+        self._waits.append(asyncio.get_running_loop().create_task(self._wait(strike)))
+
+    def _kill(self, name: str) -> bool:
         try:
             self._known[name].kill()
         except OSError:
-            strike.problem = "it was not back since it ended before"
-            return
-        strike.at_s, strike.pid = monotonic() - self._start, self._known[name].pid
-        self._waits.append(asyncio.get_running_loop().create_task(self._wait(strike)))
+            return False
+        return True
 
     async def _wait(self, strike: Strike) -> None:
         """Until another process serves in its place, and all others."""

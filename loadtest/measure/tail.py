@@ -21,11 +21,12 @@ from ..drive.outcome import FINISHED, INTERRUPTED, UNSENT, Outcome
 from .group import Document
 
 Floats = npt.NDArray[np.float64]
-# driver: from the intended arrival until it was sent. served: all that a server took which does not say for what.
-# delivery: the way to the coordinator and back, a pause of the stream included. The others: `messages.Timings`.
-DRIVER, SERVED, DELIVERY = "driver", "served", "delivery"
+# driver: from the intended arrival until it was sent. accepting: until the coordinator had it, which may not have been
+# there. served: all that a server took which does not say for what. paused: its stream stood still, so that the end was
+# seen later than it was. delivery: what is left, the way back. The others are those of `messages.Timings`.
+DRIVER, ACCEPTING, SERVED, PAUSED, DELIVERY = "driver", "accepting", "served", "paused", "delivery"
 BEFORE, BETWEEN = ("queue", "prefill"), ("preempted", "stalled", "recovering")
-PHASES = (DRIVER, *BEFORE, *BETWEEN, "decode", SERVED, DELIVERY)
+PHASES = (DRIVER, ACCEPTING, *BEFORE, *BETWEEN, "decode", SERVED, PAUSED, DELIVERY)
 COUNT = 10
 NAMES_MAX = 100
 ASK_S = 5.0
@@ -96,7 +97,11 @@ def phases_s(outcome: Outcome) -> dict[str, float]:
     too_much = sum(served.values()) / left_s if left_s else 0.0
     if too_much > 1:
         found |= {phase: seconds / too_much for phase, seconds in served.items()}
-    found[DELIVERY] = max(0.0, left_s - sum(served.values()))
+    left_s = max(0.0, left_s - sum(served.values()))
+    for phase, seconds in ((ACCEPTING, outcome.accepted_s - sent_s), (PAUSED, outcome.timings.paused_us / 1e6)):
+        found[phase] = min(left_s, max(0.0, seconds))
+        left_s -= found[phase]
+    found[DELIVERY] = left_s
     return found
 
 
@@ -143,13 +148,13 @@ def _segments(outcome: Outcome, spent: dict[str, float]) -> list[Document]:
     gaps = np.diff(np.array(outcome.tokens_s))
     decoded_s = float(gaps[: int(np.argmax(gaps))].sum()) if gaps.size else 0.0
     first_s = min(decoded_s, spent["decode"])
-    order: list[tuple[str, float]] = [(DRIVER, spent[DRIVER]), *((phase, spent[phase]) for phase in BEFORE)]
+    order: list[tuple[str, float]] = [(phase, spent[phase]) for phase in (DRIVER, ACCEPTING, *BEFORE)]
     held: list[tuple[str, float]] = [(phase, spent[phase]) for phase in BETWEEN if spent[phase] > 0]
     if held:
         order += [("decode", first_s), *held, ("decode", spent["decode"] - first_s)]
     else:
         order.append(("decode", spent["decode"]))
-    order += [(SERVED, spent[SERVED]), (DELIVERY, spent[DELIVERY])]
+    order += [(phase, spent[phase]) for phase in (SERVED, PAUSED, DELIVERY)]
     segments, at_s = [], outcome.due_s
     for state, seconds in order:
         if seconds > 0:

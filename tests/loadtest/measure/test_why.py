@@ -48,6 +48,7 @@ def test_the_phases_of_a_request_add_up_to_its_latency() -> None:
         4.0,
         awake_s=1.1,
         sent_s=1.25,
+        accepted_s=1.25,
         timings=told(queue_us=500_000, prefill_us=200_000, decode_us=1_000_000, preempted_us=800_000),
     )
     found = phases_s(outcome)
@@ -55,6 +56,13 @@ def test_the_phases_of_a_request_add_up_to_its_latency() -> None:
     assert found["driver"] == pytest.approx(0.25) and found["queue"] == 0.5 and found["preempted"] == 0.8
     assert found["delivery"] == pytest.approx(3.0 - 0.25 - 2.5)
     assert sum(found.values()) == pytest.approx(3.0)
+
+
+def test_a_coordinator_that_was_away_and_a_stream_that_stood_still_are_told_apart() -> None:
+    timings = Timings(ended_us=1_000_000, decode_us=1_000_000, paused_us=500_000)
+    found = phases_s(finished(0.0, 3.0, sent_s=0.0, accepted_s=0.8, timings=timings))
+    told_s = {phase: s for phase, s in found.items() if s}
+    assert told_s == pytest.approx({"accepting": 0.8, "decode": 1.0, "paused": 0.5, "delivery": 0.7})
 
 
 def test_a_server_that_says_nothing_has_one_phase() -> None:
