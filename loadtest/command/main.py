@@ -14,7 +14,6 @@ from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of
 from loadtest.chaos import plan
 from loadtest.drive import outcome as ends
-from loadtest.drive.processes import Watch
 from loadtest.drive.progress import Progress as Counts
 from loadtest.measure.objective import Objective
 from loadtest.report import compare as comparing
@@ -62,7 +61,7 @@ async def _all(options: argparse.Namespace) -> int:
     async with place(options) as there:
         if values is not None:
             return await _sweep(options, *values, there, stop, earlier)
-        ran = await run(options, there, stop, _progress(options))
+        ran = await _shown(options, there, stop)
     print(terminal.text(ran.document), flush=True)
     compared = _compared(earlier, ran.document)
     if options.out is not None:
@@ -83,7 +82,7 @@ async def _sweep(
     option = attribute.replace("_", "-")
     runs: list[tuple[float, Ran]] = []
     for value in values:
-        ran = await run(swept(options, attribute, value), there, stop, _progress(options))
+        ran = await _shown(swept(options, attribute, value), there, stop)
         runs.append((value, ran))
         print(f"{option} {value:g}: {terminal.verdict_line(ran.document)}", flush=True)
         if options.out is not None:
@@ -111,13 +110,17 @@ def _compared(earlier: dict[str, Any] | None, document: dict[str, Any]) -> dict[
     return compared
 
 
-def _progress(options: argparse.Namespace) -> Watch:
-    """Shows on standard error how far a run is."""
-    line, began = Progress(options.requests, quiet=options.quiet), monotonic()
+async def _shown(options: argparse.Namespace, there: Place, stop: asyncio.Event) -> Ran:
+    """One run, which shows on standard error how far it is, counted from when it begins."""
+    line, start = Progress(options.requests, quiet=options.quiet), monotonic()
+
+    def began(at: float) -> None:
+        nonlocal start
+        start = at
 
     def watch(counts: Counts) -> None:
         line.show(
-            monotonic() - began,
+            max(0.0, monotonic() - start),
             sent=counts.due,
             running=counts.under_way,
             finished=counts.ends.get(ends.FINISHED, 0),
@@ -125,7 +128,10 @@ def _progress(options: argparse.Namespace) -> Watch:
             tokens=counts.output_tokens,
         )
 
-    return watch
+    try:
+        return await run(options, there, stop, watch, began)
+    finally:
+        line.done()
 
 
 def _stop_on_signals(stop: asyncio.Event) -> None:

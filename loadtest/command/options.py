@@ -7,6 +7,9 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvforge.protocol.errors import InvalidRequest
+from loadtest.load.arrivals import FORMS
+from loadtest.load.options import PROMPTS, RANDOM
+from loadtest.load.traces import NAMES
 
 DAY_S = 86_400.0
 TABLE = "h200-8b"
@@ -45,8 +48,8 @@ def parser() -> argparse.ArgumentParser:
 def _when(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--rate", type=float, metavar="R", help="so many requests a second, at exponential gaps: --arrivals poisson:R")
-    add("--arrivals", metavar="SPEC", help="poisson:R, fixed:R, gamma:R,CV or burst:R,N: R requests a second")
-    add("--trace", metavar="NAME", help="replay: azure-code, conversation, mooncake, claude-code, ...; or a file")
+    add("--arrivals", metavar="SPEC", help=f"{FORMS}: R requests a second")
+    add("--trace", metavar="NAME", help=f"replay {', '.join(NAMES)}; or a file, or FORMAT:FILE")
     add("--closed", type=_count, metavar="N", help="closed loop: N at a time, the next when one has ended")
     add("--requests", type=_count, metavar="N", help="so many sessions (of one request, unless a trace says more)")
     add("--duration", type=_seconds, metavar="S", help="none arrives later than this")
@@ -59,7 +62,7 @@ def _what(group: argparse._ArgumentGroup) -> None:
     add = group.add_argument
     add("--input", metavar="TOKENS", help="prompt length: N, LOW:HIGH or lognormal:MEDIAN,SIGMA [128]")
     add("--output", metavar="TOKENS", help="tokens to generate, likewise [64]")
-    add("--prompts", default="random", metavar="NAME", help="random, sonnet, prideandprejudice, mt-bench, ... [random]")
+    add("--prompts", default=RANDOM, metavar="NAME", help=f"{', '.join(PROMPTS)} [{RANDOM}]")
     add("--prefix", type=int, default=0, metavar="TOKENS", help="tokens that all prompts begin with [0]")
     add("--length-scale", type=float, default=1.0, metavar="F", help="one factor for all lengths of a trace [1]")
     add("--context-max", type=_count, metavar="TOKENS", help="longer requests are shortened [the model's]")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -19,7 +20,7 @@ from loadtest.drive.outcome import Measured
 from loadtest.drive.processes import Watch
 from loadtest.drive.run import measure
 from loadtest.drive.spec import RunSpec
-from loadtest.load.workload import Workload
+from loadtest.load.build import Load
 from loadtest.measure.document import Context, document
 from loadtest.measure.objective import Objective
 from loadtest.measure.tail import slowest
@@ -29,6 +30,7 @@ from .infinite import infinite
 from .places import Place
 
 BLOCK_SIZE = 16
+Began = Callable[[float], None]
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -52,15 +54,18 @@ class Ran:
         return OK if whole else FAILED
 
 
-async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, watch: Watch | None) -> Ran:
-    """Raises KvforgeError: an option is wrong, nobody is there, a driver broke."""
+async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, watch: Watch | None, began: Began) -> Ran:
+    """began: is told when the load begins, on time.monotonic.
+
+    Raises KvforgeError: an option is wrong, nobody is there, a driver broke.
+    """
     objective = Objective.parse(options.slo) if options.slo is not None else Objective()
     spec = specs.run_spec(options, place)
     workload = spec.workload()
     if options.kill:
-        measured, chaos = await _disturbed(options, spec, place, stop, watch, workload)
+        measured, chaos = await _disturbed(options, spec, place, stop, watch, began, workload)
     else:
-        measured, chaos = await measure(spec, stop, watch), None
+        measured, chaos = await measure(spec, stop, watch, began=began), None
     context = Context(
         options=specs.described(options),
         seed=options.seed,
@@ -71,6 +76,7 @@ async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, wa
         infinite=infinite(workload, measured.outcomes, _block_size(measured.before)),
         tail=await _tail(place, measured),
         chaos=chaos,
+        notes=list(_notes(options, workload)),
     )
     return Ran(measured=measured, document=document(measured, context))
 
@@ -81,11 +87,17 @@ async def _disturbed(
     place: Place,
     stop: asyncio.Event,
     watch: Watch | None,
-    workload: Workload,
+    began: Began,
+    workload: Load,
 ) -> tuple[Measured, dict[str, Any]]:
     """The run with what is killed in it; then what became of what was promised."""
     async with Killer(place.endpoint, plan.parse(options.kill)) as killer:
-        measured = await measure(spec, stop, watch, began=killer.begin)
+
+        def both(start: float) -> None:
+            began(start)
+            killer.begin(start)
+
+        measured = await measure(spec, stop, watch, began=both)
         strikes = await killer.end()
     draw = spec.plan(0, 1, len(workload)).draw
     async with place.client() as client:
@@ -98,6 +110,18 @@ async def _tail(place: Place, measured: Measured) -> list[dict[str, Any]]:
     """The slowest requests, with what the coordinator says of them; where nobody answers, without that."""
     async with place.client() as client:
         return await slowest(client, measured.outcomes)
+
+
+def _notes(options: argparse.Namespace, workload: Load) -> Iterator[str]:
+    """What became of the load on its way from the options."""
+    if workload.shortened:
+        yield (
+            f"{workload.shortened} of the load's {workload.requests} requests were shortened to fit into the model's "
+            "context (or --context-max): --length-scale fits all of them alike"
+        )
+    arrivals = workload.arrivals
+    if options.trace and options.duration and arrivals is not None and arrivals[-1] < 0.9 * options.duration:
+        yield f"the trace's last arrival is at {arrivals[-1]:.0f} s: after that nothing came"
 
 
 def _block_size(stats: Stats | None) -> int:

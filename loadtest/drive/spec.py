@@ -7,8 +7,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.load.build import LoadOptions, build
-from loadtest.load.workload import Workload
+from loadtest.load.build import Load, LoadOptions, build
 
 from .plan import Plan
 
@@ -62,7 +61,7 @@ class RunSpec:
         """Plain values; `RunSpec(**spec.json())` is the same run."""
         return asdict(self)
 
-    def workload(self) -> Workload:
+    def workload(self) -> Load:
         """The load; the same one in every process. Raises InvalidRequest naming the option."""
         encode = None
         if self.tokenizer is not None:

@@ -57,7 +57,7 @@ class Context:
     """What is not in `Measured`. options: of the command, by name; model: name, fingerprint, or None where unknown.
 
     infinite: (prompt tokens, those that a cache without a limit would hit) of the workload. tail, chaos: as in the
-    document, made by those that know.
+    document, made by those that know. notes: further sentences that a reader must know.
     """
 
     options: Mapping[str, Any]
@@ -69,6 +69,7 @@ class Context:
     infinite: tuple[int, int] | None = None
     tail: Sequence[Mapping[str, Any]] = ()
     chaos: Mapping[str, Any] | None = None
+    notes: Sequence[str] = ()
     machine: Mapping[str, Any] = field(default_factory=machine)
     versions: Mapping[str, str] = field(default_factory=versions)
 
@@ -80,10 +81,12 @@ def document(measured: Measured, context: Context) -> Document:
     whole = group(requests, span, context.objective)
     due = requests.due_within(span)
     times = latencies(due)
+    judged = verdict(measured, span, whole["latency_ms"])
+    judged["notes"] += context.notes
     return {
         "format": FORMAT,
         "title": TITLE,
-        "verdict": verdict(measured, span, whole["latency_ms"]),
+        "verdict": judged,
         "options": dict(context.options),
         "seed": context.seed,
         "machine": dict(context.machine),
