@@ -36,7 +36,11 @@ class Distribution:
             raise Unavailable(problem) from error
         histogram = HdrHistogram(LOWEST_US, HIGHEST_US, DIGITS)
         micros = np.clip(np.rint(self.seconds * 1e6), 0, HIGHEST_US).astype(np.int64)
-        for value, count in zip(*(each.tolist() for each in np.unique(micros, return_counts=True)), strict=True):
+        # What shares a bucket is recorded at once: a run has millions of tokens, a histogram thousands of buckets.
+        bits = histogram.sub_bucket_count.bit_length() - 1
+        below = np.maximum(np.frexp(micros)[1] - bits, 0)
+        buckets = np.unique((micros >> below) << below, return_counts=True)
+        for value, count in zip(*(each.tolist() for each in buckets), strict=True):
             histogram.record_value(value, count)
         return histogram
 

@@ -54,7 +54,7 @@ def throughput(found: Document) -> Picture:
         "Throughput over time",
         alt=f"Requests and tokens a second over the run; measured: {number(whole['requests_per_s'])} requests and "
         f"{number(whole['output_tokens_per_s'])} output tokens a second.",
-        caption=f"A value for each {series['slice_s']:g} s. {SHADED}",
+        caption=f"A value for each {series['slice_s']:g} s. {_marked(found)}",
         draws=draws,
         panels=(3, 1),
         height_in=5.4,
@@ -81,7 +81,7 @@ def latency(found: Document) -> Picture:
         "latency",
         "Latency over time",
         alt=f"Median and 99th percentile of each latency over the run. {said}.",
-        caption=f"Of the requests that were due in each {series['slice_s']:g} s. {SHADED}",
+        caption=f"Of the requests that were due in each {series['slice_s']:g} s. {_marked(found)}",
         draws=draws,
         panels=(max(1, len(shown)), 1),
         height_in=0.6 + 1.8 * max(1, len(shown)),
@@ -148,7 +148,7 @@ def occupancy(found: Document) -> Picture:
         "occupancy",
         "Occupancy",
         alt=f"Requests and blocks of the server over the run; on average of the measured span: {said}.",
-        caption=f"What the server said of itself. {SHADED}",
+        caption=f"What the server said of itself. {_marked(found)}",
         draws=draws,
         panels=(2 if states else 1, 1),
         height_in=4.2 if states else 2.4,
@@ -170,6 +170,11 @@ def _over_time(found: Document, axes: Any) -> None:
             panel.axvline(kill["at_s"], color=RED, linestyle="--", linewidth=1)
         legend(panel)
     panels[-1].set_xlabel("seconds since the start")
+
+
+def _marked(found: Document) -> str:
+    """What is marked in pictures over time."""
+    return SHADED if not (found["chaos"] or {}).get("kills") else f"{SHADED} Red lines: a process was killed."
 
 
 def _gaps(values: list[float | None]) -> list[float]:

@@ -103,10 +103,10 @@ def divided(found: Document) -> Table:
     for part, each in found["why"].items():
         rows.append([which(part, each), str(each["requests"]), number(each["mean_ms"]), shares(each)])
         if part != "all":
-            named = (*each["tenants"].items(), *each["kinds"].items())
             rows += [
-                [f"    {key or NAMELESS}", str(one["requests"]), number(one["mean_ms"]), shares(one)]
-                for key, one in named
+                [f"… {word} {key or NAMELESS}", str(one["requests"]), number(one["mean_ms"]), shares(one)]
+                for word, by_name in (("tenant", each["tenants"]), ("class", each["kinds"]))
+                for key, one in by_name.items()
             ]
     return Table("Where the time went", ("", "requests", "mean, ms", "share of their time"), rows)
 

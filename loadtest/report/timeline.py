@@ -21,6 +21,7 @@ STATES = {
 }
 OTHER = "#c084fc"
 BAR = 0.68
+SHARE_MIN = 1e-3  # less than that nobody sees
 
 
 def timeline(found: dict[str, Any]) -> Picture:
@@ -53,14 +54,14 @@ def timeline(found: dict[str, Any]) -> Picture:
 
 def divided(found: dict[str, Any]) -> Picture:
     """A bar each for all requests and for those of the tail, divided into the phases where their time went."""
-    parts = list(reversed(found["why"].items()))
+    parts = list(found["why"].items())
 
     def draws(axes: Any) -> None:
         seen: dict[str, str] = {}
         for row, (_, part) in enumerate(parts):
             at = 0.0
             for state, share in part["share"].items():
-                if share > 0:
+                if share >= SHARE_MIN:
                     colour = seen.setdefault(state, STATES.get(state, OTHER))
                     axes.broken_barh([(100 * at, 100 * share)], (row - BAR / 2, BAR), color=colour, linewidth=0)
                     at += share
@@ -85,7 +86,7 @@ def which(part: str, each: dict[str, Any]) -> str:
 
 def shares(each: dict[str, Any]) -> str:
     """In words, the largest first; what is less than a thousandth is left out."""
-    there = sorted(((share, state) for state, share in each["share"].items() if share >= 1e-3), reverse=True)
+    there = sorted(((share, state) for state, share in each["share"].items() if share >= SHARE_MIN), reverse=True)
     return ", ".join(f"{state} {percent(share)}" for share, state in there)
 
 

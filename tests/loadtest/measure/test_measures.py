@@ -15,7 +15,7 @@ from loadtest.drive.outcome import FAILED, Measured, Outcome
 from loadtest.measure.document import Context, document
 from loadtest.measure.group import group
 from loadtest.measure.objective import Objective
-from loadtest.measure.percentiles import Distribution
+from loadtest.measure.percentiles import DIGITS, HIGHEST_US, LOWEST_US, Distribution
 from loadtest.measure.requests import Requests
 from loadtest.measure.server import counters, prefix
 from loadtest.measure.span import Span, measured_span
@@ -33,6 +33,18 @@ def test_percentiles_are_right_to_a_thousandth_and_never_above_what_was_seen() -
     assert Distribution(np.array([0.25])).summary_ms() == {"count": 1, "mean": 250.0, **dict.fromkeys(
         ("p50", "p90", "p95", "p99", "p99.9", "max"), 250.0)}  # fmt: skip
     assert Distribution(np.zeros(0)).summary_ms() is None and Distribution(np.zeros(0)).curve_ms() == []
+
+
+def test_values_that_share_a_bucket_are_counted_as_if_one_by_one() -> None:
+    from hdrh.histogram import HdrHistogram
+
+    micros = np.random.default_rng(3).lognormal(9, 4, 3000).astype(np.int64)
+    one_by_one = HdrHistogram(LOWEST_US, HIGHEST_US, DIGITS)
+    for value in np.minimum(micros, HIGHEST_US).tolist():
+        one_by_one.record_value(value)
+    percents = (1, 10, 50, 90, 99)
+    expected = one_by_one.get_percentile_to_value_dict(list(percents))
+    assert Distribution(micros / 1e6).percentiles_ms(*percents) == [expected[each] / 1e3 for each in percents]
 
 
 def test_a_curve_rises_to_nearly_everything() -> None:
