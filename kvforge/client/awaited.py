@@ -57,7 +57,7 @@ class Watched:
 
     def wake(self) -> None:
         """Calls every registered function."""
-        for waker in tuple(self.wakers):
+        for waker in [*self.wakers]:
             waker()
 
 

@@ -55,6 +55,7 @@ class Link(Watched):
         self._outbox: deque[Message] = deque()
         self.dialler = Dialler(session, self, reconnect_s)
         self.closing: Callable[[], None] = _nothing
+        self.came_at = 0.0  # when the message that is taken in was received, on time.monotonic
         self.socket: zmq.Socket[bytes] | None = None
         self.is_up = False  # a coordinator has taken the connection
         self.monitor: zmq.Socket[bytes] | None = None
@@ -197,7 +198,8 @@ class Link(Watched):
         return found
 
     def _drain(self) -> bool:
-        end = monotonic() + PUMP_S_MAX
+        self.came_at = monotonic()
+        end = self.came_at + PUMP_S_MAX
         for _ in range(MESSAGES_PER_PUMP_MAX):
             if self.socket is None or (frames := _receive(self.socket)) is None:
                 return False
@@ -208,8 +210,9 @@ class Link(Watched):
                 self.fail(ProtocolError(f"{where} ({error}); is it a kvforge of another version?"))
                 return False
             self.tell(replies)
-            if monotonic() >= end:
+            if (now := monotonic()) >= end:
                 break
+            self.came_at = now
         return True
 
 

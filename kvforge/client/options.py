@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
-from kvforge.protocol.messages import NO_INT32, Int32Array, Submit
+import msgspec
+
+from kvforge.protocol.messages import Int32Array, Submit
 
 from .arguments import check_request, check_submit, milliseconds
 from .sampling import Sampling
@@ -27,9 +29,10 @@ class RequestOptions:
     detached: bool = False
     key: str = ""
     retry_s: float | None = None
+    _submit: Submit = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        self.command(0, NO_INT32, 0, 1)
+        object.__setattr__(self, "_submit", self._checked())
         milliseconds("retry_s", self.retry_s)
 
     @property
@@ -39,22 +42,23 @@ class RequestOptions:
 
     def command(self, rid: int, prompt: Int32Array, sequence_id: int, count: int) -> Submit:
         """What is sent. prompt: [prompt_tokens]; sequence_id: 0 for none."""
+        return msgspec.structs.replace(self._submit, rid=rid, prompt=prompt, sequence_id=sequence_id, count=count)
+
+    def _checked(self) -> Submit:
+        """All of it that is the same for every prompt."""
         sampling = self.sampling if self.sampling is not None else Sampling()
         max_tokens = check_submit(self.max_tokens, sampling, self.tenant, self.salt)
         priority, detached = check_request(self.priority, self.detached, self.key)
         return Submit(
-            rid=rid,
+            rid=0,
             max_tokens=max_tokens,
             sampling=sampling.message(),
             model_defaults=sampling.unnamed,
             tenant=self.tenant,
-            sequence_id=sequence_id,
             salt=self.salt,
-            count=count,
             priority=priority,
             deadline_ms=milliseconds("deadline_s", self.deadline_s),
             first_token_ms=milliseconds("first_token_s", self.first_token_s),
             detached=detached,
             key=self.key,
-            prompt=prompt,
         )

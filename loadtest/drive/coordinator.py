@@ -72,8 +72,8 @@ class CoordinatorTarget:
 
     def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
         """See `Target`."""
-        one = _One(outcome, start, ended, self._deadlines)
         streams = self._streams[ask.client % len(self._streams)]
+        one = _One(outcome, start, ended, streams, self._deadlines)
         try:
             options = _options(ask.output_tokens, ask.tenant, ask.temperature, ask.seed if ask.temperature else 0)
             one.follow(streams.submit(ask.prompt, options, one.changed), ask.until)
@@ -85,10 +85,17 @@ class CoordinatorTarget:
 class _One:
     """One request under way; it writes its outcome."""
 
-    __slots__ = ("_deadlines", "_ended", "_entry", "_outcome", "_seen", "_start", "_stream")
+    __slots__ = ("_deadlines", "_ended", "_entry", "_outcome", "_seen", "_start", "_stream", "_streams")
 
-    def __init__(self, outcome: Outcome, start: float, ended: Callable[[Outcome], None], deadlines: Deadlines) -> None:
-        self._outcome, self._start, self._deadlines = outcome, start, deadlines
+    def __init__(
+        self,
+        outcome: Outcome,
+        start: float,
+        ended: Callable[[Outcome], None],
+        streams: AsyncStreams,
+        deadlines: Deadlines,
+    ) -> None:
+        self._outcome, self._start, self._streams, self._deadlines = outcome, start, streams, deadlines
         self._ended: Callable[[Outcome], None] | None = ended
         self._stream: AsyncStream | None = None
         self._entry = (-1, -1)
@@ -102,13 +109,12 @@ class _One:
         """Accepted, tokens or the end."""
         stream, outcome = self._stream, self._outcome
         assert stream is not None, "never called before it is returned"
-        now_s, count = monotonic() - self._start, len(stream.tokens)
-        if count > self._seen:
-            if count == self._seen + 1:
-                outcome.tokens_s.append(now_s)
-            else:
-                outcome.tokens_s.extend([now_s] * (count - self._seen))
-            self._seen = count
+        now_s, count, seen = self._streams.came_at - self._start, len(stream.tokens), self._seen
+        self._seen = count
+        if count == seen + 1:
+            outcome.tokens_s.append(now_s)
+        elif count > seen:
+            outcome.tokens_s.extend([now_s] * (count - seen))
         if not outcome.request_id and stream.request_id:
             outcome.request_id, outcome.accepted_s = stream.request_id, now_s
         if stream.error is not None:
@@ -116,12 +122,13 @@ class _One:
         elif (done := stream.ended) is not None:
             outcome.cached_tokens, outcome.timings = done.cached_tokens, done.timings
             whole = count == outcome.asked_tokens
-            self._end(FINISHED if whole else FAILED, "" if whole else done.reason, "")
+            self._end(FINISHED if whole else FAILED, "" if whole else done.reason, "", now_s)
 
     def failed(self, error: KvforgeError) -> None:
         """It ended with this error, or never began."""
         late, refused = isinstance(error, DeadlineExceeded), not self._outcome.request_id and isinstance(error, DOOR)
-        self._end(TIMED_OUT if late else REFUSED if refused else FAILED, error.code, error.message)
+        state = TIMED_OUT if late else REFUSED if refused else FAILED
+        self._end(state, error.code, error.message, monotonic() - self._start)
 
     def interrupt(self) -> None:
         """Gives it up."""
@@ -133,9 +140,9 @@ class _One:
     def _give_up(self, state: str, code: str, message: str) -> None:
         if self._stream is not None:
             self._stream.cancel()
-        self._end(state, code, message)
+        self._end(state, code, message, monotonic() - self._start)
 
-    def _end(self, state: str, code: str, message: str) -> None:
+    def _end(self, state: str, code: str, message: str, ended_s: float) -> None:
         ended, self._ended = self._ended, None
         if ended is None:
             return
@@ -145,7 +152,7 @@ class _One:
             outcome.tokens = array("i", stream.tokens)
             self._stream = None
         outcome.state, outcome.code, outcome.message = state, code, message
-        outcome.ended_s = monotonic() - self._start
+        outcome.ended_s = ended_s
         ended(outcome)
 
 

@@ -25,10 +25,11 @@ NOTHING: Sequence[int] = ()
 class AsyncStream:
     """One request. request_id: the coordinator's; 0 until it was accepted. ended: its end; None: not yet, or an error.
 
-    error: what it was refused with or ended with; it and `ended` stay, as `tokens` do.
+    error: what it was refused with or ended with. tokens: what has come so far, not a copy: it grows, and shrinks only
+    at an end that takes tokens back. All of it stays.
     """
 
-    __slots__ = ("_changed", "_pending", "_streams", "_track", "ended", "error", "request_id")
+    __slots__ = ("_changed", "_pending", "_streams", "_track", "ended", "error", "request_id", "tokens")
 
     def __init__(self, streams: AsyncStreams, pending: Pending, changed: Callable[[], None]) -> None:
         self._streams = streams
@@ -36,6 +37,7 @@ class AsyncStream:
         self._pending: Pending | None = pending
         self._track: Track | None = None
         self.request_id = 0
+        self.tokens: Sequence[int] = NOTHING
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
         pending.wakers.add(self._answered)
@@ -44,11 +46,6 @@ class AsyncStream:
     def done(self) -> bool:
         """Nothing more will come."""
         return self.ended is not None or self.error is not None
-
-    @property
-    def tokens(self) -> Sequence[int]:
-        """What has come so far: not a copy, so it grows. It shrinks only at an end that takes tokens back."""
-        return self._track.tokens if self._track is not None else NOTHING
 
     def cancel(self) -> None:
         """Gives it up: its function is not called again, and the coordinator is told as soon as it can be."""
@@ -76,24 +73,23 @@ class AsyncStream:
             (self._track,) = pending.tracks
             self._track.kept = False
             self._track.wakers.add(self._moved)
-            self.request_id = self._track.request_id
-        self._tell()
+            self.request_id, self.tokens = self._track.request_id, self._track.tokens
+        changed = self._changed
+        if self.error is not None:
+            self._changed = None
+        if changed is not None:
+            changed()
 
     def _moved(self) -> None:
         """Tokens came, or the end."""
-        track = self._track
-        assert track is not None, "it was accepted"
-        if track.done:
+        changed, track = self._changed, self._track
+        if changed is None or track is None:
+            return
+        if track.ended is not None or track.error is not None:
             track.wakers.clear()
             self.ended, self.error = track.ended, track.failure()
-        self._tell()
-
-    def _tell(self) -> None:
-        changed = self._changed
-        if self.done:
             self._changed = None  # breaks the circle of the two: garbage is left to nobody
-        if changed is not None:
-            changed()
+        changed()
 
 
 class AsyncStreams:
@@ -115,6 +111,11 @@ class AsyncStreams:
         self._held.enter_context(self.calls.link.dialler.wanting())
         self._held.enter_context(self.calls.link.dialler.waiting())
         self.calls.link.wakers.add(self._flush)
+
+    @property
+    def came_at(self) -> float:
+        """When the message was received of which streams are told now, on time.monotonic: the same for all of them."""
+        return self.calls.link.came_at
 
     def submit(self, prompt: Int32Array, options: RequestOptions, changed: Callable[[], None]) -> AsyncStream:
         """Sends now, or as soon as there is room, and returns at once. prompt: [prompt_tokens] int32, not checked here.
