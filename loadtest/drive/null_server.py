@@ -1,8 +1,8 @@
 """A coordinator that costs nothing: it answers at once and makes tokens up, so that a driver is all that is measured.
 
-    python -m loadtest.drive.null_server --endpoint ipc://PATH [--tokens-per-s R] [--steps]
+    python -m loadtest.drive.null_server --endpoint ipc://PATH [--pace TOKENS_PER_S] [--steps]
 
-Clients speak with it as with any coordinator. Each request gets all its tokens at once; with --tokens-per-s so many,
+Clients speak with it as with any coordinator. Each request gets all its tokens at once; with --pace so many a second,
 spread evenly from its own beginning on; with --steps too, all requests get their next token in one step, as from a
 worker with one large batch. It prints `listening` when it can be reached, and ends at SIGTERM.
 """
@@ -248,10 +248,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The program."""
     parser = argparse.ArgumentParser(prog="python -m loadtest.drive.null_server")
     parser.add_argument("--endpoint", required=True, metavar="ipc://PATH")
-    parser.add_argument("--tokens-per-s", type=float, default=0.0, metavar="R")
+    parser.add_argument("--pace", type=float, default=0.0, metavar="TOKENS_PER_S")
     parser.add_argument("--steps", action="store_true")
     options = parser.parse_args(argv)
-    server = NullServer(options.endpoint, pace=options.tokens_per_s, steps=options.steps)
+    server = NullServer(options.endpoint, pace=options.pace, steps=options.steps)
 
     def end(*_: object) -> None:
         server.ending = True

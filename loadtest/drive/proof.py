@@ -71,7 +71,7 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
             command = ["loadtest.drive.http_null_server"]
         else:
             command = ["loadtest.drive.null_server", "--endpoint", where]
-        command = [sys.executable, "-m", *command, "--tokens-per-s", f"{pace:g}", *options]
+        command = [sys.executable, "-m", *command, "--pace", f"{pace:g}", *options]
         process = await asyncio.create_subprocess_exec(
             *(leashed(command) if sys.platform == "linux" else command), stdout=asyncio.subprocess.PIPE
         )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
-from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from kvforge.protocol.errors import InvalidRequest
@@ -94,6 +93,6 @@ class RunSpec:
             from .coordinator import CoordinatorTarget
 
             return CoordinatorTarget(self.endpoint, clients=clients, server_key=self.server_key, key_file=self.key_file)
-        http = import_module("loadtest.drive.http")  # needs the extra
-        target: Target = http.HttpTarget(http.HttpOptions(**self.http, clients=clients))
-        return target
+        from .http import HttpOptions, HttpTarget
+
+        return HttpTarget(HttpOptions(**self.http, clients=clients))
