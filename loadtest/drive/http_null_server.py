@@ -12,10 +12,9 @@ import argparse
 import asyncio
 import heapq
 import signal
-import subprocess
 import sys
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager, suppress
+from collections.abc import Sequence
+from contextlib import suppress
 from functools import lru_cache
 from itertools import count
 from time import monotonic
@@ -23,8 +22,7 @@ from typing import Any, cast
 
 import msgspec
 
-from kvforge.process.leash import leashed
-from kvforge.protocol.errors import KvforgeError, Unavailable
+from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, status_of
 
 from .http_wire import encode, httptools, many_files
@@ -32,7 +30,6 @@ from .http_wire import encode, httptools, many_files
 TOKENS_MAX = 1 << 16
 BODY_BYTES_MAX = 64 << 20
 BACKLOG = 4096
-READY_S = 10.0
 HEAD = b"HTTP/1.1 200 OK\r\nContent-Type: text/event-stream\r\nTransfer-Encoding: chunked\r\n\r\n"
 END = b"0\r\n\r\n"
 
@@ -214,23 +211,6 @@ async def serve(host: str, port: int, model: str, pace: Pace) -> asyncio.Server:
     many_files()
     models = encode({"object": "list", "data": [{"id": model, "object": "model"}]})
     return await asyncio.get_running_loop().create_server(lambda: Serving(pace, models), host, port, backlog=BACKLOG)
-
-
-@contextmanager
-def null_server(*options: str) -> Iterator[str]:
-    """Such a server as a process of its own until the block ends: its address. Raises Unavailable."""
-    command = leashed([sys.executable, "-m", __name__, *options])
-    process = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, text=True)
-    try:
-        assert process.stdout is not None
-        if not (said := process.stdout.readline().split()):
-            raise Unavailable(f"the null server ended with status {process.wait(READY_S)}")
-        yield said[0]
-    finally:
-        process.terminate()
-        process.wait(READY_S)
-        if process.stdout is not None:
-            process.stdout.close()
 
 
 async def _run(options: argparse.Namespace) -> None:

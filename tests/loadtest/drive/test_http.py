@@ -19,8 +19,9 @@ import uvloop
 from kvforge.protocol.errors import InvalidRequest, Unavailable
 from loadtest.drive import http_connection, http_wire
 from loadtest.drive.http import HttpOptions, HttpTarget
-from loadtest.drive.http_null_server import null_server
 from loadtest.drive.outcome import FAILED, FINISHED, INTERRUPTED, REFUSED, TIMED_OUT
+from loadtest.drive.proof import null_server
+from loadtest.drive.spec import HTTP
 
 from .raw_http import DONE, Engine, answering, chunked, driving, in_order, request_of, serving, stream, whole
 
@@ -368,29 +369,27 @@ def test_a_server_that_is_gone(run: Run) -> None:
 
 
 def test_the_null_server_at_once_and_at_a_pace(run: Run) -> None:
-    async def at_once(url: str) -> None:
-        async with driving(url, token_ids=True, clients=3) as engine:
+    async def at_once() -> None:
+        async with null_server(HTTP) as url, driving(url, token_ids=True, clients=3) as engine:
             for i in range(100):
                 engine.send(1 + i % 5, client=i)
             await engine.ended(100)
             assert all(end.state == FINISHED and len(end.tokens) == end.asked_tokens for end in engine.ends)
-        async with driving(url, api="chat") as engine:
+        async with null_server(HTTP) as url, driving(url, api="chat") as engine:
             outcome = await engine.one(4, text="hello")
             assert (outcome.state, len(outcome.tokens_s), outcome.message) == (FINISHED, 4, "")
             assert (await engine.one(1 << 20, text="hello")).code == "http_400"
 
-    async def at_a_pace(url: str) -> None:
-        async with driving(url) as engine:
+    async def at_a_pace() -> None:
+        async with null_server(HTTP, 500.0, "--first-ms", "10") as url, driving(url) as engine:
             outcomes = [engine.send(5) for _ in range(20)]
             await engine.ended(20)
         for outcome in outcomes:
             assert (outcome.state, len(outcome.tokens_s), outcome.prompt_tokens) == (FINISHED, 5, 3)
             assert outcome.tokens_s[-1] - outcome.sent_s >= 0.018  # 10 ms, then four times 2 ms, and no less
 
-    with null_server() as url:
-        run(lambda: at_once(url))
-    with null_server("--pace", "500", "--first-ms", "10") as url:
-        run(lambda: at_a_pace(url))
+    run(at_once)
+    run(at_a_pace)
 
 
 def test_tls(run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

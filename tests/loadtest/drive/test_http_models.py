@@ -9,7 +9,8 @@ import pytest
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotAllowed, ProtocolError, Unavailable
 from loadtest.drive import http_models
 from loadtest.drive.http_models import only_model
-from loadtest.drive.http_null_server import null_server
+from loadtest.drive.proof import null_server
+from loadtest.drive.spec import HTTP
 
 from .raw_http import answering, chunked, serving, whole
 
@@ -34,8 +35,11 @@ def test_the_only_model_is_found(response: bytes) -> None:
 
 
 def test_of_the_null_server() -> None:
-    with null_server("--model", "its name") as url:
-        assert asyncio.run(only_model(url)) == "its name"
+    async def main() -> str:
+        async with null_server(HTTP, 0.0, "--model", "its name") as url:
+            return await only_model(url)
+
+    assert asyncio.run(main()) == "its name"
 
 
 @pytest.mark.parametrize(
