@@ -59,7 +59,7 @@ def throughput(requests: Requests, span: Span) -> Document:
         return dict.fromkeys(("requests_per_s", "input_tokens_per_s", "output_tokens_per_s"))
     ended_s, first_s = requests.ended_s(), requests.first_s + requests.due_s
     prompts = np.array([outcome.prompt_tokens for outcome in requests.outcomes], np.float64)
-    tokens = sum(int(np.count_nonzero(span.holds(times))) for times in requests.tokens_s)
+    tokens = int(np.count_nonzero(span.holds(requests.all_tokens_s())))
     return {
         "requests_per_s": float(np.count_nonzero(span.holds(ended_s)) / seconds),
         "input_tokens_per_s": float(prompts[span.holds(first_s)].sum() / seconds),

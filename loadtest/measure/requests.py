@@ -77,7 +77,16 @@ class Requests:
 
     def gaps_s(self) -> FloatArray:
         """[gaps] between neighbouring tokens of a request, of all of them."""
-        return np.concatenate([np.zeros(0), *(np.diff(times) for times in self.tokens_s if times.size > 1)])
+        gaps = np.diff(self.all_tokens_s())
+        begins = np.cumsum([times.size for times in self.tokens_s], dtype=np.int64)[:-1]
+        between = np.ones(gaps.size, np.bool_)
+        # From the last token of a request to the first of the next one is no gap; those without a token change nothing.
+        between[begins[(begins > 0) & (begins <= gaps.size)] - 1] = False
+        return gaps[between]
+
+    def all_tokens_s(self) -> FloatArray:
+        """[tokens] when each came, request after request."""
+        return np.concatenate([np.zeros(0), *self.tokens_s])
 
     def ended_s(self) -> FloatArray:
         """[requests] since the start of the run; NaN: it did not finish."""

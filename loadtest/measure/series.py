@@ -25,7 +25,6 @@ def series(requests: Requests, wall_s: float) -> dict[str, Any]:
     count = min(SLICES_MAX, max(1, int(np.ceil(wall_s / length_s))))
     edges = np.arange(count + 1) * length_s
     prompts = np.array([outcome.prompt_tokens for outcome in requests.outcomes], np.float64)
-    tokens_s = np.concatenate([np.zeros(0), *requests.tokens_s])
 
     def rate(times_s: FloatArray, weights: FloatArray | None = None) -> list[float]:
         there = ~np.isnan(times_s)
@@ -38,7 +37,7 @@ def series(requests: Requests, wall_s: float) -> dict[str, Any]:
         "offered": rate(requests.due_s),
         "finished": rate(requests.ended_s()),
         "input_tokens": rate(requests.first_s + requests.due_s, prompts),
-        "output_tokens": rate(tokens_s),
+        "output_tokens": rate(requests.all_tokens_s()),
     }
     for start_s in edges[:-1].tolist():
         times = latencies(requests.due_within(Span(start_s, start_s + length_s, closed=False)))

@@ -63,6 +63,15 @@ def test_every_latency_counts_from_the_intended_arrival() -> None:
     assert all(math.isnan(column[1]) for column in (requests.first_s, requests.queue_s, requests.whole_s))
 
 
+def test_gaps_lie_between_tokens_of_one_request() -> None:
+    nothing = Outcome(session=1, due_s=2.0)
+    requests = Requests.of(
+        [nothing, finished(1.0, 1.5, 1.75), nothing, finished(0.0, 9.0), finished(2.0, 3.0, 3.5), nothing]
+    )
+    assert requests.gaps_s().tolist() == [0.25, 0.5]
+    assert requests.where(~requests.finished).gaps_s().size == 0
+
+
 def test_warm_up_and_drain_are_left_out() -> None:
     outcomes = [finished(due, due + 0.5, due + 3.0, prompt_tokens=100, session=0) for due in (0.0, 2.0, 4.0, 12.0)]
     span = measured_span(outcomes, 1.0, wall_s=15.0)
