@@ -5,6 +5,7 @@ from __future__ import annotations
 from kvforge.protocol.errors import Field
 
 from ..requests.lifecycle import Request
+from ..requests.phases import NAMES
 from ..waits import SIBLING, TENANT_CEILING
 
 QUEUED_FOR = {
@@ -25,7 +26,7 @@ QUEUED_FOR = {
 def where_time_went(request: Request, now_us: int) -> tuple[str, dict[str, Field]]:
     """(sentence, facts). now_us: what goes on counts up to then."""
     phases = request.phases
-    spent = phases.by(now_us)
+    spent = dict(zip(NAMES, phases.spent_by(now_us), strict=True))
     ways = {
         "queue": "waited {} in the queue for " + QUEUED_FOR[phases.queued_for],
         "prefill": "{} prefill",

@@ -159,17 +159,23 @@ class Request:
 
     def timings(self, now_us: int) -> Timings:
         """Microseconds since submission of what has happened so far, and where they went."""
-
-        def since(at_us: int) -> int:
-            return at_us - self.submitted_us if at_us >= 0 else -1
-
+        queue, prefill, decode, preempted, stalled, recovering = self.phases.spent_by(now_us)
         return Timings(
-            first_scheduled_us=since(self.first_scheduled_us),
-            first_token_us=since(self.first_token_us),
-            ended_us=since(self.ended_us),
+            first_scheduled_us=self.since(self.first_scheduled_us),
+            first_token_us=self.since(self.first_token_us),
+            ended_us=self.since(self.ended_us),
+            queue_us=queue,
+            prefill_us=prefill,
+            decode_us=decode,
+            preempted_us=preempted,
+            stalled_us=stalled,
+            recovering_us=recovering,
             paused_us=self.phases.paused_by(now_us),
-            **{f"{phase}_us": spent for phase, spent in self.phases.by(now_us).items()},
         )
+
+    def since(self, at_us: int) -> int:
+        """How long after its submission that was; -1 for what never happened."""
+        return at_us - self.submitted_us if at_us >= 0 else -1
 
 
 class RequestTable:
@@ -285,6 +291,6 @@ class RequestTable:
             assert not request.siblings or request in request.siblings, "a request is not among its siblings"
         for request in known:
             until_us = request.ended_us if request.ended else self._clock.now_us
-            spent = request.phases.by(until_us).values()
+            spent = request.phases.spent_by(until_us)
             assert sum(spent) == until_us - request.submitted_us and min(spent) >= 0, "its phases are not its age"
         assert all((request.slot != NO_SLOT) == (request.state == RUNNING) for request in self.live.values()), "slots"
