@@ -42,7 +42,7 @@ class Scenario:
     tokens_per_s: float = 0.0
     steps: bool = False
     warm_s: float
-    measured_s: float = 20.0
+    measured_s: float = 10.0
 
 
 SCENARIOS = (

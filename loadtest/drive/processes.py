@@ -14,7 +14,7 @@ from time import monotonic
 from typing import IO, Any
 
 from kvforge.process.leash import leashed
-from kvforge.protocol.errors import InternalError, restore
+from kvforge.protocol.errors import DeadlineExceeded, InternalError, restore
 from loadtest.load.workload import Workload
 
 from .outcome import Drove, Outcome
@@ -63,7 +63,7 @@ async def drive(
     """One run: when it began (on time.monotonic), every outcome in the order they were due, and what each driver says.
 
     began: called with the start a moment before it. Once `stop` is set, what is under way is cancelled. Raises the
-    KvforgeError of a driver, or InternalError where one ended without a word.
+    KvforgeError of a driver, DeadlineExceeded where one hangs, or InternalError where one ended without a word.
     """
     children = [_Child(index) for index in range(processes)]
     try:
@@ -115,8 +115,11 @@ class _Child:
             env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         self._say({"spec": spec.json(), "index": self._index, "processes": processes})
-        async with asyncio.timeout(READY_S):
-            await self._hear("ready")
+        try:
+            async with asyncio.timeout(READY_S):
+                await self._hear("ready")
+        except TimeoutError:
+            raise DeadlineExceeded(f"driver process {self._index} was not ready within {READY_S:g} s") from None
 
     async def run(self, start: float, stop: asyncio.Event, changed: Callable[[], None]) -> None:
         """From the start to its last word."""
@@ -129,6 +132,8 @@ class _Child:
             self._process.stdin.close()
             async with asyncio.timeout(STOP_S):
                 await hearing
+        except TimeoutError:
+            raise DeadlineExceeded(f"driver process {self._index} did not stop within {STOP_S:g} s") from None
         finally:
             stopping.cancel()
             hearing.cancel()
