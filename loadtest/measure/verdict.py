@@ -69,8 +69,8 @@ def _of(parts: Sequence[array[float]]) -> Distribution:
 
 def _limit(limit_ms: float, median_ms: float | None) -> str:
     if median_ms is None or limit_ms == LAG_MS_MAX:
-        return f"{LAG_MS_MAX:g} ms is the most that leaves a result valid"
-    return f"1 % of the median end to end ({median_ms:.2f} ms) is the most that leaves a result valid"
+        return f"at most {LAG_MS_MAX:g} ms leaves a result valid"
+    return f"at most {limit_ms:.2f} ms, 1 % of the median end to end, leaves a result valid"
 
 
 def _notes(measured: Measured, lag_ms: dict[str, Any], latency_ms: dict[str, Any], cpu_share: float) -> Iterable[str]:

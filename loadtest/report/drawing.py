@@ -118,7 +118,7 @@ def legend(axes: Axes) -> None:
     """Above the axes, at the right: it hides nothing. Nothing where nothing has a label."""
     if not axes.get_legend_handles_labels()[0]:
         return
-    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=6, borderaxespad=0.2, handlelength=1.4)
+    axes.legend(loc="lower right", bbox_to_anchor=(1.0, 0.98), ncols=8, borderaxespad=0.2, handlelength=1.4)
 
 
 def _png(figure: Figure) -> bytes:

@@ -94,19 +94,19 @@ def distributions(found: Document) -> Picture:
 
     def draws(axes: Any) -> None:
         for panel, (time, points) in zip(np.atleast_1d(axes), shown.items(), strict=True):
-            values, shares = zip(*points, strict=True)
+            summary = found["all"]["latency_ms"][time]
+            values, shares = zip(*points, *([(summary["max"], 1.0)] if summary is not None else []), strict=True)
             panel.plot(np.maximum(values, 1e-3), shares, color=TIMES[time])
             panel.fill_between(np.maximum(values, 1e-3), shares, color=TIMES[time], alpha=0.12, linewidth=0)
             log_axis(panel, "x")
             panel.set_ylim(0, 1.01)
             panel.set_title(f"{LATENCIES[time]}, ms")
-            summary = found["all"]["latency_ms"][time]
             for column, style in (("p50", "--"), ("p99", ":")):
                 if summary is not None:
                     panel.axvline(summary[column], color=TIMES[time], linestyle=style, linewidth=1)
                     panel.plot([], [], color=TIMES[time], linestyle=style, linewidth=1,
                                label=f"{column} {number(summary[column])}")  # fmt: skip
-            panel.legend(loc="upper left", handlelength=1.4)
+            panel.legend(loc="lower right", handlelength=1.4)
 
     return draw(
         "distributions",

@@ -10,7 +10,7 @@ from ..machine import table
 from .tables import Table, ends, tables
 from .words import NOTHING, pairs
 
-CELL_MAX = 80
+CELL_MAX = 120
 
 
 def text(found: dict[str, Any]) -> str:

@@ -9,6 +9,7 @@ from .words import number, percent
 
 STATES = {
     "driver": "#a16207",
+    "accepting": "#d4b483",
     "queue": GREY,
     "prefill": BLUE,
     "decode": GREEN,

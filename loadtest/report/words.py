@@ -32,8 +32,8 @@ def percent(share: float | None) -> str:
 
 
 def pairs(values: Mapping[str, Any]) -> str:
-    """`name value, name value` of what is not None."""
-    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None)
+    """`name value, name value` of what is neither None nor empty."""
+    return ", ".join(f"{key} {value}" for key, value in values.items() if value is not None and value != "")
 
 
 def milliseconds(value: float) -> str:
