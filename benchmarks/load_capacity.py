@@ -17,7 +17,8 @@ Latencies count from when a request was due. The first two fifths of the time ar
 the p99 of the time to the first token is below 200 ms: where requests queue it grows by the second. queue: from
 submission to the step that the request is first in; kvforge plans that one while another is under way, so that it is 0
 until all rows are taken. cpu: seconds of the coordinator, or of vLLM's scheduler, in a second; the fleet and the load
-share this machine's cores.
+share this machine's cores, and with what else runs there (`cpu_others` in the file): a rate is tried up to three times
+while that is more than a fifth of a core, and the try counts where it was least.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from .report import report
 
 ROWS, STEP_TOKENS = 256, 8192
 SERVERS = ("kvforge", "vllm")
+OTHERS_MAX, TRIES = 0.2, 3
 WARM_SHARE = 0.4
 TTFT_MS_MAX = 200.0
 HEADER = (
@@ -61,7 +63,7 @@ class Case:
 CASES = {
     "one": Case(1, 1.0, (20, 40, 60, 80, 100, 120), (20, 40, 60, 80, 100, 120)),
     "host": Case(8, 1.0, (160, 320, 480, 640, 800), ()),
-    "instant": Case(1, 0.0, (250, 500, 750, 1000, 1250), (250, 500, 750, 1000)),
+    "instant": Case(1, 0.0, (250, 500, 750, 1000, 1250, 1500), (250, 500, 750, 1000)),
 }
 
 
@@ -109,30 +111,41 @@ def cpu_s(pid: int) -> float:
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
+def all_cpu_s() -> float:
+    """Processor time of the whole machine so far, with what its host took."""
+    user, nice, system, _idle, _wait, *rest = map(int, Path("/proc/stat").read_text(encoding="ascii").split()[1:9])
+    return (user + nice + system + sum(rest)) / os.sysconf("SC_CLK_TCK")
+
+
 async def kvforge_curve(case: Case, table: str, seconds: float, prompt: int, answer: int) -> list[dict[str, Any]]:
-    """A row for each rate; each has a fleet of its own."""
-    rows, times = [], load(table)
+    """A row for each rate; again while other programs are in the way, and then the one where they were least."""
+    rows, vocabulary = [], load(table).vocabulary
+    for rate in case.rates:
+        offered = arrivals(rate, seconds, prompt, answer, vocabulary)
+        tried: list[dict[str, Any]] = []
+        while not tried or (tried[-1]["cpu_others"] > OTHERS_MAX and len(tried) < TRIES):
+            tried.append(await kvforge_row(case, table, rate, seconds, offered))
+            print(tried[-1], flush=True)
+        rows.append(min(tried, key=lambda row: float(row["cpu_others"])) | {"tries": len(tried)})
+    return rows
+
+
+async def kvforge_row(case: Case, table: str, rate: float, seconds: float, offered: Load) -> dict[str, Any]:
+    """One rate, with a fleet of its own."""
     settings: dict[str, dict[str, str | int | float | bool]] = {
         "schedule": {"step_rows_max": ROWS, "step_tokens_max": STEP_TOKENS},
         "limits": {"queue_max": 100_000, "sequences_max": 2 * ROWS * case.workers},
     }
-    for rate in case.rates:
-        offered = arrivals(rate, seconds, prompt, answer, times.vocabulary)
-        async with Fleet(table, workers=case.workers, time_scale=case.scale, coordinator_settings=settings) as fleet:
-            client, pids = Client(fleet.endpoint, offered), fleet.pids()
-            before, own = {name: cpu_s(pid) for name, pid in pids.items()}, cpu_s(os.getpid())
-            seen = client.run(seconds)
-            spent = {name: (cpu_s(pid) - before[name]) / seconds for name, pid in pids.items()}
-            row = found(rate, seconds, offered, seen)
-            row["cpu"] = round(spent.pop("coordinator"), 3)
-            row["cpu_workers"], row["cpu_load"] = (
-                round(sum(spent.values()), 3),
-                round((cpu_s(os.getpid()) - own) / seconds, 3),
-            )
-            rows.append(row)
-            client.close()
-        print(row, flush=True)
-    return rows
+    async with Fleet(table, workers=case.workers, time_scale=case.scale, coordinator_settings=settings) as fleet:
+        client, pids = Client(fleet.endpoint, offered), fleet.pids() | {"load": os.getpid()}
+        before, all_before = {name: cpu_s(pid) for name, pid in pids.items()}, all_cpu_s()
+        row = found(rate, seconds, offered, client.run(seconds))
+        spent = {name: (cpu_s(pid) - before[name]) / seconds for name, pid in pids.items()}
+        others = (all_cpu_s() - all_before) / seconds - sum(spent.values())
+        client.close()
+    row["cpu"], row["cpu_load"] = round(spent.pop("coordinator"), 3), round(spent.pop("load"), 3)
+    row["cpu_workers"], row["cpu_others"] = round(sum(spent.values()), 3), round(others, 3)
+    return row
 
 
 def vllm_curve(
@@ -164,6 +177,7 @@ def main() -> None:
     parser.add_argument("--case", nargs="*", choices=tuple(CASES), default=list(CASES))
     parser.add_argument("--prompt", type=int, default=256)
     parser.add_argument("--answer", type=int, default=128)
+    parser.add_argument("--rates", type=float, nargs="*", help="requests a second, in place of the case's")
     parser.add_argument("--seconds", type=float, default=8.0)
     parser.add_argument("--server", nargs="*", choices=SERVERS, default=list(SERVERS))
     parser.add_argument("--json", help="write results there")
@@ -173,6 +187,8 @@ def main() -> None:
     curves: dict[str, Any] = {}
     for name in options.case:
         case = CASES[name]
+        if options.rates:
+            case = replace(case, rates=tuple(options.rates), vllm_rates=tuple(options.rates) if case.vllm_rates else ())
         servers: dict[str, Any] = {}
         if "kvforge" in options.server:
             servers["kvforge"] = asyncio.run(kvforge_curve(case, options.table, *shape))
