@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from kvforge.launch.settings import WORKERS_MAX, Settings, Value, toml
 from kvforge.protocol.errors import InvalidRequest
@@ -14,7 +15,8 @@ from .step_times import load
 BLOCK_SIZE = 16
 CONTEXT_TOKENS = 8192
 ROWS_MAX, STEP_TOKENS_MAX = 256, 8192
-Sections = Mapping[str, Mapping[str, Value]]
+SECTIONS = ("limits", "cache", "schedule", "quotas")
+Sections = Mapping[str, Mapping[str, Any]]
 
 
 @dataclass(frozen=True)
@@ -40,8 +42,9 @@ def settings(
     """Of a coordinator and so many workers. table: a name or a file, as `step_times.load` has it.
 
     blocks: of each worker; 0: what the table's memory has room for. time_scale: steps take so many times the table's
-    time. coordinator: sections of coordinator.toml, which go before what is chosen here: steps of 256 rows and 8,192
-    tokens, sequences of 8,192 tokens, twice as many of them as rows. Raises InvalidRequest naming the option.
+    time. coordinator: SECTIONS of coordinator.toml (quotas by tenant), which go before what is chosen here: steps of
+    256 rows and 8,192 tokens, sequences of 8,192 tokens, twice as many of them as rows. Raises InvalidRequest naming
+    the option.
     """
     if not 1 <= workers <= WORKERS_MAX:
         raise InvalidRequest("--workers", f"is {workers}; it must be 1 to {WORKERS_MAX}")
@@ -50,6 +53,8 @@ def settings(
     if not 0 <= time_scale < float("inf"):
         raise InvalidRequest("--time-scale", f"is {time_scale:g}; it must be 0 or more")
     times, chosen = load(table), coordinator or {}
+    if unknown := [name for name in chosen if name not in SECTIONS]:
+        raise InvalidRequest("--config", f"has a section {unknown[0]!r}; it may have {', '.join(SECTIONS)}")
     schedule = {"step_rows_max": ROWS_MAX, "step_tokens_max": STEP_TOKENS_MAX, **chosen.get("schedule", {})}
     cache = {"block_size": BLOCK_SIZE, **chosen.get("cache", {})}
     each = blocks or times.blocks(int(cache["block_size"]))
@@ -70,7 +75,7 @@ def settings(
         limits=limits,
         cache=cache,
         schedule=schedule,
-        quotas={name[len("quotas.") :]: values for name, values in chosen.items() if name.startswith("quotas.")},
+        quotas=chosen.get("quotas", {}),
         log_level=log_level,
         drain_s=0.0,
     )

@@ -12,6 +12,7 @@ from loadtest.fleet.fleet import Fleet
 
 GREEDY = Sampling(temperature=0.0)
 REQUESTS, TOKENS = 8, 300
+QUOTAS = {"quotas": {"default": {"ceiling": 500}}}
 
 
 async def _submit(kv: AsyncClient) -> list[AsyncRequest]:
@@ -24,7 +25,7 @@ async def _answers(requests: list[AsyncRequest]) -> list[tuple[int, ...]]:
 
 def test_a_fleet_answers_the_same_when_a_worker_and_the_coordinator_die_meanwhile() -> None:
     async def run() -> None:
-        async with Fleet("h200-8b", workers=2, blocks=512, time_scale=0.1) as fleet:
+        async with Fleet("h200-8b", workers=2, blocks=512, time_scale=0.1, coordinator_settings=QUOTAS) as fleet:
             assert list(fleet.pids()) == ["coordinator", "worker-0", "worker-1"]
             async with AsyncClient(fleet.endpoint, timeout_s=30) as kv:
                 quiet = await _answers(await _submit(kv))
@@ -54,3 +55,5 @@ def test_a_fleet_that_cannot_start_says_why() -> None:
         asyncio.run(run())
     with pytest.raises(InvalidRequest, match="--workers: is 0"):
         Fleet(workers=0)
+    with pytest.raises(InvalidRequest, match="--config: has a section 'journal'"):
+        Fleet(coordinator_settings={"journal": {}})
