@@ -40,7 +40,7 @@ class Connection:
     identity: names it within its socket. user: whose process is there, -1 if the system cannot say. number: what it was
     given when it was admitted, 0 before. head: the next message, if it was taken apart already. ended: nothing more
     comes. full: nothing more is to be written for now. rate: how often it is listened to, None: always. slowed: it
-    waits for that, and nothing is read from it.
+    waits for that, and nothing is read from it. deaf: it reads nothing any more; what it said before is still read.
     """
 
     __slots__ = (
@@ -48,6 +48,7 @@ class Connection:
         "_room",
         "begun_ns",
         "counted",
+        "deaf",
         "descriptor",
         "ended",
         "faults",
@@ -79,7 +80,7 @@ class Connection:
         self.number = 0
         self.reader = door.reader(room)
         self.head: list[zmtp.Frame] | None = None
-        self.ended = self.full = False
+        self.ended = self.full = self.deaf = False
         self.opened_ns = self.heard_ns = self.moved_ns = now_ns
         self.begun_ns = now_ns  # when the message that has not ended began; 0: none has begun
         self.counted = self.unread_bytes = self.registered = 0  # these are kept by `Peers`
@@ -135,6 +136,8 @@ class Connection:
 
     def send(self, frames: Frames, now_ns: int) -> Sent:
         """Has a message written with the next `flush`, behind what waits."""
+        if self.deaf:
+            return Sent.GONE
         if self.full:
             return Sent.FULL
         pieces = self.reader.message(frames)
@@ -147,10 +150,12 @@ class Connection:
         if self.queued_bytes >= room.queue_bytes_max or self.queued_messages >= room.queue_messages_max:
             self.full = True
             self.flush(now_ns)  # perhaps it only was not tried yet
-        return Sent.GONE if self.ended else Sent.DONE
+        return Sent.GONE if self.deaf else Sent.DONE
 
     def command(self, data: bytes, now_ns: int) -> None:
         """Writes a command of ours, or keeps it."""
+        if self.deaf:
+            return
         self._queue.append((data, False))
         self.queued_bytes += len(data)
         self.flush(now_ns)
@@ -164,7 +169,8 @@ class Connection:
             except BlockingIOError:
                 break
             except OSError:
-                self.ended = True  # what it sent last is not looked at: it does not read what would be answered
+                # It has closed. What it said before that is still to be read: to cancel, perhaps, and goodbye.
+                self.deaf = True
                 self.discard()
                 return False
             self.moved_ns = now_ns

@@ -493,9 +493,7 @@ class Peers:
 
     def _send(self, connection: Connection, frames: Frames) -> Sent:
         sent = connection.send(frames, self._now_ns)
-        if sent is Sent.GONE:
-            self._end(connection)
-        elif connection.queued_bytes:
+        if connection.queued_bytes:
             if connection.registered & select.EPOLLOUT:
                 pass  # the one before was not taken: epoll tells when it is
             elif self._together and connection.queued_messages < TOGETHER_MAX:

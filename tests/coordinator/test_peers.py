@@ -468,5 +468,20 @@ def test_what_was_said_before_the_end_is_heard(hostile: Hostile) -> None:
     peer.send(part(b"last", more=False) * 3 + part(b"cut")[:-1])
     peer.close()
     assert hostile.texts(3) == [b"last"] * 3
+    assert hostile.peers.receive() is None
     until(lambda: (hostile.peers.note_ends(), len(hostile.peers) == 0)[1])  # type: ignore[func-returns-value]
     assert hostile.peers.take_gone() == [1]
+
+
+def test_what_was_said_before_the_end_is_heard_also_where_we_write_first(hostile: Hostile) -> None:
+    """As of a client that cancels what is being streamed to it, and goes."""
+    peer = hostile.connect()
+    peer.send(part(b"last", more=False) * 3)
+    peer.close()
+    assert hostile.peers.send(1, [b"a token"] * 4) is not Sent.FULL
+    assert hostile.peers.send(1, [b"another"]) is Sent.GONE
+    assert hostile.texts(3) == [b"last"] * 3
+    assert hostile.peers.receive() is None
+    until(lambda: (hostile.peers.note_ends(), len(hostile.peers) == 0)[1])  # type: ignore[func-returns-value]
+    assert hostile.peers.take_gone() == [1]
+    assert hostile.peers.send(1, [b"another"]) is Sent.GONE

@@ -98,7 +98,10 @@ def test_requests_that_run_out_of_time_are_cancelled(cluster: Cluster, tmp_path:
     assert found["all"]["requests"]["timed_out"] == 3 and errors(found) == {"deadline_exceeded": 3}
     with cluster.client() as kv:
         wait_empty(kv)
-        assert {row.state for row in kv.requests(3).requests} == {"cancelled"}
+        rows = kv.requests(3).requests
+        assert {row.state for row in rows} == {"cancelled"}
+            (r.request_id % 1000, r.state, r.generated_tokens, r.age_us, r.reason) for r in rows
+        ]
 
 
 def test_a_sweep_has_a_folder_for_each_run_and_stands_beside_an_earlier_result(
