@@ -6,18 +6,17 @@ import asyncio
 import json
 import math
 import os
-import sys
 import tempfile
 from collections.abc import Callable, Iterable
 from contextlib import suppress
 from time import monotonic
 from typing import IO, Any
 
-from kvforge.process.leash import leashed
 from kvforge.protocol.errors import DeadlineExceeded, InternalError, restore
 from loadtest.load.workload import Workload
 
 from .outcome import Drove, Outcome
+from .own import own
 from .progress import Progress, together
 from .result import unpack
 from .spec import HTTP, KVFORGE, RunSpec
@@ -105,14 +104,12 @@ class _Child:
     async def begin(self, spec: RunSpec, processes: int) -> None:
         """Starts it and waits until it is ready."""
         fd = self._result.fileno()
-        command = [sys.executable, "-m", "loadtest.drive.child", str(fd)]
         self._process = await asyncio.create_subprocess_exec(
-            *(leashed(command) if sys.platform == "linux" else command),
+            *own("loadtest.drive.child", str(fd)),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             limit=LINE_BYTES_MAX,
             pass_fds=(fd,),
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(path for path in sys.path if path)},
         )
         self._say({"spec": spec.json(), "index": self._index, "processes": processes})
         try:

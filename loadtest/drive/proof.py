@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import sys
 import tempfile
 from array import array
 from collections.abc import AsyncIterator
@@ -12,9 +11,9 @@ from dataclasses import replace
 from pathlib import Path
 from time import monotonic
 
-from kvforge.process.leash import leashed
 from kvforge.protocol.errors import InternalError
 
+from .own import own
 from .processes import drive
 from .spec import HTTP, RunSpec
 
@@ -71,10 +70,8 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
             command = ["loadtest.drive.http_null_server"]
         else:
             command = ["loadtest.drive.null_server", "--endpoint", where]
-        command = [sys.executable, "-m", *command, "--pace", f"{pace:g}", *options]
-        process = await asyncio.create_subprocess_exec(
-            *(leashed(command) if sys.platform == "linux" else command), stdout=asyncio.subprocess.PIPE
-        )
+        command = own(*command, "--pace", f"{pace:g}", *options)
+        process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None, "a pipe"
         try:
             async with asyncio.timeout(READY_S):
