@@ -52,7 +52,7 @@ def _when(group: argparse._ArgumentGroup) -> None:
     add("--trace", metavar="NAME", help=f"replay {', '.join(NAMES)}; or a file, or FORMAT:FILE")
     add("--closed", type=_count, metavar="N", help="closed loop: N at a time, the next when one has ended")
     add("--requests", type=_count, metavar="N", help="so many sessions (of one request, unless a trace says more)")
-    add("--duration", type=_seconds, metavar="S", help="none arrives later than this")
+    add("--duration", type=_seconds, metavar="S", help="nothing is due later than this, of a session neither")
     add("--rate-scale", type=float, default=1.0, metavar="F", help="a trace's arrivals, F times as fast [1]")
     add("--think-scale", type=float, default=1.0, metavar="F", help="its think times, times F [1]")
     add("--sweep", metavar="NAME=V,V", help="one run for each value of rate, rate-scale or closed; finds the knee")

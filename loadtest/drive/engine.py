@@ -170,10 +170,13 @@ class Engine:
 
     def _fill_place(self, free_s: float) -> None:
         """A place became free: of a closed loop without arrivals."""
-        duration_s = self._plan.duration_s
-        if self._ahead.over or (duration_s is not None and free_s >= duration_s):
+        if self._ahead.over or self._too_late(free_s):
             return
         self._due(self._new_play(self._ahead.take()), free_s)
+
+    def _too_late(self, due_s: float) -> bool:
+        """Whether the load is over by then."""
+        return self._plan.duration_s is not None and due_s >= self._plan.duration_s
 
     def _new_play(self, coming: Coming) -> _Play:
         play = _Play(coming)
@@ -235,7 +238,8 @@ class Engine:
         self._tokens += len(outcome.tokens_s)
         if self._over:
             return
-        if outcome.state == FINISHED and (turn := play.follow(outcome)) is not None:
+        turn = play.follow(outcome) if outcome.state == FINISHED else None
+        if turn is not None and not self._too_late(outcome.ended_s + turn.think_s):
             due_s = outcome.ended_s + turn.think_s
             self._clock.at(self._start + due_s, partial(self._due, play, due_s))
         else:

@@ -13,10 +13,10 @@ SEED_BITS = (1 << 63) - 1
 class Plan:
     """The share of process `index` of `processes`: sessions i with i % processes == index, and of each limit a part.
 
-    closed: so many sessions at any
-    time; 0: open loop. With arrivals it bounds them, without they follow each other: until `sessions_max` have begun,
-    None: no bound, or until `duration_s` has passed. timeout_s: from when a request is due to its end. concurrency_max:
-    requests under way at once; those beyond it wait, and are charged for it. clients: connections of the whole run.
+    closed: so many sessions at any time; 0: open loop. With arrivals it bounds them, without they follow each other,
+    until `sessions_max` have begun; None: no bound. duration_s: nothing is due later, of a session neither. timeout_s:
+    from when a request is due to its end. concurrency_max: requests under way at once; those beyond it wait, and are
+    charged for it. clients: connections of the whole run.
     """
 
     index: int = 0

@@ -122,6 +122,16 @@ def test_a_session_ends_with_its_first_turn_that_does_not_finish() -> None:
     assert outcomes[1].due_s == -1
 
 
+def test_a_session_goes_on_until_the_load_is_over() -> None:
+    turn = Turn(tokens=np.array([1], np.int32), output_tokens=1)
+    later = Turn(tokens=np.array([2], np.int32), output_tokens=1, kept=ALL, think_s=0.02)
+    load = Sessions([Session(turns=(turn, *[later] * 999))], np.zeros(1))
+    outcomes, _ = run(load, Played(), Plan(duration_s=0.1))
+    sent = [outcome for outcome in outcomes if outcome.state == FINISHED]
+    assert 1 <= len(sent) <= 6 and max(outcome.due_s for outcome in sent) < 0.1
+    assert len(outcomes) == 1000 and {outcome.state for outcome in outcomes} == {FINISHED, UNSENT}
+
+
 def test_a_closed_loop_keeps_its_places_full_and_is_due_when_a_place_is_free() -> None:
     target = Played(after_s=0.005)
     outcomes, _ = run(Sessions([one(i) for i in range(7)]), target, Plan(closed=2, sessions_max=7))
