@@ -61,6 +61,7 @@ async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
 async def _coordinator(options: argparse.Namespace, endpoint: str | None, fleet: Fleet | None = None) -> Place:
     key_file = str(options.key_file) if options.key_file is not None else None
     async with AsyncClient(endpoint, server_key=options.server_key, key_file=key_file) as client:
+        await client.health()  # whether anybody is there is known soon; only whether it is ready takes time
         health = await client.wait_ready(READY_S)
         endpoint = client.endpoint
     if (model := health.model) is None:

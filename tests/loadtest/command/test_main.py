@@ -105,15 +105,15 @@ def test_requests_that_run_out_of_time_are_cancelled(cluster: Cluster, tmp_path:
 def test_a_sweep_has_a_folder_for_each_run_and_stands_beside_an_earlier_result(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    options = ("--sweep", "rate=20,10", "--requests", "10", "--input", "8", "--output", "2")
-    status, found = measure(cluster, tmp_path / "a", *options)
+    load = ("--requests", "10", "--input", "8", "--output", "2")
+    measure(cluster, tmp_path / "a", "--rate", "10", *load)
+    earlier = str(tmp_path / "a" / "result.json")
+    status, found = measure(cluster, tmp_path / "b", "--sweep", "rate=20,10", *load, "--compare", earlier)
     points = found["sweep"]["points"]
     assert [point["value"] for point in points] == [10, 20] and found["sweep"]["knee"]["sentence"]
     assert status == (0 if all(point["valid"] for point in points) else 1)
-    runs = [json.loads((tmp_path / "a" / f"rate-{rate}" / "result.json").read_text()) for rate in (10, 20)]
+    runs = [json.loads((tmp_path / "b" / f"rate-{rate}" / "result.json").read_text()) for rate in (10, 20)]
     assert [run["options"]["rate"] for run in runs] == [10, 20]
-    earlier = str(tmp_path / "a" / "rate-10" / "result.json")
-    _, found = measure(cluster, tmp_path / "b", "--rate", "10", "--requests", "10", "--compare", earlier)
     assert found["compare"]["rows"] and "earlier" in capsys.readouterr().out
 
 

@@ -70,14 +70,23 @@ def one(*tokens: int, output: int = 2) -> Session:
 
 
 def run(
-    load: Sessions, target: Played, plan: Plan | None = None, *, stop_after_s: float | None = None
+    load: Sessions,
+    target: Played,
+    plan: Plan | None = None,
+    *,
+    stop_when: Callable[[], bool] = lambda: False,
 ) -> tuple[list[Outcome], array[float]]:
+    async def stopping(stop: asyncio.Event) -> None:
+        while not stop_when():
+            await asyncio.sleep(0.001)
+        stop.set()
+
     async def main() -> tuple[list[Outcome], array[float]]:
         stop = asyncio.Event()
-        if stop_after_s is not None:
-            asyncio.get_running_loop().call_later(stop_after_s, stop.set)
+        waiting = asyncio.create_task(stopping(stop))
         engine = Engine(load, target, plan or Plan())
         outcomes, drove = await engine.run(monotonic(), stop)
+        waiting.cancel()
         assert engine.progress.under_way == 0
         return outcomes, drove.late_s
 
@@ -87,7 +96,7 @@ def run(
 def test_an_open_loop_sends_at_the_arrivals_though_nothing_is_answered() -> None:
     load = Sessions([one(1), one(2), one(3)], np.array([0.0, 0.01, 0.02]))
     target = Played(after_s=None)
-    outcomes, _ = run(load, target, stop_after_s=0.1)
+    outcomes, _ = run(load, target, stop_when=lambda: len(target.asked) == 3)
     assert [outcome.due_s for outcome in outcomes] == [0.0, 0.01, 0.02]
     assert [ask.prompt.tolist() for ask in target.asked] == [[1], [2], [3]]
     assert all(outcome.due_s <= outcome.awake_s <= outcome.sent_s for outcome in outcomes)
@@ -171,7 +180,8 @@ def test_requests_beyond_the_limit_wait_and_are_charged_for_it() -> None:
 def test_what_a_stop_leaves_undone_is_said() -> None:
     think = Turn(tokens=np.array([1], np.int32), output_tokens=1, think_s=60)
     load = Sessions([Session(turns=(think, think)), one(2), one(3)], np.array([0.0, 0.01, 60.0]))
-    outcomes, _ = run(load, Played(), stop_after_s=0.1)
+    target = Played()
+    outcomes, _ = run(load, target, stop_when=lambda: len(target.asked) == 2 and not target.under_way)
     assert [(outcome.session, outcome.turn, outcome.state) for outcome in outcomes] == [
         (0, 0, FINISHED),
         (1, 0, FINISHED),
