@@ -11,7 +11,7 @@ from kvforge.protocol.errors import CoordinatorUnavailable, InvalidRequest, Kvfo
 from loadtest.drive import observer
 from loadtest.drive.outcome import FINISHED, INTERRUPTED, TIMED_OUT, Measured
 from loadtest.drive.progress import Progress
-from loadtest.drive.proof import null_server
+from loadtest.drive.proof import null_server, prove
 from loadtest.drive.run import measure
 from loadtest.drive.spec import KVFORGE, RunSpec
 
@@ -91,3 +91,14 @@ def test_the_error_of_a_driver_is_the_error_of_the_run() -> None:
 
     with pytest.raises(KvforgeError):
         asyncio.run(main())
+
+
+def test_the_clock_is_proved_where_nothing_is_due_at_first() -> None:
+    load = {"arrivals": "fixed:0.05", "requests": 2, "duration_s": 60.0}
+    spec = RunSpec(load=load, proof_s=0.2)
+    # The first of a fixed process is due at once; the next one long after the proof.
+    late_s = asyncio.run(prove(spec, 1, asyncio.Event()))
+    assert len(late_s) > 10
+    sparse = {**load, "arrivals": "poisson:0.001", "requests": None, "duration_s": 10_000.0}
+    late_s = asyncio.run(prove(RunSpec(load=sparse, proof_s=0.2), 1, asyncio.Event()))
+    assert len(late_s) > 10
