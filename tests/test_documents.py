@@ -12,7 +12,7 @@ REPOSITORY = Path(__file__).parents[1]
 DOCUMENTS = sorted(
     [*REPOSITORY.glob("*.md"), *(REPOSITORY / "docs").glob("**/*.md"), REPOSITORY / "deploy" / "README.md"]
 )
-OURS = ("benchmarks", "coordinator", "deploy", "docs", "kvforge", "loadtest", "protocol", "tests", "worker")
+OURS = ("benchmarks", "coordinator", "deploy", "docs", "gateway", "kvforge", "loadtest", "protocol", "tests", "worker")
 LINK = re.compile(r"\]\(([^)#\s]+)(?:#[^)]*)?\)")
 PATH = re.compile(rf"(?<![\w/.$:-])(?:{'|'.join(OURS)})/[\w./*-]*[\w/]")
 MODULE = re.compile(r"python -m ((?:benchmarks|tests|coordinator|worker|kvforge|loadtest)[\w.]*)")

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kvforge.protocol.errors import Unavailable
 
-PACKAGES = ("coordinator", "kvforge", "loadtest", "worker")
+PACKAGES = ("coordinator", "gateway", "kvforge", "loadtest", "worker")
 METADATA = ("METADATA", "WHEEL", "entry_points.txt")
 LEFT_OUT = ("__pycache__",)
 MADE = (1980, 1, 1, 0, 0, 0)  # of every file in it: equal contents make equal wheels

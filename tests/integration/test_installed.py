@@ -16,7 +16,7 @@ from tests.integration.running import Process, tiny_model
 
 pytest.importorskip("hatchling", reason="builds the wheel; it is in the extra dev")
 REPOSITORY = Path(__file__).parents[2]
-OURS = ("protocol", "coordinator", "worker", "loadtest")
+OURS = ("protocol", "coordinator", "worker", "loadtest", "gateway")
 
 
 @pytest.fixture(scope="module")
@@ -53,7 +53,8 @@ from kvforge import Client, Sampling, KvforgeError
 import kvforge, kvforge.commands.cli, kvforge.launch.supervisor, kvforge.text.tokenizer
 assert kvforge.__file__.startswith(sys.argv[1]), kvforge.__file__
 assert sys.modules[Client.__module__].__file__.startswith(sys.argv[1])
-ours = [name for name in sys.modules if name.partition(".")[0] in ("protocol", "coordinator", "worker", "loadtest")]
+others = ("protocol", "coordinator", "worker", "loadtest", "gateway")
+ours = [name for name in sys.modules if name.partition(".")[0] in others]
 assert not ours, ours
 import protocol, coordinator, worker, loadtest
 assert {module.WHOSE for module in (protocol, coordinator, worker, loadtest)} == {"the user"}
@@ -95,7 +96,7 @@ def test_the_wheel_is_typed_and_holds_nothing_twice(installed: Path) -> None:
     assert (installed / "kvforge" / "py.typed").is_file()
     assert (installed / "kvforge" / "protocol" / "messages" / "shared.py").is_file()
     top = {path.name for path in installed.iterdir() if not path.name.endswith(".dist-info")}
-    assert top == {"kvforge", "coordinator", "worker", "loadtest"}
+    assert top == {"kvforge", "coordinator", "worker", "loadtest", "gateway"}
 
 
 def test_the_service_is_installed_from_the_wheel(installed: Path, users: Path) -> None:

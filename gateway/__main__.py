@@ -1,0 +1,1 @@
+"""`python -m gateway`: serves until it is told to end."""

@@ -1,0 +1,1 @@
+"""What a gateway is told when it starts."""

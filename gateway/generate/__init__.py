@@ -1,0 +1,1 @@
+"""One answer as it comes: submitted, decoded, cut at stop strings, parsed; ended with the client that wanted it."""

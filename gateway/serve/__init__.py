@@ -1,0 +1,1 @@
+"""Processes that serve one port, and what starts them."""
