@@ -1,1 +1,70 @@
 """Which path leads where."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager, suppress
+from pathlib import Path
+
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.access import Access
+from gateway.chat.prompts import Prompts
+from gateway.config import Settings
+from gateway.generate.service import Service
+from gateway.http.errors import openai_error
+from gateway.http.guard import Guard
+from gateway.openai.routes import OpenAI
+from kvforge import __version__
+from kvforge.client.aio import AsyncClient
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import ModelInfo
+from kvforge.text.tokenizer import Tokenizer
+
+
+def make_app(settings: Settings, access: Access | None = None) -> Starlette:
+    """The application of one process; its connection is made when it starts, and ends with it."""
+
+    def prompts(info: ModelInfo) -> Prompts:
+        tokenizer = Tokenizer.load(settings.tokenizer or info.source)
+        if settings.chat_template:
+            tokenizer.use_chat_template(Path(settings.chat_template).read_text())
+        return Prompts(tokenizer)
+
+    client = AsyncClient(settings.endpoint or None)
+    service = Service(client, prompts, settings.names)
+    guard = Guard(access or Access())
+
+    @asynccontextmanager
+    async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001
+        looking = asyncio.ensure_future(service.serving())
+        try:
+            yield
+        finally:
+            looking.cancel()
+            with suppress(asyncio.CancelledError):
+                await looking
+            await client.close()
+
+    async def health(request: Request) -> Response:  # noqa: ARG001
+        ready = not service.reason
+        return JSONResponse({"ready": ready, "reason": service.reason}, 200 if ready else 503)
+
+    async def version(request: Request) -> Response:  # noqa: ARG001
+        return JSONResponse({"version": __version__})
+
+    async def unknown(request: Request, error: Exception) -> Response:
+        problem = InvalidRequest("path", f"{request.method} {request.url.path} is not served here")
+        status = getattr(error, "status_code", 404)
+        return JSONResponse(openai_error(problem), status, getattr(error, "headers", None))
+
+    routes = [
+        Route("/health", health, methods=["GET"]),
+        Route("/version", version, methods=["GET"]),
+        *OpenAI(service, settings).routes(guard),
+    ]
+    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: unknown, 405: unknown})

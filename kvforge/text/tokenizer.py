@@ -66,12 +66,29 @@ class Tokenizer:
     def has_chat_template(self) -> bool:
         return bool(self._tokenizer.chat_template)
 
-    def encode(self, text: str) -> list[int]:
+    @property
+    def chat_template(self) -> str:
+        """The Jinja text of it, that for tools where there are several; "" where the model has none."""
+        template = self._tokenizer.chat_template or ""
+        return template if isinstance(template, str) else str(template.get("tool_use") or template.get("default", ""))
+
+    def use_chat_template(self, template: str) -> None:
+        """Puts another one in its place."""
+        self._tokenizer.chat_template = template
+
+    def spelled(self, token_id: int) -> str:
+        """A token by the name that the vocabulary has for it: also of a special one; "" where it has none."""
+        name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
+        return name or ""
+
+    def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt, with the start token where the model wants one. Special tokens in it are read as such.
+
+        special: False leaves the start token out: of a text that is a part of one.
 
         Raises InvalidRequest when it is not text that UTF-8 can hold.
         """
-        return self._encode(text, special=True)
+        return self._encode(text, special=special)
 
     def decode(self, token_ids: Iterable[int]) -> str:
         """The text of tokens, without special ones. Bytes that are no UTF-8 become U+FFFD.
@@ -98,13 +115,21 @@ class Tokenizer:
             raise InvalidRequest("messages", "are empty")
         if not self.has_chat_template:
             return self.encode("\n".join(str(message["content"]) for message in conversation))
+        return self._encode(self.render(conversation, {"add_generation_prompt": True}), special=False)
+
+    def render(self, conversation: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+        """A conversation as the chat template writes it, with the start token in it where the model wants one.
+
+        options: what the template is told besides: `tools`, `add_generation_prompt`, `continue_final_message`, and
+        whatever it reads. Raises InvalidRequest where the template refuses it, Unavailable without the extra `text`.
+        """
         try:
-            prompt = self._tokenizer.apply_chat_template(conversation, tokenize=False, add_generation_prompt=True)
+            text: str = self._tokenizer.apply_chat_template(list(conversation), tokenize=False, **options)
         except ImportError as error:
             raise _missing(error) from error
         except Exception as error:  # the template is the model's own program: it raises what it likes
             raise InvalidRequest("messages", f"the model's chat template refuses them ({error})") from error
-        return self._encode(prompt, special=False)  # the template has written the start token itself
+        return text
 
     def stream(self, *, continues: bool = False) -> TextStream:
         """A new TextStream for one answer."""

@@ -12,40 +12,54 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 
 from kvforge.protocol.errors import KvforgeError
-from kvforge.protocol.messages import Accepted, Ended, Int32Array, Submit
+from kvforge.protocol.messages import Accepted, Done, Ended, FinishAt, Int32Array, Submit
 
+from ..arguments import answer_count
 from ..awaited import Pending, Track, again
 from ..dialler import ROOM_POLL_S
 from ..options import RequestOptions
 from .client import AsyncClient
+from .waiting import AsyncCalls
 
 NOTHING: Sequence[int] = ()
+NO_LOGPROBS: Sequence[float] = ()
+NO_TOPS: Sequence[tuple[tuple[int, float], ...]] = ()
 
 
 class AsyncStream:
     """One request. request_id: the coordinator's; 0 until it was accepted. ended: its end; None: not yet, or an error.
 
-    error: what it was refused with or ended with. tokens: what has come so far, not a copy: it grows, and shrinks only
-    at an end that takes tokens back. All of it stays.
+    error: what it was refused with or ended with. tokens, logprobs (nats), tops (`Token.top`): what has come so far,
+    not copies: they grow, and shrink only at an end that takes tokens back. All of it stays.
     """
 
-    __slots__ = ("_changed", "_pending", "_streams", "_track", "ended", "error", "request_id", "tokens")
+    __slots__ = (
+        *("_changed", "_kept", "_streams", "_submission", "_track", "ended", "error", "logprobs", "request_id"),
+        *("tokens", "tops"),
+    )
 
-    def __init__(self, streams: AsyncStreams, pending: Pending, changed: Callable[[], None]) -> None:
+    def __init__(self, streams: AsyncStreams, changed: Callable[[], None], kept: bool) -> None:
         self._streams = streams
         self._changed: Callable[[], None] | None = changed
-        self._pending: Pending | None = pending
+        self._kept = kept
+        self._submission: _Submission | None = None
         self._track: Track | None = None
         self.request_id = 0
         self.tokens: Sequence[int] = NOTHING
+        self.logprobs: Sequence[float] = NO_LOGPROBS
+        self.tops: Sequence[tuple[tuple[int, float], ...]] = NO_TOPS
         self.ended: Ended | None = None
         self.error: KvforgeError | None = None
-        pending.wakers.add(self._answered)
 
     @property
     def done(self) -> bool:
         """Nothing more will come."""
         return self.ended is not None or self.error is not None
+
+    @property
+    def given_up(self) -> bool:
+        """Its function is not called any more."""
+        return self._changed is None
 
     def cancel(self) -> None:
         """Gives it up: its function is not called again, and the coordinator is told as soon as it can be."""
@@ -54,31 +68,44 @@ class AsyncStream:
         self._changed = None
         link, session = self._streams.calls.link, self._streams.calls.session
         if self._track is not None:
-            self._track.wakers.clear()
+            self._track.wakers.discard(self._moved)
             link.tell(session.cancel((self.request_id,)))
-        elif self._pending is not None:
-            self._pending.wakers.clear()
-            link.tell(session.forget(self._pending))
+        elif self._submission is not None:
+            self._submission.given_up()
         self._streams.pump_soon()
 
-    def _answered(self) -> None:
-        """The Submit was accepted or refused."""
-        pending, self._pending = self._pending, None
-        assert pending is not None, "answered once"
-        pending.wakers.clear()
-        if pending.error is not None:
-            self.error = again(pending.error)
-        else:
-            pending.answer(Accepted)
-            (self._track,) = pending.tracks
-            self._track.kept = False
-            self._track.wakers.add(self._moved)
-            self.request_id, self.tokens = self._track.request_id, self._track.tokens
-        changed = self._changed
-        if self.error is not None:
-            self._changed = None
+    def leave(self) -> None:
+        """Stops reading: its function is not called again. The request goes on, for whoever asks with its key."""
+        self._changed = None
+        if self._track is not None:
+            self._track.wakers.discard(self._moved)
+
+    def finish_at(self, tokens: int) -> None:
+        """Ends the request after its first `tokens` tokens, of which it has as many. What came after them is taken
+        back; where it has ended meanwhile, nothing is."""
+        link, session = self._streams.calls.link, self._streams.calls.session
+        command = FinishAt(rid=session.new_rid(), request_id=self.request_id, tokens=tokens)
+        session.expect(command.rid, Done, "FinishAt").sent = command
+        link.tell((command,))
+        self._streams.pump_soon()
+
+    def _refused(self, error: KvforgeError) -> None:
+        self.error, self._submission = error, None
+        changed, self._changed = self._changed, None
         if changed is not None:
             changed()
+
+    def _accepted(self, track: Track) -> None:
+        self._track, self._submission = track, None
+        track.kept = self._kept
+        self.request_id = track.request_id
+        self.tokens, self.logprobs, self.tops = track.tokens, track.logprobs, track.tops
+        if self._changed is not None:
+            track.wakers.add(self._moved)
+            if track.done:  # of a key that was used before, all may be here already
+                self._moved()
+            else:
+                self._changed()
 
     def _moved(self) -> None:
         """Tokens came, or the end."""
@@ -86,10 +113,45 @@ class AsyncStream:
         if changed is None or track is None:
             return
         if track.ended is not None or track.error is not None:
-            track.wakers.clear()
+            track.wakers.discard(self._moved)
             self.ended, self.error = track.ended, track.failure()
             self._changed = None  # breaks the circle of the two: garbage is left to nobody
         changed()
+
+
+class _Submission:
+    """One Submit on its way, and the streams of its requests."""
+
+    __slots__ = ("_calls", "_pending", "_streams")
+
+    def __init__(self, calls: AsyncCalls, pending: Pending, streams: tuple[AsyncStream, ...]) -> None:
+        self._calls, self._pending, self._streams = calls, pending, streams
+        pending.wakers.add(self._answered)
+        for stream in streams:
+            stream._submission = self
+
+    def given_up(self) -> None:
+        """One of the streams is not wanted any more."""
+        if all(stream.given_up for stream in self._streams):
+            self._pending.wakers.clear()
+            self._calls.link.tell(self._calls.session.forget(self._pending))
+
+    def _answered(self) -> None:
+        """It was accepted or refused."""
+        pending = self._pending
+        pending.wakers.clear()
+        if pending.error is not None:
+            for stream in self._streams:
+                stream._refused(again(pending.error))
+            return
+        pending.answer(Accepted)
+        unwanted: list[int] = []
+        for stream, track in zip(self._streams, pending.tracks, strict=True):
+            if stream.given_up:
+                unwanted.append(track.request_id)
+            stream._accepted(track)
+        if unwanted and not pending.keyed:
+            self._calls.link.tell(self._calls.session.cancel(unwanted))
 
 
 class AsyncStreams:
@@ -123,17 +185,29 @@ class AsyncStreams:
         `changed` is called, never from within this call, when the request was accepted, whenever tokens came, and at
         its end, which may be an error and is last. Raises what the coordinator turned this client away with.
         """
+        return self._submit(prompt, 1, options, changed)[0]
+
+    def samples(
+        self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
+    ) -> tuple[AsyncStream, ...]:
+        """The same for `count` answers to one prompt, which share its blocks; `changed` is called for any of them."""
+        return self._submit(prompt, answer_count(count), options, changed)
+
+    def _submit(
+        self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
+    ) -> tuple[AsyncStream, ...]:
         link, session = self.calls.link, self.calls.session
         if (refused := link.dialler.refused) is not None:
             raise again(refused)
-        message = options.command(session.new_rid(), prompt, 0, 1)
-        pending = session.expect(message.rid, Accepted, "Submit")
+        message = options.command(session.new_rid(), prompt, 0, count)
+        pending = session.expect(message.rid, Accepted, "Submit", count)
         pending.keyed = bool(options.key)
-        stream = AsyncStream(self, pending, changed)
+        streams = tuple(AsyncStream(self, changed, options.kept) for _ in range(count))
+        _Submission(self.calls, pending, streams)
         self._unsent.append((pending, message))
         self._flush()
         self.pump_soon()  # sending may have swallowed the edge that says that something came
-        return stream
+        return streams
 
     def close(self) -> None:
         """The connection is the client's own again. Streams that run are no longer followed: cancel them before."""

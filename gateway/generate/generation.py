@@ -1,0 +1,154 @@
+"""The answers to one prompt, from the submission to their ends.
+
+Law: what is not read to its end is cancelled, unless it was asked for with a key: then it goes on, for whoever asks
+again.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import AsyncIterator, Callable, Sequence
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+
+from gateway.parse.events import Event
+from kvforge.client.aio import AsyncStream, AsyncStreams
+from kvforge.client.options import RequestOptions
+from kvforge.protocol.messages import Int32Array
+from kvforge.text.tokenizer import TextStream
+
+from .answer import Answer, Parser, Piece, joined
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Wanted:
+    """What is asked for. prompt: [prompt_tokens] int32. text, parser: make a new one for each answer. stop_tokens: ids
+    whose text is left out. resume: tokens of the answer that the client has already (one answer alone)."""
+
+    prompt: Int32Array
+    options: RequestOptions
+    text: Callable[[], TextStream]
+    count: int = 1
+    stops: Sequence[str] = ()
+    stop_tokens: frozenset[int] = frozenset()
+    parser: Callable[[], Parser] | None = None
+    resume: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens. cached: of the prompt's, those that were not computed."""
+
+    prompt: int
+    completion: int
+    cached: int
+    reasoning: int
+
+
+@dataclass(slots=True)
+class Whole:
+    """An answer that is complete."""
+
+    index: int
+    events: list[Event]
+    reason: str
+    stream: AsyncStream
+
+
+class Generation:
+    """Used with `async with`, which ends what still runs."""
+
+    def __init__(self, streams: AsyncStreams, wanted: Wanted) -> None:
+        self._wake: asyncio.Future[None] | None = None
+        self._kept = wanted.options.kept
+        self._resume = wanted.resume
+        self._each_token = True
+        requests = streams.samples(wanted.prompt, wanted.count, wanted.options, self._changed)
+        self.answers = tuple(
+            Answer(
+                index,
+                stream,
+                wanted.text(),
+                stops=wanted.stops,
+                stop_tokens=wanted.stop_tokens,
+                parser=wanted.parser() if wanted.parser is not None else None,
+            )
+            for index, stream in enumerate(requests)
+        )
+
+    async def __aenter__(self) -> Self:
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        for answer in self.answers:
+            if not answer.stream.done:
+                answer.stream.leave() if self._kept else answer.stream.cancel()
+
+    @property
+    def request_id(self) -> int:
+        """The coordinator's number of the first answer's request; those of the others follow."""
+        return self.answers[0].stream.request_id
+
+    @property
+    def usage(self) -> Usage:
+        """Of all answers together, when they have ended."""
+        ends = [answer.stream.ended for answer in self.answers]
+        first = ends[0]
+        return Usage(
+            prompt=first.prompt_tokens if first is not None else 0,
+            completion=sum(end.generated_tokens for end in ends if end is not None),
+            cached=min(first.cached_tokens, first.prompt_tokens) if first is not None else 0,
+            reasoning=sum(answer.reasoning_tokens for answer in self.answers),
+        )
+
+    async def accepted(self) -> None:
+        """Returns when the coordinator has taken it on. Raises what it was refused with."""
+        first = self.answers[0].stream
+        while not first.request_id:
+            if first.error is not None:
+                raise first.error
+            await self._more()
+
+    async def pieces(self) -> AsyncIterator[list[Piece]]:
+        """What has come, each time that something has, until all have ended. Raises the error that one ended with."""
+        if self._resume:
+            while not self.answers[0].skip(self._resume):
+                await self._more()
+        left = len(self.answers)
+        while left:
+            came = [piece for answer in self.answers if (piece := answer.take()) is not None]
+            if came:
+                left -= sum(bool(piece.reason) for piece in came)
+                yield came
+            else:
+                await self._more()
+
+    async def whole(self) -> list[Whole]:
+        """All of it, when it is there. Raises the error that one ended with."""
+        self._each_token = any(answer.waits_for_tokens for answer in self.answers)
+        answers = [Whole(answer.index, [], "", answer.stream) for answer in self.answers]
+        async for pieces in self.pieces():
+            for piece in pieces:
+                answers[piece.index].events += piece.events
+                answers[piece.index].reason = piece.reason
+        for answer in answers:
+            answer.events = joined(answer.events)
+        return answers
+
+    def _changed(self) -> None:
+        wake = self._wake
+        if wake is None or wake.done():
+            return
+        if self._each_token or not self.answers[0].stream.request_id or any(a.stream.done for a in self.answers):
+            wake.set_result(None)
+
+    async def _more(self) -> None:
+        """Returns when something has changed since this was called."""
+        self._wake = asyncio.get_running_loop().create_future()
+        try:
+            await self._wake
+        finally:
+            self._wake = None

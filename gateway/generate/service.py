@@ -1,0 +1,98 @@
+"""The connection, and what is served over it: the model's name, its tokenizer, its format."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from dataclasses import dataclass
+
+from gateway.chat.prompts import Prompts
+from kvforge.client.aio import AsyncClient, AsyncStreams
+from kvforge.protocol.errors import KvforgeError, NotReady
+from kvforge.protocol.messages import Health, ModelInfo
+
+from .generation import Generation, Wanted
+
+LOOK_S = 2.0
+log = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class Model:
+    """What is served now. names: what requests may call it; the first is what answers call it. since: seconds since
+    1970."""
+
+    info: ModelInfo
+    names: tuple[str, ...]
+    prompts: Prompts
+    since: int
+
+
+class Service:
+    """One coordinator, seen from one process. `serving` keeps it up to date while it runs."""
+
+    def __init__(
+        self, client: AsyncClient, prompts: Callable[[ModelInfo], Prompts], names: tuple[str, ...] = ()
+    ) -> None:
+        self.client = client
+        self._make_prompts, self._names = prompts, names
+        self._model: Model | None = None
+        self._streams: AsyncStreams | None = None
+        self._reason = "the coordinator has not answered yet"
+        self._known = asyncio.Event()
+        self.health: Health | None = None
+
+    @property
+    def model(self) -> Model:
+        """Raises NotReady where none is known yet."""
+        if self._model is None:
+            raise NotReady(f"no model is served yet: {self._reason}")
+        return self._model
+
+    @property
+    def reason(self) -> str:
+        """Why a request would not be served now; "" where it would."""
+        return self._reason
+
+    def start(self, wanted: Wanted) -> Generation:
+        """Submits. Raises NotReady, or what the coordinator turned this gateway away with."""
+        if self._streams is None:
+            raise NotReady(f"no model is served yet: {self._reason}")
+        return Generation(self._streams, wanted)
+
+    async def ready(self) -> None:
+        """Returns when a model is known."""
+        await self._known.wait()
+
+    async def serving(self) -> None:
+        """Looks what is served, now and then, until it is cancelled."""
+        try:
+            while True:
+                try:
+                    await self._look()
+                except KvforgeError as error:
+                    self._say(error.message)
+                await asyncio.sleep(LOOK_S if self._model is not None else LOOK_S / 10)
+        finally:
+            if self._streams is not None:
+                with suppress(KvforgeError):
+                    self._streams.close()
+
+    async def _look(self) -> None:
+        self.health = health = await self.client.health()
+        if self._streams is None:
+            self._streams = AsyncStreams(self.client)
+        if health.model is not None and (self._model is None or health.model != self._model.info):
+            names = self._names or (health.model.name,)
+            self._model = Model(health.model, names, self._make_prompts(health.model), int(time.time()))
+            self._known.set()
+            log.info("serving %s", names[0])
+        self._say("" if health.ready else health.reason)
+
+    def _say(self, reason: str) -> None:
+        if reason and reason != self._reason:
+            log.warning("not ready: %s", reason)
+        self._reason = reason

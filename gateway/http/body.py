@@ -1,0 +1,72 @@
+"""Bodies that are asked for: bounded, JSON, and without a field that nobody reads."""
+
+from __future__ import annotations
+
+import re
+from typing import TypeVar
+
+import msgspec
+from starlette.requests import ClientDisconnect, Request
+
+from kvforge.protocol.errors import InvalidRequest
+
+from .errors import TooLarge
+
+T = TypeVar("T")
+_AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
+_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
+_MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTALL)
+SHOWN_MAX = 200
+
+
+async def read(request: Request, bytes_max: int) -> bytes:
+    """The body. Raises TooLarge before more than `bytes_max` of it are held, ClientDisconnect."""
+    told = request.headers.get("content-length")
+    if told is not None and int(told) > bytes_max:  # the server has seen to it that this is a number
+        raise _too_large(bytes_max)
+    # The usual body comes whole with the first message.
+    parts, held = [], 0
+    while True:
+        message = await request.receive()
+        if message["type"] == "http.disconnect":
+            raise ClientDisconnect
+        part: bytes = message.get("body", b"")
+        held += len(part)
+        if held > bytes_max:
+            raise _too_large(bytes_max)
+        parts.append(part)
+        if not message.get("more_body", False):
+            return parts[0] if len(parts) == 1 else b"".join(parts)
+
+
+def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
+    """What a body says. Raises InvalidRequest naming the field that is unknown, missing or of a wrong type."""
+    try:
+        return decoder.decode(body)
+    except msgspec.ValidationError as error:
+        raise _wrong(str(error)) from None
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise InvalidRequest("body", f"is no JSON: {error}") from None
+    except RecursionError:
+        raise InvalidRequest("body", "is nested too deeply") from None
+
+
+def _wrong(text: str) -> InvalidRequest:
+    """What msgspec says, as a person who wrote the body calls it: `messages[0].role`, not `$.messages[0].role`."""
+    found = _AT.match(text)
+    assert found is not None, "matches whatever it is"
+    what, path = found["what"][:SHOWN_MAX], (found["path"] or "$").removeprefix("$").removeprefix(".")
+    if unknown := _UNKNOWN.match(what):
+        name = _joined(path, unknown["name"])
+        return InvalidRequest(name, "this field is not known here: leave it out, or see the API's documentation")
+    if missing := _MISSING.match(what):
+        return InvalidRequest(_joined(path, missing["name"]), "is missing")
+    return InvalidRequest(path or "body", what)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name
+
+
+def _too_large(bytes_max: int) -> TooLarge:
+    return TooLarge("body", f"is larger than the {bytes_max} bytes that are taken")

@@ -1,0 +1,134 @@
+"""What is asked of /v1/completions and /v1/chat/completions, as OpenAI's reference has it."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from .fields import LOGPROBS_MAX, Common
+
+Tokens = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
+
+
+class Completion(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body of /v1/completions."""
+
+    prompt: str | list[str] | list[int] | list[list[int]]
+    max_tokens: Tokens | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    suffix: str | None = None
+    response_format: dict[str, Any] | None = None
+
+
+class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A part of a message's content. Text alone can be read by a model here."""
+
+    type: str
+    text: str | None = None
+    refusal: str | None = None
+    cache_control: dict[str, Any] | None = None
+    image_url: Any = None
+    input_audio: Any = None
+    video_url: Any = None
+    audio_url: Any = None
+    file: Any = None
+
+
+class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The name and the JSON text of the arguments."""
+
+    name: str
+    arguments: str | dict[str, Any] = ""
+
+
+class Called(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A call that the model made."""
+
+    function: CalledFunction
+    id: str = ""
+    type: Literal["function"] = "function"
+    index: int | None = None
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A message of a conversation; the fields of an answer may be sent back as they came."""
+
+    role: Literal["system", "developer", "user", "assistant", "tool", "function"]
+    content: str | list[Part] | None = None
+    name: str | None = None
+    tool_calls: list[Called] | None = None
+    tool_call_id: str | None = None
+    reasoning_content: str | None = None
+    reasoning: str | None = None
+    refusal: str | None = None
+    annotations: list[Any] | None = None
+    audio: None = None
+    function_call: None = None
+
+
+class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """parameters: a JSON schema. strict: arguments are made to follow it."""
+
+    name: Annotated[str, msgspec.Meta(min_length=1, max_length=256)]
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model may call."""
+
+    function: Function
+    type: Literal["function"] = "function"
+    cache_control: dict[str, Any] | None = None
+
+
+class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function by its name."""
+
+    name: str
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A tool that the model must call."""
+
+    function: NamedFunction
+    type: Literal["function"] = "function"
+
+
+class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A schema that an answer follows; strict or not: it is always enforced."""
+
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any] | bool | None = None
+    strict: bool | None = None
+
+
+class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What an answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+
+class Chat(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body of /v1/chat/completions."""
+
+    messages: Annotated[list[Message], msgspec.Meta(min_length=1)]
+    max_tokens: Tokens | None = None
+    max_completion_tokens: Tokens | None = None
+    logprobs: bool | None = None
+    top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
+    tools: list[Tool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    response_format: ResponseFormat | None = None
+    reasoning_effort: str | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    include_reasoning: bool | None = None

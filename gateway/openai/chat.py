@@ -1,0 +1,235 @@
+"""/v1/chat/completions: a conversation goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from typing import Any
+
+import msgspec
+
+from gateway.chat.conversation import arguments_of, content_text
+from gateway.generate.answer import Piece
+from gateway.generate.generation import Generation, Wanted, Whole
+from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
+from kvforge.protocol.errors import InvalidRequest
+
+from . import logprobs
+from .asked import Chat, Message
+from .call import Call
+from .fields import check_ignored, sampling_of, stops_of
+from .said import DONE, Events, encode, usage_of
+
+DECODER = msgspec.json.Decoder(Chat)
+KIND, CHUNK = "chat.completion", "chat.completion.chunk"
+TOOL_CALLS = "tool_calls"
+
+
+def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
+    """The conversation as a chat template reads it. Raises InvalidRequest naming the field."""
+    return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+
+
+def _message(message: Message, field: str) -> dict[str, Any]:
+    role = "system" if message.role == "developer" else message.role
+    plain: dict[str, Any] = {"role": role, "content": content_text(message.content, f"{field}.content")}
+    if message.name is not None:
+        plain["name"] = message.name
+    reasoning = message.reasoning_content or message.reasoning
+    if reasoning:
+        plain["reasoning_content"] = reasoning
+    if role == "tool":
+        if not message.tool_call_id:
+            raise InvalidRequest(f"{field}.tool_call_id", "is missing: it says which call this is the result of")
+        plain["tool_call_id"] = message.tool_call_id
+    if message.tool_calls:
+        plain["tool_calls"] = [
+            {
+                "id": call.id,
+                "type": "function",
+                "function": {
+                    "name": call.function.name,
+                    "arguments": arguments_of(call.function.arguments, f"{field}.tool_calls[{at}].function.arguments"),
+                },
+            }
+            for at, call in enumerate(message.tool_calls)
+        ]
+    return plain
+
+
+class ChatCompletion:
+    """One request."""
+
+    def __init__(self, call: Call, asked: Chat) -> None:
+        check_ignored(asked)
+        self.call, self.asked = call, asked
+        self.shown = self._logprobs()
+        told = dict(asked.chat_template_kwargs or {})
+        if asked.reasoning_effort is not None:
+            told["reasoning_effort"] = asked.reasoning_effort
+        if asked.continue_final_message and asked.add_generation_prompt:
+            problem = "cannot be true together with continue_final_message"
+            raise InvalidRequest("add_generation_prompt", problem)
+        continued = bool(asked.continue_final_message)
+        rendered = call.model.prompts.chat(messages_of(asked.messages), continued=continued, told=told)
+        most = asked.max_completion_tokens or asked.max_tokens
+        if most is None:
+            most = max(1, call.model.info.context_tokens_max - len(rendered.ids))
+        sampling = sampling_of(asked, self.shown or 0)
+        self.wanted = [
+            Wanted(
+                prompt=rendered.ids,
+                options=call.options(sampling, asked, most),
+                text=lambda: call.model.prompts.stream(continues=continued),
+                count=asked.n or 1,
+                stops=stops_of(asked),
+                stop_tokens=frozenset(asked.stop_token_ids or ()),
+                resume=call.resume if (asked.n or 1) == 1 else 0,
+            )
+        ]
+
+    def _logprobs(self) -> int | None:
+        """How many of the most likely tokens are reported; None: no log-probabilities."""
+        asked = self.asked
+        if not asked.logprobs:
+            if asked.top_logprobs:
+                raise InvalidRequest("top_logprobs", "needs logprobs: true")
+            return None
+        return asked.top_logprobs or 0
+
+    async def whole(self, generations: list[Generation]) -> bytes:
+        """The body, when all have ended."""
+        (generation,) = generations
+        answers = await generation.whole()
+        name = self.call.name("chatcmpl", generations)
+        return encode(
+            {
+                "id": name,
+                "object": KIND,
+                "created": int(time.time()),
+                "model": self.call.model_name,
+                "choices": [self._choice(answer, name) for answer in answers],
+                "usage": usage_of(generation.usage),
+            }
+        )
+
+    def _choice(self, answer: Whole, name: str) -> dict[str, Any]:
+        message = message_of(answer.events, f"{name}-{answer.index}")
+        called = TOOL_CALLS in message
+        choice: dict[str, Any] = {
+            "index": answer.index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": finish_reason(answer.reason, called),
+        }
+        if self.shown is not None:
+            end = len(answer.stream.tokens)
+            choice["logprobs"] = logprobs.of_chat(self.call.model.prompts, answer.stream, 0, end)
+        if self.asked.return_token_ids:
+            choice["token_ids"] = list(answer.stream.tokens)
+        return choice
+
+    async def events(self, generations: list[Generation]) -> AsyncIterator[bytes]:
+        """One write for what came together."""
+        (generation,) = generations
+        options = self.asked.stream_options
+        shown = options is not None and options.include_usage
+        name = self.call.name("chatcmpl", generations)
+        count = len(generation.answers)
+        events = Events(
+            name,
+            CHUNK,
+            int(time.time()),
+            self.call.model_name,
+            usage_null=shown,
+            numbered=self.call.numbered and count == 1,
+        )
+        if not self.call.resume:
+            yield b"".join(events.choice(_delta(index, {"role": "assistant", "content": ""})) for index in range(count))
+        plain = self.shown is None and not self.asked.return_token_ids
+        called = [False] * count
+        async for pieces in generation.pieces():
+            written = []
+            for piece in pieces:
+                if plain and not piece.reason and len(piece.events) == 1 and isinstance(piece.events[0], Content):
+                    written.append(events.text(piece.index, piece.events[0].text, piece.end))
+                else:
+                    written += self._chunks(events, piece, generation, name, called)
+            if written:
+                yield b"".join(written)
+        yield (events.usage(generation.usage) if shown else b"") + DONE
+
+    def _chunks(
+        self, events: Events, piece: Piece, generation: Generation, name: str, called: list[bool]
+    ) -> list[bytes]:
+        """A piece that is more than text: an event for each kind of it; what belongs to its tokens is in the first."""
+        deltas = [delta_of(event, f"{name}-{piece.index}") for event in piece.events]
+        called[piece.index] |= any(TOOL_CALLS in delta for delta in deltas)
+        if not deltas and (piece.reason or self.shown is not None or self.asked.return_token_ids):
+            deltas = [{}]
+        choices = [_delta(piece.index, delta) for delta in deltas]
+        if choices:
+            stream = generation.answers[piece.index].stream
+            end = min(piece.end, len(stream.tokens))
+            if self.shown is not None:
+                choices[0]["logprobs"] = logprobs.of_chat(self.call.model.prompts, stream, piece.start, end)
+            if self.asked.return_token_ids:
+                choices[0]["token_ids"] = list(stream.tokens[piece.start : end])
+            if piece.reason:
+                # By itself, as clients of OpenAI know it.
+                if choices[-1]["delta"]:
+                    choices.append(_delta(piece.index, {}))
+                choices[-1]["finish_reason"] = finish_reason(piece.reason, called[piece.index])
+        return [events.choice(choice, piece.end) for choice in choices]
+
+
+def finish_reason(reason: str, called: bool) -> str:
+    """Why an answer ended: one that calls tools ended for that."""
+    return TOOL_CALLS if called and reason == "stop" else reason
+
+
+def message_of(events: list[Event], name: str) -> dict[str, Any]:
+    """A whole answer. name: of which the ids of calls are made where the format has none."""
+    content = "".join(event.text for event in events if isinstance(event, Content))
+    reasoning = "".join(event.text for event in events if isinstance(event, Reasoning))
+    calls: list[dict[str, Any]] = []
+    for event in events:
+        if isinstance(event, ToolCall):
+            calls.append(
+                {
+                    "id": call_id(event, name),
+                    "type": "function",
+                    "function": {"name": event.name, "arguments": ""},
+                }
+            )
+        elif isinstance(event, Arguments):
+            calls[event.index]["function"]["arguments"] += event.text
+    message: dict[str, Any] = {"role": "assistant", "content": content or (None if calls else ""), "refusal": None}
+    if reasoning:
+        message["reasoning_content"] = reasoning
+    if calls:
+        message[TOOL_CALLS] = calls
+    return message
+
+
+def delta_of(event: Event, name: str) -> dict[str, Any]:
+    """An event as a delta of a message."""
+    if isinstance(event, Content):
+        return {"content": event.text}
+    if isinstance(event, Reasoning):
+        return {"reasoning_content": event.text}
+    if isinstance(event, ToolCall):
+        function = {"name": event.name, "arguments": ""}
+        return {
+            TOOL_CALLS: [{"index": event.index, "id": call_id(event, name), "type": "function", "function": function}]
+        }
+    return {TOOL_CALLS: [{"index": event.index, "function": {"arguments": event.text}}]}
+
+
+def call_id(call: ToolCall, name: str) -> str:
+    """The id of a call: the model's own, or one that is the same whenever the answer is read."""
+    return call.call_id or f"call-{name}-{call.index}"
+
+
+def _delta(index: int, delta: dict[str, Any]) -> dict[str, Any]:
+    return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}

@@ -1,0 +1,199 @@
+"""/v1/completions: a text goes on."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import msgspec
+import numpy as np
+
+from gateway.generate.answer import Piece
+from gateway.generate.generation import Generation, Wanted, Whole
+from gateway.generate.service import Model
+from gateway.parse.events import Content, Event
+from kvforge.client.arguments import SAMPLES_MAX, prompt_array
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import Int32Array
+
+from . import logprobs
+from .asked import Completion
+from .call import Call, several
+from .fields import check_ignored, sampling_of, stops_of
+from .said import DONE, Events, encode, usage_of
+
+DECODER = msgspec.json.Decoder(Completion)
+MAX_TOKENS = 16  # OpenAI's own default
+PROMPTS_MAX = 128
+KIND = "text_completion"
+
+
+@dataclass(frozen=True, slots=True)
+class Prompt:
+    """One of them. text: as it was given, or as its tokens read."""
+
+    ids: Int32Array
+    text: str
+
+
+def prompts_of(asked: Completion, model: Model) -> list[Prompt]:
+    """The prompts of a request. Raises InvalidRequest naming `prompt`."""
+    given: Any = asked.prompt
+    if isinstance(given, str) or (given and isinstance(given[0], int)):
+        given = [given]
+    if not 1 <= len(given) <= PROMPTS_MAX:
+        raise InvalidRequest("prompt", f"holds {len(given)} prompts; there may be 1 to {PROMPTS_MAX}")
+    special = asked.add_special_tokens is not False
+    return [_prompt(one, model, special, f"prompt[{at}]") for at, one in enumerate(given)]
+
+
+def _prompt(given: str | list[int], model: Model, special: bool, field: str) -> Prompt:
+    if isinstance(given, str):
+        ids = model.prompts.text(given, special=special) if given else np.zeros(0, np.int32)
+        if not len(ids):
+            raise InvalidRequest(field, "is empty; it needs at least one token")
+        return Prompt(ids, given)
+    ids = prompt_array(given)
+    return Prompt(ids, model.prompts.tokenizer.decode(ids.tolist()))
+
+
+class Completions:
+    """One request: a generation for each of its prompts."""
+
+    def __init__(self, call: Call, asked: Completion) -> None:
+        check_ignored(asked)
+        if asked.suffix:
+            raise InvalidRequest("suffix", "is not supported: the model continues a prompt, it does not fill gaps")
+        self.call, self.asked = call, asked
+        self.n = asked.n or 1
+        self.best_of = asked.best_of if asked.best_of is not None else self.n
+        self._check()
+        self.prompts = prompts_of(asked, call.model)
+        self.logprobs = asked.logprobs
+        sampling = sampling_of(asked, asked.logprobs or 0)
+        options = call.options(sampling, asked, asked.max_tokens or MAX_TOKENS)
+        self.wanted = [
+            Wanted(
+                prompt=prompt.ids,
+                options=options if at == 0 or not options.key else replace(options, key=f"{options.key}/{at}"),
+                text=lambda: call.model.prompts.stream(continues=True),
+                count=self.best_of,
+                stops=stops_of(asked),
+                stop_tokens=frozenset(asked.stop_token_ids or ()),
+                resume=call.resume if len(self.prompts) * self.best_of == 1 else 0,
+            )
+            for at, prompt in enumerate(self.prompts)
+        ]
+
+    def _check(self) -> None:
+        asked = self.asked
+        if self.best_of < self.n:
+            raise InvalidRequest("best_of", f"is {self.best_of}; it must be at least n, which is {self.n}")
+        if self.best_of > SAMPLES_MAX:
+            raise InvalidRequest("best_of", f"is {self.best_of}; it may be {SAMPLES_MAX}")
+        if asked.stream and self.best_of > self.n:
+            raise InvalidRequest("best_of", "cannot be streamed: which answers are best is known at their end")
+        if asked.echo and asked.logprobs is not None:
+            raise InvalidRequest("echo", "log-probabilities of a prompt are not kept: leave out echo or logprobs")
+
+    async def whole(self, generations: list[Generation]) -> bytes:
+        """The body, when all have ended."""
+        choices = []
+        for at, (prompt, generation) in enumerate(zip(self.prompts, generations, strict=True)):
+            answers = await generation.whole()
+            for place, answer in enumerate(self._best(answers)):
+                choices.append(self._choice(at * self.n + place, prompt, answer))
+        usage = self.call.usage(generations)
+        return encode(
+            {
+                "id": self.call.name("cmpl", generations),
+                "object": KIND,
+                "created": int(time.time()),
+                "model": self.call.model_name,
+                "choices": choices,
+                "usage": usage_of(usage),
+            }
+        )
+
+    def _best(self, answers: list[Whole]) -> list[Whole]:
+        if self.best_of == self.n:
+            return answers
+        # By the mean, as vLLM and OpenAI's reference have it: "the highest log probability per token".
+        return sorted(answers, key=lambda a: -float(np.mean(a.stream.logprobs)) if len(a.stream.logprobs) else 0.0)[
+            : self.n
+        ]
+
+    def _choice(self, index: int, prompt: Prompt, answer: Whole) -> dict[str, Any]:
+        text = prompt.text if self.asked.echo else ""
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text + text_of(answer.events),
+            "logprobs": None,
+            "finish_reason": answer.reason,
+        }
+        if self.logprobs is not None:
+            choice["logprobs"], _ = self._logs(answer, 0, len(answer.stream.tokens), len(text))
+        if self.asked.return_token_ids:
+            choice["token_ids"] = list(answer.stream.tokens)
+            choice["prompt_token_ids"] = prompt.ids.tolist()
+        return choice
+
+    def _logs(self, answer: Whole | Any, start: int, end: int, offset: int) -> tuple[dict[str, Any], int]:
+        prompts, tops = self.call.model.prompts, bool(self.logprobs)
+        return logprobs.of_completion(prompts, answer.stream, start, end, tops=tops, offset=offset)
+
+    async def events(self, generations: list[Generation]) -> AsyncIterator[bytes]:
+        """One write for what came together."""
+        options, asked = self.asked.stream_options, self.asked
+        shown = options is not None and options.include_usage
+        events = Events(
+            self.call.name("cmpl", generations),
+            KIND,
+            int(time.time()),
+            self.call.model_name,
+            usage_null=shown,
+            numbered=self.call.numbered and len(generations) == self.best_of == 1,
+        )
+        if asked.echo:
+            yield b"".join(
+                events.completion_text(at * self.n + place, prompt.text)
+                for at, prompt in enumerate(self.prompts)
+                for place in range(self.n)
+            )
+        plain = self.logprobs is None and not asked.return_token_ids
+        offsets = [len(prompt.text) if asked.echo else 0 for prompt in self.prompts for _ in range(self.n)]
+        async for at, pieces in several(generations):
+            written = []
+            for piece in pieces:
+                index = at * self.n + piece.index
+                if plain and not piece.reason:
+                    if piece.events:
+                        written.append(events.completion_text(index, text_of(piece.events), piece.end))
+                else:
+                    choice = self._delta(index, piece, generations[at], offsets)
+                    written.append(events.choice(choice, piece.end))
+            if written:
+                yield b"".join(written)
+        yield (events.usage(self.call.usage(generations)) if shown else b"") + DONE
+
+    def _delta(self, index: int, piece: Piece, generation: Generation, offsets: list[int]) -> dict[str, Any]:
+        choice: dict[str, Any] = {
+            "index": index,
+            "text": text_of(piece.events),
+            "logprobs": None,
+            "finish_reason": piece.reason or None,
+        }
+        answer = generation.answers[piece.index]
+        end = min(piece.end, len(answer.stream.tokens))
+        if self.logprobs is not None:
+            choice["logprobs"], offsets[index] = self._logs(answer, piece.start, end, offsets[index])
+        if self.asked.return_token_ids:
+            choice["token_ids"] = list(answer.stream.tokens[piece.start : end])
+        return choice
+
+
+def text_of(events: list[Event]) -> str:
+    """The text of events of an answer that was not parsed."""
+    return "".join(event.text for event in events if isinstance(event, Content))

@@ -1,0 +1,48 @@
+"""Log-probabilities, in the two shapes that OpenAI's API has."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from gateway.chat.prompts import Prompts
+from kvforge.client.aio import AsyncStream
+
+
+def of_chat(prompts: Prompts, stream: AsyncStream, start: int, end: int) -> dict[str, Any]:
+    """Of a choice's tokens [start, end)."""
+    content = []
+    for at in range(start, end):
+        tops = [_entry(prompts, token, logprob) for token, logprob in stream.tops[at]]
+        content.append(_entry(prompts, stream.tokens[at], stream.logprobs[at]) | {"top_logprobs": tops})
+    return {"content": content, "refusal": None}
+
+
+def of_completion(
+    prompts: Prompts, stream: AsyncStream, start: int, end: int, *, tops: bool, offset: int
+) -> tuple[dict[str, Any], int]:
+    """Of a choice's tokens [start, end), and where the text goes on. tops: those of the most likely ones were asked
+    for. offset: in characters, where the first begins."""
+    names, offsets, best = [], [], []
+    for at in range(start, end):
+        name, _ = prompts.spelled(stream.tokens[at])
+        names.append(name)
+        offsets.append(offset)
+        offset += len(name)
+        best.append({prompts.spelled(token)[0]: _finite(logprob) for token, logprob in stream.tops[at]})
+    body = {
+        "tokens": names,
+        "token_logprobs": [_finite(logprob) for logprob in stream.logprobs[start:end]],
+        "top_logprobs": best if tops else None,
+        "text_offset": offsets,
+    }
+    return body, offset
+
+
+def _entry(prompts: Prompts, token: int, logprob: float) -> dict[str, Any]:
+    text, raw = prompts.spelled(token)
+    return {"token": text, "logprob": _finite(logprob), "bytes": list(raw)}
+
+
+def _finite(logprob: float) -> float:
+    """JSON has no infinity; OpenAI's API says -9999 of what is as good as impossible."""
+    return max(float(logprob), -9999.0)

@@ -1,0 +1,140 @@
+"""The paths of OpenAI's API, and what vLLM has beside them."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Callable
+from contextlib import AsyncExitStack
+from typing import Protocol, TypeVar
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.access import Caller
+from gateway.config import Settings
+from gateway.generate.generation import Generation, Wanted
+from gateway.generate.service import Service
+from gateway.http import body
+from gateway.http.errors import openai_error
+from gateway.http.guard import Guard
+from gateway.http.stream import EventStream, wanted
+from kvforge.protocol.errors import InvalidRequest, KvforgeError, ModelNotFound
+
+from . import chat, completions, tokens
+from .asked import Chat, Completion
+from .call import Call
+from .said import error_event
+
+JSON = "application/json"
+
+
+class Work(Protocol):
+    """One request that is understood."""
+
+    wanted: list[Wanted]
+
+    async def whole(self, generations: list[Generation]) -> bytes: ...
+    def events(self, generations: list[Generation]) -> AsyncIterator[bytes]: ...
+
+
+A = TypeVar("A", Chat, Completion)
+
+
+class OpenAI:
+    """Its paths, over one service."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        self._service, self._settings = service, settings
+        self._created = 0
+
+    def routes(self, guard: Guard) -> list[Route]:
+        """All of them."""
+        posts = {
+            "/v1/completions": self._completions,
+            "/v1/chat/completions": self._chat,
+            "/v1/embeddings": self._embeddings,
+            "/tokenize": self._tokenize,
+            "/detokenize": self._detokenize,
+        }
+        gets = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
+        return [
+            *(Route(path, guard(handler, openai_error), methods=["POST"]) for path, handler in posts.items()),
+            *(Route(path, guard(handler, openai_error), methods=["GET"]) for path, handler in gets.items()),
+        ]
+
+    async def _completions(self, request: Request, caller: Caller) -> Response:
+        return await self._run(request, caller, completions.DECODER, completions.Completions)
+
+    async def _chat(self, request: Request, caller: Caller) -> Response:
+        return await self._run(request, caller, chat.DECODER, chat.ChatCompletion)
+
+    async def _embeddings(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        raise InvalidRequest("model", "embeddings are not served: this service generates text")
+
+    async def _run(
+        self, request: Request, caller: Caller, decoder: msgspec.json.Decoder[A], make: Callable[[Call, A], Work]
+    ) -> Response:
+        asked = body.decoded(decoder, await body.read(request, self._settings.body_bytes_max))
+        call = Call.of(request.headers, caller, self._settings, self._service.model, asked.model)
+        work = make(call, asked)
+        async with AsyncExitStack() as stack:
+            generations = [await stack.enter_async_context(self._service.start(wanted_)) for wanted_ in work.wanted]
+            if not asked.stream:
+                return await wanted(request, self._whole(work, generations))
+            # What is refused is said with a status, before the response begins.
+            for generation in generations:
+                await wanted(request, _accepted(generation))
+            return EventStream(_events(work, generations, stack.pop_all()), self._headers(generations))
+        raise AssertionError("the stack swallows nothing")
+
+    async def _whole(self, work: Work, generations: list[Generation]) -> Response:
+        content = await work.whole(generations)
+        return Response(content, media_type=JSON, headers=self._headers(generations))
+
+    def _headers(self, generations: list[Generation]) -> dict[str, str]:
+        return {"x-request-id": str(generations[0].request_id)}
+
+    async def _models(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        model = self._service.model
+        return JSONResponse({"object": "list", "data": [self._described(name) for name in model.names]})
+
+    async def _model(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        name = request.path_params["name"]
+        if name not in self._service.model.names:
+            raise ModelNotFound(name, f"is not served here; served is {self._service.model.names[0]}")
+        return JSONResponse(self._described(name))
+
+    def _described(self, name: str) -> dict[str, object]:
+        model = self._service.model
+        return {
+            "id": name,
+            "object": "model",
+            "created": model.since,
+            "owned_by": "kvforge",
+            "root": model.info.name,
+            "max_model_len": model.info.context_tokens_max,
+        }
+
+    async def _tokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        content = await body.read(request, self._settings.body_bytes_max)
+        return JSONResponse(tokens.tokenize(self._service.model, content))
+
+    async def _detokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        content = await body.read(request, self._settings.body_bytes_max)
+        return JSONResponse(tokens.detokenize(self._service.model, content))
+
+
+async def _accepted(generation: Generation) -> Response:
+    await generation.accepted()
+    return Response()
+
+
+async def _events(work: Work, generations: list[Generation], stack: AsyncExitStack) -> AsyncIterator[bytes]:
+    """The events, and where one ended with an error that as the last. At their end, or the client's, what runs ends."""
+    async with stack:
+        try:
+            async for event in work.events(generations):
+                yield event
+        except KvforgeError as error:
+            yield error_event(openai_error(error))

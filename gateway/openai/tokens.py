@@ -1,0 +1,72 @@
+"""/tokenize and /detokenize, as vLLM has them."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.generate.service import Model
+from gateway.http.body import decoded
+from kvforge.client.arguments import token_array
+from kvforge.protocol.errors import InvalidRequest
+
+from .asked import Message, Tool
+from .chat import messages_of
+
+
+class Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A text or a conversation."""
+
+    model: str = ""
+    prompt: str | None = None
+    messages: list[Message] | None = None
+    tools: list[Tool] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+
+
+class Detokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Token ids."""
+
+    tokens: list[int]
+    model: str = ""
+
+
+TOKENIZE, DETOKENIZE = msgspec.json.Decoder(Tokenize), msgspec.json.Decoder(Detokenize)
+
+
+def tokenize(model: Model, content: bytes) -> dict[str, Any]:
+    """Token ids of a prompt. Raises InvalidRequest."""
+    asked = decoded(TOKENIZE, content)
+    if (asked.prompt is None) == (asked.messages is None):
+        raise InvalidRequest("prompt", "give it, or messages, and not both")
+    if asked.prompt is not None:
+        ids = model.prompts.text(asked.prompt, special=asked.add_special_tokens).tolist()
+    else:
+        tools = [msgspec.to_builtins(tool) for tool in asked.tools or ()]
+        told = {**(asked.chat_template_kwargs or {})}
+        messages = messages_of(asked.messages or [])
+        ids = model.prompts.chat(
+            messages,
+            tools=tools,
+            continued=asked.continue_final_message,
+            opened=asked.add_generation_prompt,
+            told=told,
+        ).ids.tolist()
+    names = [model.prompts.tokenizer.spelled(token) for token in ids] if asked.return_token_strs else None
+    return {
+        "count": len(ids),
+        "max_model_len": model.info.context_tokens_max,
+        "tokens": ids,
+        "token_strs": names,
+    }
+
+
+def detokenize(model: Model, content: bytes) -> dict[str, Any]:
+    """The text of token ids. Raises InvalidRequest."""
+    asked = decoded(DETOKENIZE, content)
+    return {"prompt": model.prompts.tokenizer.decode(token_array("tokens", asked.tokens, empty=True).tolist())}
