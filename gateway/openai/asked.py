@@ -14,7 +14,8 @@ Tokens = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 class Completion(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/completions."""
 
-    prompt: str | list[str] | list[int] | list[list[int]]
+    # A text, texts, token ids, or lists of those.
+    prompt: str | list[str | int | list[int]]
     max_tokens: Tokens | None = None
     best_of: Annotated[int, msgspec.Meta(ge=1)] | None = None
     echo: bool | None = None

@@ -78,7 +78,7 @@ class Call:
         )
 
 
-async def several(generations: list[Generation]) -> AsyncIterator[tuple[int, list[Piece]]]:
+async def together(generations: list[Generation]) -> AsyncIterator[tuple[int, list[Piece]]]:
     """What comes of any of them, with its place."""
     if len(generations) == 1:
         async for pieces in generations[0].pieces():

@@ -14,13 +14,13 @@ from gateway.generate.answer import Piece
 from gateway.generate.generation import Generation, Wanted, Whole
 from gateway.generate.service import Model
 from gateway.parse.events import Content, Event
-from kvforge.client.arguments import SAMPLES_MAX, prompt_array
+from kvforge.client.arguments import SAMPLES_MAX, token_array
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
 
 from . import logprobs
 from .asked import Completion
-from .call import Call, several
+from .call import Call, together
 from .fields import check_ignored, sampling_of, stops_of
 from .said import DONE, Events, encode, usage_of
 
@@ -28,6 +28,7 @@ DECODER = msgspec.json.Decoder(Completion)
 MAX_TOKENS = 16  # OpenAI's own default
 PROMPTS_MAX = 128
 KIND = "text_completion"
+NO_TOKENS = np.zeros(0, np.int32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,22 +41,24 @@ class Prompt:
 
 def prompts_of(asked: Completion, model: Model) -> list[Prompt]:
     """The prompts of a request. Raises InvalidRequest naming `prompt`."""
-    given: Any = asked.prompt
-    if isinstance(given, str) or (given and isinstance(given[0], int)):
-        given = [given]
-    if not 1 <= len(given) <= PROMPTS_MAX:
-        raise InvalidRequest("prompt", f"holds {len(given)} prompts; there may be 1 to {PROMPTS_MAX}")
+    given = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
+    ids = [token for token in given if isinstance(token, int)]
+    if ids and len(ids) < len(given):
+        raise InvalidRequest("prompt", "holds token ids and something else")
+    several = [ids] if ids else [one for one in given if not isinstance(one, int)]
+    if not 1 <= len(several) <= PROMPTS_MAX:
+        raise InvalidRequest("prompt", f"holds {len(several)} prompts; there may be 1 to {PROMPTS_MAX}")
     special = asked.add_special_tokens is not False
-    return [_prompt(one, model, special, f"prompt[{at}]") for at, one in enumerate(given)]
+    return [_prompt(one, model, special, f"prompt[{at}]") for at, one in enumerate(several)]
 
 
 def _prompt(given: str | list[int], model: Model, special: bool, field: str) -> Prompt:
     if isinstance(given, str):
-        ids = model.prompts.text(given, special=special) if given else np.zeros(0, np.int32)
+        ids = model.prompts.text(given, special=special) if given else NO_TOKENS
         if not len(ids):
             raise InvalidRequest(field, "is empty; it needs at least one token")
         return Prompt(ids, given)
-    ids = prompt_array(given)
+    ids = token_array(field, given)
     return Prompt(ids, model.prompts.tokenizer.decode(ids.tolist()))
 
 
@@ -164,7 +167,7 @@ class Completions:
             )
         plain = self.logprobs is None and not asked.return_token_ids
         offsets = [len(prompt.text) if asked.echo else 0 for prompt in self.prompts for _ in range(self.n)]
-        async for at, pieces in several(generations):
+        async for at, pieces in together(generations):
             written = []
             for piece in pieces:
                 index = at * self.n + piece.index
