@@ -134,6 +134,7 @@ class ChatCompletion:
         (generation,) = generations
         options = self.asked.stream_options
         shown = options is not None and options.include_usage
+        counted = options is not None and options.continuous_usage_stats
         name = self.call.name("chatcmpl", generations)
         count = len(generation.answers)
         events = Events(
@@ -142,6 +143,7 @@ class ChatCompletion:
             int(time.time()),
             self.call.model_name,
             usage_null=shown,
+            counted=len(self.wanted[0].prompt) if counted else None,
             numbered=self.call.numbered and count == 1,
         )
         if not self.call.resume:

@@ -151,12 +151,14 @@ class Completions:
         """One write for what came together."""
         options, asked = self.asked.stream_options, self.asked
         shown = options is not None and options.include_usage
+        counted = options is not None and options.continuous_usage_stats
         events = Events(
             self.call.name("cmpl", generations),
             KIND,
             int(time.time()),
             self.call.model_name,
             usage_null=shown,
+            counted=sum(len(prompt.ids) for prompt in self.prompts) if counted else None,
             numbered=self.call.numbered and len(generations) == self.best_of == 1,
         )
         if asked.echo:

@@ -26,6 +26,7 @@ IGNORED = {
     "skip_special_tokens": "special tokens are never text; `false` is refused",
     "spaces_between_special_tokens": "special tokens are never text",
     "detokenize": "`true` is how it is; `false` is refused",
+    "stream_options.include_obfuscation": "events are not padded",
     "parallel_tool_calls": "`true` is how it is where tools are not forced",
 }
 LOGPROBS_MAX = 20

@@ -27,42 +27,54 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 
 
 class Events:
-    """The events of one response. kind: their `object`. numbered: each says how many tokens were read by then, so
-    that a client can go on from there."""
+    """The events of one response. kind: their `object`. usage_null: they say `"usage": null`, since the last one has
+    it. counted: of a prompt of so many tokens; each event has the counts. numbered: each says how many tokens were
+    read by then, so that a client can go on from there.
 
-    def __init__(self, name: str, kind: str, created: int, model: str, *, usage_null: bool, numbered: bool) -> None:
+    tokens: of the choice, with this event.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        kind: str,
+        created: int,
+        model: str,
+        *,
+        usage_null: bool,
+        numbered: bool = False,
+        counted: int | None = None,
+    ) -> None:
         head = {"id": name, "object": kind, "created": created, "model": model}
         self._head = encode(head)[:-1] + b',"choices":['
         self._tail = b'],"usage":null}\n\n' if usage_null else b"]}\n\n"
-        self._numbered = numbered
-
-    def start(self, tokens: int) -> bytes:
-        """What comes before `data:`."""
-        return b"id: %d\n" % tokens if self._numbered else b""
+        self._numbered, self._prompt_tokens = numbered, counted
+        self._chat = b'{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}'
+        self._completion = b'{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}'
 
     def text(self, index: int, text: str, tokens: int = 0) -> bytes:
         """The usual one of chat: content of one choice, and nothing else."""
-        return b'%bdata: %b{"index":%d,"delta":{"content":%b},"logprobs":null,"finish_reason":null}%b' % (
-            self.start(tokens),
-            self._head,
-            index,
-            encode(text),
-            self._tail,
-        )
+        return self._event(self._chat % (index, encode(text)), tokens)
 
     def completion_text(self, index: int, text: str, tokens: int = 0) -> bytes:
         """The usual one of completions."""
-        return b'%bdata: %b{"index":%d,"text":%b,"logprobs":null,"finish_reason":null}%b' % (
-            self.start(tokens),
-            self._head,
-            index,
-            encode(text),
-            self._tail,
-        )
+        return self._event(self._completion % (index, encode(text)), tokens)
 
     def choice(self, choice: dict[str, Any], tokens: int = 0) -> bytes:
         """Any other of one choice."""
-        return b"%bdata: %b%b%b" % (self.start(tokens), self._head, encode(choice), self._tail)
+        return self._event(encode(choice), tokens)
+
+    def _event(self, choice: bytes, tokens: int) -> bytes:
+        tail = self._tail
+        if self._prompt_tokens is not None:
+            prompt = self._prompt_tokens
+            tail = b'],"usage":{"prompt_tokens":%d,"completion_tokens":%d,"total_tokens":%d}}\n\n' % (
+                prompt,
+                tokens,
+                prompt + tokens,
+            )
+        event = b"data: %b%b%b" % (self._head, choice, tail)
+        return b"id: %d\n%b" % (tokens, event) if self._numbered else event
 
     def usage(self, usage: Usage) -> bytes:
         """The last one: no choice, and the counts."""
