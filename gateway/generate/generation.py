@@ -7,7 +7,7 @@ again.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -56,11 +56,34 @@ class Whole:
     stream: AsyncStream
 
 
-class Generation:
-    """Used with `async with`, which ends what still runs."""
+class Bell:
+    """Tells the one who waits that something has changed."""
 
-    def __init__(self, streams: AsyncStreams, wanted: Wanted) -> None:
-        self._wake: asyncio.Future[None] | None = None
+    __slots__ = ("_waiting",)
+
+    def __init__(self) -> None:
+        self._waiting: asyncio.Future[None] | None = None
+
+    def ring(self) -> None:
+        """Something has changed."""
+        if self._waiting is not None and not self._waiting.done():
+            self._waiting.set_result(None)
+
+    async def rung(self) -> None:
+        """Returns when something has changed since this was called: look before."""
+        self._waiting = asyncio.get_running_loop().create_future()
+        try:
+            await self._waiting
+        finally:
+            self._waiting = None
+
+
+class Generation:
+    """Used with `async with`, which ends what still runs. bell: is rung when `take` may have something."""
+
+    def __init__(self, streams: AsyncStreams, wanted: Wanted, bell: Bell) -> None:
+        self._bell = bell
+        self._left = wanted.count
         self._kept = wanted.options.kept
         self._resume = wanted.resume
         self._each_token = True
@@ -110,45 +133,39 @@ class Generation:
         while not first.request_id:
             if first.error is not None:
                 raise first.error
-            await self._more()
+            await self._bell.rung()
 
-    async def pieces(self) -> AsyncIterator[list[Piece]]:
-        """What has come, each time that something has, until all have ended. Raises the error that one ended with."""
-        if self._resume:
-            while not self.answers[0].skip(self._resume):
-                await self._more()
-        left = len(self.answers)
-        while left:
-            came = [piece for answer in self.answers if (piece := answer.take()) is not None]
-            if came:
-                left -= sum(bool(piece.reason) for piece in came)
-                yield came
-            else:
-                await self._more()
+    @property
+    def over(self) -> bool:
+        """All answers have ended, and their ends were taken."""
+        return not self._left
+
+    def take(self) -> list[Piece]:
+        """What has come since the last time. Raises the error that an answer ended with."""
+        if self._resume and not self.answers[0].skip(self._resume):
+            return []
+        self._resume = 0
+        came = [piece for answer in self.answers if (piece := answer.take()) is not None]
+        for piece in came:
+            if piece.reason:
+                self._left -= 1
+        return came
 
     async def whole(self) -> list[Whole]:
         """All of it, when it is there. Raises the error that one ended with."""
         self._each_token = any(answer.waits_for_tokens for answer in self.answers)
         answers = [Whole(answer.index, [], "", answer.stream) for answer in self.answers]
-        async for pieces in self.pieces():
-            for piece in pieces:
+        while True:
+            for piece in self.take():
                 answers[piece.index].events += piece.events
                 answers[piece.index].reason = piece.reason
+            if self.over:
+                break
+            await self._bell.rung()
         for answer in answers:
             answer.events = joined(answer.events)
         return answers
 
     def _changed(self) -> None:
-        wake = self._wake
-        if wake is None or wake.done():
-            return
-        if self._each_token or not self.answers[0].stream.request_id or any(a.stream.done for a in self.answers):
-            wake.set_result(None)
-
-    async def _more(self) -> None:
-        """Returns when something has changed since this was called."""
-        self._wake = asyncio.get_running_loop().create_future()
-        try:
-            await self._wake
-        finally:
-            self._wake = None
+        if self._each_token or any(a.stream.done or not a.stream.tokens for a in self.answers):
+            self._bell.ring()

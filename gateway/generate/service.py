@@ -14,7 +14,7 @@ from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.protocol.errors import KvforgeError, NotReady
 from kvforge.protocol.messages import Health, ModelInfo
 
-from .generation import Generation, Wanted
+from .generation import Bell, Generation, Wanted
 
 LOOK_S = 2.0
 log = logging.getLogger(__name__)
@@ -57,11 +57,11 @@ class Service:
         """Why a request would not be served now; "" where it would."""
         return self._reason
 
-    def start(self, wanted: Wanted) -> Generation:
+    def start(self, wanted: Wanted, bell: Bell) -> Generation:
         """Submits. Raises NotReady, or what the coordinator turned this gateway away with."""
         if self._streams is None:
             raise NotReady(f"no model is served yet: {self._reason}")
-        return Generation(self._streams, wanted)
+        return Generation(self._streams, wanted, bell)
 
     async def ready(self) -> None:
         """Returns when a model is known."""

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import Awaitable
+from contextlib import AsyncExitStack
+from typing import Protocol
 
 from starlette.requests import Request
 from starlette.responses import Response
@@ -20,24 +22,40 @@ class Gone(Exception):
     """The client has hung up."""
 
 
-class EventStream(Response):
-    """Server-sent events, written as `pieces` gives them: one write each. Closing `pieces` ends what it stands for."""
+class Source(Protocol):
+    """What is to be written. take: what has come since the last time, or b"". over: nothing more will. more: returns
+    when there may be some."""
 
-    def __init__(self, pieces: AsyncIterator[bytes], headers: dict[str, str] | None = None) -> None:
+    @property
+    def over(self) -> bool: ...
+    def take(self) -> bytes: ...
+    async def more(self) -> None: ...
+
+
+class EventStream(Response):
+    """Server-sent events: one write for what came together. held: is left at their end, or the client's."""
+
+    def __init__(self, source: Source, held: AsyncExitStack, headers: dict[str, str] | None = None) -> None:
         self.status_code, self.background = 200, None
-        self._pieces = pieces
+        self._source, self._held = source, held
         self.raw_headers = [*SSE, *((k.lower().encode(), v.encode("latin-1")) for k, v in (headers or {}).items())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Writes them all, unless the client hangs up."""
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
 
         async def write() -> None:
-            async for piece in self._pieces:
-                await send({"type": "http.response.body", "body": piece, "more_body": True})
+            source = self._source
+            while True:
+                if piece := source.take():
+                    await send({"type": "http.response.body", "body": piece, "more_body": True})
+                if source.over:
+                    break
+                await source.more()
             await send({"type": "http.response.body", "body": b"", "more_body": False})
 
-        await while_wanted(receive, write())
+        async with self._held:
+            await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+            await while_wanted(receive, write())
 
 
 async def wanted(request: Request, work: Awaitable[Response]) -> Response:
@@ -72,6 +90,3 @@ async def while_wanted(receive: Receive, work: Awaitable[None]) -> bool:
 async def _hung_up(receive: Receive) -> None:
     while (await receive())["type"] != "http.disconnect":
         pass
-
-
-Handler = Callable[[Request], Awaitable[Response]]

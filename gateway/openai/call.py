@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import AsyncIterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from gateway.access import Caller
 from gateway.config import Settings
-from gateway.generate.answer import Piece
 from gateway.generate.generation import Generation, Usage
 from gateway.generate.service import Model
 from kvforge import Sampling
 from kvforge.client.options import RequestOptions
-from kvforge.protocol.errors import InvalidRequest, KvforgeError, ModelNotFound
+from kvforge.protocol.errors import InvalidRequest, ModelNotFound
 
 from .fields import Common, renamed
 
@@ -67,45 +65,13 @@ class Call:
         """The id of the response: the same when it is asked for again."""
         return f"{prefix}-{generations[0].request_id:016x}"
 
-    def usage(self, generations: list[Generation]) -> Usage:
-        """Of all of them together."""
-        each = [generation.usage for generation in generations]
-        return Usage(
-            prompt=sum(usage.prompt for usage in each),
-            completion=sum(usage.completion for usage in each),
-            cached=sum(usage.cached for usage in each),
-            reasoning=sum(usage.reasoning for usage in each),
-        )
 
-
-async def together(generations: list[Generation]) -> AsyncIterator[tuple[int, list[Piece]]]:
-    """What comes of any of them, with its place."""
-    if len(generations) == 1:
-        async for pieces in generations[0].pieces():
-            yield 0, pieces
-        return
-    came: asyncio.Queue[tuple[int, list[Piece]] | None] = asyncio.Queue()
-
-    async def read(at: int) -> None:
-        async for pieces in generations[at].pieces():
-            came.put_nowait((at, pieces))
-
-    async def read_all() -> None:
-        try:
-            async with asyncio.TaskGroup() as group:
-                for at in range(len(generations)):
-                    group.create_task(read(at))
-        finally:
-            came.put_nowait(None)
-
-    reading = asyncio.ensure_future(read_all())
-    try:
-        while (one := await came.get()) is not None:
-            yield one
-        try:
-            await reading
-        except* KvforgeError as errors:
-            raise errors.exceptions[0] from None
-    finally:
-        reading.cancel()
-        await asyncio.wait((reading,))
+def total(generations: list[Generation]) -> Usage:
+    """The counts of all of them together."""
+    each = [generation.usage for generation in generations]
+    return Usage(
+        prompt=sum(usage.prompt for usage in each),
+        completion=sum(usage.completion for usage in each),
+        cached=sum(usage.cached for usage in each),
+        reasoning=sum(usage.reasoning for usage in each),
+    )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from typing import Any
 
 import msgspec
@@ -129,60 +128,76 @@ class ChatCompletion:
             choice["token_ids"] = list(answer.stream.tokens)
         return choice
 
-    async def events(self, generations: list[Generation]) -> AsyncIterator[bytes]:
-        """One write for what came together."""
-        (generation,) = generations
-        options = self.asked.stream_options
-        shown = options is not None and options.include_usage
-        counted = options is not None and options.continuous_usage_stats
-        name = self.call.name("chatcmpl", generations)
+    def events(self, generations: list[Generation]) -> ChatEvents:
+        """The same, as it comes."""
+        return ChatEvents(self, generations[0])
+
+
+class ChatEvents:
+    """The events of a streamed answer, a write for what came together."""
+
+    def __init__(self, chat: ChatCompletion, generation: Generation) -> None:
+        call, options = chat.call, chat.asked.stream_options
+        self._chat, self._generation = chat, generation
+        self._name = call.name("chatcmpl", [generation])
         count = len(generation.answers)
-        events = Events(
-            name,
+        self._usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+        self._events = Events(
+            self._name,
             CHUNK,
             int(time.time()),
-            self.call.model_name,
-            usage_null=shown,
-            counted=len(self.wanted[0].prompt) if counted else None,
-            numbered=self.call.numbered and count == 1,
+            call.model_name,
+            usage_null=self._usage,
+            numbered=call.numbered and count == 1,
+            counted=len(chat.wanted[0].prompt) if continuous else None,
         )
-        if not self.call.resume:
-            yield b"".join(events.choice(_delta(index, {"role": "assistant", "content": ""})) for index in range(count))
-        plain = self.shown is None and not self.asked.return_token_ids
-        called = [False] * count
-        async for pieces in generation.pieces():
-            written = []
-            for piece in pieces:
-                if plain and not piece.reason and len(piece.events) == 1 and isinstance(piece.events[0], Content):
-                    written.append(events.text(piece.index, piece.events[0].text, piece.end))
-                else:
-                    written += self._chunks(events, piece, generation, name, called)
-            if written:
-                yield b"".join(written)
-        yield (events.usage(generation.usage) if shown else b"") + DONE
+        self._plain = chat.shown is None and not chat.asked.return_token_ids
+        self._called = [False] * count
+        self._begun = bool(call.resume)
 
-    def _chunks(
-        self, events: Events, piece: Piece, generation: Generation, name: str, called: list[bool]
-    ) -> list[bytes]:
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self._generation.over
+
+    def take(self) -> bytes:
+        """What has come since the last time."""
+        events, written = self._events, []
+        if not self._begun:
+            self._begun = True
+            roles = {"role": "assistant", "content": ""}
+            written += [events.choice(_delta(index, roles)) for index in range(len(self._called))]
+        for piece in self._generation.take():
+            if self._plain and not piece.reason and len(piece.events) == 1 and isinstance(piece.events[0], Content):
+                written.append(events.text(piece.index, piece.events[0].text, piece.end))
+            else:
+                written += self._chunks(piece)
+        if self._generation.over:
+            written.append((events.usage(self._generation.usage) if self._usage else b"") + DONE)
+        return written[0] if len(written) == 1 else b"".join(written)
+
+    def _chunks(self, piece: Piece) -> list[bytes]:
         """A piece that is more than text: an event for each kind of it; what belongs to its tokens is in the first."""
-        deltas = [delta_of(event, f"{name}-{piece.index}") for event in piece.events]
-        called[piece.index] |= any(TOOL_CALLS in delta for delta in deltas)
-        if not deltas and (piece.reason or self.shown is not None or self.asked.return_token_ids):
+        chat = self._chat
+        deltas = [delta_of(event, f"{self._name}-{piece.index}") for event in piece.events]
+        self._called[piece.index] |= any(TOOL_CALLS in delta for delta in deltas)
+        if not deltas and (piece.reason or not self._plain):
             deltas = [{}]
         choices = [_delta(piece.index, delta) for delta in deltas]
         if choices:
-            stream = generation.answers[piece.index].stream
+            stream = self._generation.answers[piece.index].stream
             end = min(piece.end, len(stream.tokens))
-            if self.shown is not None:
-                choices[0]["logprobs"] = logprobs.of_chat(self.call.model.prompts, stream, piece.start, end)
-            if self.asked.return_token_ids:
+            if chat.shown is not None:
+                choices[0]["logprobs"] = logprobs.of_chat(chat.call.model.prompts, stream, piece.start, end)
+            if chat.asked.return_token_ids:
                 choices[0]["token_ids"] = list(stream.tokens[piece.start : end])
             if piece.reason:
                 # By itself, as clients of OpenAI know it.
                 if choices[-1]["delta"]:
                     choices.append(_delta(piece.index, {}))
-                choices[-1]["finish_reason"] = finish_reason(piece.reason, called[piece.index])
-        return [events.choice(choice, piece.end) for choice in choices]
+                choices[-1]["finish_reason"] = finish_reason(piece.reason, self._called[piece.index])
+        return [self._events.choice(choice, piece.end) for choice in choices]
 
 
 def finish_reason(reason: str, called: bool) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections.abc import AsyncIterator
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -14,13 +13,14 @@ from gateway.generate.answer import Piece
 from gateway.generate.generation import Generation, Wanted, Whole
 from gateway.generate.service import Model
 from gateway.parse.events import Content, Event
+from kvforge.client.aio import AsyncStream
 from kvforge.client.arguments import SAMPLES_MAX, token_array
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
 
 from . import logprobs
 from .asked import Completion
-from .call import Call, together
+from .call import Call, total
 from .fields import check_ignored, sampling_of, stops_of
 from .said import DONE, Events, encode, usage_of
 
@@ -108,7 +108,7 @@ class Completions:
             answers = await generation.whole()
             for place, answer in enumerate(self._best(answers)):
                 choices.append(self._choice(at * self.n + place, prompt, answer))
-        usage = self.call.usage(generations)
+        usage = total(generations)
         return encode(
             {
                 "id": self.call.name("cmpl", generations),
@@ -137,65 +137,81 @@ class Completions:
             "finish_reason": answer.reason,
         }
         if self.logprobs is not None:
-            choice["logprobs"], _ = self._logs(answer, 0, len(answer.stream.tokens), len(text))
+            choice["logprobs"], _ = self.logs(answer.stream, 0, len(answer.stream.tokens), len(text))
         if self.asked.return_token_ids:
             choice["token_ids"] = list(answer.stream.tokens)
             choice["prompt_token_ids"] = prompt.ids.tolist()
         return choice
 
-    def _logs(self, answer: Whole | Any, start: int, end: int, offset: int) -> tuple[dict[str, Any], int]:
+    def logs(self, stream: AsyncStream, start: int, end: int, offset: int) -> tuple[dict[str, Any], int]:
+        """The log-probabilities of tokens [start, end), and where in the text the next one begins."""
         prompts, tops = self.call.model.prompts, bool(self.logprobs)
-        return logprobs.of_completion(prompts, answer.stream, start, end, tops=tops, offset=offset)
+        return logprobs.of_completion(prompts, stream, start, end, tops=tops, offset=offset)
 
-    async def events(self, generations: list[Generation]) -> AsyncIterator[bytes]:
-        """One write for what came together."""
-        options, asked = self.asked.stream_options, self.asked
-        shown = options is not None and options.include_usage
-        counted = options is not None and options.continuous_usage_stats
-        events = Events(
-            self.call.name("cmpl", generations),
+    def events(self, generations: list[Generation]) -> CompletionEvents:
+        """The same, as it comes."""
+        return CompletionEvents(self, generations)
+
+
+class CompletionEvents:
+    """The events of streamed answers, a write for what came together."""
+
+    def __init__(self, work: Completions, generations: list[Generation]) -> None:
+        call, asked = work.call, work.asked
+        options = asked.stream_options
+        self._work, self._generations = work, generations
+        self._usage = options is not None and options.include_usage
+        continuous = options is not None and options.continuous_usage_stats
+        self._events = Events(
+            call.name("cmpl", generations),
             KIND,
             int(time.time()),
-            self.call.model_name,
-            usage_null=shown,
-            counted=sum(len(prompt.ids) for prompt in self.prompts) if counted else None,
-            numbered=self.call.numbered and len(generations) == self.best_of == 1,
+            call.model_name,
+            usage_null=self._usage,
+            numbered=call.numbered and len(generations) == work.n == 1,
+            counted=sum(len(prompt.ids) for prompt in work.prompts) if continuous else None,
         )
-        if asked.echo:
-            yield b"".join(
-                events.completion_text(at * self.n + place, prompt.text)
-                for at, prompt in enumerate(self.prompts)
-                for place in range(self.n)
-            )
-        plain = self.logprobs is None and not asked.return_token_ids
-        offsets = [len(prompt.text) if asked.echo else 0 for prompt in self.prompts for _ in range(self.n)]
-        async for at, pieces in together(generations):
-            written = []
-            for piece in pieces:
-                index = at * self.n + piece.index
-                if plain and not piece.reason:
-                    if piece.events:
-                        written.append(events.completion_text(index, text_of(piece.events), piece.end))
-                else:
-                    choice = self._delta(index, piece, generations[at], offsets)
-                    written.append(events.choice(choice, piece.end))
-            if written:
-                yield b"".join(written)
-        yield (events.usage(self.call.usage(generations)) if shown else b"") + DONE
+        self._plain = work.logprobs is None and not asked.return_token_ids
+        self._offsets = [len(prompt.text) if asked.echo else 0 for prompt in work.prompts for _ in range(work.n)]
+        self._echo = bool(asked.echo) and not call.resume
 
-    def _delta(self, index: int, piece: Piece, generation: Generation, offsets: list[int]) -> dict[str, Any]:
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return all(generation.over for generation in self._generations)
+
+    def take(self) -> bytes:
+        """What has come since the last time."""
+        written, n = [], self._work.n
+        if self._echo:
+            self._echo = False
+            for at, prompt in enumerate(self._work.prompts):
+                written += [self._events.completion_text(at * n + place, prompt.text) for place in range(n)]
+        for at, generation in enumerate(self._generations):
+            for piece in generation.take():
+                index = at * n + piece.index
+                if not self._plain or piece.reason:
+                    written.append(self._events.choice(self._choice(index, piece, generation), piece.end))
+                elif piece.events:
+                    written.append(self._events.completion_text(index, text_of(piece.events), piece.end))
+        if self.over:
+            written.append((self._events.usage(total(self._generations)) if self._usage else b"") + DONE)
+        return written[0] if len(written) == 1 else b"".join(written)
+
+    def _choice(self, index: int, piece: Piece, generation: Generation) -> dict[str, Any]:
         choice: dict[str, Any] = {
             "index": index,
             "text": text_of(piece.events),
             "logprobs": None,
             "finish_reason": piece.reason or None,
         }
-        answer = generation.answers[piece.index]
-        end = min(piece.end, len(answer.stream.tokens))
-        if self.logprobs is not None:
-            choice["logprobs"], offsets[index] = self._logs(answer, piece.start, end, offsets[index])
-        if self.asked.return_token_ids:
-            choice["token_ids"] = list(answer.stream.tokens[piece.start : end])
+        stream = generation.answers[piece.index].stream
+        end = min(piece.end, len(stream.tokens))
+        if self._work.logprobs is not None:
+            logs = self._work.logs(stream, piece.start, end, self._offsets[index])
+            choice["logprobs"], self._offsets[index] = logs
+        if self._work.asked.return_token_ids:
+            choice["token_ids"] = list(stream.tokens[piece.start : end])
         return choice
 
 

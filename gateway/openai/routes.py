@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncIterator, Callable
+from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Protocol, TypeVar
 
@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from gateway.access import Caller
 from gateway.config import Settings
-from gateway.generate.generation import Generation, Wanted
+from gateway.generate.generation import Bell, Generation, Wanted
 from gateway.generate.service import Service
 from gateway.http import body
 from gateway.http.errors import openai_error
@@ -29,13 +29,21 @@ from .said import error_event
 JSON = "application/json"
 
 
+class Events(Protocol):
+    """A response that is streamed."""
+
+    @property
+    def over(self) -> bool: ...
+    def take(self) -> bytes: ...
+
+
 class Work(Protocol):
     """One request that is understood."""
 
     wanted: list[Wanted]
 
     async def whole(self, generations: list[Generation]) -> bytes: ...
-    def events(self, generations: list[Generation]) -> AsyncIterator[bytes]: ...
+    def events(self, generations: list[Generation]) -> Events: ...
 
 
 A = TypeVar("A", Chat, Completion)
@@ -78,14 +86,16 @@ class OpenAI:
         asked = body.decoded(decoder, await body.read(request, self._settings.body_bytes_max))
         call = Call.of(request.headers, caller, self._settings, self._service.model, asked.model)
         work = make(call, asked)
+        bell = Bell()
         async with AsyncExitStack() as stack:
-            generations = [await stack.enter_async_context(self._service.start(wanted_)) for wanted_ in work.wanted]
+            generations = [await stack.enter_async_context(self._service.start(one, bell)) for one in work.wanted]
             if not asked.stream:
                 return await wanted(request, self._whole(work, generations))
             # What is refused is said with a status, before the response begins.
             for generation in generations:
                 await wanted(request, _accepted(generation))
-            return EventStream(_events(work, generations, stack.pop_all()), self._headers(generations))
+            events = _Events(work.events(generations), bell)
+            return EventStream(events, stack.pop_all(), self._headers(generations))
         raise AssertionError("the stack swallows nothing")
 
     async def _whole(self, work: Work, generations: list[Generation]) -> Response:
@@ -130,11 +140,23 @@ async def _accepted(generation: Generation) -> Response:
     return Response()
 
 
-async def _events(work: Work, generations: list[Generation], stack: AsyncExitStack) -> AsyncIterator[bytes]:
-    """The events, and where one ended with an error that as the last. At their end, or the client's, what runs ends."""
-    async with stack:
+class _Events:
+    """The events of a response; an error that comes after it has begun is the last of them."""
+
+    def __init__(self, events: Events, bell: Bell) -> None:
+        self._events = events
+        self.more = bell.rung
+        self._failed = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self._failed or self._events.over
+
+    def take(self) -> bytes:
+        """What has come since the last time."""
         try:
-            async for event in work.events(generations):
-                yield event
+            return self._events.take()
         except KvforgeError as error:
-            yield error_event(openai_error(error))
+            self._failed = True
+            return error_event(openai_error(error))
