@@ -13,6 +13,7 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.access import Access
+from gateway.anthropic.routes import Anthropic
 from gateway.chat.prompts import Prompts
 from gateway.config import Settings
 from gateway.generate.service import Service
@@ -66,5 +67,6 @@ def make_app(settings: Settings, access: Access | None = None) -> Starlette:
         Route("/health", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         *OpenAI(service, settings).routes(guard),
+        *Anthropic(service, settings).routes(guard),
     ]
     return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: unknown, 405: unknown})

@@ -76,6 +76,11 @@ class Answer:
         return self._over
 
     @property
+    def stopped_by(self) -> str:
+        """The stop string that ended it, or ""."""
+        return self._stop.matched if self._stop is not None else ""
+
+    @property
     def waits_for_tokens(self) -> bool:
         """Whether tokens matter before the end: a stop string may be among them."""
         return self._stop is not None

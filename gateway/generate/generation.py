@@ -48,12 +48,13 @@ class Usage:
 
 @dataclass(slots=True)
 class Whole:
-    """An answer that is complete."""
+    """An answer that is complete. stopped_by: the stop string that ended it, or ""."""
 
     index: int
     events: list[Event]
     reason: str
     stream: AsyncStream
+    stopped_by: str = ""
 
 
 class Bell:
@@ -162,8 +163,8 @@ class Generation:
             if self.over:
                 break
             await self._bell.rung()
-        for answer in answers:
-            answer.events = joined(answer.events)
+        for answer, read in zip(answers, self.answers, strict=True):
+            answer.events, answer.stopped_by = joined(answer.events), read.stopped_by
         return answers
 
     def _changed(self) -> None:

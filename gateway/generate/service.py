@@ -11,7 +11,7 @@ from dataclasses import dataclass
 
 from gateway.chat.prompts import Prompts
 from kvforge.client.aio import AsyncClient, AsyncStreams
-from kvforge.protocol.errors import KvforgeError, NotReady
+from kvforge.protocol.errors import KvforgeError, ModelNotFound, NotReady
 from kvforge.protocol.messages import Health, ModelInfo
 
 from .generation import Bell, Generation, Wanted
@@ -29,6 +29,11 @@ class Model:
     names: tuple[str, ...]
     prompts: Prompts
     since: int
+
+    def check(self, name: str) -> None:
+        """Raises ModelNotFound where a request calls it by another name."""
+        if name not in self.names:
+            raise ModelNotFound(name, f"is not served here; served is {self.names[0]}")
 
 
 class Service:

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
+from kvforge.protocol.errors import KvforgeError
+
+T = TypeVar("T")
 SSE = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -22,20 +25,42 @@ class Gone(Exception):
     """The client has hung up."""
 
 
-class Source(Protocol):
-    """What is to be written. take: what has come since the last time, or b"". over: nothing more will. more: returns
-    when there may be some."""
+class Taken(Protocol):
+    """What is to be written. take: what has come since the last time, or b"". over: nothing more will."""
 
     @property
     def over(self) -> bool: ...
     def take(self) -> bytes: ...
-    async def more(self) -> None: ...
+
+
+class Failing:
+    """The same, where an error that comes after the response has begun is the last event. more: returns when there may
+    be something to take. shape: of the event."""
+
+    def __init__(
+        self, taken: Taken, more: Callable[[], Awaitable[None]], shape: Callable[[KvforgeError], bytes]
+    ) -> None:
+        self._taken, self.more, self._shape = taken, more, shape
+        self._failed = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self._failed or self._taken.over
+
+    def take(self) -> bytes:
+        """What has come since the last time."""
+        try:
+            return self._taken.take()
+        except KvforgeError as error:
+            self._failed = True
+            return self._shape(error)
 
 
 class EventStream(Response):
     """Server-sent events: one write for what came together. held: is left at their end, or the client's."""
 
-    def __init__(self, source: Source, held: AsyncExitStack, headers: dict[str, str] | None = None) -> None:
+    def __init__(self, source: Failing, held: AsyncExitStack, headers: dict[str, str] | None = None) -> None:
         self.status_code, self.background = 200, None
         self._source, self._held = source, held
         self.raw_headers = [*SSE, *((k.lower().encode(), v.encode("latin-1")) for k, v in (headers or {}).items())]
@@ -58,16 +83,16 @@ class EventStream(Response):
             await while_wanted(receive, write())
 
 
-async def wanted(request: Request, work: Awaitable[Response]) -> Response:
-    """The response that `work` makes, given up where the client hangs up first. Raises Gone."""
-    made: list[Response] = []
+async def wanted(request: Request, work: Awaitable[T]) -> T:
+    """What `work` gives; it is cancelled where the client hangs up first. Raises Gone."""
+    given: list[T] = []
 
-    async def make() -> None:
-        made.append(await work)
+    async def give() -> None:
+        given.append(await work)
 
-    if not await while_wanted(request.receive, make()):
+    if not await while_wanted(request.receive, give()):
         raise Gone
-    return made[0]
+    return given[0]
 
 
 async def while_wanted(receive: Receive, work: Awaitable[None]) -> bool:

@@ -9,42 +9,40 @@ from gateway.access import Caller
 from gateway.config import Settings
 from gateway.generate.generation import Generation, Usage
 from gateway.generate.service import Model
+from gateway.http.keys import Key
 from kvforge import Sampling
 from kvforge.client.options import RequestOptions
-from kvforge.protocol.errors import InvalidRequest, ModelNotFound
+from kvforge.protocol.errors import InvalidRequest
 
 from .fields import Common, renamed
-
-KEY_HEADER = "idempotency-key"
-RESUME_HEADER = "last-event-id"
 
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """key: the caller's own name of this request: it goes on when the connection, or this process, is lost, and is the
-    same request when it comes again. resume: tokens of its answer that the caller has."""
+    """model_name: as the request calls it."""
 
     caller: Caller
     settings: Settings
     model: Model
     model_name: str
-    key: str
-    resume: int
+    key: Key
 
     @classmethod
     def of(cls, headers: Mapping[str, str], caller: Caller, settings: Settings, model: Model, asked: str) -> Call:
         """Raises ModelNotFound, InvalidRequest naming a header."""
-        if asked and asked not in model.names:
-            raise ModelNotFound(asked, f"is not served here; served is {model.names[0]}")
-        key, resume = headers.get(KEY_HEADER, ""), headers.get(RESUME_HEADER, "")
-        if resume and not (key and resume.isdecimal() and len(resume) < 10):
-            raise InvalidRequest(RESUME_HEADER, f"is a number of tokens, and comes with {KEY_HEADER}")
-        return cls(caller, settings, model, asked or model.names[0], key, int(resume or 0))
+        if asked:
+            model.check(asked)
+        return cls(caller, settings, model, asked or model.names[0], Key.of(headers))
+
+    @property
+    def resume(self) -> int:
+        """Tokens of the answer that the caller has."""
+        return self.key.resume
 
     @property
     def numbered(self) -> bool:
         """Events say where they are, so that the caller can come back."""
-        return bool(self.key)
+        return bool(self.key.name)
 
     def options(self, sampling: Sampling, asked: Common, max_tokens: int) -> RequestOptions:
         """Raises InvalidRequest naming the field as the request calls it."""
@@ -55,8 +53,8 @@ class Call:
                 tenant=self.caller.tenant,
                 salt=asked.cache_salt or "",
                 priority=asked.priority or 0,
-                detached=bool(self.key),
-                key=self.key,
+                detached=bool(self.key.name),
+                key=self.key.name,
             )
         except InvalidRequest as error:
             raise renamed(error) from None

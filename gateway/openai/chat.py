@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
 
 from gateway.chat.conversation import arguments_of, content_text
+from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool
 from gateway.generate.answer import Piece
+from gateway.generate.conversing import conversing
 from gateway.generate.generation import Generation, Wanted, Whole
 from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge.protocol.errors import InvalidRequest
 
-from . import logprobs
+from . import asked, logprobs
 from .asked import Chat, Message
 from .call import Call
 from .fields import check_ignored, sampling_of, stops_of
@@ -56,6 +59,29 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     return plain
 
 
+def tools_of(tools: Sequence[asked.Tool]) -> list[Tool]:
+    """The tools of a request."""
+    return [
+        Tool(
+            tool.function.name,
+            tool.function.description or "",
+            tool.function.parameters or {"type": "object", "properties": {}},
+            bool(tool.function.strict),
+        )
+        for tool in tools
+    ]
+
+
+def choice_of(chat: Chat) -> Choice:
+    """Which tools may or must be called; without any: none."""
+    choice, parallel = chat.tool_choice, chat.parallel_tool_calls is not False
+    if choice is None:
+        return Choice(AUTO if chat.tools else NONE, "", parallel)
+    if isinstance(choice, asked.NamedTool):
+        return Choice(REQUIRED, choice.function.name, parallel)
+    return Choice(choice, "", parallel)
+
+
 class ChatCompletion:
     """One request."""
 
@@ -70,19 +96,28 @@ class ChatCompletion:
             problem = "cannot be true together with continue_final_message"
             raise InvalidRequest("add_generation_prompt", problem)
         continued = bool(asked.continue_final_message)
-        rendered = call.model.prompts.chat(messages_of(asked.messages), continued=continued, told=told)
+        conversation = conversing(
+            call.model,
+            messages_of(asked.messages),
+            tools=tools_of(asked.tools or ()),
+            choice=choice_of(asked),
+            continued=continued,
+            told=told,
+        )
+        prompt = conversation.rendered.ids
         most = asked.max_completion_tokens or asked.max_tokens
         if most is None:
-            most = max(1, call.model.info.context_tokens_max - len(rendered.ids))
+            most = max(1, call.model.info.context_tokens_max - len(prompt))
         sampling = sampling_of(asked, self.shown or 0)
         self.wanted = [
             Wanted(
-                prompt=rendered.ids,
+                prompt=prompt,
                 options=call.options(sampling, asked, most),
-                text=lambda: call.model.prompts.stream(continues=continued),
+                text=conversation.text,
                 count=asked.n or 1,
                 stops=stops_of(asked),
                 stop_tokens=frozenset(asked.stop_token_ids or ()),
+                parser=conversation.parser,
                 resume=call.resume if (asked.n or 1) == 1 else 0,
             )
         ]

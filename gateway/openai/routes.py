@@ -18,8 +18,8 @@ from gateway.generate.service import Service
 from gateway.http import body
 from gateway.http.errors import openai_error
 from gateway.http.guard import Guard
-from gateway.http.stream import EventStream, wanted
-from kvforge.protocol.errors import InvalidRequest, KvforgeError, ModelNotFound
+from gateway.http.stream import EventStream, Failing, Taken, wanted
+from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import chat, completions, tokens
 from .asked import Chat, Completion
@@ -29,21 +29,13 @@ from .said import error_event
 JSON = "application/json"
 
 
-class Events(Protocol):
-    """A response that is streamed."""
-
-    @property
-    def over(self) -> bool: ...
-    def take(self) -> bytes: ...
-
-
 class Work(Protocol):
     """One request that is understood."""
 
     wanted: list[Wanted]
 
     async def whole(self, generations: list[Generation]) -> bytes: ...
-    def events(self, generations: list[Generation]) -> Events: ...
+    def events(self, generations: list[Generation]) -> Taken: ...
 
 
 A = TypeVar("A", Chat, Completion)
@@ -93,8 +85,8 @@ class OpenAI:
                 return await wanted(request, self._whole(work, generations))
             # What is refused is said with a status, before the response begins.
             for generation in generations:
-                await wanted(request, _accepted(generation))
-            events = _Events(work.events(generations), bell)
+                await wanted(request, generation.accepted())
+            events = Failing(work.events(generations), bell.rung, _failed)
             return EventStream(events, stack.pop_all(), self._headers(generations))
         raise AssertionError("the stack swallows nothing")
 
@@ -111,8 +103,7 @@ class OpenAI:
 
     async def _model(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         name = request.path_params["name"]
-        if name not in self._service.model.names:
-            raise ModelNotFound(name, f"is not served here; served is {self._service.model.names[0]}")
+        self._service.model.check(name)
         return JSONResponse(self._described(name))
 
     def _described(self, name: str) -> dict[str, object]:
@@ -135,28 +126,5 @@ class OpenAI:
         return JSONResponse(tokens.detokenize(self._service.model, content))
 
 
-async def _accepted(generation: Generation) -> Response:
-    await generation.accepted()
-    return Response()
-
-
-class _Events:
-    """The events of a response; an error that comes after it has begun is the last of them."""
-
-    def __init__(self, events: Events, bell: Bell) -> None:
-        self._events = events
-        self.more = bell.rung
-        self._failed = False
-
-    @property
-    def over(self) -> bool:
-        """Nothing more will come."""
-        return self._failed or self._events.over
-
-    def take(self) -> bytes:
-        """What has come since the last time."""
-        try:
-            return self._events.take()
-        except KvforgeError as error:
-            self._failed = True
-            return error_event(openai_error(error))
+def _failed(error: KvforgeError) -> bytes:
+    return error_event(openai_error(error))

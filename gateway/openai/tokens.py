@@ -12,7 +12,7 @@ from kvforge.client.arguments import token_array
 from kvforge.protocol.errors import InvalidRequest
 
 from .asked import Message, Tool
-from .chat import messages_of
+from .chat import messages_of, tools_of
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,7 +47,7 @@ def tokenize(model: Model, content: bytes) -> dict[str, Any]:
     if asked.prompt is not None:
         ids = model.prompts.text(asked.prompt, special=asked.add_special_tokens).tolist()
     else:
-        tools = [msgspec.to_builtins(tool) for tool in asked.tools or ()]
+        tools = [tool.plain() for tool in tools_of(asked.tools or ())]
         told = {**(asked.chat_template_kwargs or {})}
         messages = messages_of(asked.messages or [])
         ids = model.prompts.chat(

@@ -12,23 +12,25 @@ from collections.abc import Sequence
 class StopText:
     """Passes text through until one of the stop strings appears; the stop string itself is not passed.
 
-    What might be the beginning of one is held back until it is decided. found: whether one has appeared.
+    What might be the beginning of one is held back until it is decided. found: whether one has appeared; matched: which.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:
         self._stops = tuple(stops)
         self._held = ""
         self.found = False
+        self.matched = ""
 
     def push(self, piece: str) -> str:
         """The text that is now certain to come before any stop string; may be empty."""
         if self.found or not self._stops:
             return "" if self.found else piece
         text = self._held + piece
-        places = [at for at in (text.find(stop) for stop in self._stops) if at >= 0]
+        places = [(at, stop) for stop in self._stops if (at := text.find(stop)) >= 0]
         if places:
+            at, self.matched = min(places)
             self.found, self._held = True, ""
-            return text[: min(places)]
+            return text[:at]
         held = max(_begun(text, stop) for stop in self._stops)
         self._held = text[len(text) - held :]
         return text[: len(text) - held]

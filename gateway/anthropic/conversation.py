@@ -1,0 +1,95 @@
+"""Anthropic's messages as a chat template reads them: results of tools are messages of their own."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from gateway.chat.conversation import arguments_of
+from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool
+from kvforge.protocol.errors import InvalidRequest
+
+from .asked import Block, Conversation, Message
+
+THINKING = ("thinking", "redacted_thinking")
+_KINDS = {"auto": AUTO, "none": NONE, "any": REQUIRED, "tool": REQUIRED}
+
+
+def messages_of(asked: Conversation) -> list[dict[str, Any]]:
+    """The conversation, its system prompt first. Raises InvalidRequest naming the field."""
+    messages: list[dict[str, Any]] = []
+    if asked.system:
+        messages.append({"role": "system", "content": _text(asked.system, "system")})
+    for at, message in enumerate(asked.messages):
+        messages += _message(message, f"messages[{at}].content")
+    return messages
+
+
+def tools_of(asked: Conversation) -> list[Tool]:
+    """Raises InvalidRequest naming a tool that Anthropic runs itself."""
+    tools = []
+    for at, tool in enumerate(asked.tools or ()):
+        if tool.type not in (None, "custom"):
+            raise InvalidRequest(f"tools[{at}].type", f"is {tool.type!r}; only tools of the caller's own are here")
+        if tool.input_schema is None:
+            raise InvalidRequest(f"tools[{at}].input_schema", "is missing")
+        tools.append(Tool(tool.name, tool.description or "", tool.input_schema, bool(tool.strict)))
+    return tools
+
+
+def choice_of(asked: Conversation) -> Choice:
+    """Raises InvalidRequest naming `tool_choice`."""
+    choice = asked.tool_choice
+    if choice is None:
+        return Choice()
+    if (choice.type == "tool") != (choice.name is not None):
+        raise InvalidRequest("tool_choice.name", "comes with the type 'tool', and with that alone")
+    return Choice(_KINDS[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
+
+
+def _message(message: Message, field: str) -> Iterator[dict[str, Any]]:
+    if isinstance(message.content, str):
+        yield {"role": message.role, "content": message.content}
+        return
+    said: dict[str, Any] = {"role": message.role, "content": ""}
+    texts: list[str] = []
+    for at, block in enumerate(message.content):
+        name = f"{field}[{at}]"
+        if block.type == "text":
+            texts.append(_needed(block.text, f"{name}.text"))
+        elif block.type in THINKING:
+            if block.thinking:
+                said["reasoning_content"] = said.get("reasoning_content", "") + block.thinking
+        elif block.type == "tool_use" and message.role == "assistant":
+            function = {
+                "name": _needed(block.name, f"{name}.name"),
+                "arguments": arguments_of(block.input if isinstance(block.input, dict) else {}, f"{name}.input"),
+            }
+            call = {"id": _needed(block.id, f"{name}.id"), "type": "function", "function": function}
+            said.setdefault("tool_calls", []).append(call)
+        elif block.type == "tool_result" and message.role == "user":
+            yield {
+                "role": "tool",
+                "tool_call_id": _needed(block.tool_use_id, f"{name}.tool_use_id"),
+                "content": _text(block.content or "", f"{name}.content"),
+            }
+        else:
+            raise InvalidRequest(f"{name}.type", f"is {block.type!r}; this model reads text and its own tools' results")
+    said["content"] = "\n".join(texts)
+    if texts or "tool_calls" in said or "reasoning_content" in said:
+        yield said
+
+
+def _text(content: str | Sequence[Block], field: str) -> str:
+    if isinstance(content, str):
+        return content
+    for at, block in enumerate(content):
+        if block.type != "text":
+            raise InvalidRequest(f"{field}[{at}].type", f"is {block.type!r}; this model reads text alone")
+    return "\n".join(_needed(block.text, f"{field}[{at}].text") for at, block in enumerate(content))
+
+
+def _needed(value: str | None, field: str) -> str:
+    if value is None:
+        raise InvalidRequest(field, "is missing")
+    return value

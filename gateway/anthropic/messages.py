@@ -1,0 +1,209 @@
+"""/v1/messages: what is made of a request, and what is answered, whole and as events."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+from gateway.access import Caller
+from gateway.generate.answer import Piece
+from gateway.generate.conversing import Conversing, conversing
+from gateway.generate.generation import Generation, Usage, Wanted
+from gateway.generate.service import Model
+from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
+from kvforge import Sampling
+from kvforge.client.arguments import stop_strings
+from kvforge.client.options import RequestOptions
+from kvforge.protocol.errors import InvalidRequest
+
+from .asked import Conversation, Create
+from .conversation import choice_of, messages_of, tools_of
+
+CREATE, COUNT = msgspec.json.Decoder(Create), msgspec.json.Decoder(Conversation)
+encode = msgspec.json.encode
+
+
+def conversation_of(asked: Conversation, model: Model) -> Conversing:
+    """Raises InvalidRequest naming the field."""
+    told: dict[str, Any] = {} if asked.thinking is None else {"enable_thinking": asked.thinking.type != "disabled"}
+    if asked.output_config is not None and asked.output_config.effort is not None:
+        told["reasoning_effort"] = asked.output_config.effort
+    messages = messages_of(asked)
+    # As in Anthropic's API, an answer that was begun goes on.
+    continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    tools, choice = tools_of(asked), choice_of(asked)
+    return conversing(model, messages, tools=tools, choice=choice, continued=continued, told=told)
+
+
+def wanted_of(asked: Create, model: Model, caller: Caller, key: str, resume: int) -> Wanted:
+    """Raises InvalidRequest naming the field as the request calls it."""
+    conversation = conversation_of(asked, model)
+    try:
+        sampling = Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
+        options = RequestOptions(
+            max_tokens=asked.max_tokens, sampling=sampling, tenant=caller.tenant, detached=bool(key), key=key
+        )
+        stops = stop_strings(asked.stop_sequences or ())
+    except InvalidRequest as error:
+        field = str(error.field)
+        name = {"stop": "stop_sequences"}.get(field, field.removeprefix("sampling."))
+        raise InvalidRequest(name, error.message.removeprefix(f"{field}: ")) from None
+    return Wanted(
+        prompt=conversation.rendered.ids,
+        options=options,
+        text=conversation.text,
+        stops=stops,
+        parser=conversation.parser,
+        resume=resume,
+    )
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Counts of tokens. As Anthropic has it, `input_tokens` are those that were computed."""
+    return {
+        "input_tokens": usage.prompt - usage.cached,
+        "cache_creation_input_tokens": 0,
+        "cache_read_input_tokens": usage.cached,
+        "output_tokens": usage.completion,
+    }
+
+
+def stop_reason(reason: str, stopped_by: str, called: bool) -> str:
+    """Why an answer ended, in Anthropic's words."""
+    if reason == "length":
+        return "max_tokens"
+    if stopped_by:
+        return "stop_sequence"
+    return "tool_use" if called else "end_turn"
+
+
+def name_of(generation: Generation) -> str:
+    """The id of a message: the same when it is asked for again."""
+    return f"msg_{generation.request_id:016x}"
+
+
+def call_id(event: ToolCall, name: str) -> str:
+    """The id of a call: the model's own, or one that is the same whenever the answer is read."""
+    return event.call_id or f"toolu_{name}_{event.index}"
+
+
+async def whole(generation: Generation, model_name: str) -> bytes:
+    """The body, when it has ended."""
+    (answer,) = await generation.whole()
+    name = name_of(generation)
+    content: list[dict[str, Any]] = []
+    arguments: dict[int, str] = {}
+    for event in answer.events:
+        if isinstance(event, Content):
+            content.append({"type": "text", "text": event.text})
+        elif isinstance(event, Reasoning):
+            content.append({"type": "thinking", "thinking": event.text, "signature": ""})
+        elif isinstance(event, ToolCall):
+            content.append({"type": "tool_use", "id": call_id(event, name), "name": event.name, "input": event.index})
+        else:
+            arguments[event.index] = arguments.get(event.index, "") + event.text
+    for block in content:
+        if block["type"] == "tool_use":
+            block["input"] = msgspec.Raw(arguments.get(block["input"], "{}").encode())
+    called = any(block["type"] == "tool_use" for block in content)
+    return encode(
+        {
+            "id": name,
+            "type": "message",
+            "role": "assistant",
+            "model": model_name,
+            "content": content,
+            "stop_reason": stop_reason(answer.reason, answer.stopped_by, called),
+            "stop_sequence": answer.stopped_by or None,
+            "usage": usage_of(generation.usage),
+        }
+    )
+
+
+class MessageEvents:
+    """The events of a streamed answer, a write for what came together."""
+
+    def __init__(self, generation: Generation, model_name: str, prompt_tokens: int, *, resumed: bool) -> None:
+        self._generation, self._model_name, self._prompt_tokens = generation, model_name, prompt_tokens
+        self._name = name_of(generation)
+        self._begun = resumed
+        self._block = -1
+        self._kind = ""
+        self._called = False
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self._generation.over
+
+    def take(self) -> bytes:
+        """What has come since the last time."""
+        written: list[bytes] = []
+        if not self._begun:
+            self._begun = True
+            written.append(self._start())
+        for piece in self._generation.take():
+            self._piece(piece, written)
+        return written[0] if len(written) == 1 else b"".join(written)
+
+    def _start(self) -> bytes:
+        message: dict[str, Any] = {
+            "id": self._name,
+            "type": "message",
+            "role": "assistant",
+            "model": self._model_name,
+            "content": [],
+            "stop_reason": None,
+            "stop_sequence": None,
+            "usage": usage_of(Usage(self._prompt_tokens, 0, 0, 0)),
+        }
+        return event("message_start", message=message)
+
+    def _piece(self, piece: Piece, written: list[bytes]) -> None:
+        for came in piece.events:
+            self._event(came, written)
+        if piece.reason:
+            self._close(written)
+            stopped_by = self._generation.answers[0].stopped_by
+            delta = {
+                "stop_reason": stop_reason(piece.reason, stopped_by, self._called),
+                "stop_sequence": stopped_by or None,
+            }
+            written.append(event("message_delta", delta=delta, usage=usage_of(self._generation.usage)))
+            written.append(event("message_stop"))
+
+    def _event(self, came: Event, written: list[bytes]) -> None:
+        if isinstance(came, ToolCall):
+            self._called = True
+            block = {"type": "tool_use", "id": call_id(came, self._name), "name": came.name, "input": {}}
+            self._open("tool_use", block, written)
+        elif isinstance(came, Arguments):
+            self._delta({"type": "input_json_delta", "partial_json": came.text}, written)
+        elif isinstance(came, Reasoning):
+            if self._kind != "thinking":
+                self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""}, written)
+            self._delta({"type": "thinking_delta", "thinking": came.text}, written)
+        else:
+            if self._kind != "text":
+                self._open("text", {"type": "text", "text": ""}, written)
+            self._delta({"type": "text_delta", "text": came.text}, written)
+
+    def _open(self, kind: str, block: dict[str, Any], written: list[bytes]) -> None:
+        self._close(written)
+        self._block += 1
+        self._kind = kind
+        written.append(event("content_block_start", index=self._block, content_block=block))
+
+    def _close(self, written: list[bytes]) -> None:
+        if self._kind:
+            self._kind = ""
+            written.append(event("content_block_stop", index=self._block))
+
+    def _delta(self, delta: dict[str, Any], written: list[bytes]) -> None:
+        written.append(event("content_block_delta", index=self._block, delta=delta))
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """One server-sent event of Anthropic's kinds."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))

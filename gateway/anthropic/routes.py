@@ -1,0 +1,72 @@
+"""The paths of Anthropic's API."""
+
+from __future__ import annotations
+
+from contextlib import AsyncExitStack
+
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.access import Caller
+from gateway.config import Settings
+from gateway.generate.generation import Bell, Generation
+from gateway.generate.service import Service
+from gateway.http import body
+from gateway.http.errors import anthropic_error
+from gateway.http.guard import Guard
+from gateway.http.keys import Key
+from gateway.http.stream import EventStream, Failing, wanted
+from kvforge.protocol.errors import KvforgeError
+
+from . import messages
+
+
+class Anthropic:
+    """Its paths, over one service."""
+
+    def __init__(self, service: Service, settings: Settings) -> None:
+        self._service, self._settings = service, settings
+
+    def routes(self, guard: Guard) -> list[Route]:
+        """All of them."""
+        return [
+            Route("/v1/messages", guard(self._messages, anthropic_error), methods=["POST"]),
+            Route("/v1/messages/count_tokens", guard(self._count, anthropic_error), methods=["POST"]),
+        ]
+
+    async def _messages(self, request: Request, caller: Caller) -> Response:
+        asked = body.decoded(messages.CREATE, await body.read(request, self._settings.body_bytes_max))
+        key = Key.of(request.headers)
+        model = self._service.model
+        model.check(asked.model)
+        what = messages.wanted_of(asked, model, caller, key.name, key.resume)
+        bell = Bell()
+        async with AsyncExitStack() as stack:
+            generation = await stack.enter_async_context(self._service.start(what, bell))
+            if not asked.stream:
+                return await wanted(request, self._whole(generation, asked.model))
+            await wanted(request, generation.accepted())
+            events = messages.MessageEvents(generation, asked.model, len(what.prompt), resumed=bool(key.resume))
+            failing = Failing(events, bell.rung, _failed)
+            return EventStream(failing, stack.pop_all(), _headers(generation))
+        raise AssertionError("the stack swallows nothing")
+
+    async def _whole(self, generation: Generation, model_name: str) -> Response:
+        content = await messages.whole(generation, model_name)
+        return Response(content, media_type="application/json", headers=_headers(generation))
+
+    async def _count(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
+        asked = body.decoded(messages.COUNT, await body.read(request, self._settings.body_bytes_max))
+        model = self._service.model
+        model.check(asked.model)
+        return JSONResponse({"input_tokens": len(messages.conversation_of(asked, model).rendered.ids)})
+
+
+def _headers(generation: Generation) -> dict[str, str]:
+    return {"request-id": str(generation.request_id)}
+
+
+def _failed(error: KvforgeError) -> bytes:
+    said = anthropic_error(error)
+    return messages.event("error", error=said["error"])

@@ -1,0 +1,28 @@
+"""A request that may come again: its key, and how much of its answer the client has."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from kvforge.protocol.errors import InvalidRequest
+
+KEY_HEADER = "idempotency-key"
+RESUME_HEADER = "last-event-id"
+
+
+@dataclass(frozen=True, slots=True)
+class Key:
+    """name: the caller's own of this request, or "": with one it goes on when the connection, or this process, is lost,
+    and is the same request when it comes again. resume: tokens of its answer that the caller has."""
+
+    name: str = ""
+    resume: int = 0
+
+    @classmethod
+    def of(cls, headers: Mapping[str, str]) -> Key:
+        """Raises InvalidRequest naming a header."""
+        name, resume = headers.get(KEY_HEADER, ""), headers.get(RESUME_HEADER, "")
+        if resume and not (name and resume.isdecimal() and len(resume) < 10):
+            raise InvalidRequest(RESUME_HEADER, f"is a number of tokens, and comes with {KEY_HEADER}")
+        return cls(name, int(resume or 0))
