@@ -5,7 +5,6 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
-from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.requests import Request
@@ -14,6 +13,7 @@ from starlette.routing import Route
 
 from gateway.access import Access
 from gateway.anthropic.routes import Anthropic
+from gateway.chat.hygiene import Hygiene
 from gateway.chat.prompts import Prompts
 from gateway.config import Settings
 from gateway.generate.service import Service
@@ -22,23 +22,26 @@ from gateway.http.guard import Guard
 from gateway.openai.routes import OpenAI
 from kvforge import __version__
 from kvforge.client.aio import AsyncClient
+from kvforge.protocol.configuration import expand
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import ModelInfo
 from kvforge.text.tokenizer import Tokenizer
 
 
-def make_app(settings: Settings, access: Access | None = None) -> Starlette:
+def make_app(settings: Settings, access: Access) -> Starlette:
     """The application of one process; its connection is made when it starts, and ends with it."""
 
     def prompts(info: ModelInfo) -> Prompts:
         tokenizer = Tokenizer.load(settings.tokenizer or info.source)
         if settings.chat_template:
-            tokenizer.use_chat_template(Path(settings.chat_template).read_text())
-        return Prompts(tokenizer)
+            tokenizer.use_chat_template(expand(settings.chat_template).read_text())
+        return Prompts(tokenizer, Hygiene(settings.strip, settings.move))
 
-    client = AsyncClient(settings.endpoint or None)
+    client = AsyncClient(
+        settings.coordinator, server_key=settings.server_key or None, key_file=settings.key_file or None
+    )
     service = Service(client, prompts, settings.names)
-    guard = Guard(access or Access())
+    guard = Guard(access)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001

@@ -1,18 +1,147 @@
-"""What a gateway is told when it starts."""
+"""A gateway's configuration: one frozen structure, validated once."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import ipaddress
+import re
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+
+from kvforge.client.arguments import PRIORITY_MAX
+from kvforge.protocol import logs
+from kvforge.protocol.configuration import expand, load
+from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.transport import client_endpoint, default_runtime_dir
+
+GENERATE, SEE, ADMIN = RIGHTS = ("generate", "see", "admin")
+PROCESSES_MAX = 64
+# What Claude Code writes before its system prompt: a hash that differs in each call.
+BILLING = r"^x-anthropic-billing-header:[^\n]*\n*"
+_HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
-class Settings:
-    """One gateway. endpoint: of the coordinator; "": where clients look by default."""
+class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An API key of [keys.NAME]; `kvforge keys api NAME` makes one.
 
+    hash: "sha256:" and the hexadecimal digest of the key. tenant: whose requests it makes. rights: generate; see
+    (metrics and the live page); admin (cancel and drain there). priority_max: of its requests. requests_per_minute,
+    tokens_per_minute: 0: no limit; tokens are those of prompts that were computed and of answers. expires: a date and
+    time with a zone, as TOML has it.
+    """
+
+    hash: str
+    tenant: str = "default"
+    rights: tuple[str, ...] = (GENERATE,)
+    priority_max: int = 0
+    requests_per_minute: int = 0
+    tokens_per_minute: int = 0
+    expires: datetime | None = None
+
+
+class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Everything a gateway can be told.
+
+    runtime_dir: where the coordinator's socket is. endpoint: `tcp://HOST:PORT` of one that is reached over a network,
+    with server_key and key_file as for a client.
+    host, port: where to serve; port 0: any that is free. processes: on that one port.
+    names: what requests may call the model; the first is what it is called in lists. Empty: as the worker calls it.
+    tokenizer: a path or a name; "": where the worker has its model. chat_template: a Jinja file in place of the model's
+    own. tool_format: how the model writes calls of tools; "": as its chat template says.
+    open: without [keys], serve others than this host too. hosts: names of this host that browsers may use, beside
+    localhost and addresses. cors_origins: pages of others that may call this gateway; "*": any.
+    body_bytes_max, head_bytes_max: of a request. head_s, body_s: for it to come. keep_alive_s: an idle connection.
+    write_s: after so long without reading, a client is given up. drain_s: for streams to end when it is told to.
+    strip, move: regular expressions of what agents put in front of their prompts and change with each call: it is left
+    out, or moved to the end of the system prompt, so that what follows it is found in the prefix cache.
+    """
+
+    runtime_dir: str = ""
     endpoint: str = ""
+    server_key: str = ""
+    key_file: str = ""
     host: str = "127.0.0.1"
     port: int = 8000
-    body_bytes_max: int = 32 << 20
+    processes: int = 1
+    names: tuple[str, ...] = ()
     tokenizer: str = ""
     chat_template: str = ""
-    names: tuple[str, ...] = ()
+    tool_format: str = ""
+    open: bool = False
+    hosts: tuple[str, ...] = ()
+    cors_origins: tuple[str, ...] = ()
+    keys: dict[str, Key] = {}
+    strip: tuple[str, ...] = (BILLING,)
+    move: tuple[str, ...] = ()
+    body_bytes_max: int = 32 << 20
+    head_bytes_max: int = 64 << 10
+    head_s: float = 10.0
+    body_s: float = 60.0
+    keep_alive_s: float = 75.0
+    write_s: float = 60.0
+    drain_s: float = 30.0
+    log_level: str = "info"
+    log_format: str = "text"
+
+    def __post_init__(self) -> None:
+        logs.check(self.log_level, self.log_format)
+        if not 0 <= self.port < 1 << 16:
+            raise InvalidConfiguration("port", f"is {self.port}; it must be 0 to 65535")
+        if not 1 <= self.processes <= PROCESSES_MAX:
+            raise InvalidConfiguration("processes", f"is {self.processes}; it must be 1 to {PROCESSES_MAX}")
+        for name in ("body_bytes_max", "head_bytes_max"):
+            if getattr(self, name) < 1024:
+                raise InvalidConfiguration(name, f"is {getattr(self, name)}; it must be at least 1024")
+        for name in ("head_s", "body_s", "keep_alive_s", "write_s", "drain_s"):
+            if not 0 < getattr(self, name) <= 86_400:
+                raise InvalidConfiguration(name, "must be more than 0 and at most 86400 seconds")
+        for name in ("strip", "move"):
+            for at, pattern in enumerate(getattr(self, name)):
+                try:
+                    re.compile(pattern)
+                except re.error as error:
+                    raise InvalidConfiguration(f"{name}[{at}]", f"is no regular expression: {error}") from None
+        for name, key in self.keys.items():
+            _check(f"keys.{name}", key)
+        if not self.keys and not self.open and not is_local(self.host):
+            problem = f"is {self.host}, which others reach too, and there are no [keys]"
+            raise InvalidConfiguration("host", f"{problem}: make one with `kvforge keys api`, or set open = true")
+
+    @property
+    def coordinator(self) -> str:
+        """Where the coordinator is."""
+        if self.endpoint:
+            return self.endpoint
+        return client_endpoint(expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute())
+
+
+def is_local(host: str) -> bool:
+    """Whether only this machine can reach it."""
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def load_settings(path: Path | None) -> Settings:
+    """Reads a TOML file. Raises InvalidConfiguration naming the file or the key."""
+    return Settings() if path is None else load(path, Settings)
+
+
+def _check(field: str, key: Key) -> None:
+    if not _HASH.fullmatch(key.hash):
+        problem = 'is "sha256:" and 64 hexadecimal digits: `kvforge keys api` makes it'
+        raise InvalidConfiguration(f"{field}.hash", problem)
+    if not key.tenant:
+        raise InvalidConfiguration(f"{field}.tenant", "is empty")
+    if wrong := sorted({*key.rights} - {*RIGHTS}):
+        raise InvalidConfiguration(f"{field}.rights", f"holds {wrong[0]!r}; there are {', '.join(RIGHTS)}")
+    if not -PRIORITY_MAX <= key.priority_max <= PRIORITY_MAX:
+        raise InvalidConfiguration(f"{field}.priority_max", f"must be -{PRIORITY_MAX} to {PRIORITY_MAX}")
+    for name in ("requests_per_minute", "tokens_per_minute"):
+        if getattr(key, name) < 0:
+            raise InvalidConfiguration(f"{field}.{name}", "must be 0 (no limit) or more")
+    if key.expires is not None and key.expires.tzinfo is None:
+        problem = f"has no zone; write {key.expires.replace(tzinfo=UTC).isoformat()}"
+        raise InvalidConfiguration(f"{field}.expires", problem)

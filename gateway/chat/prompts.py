@@ -12,6 +12,8 @@ from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
 from kvforge.text.tokenizer import TextStream, Tokenizer
 
+from .hygiene import Hygiene
+
 # What a template may not be told by a request: they are the arguments of the function that runs it.
 RESERVED = frozenset(
     {
@@ -33,8 +35,9 @@ class Rendered:
 class Prompts:
     """Of one tokenizer."""
 
-    def __init__(self, tokenizer: Tokenizer) -> None:
+    def __init__(self, tokenizer: Tokenizer, hygiene: Hygiene | None = None) -> None:
         self.tokenizer = tokenizer
+        self._hygiene = hygiene or Hygiene()
         template = tokenizer.chat_template
         self.has_template = bool(template)
         self.takes_tools = "tools" in template
@@ -73,7 +76,7 @@ class Prompts:
         }
         if tools:
             options["tools"] = [dict(tool) for tool in tools]
-        text = self.tokenizer.render(messages, options | extra)
+        text = self.tokenizer.render(self._hygiene.clean(messages), options | extra)
         return Rendered(np.array(self.tokenizer.encode(text, special=False), np.int32), text)
 
     def stream(self, *, continues: bool = False) -> TextStream:

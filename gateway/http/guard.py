@@ -34,8 +34,7 @@ class Guard:
 
         async def guarded(request: Request) -> Response:
             try:
-                caller = self._access.caller(request.headers, request.client.host if request.client else "")
-                caller.need(right)
+                caller = self._access.caller(request.headers, right)
                 return await handler(request, caller)
             except KvforgeError as error:
                 return JSONResponse(shape(error), status_of(error), headers_of(error))

@@ -25,11 +25,18 @@ class Child:
     """A child process that may be started several times.
 
     command: its arguments after the interpreter. temporary: its folder for temporary files. line: called with each
-    line of its output, unless log_file takes it.
+    line of its output, unless log_file takes it. descriptors: of ours that it has too.
     """
 
     def __init__(
-        self, name: str, command: list[str], temporary: Path, line: Callable[[str], None], log_file: Path | None = None
+        self,
+        name: str,
+        command: list[str],
+        temporary: Path,
+        line: Callable[[str], None],
+        log_file: Path | None = None,
+        *,
+        descriptors: tuple[int, ...] = (),
     ) -> None:
         self.name = name
         self.log_file = log_file
@@ -39,6 +46,7 @@ class Child:
         self._command = command
         self._environment = {**os.environ, "TMPDIR": str(temporary)}
         self._line = line
+        self._descriptors = descriptors
         self._process: subprocess.Popen[bytes] | None = None
         self._output = -1
         self._text = b""
@@ -137,6 +145,7 @@ class Child:
         return subprocess.Popen(
             command,
             stdin=subprocess.DEVNULL,
+            pass_fds=self._descriptors,
             stdout=output,
             stderr=output,
             env=self._environment,

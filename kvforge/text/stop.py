@@ -12,7 +12,7 @@ from collections.abc import Sequence
 class StopText:
     """Passes text through until one of the stop strings appears; the stop string itself is not passed.
 
-    What might be the beginning of one is held back until it is decided. found: whether one has appeared. matched: which.
+    What might be the beginning of one is held back until it is decided. found: one has appeared; matched: which one.
     """
 
     def __init__(self, stops: Sequence[str]) -> None:

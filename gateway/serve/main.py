@@ -1,0 +1,196 @@
+"""The command `python -m gateway`: one process, or several on one port with this one above them."""
+
+from __future__ import annotations
+
+import argparse
+import select
+import signal
+import socket
+import sys
+import tempfile
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+
+from gateway.access import Access
+from gateway.access.rates import SharedRates
+from gateway.config import Settings, load_settings
+from kvforge.launch.child import Child
+from kvforge.process.signals import Signals
+from kvforge.protocol import logs
+from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, Unavailable
+from kvforge.protocol.exits import OK, UNAVAILABLE, status_of
+from kvforge.protocol.notify import notify
+
+BACKLOG = 2048
+TURN_S, DRAIN_TURN_S = 1.0, 0.1
+KILL_S = 5.0
+# A child that ran so long was not ended by what it was told at its start.
+SERVED_S = 10.0
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Serves until it is told to end. Returns the exit status, as `protocol.exits` has it."""
+    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser.add_argument("--config", type=Path, metavar="FILE", help="gateway.toml")
+    parser.add_argument("--runtime-dir", help="where the coordinator's socket is")
+    parser.add_argument("--host", help="[127.0.0.1]")
+    parser.add_argument("--port", type=int, help="0: any that is free [8000]")
+    parser.add_argument("--processes", type=int, metavar="N", help="[1]")
+    parser.add_argument("--name", dest="names", action="append", help="what requests may call the model")
+    parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # the descriptor of a socket that listens
+    parser.add_argument("--rates", type=Path, help=argparse.SUPPRESS)
+    options = parser.parse_args(arguments)
+    try:
+        settings = settings_of(options)
+        logs.configure("gateway", settings.log_level, settings.log_format)
+        listener = socket.socket(fileno=options.listen) if options.listen is not None else listening(settings)
+        if options.listen is None:
+            print(f"serving at {url_of(settings.host, listener)}", flush=True)
+        return _serve(options, settings, listener)
+    except ImportError as error:
+        print(f"gateway: it needs the extra `gateway` ({error}): pip install 'kvforge[gateway]'", file=sys.stderr)
+        return UNAVAILABLE
+    except KvforgeError as error:
+        print(f"gateway: {error}", file=sys.stderr)
+        return status_of(error)
+
+
+def settings_of(options: argparse.Namespace) -> Settings:
+    """The file's, and over them the options'. Raises InvalidConfiguration."""
+    settings = load_settings(options.config)
+    given = {name: getattr(options, name) for name in ("runtime_dir", "host", "port", "processes")}
+    given["names"] = tuple(options.names) if options.names and not settings.names else None
+    changes = {name: value for name, value in given.items() if value is not None}
+    return msgspec.convert({**msgspec.structs.asdict(settings), **changes}, Settings) if changes else settings
+
+
+def listening(settings: Settings) -> socket.socket:
+    """A socket that takes connections. Raises InvalidConfiguration, or Unavailable where the port is another's."""
+    host = settings.host.strip("[]")
+    try:
+        family, *_, address = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM)[0]
+        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
+    except socket.gaierror as error:
+        raise InvalidConfiguration("host", f"{host}: {error.strerror}") from None
+    except PermissionError:
+        raise InvalidConfiguration("port", f"{settings.port}: this user may not serve ports below 1024") from None
+    except OSError as error:
+        problem = f"{host}:{settings.port} cannot be served: {error.strerror}"
+        raise Unavailable(f"{problem}; is another gateway running? See --port") from None
+
+
+def url_of(host: str, listener: socket.socket) -> str:
+    """Where clients find it."""
+    port = listener.getsockname()[1]
+    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - it is not bound
+    return f"http://{shown}:{port}"
+
+
+def _serve(options: argparse.Namespace, settings: Settings, listener: socket.socket) -> int:
+    if settings.processes > 1:
+        with tempfile.TemporaryDirectory(prefix="kvforge-gateway-") as folder, Signals() as signals:
+            _Several(options, settings, listener, Path(folder)).run(signals)
+        return OK
+    from .process import serve
+
+    with tempfile.TemporaryDirectory(prefix="kvforge-gateway-") as folder:
+        rates = SharedRates(options.rates or Path(folder) / "rates")
+        access = Access(settings, rates)
+
+        def read_keys(number: int, frame: object) -> None:  # noqa: ARG001
+            try:
+                access.use(settings_of(options))
+            except KvforgeError as error:
+                print(f"gateway: the keys stay as they were: {error}", file=sys.stderr)
+
+        signal.signal(signal.SIGHUP, read_keys)
+        try:
+            serve(settings, listener, access)
+        finally:
+            rates.close()
+    return OK
+
+
+class _Several:
+    """Children that all take connections from one socket: who is free takes the next, and what waits outlives them."""
+
+    def __init__(self, options: argparse.Namespace, settings: Settings, listener: socket.socket, folder: Path) -> None:
+        entry = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
+        command = [str(entry), "gateway", *_passed(options), "--processes", "1"]
+        command += ["--listen", str(listener.fileno()), "--rates", str(folder / "rates")]
+        self._drain_s = settings.drain_s
+        self._began: dict[str, float] = {}
+        self._children = [
+            Child(f"gateway-{at}", command, folder, _say, descriptors=(listener.fileno(),))
+            for at in range(settings.processes)
+        ]
+
+    def run(self, signals: Signals) -> None:
+        """Until a signal asks to end. Raises Unavailable where one ends again and again."""
+
+        def pass_on(number: int, frame: object) -> None:  # noqa: ARG001
+            for child in self._children:
+                child.send(signal.SIGHUP)
+
+        signal.signal(signal.SIGHUP, pass_on)
+        for child in self._children:
+            self._start(child)
+        notify("READY=1")
+        try:
+            while not signals.count:
+                self._wait(signals, TURN_S)
+                self._restart()
+        finally:
+            self._end(signals)
+
+    def _start(self, child: Child) -> None:
+        child.start()
+        self._began[child.name] = monotonic()
+
+    def _wait(self, signals: Signals, wait_s: float) -> None:
+        outputs = {child.output: child for child in self._children if child.output >= 0}
+        for ready in select.select([signals.fileno(), *outputs], [], [], wait_s)[0]:
+            if ready == signals.fileno():
+                signals.clear()
+            else:
+                outputs[ready].read()
+
+    def _restart(self) -> None:
+        for child in self._children:
+            child.served |= child.running and monotonic() - self._began[child.name] > SERVED_S
+            if child.ended() is not None:
+                child.plan_restart()
+                if child.given_up:
+                    raise Unavailable(f"{child.name} ends again and again: {child.last_words()}")
+            elif child.restart_at is not None and child.restart_at <= monotonic():
+                self._start(child)
+
+    def _end(self, signals: Signals) -> None:
+        """Streams may end; asked a second time, at once."""
+        for child in self._children:
+            child.send(signal.SIGTERM)
+        deadline = monotonic() + self._drain_s + KILL_S
+        while any(child.running for child in self._children) and monotonic() < deadline and signals.count < 2:
+            self._wait(signals, DRAIN_TURN_S)
+            for child in self._children:
+                child.ended()
+        for child in self._children:
+            child.send(signal.SIGKILL)
+            child.wait(monotonic() + KILL_S)
+
+
+def _passed(options: argparse.Namespace) -> list[str]:
+    """The options for a child."""
+    given: list[str] = []
+    for name in ("config", "runtime_dir", "host", "port"):
+        if (value := getattr(options, name)) is not None:
+            given += [f"--{name.replace('_', '-')}", str(value)]
+    for name in options.names or ():
+        given += ["--name", name]
+    return given
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

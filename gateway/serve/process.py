@@ -1,0 +1,78 @@
+"""One process that serves a port."""
+
+from __future__ import annotations
+
+import asyncio
+import signal
+import socket
+import sys
+from collections.abc import Generator
+from contextlib import contextmanager
+
+import uvicorn
+
+from gateway.access import Access
+from gateway.app import make_app
+from gateway.config import Settings
+from kvforge.protocol.notify import Watchdog, notify
+
+from .protocol import protocol_of
+
+BACKLOG = 2048
+
+
+class _Server(uvicorn.Server):
+    """uvicorn's, which leaves signals to us."""
+
+    @contextmanager
+    def capture_signals(self) -> Generator[None, None, None]:
+        yield
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        notify("READY=1")
+
+
+def serve(settings: Settings, listener: socket.socket, access: Access) -> None:
+    """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`."""
+    config = uvicorn.Config(
+        make_app(settings, access),
+        http=protocol_of(settings),
+        lifespan="on",
+        ws="none",
+        access_log=False,
+        log_config=None,
+        server_header=False,
+        proxy_headers=False,
+        backlog=BACKLOG,
+        timeout_keep_alive=int(settings.keep_alive_s),
+        timeout_graceful_shutdown=int(settings.drain_s),
+    )
+    server = _Server(config)
+    with asyncio.Runner(loop_factory=_loop_factory()) as runner:
+        loop = runner.get_loop()
+
+        def end() -> None:
+            server.force_exit = server.should_exit
+            server.should_exit = True
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            loop.add_signal_handler(number, end)
+        watchdog = Watchdog()
+        if watchdog.every_us:
+            loop.call_soon(_feed, loop, watchdog)
+        runner.run(server.serve([listener]))
+
+
+def _feed(loop: asyncio.AbstractEventLoop, watchdog: Watchdog) -> None:
+    """A loop that hangs does not come by."""
+    watchdog.feed(round(loop.time() * 1e6))
+    loop.call_later(watchdog.every_us / 1e6, _feed, loop, watchdog)
+
+
+def _loop_factory() -> type[asyncio.AbstractEventLoop] | None:
+    if sys.platform not in ("linux", "darwin"):
+        return None
+    import uvloop
+
+    return uvloop.Loop

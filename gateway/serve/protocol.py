@@ -1,0 +1,100 @@
+"""uvicorn's HTTP, with limits to what a client may do: a head that grows or never comes, an answer that is not read."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any
+
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from gateway.config import Settings
+
+TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+
+
+def protocol_of(settings: Settings) -> type[HttpToolsProtocol]:
+    """The class of a connection under these settings."""
+
+    class Connection(HttpToolsProtocol):
+        """One connection."""
+
+        def __init__(self, *args: Any, **kwargs: Any) -> None:
+            super().__init__(*args, **kwargs)
+            # waiting_bytes: of a head that is not whole yet; head_bytes: of one that is.
+            self._in_head, self._waiting_bytes, self._head_bytes = True, 0, 0
+            self._refused = False
+            self._head_timer: asyncio.TimerHandle | None = None
+            self._write_timer: asyncio.TimerHandle | None = None
+
+        def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
+            super().connection_made(transport)
+            self._head_timer = self.loop.call_later(settings.head_s, self._give_up)
+
+        def connection_lost(self, exc: Exception | None) -> None:
+            super().connection_lost(exc)
+            for timer in (self._head_timer, self._write_timer):
+                if timer is not None:
+                    timer.cancel()
+
+        def data_received(self, data: bytes) -> None:
+            if self._refused:
+                return
+            if self._in_head:
+                self._waiting_bytes += len(data)
+            super().data_received(data)
+            if self._in_head and self._waiting_bytes > settings.head_bytes_max:
+                self._refuse()
+
+        def on_message_begin(self) -> None:
+            self._in_head, self._head_bytes = True, 0
+            if self._head_timer is None:
+                self._head_timer = self.loop.call_later(settings.head_s, self._give_up)
+            super().on_message_begin()
+
+        def on_url(self, url: bytes) -> None:
+            self._head_bytes += len(url)
+            super().on_url(url)
+
+        def on_header(self, name: bytes, value: bytes) -> None:
+            self._head_bytes += len(name) + len(value)
+            super().on_header(name, value)
+
+        def on_headers_complete(self) -> None:
+            self._in_head, self._waiting_bytes = False, 0
+            if self._head_bytes > settings.head_bytes_max:
+                self._refuse()
+                return
+            if self._head_timer is not None:
+                self._head_timer.cancel()
+                self._head_timer = None
+            super().on_headers_complete()
+
+        def on_body(self, body: bytes) -> None:
+            if not self._refused:
+                super().on_body(body)
+
+        def on_message_complete(self) -> None:
+            if not self._refused:
+                super().on_message_complete()
+
+        def pause_writing(self) -> None:
+            super().pause_writing()
+            if self._write_timer is None:
+                self._write_timer = self.loop.call_later(settings.write_s, self._give_up)
+
+        def resume_writing(self) -> None:
+            if self._write_timer is not None:
+                self._write_timer.cancel()
+                self._write_timer = None
+            super().resume_writing()
+
+        def _refuse(self) -> None:
+            self._refused = True
+            if not self.transport.is_closing():
+                self.transport.write(TOO_LARGE)
+                self.transport.close()
+
+        def _give_up(self) -> None:
+            self.transport.abort()
+
+    return Connection
