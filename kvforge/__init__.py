@@ -70,7 +70,7 @@ if TYPE_CHECKING:
     from .client.results import Completion, Finished, Token
     from .client.sampling import Sampling
     from .client.sequences import CachedSequence
-    from .client.tables import BlockCounts, SequenceRow, Tables
+    from .client.tables import BlockColumns, BlockCounts, SequenceRow, Tables
 
 __version__ = "0.1.0"
 
@@ -81,6 +81,7 @@ __all__ = [
     "AsyncRequest",
     "AsyncTextRequest",
     "BlockCount",
+    "BlockColumns",
     "BlockCounts",
     "BlockInfo",
     "BlockNotFound",
@@ -151,6 +152,7 @@ _HOMES = {
     "Token": ".client.results",
     "Sampling": ".client.sampling",
     "CachedSequence": ".client.sequences",
+    "BlockColumns": ".client.tables",
     "BlockCounts": ".client.tables",
     "SequenceRow": ".client.tables",
     "Tables": ".client.tables",

@@ -43,6 +43,15 @@ class BlockCounts:
     owner: int
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class BlockColumns:
+    """Every block by its id, as in `BlockCounts`: [n] int32 each."""
+
+    refcount: Int32Array
+    generation: Int32Array
+    owner: Int32Array
+
+
 class Tables:
     """The shared tables of one start of a coordinator, which `boot` names. Nothing needs to be closed.
 
@@ -175,6 +184,12 @@ class Tables:
             raise BlockNotFound(block_id)
         counts = (reader.block_refcount, reader.block_generation, reader.block_owner)
         return BlockCounts(*(int(column[block_id]) for column in counts))
+
+    def blocks(self, count: int) -> BlockColumns:
+        """The first `count` blocks, or as many as the tables have room for: copies. Numbers as `block` gives them."""
+        reader, upto = self._reader, slice(whole("count", count, 0, INT64_MAX))
+        columns = (reader.block_refcount, reader.block_generation, reader.block_owner)
+        return BlockColumns(*(column[upto].copy() for column in columns))
 
     def __repr__(self) -> str:
         return f"<Tables of boot {self.boot[:8]}, process {self.pid}>"

@@ -194,7 +194,7 @@ class Purged(Message, frozen=True, tag="purged"):
 
 
 class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
-    """One line of RequestList."""
+    """One line of RequestList. first_token_us, ended_us: as in Timings."""
 
     request_id: int
     state: str
@@ -205,6 +205,8 @@ class RequestRow(msgspec.Struct, frozen=True, kw_only=True):
     age_us: int
     reason: str = ""
     worker: str = ""
+    first_token_us: int = -1
+    ended_us: int = -1
 
 
 class RequestList(Message, frozen=True, tag="request_list"):
@@ -214,7 +216,10 @@ class RequestList(Message, frozen=True, tag="request_list"):
 
 
 class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
-    """One pool, in blocks unless the name says otherwise. free + cached + referenced + quarantined = blocks."""
+    """One pool, in blocks unless the name says otherwise. free + cached + referenced + quarantined = blocks.
+
+    base: the id of its first block; the others follow.
+    """
 
     worker: str
     state: str
@@ -232,6 +237,7 @@ class PoolStats(msgspec.Struct, frozen=True, kw_only=True):
     live_tokens: int
     sequences: int
     steps: int
+    base: int = 0
 
 
 class RequestStats(msgspec.Struct, frozen=True, kw_only=True):

@@ -164,6 +164,9 @@ def test_timings_are_since_submission(make_pool: MakePool) -> None:
     driver.answer(worker)
     timings = driver.request(request).timings
     assert (timings.first_scheduled_us, timings.first_token_us, timings.ended_us) == (5, 25, 25)
+    waiting = driver.submit([1, 2], max_tokens=1)
+    listed = {row.request_id: (row.first_token_us, row.ended_us) for row in driver.ask(ListRequests(rid=1)).requests}
+    assert listed == {request: (25, 25), waiting: (-1, -1)}
 
 
 # ------------------------------------------------------------------------------------------------------------ the door

@@ -32,6 +32,7 @@ def check_agreement(driver: Driver) -> None:
         assert pool.free + pool.cached + pool.referenced + pool.quarantined == pool.blocks
         assert pool.allocated_total - pool.freed_total == pool.blocks - pool.free
         assert pool.referenced <= pool.referenced_peak
+        assert {info.worker for info in map(driver.block, (pool.base, pool.base + pool.blocks - 1))} == {pool.worker}
         assert pool.live_tokens <= pool.referenced * pool.block_size
     for name in ("free", "cached", "referenced", "quarantined"):
         assert gauges[f"blocks_{name}"] == sum(getattr(pool, name) for pool in stats.pools), name

@@ -311,9 +311,11 @@ class RequestCommands:
     def info(self, message: GetRequest) -> Message:
         """What is known of a request."""
         request = self._requests.find(message.request_id)
+        row = msgspec.structs.asdict(self._row(request))
+        del row["first_token_us"], row["ended_us"]  # they are among its timings
         return RequestInfo(
             rid=message.rid,
-            **msgspec.structs.asdict(self._row(request)),
+            **row,
             cached_tokens=request.cached_tokens,
             error=ErrorInfo.of(request.error) if request.error else None,
             timings=request.timings(self._clock.now_us),
@@ -346,6 +348,8 @@ class RequestCommands:
             age_us=self._clock.now_us - request.submitted_us,
             reason=request.reason,
             worker=request.worker,
+            first_token_us=request.since(request.first_token_us),
+            ended_us=request.since(request.ended_us),
         )
 
     def purge(self, tenant: str, message: PurgeFinished) -> Message:

@@ -72,6 +72,7 @@ def pool_stats(cache: Cache, group: Group) -> PoolStats:
         live_tokens=live_tokens(cache, group),
         sequences=int(np.count_nonzero(cache.sequences.pool == group.number)),
         steps=group.steps_total,
+        base=pool.base,
     )
 
 

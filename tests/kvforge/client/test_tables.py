@@ -101,6 +101,20 @@ def test_what_the_coordinator_published(writer: TablesWriter, tables: Tables) ->
     assert tables.sequence(42).blocks.tolist() == [5, 9, 7]
 
 
+def test_all_blocks_at_once_are_copies(writer: TablesWriter, tables: Tables) -> None:
+    writer.block_refcount[[0, 2]], writer.block_generation[2], writer.block_owner[2] = [1, 3], 7, 5
+    found = tables.blocks(3)
+    writer.block_refcount[:] = 9
+    assert (found.refcount.tolist(), found.generation.tolist(), found.owner.tolist()) == (
+        [1, 0, 3],
+        [0, 0, 7],
+        [0, 0, 5],
+    )
+    assert tables.blocks(1000).owner.size == GEOMETRY.blocks and tables.blocks(0).owner.size == 0
+    with pytest.raises(InvalidRequest, match="count"):
+        tables.blocks(-1)
+
+
 def test_what_is_not_there_is_refused_by_its_id(writer: TablesWriter, tables: Tables) -> None:
     write_row(writer, 0, [1], 1, 5)
     with pytest.raises(SequenceNotFound) as missing:
