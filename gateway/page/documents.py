@@ -1,0 +1,93 @@
+"""The documents that the page's parts are made of. Each is bounded, whatever the service holds."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from kvforge.protocol.messages import Health, RequestList, RequestRow, Stats, TenantStats
+
+ROWS_MAX = 100
+TENANTS_MAX = 64
+WORKERS_MAX = 64
+TEXT_MAX = 300
+WAITING = ("pending", "preempted")
+ORDER = {"preempted": 0, "pending": 0, "running": 1}
+ENDED = 2
+POOL = (
+    "worker", "base", "blocks", "free", "cached", "referenced", "quarantined", "referenced_peak", "block_size",
+    "bytes_per_block", "kv_dtype", "live_tokens", "sequences",
+)  # fmt: skip
+Document = dict[str, Any]
+
+
+def pools(stats: Stats) -> list[Document]:
+    """Pools by their first block."""
+    ordered = sorted(stats.pools, key=lambda pool: pool.base)[:WORKERS_MAX]
+    return [{name: getattr(pool, name) for name in POOL} for pool in ordered]
+
+
+def tenants(stats: Stats) -> Document:
+    """The tenants with the most blocks, each with the number by which blocks name it."""
+    most = sorted(enumerate(stats.tenants, 1), key=lambda item: (-item[1].blocks, -item[1].pending, item[0]))
+    return {"total": len(most), "rows": [_tenant(number, row) for number, row in most[:TENANTS_MAX]]}
+
+
+def _tenant(number: int, row: TenantStats) -> Document:
+    queried, hit = row.prefix_queried_tokens_total, row.prefix_hit_tokens_total
+    names = ("tenant", "blocks", "bytes", "floor", "ceiling", "weight", "pending")
+    hits = round(hit / queried, 3) if queried else None
+    return {"number": number, **{name: getattr(row, name) for name in names}, "hits": hits}
+
+
+def workers(health: Health) -> Document:
+    """Workers, and those that are gone."""
+    rows = [
+        {
+            "name": worker.name,
+            "pid": worker.pid,
+            "state": worker.state,
+            "phase": worker.phase,
+            "progress": round(worker.progress, 2),
+            "busy_s": round(worker.since_step_us / 1e6) if worker.since_step_us >= 1_000_000 else 0,
+            "memory": worker.device_bytes,
+            "kernels": {what: kernel[:TEXT_MAX] for what, kernel in worker.kernels.items()},
+        }
+        for worker in health.workers[:WORKERS_MAX]
+    ]
+    gone = {name: how[:TEXT_MAX] for name, how in list(health.gone.items())[:WORKERS_MAX]}
+    return {"rows": rows, "gone": gone}
+
+
+def about(stats: Stats, health: Health, started_ms: int) -> Document:
+    """What rarely changes."""
+    model = health.model
+    told: Document | None = None
+    if model is not None:
+        told = {"name": model.name, "dtype": model.weight_dtype or model.dtype, "context": model.context_tokens_max}
+    return {"boot": stats.boot, "started_ms": started_ms, "model": told, "draining": health.draining}
+
+
+def totals(stats: Stats) -> Document:
+    """Counts since the start."""
+    requests = stats.requests
+    names = ("accepted", "finished", "failed", "cancelled", "expired", "refused", "preemptions")
+    tokens = ("prompt_tokens", "cached_tokens", "generated_tokens", "computed_tokens", "recomputed_tokens")
+    return {name: getattr(requests, f"{name}_total") for name in (*names, *tokens)} | {"clients": stats.clients}
+
+
+def requests(listed: RequestList, came_ms: dict[int, int]) -> Document:
+    """Who waits, the oldest first; who runs; who has ended, the newest first. came_ms: when each was submitted."""
+    chosen = sorted(listed.requests, key=_place)[:ROWS_MAX]
+    return {"total": listed.total, "rows": [_row(row, came_ms[row.request_id]) for row in chosen]}
+
+
+def _place(row: RequestRow) -> tuple[int, int]:
+    place = ORDER.get(row.state, ENDED)
+    return place, -row.request_id if place == ENDED else row.request_id
+
+
+def _row(row: RequestRow, came_ms: int) -> list[Any]:
+    ended_ms = came_ms + row.ended_us // 1000 if row.ended_us >= 0 else None
+    first_ms = round(row.first_token_us / 1e3, 1) if row.first_token_us >= 0 else None
+    tokens = (row.prompt_tokens, row.generated_tokens, row.max_tokens)
+    return [row.request_id, row.state, row.reason, row.tenant, row.worker, *tokens, came_ms, first_ms, ended_ms]

@@ -1,0 +1,110 @@
+"""What has happened while somebody looked: processes that went and came back, requests that failed or gave way."""
+
+from __future__ import annotations
+
+from collections import deque
+from dataclasses import dataclass
+
+import msgspec
+
+from kvforge.protocol.messages import Health, Stats
+
+from .view import BAD, GOOD, NOTICE
+
+KEPT_MAX = 40
+TOGETHER_MS = 60_000  # so long after the last one of a kind another is told with it
+COUNTED = {
+    "failed_total": (BAD, "failed"),
+    "expired_total": (NOTICE, "ran out of time"),
+    "refused_total": (NOTICE, "refused"),
+    "preemptions_total": (NOTICE, "preempted: their blocks went to others, and what they held is computed again"),
+}
+
+
+class Happening(msgspec.Struct, frozen=True):
+    """One line: when by the wall clock, how grave, what."""
+
+    at_ms: int
+    level: str
+    text: str
+
+
+@dataclass(slots=True)
+class _Counted:
+    first: int
+    last_ms: int
+
+
+class Happenings:
+    """The newest ones, newest first."""
+
+    def __init__(self) -> None:
+        self._told: deque[Happening] = deque(maxlen=KEPT_MAX)
+        self._stats: Stats | None = None
+        self._health: Health | None = None
+        self._counted: dict[str, tuple[Happening, _Counted]] = {}
+        self._gone_ms = 0
+
+    def told(self) -> list[Happening]:
+        """Newest first."""
+        return list(self._told)
+
+    def process(self, running: bool, now_ms: int) -> None:
+        """Whether the coordinator's process runs."""
+        if not running and not self._gone_ms:
+            self._gone_ms = now_ms
+            self._tell(now_ms, BAD, "the coordinator is gone")
+
+    def answered(self, stats: Stats, health: Health, now_ms: int) -> None:
+        """The coordinator's own words: compared with those before."""
+        before, stood = self._stats, self._health
+        self._stats, self._health = stats, health
+        if before is None or stood is None:
+            return
+        if stats.boot != before.boot:
+            self._tell(now_ms, BAD, f"the coordinator was started anew{self._away(now_ms)}: what it knew is lost")
+            self._counted.clear()
+        else:
+            if self._gone_ms:
+                self._tell(now_ms, GOOD, f"the coordinator is back{self._away(now_ms)}, with all that it was told")
+            self._count(before, stats, now_ms)
+        self._gone_ms = 0
+        self._workers(stood, health, now_ms)
+        if health.draining != stood.draining:
+            self._tell(now_ms, NOTICE, "draining: no new requests" if health.draining else "not draining any more")
+        if health.ready != stood.ready and not health.draining:
+            said = (GOOD, "ready to serve") if health.ready else (BAD, f"not ready: {health.reason}")
+            self._tell(now_ms, *said)
+
+    def _away(self, now_ms: int) -> str:
+        return f" after {(now_ms - self._gone_ms) / 1000:.1f} s" if self._gone_ms else ""
+
+    def _workers(self, stood: Health, health: Health, now_ms: int) -> None:
+        before = {worker.name: worker for worker in stood.workers}
+        for name, how in health.gone.items():
+            if stood.gone.get(name) != how:
+                self._tell(now_ms, BAD, f"{name} is gone: {how}")
+        for worker in health.workers:
+            known = before.get(worker.name)
+            if worker.state == "ready" and (known is None or known.state != "ready" or known.pid != worker.pid):
+                self._tell(now_ms, GOOD, f"{worker.name} is ready (process {worker.pid})")
+
+    def _count(self, before: Stats, stats: Stats, now_ms: int) -> None:
+        for name, (level, what) in COUNTED.items():
+            was, now = getattr(before.requests, name), getattr(stats.requests, name)
+            if now <= was:
+                continue
+            told, counted = self._counted.get(name, (None, _Counted(was, now_ms)))
+            if told is not None and now_ms - counted.last_ms > TOGETHER_MS:
+                told, counted = None, _Counted(was, now_ms)
+            if told is not None and told in self._told:
+                self._told.remove(told)
+            number = now - counted.first
+            line = f"{number} request{'s' if number > 1 else ''} {what}"
+            counted.last_ms = now_ms
+            self._counted[name] = self._tell(now_ms, level, line), counted
+
+    def _tell(self, at_ms: int, level: str, text: str) -> Happening:
+        told = Happening(at_ms, level, text)
+        self._told.appendleft(told)
+        return told

@@ -1,0 +1,98 @@
+"""The page's paths: its files, its stream of events, its questions and actions."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+from typing import Any
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from gateway.http.errors import headers_of, openai_error, status_of
+from gateway.http.stream import EventStream
+from kvforge import AsyncClient
+from kvforge.protocol.errors import KvforgeError, NotAllowed
+
+from . import actions, files
+from .sampler import Sampler
+
+SEE, ADMIN = "see", "admin"
+Allowed = Callable[[Request, str], None]
+Handler = Callable[[Request], Awaitable[Response]]
+
+
+def routes(client: AsyncClient, *, allowed: Allowed) -> list[Route]:
+    """Of the page at `/`. client: whose coordinator is shown; it has to see every tenant, and to be open as long.
+
+    allowed(request, right): raises NotAllowed where whoever sent the request has not the right to SEE what is served,
+    or to act as ADMIN. The files themselves hold nothing and are for everybody: a browser cannot send a key with them.
+    """
+    sampler, explaining = Sampler(client), actions.Explaining(client)
+
+    async def events(request: Request) -> Response:
+        allowed(request, SEE)
+        sampler.check_room()
+        return EventStream(sampler.watch({"admin": _may(allowed, request)}), files.HEADERS)
+
+    async def explain(request: Request) -> Response:
+        allowed(request, SEE)
+        told = await explaining.explain(request)
+        return _json({"subject": told.subject, "sentences": told.sentences, "facts": told.facts})
+
+    async def cancel(request: Request) -> Response:
+        allowed(request, ADMIN)
+        await actions.cancel(client, request)
+        return _json({})
+
+    async def drain(request: Request) -> Response:
+        allowed(request, ADMIN)
+        await actions.drain(client, request)
+        return _json({})
+
+    return [
+        *_file_routes(),
+        Route("/page/events", _answering(events), methods=["GET"]),
+        Route("/page/explain", _answering(explain), methods=["GET"]),
+        Route("/page/cancel", _answering(cancel), methods=["POST"]),
+        Route("/page/drain", _answering(drain), methods=["POST"]),
+    ]
+
+
+def _file_routes() -> list[Route]:
+    found = files.load()
+
+    def serving(file: files.File) -> Handler:
+        async def serve(request: Request) -> Response:
+            return file.response(request)
+
+        return serve
+
+    paths = {name: "/" if name == files.INDEX else f"/page/{name}" for name in found}
+    return [Route(paths[name], serving(file), methods=["GET"]) for name, file in found.items()]
+
+
+def _may(allowed: Allowed, request: Request) -> bool:
+    try:
+        allowed(request, ADMIN)
+    except NotAllowed:
+        return False
+    return True
+
+
+def _answering(handler: Handler) -> Handler:
+    """Errors as the gateway's other paths tell them."""
+
+    async def answer(request: Request) -> Response:
+        try:
+            return await handler(request)
+        except KvforgeError as error:
+            return _json(openai_error(error), status_of(error), headers_of(error))
+
+    return answer
+
+
+def _json(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:
+    held = {**files.HEADERS, "Cache-Control": "no-store", **(headers or {})}
+    return Response(msgspec.json.encode(document), status, held, "application/json")

@@ -1,0 +1,253 @@
+"""Looks at the service for all viewers of this process together, as long as there is one.
+
+Twice a second it reads the shared tables, which costs the coordinator nothing; once a second it asks what they do not
+say. Viewers wait for the next look and take what is new to them: one that reads slowly comes later and takes more at
+once, and never makes anything wait in memory.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from collections import deque
+from collections.abc import AsyncIterator
+from contextlib import suppress
+from time import monotonic, time
+from typing import Any
+
+import msgspec
+
+from kvforge import AsyncClient, Tables
+from kvforge.protocol.errors import CapacityExceeded, KvforgeError, NotFound, Unavailable
+from kvforge.protocol.messages import RequestRow
+
+from . import documents
+from .blocks import BLOCKS_MAX, BlockMap
+from .board import Board, event
+from .happenings import Happenings
+from .history import EVERY_S, History, Point
+from .latency import Latencies
+from .view import View, Waiting, summary
+
+LOOK_S, ASK_S = 0.5, 1.0
+LARGE, LARGE_LOOK_S = 32_768, 1.0  # from so many blocks on the map is looked at less often
+VIEWERS_MAX = 32
+LISTED_MAX = 256
+EXPLAINED_MAX = 2
+ANSWER_S = 2.0
+RATE_LOOKS = 5  # rates are of the time since so many looks ago
+log = logging.getLogger("gateway.page")
+
+
+class Sampler:
+    """One for each process. `watch` is a viewer's stream."""
+
+    def __init__(self, client: AsyncClient) -> None:
+        self._client = client
+        self._tables: Tables | None = None
+        self._map, self._board, self._history = BlockMap(), Board(), History()
+        self._happenings, self._latencies, self._view = Happenings(), Latencies(), View()
+        self._came_ms: dict[int, int] = {}
+        self._counts: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
+        self._gauges: dict[str, int] = {}
+        self._map_problem = ""
+        self._upto = 0  # blocks that pools have
+        self._looked_at = (-1, -1)  # turns and blocks, when the map was read
+        self._map_due = self._point_due = self._gone_since = self._asked = 0.0
+        self._looked = asyncio.Event()
+        self._work: asyncio.Task[None] | None = None
+        self.viewers = 0
+
+    def check_room(self) -> None:
+        """Raises CapacityExceeded where there are as many viewers as there may be."""
+        if self.viewers >= VIEWERS_MAX:
+            raise CapacityExceeded("viewers", self.viewers + 1, VIEWERS_MAX, "close another page, or try again later")
+
+    async def watch(self, hello: dict[str, Any]) -> AsyncIterator[bytes]:
+        """Server-sent events, from all that is known now on. hello: what is of this viewer alone. Raises as
+        `check_room`."""
+        self.check_room()
+        self.viewers += 1
+        try:
+            if self._work is None:
+                self._work = asyncio.create_task(self._run())
+            number = frame = point = 0
+            yield event("hello", msgspec.json.encode(hello))
+            while True:
+                looked, work = self._looked, self._work
+                news = self._board.since(number)
+                if cells := self._map.since(frame, monotonic()):
+                    news += event("blocks", cells)
+                if points := self._history.since(point):
+                    news += event("points", msgspec.json.encode(points))
+                number, frame, point = self._board.number, self._map.number, self._history.number
+                if news:
+                    yield news
+                await looked.wait()
+                if self._work is not work:
+                    return  # the page comes again, and so does the work
+        finally:
+            self.viewers -= 1
+            if not self.viewers and self._work is not None:
+                self._work.cancel()
+                self._work = None
+
+    # ------------------------------------------------------------------------------------------------------- the work
+
+    async def _run(self) -> None:
+        self._counts.clear()
+        asking = asyncio.create_task(self._ask_on())
+        try:
+            while not asking.done():
+                self._look()
+                self._looked.set()
+                self._looked = asyncio.Event()
+                await asyncio.wait((asking,), timeout=LOOK_S)
+            asking.result()
+        except Exception:
+            log.exception("the live page cannot be shown")
+        finally:
+            asking.cancel()
+            if self._work is asyncio.current_task():
+                self._work = None
+                self._looked.set()
+
+    async def _ask_on(self) -> None:
+        while True:
+            self._asked = self._asked or monotonic()
+            try:
+                await self._ask()
+            except KvforgeError as error:
+                self._view.problem = error.message
+            else:
+                self._view.problem, self._asked = "", 0.0
+            await asyncio.sleep(ASK_S)
+
+    async def _ask(self) -> None:
+        """What the tables do not say. Raises what the client does."""
+        kv, view = self._client, self._view
+        health = await kv.health(timeout_s=ANSWER_S)
+        stats = await kv.stats(timeout_s=ANSWER_S)
+        listed = await kv.requests(LISTED_MAX, timeout_s=ANSWER_S)
+        now_s, now_ms = monotonic(), _now_ms()
+        if self._tables is None or self._tables.boot != stats.boot:
+            await self._open_tables()
+        view.waiting = await self._why(listed.requests, {row.tenant: row.pending for row in stats.tenants})
+        view.stats, view.health, view.listed = stats, health, listed
+        self._upto = max((pool.base + pool.blocks for pool in stats.pools), default=0)
+        self._happenings.answered(stats, health, now_ms)
+        self._latencies.look(listed.requests, now_s)
+        self._came_ms = {
+            row.request_id: self._came_ms.get(row.request_id) or now_ms - row.age_us // 1000 for row in listed.requests
+        }
+        put = self._board.put
+        put("about", documents.about(stats, health, round((now_ms - stats.uptime_us / 1e3) / 1e4) * 10_000))
+        put("pools", documents.pools(stats))
+        put("tenants", documents.tenants(stats))
+        put("workers", documents.workers(health))
+        put("totals", documents.totals(stats))
+        put("requests", documents.requests(listed, self._came_ms))
+        put("latency", self._latencies.told())
+
+    async def _open_tables(self) -> None:
+        self._tables, self._map_problem = None, ""
+        try:
+            self._tables = await self._client.tables(timeout_s=ANSWER_S)
+        except Unavailable as error:
+            self._map_problem = error.message
+
+    async def _why(self, rows: tuple[RequestRow, ...], pending: dict[str, int]) -> tuple[Waiting, ...]:
+        """What the oldest request that waits waits for, of the tenants with the most that wait."""
+        oldest: dict[str, int] = {row.tenant: row.request_id for row in rows if row.state in documents.WAITING}
+        most = sorted(oldest, key=lambda tenant: -pending.get(tenant, 0))[:EXPLAINED_MAX]
+        found = []
+        for tenant in most:
+            with suppress(NotFound):  # it has ended meanwhile
+                told = await self._client.explain(request=oldest[tenant], timeout_s=ANSWER_S)
+                if "limit" in told.facts:
+                    found.append(Waiting(tenant, pending.get(tenant, 0), str(told.facts["limit"])))
+        return tuple(found)
+
+    # ------------------------------------------------------------------------------------------------------- one look
+
+    def _look(self) -> None:
+        now_s, now_ms, view = monotonic(), _now_ms(), self._view
+        running = self._read_tables(now_s)
+        if running:
+            self._gone_since = 0.0
+        elif not self._gone_since:
+            self._gone_since = now_s
+        self._happenings.process(running, now_ms)
+        view.gone_s = None if running else now_s - self._gone_since
+        view.silent_s = now_s - self._asked if self._asked else 0.0
+        now = self._now(now_s, now_ms)
+        self._board.put("now", now)
+        self._board.put("summary", summary(view))
+        self._board.put("happenings", self._happenings.told())
+        if now_s >= self._point_due:
+            self._point_due = now_s + EVERY_S
+            self._history.add(self._point(now, known=running and not view.silent_s))
+
+    def _read_tables(self, now_s: float) -> bool:
+        """Gauges and map; whether the coordinator's process runs, as far as that can be seen."""
+        tables = self._tables
+        if tables is None:
+            return True
+        if tables.ended():
+            return False
+        self._gauges = tables.gauges()
+        upto, at = self._upto, (self._gauges["turns"], self._upto)
+        if at != self._looked_at and now_s >= self._map_due:
+            if upto > BLOCKS_MAX:
+                self._map_problem = f"the map has room for {BLOCKS_MAX} blocks; there are {upto}"
+            else:
+                self._map.look(tables.blocks(upto), now_s)
+            self._looked_at = at
+            self._map_due = now_s + (LARGE_LOOK_S if upto > LARGE else 0.0)
+        return True
+
+    def _now(self, now_s: float, now_ms: int) -> dict[str, Any]:
+        """The few numbers that change all the time: from the tables, else from the last answer."""
+        gauges, stats = self._gauges if self._tables is not None else {}, self._view.stats
+        tokens_per_s = steps_per_s = None
+        if gauges:
+            count = (now_s, gauges["generated_tokens_total"], gauges["steps_total"])
+        elif stats is not None:
+            count = (now_s, stats.requests.generated_tokens_total, sum(pool.steps for pool in stats.pools))
+        else:
+            return {"at_ms": now_ms, "map": self._map_problem}
+        if self._counts and (passed_s := now_s - self._counts[0][0]) > 0:
+            tokens_per_s = round(max(0, count[1] - self._counts[0][1]) / passed_s, 1)
+            steps_per_s = round(max(0, count[2] - self._counts[0][2]) / passed_s, 1)
+        self._counts.append(count)
+        told = {"at_ms": now_ms, "tokens_per_s": tokens_per_s, "steps_per_s": steps_per_s, "map": self._map_problem}
+        if gauges:
+            names = ("total", "free", "cached", "referenced", "quarantined")
+            blocks = {name: gauges[f"blocks_{name}"] for name in names}
+            return {**told, "running": gauges["requests_running"], "waiting": gauges["requests_pending"], **blocks}
+        assert stats is not None, "there are counts"
+        sums = {name: sum(getattr(pool, name) for pool in stats.pools) for name in
+                ("free", "cached", "referenced", "quarantined")}  # fmt: skip
+        total = {"total": sum(pool.blocks for pool in stats.pools)}
+        return {**told, "running": stats.requests.running, "waiting": stats.requests.pending, **total, **sums}
+
+    def _point(self, now: dict[str, Any], *, known: bool) -> Point:
+        if not known or "running" not in now:
+            return Point(now["at_ms"], *[None] * 8)
+        total = now["total"] or 1
+        latest = self._latencies.told()[0]
+        return Point(
+            now["at_ms"],
+            now["tokens_per_s"],
+            now["steps_per_s"],
+            now["running"],
+            now["waiting"],
+            round(now["referenced"] / total, 4),
+            round(now["cached"] / total, 4),
+            latest.first_ms,
+            latest.between_ms,
+        )
+
+
+def _now_ms() -> int:
+    return round(time() * 1000)

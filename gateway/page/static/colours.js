@@ -1,0 +1,34 @@
+// The colours of cells and bars, as the style sheet has them for the light or the dark.
+
+export const TENANT_COLOURS = 8;
+export const AGE_COLOURS = 6;
+const dark = matchMedia("(prefers-color-scheme: dark)");
+let read = new Map();
+
+export function colour(name) {
+  let value = read.get(name);
+  if (value === undefined) {
+    value = getComputedStyle(document.documentElement).getPropertyValue(`--${name}`).trim();
+    read.set(name, value);
+  }
+  return value;
+}
+
+export const tenantColour = (number) => colour(`tenant-${number % TENANT_COLOURS}`);
+
+export function onScheme(redraw) {
+  dark.addEventListener("change", () => {
+    read = new Map();
+    redraw();
+  });
+}
+
+// A colour of the style sheet (#rrggbb), mixed with another by `share`, as ImageData has it: 0xAABBGGRR.
+export function pixel(name, other = name, share = 0) {
+  const from = parse(colour(name));
+  const to = parse(colour(other));
+  const [r, g, b] = from.map((value, at) => Math.round(value + (to[at] - value) * share));
+  return ((255 << 24) | (b << 16) | (g << 8) | r) >>> 0;
+}
+
+const parse = (hex) => [1, 3, 5].map((at) => Number.parseInt(hex.slice(at, at + 2), 16));

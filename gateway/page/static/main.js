@@ -1,0 +1,125 @@
+// The page: what the server says goes to the part that shows it.
+import { Chat } from "./chat.js";
+import { byId, el, keyed, text } from "./elements.js";
+import { Lines } from "./latency.js";
+import { Pools } from "./pools.js";
+import { Requests } from "./requests.js";
+import { Server } from "./server.js";
+import { Tenants } from "./tenants.js";
+import { showWorkers } from "./workers.js";
+import { count, duration, many, time } from "./words.js";
+
+const MARKS = { good: "●", notice: "●", bad: "●" };
+const server = new Server(take, link);
+const tenants = new Tenants(server);
+const pools = new Pools(server, tenants);
+const requests = new Requests(server, tenants);
+const lines = new Lines();
+const chat = new Chat(server);
+let startedMs = 0;
+let blocks = 0;
+
+const takers = {
+  hello({ admin }) {
+    requests.admin = admin;
+    byId("drain").hidden = !admin;
+    pools.blocks.frame = 0; // what comes next is whole
+    lines.points = [];
+  },
+  summary({ level, sentence, notes }) {
+    byId("summary").dataset.level = level;
+    text(byId("sentence"), sentence);
+    document.title = `${MARKS[level]} ${sentence} · kvforge`;
+    byId("notes").replaceChildren(...notes.filter(Boolean).map((note) => el("p", {}, note)));
+  },
+  now(now) {
+    lines.now(now);
+    requests.tick(now.at_ms);
+    text(byId("map-problem"), now.map ?? "");
+    byId("map-problem").hidden = !now.map;
+    about(now.at_ms);
+  },
+  about({ model, started_ms, draining }) {
+    startedMs = started_ms;
+    chat.model = model?.name ?? "";
+    takers.model = model ? `${model.name}${model.dtype ? ` · ${model.dtype}` : ""} · ${count(model.context)} tokens of context` : "";
+    byId("drain").disabled = draining;
+  },
+  pools(rows) {
+    blocks = rows.reduce((sum, pool) => sum + pool.blocks, 0);
+    pools.show(rows);
+    if (takers.tenantRows) tenants.show(takers.tenantRows, blocks);
+  },
+  tenants(document) {
+    const before = tenants.rows.map((row) => row.tenant).join("\n");
+    takers.tenantRows = document;
+    tenants.show(document, blocks);
+    if (before !== tenants.rows.map((row) => row.tenant).join("\n")) pools.legend();
+  },
+  workers: showWorkers,
+  requests: (document) => requests.show(document),
+  latency: (rows) => lines.latency(rows),
+  points: (points) => lines.take(points),
+  blocks: (frame) => pools.take(frame),
+  totals(totals) {
+    lines.totals(totals);
+    const parts = ["accepted", "finished", "failed", "cancelled", "expired", "refused"].map((name) => `${count(totals[name])} ${name}`);
+    const again = totals.recomputed_tokens ? ` · ${count(totals.recomputed_tokens)} tokens computed again` : "";
+    text(byId("totals"), `Since the start: ${parts.join(", ")} · ${many(totals.preemptions, "preemption")}${again} · ${many(totals.clients, "client")}`);
+  },
+  happenings(rows) {
+    const parent = byId("lately");
+    keyed(parent, rows, (row) => `${row.at_ms} ${row.text}`, (row) => el("li", { "data-level": row.level }, el("time", {}, time(row.at_ms)), el("span", {}, row.text)), () => {});
+    if (!rows.length && !parent.querySelector(".empty")) parent.append(el("li", { class: "empty" }, "Nothing worth a word."));
+    else if (rows.length) parent.querySelector(".empty")?.remove();
+  },
+};
+
+async function take(name, document) {
+  await takers[name]?.(document);
+  window.document.documentElement.dataset.bytes = String(server.bytes);
+}
+
+function about(nowMs) {
+  const up = startedMs ? `up ${duration(Math.max(0, (nowMs - startedMs) / 1000))}` : "";
+  text(byId("about"), [takers.model, up].filter(Boolean).join(" · "));
+}
+
+function link(state, message) {
+  const shown = byId("link");
+  shown.dataset.state = state;
+  text(shown, { live: "live", lost: "reconnecting", refused: "no key" }[state]);
+  document.body.classList.toggle("stale", state !== "live");
+  byId("key").hidden = state !== "refused";
+  byId("all").hidden = state === "refused";
+  if (state === "live") return;
+  if (state === "refused") {
+    takers.summary({ level: "notice", sentence: "Who are you?", notes: [] });
+    text(byId("key-problem"), sessionStorage.length ? message : "");
+    byId("key-value").focus();
+  } else {
+    takers.summary({ level: "bad", sentence: "The gateway does not answer.", notes: [message || "This page tries again by itself; what it shows is of before."] });
+  }
+}
+
+byId("key").addEventListener("submit", (event) => {
+  event.preventDefault();
+  server.useKey(byId("key-value").value.trim());
+});
+
+byId("drain").addEventListener("click", () => {
+  text(byId("drain-problem"), "");
+  byId("drain-dialog").showModal();
+});
+
+byId("drain-yes").addEventListener("click", async () => {
+  const after = Number(byId("drain-after").value);
+  try {
+    await server.act("/page/drain", { deadline_s: after > 0 ? after : null });
+    byId("drain-dialog").close();
+  } catch (error) {
+    text(byId("drain-problem"), error.message);
+  }
+});
+
+server.run();

@@ -1,0 +1,135 @@
+// Requests: who waits, who runs, who has ended; and why, one click away.
+import { tenantColour } from "./colours.js";
+import { byId, el, keyed, swatch, text } from "./elements.js";
+import { count, duration, milliseconds } from "./words.js";
+
+// Columns of a row, see gateway/page/documents.py.
+const ID = 0, STATE = 1, REASON = 2, TENANT = 3, WORKER = 4, PROMPT = 5, GENERATED = 6, MAX = 7, CAME = 8, FIRST = 9, ENDED = 10;
+const AGAIN_MS = 2000; // what is open is asked again
+const HEAD = [["id", ""], ["state", ""], ["tenant", ""], ["worker", "roomy"], ["prompt", "roomy number"], ["generated", ""], ["first token", "roomy number"], ["age", "number"], ["", ""]];
+const ID_SHOWN = 6; // last digits; the detail has them all
+const ALIVE = ["pending", "running", "preempted"];
+const WORDS = { pending: "waiting" };
+
+const shortId = (id) => (id >= 10 ** (ID_SHOWN + 2) ? `…${String(id).slice(-ID_SHOWN)}` : String(id));
+
+export class Requests {
+  constructor(server, tenants) {
+    this.server = server;
+    this.tenants = tenants;
+    this.rows = [];
+    this.serverMs = Date.now();
+    this.admin = false;
+    this.body = el("tbody", {});
+    const head = el("tr", {}, ...HEAD.map(([words, kind]) => el("th", { scope: "col", class: kind }, words || el("span", { class: "hidden" }, "why"))));
+    this.table = el("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "List of requests" }, el("table", { class: "requests" }, el("thead", {}, head), this.body));
+    this.none = el("p", { class: "empty" }, "No request is known yet. The first one will be here a moment after it came.");
+    byId("requests").append(this.none, this.table);
+    this.table.hidden = true;
+    setInterval(() => this.open && this.ask(), AGAIN_MS);
+  }
+
+  show({ rows, total }) {
+    this.rows = rows;
+    this.none.hidden = rows.length > 0;
+    this.table.hidden = rows.length === 0;
+    text(byId("requests-shown"), total > rows.length ? `${rows.length} of ${count(total)}, who waits first` : "");
+    this.draw();
+  }
+
+  tick(serverMs) {
+    this.serverMs = serverMs;
+    for (const row of this.rows) if (row[ENDED] === null) this.age(this.body.keyed?.get(row[ID]), row);
+  }
+
+  draw() {
+    const items = this.rows.flatMap((row) => (this.open === row[ID] ? [row, { why: row[ID] }] : [row]));
+    keyed(this.body, items, (item) => (item.why === undefined ? item[ID] : `why ${item.why}`), (item) => (item.why === undefined ? this.make(item) : this.detail(item.why)), (node, item) => item.why === undefined && this.update(node, item));
+  }
+
+  make(row) {
+    const why = el("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-label": `why request ${row[ID]} is as it is`, onclick: () => this.toggle(row[ID]) }, "why?");
+    const progress = el("div", { class: "progress" }, el("div", { class: "track" }, el("span", { class: "used" })), el("span", { class: "number" }));
+    const cells = [el("span", { title: row[ID] }, shortId(row[ID])), el("span", { class: "state" }), el("span", { class: "name" }, swatch("transparent"), el("span", {})), "", "", progress, "", "", why];
+    return el("tr", {}, ...cells.map((cell, at) => el("td", { class: HEAD[at][1] }, cell)));
+  }
+
+  update(node, row) {
+    const cells = node.children;
+    const state = cells[1].firstElementChild;
+    text(state, WORDS[row[STATE]] ?? (row[STATE] === "finished" && row[REASON] ? row[REASON] : row[STATE]));
+    state.dataset.state = row[STATE];
+    node.classList.toggle("over", !ALIVE.includes(row[STATE]));
+    const [shade, name] = cells[2].firstElementChild.children;
+    const number = this.tenants.rows.find((tenant) => tenant.tenant === row[TENANT])?.number;
+    shade.style.background = number ? tenantColour(number) : "transparent";
+    text(name, row[TENANT]);
+    text(cells[3], row[WORKER]);
+    text(cells[4], count(row[PROMPT]));
+    cells[5].querySelector(".used").style.width = `${(100 * row[GENERATED]) / Math.max(1, row[MAX])}%`;
+    text(cells[5].querySelector(".number"), `${count(row[GENERATED])} / ${count(row[MAX])}`);
+    text(cells[6], row[FIRST] === null ? "–" : milliseconds(row[FIRST]));
+    node.querySelector("button").setAttribute("aria-expanded", String(this.open === row[ID]));
+    this.age(node, row);
+  }
+
+  age(node, row) {
+    if (node) text(node.children[7], duration(((row[ENDED] ?? this.serverMs) - row[CAME]) / 1000));
+  }
+
+  toggle(id) {
+    this.open = this.open === id ? undefined : id;
+    this.draw();
+    if (this.open) this.ask();
+  }
+
+  detail(id) {
+    const said = el("div", { class: "why", role: "status" }, el("p", { class: "soft" }, "asking …"));
+    const name = el("b", {}, `Request ${id}`);
+    const cancel = el("div", { class: "row" });
+    const row = this.rows.find((each) => each[ID] === id);
+    if (this.admin && ALIVE.includes(row?.[STATE])) this.offer(cancel, id);
+    return el("tr", { class: "detail" }, el("td", { colspan: String(HEAD.length) }, name, said, cancel));
+  }
+
+  offer(place, id) {
+    const first = el("button", { type: "button" }, "Cancel this request");
+    first.addEventListener("click", () => {
+      const yes = el("button", { type: "button", class: "danger" }, "Yes, cancel it");
+      const no = el("button", { type: "button" }, "Let it go on");
+      yes.addEventListener("click", () => this.cancel(place, id));
+      no.addEventListener("click", () => this.offer(place, id));
+      place.replaceChildren(yes, no);
+      no.focus();
+    });
+    place.replaceChildren(first);
+  }
+
+  async cancel(place, id) {
+    try {
+      await this.server.act("/page/cancel", { request: id });
+      place.replaceChildren(el("span", { class: "soft" }, "cancelled"));
+    } catch (error) {
+      place.replaceChildren(el("span", { class: "bad", role: "alert" }, error.message));
+    }
+  }
+
+  async ask() {
+    const id = this.open;
+    try {
+      const told = await this.server.ask(`/page/explain?request=${id}`);
+      this.say(id, told.sentences.map((sentence) => el("p", {}, sentence)));
+    } catch (error) {
+      this.say(id, [el("p", { class: "soft" }, error.message)]);
+    }
+  }
+
+  say(id, lines) {
+    const place = this.body.keyed?.get(`why ${id}`)?.querySelector(".why");
+    const words = lines.map((line) => line.textContent).join("\n");
+    if (place && place.dataset.said !== words) {
+      place.dataset.said = words;
+      place.replaceChildren(...lines);
+    }
+  }
+}

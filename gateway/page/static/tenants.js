@@ -1,0 +1,76 @@
+// Tenants: what each occupies, between its floor and its ceiling.
+import { tenantColour } from "./colours.js";
+import { byId, el, keyed, swatch, text } from "./elements.js";
+import { bytes, count, many, percent, short } from "./words.js";
+
+export class Tenants {
+  constructor(server) {
+    this.server = server;
+    this.rows = [];
+    this.total = 0;
+  }
+
+  named() {
+    return this.rows;
+  }
+
+  name(number) {
+    return this.rows.find((row) => row.number === number)?.tenant ?? `no. ${number}`;
+  }
+
+  // blocks: of all pools.
+  show({ rows, total }, blocks) {
+    this.rows = rows;
+    const parent = byId("tenants");
+    const hold = rows.some((row) => row.ceiling > 0 && row.ceiling < blocks) || rows.some((row) => row.floor > 0);
+    text(byId("tenants-shown"), total > rows.length ? `${rows.length} of ${count(total)}` : hold ? "│ floor  ┃ ceiling" : "");
+    if (!rows.length) {
+      if (!parent.querySelector(".empty")) parent.append(el("p", { class: "empty" }, "Nobody yet."));
+    } else parent.querySelector(".empty")?.remove();
+    keyed(parent, rows, (row) => row.number, (row) => this.make(row), (node, row) => this.update(node, row, blocks));
+  }
+
+  make(row) {
+    const why = el("button", { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => this.toggle(row.number, node) }, "details");
+    const track = el("div", { class: "track" }, el("span", { class: "used" }), el("span", { class: "floor" }), el("span", { class: "ceiling" }));
+    const node = el("div", { class: "tenant" }, el("div", { class: "head" }, el("span", { class: "name" }, swatch(tenantColour(row.number)), el("b", {})), el("span", { class: "soft" }), why), track, el("div", { class: "soft told" }), el("div", { class: "why", hidden: true }));
+    return node;
+  }
+
+  update(node, row, blocks) {
+    text(node.querySelector("b"), row.tenant);
+    const share = blocks ? row.blocks / blocks : 0;
+    node.querySelector(".swatch").style.background = tenantColour(row.number);
+    const used = node.querySelector(".used");
+    used.style.width = `${100 * Math.min(1, share)}%`;
+    used.style.background = tenantColour(row.number);
+    const place = (mark, value) => {
+      const shown = value > 0 && blocks > 0 && value < blocks;
+      mark.hidden = !shown;
+      if (shown) mark.style.left = `${(100 * value) / blocks}%`;
+    };
+    place(node.querySelector(".floor"), row.floor);
+    place(node.querySelector(".ceiling"), row.ceiling);
+    text(node.querySelector(".head .soft"), row.pending ? `${count(row.pending)} waiting` : "");
+    const facts = [`${many(row.blocks, "block")} (${percent(share)})`, bytes(row.bytes)];
+    if (row.ceiling > 0 && row.ceiling < blocks) facts.push(`ceiling ${count(row.ceiling)}`);
+    if (row.floor > 0) facts.push(`floor ${count(row.floor)}`);
+    if (row.weight !== 1) facts.push(`weight ${short(row.weight)}`);
+    if (row.hits !== null) facts.push(`${percent(row.hits)} prefix hits`);
+    text(node.querySelector(".told"), facts.join(" · "));
+  }
+
+  async toggle(number, node) {
+    const why = node.querySelector(".why");
+    const button = node.querySelector("button");
+    why.hidden = !why.hidden;
+    button.setAttribute("aria-expanded", String(!why.hidden));
+    if (why.hidden) return;
+    try {
+      const told = await this.server.ask(`/page/explain?tenant=${encodeURIComponent(this.name(number))}`);
+      why.replaceChildren(...told.sentences.map((sentence) => el("p", {}, sentence)));
+    } catch (error) {
+      why.replaceChildren(el("p", { class: "soft" }, error.message));
+    }
+  }
+}

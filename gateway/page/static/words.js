@@ -1,0 +1,38 @@
+// Numbers and times as people read them.
+const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const clock = new Intl.DateTimeFormat("en", { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
+
+export const count = (value) => grouped.format(value);
+
+export const many = (value, one, more = `${one}s`) => `${count(value)} ${value === 1 ? one : more}`;
+
+export function short(value) {
+  if (value === null || value === undefined) return "–";
+  if (value >= 1e6) return `${(value / 1e6).toPrecision(3)} M`;
+  return value >= 100 || Number.isInteger(value) ? count(value) : value.toPrecision(value >= 10 ? 3 : 2);
+}
+
+export const percent = (share) => (share > 0 && share < 0.01 ? "< 1 %" : `${Math.round(100 * share)} %`);
+
+export function bytes(value) {
+  const units = ["B", "KiB", "MiB", "GiB", "TiB"];
+  let at = 0;
+  for (; value >= 1024 && at < units.length - 1; at += 1) value /= 1024;
+  return `${value >= 100 || at === 0 ? Math.round(value) : value.toPrecision(3)} ${units[at]}`;
+}
+
+export function duration(seconds) {
+  if (seconds < 10) return `${Math.max(0, seconds).toFixed(1)} s`;
+  if (seconds < 100) return `${Math.round(seconds)} s`;
+  if (seconds < 6000) return `${Math.round(seconds / 60)} min`;
+  return seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
+}
+
+export function milliseconds(value) {
+  if (value === null || value === undefined) return "–";
+  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
+  if (value >= 100) return `${count(value)} ms`;
+  return `${value.toPrecision(value >= 10 ? 3 : 2)} ms`;
+}
+
+export const time = (ms) => clock.format(new Date(ms));

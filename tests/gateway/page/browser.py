@@ -1,0 +1,191 @@
+"""A headless Chromium that tests and pictures drive over a pipe, by its DevTools protocol: no port, no driver."""
+
+from __future__ import annotations
+
+import asyncio
+import base64
+import json
+import os
+import shutil
+import subprocess
+import tempfile
+from collections import deque
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+NAMES = ("chromium", "chromium-browser", "google-chrome", "chrome", "chrome-headless-shell")
+# Every name is resolved to nothing: a page that asked for anything from outside would stay without it.
+OPTIONS = (
+    "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--hide-scrollbars", "--no-first-run",
+    "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe",
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", "about:blank",
+)  # fmt: skip
+LIMIT_S = 60.0
+MESSAGE_MAX = 64 << 20
+SAID_MAX = 200
+
+
+def browser() -> str | None:
+    """Chromium, or what KVFORGE_BROWSER names if it is one."""
+    named = os.environ.get("KVFORGE_BROWSER")
+    if named:
+        return None if "firefox" in named else shutil.which(named)
+    return next(filter(None, map(shutil.which, NAMES)), None)
+
+
+class Browser:
+    """`async with Browser() as browser:` — one window. said: errors and what the page's scripts logged; asked: what
+    was fetched."""
+
+    def __init__(self) -> None:
+        self._rid = 0
+        self._answers: dict[int, asyncio.Future[dict[str, Any]]] = {}
+        self.said: deque[str] = deque(maxlen=SAID_MAX)
+        self.asked: deque[str] = deque(maxlen=10 * SAID_MAX)
+
+    async def __aenter__(self) -> Self:
+        self._home = Path(tempfile.mkdtemp(prefix="kvf-browser-"))
+        (theirs_in, ours_out), (ours_in, theirs_out) = os.pipe(), os.pipe()
+        path = browser()
+        assert path is not None, "asked without a browser"
+        # The browser reads from 3 and writes to 4; a shell puts the pipes there.
+        shell = f'exec "$0" "$@" 3<&{theirs_in} 4>&{theirs_out}'
+        with (self._home / "log").open("wb") as log:
+            self._process = subprocess.Popen(
+                ["bash", "-c", shell, path, *OPTIONS, f"--user-data-dir={self._home}"],
+                pass_fds=(theirs_in, theirs_out), stdin=subprocess.DEVNULL, stdout=log, stderr=log,
+                env=os.environ | {"HOME": str(self._home)}, start_new_session=True,
+            )  # fmt: skip
+        os.close(theirs_in)
+        os.close(theirs_out)
+        loop = asyncio.get_running_loop()
+        self._reader = asyncio.StreamReader(limit=MESSAGE_MAX)
+        reading = os.fdopen(ours_in, "rb", 0)
+        self._read_side, _ = await loop.connect_read_pipe(lambda: asyncio.StreamReaderProtocol(self._reader), reading)
+        self._write_side, _ = await loop.connect_write_pipe(asyncio.BaseProtocol, os.fdopen(ours_out, "wb", 0))
+        self._listening = asyncio.create_task(self._listen())
+        self._session = ""
+        targets = (await self.send("Target.getTargets"))["targetInfos"]
+        page = next(target["targetId"] for target in targets if target["type"] == "page")
+        self._session = (await self.send("Target.attachToTarget", targetId=page, flatten=True))["sessionId"]
+        for domain in ("Page", "Runtime", "Log", "Network"):
+            await self.send(f"{domain}.enable")
+        return self
+
+    async def __aexit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None
+    ) -> None:
+        self._listening.cancel()
+        self._write_side.close()  # which it takes for its end
+        self._read_side.close()
+        try:
+            await asyncio.to_thread(self._process.wait, LIMIT_S)
+        finally:
+            if self._process.poll() is None:
+                self._process.kill()
+                self._process.wait()
+            shutil.rmtree(self._home, ignore_errors=True)
+
+    async def send(self, method: str, **parameters: Any) -> dict[str, Any]:
+        """A command and its result. Raises AssertionError with what the browser says."""
+        self._rid += 1
+        message = {"id": self._rid, "method": method, "params": parameters}
+        if self._session:
+            message["sessionId"] = self._session
+        answer = self._answers[self._rid] = asyncio.get_running_loop().create_future()
+        self._write_side.write(json.dumps(message).encode() + b"\0")
+        found = await asyncio.wait_for(answer, LIMIT_S)
+        assert "error" not in found, (method, found)
+        result: dict[str, Any] = found["result"]
+        return result
+
+    async def look(self, width: int = 1280, height: int = 900, *, dark: bool = False, ratio: float = 1.0) -> None:
+        """The window, and whether its user likes it dark."""
+        size = {"width": width, "height": height, "deviceScaleFactor": ratio, "mobile": width < 500}
+        await self.send("Emulation.setDeviceMetricsOverride", **size)
+        media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        await self.send("Emulation.setEmulatedMedia", features=media)
+
+    async def go(self, url: str) -> None:
+        """Loads a page."""
+        await self.send("Page.navigate", url=url)
+
+    async def run(self, expression: str) -> Any:
+        """What a JavaScript expression gives; promises are awaited. Raises AssertionError with what it throws."""
+        found = await self.send("Runtime.evaluate", expression=expression, returnByValue=True, awaitPromise=True)
+        assert "exceptionDetails" not in found, found["exceptionDetails"]
+        return found["result"].get("value")
+
+    async def until(self, expression: str, limit_s: float = LIMIT_S) -> Any:
+        """Waits until an expression is true, looked at with each frame; returns it."""
+        asked = (
+            "new Promise((found) => { const look = () => { let value; try { value = (%s); } catch { value = null; } "
+            "if (value) found(value); else setTimeout(look, 20); }; look(); })"
+        )
+        deadline = asyncio.get_running_loop().time() + limit_s
+        while True:
+            left_s = deadline - asyncio.get_running_loop().time()
+            try:
+                return await asyncio.wait_for(self.run(asked % expression), max(left_s, 0.01))
+            except TimeoutError:
+                shown = await self.run("document.body.innerText")
+                raise AssertionError(f"not within {limit_s:g} s: {expression}\n{shown}\n{list(self.said)}") from None
+            except AssertionError as error:  # another page was loaded meanwhile
+                if "context" not in str(error) and "navigated" not in str(error):
+                    raise
+
+    async def click(self, selector: str) -> None:
+        """A real click in the middle of an element."""
+        where = f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
+        where += " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
+        x, y = await self.run(where)
+        await self.point(x, y)
+        for kind in ("mousePressed", "mouseReleased"):
+            await self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)
+
+    async def point(self, x: float, y: float) -> None:
+        """Moves the pointer there."""
+        await self.send("Input.dispatchMouseEvent", type="mouseMoved", x=x, y=y)
+
+    async def press(self, key: str) -> None:
+        """A key by its name, such as Tab, Enter or ArrowDown."""
+        codes = {"Tab": 9, "Enter": 13, "ArrowLeft": 37, "ArrowUp": 38, "ArrowRight": 39, "ArrowDown": 40}
+        about = {"key": key, "code": key, "windowsVirtualKeyCode": codes[key]}
+        text = {"text": "\r"} if key == "Enter" else {}
+        await self.send("Input.dispatchKeyEvent", type="keyDown", **about, **text)
+        await self.send("Input.dispatchKeyEvent", type="keyUp", **about)
+
+    async def write(self, text: str) -> None:
+        """Types into what has the focus."""
+        await self.send("Input.insertText", text=text)
+
+    async def picture(self, path: Path, *, whole: bool = False) -> None:
+        """A PNG of the window, or of the whole page."""
+        found = await self.send("Page.captureScreenshot", format="png", captureBeyondViewport=whole)
+        path.write_bytes(base64.b64decode(found["data"]))
+
+    async def _listen(self) -> None:
+        while True:
+            try:
+                message = json.loads((await self._reader.readuntil(b"\0"))[:-1])
+            except asyncio.IncompleteReadError:
+                for answer in self._answers.values():
+                    if not answer.done():
+                        answer.set_exception(AssertionError("the browser has ended"))
+                return
+            if "id" in message:
+                answer = self._answers.pop(message["id"])
+                if not answer.done():
+                    answer.set_result(message)
+                continue
+            parameters = message.get("params", {})
+            match message["method"]:
+                case "Runtime.exceptionThrown":
+                    self.said.append(str(parameters["exceptionDetails"]))
+                case "Runtime.consoleAPICalled":
+                    self.said.append(" ".join(str(one.get("value")) for one in parameters["args"]))
+                case "Log.entryAdded":
+                    self.said.append(f"{parameters['entry']['text']} {parameters['entry'].get('url', '')}")
+                case "Network.requestWillBeSent":
+                    self.asked.append(parameters["request"]["url"])
