@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from contextlib import AsyncExitStack
 from typing import Any
 
 import msgspec
@@ -33,8 +34,9 @@ def routes(client: AsyncClient, *, allowed: Allowed) -> list[Route]:
 
     async def events(request: Request) -> Response:
         allowed(request, SEE)
-        sampler.check_room()
-        return EventStream(sampler.watch({"admin": _may(allowed, request)}), files.HEADERS)
+        held = AsyncExitStack()
+        viewer = held.enter_context(sampler.watching({"admin": _may(allowed, request)}))
+        return EventStream(viewer, held, files.HEADERS)
 
     async def explain(request: Request) -> Response:
         allowed(request, SEE)

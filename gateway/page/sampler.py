@@ -10,15 +10,16 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import AsyncIterator
-from contextlib import suppress
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass
 from time import monotonic, time
 from typing import Any
 
 import msgspec
 
 from kvforge import AsyncClient, Tables
-from kvforge.protocol.errors import CapacityExceeded, KvforgeError, NotFound, Unavailable
+from kvforge.protocol.errors import KvforgeError, NotFound, QueueFull, Unavailable
 from kvforge.protocol.messages import RequestRow
 
 from . import documents
@@ -32,6 +33,7 @@ from .view import View, Waiting, summary
 LOOK_S, ASK_S = 0.5, 1.0
 LARGE, LARGE_LOOK_S = 32_768, 1.0  # from so many blocks on the map is looked at less often
 VIEWERS_MAX = 32
+AGAIN_MS = 5000  # until one more may look
 LISTED_MAX = 256
 EXPLAINED_MAX = 2
 ANSWER_S = 2.0
@@ -39,8 +41,39 @@ RATE_LOOKS = 5  # rates are of the time since so many looks ago
 log = logging.getLogger("gateway.page")
 
 
+@dataclass(slots=True)
+class Seen:
+    """The last that a viewer has of the board, the map and the history."""
+
+    board: int = 0
+    frame: int = 0
+    point: int = 0
+
+
+class Viewer:
+    """The stream of one page, as `http.stream.Source` has it. It is over where the work has failed: the page comes
+    again, and the work begins anew."""
+
+    def __init__(self, sampler: Sampler, work: asyncio.Task[None], hello: bytes) -> None:
+        self._sampler, self._work, self._hello, self._seen = sampler, work, hello, Seen()
+
+    @property
+    def over(self) -> bool:
+        """Whether nothing will come any more."""
+        return not self._sampler.works(self._work)
+
+    def take(self) -> bytes:
+        """Events: what is new to this viewer."""
+        hello, self._hello = self._hello, b""
+        return hello + self._sampler.news(self._seen)
+
+    async def more(self) -> None:
+        """Returns after the next look."""
+        await self._sampler.look_taken()
+
+
 class Sampler:
-    """One for each process. `watch` is a viewer's stream."""
+    """One for each process."""
 
     def __init__(self, client: AsyncClient) -> None:
         self._client = client
@@ -58,39 +91,40 @@ class Sampler:
         self._work: asyncio.Task[None] | None = None
         self.viewers = 0
 
-    def check_room(self) -> None:
-        """Raises CapacityExceeded where there are as many viewers as there may be."""
+    @contextmanager
+    def watching(self, hello: dict[str, Any]) -> Iterator[Viewer]:
+        """A viewer, for as long as it is entered. hello: what is told to it alone. Raises QueueFull where there are as
+        many as there may be."""
         if self.viewers >= VIEWERS_MAX:
-            raise CapacityExceeded("viewers", self.viewers + 1, VIEWERS_MAX, "close another page, or try again later")
-
-    async def watch(self, hello: dict[str, Any]) -> AsyncIterator[bytes]:
-        """Server-sent events, from all that is known now on. hello: what is of this viewer alone. Raises as
-        `check_room`."""
-        self.check_room()
+            raise QueueFull(VIEWERS_MAX, AGAIN_MS, "the live page")
         self.viewers += 1
+        if self._work is None:
+            self._work = asyncio.create_task(self._run())
         try:
-            if self._work is None:
-                self._work = asyncio.create_task(self._run())
-            number = frame = point = 0
-            yield event("hello", msgspec.json.encode(hello))
-            while True:
-                looked, work = self._looked, self._work
-                news = self._board.since(number)
-                if cells := self._map.since(frame, monotonic()):
-                    news += event("blocks", cells)
-                if points := self._history.since(point):
-                    news += event("points", msgspec.json.encode(points))
-                number, frame, point = self._board.number, self._map.number, self._history.number
-                if news:
-                    yield news
-                await looked.wait()
-                if self._work is not work:
-                    return  # the page comes again, and so does the work
+            yield Viewer(self, self._work, event("hello", msgspec.json.encode(hello)))
         finally:
             self.viewers -= 1
             if not self.viewers and self._work is not None:
                 self._work.cancel()
                 self._work = None
+
+    def works(self, work: asyncio.Task[None]) -> bool:
+        """Whether it is still that task that looks."""
+        return self._work is work
+
+    async def look_taken(self) -> None:
+        """Returns after the next look."""
+        await self._looked.wait()
+
+    def news(self, seen: Seen) -> bytes:
+        """Events for who has seen so much; from then on it has seen them."""
+        news = self._board.since(seen.board)
+        if cells := self._map.since(seen.frame, monotonic()):
+            news += event("blocks", cells)
+        if points := self._history.since(seen.point):
+            news += event("points", msgspec.json.encode(points))
+        seen.board, seen.frame, seen.point = self._board.number, self._map.number, self._history.number
+        return news
 
     # ------------------------------------------------------------------------------------------------------- the work
 

@@ -18,6 +18,7 @@ const lines = new Lines();
 const chat = new Chat(server);
 let startedMs = 0;
 let blocks = 0;
+let poolCount = 0;
 
 const takers = {
   hello({ admin }) {
@@ -48,12 +49,13 @@ const takers = {
   pools(rows) {
     blocks = rows.reduce((sum, pool) => sum + pool.blocks, 0);
     pools.show(rows);
-    if (takers.tenantRows) tenants.show(takers.tenantRows, blocks);
+    poolCount = rows.length;
+    if (takers.tenantRows) tenants.show(takers.tenantRows, blocks, poolCount);
   },
   tenants(document) {
     const before = tenants.rows.map((row) => row.tenant).join("\n");
     takers.tenantRows = document;
-    tenants.show(document, blocks);
+    tenants.show(document, blocks, poolCount);
     if (before !== tenants.rows.map((row) => row.tenant).join("\n")) pools.legend();
   },
   workers: showWorkers,

@@ -18,12 +18,13 @@ export class Tenants {
     return this.rows.find((row) => row.number === number)?.tenant ?? `no. ${number}`;
   }
 
-  // blocks: of all pools.
-  show({ rows, total }, blocks) {
+  // blocks, pools: of all of them together; floors and ceilings are of each pool.
+  show({ rows, total }, blocks, pools) {
     this.rows = rows;
+    this.pools = pools;
     const parent = byId("tenants");
-    const hold = rows.some((row) => row.ceiling > 0 && row.ceiling < blocks) || rows.some((row) => row.floor > 0);
-    text(byId("tenants-shown"), total > rows.length ? `${rows.length} of ${count(total)}` : hold ? "│ floor  ┃ ceiling" : "");
+    const hold = rows.some((row) => (row.ceiling > 0 && row.ceiling * pools < blocks) || row.floor > 0);
+    text(byId("tenants-shown"), total > rows.length ? `${rows.length} of ${count(total)}` : hold ? "marks: floor and ceiling" : "");
     if (!rows.length) {
       if (!parent.querySelector(".empty")) parent.append(el("p", { class: "empty" }, "Nobody yet."));
     } else parent.querySelector(".empty")?.remove();
@@ -49,12 +50,13 @@ export class Tenants {
       mark.hidden = !shown;
       if (shown) mark.style.left = `${(100 * value) / blocks}%`;
     };
-    place(node.querySelector(".floor"), row.floor);
-    place(node.querySelector(".ceiling"), row.ceiling);
+    place(node.querySelector(".floor"), row.floor * this.pools);
+    place(node.querySelector(".ceiling"), row.ceiling * this.pools);
     text(node.querySelector(".head .soft"), row.pending ? `${count(row.pending)} waiting` : "");
+    const each = this.pools > 1 ? " a pool" : "";
     const facts = [`${many(row.blocks, "block")} (${percent(share)})`, bytes(row.bytes)];
-    if (row.ceiling > 0 && row.ceiling < blocks) facts.push(`ceiling ${count(row.ceiling)}`);
-    if (row.floor > 0) facts.push(`floor ${count(row.floor)}`);
+    if (row.ceiling > 0 && row.ceiling * this.pools < blocks) facts.push(`ceiling ${count(row.ceiling)}${each}`);
+    if (row.floor > 0) facts.push(`floor ${count(row.floor)}${each}`);
     if (row.weight !== 1) facts.push(`weight ${short(row.weight)}`);
     if (row.hits !== null) facts.push(`${percent(row.hits)} prefix hits`);
     text(node.querySelector(".told"), facts.join(" · "));

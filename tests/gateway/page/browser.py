@@ -21,6 +21,12 @@ OPTIONS = (
     "--disable-extensions", "--disable-background-networking", "--remote-debugging-pipe",
     "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1", "about:blank",
 )  # fmt: skip
+MIDDLE = """(() => {
+  const found = document.querySelector(%s);
+  found.scrollIntoView({ block: "center" });
+  const box = found.getBoundingClientRect();
+  return [box.x + box.width / 2, box.y + box.height / 2];
+})()"""
 LIMIT_S = 60.0
 MESSAGE_MAX = 64 << 20
 SAID_MAX = 200
@@ -137,9 +143,7 @@ class Browser:
 
     async def click(self, selector: str) -> None:
         """A real click in the middle of an element."""
-        where = f"(() => {{ const e = document.querySelector({json.dumps(selector)}); e.scrollIntoView({{block: 'center'}});"
-        where += " const b = e.getBoundingClientRect(); return [b.x + b.width / 2, b.y + b.height / 2]; })()"
-        x, y = await self.run(where)
+        x, y = await self.run(MIDDLE % json.dumps(selector))
         await self.point(x, y)
         for kind in ("mousePressed", "mouseReleased"):
             await self.send("Input.dispatchMouseEvent", type=kind, x=x, y=y, button="left", clickCount=1)

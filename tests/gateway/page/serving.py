@@ -1,6 +1,6 @@
 """The page on a real server, beside a chat that answers by rote: for tests, measurements and pictures.
 
-    python -m tests.gateway.page.serving RUNTIME_DIR [PORT]
+python -m tests.gateway.page.serving RUNTIME_DIR [PORT]
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from starlette.requests import Request
 from starlette.responses import JSONResponse, Response, StreamingResponse
 from starlette.routing import Route
 
-from gateway.http.errors import Unauthenticated
+from gateway.access.errors import Unauthenticated
 from gateway.page.routes import routes
 from kvforge import AsyncClient
 from kvforge.protocol.errors import NotAllowed
@@ -72,7 +72,9 @@ async def serving(
 ) -> AsyncIterator[str]:
     """The page of the coordinator in a runtime folder, at the address that this gives."""
     async with AsyncClient(client_endpoint(runtime), connect_timeout_s=timeout_s, timeout_s=timeout_s) as client:
-        app = Starlette(routes=[*routes(client, allowed=allowed), Route("/v1/chat/completions", chat, methods=["POST"])])
+        app = Starlette(
+            routes=[*routes(client, allowed=allowed), Route("/v1/chat/completions", chat, methods=["POST"])]
+        )
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="off", ws="none")
         server = uvicorn.Server(config)
         server.install_signal_handlers = lambda: None  # type: ignore[attr-defined]

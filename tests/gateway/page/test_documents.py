@@ -1,0 +1,105 @@
+"""Documents, points and latencies: bounded, ordered, and sent when they change."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.page import documents
+from gateway.page.board import Board
+from gateway.page.history import POINTS_MAX, History, Point
+from gateway.page.latency import ALL, WINDOW_S, Latencies
+from kvforge.protocol.messages import Health, RequestList, RequestRow, RequestStats, Stats, TenantStats, WorkerHealth
+
+
+def row(request_id: int, state: str = "running", **fields: Any) -> RequestRow:
+    told = {"tenant": "a", "prompt_tokens": 8, "max_tokens": 9, "generated_tokens": 3, "age_us": 0} | fields
+    return RequestRow(request_id=request_id, state=state, **told)
+
+
+def over(request_id: int, age_s: float, first_s: float, whole_s: float, tenant: str = "a") -> RequestRow:
+    times = {"age_us": int(age_s * 1e6), "first_token_us": int(first_s * 1e6), "ended_us": int(whole_s * 1e6)}
+    return row(request_id, "finished", generated_tokens=11, tenant=tenant, **times)
+
+
+# -------------------------------------------------------------------------------------------------------- documents
+
+
+def test_who_waits_is_first_then_who_runs_then_the_newest_of_the_ended() -> None:
+    states = {9: "running", 8: "pending", 7: "finished", 6: "failed", 5: "preempted", 4: "running"}
+    listed = RequestList(rid=0, total=900, requests=tuple(row(number, state) for number, state in states.items()))
+    told = documents.requests(listed, dict.fromkeys(states, 1000))
+    assert [each[0] for each in told["rows"]] == [5, 8, 4, 9, 7, 6] and told["total"] == 900
+
+
+def test_a_row_says_when_not_how_long_ago() -> None:
+    listed = RequestList(rid=0, total=1, requests=(over(3, age_s=5.0, first_s=0.25, whole_s=2.0),))
+    assert documents.requests(listed, {3: 70_000})["rows"][0][-3:] == [70_000, 250.0, 72_000]
+
+
+def test_all_is_bounded() -> None:
+    many = RequestList(rid=0, total=5000, requests=tuple(row(number) for number in range(5000)))
+    assert len(documents.requests(many, dict.fromkeys(range(5000), 0))["rows"]) == documents.ROWS_MAX
+    requests = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
+    tenants = tuple(
+        TenantStats(tenant=f"t{at}", blocks=at % 500, prefix_queried_tokens_total=0, prefix_hit_tokens_total=0)
+        for at in range(1000)
+    )
+    stats = Stats(rid=0, boot="", uptime_us=0, clients=0, sequences=0, requests=requests, pools=(), tenants=tenants)
+    told = documents.tenants(stats)
+    assert told["total"] == 1000 and len(told["rows"]) == documents.TENANTS_MAX
+    first = told["rows"][0]
+    assert (first["number"], first["tenant"], first["hits"]) == (500, "t499", None)  # numbers begin with 1
+    workers = tuple(WorkerHealth(name=f"w{at}", pid=at, state="ready", kernels={"k": "x" * 5000}) for at in range(100))
+    health = Health(rid=0, live=True, ready=True, reason="", workers=workers, gone={"g": "y" * 5000})
+    shown = documents.workers(health)
+    assert len(shown["rows"]) == documents.WORKERS_MAX and len(shown["gone"]["g"]) == documents.TEXT_MAX
+    assert len(msgspec.json.encode(shown)) < 40_000
+
+
+# ------------------------------------------------------------------------------------------------ board and history
+
+
+def test_the_board_gives_what_changed_and_nothing_twice() -> None:
+    board = Board()
+    board.put("a", {"x": 1})
+    board.put("b", "two\nlines")
+    assert board.since(0) == b'event: a\ndata: {"x":1}\n\nevent: b\ndata: "two\\nlines"\n\n'
+    seen = board.number
+    board.put("a", {"x": 1})
+    assert board.since(seen) == b""
+    board.put("a", {"x": 2})
+    assert board.since(seen) == b'event: a\ndata: {"x":2}\n\n'
+
+
+def test_points_are_given_once_and_the_newest_kept() -> None:
+    history, point = History(), Point(0, *[None] * 8)
+    assert history.since(0) == []
+    for at in range(POINTS_MAX + 10):
+        history.add(msgspec.structs.replace(point, at_ms=at))
+    assert [each.at_ms for each in history.since(history.number - 2)] == [POINTS_MAX + 8, POINTS_MAX + 9]
+    assert len(history.since(0)) == POINTS_MAX and history.since(history.number) == []
+
+
+# -------------------------------------------------------------------------------------------------------- latencies
+
+
+def test_latencies_are_of_requests_that_ended_in_the_last_minute_each_once() -> None:
+    latencies = Latencies()
+    first = over(1, age_s=3.0, first_s=0.2, whole_s=1.2)
+    latencies.look([first, row(2), over(3, age_s=500.0, first_s=0.1, whole_s=1.0)], 1000.0)
+    latencies.look([first, over(4, age_s=2.0, first_s=0.4, whole_s=1.9, tenant="b")], 1001.0)
+    told = latencies.told()
+    assert [(each.tenant, each.count) for each in told] == [(ALL, 2), ("a", 1), ("b", 1)]
+    assert told[1].first_ms == (200.0, 200.0) and told[1].between_ms == (100.0, 100.0)
+    assert told[0].first_ms == (pytest.approx(300.0), pytest.approx(398.0))
+    latencies.look([], 1003.0 + WINDOW_S)
+    assert [(each.count, each.first_ms) for each in latencies.told()] == [(0, None)]
+
+
+def test_one_without_a_token_has_no_latency() -> None:
+    latencies = Latencies()
+    latencies.look([row(1, "failed", ended_us=5, age_us=9)], 0.0)
+    assert latencies.told()[0].count == 0

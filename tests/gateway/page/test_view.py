@@ -1,0 +1,74 @@
+"""The sentence at the top of the page: what it says of which state, and how grave it is."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+
+from gateway.page.view import BAD, GOOD, NOTICE, View, Waiting, summary
+from kvforge.protocol.messages import Health, RequestStats, Stats, WorkerHealth
+
+READY = WorkerHealth(name="w0", pid=1, state="ready")
+LOADING = WorkerHealth(name="w1", pid=2, state="loading", phase="weights", progress=0.4)
+
+
+def stats(running: int = 0, pending: int = 0) -> Stats:
+    requests = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
+    counts = msgspec.structs.replace(requests, running=running, pending=pending)
+    return Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=counts, pools=(), tenants=())
+
+
+def view(running: int = 0, pending: int = 0, waiting: tuple[Waiting, ...] = (), **health: Any) -> View:
+    told = {"live": True, "ready": True, "reason": "", "workers": (READY,)} | health
+    return View(stats=stats(running, pending), health=Health(rid=0, **told), waiting=waiting)
+
+
+@pytest.mark.parametrize(
+    ("seen", "level", "sentence"),
+    [
+        (View(), NOTICE, "Looking for the coordinator …"),
+        (View(problem="nobody listens"), BAD, "No coordinator answers."),
+        (view(), GOOD, "All is well: nothing runs and nothing waits."),
+        (view(running=12), GOOD, "All is well: 12 running, nothing waits."),
+        (
+            view(12, 3, (Waiting("a", 3, "tenant ceiling"),)),
+            NOTICE,
+            "12 running, 3 waiting for room below tenant a's ceiling.",
+        ),
+        (
+            view(12, 9, (Waiting("a", 3, "tenant ceiling"), Waiting("b", 5, "blocks"))),
+            NOTICE,
+            "12 running, 9 waiting: 5 for free blocks, 3 for room below tenant a's ceiling.",
+        ),
+        (view(1, 2, (Waiting("a", 1, "blocks"),)), NOTICE, "1 running, 2 waiting: 1 for free blocks."),
+        (view(1, 2, (Waiting("a", 2, "something new"),)), NOTICE, "1 running, 2 waiting for something new."),
+        (view(0, 2), NOTICE, "0 running, 2 waiting."),
+        (view(3, draining=True, ready=False), NOTICE, "Draining, no new requests: 3 running, nothing waits."),
+        (view(ready=False, reason="no worker is ready", workers=()), BAD, "Not ready: no worker is ready."),
+        (view(ready=False, reason="no worker is ready", workers=(LOADING,)), NOTICE, "Not ready: no worker is ready."),
+        (view(2, gone={"w1": "killed"}), NOTICE, "w1 is gone; 2 running, nothing waits."),
+        (view(2, gone={"w1": "killed", "w2": "killed"}), NOTICE, "2 workers are gone; 2 running, nothing waits."),
+    ],
+)  # fmt: skip
+def test_what_is_said(seen: View, level: str, sentence: str) -> None:
+    said = summary(seen)
+    assert (said.level, said.sentence) == (level, sentence)
+
+
+def test_a_coordinator_that_is_gone_or_silent_goes_before_what_it_said_last() -> None:
+    seen = view(running=3)
+    seen.gone_s = 12.4
+    said = summary(seen)
+    assert (said.level, said.sentence) == (BAD, "The coordinator is gone, for 12 s.") and "journal" in said.notes[0]
+    seen.gone_s, seen.silent_s, seen.problem = None, 200.0, "no answer within 2 s"
+    said = summary(seen)
+    assert said.sentence == "The coordinator has not answered for 3 min." and said.notes == (seen.problem,)
+    seen.silent_s = 1.0
+    assert summary(seen).level == GOOD
+
+
+def test_notes_say_who_is_gone_and_who_loads() -> None:
+    said = summary(view(gone={"w1": "killed by signal 9"}, workers=(READY, LOADING)))
+    assert said.notes == ("w1: killed by signal 9", "w1 is loading: weights 40%")
