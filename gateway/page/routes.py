@@ -12,15 +12,16 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from gateway.http.errors import headers_of, openai_error, status_of
-from gateway.http.stream import EventStream
+from gateway.http.stream import EventStream, Failing
 from kvforge import AsyncClient
 from kvforge.protocol.errors import KvforgeError, NotAllowed
 
 from . import actions, files
+from .board import event
 from .sampler import Sampler
 
 SEE, ADMIN = "see", "admin"
-Allowed = Callable[[Request, str], None]
+Allowed = Callable[[Request, str], object]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
@@ -36,7 +37,7 @@ def routes(client: AsyncClient, *, allowed: Allowed) -> list[Route]:
         allowed(request, SEE)
         held = AsyncExitStack()
         viewer = held.enter_context(sampler.watching({"admin": _may(allowed, request)}))
-        return EventStream(viewer, held, files.HEADERS)
+        return EventStream(Failing(viewer, viewer.more, _failed), held, files.HEADERS)
 
     async def explain(request: Request) -> Response:
         allowed(request, SEE)
@@ -93,6 +94,10 @@ def _answering(handler: Handler) -> Handler:
             return _json(openai_error(error), status_of(error), headers_of(error))
 
     return answer
+
+
+def _failed(error: KvforgeError) -> bytes:
+    return event("failed", msgspec.json.encode(openai_error(error)))
 
 
 def _json(document: Any, status: int = 200, headers: dict[str, str] | None = None) -> Response:

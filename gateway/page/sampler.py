@@ -51,7 +51,7 @@ class Seen:
 
 
 class Viewer:
-    """The stream of one page, as `http.stream.Source` has it. It is over where the work has failed: the page comes
+    """The stream of one page, as `http.stream.Taken` has it. It is over where the work has failed: the page comes
     again, and the work begins anew."""
 
     def __init__(self, sampler: Sampler, work: asyncio.Task[None], hello: bytes) -> None:

@@ -25,7 +25,7 @@ from kvforge import AsyncClient
 from kvforge.protocol.errors import NotAllowed
 from kvforge.protocol.transport import client_endpoint
 
-Allowed = Callable[[Request, str], None]
+Allowed = Callable[[Request, str], object]
 ANSWER = "A block table says where each token's keys and values lie — <b>in blocks</b> ✓."
 
 
