@@ -47,8 +47,9 @@ from kvforge.protocol.messages import (
 )
 from kvforge.protocol.tables import TablesWriter
 from tests.simulation.checks import Checker, Generations
-from tests.simulation.digest import digest, state_digest
+from tests.simulation.digest import digest
 from tests.simulation.dying import AFTER, Books, Crash, Death, DyingJournal, copied
+from tests.simulation.likeness import likeness
 from tests.simulation.progress import Progress
 from tests.simulation.snapshots import NOTHING, Snapshot, Snapshots
 from tests.simulation.workers import Violation
@@ -416,7 +417,7 @@ class SimulatedCoordinator:
         assert self.death is not None and self.journal is not None
         self.dead = True
         self.journal.close()
-        now = self._books or Books(self._ledger, self._progress, self.checker, state_digest(self.machine))
+        now = self._books or Books(self._ledger, self._progress, self.checker, likeness(self.machine))
         self._world.died(now, self.death.back_us)
 
     def _probe(self, at_us: int) -> None:

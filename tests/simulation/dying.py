@@ -19,7 +19,8 @@ from coordinator.journal import snapshot
 from coordinator.journal.entries import STATE_VERSION
 from coordinator.journal.log import Journal, remove_before, segments
 from coordinator.journal.recovery import Recovered, cut_torn, recover
-from tests.simulation.digest import WATCHERS, state_digest
+from tests.simulation.digest import WATCHERS
+from tests.simulation.likeness import likeness
 from tests.simulation.workers import Violation
 
 if TYPE_CHECKING:
@@ -53,7 +54,7 @@ class Books(NamedTuple):
     ledger: Ledger
     progress: Progress
     checker: Checker
-    digest: str
+    likeness: str
 
 
 def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machine, shared: list[Any]) -> Books:
@@ -65,7 +66,7 @@ def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machin
     texts = [sequence.tokens for sequence in ledger.sequences.values()]
     memo: dict[int, Any] = {id(one): one for one in (*shared, machine, *oracles, *texts, *ledger.keys.values())}
     memo |= {id(numbers): numbers.copy() for numbers in (ledger.prompt_sizes, *ledger.prefixes.values())}
-    return Books(*deepcopy((ledger, progress, checker), memo), state_digest(machine))
+    return Books(*deepcopy((ledger, progress, checker), memo), likeness(machine))
 
 
 class DyingJournal(Journal):
@@ -96,8 +97,8 @@ def next_life(folder: Path, before: Books) -> Recovered:
     found = recover(folder)
     assert found is not None, "there is a journal"
     cut_torn(found)
-    if (digest := state_digest(found.machine)) != before.digest:
-        raise Violation(f"the journal makes a state of digest {digest}, and {before.digest} was the last that counted")
+    if (made := likeness(found.machine)) != before.likeness:
+        raise Violation(f"the journal makes state {made}, and {before.likeness} was the last that counted")
     found.machine.check_invariants()
     return found
 

@@ -51,9 +51,15 @@ class Finder(pickle.Pickler):
         self.found: list[Any] = []
 
     def reducer_override(self, value: Any) -> Any:
-        """Called once for each of them."""
+        """Called once for each of them. Of some it is enough to know what else is reached by them."""
         self.found.append(value)
-        return NotImplemented
+        kind = type(value)
+        if kind is np.ndarray:
+            return list, (value.dtype,)
+        if not issubclass(kind, NAMED):
+            return NotImplemented
+        owner = getattr(value, "__self__", None)
+        return list, (() if _is_alone(owner) else (owner,))
 
 
 class Known:
@@ -138,8 +144,7 @@ class Snapshots:
 def _found(root: Any, memo: Any) -> list[Any]:
     """All that is reachable from `root` and has no number yet."""
     finder = Finder()
-    if memo is not None:
-        finder.memo = memo
+    finder.memo = _memo([list]) if memo is None else memo
     finder.dump(root)
     return finder.found
 

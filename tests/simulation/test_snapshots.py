@@ -1,9 +1,9 @@
-"""That a snapshot leaves nothing out: whatever number of the core changes, it shows."""
+"""That snapshots and likenesses leave nothing out: whatever number of the core changes, it shows."""
 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -15,6 +15,7 @@ import pytest
 from coordinator.core.machine import Machine
 from coordinator.core.requests.lifecycle import Request
 from tests.simulation.coordinators import SimulatedCoordinator
+from tests.simulation.likeness import likeness
 from tests.simulation.runner import drawn
 from tests.simulation.snapshots import Snapshots
 from tests.simulation.world import World
@@ -87,7 +88,28 @@ def test_a_snapshot_shows_every_change_of_a_number(busy: tuple[Machine, Snapshot
     machine, snapshots = busy
     if renewed:
         snapshots.renew()
-    before = snapshots.take()
+    every_change_shows(machine, snapshots.take, NOT_SAID)
+
+
+def test_a_likeness_shows_every_change_of_a_number(busy: tuple[Machine, Snapshots]) -> None:
+    machine, _ = busy
+    every_change_shows(machine, lambda: likeness(machine), set())
+
+
+def test_the_order_of_a_set_is_no_difference(busy: tuple[Machine, Snapshots]) -> None:
+    machine, _ = busy
+    machine.streams._paused[7] = {0, 8}
+    before = likeness(machine)
+    machine.streams._paused[7] = {8, 0}
+    assert list(machine.streams._paused[7]) == [8, 0]
+    assert likeness(machine) == before
+    machine.streams._paused[7] = {16, 8}
+    assert likeness(machine) != before
+
+
+def every_change_shows(machine: Machine, said: Callable[[], Any], not_said: set[tuple[str, str]]) -> None:
+    """Changes each number and each array of the machine, and back. said: of the machine's state."""
+    before = said()
     arrays = numbers = 0
     for value in objects(machine):
         if isinstance(value, np.ndarray) and value.size and value.flags.writeable:
@@ -95,16 +117,16 @@ def test_a_snapshot_shows_every_change_of_a_number(busy: tuple[Machine, Snapshot
             last = value[(slice(-1, None),) * value.ndim]
             kept = last.copy()
             last[...] = np.frombuffer(bytes(byte ^ 1 for byte in kept.tobytes()), kept.dtype).reshape(kept.shape)
-            assert snapshots.take() != before, f"{value!r}"
+            assert said() != before, f"{value!r}"
             last[...] = kept
         for name, number in attributes(value):
-            if type(number) not in (int, float, bool) or (type(value).__name__, name) in NOT_SAID:
+            if type(number) not in (int, float, bool) or (type(value).__name__, name) in not_said:
                 continue
             numbers += 1
             setattr(value, name, number + 1)
-            assert snapshots.take() != before, f"{type(value).__name__}.{name}"
+            assert said() != before, f"{type(value).__name__}.{name}"
             setattr(value, name, number)
-    assert snapshots.take() == before
+    assert said() == before
     assert (arrays, numbers) > (50, 200)
 
 
