@@ -1,0 +1,320 @@
+"""What stands between the markers of a call, in the ways that formats write it.
+
+Each is a generator over `Writer.reader`. A call that has begun stays one, whole or cut off; what cannot be a call is
+content, with its marker: nothing that the model wrote is lost.
+"""
+
+from __future__ import annotations
+
+import ast
+import json
+from collections.abc import Callable
+from typing import Any
+
+from . import json_text
+from .reader import Reading, markers
+from .writer import Writer
+
+Body = Callable[[Writer, str], Reading]
+ARGUMENTS = ("arguments", "parameters", "args")
+NAMES = ("name", "tool_name", "function")
+
+
+def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
+    """An object with a name and arguments, up to `close` where that is not "". known: only tools that were offered are
+    calls. several: what may stand between such objects."""
+
+    def body(writer: Writer, opened: str) -> Reading:
+        reader = writer.reader
+        while True:
+            reader.keep()
+            called = yield from _object(writer, known)
+            read = reader.kept()
+            if not called:
+                writer.content(opened + read)
+                return
+            if close:
+                rest, _ = yield from reader.collect(markers(close))
+                if rest.strip():
+                    writer.content(rest)
+                return
+            reader.keep()
+            after = yield from reader.space()
+            while after and after in several:
+                reader.take(reader.at + 1)
+                after = yield from reader.space()
+            opened = reader.kept()
+            if after != "{":
+                writer.content(opened)
+                return
+
+    return body
+
+
+def _object(writer: Writer, known: bool) -> Any:
+    """Reads one; whether it was a call."""
+    reader = writer.reader
+    name: str | None = None
+    call_id, opened = "", False
+    arguments: list[str] = []
+    if (yield from reader.space()) != "{":
+        return False
+    reader.take(reader.at + 1)
+    while True:
+        following = yield from reader.space()
+        if following == "}":
+            reader.take(reader.at + 1)
+            break
+        if following == ",":
+            reader.take(reader.at + 1)
+            continue
+        key = yield from json_text.string(reader)
+        if key is None:
+            return opened
+        if (yield from reader.space()) != ":":
+            return opened
+        reader.take(reader.at + 1)
+        if key in NAMES and name is None:
+            yield from reader.space()
+            name = yield from json_text.string(reader)
+            if not name or (known and name not in writer.tools):
+                return opened
+        elif key in ARGUMENTS and not opened and not arguments:
+            if (yield from reader.space()) == "{" and name is not None:
+                opened = True
+                writer.call(name, call_id)
+                if not (yield from json_text.value(reader, writer.arguments)):
+                    return True
+            elif not (yield from json_text.value(reader, arguments.append)):
+                return opened
+        else:
+            other: list[str] = []
+            if not (yield from json_text.value(reader, other.append)):
+                return opened
+            if key == "id" and not opened:
+                call_id = "".join(other).strip('"')
+    if opened or name is None:
+        return opened
+    text = json_text.as_object("".join(arguments)) if arguments else "{}"
+    if text is None:
+        return False
+    writer.call(name, call_id)
+    writer.arguments(text)
+    return True
+
+
+def named_json(between: str, close: str, *, before_name: str = "", fence: bool = False) -> Body:
+    """A name, `between`, and the arguments as JSON, up to `close`. before_name: comes before it (a kind, say). fence:
+    the JSON stands in one of Markdown's."""
+
+    def body(writer: Writer, opened: str) -> Reading:
+        reader = writer.reader
+        reader.keep()
+        name, stop = yield from reader.collect(markers(between, close))
+        if before_name and stop == between and name.strip() == before_name:
+            name, stop = yield from reader.collect(markers("\n", close))
+            stop = between if stop == "\n" else stop
+        read = reader.kept()
+        if stop != between or not name.strip():
+            writer.content(opened + read)
+            return
+        writer.call(name.strip())
+        if fence:
+            following = yield from reader.space()
+            if following == "`":
+                yield from reader.collect(markers("\n"))
+        yield from json_text.value(reader, writer.arguments)
+        rest, _ = yield from reader.collect(markers(close))
+        if rest.strip("` \n"):
+            writer.content(rest)
+
+    return body
+
+
+def mistral(writer: Writer, opened: str) -> Reading:
+    """An array of objects, or, as newer models write it, a name, `[ARGS]` and an object."""
+    reader = writer.reader
+    reader.keep()
+    if (yield from reader.space()) == "[":
+        reader.take(reader.at + 1)
+        called = False
+        while True:
+            following = yield from reader.space()
+            if following == ",":
+                reader.take(reader.at + 1)
+                continue
+            if following != "{":
+                break
+            if not (yield from _object(writer, known=False)):
+                break
+            called = True
+        if not called:
+            writer.content(opened + reader.kept())
+            return
+        reader.kept()
+        if (yield from reader.peek()) == "]":
+            reader.take(reader.at + 1)
+        return
+    read = reader.kept()
+    reader.keep()
+    name, stop = yield from reader.collect(markers("[ARGS]", "[CALL_ID]", "{"))
+    call_id = ""
+    if stop == "[CALL_ID]":
+        call_id, stop = yield from reader.collect(markers("[ARGS]", "{"))
+    if stop != "[ARGS]" or not name.strip():
+        writer.content(opened + read + reader.kept())
+        return
+    reader.kept()
+    writer.call(name.strip(), call_id.strip())
+    yield from json_text.value(reader, writer.arguments)
+
+
+def tagged(
+    name_ends: tuple[str, ...],
+    key_open: str,
+    key_close: str,
+    value_open: str,
+    value_close: str,
+    close: str,
+    trim: str = "",
+) -> Body:
+    """A name, then keys and values between tags, up to `close`. value_open: "": the value begins where the key ends.
+    trim: one of it is no part of a value, at either end."""
+
+    def body(writer: Writer, opened: str) -> Reading:
+        reader = writer.reader
+        reader.keep()
+        name, stop = yield from reader.collect(markers(*name_ends, key_open, close))
+        read = reader.kept()
+        if not name.strip() or not stop or any(mark in name for mark in "<{"):
+            writer.content(opened + read)
+            return
+        name = name.strip()
+        writer.call(name)
+        writer.arguments("{")
+        first = True
+        while stop != close:
+            if stop != key_open:
+                _, stop = yield from reader.collect(markers(key_open, close))
+                if stop != key_open:
+                    break
+            key, ended = yield from reader.collect(markers(key_close))
+            if value_open and ended:
+                _, ended = yield from reader.collect(markers(value_open))
+            if not ended:
+                return
+            writer.arguments(f"{'' if first else ', '}{json.dumps(key.strip(), ensure_ascii=False)}: ")
+            first = False
+            kinds = writer.kinds(name, key.strip())
+            if kinds == {"string"}:
+                yield from _text_value(writer, value_close, trim)
+            else:
+                text, _ = yield from reader.collect(markers(value_close))
+                writer.arguments(_typed(_trimmed(text, trim), kinds))
+            stop = ""
+        writer.arguments("}")
+
+    return body
+
+
+def _text_value(writer: Writer, close: str, trim: str) -> Reading:
+    """A string, as it comes: the last `trim` is held back until more follows."""
+    begun, held = False, ""
+    writer.arguments('"')
+
+    def emit(text: str) -> None:
+        nonlocal begun, held
+        if trim:
+            text = held + text
+            held = ""
+            if not begun and text:
+                text = text.removeprefix(trim)
+                begun = True
+            if text.endswith(trim):
+                text, held = text[: -len(trim)], trim
+        if text:
+            writer.arguments(json.dumps(text, ensure_ascii=False)[1:-1])
+
+    yield from writer.reader.until(markers(close), emit)
+    writer.arguments('"')
+
+
+def _trimmed(text: str, trim: str) -> str:
+    return text.removeprefix(trim).removesuffix(trim) if trim else text
+
+
+def _typed(text: str, kinds: set[str]) -> str:
+    """A value whose type the schema says, or nobody: JSON where it is that, else a string."""
+    try:
+        found = json.loads(text)
+    except ValueError:
+        lowered = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
+        return lowered if lowered is not None and "string" not in kinds else json.dumps(text, ensure_ascii=False)
+    if "string" in kinds and not isinstance(found, dict | list) and found is not None:
+        return json.dumps(text, ensure_ascii=False)
+    return text.strip()
+
+
+def pythonic(close: str, *, listed: bool) -> Body:
+    """Calls as Python writes them: `f(a=1, b="x")`; listed: several in brackets. Each is told when it is whole."""
+
+    def body(writer: Writer, opened: str) -> Reading:
+        reader = writer.reader
+        stops = markers("(", ")", "[", "]", "{", "}", '"', "'", "\\", *((close,) if close else ()))
+        parts: list[str] = []
+        depth, quote, called = 0, "", False
+        reader.keep()
+        while True:
+            stop = yield from reader.until(stops, parts.append)
+            if not stop:
+                break
+            if stop == close and not quote:
+                break
+            parts.append(stop)
+            if quote:
+                if stop == "\\":
+                    if (yield from reader.peek()):
+                        parts.append(reader.take(reader.at + 1))
+                elif stop == quote:
+                    quote = ""
+            elif stop in "\"'":
+                quote = stop
+            elif stop in "([{":
+                depth += 1
+            elif stop in ")]}":
+                depth -= 1
+                if depth == (1 if listed else 0) and stop == ")":
+                    found = _python_call("".join(parts).lstrip("[, \n"))
+                    if found is None:
+                        break
+                    reader.kept()
+                    reader.keep()
+                    parts, called = [], True
+                    writer.call(found[0])
+                    writer.arguments(json.dumps(found[1], ensure_ascii=False))
+                elif depth <= 0:
+                    break
+        read = reader.kept()
+        if not called:
+            writer.content(opened + read)
+        elif (rest := "".join(parts).strip(" \n,]")) and not rest.startswith("```"):
+            writer.content(rest)
+
+    return body
+
+
+def _python_call(text: str) -> tuple[str, dict[str, Any]] | None:
+    try:
+        tree = ast.parse(text, mode="eval").body
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        return None
+    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "print" and tree.args:
+        tree = tree.args[0]
+    if not isinstance(tree, ast.Call) or tree.args or any(word.arg is None for word in tree.keywords):
+        return None
+    try:
+        values = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
+        json.dumps(values)
+    except (ValueError, TypeError, RecursionError):
+        return None
+    return ast.unparse(tree.func), values

@@ -1,0 +1,151 @@
+"""The formats: how each family of models writes reasoning and calls, and which one a chat template speaks.
+
+Sources: the chat templates of the models themselves.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+
+from kvforge.protocol.errors import InvalidConfiguration
+
+from .bodies import Body, json_call, mistral, named_json, pythonic, tagged
+from .harmony import harmony
+from .reader import Reading
+from .writer import Writer
+
+THINK = ("<think>", "</think>")
+NO_THINK = ("", "")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Format:
+    """think: the markers of reasoning, or "". calls: what opens a call, and how its body is read. bare: a call without
+    a marker begins with one of these characters. answer: reads all of it, where it is no content with markers in it.
+    special_tokens: what of it are special tokens, which have to stay visible."""
+
+    name: str
+    think: tuple[str, str] = NO_THINK
+    calls: Mapping[str, Body] = field(default_factory=dict)
+    bare: tuple[str, Body] | None = None
+    answer: Callable[[Writer, bool], Reading] | None = None
+    special_tokens: frozenset[str] = frozenset()
+
+    def starts_in_reasoning(self, prompt: str) -> bool:
+        """Whether the prompt, as the template wrote it, has begun the model's reasoning."""
+        return bool(self.think[0]) and prompt.rstrip().endswith(self.think[0])
+
+
+def _special(*tokens: str) -> frozenset[str]:
+    return frozenset(tokens)
+
+
+_TOOL_CALL = ("<tool_call>", "</tool_call>")
+_DEEPSEEK = {
+    "begin": "<｜tool▁calls▁begin｜>",
+    "end": "<｜tool▁calls▁end｜>",
+    "call": "<｜tool▁call▁begin｜>",
+    "call_end": "<｜tool▁call▁end｜>",
+    "sep": "<｜tool▁sep｜>",
+}
+
+
+def _nothing(writer: Writer, opened: str) -> Reading:  # noqa: ARG001 - a bracket around calls
+    yield from ()
+
+
+FORMATS: dict[str, Format] = {
+    format_.name: format_
+    for format_ in (
+        Format("plain"),
+        Format("think", think=THINK, special_tokens=_special(*THINK)),
+        Format(
+            "hermes",
+            think=THINK,
+            calls={"<tool_call>": json_call("</tool_call>")},
+            special_tokens=_special(*THINK, *_TOOL_CALL),
+        ),
+        Format(
+            "qwen3_coder",
+            think=THINK,
+            calls={
+                "<tool_call>": _nothing,
+                "</tool_call>": _nothing,
+                "<function=": tagged((">",), "<parameter=", ">", "", "</parameter>", "</function>", "\n"),
+            },
+            special_tokens=_special(*THINK, *_TOOL_CALL),
+        ),
+        Format(
+            "llama3_json",
+            calls={"<|python_tag|>": json_call("", known=True, several=";,")},
+            bare=("{", json_call("", known=True, several=";,")),
+            special_tokens=_special("<|python_tag|>"),
+        ),
+        Format(
+            "llama_pythonic",
+            calls={"<|python_start|>": _nothing, "<|python_end|>": _nothing},
+            bare=("[", pythonic("<|python_end|>", listed=True)),
+            special_tokens=_special("<|python_start|>", "<|python_end|>"),
+        ),
+        Format(
+            "mistral",
+            think=("[THINK]", "[/THINK]"),
+            calls={"[TOOL_CALLS]": mistral},
+            special_tokens=_special("[TOOL_CALLS]", "[ARGS]", "[CALL_ID]", "[THINK]", "[/THINK]"),
+        ),
+        Format(
+            "deepseek_v3",
+            think=THINK,
+            calls={
+                _DEEPSEEK["begin"]: _nothing,
+                _DEEPSEEK["end"]: _nothing,
+                _DEEPSEEK["call"]: named_json(
+                    _DEEPSEEK["sep"], _DEEPSEEK["call_end"], before_name="function", fence=True
+                ),
+            },
+            special_tokens=_special(*_DEEPSEEK.values(), *THINK),
+        ),
+        Format(
+            "glm45",
+            think=THINK,
+            calls={
+                "<tool_call>": tagged(("\n",), "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>", "</tool_call>")
+            },
+            special_tokens=_special(*THINK, *_TOOL_CALL, "<arg_key>", "</arg_key>", "<arg_value>", "</arg_value>"),
+        ),
+        Format(
+            "harmony",
+            answer=harmony,
+            special_tokens=_special(
+                *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
+            ),
+        ),
+        Format("gemma", calls={"```tool_code\n": pythonic("```", listed=False)}),
+    )
+}
+
+# What a template holds that no other family's does; the first that is found decides.
+_SIGNS = (
+    ("<|channel|>", "harmony"),
+    (_DEEPSEEK["call"], "deepseek_v3"),
+    ("<arg_key>", "glm45"),
+    ("<function=", "qwen3_coder"),
+    ("<tool_call>", "hermes"),
+    ("[TOOL_CALLS]", "mistral"),
+    ("<|python_start|>", "llama_pythonic"),
+    ("<|python_tag|>", "llama3_json"),
+    ("<|start_header_id|>", "llama3_json"),
+    ("<start_of_turn>", "gemma"),
+    ("</think>", "think"),
+)
+
+
+def choose(template: str, name: str = "") -> Format:
+    """The format that a chat template speaks, or the one of that name. Raises InvalidConfiguration naming
+    `tool_format`."""
+    if name:
+        if name not in FORMATS:
+            raise InvalidConfiguration("tool_format", f"is {name!r}; it must be one of {', '.join(FORMATS)}")
+        return FORMATS[name]
+    return FORMATS[next((format_ for sign, format_ in _SIGNS if sign in template), "plain")]

@@ -1,0 +1,114 @@
+"""JSON as text that comes in pieces: where a value ends, and what it is, without waiting for the whole."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Generator
+
+from .reader import Emit, Reader
+
+_IN_STRING = re.compile(r'["\\]')
+_OUTSIDE = re.compile(r'["{}\[\]]')
+_SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
+
+
+def string(reader: Reader) -> Generator[None, None, str | None]:
+    """Reads a string; None where there is none, or no whole one."""
+    if (yield from reader.peek()) != '"':
+        return None
+    parts: list[str] = []
+    if not (yield from value(reader, parts.append)):
+        return None
+    try:
+        text = json.loads("".join(parts), strict=False)
+    except ValueError:
+        return None
+    return text if isinstance(text, str) else None
+
+
+def value(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
+    """Reads one value and emits its text as it comes. False: there was none, or the end came before its own."""
+    first = yield from reader.space()
+    if first == '"':
+        emit(reader.take(reader.at + 1))
+        return (yield from _string_rest(reader, emit))
+    if first in ("{", "["):
+        return (yield from _nested(reader, emit))
+    return (yield from _scalar(reader, emit))
+
+
+def _scalar(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
+    """A number or a word: it has ended where something else follows."""
+    parts: list[str] = []
+    while True:
+        found = _SCALAR.match(reader.text, reader.at)
+        assert found is not None, "matches whatever is there"
+        parts.append(reader.take(found.end()))
+        if reader.at < len(reader.text) or reader.ended:
+            break
+        yield
+    text = "".join(parts)
+    try:
+        json.loads(text)
+    except ValueError:
+        return False
+    emit(text)
+    return True
+
+
+def _string_rest(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
+    """Behind the opening quote. A piece never ends within an escape."""
+    while True:
+        found = _IN_STRING.search(reader.text, reader.at)
+        if found is None:
+            if reader.at < len(reader.text):
+                emit(reader.take(len(reader.text)))
+        elif found.group() == '"':
+            emit(reader.take(found.end()))
+            return True
+        elif found.end() < len(reader.text):
+            emit(reader.take(found.end() + 1))
+            continue
+        elif found.start() > reader.at:
+            emit(reader.take(found.start()))
+        if reader.ended:
+            return False
+        yield
+
+
+def _nested(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
+    """An object or an array: up to the bracket that closes the first."""
+    depth = 0
+    while True:
+        found = _OUTSIDE.search(reader.text, reader.at)
+        if found is None:
+            if reader.at < len(reader.text):
+                emit(reader.take(len(reader.text)))
+            if reader.ended:
+                return False
+            yield
+            continue
+        emit(reader.take(found.end()))
+        bracket = found.group()
+        if bracket == '"':
+            if not (yield from _string_rest(reader, emit)):
+                return False
+        else:
+            depth += 1 if bracket in "{[" else -1
+            if depth == 0:
+                return True
+
+
+def as_object(text: str) -> str | None:
+    """`text` where it is a JSON object; a string that holds one, as some models write arguments, is that one."""
+    try:
+        found = json.loads(text, strict=False)
+        if isinstance(found, str):
+            text = found
+            found = json.loads(found, strict=False)
+    except ValueError:
+        return None
+    if found is None:
+        return "{}"
+    return text if isinstance(found, dict) else None

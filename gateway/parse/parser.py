@@ -1,0 +1,79 @@
+"""The engine: one answer's text to events, by the table of its format."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+from .events import Event
+from .formats import Format
+from .reader import Reading, markers
+from .writer import Writer
+
+
+class Parser(Writer):
+    """tools: as a Writer has them. in_reasoning: the prompt has begun the model's reasoning already."""
+
+    def __init__(
+        self, format_: Format, tools: Mapping[str, Mapping[str, Any]] | None = None, *, in_reasoning: bool = False
+    ) -> None:
+        super().__init__(tools)
+        self._format = format_
+        self._reading = format_.answer(self, in_reasoning) if format_.answer is not None else self._answer(in_reasoning)
+        self._over = False
+
+    def feed(self, text: str, token_ids: Sequence[int] = ()) -> list[Event]:  # noqa: ARG002 - of formats by tokens
+        """The events that are certain now."""
+        self.reader.feed(text)
+        self._go()
+        return self.taken()
+
+    def finish(self) -> list[Event]:
+        """The rest, at the answer's end."""
+        self.reader.ended = True
+        self._go()
+        self.end()
+        return self.taken()
+
+    def _answer(self, in_reasoning: bool) -> Reading:
+        """The usual way: content, with reasoning and calls between markers."""
+        table, reader = self._format, self.reader
+        calls = table.calls if self._calling else {}
+        opening, closing = table.think
+        stops = markers(*calls, *((opening,) if opening else ()))
+        if in_reasoning and closing:
+            yield from self.think(closing)
+        if self._calling and table.bare is not None:
+            yield from self._bare()
+        while True:
+            stop = yield from reader.until(stops, self.content)
+            if not stop:
+                return
+            if stop == opening:
+                if self.shown:
+                    # In the middle of content it is text.
+                    self.content(stop)
+                else:
+                    yield from self.think(closing)
+                    if self._calling and table.bare is not None:
+                        yield from self._bare()
+            else:
+                yield from calls[stop](self, stop)
+
+    def _bare(self) -> Reading:
+        """A call that stands without a marker, where content would begin."""
+        bare = self._format.bare
+        assert bare is not None, "asked for where there is one"
+        start, body = bare
+        following = yield from self.reader.space()
+        if following and following in start:
+            yield from body(self, "")
+
+    def _go(self) -> None:
+        if not self._over:
+            try:
+                next(self._reading)
+            except StopIteration:
+                self._over = True
+        if self._over and self.reader.at < len(self.reader.text):
+            self.content(self.reader.take(len(self.reader.text)))

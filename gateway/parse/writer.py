@@ -1,0 +1,104 @@
+"""What the ways to read an answer write to: events, with the white space between parts left out."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from .events import Arguments, Content, Event, Reasoning, ToolCall
+from .reader import Reader, Reading, markers
+
+
+class Writer:
+    """tools: the schemas of their arguments by name; None: no calls are looked for.
+
+    White space between an answer's parts (reasoning, content, calls) belongs to none of them.
+    """
+
+    def __init__(self, tools: Mapping[str, Mapping[str, Any]] | None) -> None:
+        self.reader = Reader()
+        self.tools = tools if tools is not None else {}
+        self._calling = tools is not None
+        self._events: list[Event] = []
+        self._calls = 0
+        self._space, self._shown = "", False
+
+    @property
+    def shown(self) -> bool:
+        """There was content."""
+        return self._shown
+
+    @property
+    def calling(self) -> bool:
+        """Calls are looked for."""
+        return self._calling
+
+    def content(self, text: str) -> None:
+        """Text for the user; white space is held back until it is known what follows."""
+        text = self._space + text
+        if not self._shown:
+            text = text.lstrip()
+        body = text.rstrip()
+        self._space = text[len(body) :]
+        if body:
+            self._shown = True
+            self._events.append(Content(body))
+
+    def reasoning(self, text: str) -> None:
+        """What it thinks."""
+        if text:
+            self._events.append(Reasoning(text))
+
+    def call(self, name: str, call_id: str = "") -> None:
+        """A call begins."""
+        self._space = ""
+        self._events.append(ToolCall(self._calls, name, call_id))
+        self._calls += 1
+
+    def arguments(self, text: str) -> None:
+        """A piece of the JSON text of the last call's arguments."""
+        if text:
+            self._events.append(Arguments(self._calls - 1, text))
+
+    def kinds(self, name: str, key: str) -> set[str]:
+        """The types that a tool's schema allows for an argument; empty: it does not say."""
+        properties = self.tools.get(name, {}).get("properties", {})
+        schema = properties.get(key, {}) if isinstance(properties, Mapping) else {}
+        return _types(schema)
+
+    def think(self, close: str) -> Reading:
+        """Reasoning up to `close`, without white space at its ends."""
+        held, begun = "", False
+
+        def emit(text: str) -> None:
+            nonlocal held, begun
+            text = held + text
+            if not begun:
+                text = text.lstrip()
+            body = text.rstrip()
+            held, begun = text[len(body) :], begun or bool(body)
+            self.reasoning(body)
+
+        yield from self.reader.until(markers(close), emit)
+
+    def end(self) -> None:
+        """The answer has ended: white space that was held back is the end of a content without calls."""
+        if self._space and not self._calls and self._shown:
+            self._events.append(Content(self._space))
+
+    def taken(self) -> list[Event]:
+        """The events since the last time."""
+        taken, self._events = self._events, []
+        return taken
+
+
+def _types(schema: Any) -> set[str]:
+    if not isinstance(schema, Mapping):
+        return set()
+    kind = schema.get("type")
+    if isinstance(kind, str):
+        return {kind}
+    if isinstance(kind, list):
+        return {str(one) for one in kind}
+    either = [_types(one) for name in ("anyOf", "oneOf") for one in schema.get(name) or ()]
+    return set().union(*either) if either and all(either) else set()
