@@ -14,12 +14,14 @@ _BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
 
 
 class Decoder(Protocol):
-    """What a stream needs of a tokenizer. pieces: None where the pieces of a text depend on each other."""
+    """What a stream needs of a tokenizer."""
 
-    pieces: Pieces | None
+    def pieces_of(self, keep: frozenset[str]) -> Pieces | None:
+        """The bytes of each token; those of the special ones in `keep` too. None where the pieces of a text depend on
+        each other."""
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of all these tokens."""
+    def decode(self, token_ids: Iterable[int], *, keep: frozenset[str] = frozenset()) -> str:
+        """The text of all these tokens, with the special ones that are in `keep`."""
 
 
 class TextStream:
@@ -31,11 +33,13 @@ class TextStream:
     are no UTF-8. `decode` then gives up the valid characters beside them too; here they have been shown already.
 
     continues: the text goes on after a prompt: a leading space that sentencepiece vocabularies drop is kept.
+    keep: special tokens, as the vocabulary spells them, that are part of the text; all others vanish.
     """
 
-    def __init__(self, tokenizer: Decoder, *, continues: bool = False) -> None:
+    def __init__(self, tokenizer: Decoder, *, continues: bool = False, keep: frozenset[str] = frozenset()) -> None:
         self._tokenizer = tokenizer
-        self._pieces = tokenizer.pieces
+        self._keep = keep
+        self._pieces = tokenizer.pieces_of(keep)
         self._utf8 = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self._held: list[int] = []
         self._at_start = not continues
@@ -56,7 +60,7 @@ class TextStream:
         """What was held back; the stream takes no more tokens. A character that stayed incomplete becomes U+FFFD."""
         self._finished = True
         if self._pieces is None:
-            return self._tokenizer.decode(self._held)
+            return self._tokenizer.decode(self._held, keep=self._keep)
         return self._utf8.decode(b"", final=True)
 
     def _piece(self, token: int) -> bytes:
@@ -82,11 +86,14 @@ class Pieces:
     Two families are understood, which cover the vocabularies of generating models: byte-level (GPT-2's alphabet, one
     character a byte) and sentencepiece (a replaced space, byte fallback, a dropped first space).
     strip: how many leading spaces the decoder drops from the whole text.
+    keep: special tokens that have bytes all the same.
     """
 
-    def __init__(self, backend: Any, steps: list[dict[str, Any]]) -> None:
+    def __init__(self, backend: Any, steps: list[dict[str, Any]], keep: frozenset[str] = frozenset()) -> None:
         self._token_of: Callable[[int], str | None] = backend.id_to_token
-        self._special = {token for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        special = {token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special}
+        self._kept = {token: text.encode() for token, text in special.items() if text in keep}
+        self._special = special.keys() - self._kept.keys()
         self._alphabet: dict[str, int] | None = None
         self._replacements: list[tuple[str, str]] = []
         self._byte_fallback = False
@@ -98,14 +105,14 @@ class Pieces:
             fused = self._understand(step, fused)
 
     @classmethod
-    def of(cls, tokenizer: Any) -> Pieces | None:
+    def of(cls, tokenizer: Any, keep: frozenset[str] = frozenset()) -> Pieces | None:
         """None where the decoder is of another family."""
         backend = getattr(tokenizer, "backend_tokenizer", None)
         if backend is None or backend.decoder is None:
             return None
         state = json.loads(backend.decoder.__getstate__())
         try:
-            return cls(backend, state["decoders"] if state["type"] == "Sequence" else [state])
+            return cls(backend, state["decoders"] if state["type"] == "Sequence" else [state], keep)
         except (KeyError, ValueError, TypeError):
             return None
 
@@ -139,6 +146,8 @@ class Pieces:
         return piece.replace(b" ", b"") if self._first_bare else piece
 
     def _spell(self, token: int) -> bytes:
+        if token in self._kept:
+            return self._kept[token]
         text = None if token in self._special else self._token_of(token)
         if text is None:
             return b""

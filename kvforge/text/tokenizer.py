@@ -37,7 +37,8 @@ class Tokenizer:
     def __init__(self, tokenizer: Any, name: str) -> None:
         self._tokenizer = tokenizer
         self._name = name
-        self.pieces = Pieces.of(tokenizer)
+        self._pieces: dict[frozenset[str], Pieces | None] = {}
+        self._special: Mapping[str, int] | None = None
 
     @classmethod
     def load(cls, source: str | Path) -> Tokenizer:
@@ -90,15 +91,39 @@ class Tokenizer:
         """
         return self._encode(text, special=special)
 
-    def decode(self, token_ids: Iterable[int]) -> str:
-        """The text of tokens, without special ones. Bytes that are no UTF-8 become U+FFFD.
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Each special token's id, by its spelling: what vanishes from text unless it is kept."""
+        if self._special is None:
+            known = self._tokenizer.added_tokens_decoder
+            self._special = {added.content: token for token, added in known.items() if added.special}
+        return self._special
+
+    def decode(self, token_ids: Iterable[int], *, keep: frozenset[str] = frozenset()) -> str:
+        """The text of tokens, without special ones other than those in `keep`. Bytes that are no UTF-8 become U+FFFD.
 
         Raises InvalidRequest for a number that cannot be a token id.
         """
-        text: str = self._tokenizer.decode(
-            checked_ids(token_ids), skip_special_tokens=True, clean_up_tokenization_spaces=False
-        )
+        ids = checked_ids(token_ids)
+        kept = keep.intersection(self.special_tokens) if keep else keep
+        if kept:
+            vanish = {token for text, token in self.special_tokens.items() if text not in kept}
+            ids = [token for token in ids if token not in vanish]
+        text: str = self._tokenizer.decode(ids, skip_special_tokens=not kept, clean_up_tokenization_spaces=False)
         return text
+
+    @property
+    def pieces(self) -> Pieces | None:
+        """`pieces_of` where all special tokens vanish."""
+        return self.pieces_of()
+
+    def pieces_of(self, keep: frozenset[str] = frozenset()) -> Pieces | None:
+        """The bytes of each token, remembered for all streams that keep the same special tokens. None: the vocabulary
+        is of a family whose tokens have no bytes of their own."""
+        there = keep.intersection(self.special_tokens) if keep else keep
+        if there not in self._pieces:
+            self._pieces[there] = Pieces.of(self._tokenizer, there)
+        return self._pieces[there]
 
     def chat(self, messages: Sequence[Mapping[str, Any]] | str) -> list[int]:
         """Token ids of a conversation up to where the model is to answer. A string is one message from the user.
@@ -131,9 +156,9 @@ class Tokenizer:
             raise InvalidRequest("messages", f"the model's chat template refuses them ({error})") from error
         return text
 
-    def stream(self, *, continues: bool = False) -> TextStream:
-        """A new TextStream for one answer."""
-        return TextStream(self, continues=continues)
+    def stream(self, *, continues: bool = False, keep: frozenset[str] = frozenset()) -> TextStream:
+        """A new TextStream for one answer. keep: special tokens that are to be seen in its text."""
+        return TextStream(self, continues=continues, keep=keep)
 
     def _encode(self, text: str, *, special: bool) -> list[int]:
         if not isinstance(text, str):

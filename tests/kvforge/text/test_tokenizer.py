@@ -361,3 +361,34 @@ def test_the_extra_is_named_when_it_is_missing(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setitem(sys.modules, "transformers", None)
     with pytest.raises(Unavailable, match=r"pip install 'kvforge\[text\]'"):
         Tokenizer.load(path)
+
+
+# ---------------------------------------------------------------------------------------------- special tokens, kept
+
+
+@pytest.mark.model
+@pytest.mark.parametrize("chunk", [1, 3, 1000])
+def test_a_special_token_that_is_kept_stays_in_the_text(smollm2: Tokenizer, chunk: int) -> None:
+    ids = smollm2.encode("<|im_start|>é<|im_end|> b<|endoftext|>")
+    assert streamed(smollm2.stream(), ids, chunk) == "é b"
+    keep = frozenset({"<|im_end|>", "<|of another model|>"})
+    assert streamed(smollm2.stream(keep=keep), ids, chunk) == "é<|im_end|> b" == smollm2.decode(ids, keep=keep)
+
+
+@pytest.mark.model
+def test_streams_that_keep_the_same_tokens_share_their_pieces(smollm2: Tokenizer) -> None:
+    keep = frozenset({"<|im_end|>"})
+    pieces = smollm2.pieces_of(keep)
+    assert pieces is not None
+    assert smollm2.pieces_of(keep | {"<|of another model|>"}) is pieces
+    assert smollm2.pieces_of(frozenset({"<|of another model|>"})) is smollm2.pieces
+    assert smollm2.special_tokens["<|im_end|>"] == id_of(smollm2, "<|im_end|>")
+
+
+def test_what_follows_a_kept_token_keeps_its_space_as_decode_has_it() -> None:
+    """Of a sentencepiece vocabulary the text's first space is dropped, and a token that is seen is the first."""
+    tokenizer = sentencepiece()
+    ids = [id_of(tokenizer, piece) for piece in ("<s>", "▁Paris", "▁is", "<s>", "▁Paris")]
+    keep = frozenset({"<s>"})
+    assert streamed(tokenizer.stream(keep=keep), ids) == tokenizer.decode(ids, keep=keep) == "<s> Paris is<s> Paris"
+    assert streamed(tokenizer.stream(), ids) == tokenizer.decode(ids) == "Paris is Paris"
