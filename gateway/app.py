@@ -40,7 +40,7 @@ def make_app(settings: Settings, access: Access) -> Starlette:
     client = AsyncClient(
         settings.coordinator, server_key=settings.server_key or None, key_file=settings.key_file or None
     )
-    service = Service(client, prompts, settings.names)
+    service = Service(client, prompts, settings.names, settings.tool_format)
     guard = Guard(access)
 
     @asynccontextmanager

@@ -79,13 +79,13 @@ class Prompts:
         text = self.tokenizer.render(self._hygiene.clean(messages), options | extra)
         return Rendered(np.array(self.tokenizer.encode(text, special=False), np.int32), text)
 
-    def stream(self, *, continues: bool = False) -> TextStream:
-        """What turns one answer's tokens into text."""
-        return self.tokenizer.stream(continues=continues)
+    def stream(self, *, continues: bool = False, keep: frozenset[str] = frozenset()) -> TextStream:
+        """What turns one answer's tokens into text. keep: special tokens that are part of it."""
+        return self.tokenizer.stream(continues=continues, keep=keep)
 
     def spelled(self, token_id: int) -> tuple[str, bytes]:
         """A token as text and as bytes; one that is special by its name."""
-        pieces = self.tokenizer.pieces
+        pieces = self.tokenizer.pieces_of(frozenset())
         raw = pieces.bytes_of(token_id) if pieces is not None else b""
         if not raw:
             raw = self.tokenizer.spelled(token_id).encode()

@@ -4,13 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 from gateway.chat.prompts import Rendered
 from gateway.chat.tools import Choice, Tool, checked
+from gateway.parse import Parser
 from kvforge.text.tokenizer import TextStream
 
-from .answer import Parser
+from . import answer
 from .service import Model
 
 
@@ -20,7 +22,7 @@ class Conversing:
 
     rendered: Rendered
     text: Callable[[], TextStream]
-    parser: Callable[[], Parser] | None
+    parser: Callable[[], answer.Parser] | None
 
 
 def conversing(
@@ -36,4 +38,13 @@ def conversing(
     choice = choice or Choice()
     offered = checked(tools, choice)
     rendered = model.prompts.chat(messages, tools=[tool.plain() for tool in offered], continued=continued, told=told)
-    return Conversing(rendered, lambda: model.prompts.stream(continues=continued), None)
+    format_ = model.format
+    schemas = {tool.name: tool.parameters for tool in offered} if offered else None
+    if schemas is None and not format_.think[1] and format_.answer is None:
+        return Conversing(rendered, partial(model.prompts.stream, continues=continued), None)
+    in_reasoning = format_.starts_in_reasoning(rendered.text)
+    return Conversing(
+        rendered,
+        partial(model.prompts.stream, continues=continued, keep=format_.special_tokens),
+        partial(Parser, format_, schemas, in_reasoning=in_reasoning),
+    )

@@ -10,6 +10,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.chat.prompts import Prompts
+from gateway.parse import Format, choose
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, NotReady
 from kvforge.protocol.messages import Health, ModelInfo
@@ -23,12 +24,13 @@ log = logging.getLogger(__name__)
 @dataclass(frozen=True, slots=True)
 class Model:
     """What is served now. names: what requests may call it; the first is what answers call it. since: seconds since
-    1970."""
+    1970. format: how it writes reasoning and calls."""
 
     info: ModelInfo
     names: tuple[str, ...]
     prompts: Prompts
     since: int
+    format: Format
 
     def check(self, name: str) -> None:
         """Raises ModelNotFound where a request calls it by another name."""
@@ -40,9 +42,13 @@ class Service:
     """One coordinator, seen from one process. `serving` keeps it up to date while it runs."""
 
     def __init__(
-        self, client: AsyncClient, prompts: Callable[[ModelInfo], Prompts], names: tuple[str, ...] = ()
+        self,
+        client: AsyncClient,
+        prompts: Callable[[ModelInfo], Prompts],
+        names: tuple[str, ...] = (),
+        tool_format: str = "",
     ) -> None:
-        self.client = client
+        self.client, self._tool_format = client, tool_format
         self._make_prompts, self._names = prompts, names
         self._model: Model | None = None
         self._streams: AsyncStreams | None = None
@@ -92,7 +98,9 @@ class Service:
             self._streams = AsyncStreams(self.client)
         if health.model is not None and (self._model is None or health.model != self._model.info):
             names = self._names or (health.model.name,)
-            self._model = Model(health.model, names, self._make_prompts(health.model), int(time.time()))
+            prompts = self._make_prompts(health.model)
+            format_ = choose(prompts.tokenizer.chat_template, self._tool_format)
+            self._model = Model(health.model, names, prompts, int(time.time()), format_)
             self._known.set()
             log.info("serving %s", names[0])
         self._say("" if health.ready else health.reason)

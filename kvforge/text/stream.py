@@ -92,7 +92,7 @@ class Pieces:
     def __init__(self, backend: Any, steps: list[dict[str, Any]], keep: frozenset[str] = frozenset()) -> None:
         self._token_of: Callable[[int], str | None] = backend.id_to_token
         special = {token: added.content for token, added in backend.get_added_tokens_decoder().items() if added.special}
-        self._kept = {token: text.encode() for token, text in special.items() if text in keep}
+        self._kept: dict[int, bytes] = {token: text.encode() for token, text in special.items() if text in keep}
         self._special = special.keys() - self._kept.keys()
         self._alphabet: dict[str, int] | None = None
         self._replacements: list[tuple[str, str]] = []
