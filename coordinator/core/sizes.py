@@ -28,9 +28,10 @@ def error_bytes(error: ErrorInfo) -> int:
 
 
 def begin_bytes(sampling: Sampling, length: int) -> int:
-    """What a row takes in the step that it begins in, at most: its biases, and the tokens that penalties count."""
+    """What a row takes in the step that it begins in, at most: its biases, its grammar, its history's tokens."""
     history = 4 * length if sampling.counts_answer else 0
-    return BEGIN_BYTES + BIAS_BYTES * len(sampling.logit_bias) + history
+    grammar = CHARACTER_BYTES * len(sampling.grammar.text) if sampling.grammar is not None else 0
+    return BEGIN_BYTES + BIAS_BYTES * len(sampling.logit_bias) + grammar + history
 
 
 def check(context_tokens: int, step_tokens: int, tenants: int, pools: int) -> None:

@@ -2,27 +2,36 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Any, Literal
 
 from kvforge.protocol import messages
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import LOGIT_BIAS_LIMIT, LOGIT_BIAS_MAX, MODEL_DEFAULTS, SAMPLING_RANGES
+from kvforge.text.grammar import check
 
-from .values import INT32_MAX, flag, number, whole
+from .values import INT32_MAX, flag, number, shown, whole
 
 SEED_MAX = (1 << 64) - 1
 TEMPERATURE_MAX = 100.0
 OPTIONAL = (*MODEL_DEFAULTS, "seed")  # may be None
+KINDS: dict[str, Literal["json_schema", "regex", "lark"]] = {
+    "json_schema": "json_schema",
+    "regex": "regex",
+    "grammar": "lark",
+}
+SHAPES = ("json_schema", "json_object", "regex", "grammar")  # what an answer must look like: one of them at most
+WORDS = {"json_schema": "mapping, or its JSON text", "regex": "text", "grammar": "text"}
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class Sampling:
     """How the next token is chosen. Applied in this order: logit_bias, penalties (repetition, then frequency and
-    presence), temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the largest after the
-    penalties.
+    presence), the answer's shape, temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the
+    largest after the shape.
 
     None: as the model's own generation_config has it (`Health.model.sampling`, or `kvforge health`); a model that says
     nothing of itself is drawn from at temperature 0.6. Everything else that is not given is off.
@@ -38,6 +47,12 @@ class Sampling:
     once, the other times the count.
     logit_bias: added to the logits of token ids, {id: value} or pairs: -100 to 100, or -inf, which bans the token.
     logprobs: how many of the most likely tokens to report for each generated token (0 to 20).
+
+    At most one of these shapes the answer; it ends, with reason `stop`, where its shape is complete, so that ignore_eos
+    cannot be given with it. max_tokens may cut it off before.
+    json_schema: JSON of a schema, given as a mapping or as its text. What of it cannot be enforced is refused by name.
+    json_object: any JSON object. regex: what all of a regular expression matches (Rust's syntax: no look-around).
+    grammar: what a grammar in llguidance's dialect of Lark derives.
     """
 
     temperature: float | None = None
@@ -52,6 +67,10 @@ class Sampling:
     frequency_penalty: float = 0.0
     logit_bias: Mapping[int, float] | Sequence[tuple[int, float]] = ()
     logprobs: int = 0
+    json_schema: Mapping[str, Any] | str | None = None
+    json_object: bool = False
+    regex: str | None = None
+    grammar: str | None = None
 
     @property
     def unnamed(self) -> tuple[str, ...]:
@@ -60,9 +79,37 @@ class Sampling:
 
     def message(self) -> messages.Sampling:
         """What is sent; fields that are not named are off in it. Raises InvalidRequest naming the wrong field."""
-        given = {field.name: getattr(self, field.name) for field in fields(self)}
+        given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SHAPES}
         chosen = {name: value for name, value in given.items() if value is not None or name not in OPTIONAL}
-        return messages.Sampling(**{name: _checked(name, value) for name, value in chosen.items()})
+        values = {name: _checked(name, value) for name, value in chosen.items()}
+        return messages.Sampling(**values, grammar=self._shape())
+
+    def _shape(self) -> messages.Grammar | None:
+        named = [name for name in SHAPES if getattr(self, name) is not None and getattr(self, name) is not False]
+        if not named:
+            return None
+        field, value = f"sampling.{named[0]}", getattr(self, named[0])
+        if len(named) > 1:
+            raise InvalidRequest(field, f"give one of {' and '.join(named)}, not both")
+        if self.ignore_eos:
+            raise InvalidRequest("sampling.ignore_eos", f"an answer shaped by {named[0]} ends where that is complete")
+        if named[0] == "json_object":
+            flag(field, value)
+            return messages.Grammar(kind="json_object")
+        if isinstance(value, Mapping) and named[0] == "json_schema":
+            value = _as_json(field, value)
+        if not isinstance(value, str):
+            raise InvalidRequest(field, f"is {shown(value)}; it must be a {WORDS[named[0]]}")
+        grammar = messages.Grammar(kind=KINDS[named[0]], text=value)
+        check(grammar, field)
+        return grammar
+
+
+def _as_json(field: str, schema: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(dict(schema), ensure_ascii=False, separators=(",", ":"), allow_nan=False)
+    except (TypeError, ValueError, RecursionError) as error:
+        raise InvalidRequest(field, f"is not JSON ({error})") from None
 
 
 def _checked(name: str, value: Any) -> Any:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+from pathlib import Path
 from typing import Any
 
 from kvforge.client.arguments import stop_strings
@@ -48,6 +49,11 @@ def add(subparsers: Any) -> None:
     parser.add_argument(
         "--logprobs", type=int, default=0, metavar="N", help="report the N likeliest of each place (with --json)"
     )
+    shape = parser.add_mutually_exclusive_group()
+    shape.add_argument("--json-schema", metavar="FILE", help="the answer is JSON that the schema in FILE allows")
+    shape.add_argument("--json-object", action="store_true", help="the answer is a JSON object")
+    shape.add_argument("--regex", metavar="REGEX", help="the answer is what all of REGEX matches")
+    shape.add_argument("--grammar", metavar="FILE", help="the answer is what the Lark grammar in FILE derives")
     parser.add_argument("--ignore-eos", action="store_true", help="go on after the model's end-of-sequence token")
     parser.add_argument("--tenant", default="default", metavar="NAME")
     _add_scheduling(parser)
@@ -89,6 +95,10 @@ def run(options: argparse.Namespace) -> int:
         frequency_penalty=options.frequency_penalty,
         logit_bias=tuple(_bias(pair) for pair in options.logit_bias),
         logprobs=options.logprobs,
+        json_schema=_text_of("json_schema", options.json_schema),
+        json_object=options.json_object,
+        regex=options.regex,
+        grammar=_text_of("grammar", options.grammar),
     )
     with parsing.open_client(options, options.tokenizer) as kv:
         requests = _submit(kv, _prompt(kv, options), sampling, options)
@@ -112,6 +122,13 @@ def _check(options: argparse.Namespace) -> None:
         raise InvalidRequest("stop", "is looked for by whoever reads the answer: give it to `kvforge attach`")
     if options.stream and options.detach:
         raise InvalidRequest("stream", "with --detach nothing is read: use `kvforge attach`")
+
+
+def _text_of(option: str, file: str | None) -> str | None:
+    try:
+        return None if file is None else Path(file).read_text(encoding="utf-8")
+    except (OSError, ValueError) as error:
+        raise InvalidRequest(option, f"{file} cannot be read: {error}") from None
 
 
 def _prompt(kv: Client, options: argparse.Namespace) -> list[int]:

@@ -3,5 +3,6 @@
 Its law: it knows models as files and nothing of a connection; torch is never loaded, and transformers only when a
 tokenizer is. Text that has been given out is never taken back.
 
-From outside: `tokenizer.Tokenizer`, `stream.TextStream` and `stop.StopText`.
+From outside: `tokenizer.Tokenizer`, `stream.TextStream`, `stop.StopText`, and `grammar.check` (what an answer must look
+like; `grammar_bounds` beside it).
 """

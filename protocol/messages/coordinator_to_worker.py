@@ -47,7 +47,7 @@ class RowStart(msgspec.Struct, frozen=True, kw_only=True):
     the next one is keyed by (seed, generated)). sampling: what the choice of a token needs; its seed and stop tokens
     stay with the coordinator.
     prompt_history, generated_history: how many tokens of the step's `history` are this row's: first those of the
-    prompt, then those of the answer so far. Both 0 where no penalty asks for them.
+    prompt, then those of the answer so far. Both 0 where neither a penalty nor a grammar asks for them.
     """
 
     slot: int
@@ -70,8 +70,8 @@ class Step(Message, frozen=True, tag="step"):
     slots, starts, counts, samples: [rows] int32. Row r feeds counts[r] tokens at positions starts[r]...; its block
     table is row slots[r] of the shared tables. tokens: [sum(counts)] int32; -1 stands for the token that the worker
     itself sampled last for that slot (it may not have reached the coordinator yet).
-    history: [sum over begins] int32, the tokens that penalties count, one row of `begins` after the other. The worker
-    adds the tokens that it samples itself.
+    history: [sum over begins] int32, the tokens that penalties count and that grammars begin after, one row of `begins`
+    after the other. The worker adds the tokens that it samples itself.
     zeros: [n] int32 distinct blocks, all of whose bytes are zeroed. Only a worker whose WorkerReady said `zeroes` is
     sent any.
     """

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 import msgspec
 import numpy as np
@@ -52,11 +52,25 @@ SAMPLING_RANGES: dict[str, tuple[float, float]] = {
 # Fields of Sampling for which a model may have defaults of its own.
 MODEL_DEFAULTS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty")
 
+GRAMMAR_BYTES_MAX = 1 << 17
+
+
+class Grammar(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """What the text of an answer must be.
+
+    json_schema: JSON that the schema in `text` allows. json_object: any JSON object; `text` is empty. regex: what all
+    of the regular expression `text` matches. lark: what the grammar `text` derives, in the dialect of Lark that
+    llguidance reads. text: at most GRAMMAR_BYTES_MAX bytes of UTF-8.
+    """
+
+    kind: Literal["json_schema", "json_object", "regex", "lark"]
+    text: str = ""
+
 
 class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
     """How the next token is chosen. Applied in this order: logit_bias, penalties (repetition, then frequency and
-    presence), temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the largest after the
-    penalties: the filters keep that one always. Each default means "off"; ranges are in SAMPLING_RANGES.
+    presence), grammar, temperature, top_k, top_p, min_p; then one draw. Greedy (temperature 0) takes the largest after
+    the grammar: the filters keep that one always. Each default means "off"; ranges are in SAMPLING_RANGES.
 
     temperature: 0 is greedy; otherwise logits are divided by it (finite, 0 to 100).
     seed: 64-bit; the same request with the same seed draws the same numbers. None: the coordinator draws one.
@@ -74,9 +88,11 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     logit_bias: (token id, value) pairs added to the raw logits: -100 to 100, or -inf, which bans the token. Distinct
     ids, at most LOGIT_BIAS_MAX. A request all of whose vocabulary is banned fails.
     logprobs: how many of the most likely tokens to report with their log-probabilities for each generated token.
+    grammar: only tokens by which the answer's text stays the beginning of one that it allows. Where that text may end,
+    the model's end-of-sequence tokens are allowed too, where it must end they alone: so it is not for ignore_eos.
 
     Log-probabilities, of the chosen token too, are natural ones of the model's own float32 distribution: before bias,
-    penalties, temperature and filters.
+    penalties, grammar, temperature and filters.
     """
 
     temperature: float = 1.0
@@ -91,11 +107,17 @@ class Sampling(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     frequency_penalty: float = 0.0
     logit_bias: tuple[tuple[int, float], ...] = ()
     logprobs: int = 0
+    grammar: Grammar | None = None
+
+    @property
+    def penalises(self) -> bool:
+        """Whether tokens that occurred are less likely to."""
+        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
 
     @property
     def counts_answer(self) -> bool:
         """Whether the choice depends on the tokens generated so far."""
-        return bool(self.repetition_penalty != 1.0 or self.presence_penalty or self.frequency_penalty)
+        return self.penalises or self.grammar is not None
 
 
 ERROR_TEXT_MAX = 2000

@@ -10,7 +10,17 @@ import numpy as np
 import pytest
 
 from kvforge.protocol.errors import AlreadyFinished, InvalidRequest, RequestNotFound
-from kvforge.protocol.messages import NO_INT32, FinishAt, RowStart, Sampling, Step, StepResult, Stream
+from kvforge.protocol.messages import (
+    GRAMMAR_BYTES_MAX,
+    NO_INT32,
+    FinishAt,
+    Grammar,
+    RowStart,
+    Sampling,
+    Step,
+    StepResult,
+    Stream,
+)
 from tests.coordinator.driver import GREEDY, VOCABULARY, Driver, FakeWorker, continuation, int32
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
@@ -109,6 +119,19 @@ def test_values_out_of_range_are_refused_by_name(field: str, values: tuple[Any, 
         assert error.field == f"sampling.{field}"
 
 
+def test_a_grammar_that_is_too_large_or_could_not_end_is_refused(driver: Driver) -> None:
+    driver.add_worker(16)
+    large = Grammar(kind="regex", text="ä" * (GRAMMAR_BYTES_MAX // 2 + 1))
+    for field, sampling in (
+        ("grammar", Sampling(grammar=large)),
+        ("ignore_eos", Sampling(grammar=Grammar(kind="json_object"), ignore_eos=True)),
+    ):
+        error = driver.refused(driver.submit_message([1], sampling=sampling), InvalidRequest)
+        assert error.field == f"sampling.{field}"
+    driver.submit([1], sampling=Sampling(grammar=Grammar(kind="regex", text="a" * GRAMMAR_BYTES_MAX)))
+    driver.run_until_idle()
+
+
 def test_the_edges_of_each_range_are_accepted(driver: Driver) -> None:
     driver.add_worker(16)
     for fields in (
@@ -148,6 +171,23 @@ def test_a_row_starts_with_all_that_choosing_needs(driver: Driver) -> None:
     assert (begin.seed, begin.generated, history) == (9, 0, [[], []])
     assert starts[2][1:] == ([], [])  # only the answer counts, and there is none yet
     assert starts[3][1:] == (PROMPT, [])
+
+
+def test_a_grammar_goes_with_its_request_to_another_worker_with_the_answer_so_far(driver: Driver) -> None:
+    first = driver.add_worker(32)
+    grammar = Grammar(kind="regex", text="[a-z]+")
+    request = driver.submit(PROMPT, max_tokens=12, sampling=Sampling(seed=1, grammar=grammar))
+    for _ in range(3):
+        driver.step()
+    known = driver.answer_of(request)
+    assert known
+    driver.lose(first)
+    second = driver.add_worker(32)
+    driver.run_until_idle()
+    for worker, answer in ((first, []), (second, known)):
+        begin, prompt, told = started(worker)[0]
+        assert (begin.sampling.grammar, begin.generated, prompt, told) == (grammar, len(answer), [], answer)
+    assert driver.streamed[request] == continuation(PROMPT, 12)
 
 
 def test_history_comes_with_a_prefix_hit_and_after_a_preemption(driver: Driver) -> None:

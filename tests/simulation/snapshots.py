@@ -25,14 +25,14 @@ from coordinator.core.machine import Machine
 from coordinator.core.requests.idempotency import IdempotencyKey
 from coordinator.core.requests.lifecycle import Request
 from coordinator.core.waits import Wait
-from kvforge.protocol.messages import RowStart, Sampling, Step
+from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
 
 # What pickle says nothing of but a name.
 CONSTANT = (int, float, str, bytes, bool, type(None))
 PART, FROZEN, ARRAY, NAME, OTHER = "part", "frozen", "array", "name", "other"
 NAMED = (type, FunctionType, BuiltinFunctionType, MethodType, np.dtype)
 # Those that come and go with requests and steps.
-STRUCTS = (Sampling, Wait, IdempotencyKey, RowStart)
+STRUCTS = (Grammar, Sampling, Wait, IdempotencyKey, RowStart)
 Snapshot = tuple[bytes, bytes]
 NOTHING: Snapshot = (b"", b"")
 Reduced = tuple[Any, ...]

@@ -9,6 +9,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import Conflict, InvalidRequest, ProtocolError, QuotaExceeded
 from kvforge.protocol.messages import (
+    GRAMMAR_BYTES_MAX,
     LOGIT_BIAS_LIMIT,
     LOGIT_BIAS_MAX,
     MODEL_DEFAULTS,
@@ -113,6 +114,12 @@ def sampling(values: Sampling, bounds: Bounds, model: ModelInfo | None) -> None:
         if not low <= getattr(values, name) <= high:
             raise InvalidRequest(f"sampling.{name}", f"must be {low:g} to {high:g}, not {getattr(values, name)}")
     _logit_bias(values.logit_bias, vocabulary)
+    if values.grammar is not None:
+        size = len(values.grammar.text.encode())
+        if size > GRAMMAR_BYTES_MAX:
+            raise InvalidRequest("sampling.grammar", f"has {size} bytes; at most {GRAMMAR_BYTES_MAX}")
+        if values.ignore_eos:
+            raise InvalidRequest("sampling.ignore_eos", "a grammar's answer ends at an end-of-sequence token")
 
 
 def _logit_bias(pairs: tuple[tuple[int, float], ...], vocabulary: int) -> None:

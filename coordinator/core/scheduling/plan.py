@@ -379,7 +379,7 @@ class Scheduler:
         return np.concatenate(fed)
 
     def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
-        """The slots that change hands, and what penalties count of their tokens: the worker may never have seen it."""
+        """The slots that change hands, and what of their tokens penalties and grammars begin after."""
         if group.begins_bytes >= sizes.BEGINS_BYTES_MAX:
             self._admission.waits.wake(rows_of(group.epoch))  # others may begin in the step after this one
         group.begins_bytes = 0

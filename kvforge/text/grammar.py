@@ -1,0 +1,135 @@
+"""What an answer must look like: checked before anybody waits for it, and said in the words of llguidance.
+
+llguidance enforces it, in the worker. It is strict here: what it cannot enforce is refused by name, also where a schema
+asks it to look away (`x-guidance`). Ours are the bounds of `grammar_bounds`, which keep it from taking seconds or the
+process.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from typing import Any
+
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import GRAMMAR_BYTES_MAX, Grammar
+
+from .grammar_bounds import check_rules, check_schemas
+
+FIELDS = {
+    "json_schema": "sampling.json_schema",
+    "json_object": "sampling.json_object",
+    "regex": "sampling.regex",
+    "lark": "sampling.grammar",
+}
+OPTIONS, STRICT = "x-guidance", {"lenient": False, "coerce_one_of": False}
+PROBLEM_LENGTH_MAX = 300
+# By which a matcher fails that would take longer than about 0.1 s for a mask, or more memory than 100 MB.
+START_FUEL, STEP_FUEL, STEP_ITEMS, LEXER_STATES = 200_000, 50_000, 20_000, 50_000
+_LOOKS_AWAY = "Unimplemented"  # how a warning begins where a grammar has asked for leniency
+_UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
+_UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
+
+
+def check(grammar: Grammar, field: str = "") -> None:
+    """Raises InvalidRequest where the grammar cannot be enforced, naming the keyword. field: what the caller calls it;
+    by default as `kvforge.Sampling` does. Where llguidance is not installed the worker finds what is beyond the bounds.
+    """
+    field = field or FIELDS[grammar.kind]
+    schema = _bounded(grammar, field)
+    try:
+        import llguidance
+    except ImportError:
+        return
+    text = _words(grammar, schema)
+    failed, told = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    lenient = [each for each in told if _LOOKS_AWAY in each]
+    if failed or lenient:
+        raise InvalidRequest(field, explained((lenient or told)[0]))
+
+
+def compiled_text(grammar: Grammar) -> str:
+    """The grammar as llguidance's matchers take it. Raises InvalidRequest where it is out of bounds, ImportError where
+    llguidance is not installed. What else is wrong with it `check` finds."""
+    return _words(grammar, _bounded(grammar, FIELDS[grammar.kind]))
+
+
+def limits() -> Any:
+    """LLParserLimits under which matchers work. Raises ImportError where llguidance is not installed."""
+    import llguidance
+
+    return llguidance.LLParserLimits(
+        initial_lexer_fuel=START_FUEL,
+        step_lexer_fuel=STEP_FUEL,
+        step_max_items=STEP_ITEMS,
+        max_lexer_states=LEXER_STATES,
+        verbose_errors=False,
+    )
+
+
+def explained(problem: str) -> str:
+    """llguidance's words for why a grammar cannot be enforced, with the keyword in front where it is one's fault."""
+    unimplemented = _UNIMPLEMENTED.search(problem)
+    if unimplemented is not None:
+        keywords = json.loads(unimplemented[1])
+        return f"{', '.join(keywords)}: cannot be enforced; leave {'it' if len(keywords) == 1 else 'them'} out"
+    unknown = _UNKNOWN_FORMAT.search(problem)
+    if unknown is not None:
+        return f"format: {unknown[1]!r} cannot be enforced; leave it out, or say it by pattern"
+    if "oneOf" in problem:
+        return "oneOf: its alternatives may overlap, so that it cannot be enforced; say anyOf if one or more may hold"
+    if problem.startswith("Resource '"):
+        return f"$ref: {problem.split(chr(39))[1]!r} is not in the schema; references lead to places in it alone"
+    if problem.startswith("Pointer '"):
+        return f"$ref: {problem.split(chr(39))[1]!r} is not in the schema"
+    if problem.startswith("circular"):
+        return f"$ref: {problem}"
+    if problem.startswith("regex parse error"):
+        return _short(f"pattern: {problem.rpartition('error: ')[2]}")
+    return _short(problem)
+
+
+def _bounded(grammar: Grammar, field: str) -> dict[str, Any]:
+    """The schema, or {} where there is none. Raises InvalidRequest where the grammar is out of bounds or no JSON."""
+    try:
+        size = len(grammar.text.encode())
+    except UnicodeEncodeError:
+        raise InvalidRequest(field, "is not text that UTF-8 can hold") from None
+    if size > GRAMMAR_BYTES_MAX:
+        raise InvalidRequest(field, f"has {size} bytes; at most {GRAMMAR_BYTES_MAX}")
+    if grammar.kind == "json_object":
+        return {"type": "object"}
+    if not grammar.text:
+        raise InvalidRequest(field, "is empty")
+    if grammar.kind == "lark":
+        check_rules(grammar.text, field)
+    return _schema(grammar.text, field) if grammar.kind == "json_schema" else {}
+
+
+def _schema(text: str, field: str) -> dict[str, Any]:
+    try:
+        schema = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(field, f"is not JSON ({error})") from None
+    if not isinstance(schema, dict):
+        raise InvalidRequest(field, "must be a JSON object; {} allows any JSON")
+    if not isinstance(schema.get(OPTIONS, {}), dict):
+        raise InvalidRequest(field, f"{OPTIONS}: must be an object")
+    check_schemas([schema], field)
+    return schema
+
+
+def _words(grammar: Grammar, schema: dict[str, Any]) -> str:
+    from llguidance import LLMatcher
+
+    if grammar.kind == "regex":
+        return LLMatcher.grammar_from_regex(grammar.text)
+    if grammar.kind == "lark":
+        return LLMatcher.grammar_from_lark(grammar.text)
+    options = {**schema.get(OPTIONS, {}), **STRICT}
+    return json.dumps({"grammars": [{"json_schema": {**schema, OPTIONS: options}}]})
+
+
+def _short(problem: str) -> str:
+    line = " ".join(problem.split())
+    return line if len(line) <= PROBLEM_LENGTH_MAX else line[: PROBLEM_LENGTH_MAX - 3] + "..."
