@@ -20,6 +20,7 @@ from gateway.generate.service import Service
 from gateway.http.errors import openai_error
 from gateway.http.guard import Guard
 from gateway.openai.routes import OpenAI
+from gateway.page.routes import routes as page
 from kvforge import __version__
 from kvforge.client.aio import AsyncClient
 from kvforge.protocol.configuration import expand
@@ -29,7 +30,10 @@ from kvforge.text.tokenizer import Tokenizer
 
 
 def make_app(settings: Settings, access: Access) -> Starlette:
-    """The application of one process; its connection is made when it starts, and ends with it."""
+    """The application of one process; its connection is made when it starts, and ends with it.
+
+    `state.ending` is set where the process is to end: then the streams end that would not end by themselves.
+    """
 
     def prompts(info: ModelInfo) -> Prompts:
         tokenizer = Tokenizer.load(settings.tokenizer or info.source)
@@ -66,10 +70,16 @@ def make_app(settings: Settings, access: Access) -> Starlette:
         status = getattr(error, "status_code", 404)
         return JSONResponse(openai_error(problem), status, getattr(error, "headers", None))
 
+    def ending() -> bool:
+        return bool(app.state.ending)
+
     routes = [
+        *page(client, allowed=lambda request, right: access.caller(request.headers, right), ending=ending),
         Route("/health", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         *OpenAI(service, settings).routes(guard),
         *Anthropic(service, settings).routes(guard),
     ]
-    return Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: unknown, 405: unknown})
+    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: unknown, 405: unknown})
+    app.state.ending = False
+    return app

@@ -25,13 +25,13 @@ Allowed = Callable[[Request, str], object]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def routes(client: AsyncClient, *, allowed: Allowed) -> list[Route]:
+def routes(client: AsyncClient, *, allowed: Allowed, ending: Callable[[], bool] = lambda: False) -> list[Route]:
     """Of the page at `/`. client: whose coordinator is shown; it has to see every tenant, and to be open as long.
 
     allowed(request, right): raises NotAllowed where whoever sent the request has not the right to SEE what is served,
-    or to act as ADMIN. The files themselves hold nothing and are for everybody: a browser cannot send a key with them.
+    or to act as ADMIN. The files themselves hold nothing and are for everybody: a browser cannot send a key with them. ending: whether this process is to end: then so do streams.
     """
-    sampler, explaining = Sampler(client), actions.Explaining(client)
+    sampler, explaining = Sampler(client, ending), actions.Explaining(client)
 
     async def events(request: Request) -> Response:
         allowed(request, SEE)

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from time import monotonic, time
@@ -51,8 +51,8 @@ class Seen:
 
 
 class Viewer:
-    """The stream of one page, as `http.stream.Taken` has it. It is over where the work has failed: the page comes
-    again, and the work begins anew."""
+    """The stream of one page, as `http.stream.Taken` has it. It is over where the work has failed, and where this
+    process is to end: the page comes again, and the work begins anew."""
 
     def __init__(self, sampler: Sampler, work: asyncio.Task[None], hello: bytes) -> None:
         self._sampler, self._work, self._hello, self._seen = sampler, work, hello, Seen()
@@ -60,7 +60,7 @@ class Viewer:
     @property
     def over(self) -> bool:
         """Whether nothing will come any more."""
-        return not self._sampler.works(self._work)
+        return not self._sampler.works(self._work) or self._sampler.ending()
 
     def take(self) -> bytes:
         """Events: what is new to this viewer."""
@@ -75,8 +75,8 @@ class Viewer:
 class Sampler:
     """One for each process."""
 
-    def __init__(self, client: AsyncClient) -> None:
-        self._client = client
+    def __init__(self, client: AsyncClient, ending: Callable[[], bool]) -> None:
+        self._client, self.ending = client, ending
         self._tables: Tables | None = None
         self._map, self._board, self._history = BlockMap(), Board(), History()
         self._happenings, self._latencies, self._view = Happenings(), Latencies(), View()

@@ -35,8 +35,9 @@ class _Server(uvicorn.Server):
 
 def serve(settings: Settings, listener: socket.socket, access: Access) -> None:
     """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`."""
+    app = make_app(settings, access)
     config = uvicorn.Config(
-        make_app(settings, access),
+        app,
         http=protocol_of(settings),
         lifespan="on",
         ws="none",
@@ -54,7 +55,7 @@ def serve(settings: Settings, listener: socket.socket, access: Access) -> None:
 
         def end() -> None:
             server.force_exit = server.should_exit
-            server.should_exit = True
+            server.should_exit = app.state.ending = True
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)

@@ -238,7 +238,8 @@ def test_viewers_are_bounded_and_the_last_one_ends_the_looking() -> None:
 
     async def run() -> None:
         client = Asked()
-        looking = sampler.Sampler(client)  # type: ignore[arg-type]
+        ending = []
+        looking = sampler.Sampler(client, lambda: bool(ending))  # type: ignore[arg-type]
         viewers = [looking.watching({}) for _ in range(sampler.VIEWERS_MAX)]
         first, *_ = [viewer.__enter__() for viewer in viewers]
         try:
@@ -250,6 +251,8 @@ def test_viewers_are_bounded_and_the_last_one_ends_the_looking() -> None:
         await asyncio.wait_for(first.more(), LIMIT_S)
         assert b"event: hello" in first.take() and b"event: hello" not in first.take()
         assert client.count == 1 and not first.over, "all of them together ask once"
+        ending.append(True)
+        assert first.over
         tasks = asyncio.all_tasks() - {asyncio.current_task()}
         for viewer in viewers:
             assert tasks and not any(task.cancelling() for task in tasks)
