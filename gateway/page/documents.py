@@ -27,9 +27,16 @@ def pools(stats: Stats) -> list[Document]:
 
 
 def tenants(stats: Stats) -> Document:
-    """The tenants with the most blocks, each with the number by which blocks name it."""
+    """The tenants with the most blocks, in the order of the numbers by which blocks name them: none jumps about."""
     most = sorted(enumerate(stats.tenants, 1), key=lambda item: (-item[1].blocks, -item[1].pending, item[0]))
-    return {"total": len(most), "rows": [_tenant(number, row) for number, row in most[:TENANTS_MAX]]}
+    return {
+        "total": len(most),
+        "rows": [_tenant(number, row) for number, row in sorted(most[:TENANTS_MAX], key=_number)],
+    }
+
+
+def _number(item: tuple[int, TenantStats]) -> int:
+    return item[0]
 
 
 def _tenant(number: int, row: TenantStats) -> Document:

@@ -43,17 +43,18 @@ class Happenings:
         self._stats: Stats | None = None
         self._health: Health | None = None
         self._counted: dict[str, tuple[Happening, _Counted]] = {}
-        self._gone_ms = 0
+        self._pid = self._gone_ms = 0
 
     def told(self) -> list[Happening]:
         """Newest first."""
         return list(self._told)
 
-    def process(self, running: bool, now_ms: int) -> None:
-        """Whether the coordinator's process runs."""
-        if not running and not self._gone_ms:
+    def process(self, pid: int, now_ms: int) -> None:
+        """The coordinator's process; 0 where it has ended."""
+        if pid != self._pid and self._pid and not self._gone_ms:
             self._gone_ms = now_ms
             self._tell(now_ms, BAD, "the coordinator is gone")
+        self._pid = pid
 
     def answered(self, stats: Stats, health: Health, now_ms: int) -> None:
         """The coordinator's own words: compared with those before."""

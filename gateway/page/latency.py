@@ -55,12 +55,12 @@ class Latencies:
         self._ended = deque((one for one in self._ended if one.at_s >= now_s - WINDOW_S), ENDED_MAX)
 
     def told(self) -> list[Latency]:
-        """All together first, then the tenants with the most."""
+        """All together first, then the tenants with the most, by name."""
         by_tenant: dict[str, list[Ended]] = {}
         for one in self._ended:
             by_tenant.setdefault(one.tenant, []).append(one)
         most = sorted(by_tenant.items(), key=lambda item: (-len(item[1]), item[0]))[:TENANTS_SHOWN]
-        return [_told(ALL, list(self._ended)), *(_told(tenant, ended) for tenant, ended in most)]
+        return [_told(ALL, list(self._ended)), *(_told(tenant, ended) for tenant, ended in sorted(most))]
 
 
 def _ended(row: RequestRow, at_s: float) -> Ended:

@@ -29,7 +29,8 @@ def routes(client: AsyncClient, *, allowed: Allowed, ending: Callable[[], bool] 
     """Of the page at `/`. client: whose coordinator is shown; it has to see every tenant, and to be open as long.
 
     allowed(request, right): raises NotAllowed where whoever sent the request has not the right to SEE what is served,
-    or to act as ADMIN. The files themselves hold nothing and are for everybody: a browser cannot send a key with them. ending: whether this process is to end: then so do streams.
+    or to act as ADMIN. The files themselves hold nothing and are for everybody: a browser cannot send a key with them.
+    ending: whether this process is to end, and with it every stream.
     """
     sampler, explaining = Sampler(client, ending), actions.Explaining(client)
 

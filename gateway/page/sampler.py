@@ -211,7 +211,8 @@ class Sampler:
             self._gone_since = 0.0
         elif not self._gone_since:
             self._gone_since = now_s
-        self._happenings.process(running, now_ms)
+        if self._tables is not None:
+            self._happenings.process(self._tables.pid if running else 0, now_ms)
         view.gone_s = None if running else now_s - self._gone_since
         view.silent_s = now_s - self._asked if self._asked else 0.0
         now = self._now(now_s, now_ms)

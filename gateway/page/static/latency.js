@@ -18,7 +18,7 @@ export class Lines {
       this.tile("Blocks held", ["one", "two"], (p) => [p[HELD], p[HELD] === null ? null : p[HELD] + p[CACHED]], true, 1),
       this.tile("To the first token", ["one", "two"], (p) => [p[FIRST]?.[0] ?? null, p[FIRST]?.[1] ?? null]),
       this.tile("Between tokens", ["one", "two"], (p) => [p[BETWEEN]?.[0] ?? null, p[BETWEEN]?.[1] ?? null]),
-      { name: "Prompt tokens out of the cache", node: el("div", { class: "tile" }) },
+      { name: "From the prefix cache", node: el("div", { class: "tile" }) },
     ];
     for (const tile of this.tiles) {
       tile.value = el("b", {}, "–");
@@ -79,7 +79,7 @@ export class Lines {
 
   totals(totals) {
     const share = totals.prompt_tokens ? totals.cached_tokens / totals.prompt_tokens : null;
-    this.set(this.tiles[5], share === null ? "–" : percent(share), share === null ? "" : `of ${short(totals.prompt_tokens)}`);
+    this.set(this.tiles[5], share === null ? "–" : percent(share), share === null ? "" : `of ${short(totals.prompt_tokens)} tokens`);
   }
 
   latency(rows) {

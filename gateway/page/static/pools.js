@@ -43,7 +43,7 @@ export class Pools {
     this.rows = rows;
     const parent = byId("pools");
     keyed(parent, rows, (pool) => `${pool.worker} ${pool.base}`, (pool) => this.make(pool), (node, pool) => this.count(node, pool));
-    parent.classList.toggle("many", rows.length > 2);
+    parent.classList.toggle("many", rows.length > 1);
     if (!rows.length && !parent.querySelector(".empty")) {
       parent.append(el("p", { class: "empty" }, "No pool: no worker is ready yet."));
     } else if (rows.length) parent.querySelector(".empty")?.remove();
@@ -129,7 +129,7 @@ export class Pools {
     this.ids = undefined;
     if (ids === null) this.legend();
     const painter = { palette: this.palette(), free: pixel("free"), kind: (block) => this.kind(block), isFree: (block) => this.blocks.state(block) === FREE };
-    const height = HEIGHT / Math.max(1, Math.ceil(this.maps.size / 2));
+    const height = this.maps.size > 2 ? HEIGHT / 2 : HEIGHT;
     for (const map of this.maps.values()) {
       if (ids === null) map.lay(height);
       for (const some of ids === null ? [null] : ids) map.paint(some, painter);

@@ -6,7 +6,7 @@ import { count, duration, milliseconds } from "./words.js";
 // Columns of a row, see gateway/page/documents.py.
 const ID = 0, STATE = 1, REASON = 2, TENANT = 3, WORKER = 4, PROMPT = 5, GENERATED = 6, MAX = 7, CAME = 8, FIRST = 9, ENDED = 10;
 const AGAIN_MS = 2000; // what is open is asked again
-const HEAD = [["id", ""], ["state", ""], ["tenant", ""], ["worker", "roomy"], ["prompt", "roomy number"], ["generated", ""], ["first token", "roomy number"], ["age", "number"], ["", ""]];
+const HEAD = [["id", ""], ["state", ""], ["tenant", ""], ["worker", "roomy"], ["prompt", "roomy number"], ["generated", ""], ["first token", "roomy number"], ["age", "roomy number"], ["", ""]];
 const ID_SHOWN = 6; // last digits; the detail has them all
 const ALIVE = ["pending", "running", "preempted"];
 const WORDS = { pending: "waiting" };
@@ -85,11 +85,11 @@ export class Requests {
 
   detail(id) {
     const said = el("div", { class: "why", role: "status" }, el("p", { class: "soft" }, "asking …"));
-    const name = el("b", {}, `Request ${id}`);
-    const cancel = el("div", { class: "row" });
+    const cancel = el("span", { class: "row" });
+    const head = el("div", { class: "head" }, el("b", {}, `Request ${id}`), cancel);
     const row = this.rows.find((each) => each[ID] === id);
     if (this.admin && ALIVE.includes(row?.[STATE])) this.offer(cancel, id);
-    return el("tr", { class: "detail" }, el("td", { colspan: String(HEAD.length) }, name, said, cancel));
+    return el("tr", { class: "detail" }, el("td", { colspan: String(HEAD.length) }, head, said));
   }
 
   offer(place, id) {

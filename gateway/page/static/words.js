@@ -1,5 +1,6 @@
-// Numbers and times as people read them.
+// Numbers and times as people read them. Between a number and its unit no line is broken.
 const grouped = new Intl.NumberFormat("en", { maximumFractionDigits: 0 });
+const compact = new Intl.NumberFormat("en", { notation: "compact", maximumSignificantDigits: 3 });
 const clock = new Intl.DateTimeFormat("en", { hour: "2-digit", minute: "2-digit", second: "2-digit", hourCycle: "h23" });
 
 export const count = (value) => grouped.format(value);
@@ -8,31 +9,31 @@ export const many = (value, one, more = `${one}s`) => `${count(value)} ${value =
 
 export function short(value) {
   if (value === null || value === undefined) return "–";
-  if (value >= 1e6) return `${(value / 1e6).toPrecision(3)} M`;
+  if (value >= 1e6) return compact.format(value);
   return value >= 100 || Number.isInteger(value) ? count(value) : value.toPrecision(value >= 10 ? 3 : 2);
 }
 
-export const percent = (share) => (share > 0 && share < 0.01 ? "< 1 %" : `${Math.round(100 * share)} %`);
+export const percent = (share) => (share > 0 && share < 0.01 ? "<\u00a01\u00a0%" : `${Math.round(100 * share)}\u00a0%`);
 
 export function bytes(value) {
   const units = ["B", "KiB", "MiB", "GiB", "TiB"];
   let at = 0;
   for (; value >= 1024 && at < units.length - 1; at += 1) value /= 1024;
-  return `${value >= 100 || at === 0 ? Math.round(value) : value.toPrecision(3)} ${units[at]}`;
+  return `${value >= 100 || at === 0 ? Math.round(value) : value.toPrecision(3)}\u00a0${units[at]}`;
 }
 
 export function duration(seconds) {
-  if (seconds < 10) return `${Math.max(0, seconds).toFixed(1)} s`;
-  if (seconds < 100) return `${Math.round(seconds)} s`;
-  if (seconds < 6000) return `${Math.round(seconds / 60)} min`;
-  return seconds < 172800 ? `${Math.round(seconds / 3600)} h` : `${Math.round(seconds / 86400)} days`;
+  if (seconds < 10) return `${Math.max(0, seconds).toFixed(1)}\u00a0s`;
+  if (seconds < 100) return `${Math.round(seconds)}\u00a0s`;
+  if (seconds < 6000) return `${Math.round(seconds / 60)}\u00a0min`;
+  return seconds < 172800 ? `${Math.round(seconds / 3600)}\u00a0h` : `${Math.round(seconds / 86400)}\u00a0days`;
 }
 
 export function milliseconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value >= 10000) return `${(value / 1000).toFixed(1)} s`;
-  if (value >= 100) return `${count(value)} ms`;
-  return `${value.toPrecision(value >= 10 ? 3 : 2)} ms`;
+  if (value >= 10000) return `${(value / 1000).toFixed(1)}\u00a0s`;
+  if (value >= 100) return `${count(value)}\u00a0ms`;
+  return `${value.toPrecision(value >= 10 ? 3 : 2)}\u00a0ms`;
 }
 
 export const time = (ms) => clock.format(new Date(ms));

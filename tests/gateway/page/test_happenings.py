@@ -28,18 +28,20 @@ def texts(happenings: Happenings) -> list[str]:
 
 def test_nothing_is_told_of_what_was_there_before() -> None:
     seen = Happenings()
-    seen.process(running=True, now_ms=0)
+    seen.process(7, now_ms=0)
     seen.answered(stats(failed_total=7), health(gone={"w1": "killed"}), 1)
     assert seen.told() == []
 
 
 def test_a_coordinator_that_goes_on_and_one_that_has_lost_all() -> None:
     seen = Happenings()
+    seen.process(7, now_ms=0)
     seen.answered(stats(), health(), 0)
     for now_ms in (1000, 1500):
-        seen.process(running=False, now_ms=now_ms)
+        seen.process(0, now_ms=now_ms)
+    seen.process(8, now_ms=2000)
     seen.answered(stats(), health(), 3500)
-    seen.process(running=False, now_ms=5000)
+    seen.process(9, now_ms=5000)  # it went and came between two looks
     seen.answered(stats(boot="c"), health(), 6000)
     assert texts(seen) == [
         "the coordinator was started anew after 1.0 s: what it knew is lost",

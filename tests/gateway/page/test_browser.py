@@ -1,0 +1,191 @@
+"""The page in a real browser, on a real server, with a real coordinator and workers without a model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from contextlib import AsyncExitStack
+from pathlib import Path
+from urllib.parse import urlsplit
+
+import pytest
+
+from kvforge import AsyncClient, Sampling
+from loadtest.fleet.fleet import Fleet
+from tests.gateway.page.browser import NAMES, Browser, browser
+from tests.gateway.page.serving import ANSWER, keyed, seeing, serving
+
+pytestmark = pytest.mark.skipif(browser() is None, reason=f"needs Chromium ({', '.join(NAMES)}, or KVFORGE_BROWSER)")
+GREEDY = Sampling(temperature=0.0)
+EVIL = "<script>document.title='mine'</script><img src=x onerror=alert(1)>"
+SETTINGS = {"quotas": {EVIL: {"ceiling": 16}}}
+TEXT = "document.querySelector(%s).textContent"
+
+# Contrast as WCAG 2.2 has it, of every text that is shown; what is below AA.
+TOO_FAINT = """(() => {
+  const parse = (text) => (text.match(/[\\d.]+/g) ?? []).map(Number);
+  const light = ([r, g, b]) => {
+    const [x, y, z] = [r, g, b].map((v) => ((v /= 255) <= 0.03928 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4));
+    return 0.2126 * x + 0.7152 * y + 0.0722 * z;
+  };
+  const behind = (node) => {
+    for (; node; node = node.parentElement) {
+      const [r, g, b, a = 1] = parse(getComputedStyle(node).backgroundColor);
+      if (a === 1 && r !== undefined) return [r, g, b];
+    }
+    return [255, 255, 255];
+  };
+  const faint = [];
+  for (const node of document.body.querySelectorAll("*")) {
+    const own = [...node.childNodes].some((child) => child.nodeType === 3 && child.textContent.trim());
+    if (!own || !node.checkVisibility() || node.closest(".hidden, .skip, :disabled")) continue;
+    const style = getComputedStyle(node);
+    const [one, two] = [light(parse(style.color)), light(behind(node))].sort((a, b) => b - a);
+    const size = parseFloat(style.fontSize);
+    const large = size >= 24 || (size >= 18.66 && Number(style.fontWeight) >= 700);
+    const told = `${node.tagName}.${node.className}: ${node.textContent.slice(0, 40)}`;
+    if ((one + 0.05) / (two + 0.05) < (large ? 3 : 4.5)) faint.push(told);
+  }
+  return faint;
+})()"""
+COLOURS = """(() => {
+  const canvas = document.querySelector("canvas");
+  const pixels = new Uint32Array(canvas.getContext("2d").getImageData(0, 0, canvas.width, canvas.height).data.buffer);
+  return new Set(pixels.filter((pixel) => pixel >>> 24 === 255)).size;
+})()"""
+
+
+def shows(selector: str, words: str) -> str:
+    """That an element holds these words, as JavaScript."""
+    return f"document.querySelector({json.dumps(selector)})?.textContent.includes({json.dumps(words)})"
+
+
+def test_a_service_at_work() -> None:
+    async def run() -> None:
+        async with (
+            Fleet(blocks=64, time_scale=40.0, coordinator_settings=SETTINGS) as fleet,
+            AsyncClient(fleet.endpoint, timeout_s=30) as kv,
+            serving(fleet.runtime) as address,
+            Browser() as page,
+        ):
+            runs = await kv.submit(list(range(1, 100)), max_tokens=300, sampling=GREEDY)
+            holds = await kv.submit(list(range(2, 202)), max_tokens=50, tenant=EVIL, sampling=GREEDY)
+            waits = await kv.submit(list(range(3, 103)), max_tokens=50, tenant=EVIL, sampling=GREEDY)
+            await page.look()
+            await page.go(address)
+            await page.until(shows("#sentence", f"2 running, 1 waiting for room below tenant {EVIL}'s ceiling."))
+            await page.until("document.documentElement.dataset.blocks === '64'")
+            assert await page.until(f"{COLOURS} > 1 && {COLOURS}") <= 4  # free, cached, held, shared
+            await everything_is_a_click_away(page, holds.id, waits.id)
+            await a_chat(page)
+            for dark in (False, True):
+                await page.look(dark=dark)
+                assert await page.run(TOO_FAINT) == []
+            await page.look(375, 700)
+            assert await page.until("document.documentElement.scrollWidth <= 375")
+            await a_cancel_and_a_drain(page, kv, waits.id)
+            assert (await kv.status(runs.id)).state == "running"
+            assert "<script>document" in await page.run("document.body.innerText")
+            assert (
+                await page.run("document.scripts.length") == 1 and "mine" not in (await page.run("document.title"))[:4]
+            )
+            said = [one for one in page.said if "getImageData" not in one]  # our own looking at colours
+            assert len(said) == 1 and "status of 503" in said[0] and "/v1/chat/completions" in said[0], said
+            assert {urlsplit(url).netloc for url in page.asked} <= {urlsplit(address).netloc, ""}  # "": data:
+
+    asyncio.run(run())
+
+
+async def everything_is_a_click_away(page: Browser, holds: int, waits: int) -> None:
+    """Why a request waits; who holds a block, by pointer and by keys; colours; a tenant."""
+    await page.click(".requests button")  # who waits is first
+    await page.until(shows(".detail", f"Request {waits}") + " && " + shows(".detail", "its ceiling is 16"))
+    await page.click(".requests button")
+    await page.until("!document.querySelector('.detail')")
+    x, y = await page.run("(() => { const box = document.querySelector('canvas').getBoundingClientRect();"
+                          " return [box.x + 4, box.y + 4]; })()")  # fmt: skip
+    await page.point(x, y)
+    await page.until(shows(".readout", "Block 0") + " && " + shows(".readout", "held by request"))
+    await page.run("document.querySelector('[name=colouring]:checked').focus()")
+    await page.press("ArrowRight")
+    await page.until("document.querySelector('[name=colouring]:checked').value === 'tenant'")
+    await page.until(shows("#legend", EVIL))
+    await page.press("ArrowRight")
+    await page.until(shows("#legend", "under 1 s"))
+    await page.press("Tab")
+    assert await page.run("document.activeElement.tagName") == "CANVAS"
+    for _ in range(2):
+        await page.press("ArrowRight")
+    await page.until(shows(".readout", "Block 2"))
+    await page.click(".tenant:nth-child(2) button")
+    await page.until(shows(".tenant:nth-child(2) .why", "token slots are live"))
+
+
+async def a_chat(page: Browser) -> None:
+    await page.click("#chat-text")
+    await page.write("hello")
+    await page.press("Enter")
+    await page.until(f"document.querySelector('.answer')?.textContent === {json.dumps(ANSWER)}")
+    await page.until(shows("#chat-told", "4 of 9 prompt tokens from cache"))
+    assert (
+        await page.run(TEXT % "'.thought'") == "hm " and await page.run("document.querySelector('.answer b')") is None
+    )
+    await page.write("fail")
+    await page.click("#chat-send")
+    await page.until(shows(".answer:last-child", "the model is <tired>"))
+
+
+async def a_cancel_and_a_drain(page: Browser, kv: AsyncClient, waits: int) -> None:
+    await page.click(".requests button")
+    await page.until(shows(".detail", f"Request {waits}") + " && " + shows(".detail .why", "it is pending since"))
+    await page.click(".detail .row button")
+    await page.click(".detail .row button.danger")
+    await page.until(shows(".detail .row", "cancelled"))
+    assert (await kv.status(waits)).state == "cancelled"
+    await page.click("#drain")
+    await page.click("#drain-yes")
+    await page.until(shows("#sentence", "Draining, no new requests: "))
+    assert (await kv.health()).draining
+    assert await page.run("!document.querySelector('dialog').open && document.querySelector('#drain').disabled")
+
+
+def test_who_is_killed_comes_back_while_the_page_is_open() -> None:
+    async def run() -> None:
+        async with Fleet(workers=2, blocks=32) as fleet, Browser() as page, AsyncExitStack() as gateway:
+            address = await gateway.enter_async_context(serving(fleet.runtime, allowed=seeing))
+            await page.look()
+            await page.go(address)
+            await page.until(shows("#sentence", "All is well: nothing runs and nothing waits."))
+            assert await page.run("document.querySelector('#drain').hidden"), "it has no right to"
+            fleet.kill("worker-1")
+            await page.until(shows("#lately", "worker-1 is gone"))
+            await page.until(shows("#lately", "worker-1 is ready"))
+            fleet.kill("coordinator")
+            await page.until(shows("#lately", "the coordinator is back after"))
+            await page.until(shows("#sentence", "All is well") + " && document.querySelectorAll('canvas').length === 2")
+            await gateway.aclose()
+            await page.until("document.querySelector('#link').dataset.state === 'lost'")
+            await page.until(shows("#sentence", "The gateway does not answer."))
+            port = int(urlsplit(address).port or 0)
+            await gateway.enter_async_context(serving(fleet.runtime, allowed=seeing, port=port))
+            await page.until("document.querySelector('#link').dataset.state === 'live'")
+            await page.until(shows("#sentence", "All is well"))
+
+    asyncio.run(run())
+
+
+def test_a_key_is_asked_for_and_no_coordinator_is_no_riddle(tmp_path: Path) -> None:
+    async def run() -> None:
+        async with serving(tmp_path, allowed=keyed, timeout_s=0.2) as address, Browser() as page:
+            await page.look()
+            await page.go(address)
+            await page.until("!document.querySelector('#key').hidden && document.activeElement.id === 'key-value'")
+            for key in ("wrong", "sesame"):
+                await page.run("document.querySelector('#key-value').value = ''")
+                await page.write(key)
+                await page.press("Enter")
+                await page.until(shows("#key-problem", "name a key of this gateway"))
+            await page.until("document.querySelector('#key').hidden")
+            await page.until(shows("#sentence", "No coordinator answers.") + " && " + shows("#notes", "kvforge up"))
+
+    asyncio.run(run())
