@@ -97,7 +97,7 @@ class Service:
         if self._streams is None:
             self._streams = AsyncStreams(self.client)
         if health.model is not None and (self._model is None or health.model != self._model.info):
-            names = self._names or (health.model.name,)
+            names = tuple(dict.fromkeys((*self._names, health.model.name)))
             prompts = self._make_prompts(health.model)
             format_ = choose(prompts.tokenizer.chat_template, self._tool_format)
             self._model = Model(health.model, names, prompts, int(time.time()), format_)

@@ -17,13 +17,13 @@ from gateway.access import Access
 from gateway.access.rates import SharedRates
 from gateway.config import Settings, load_settings
 from kvforge.launch.child import Child
+from kvforge.launch.listener import listening, url_of
 from kvforge.process.signals import Signals
 from kvforge.protocol import logs
-from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, Unavailable
+from kvforge.protocol.errors import KvforgeError, Unavailable
 from kvforge.protocol.exits import OK, UNAVAILABLE, status_of
 from kvforge.protocol.notify import notify
 
-BACKLOG = 2048
 TURN_S, DRAIN_TURN_S = 1.0, 0.1
 KILL_S = 5.0
 # A child that ran so long was not ended by what it was told at its start.
@@ -45,7 +45,11 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         settings = settings_of(options)
         logs.configure("gateway", settings.log_level, settings.log_format)
-        listener = socket.socket(fileno=options.listen) if options.listen is not None else listening(settings)
+        listener = (
+            socket.socket(fileno=options.listen)
+            if options.listen is not None
+            else listening(settings.host, settings.port)
+        )
         if options.listen is None:
             print(f"serving at {url_of(settings.host, listener)}", flush=True)
         return _serve(options, settings, listener)
@@ -64,28 +68,6 @@ def settings_of(options: argparse.Namespace) -> Settings:
     given["names"] = tuple(options.names) if options.names and not settings.names else None
     changes = {name: value for name, value in given.items() if value is not None}
     return msgspec.convert({**msgspec.structs.asdict(settings), **changes}, Settings) if changes else settings
-
-
-def listening(settings: Settings) -> socket.socket:
-    """A socket that takes connections. Raises InvalidConfiguration, or Unavailable where the port is another's."""
-    host = settings.host.strip("[]")
-    try:
-        family, *_, address = socket.getaddrinfo(host, settings.port, type=socket.SOCK_STREAM)[0]
-        return socket.create_server(address[:2], family=family, backlog=BACKLOG)
-    except socket.gaierror as error:
-        raise InvalidConfiguration("host", f"{host}: {error.strerror}") from None
-    except PermissionError:
-        raise InvalidConfiguration("port", f"{settings.port}: this user may not serve ports below 1024") from None
-    except OSError as error:
-        problem = f"{host}:{settings.port} cannot be served: {error.strerror}"
-        raise Unavailable(f"{problem}; is another gateway running? See --port") from None
-
-
-def url_of(host: str, listener: socket.socket) -> str:
-    """Where clients find it."""
-    port = listener.getsockname()[1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "": "127.0.0.1"}.get(host, host)  # noqa: S104 - it is not bound
-    return f"http://{shown}:{port}"
 
 
 def _serve(options: argparse.Namespace, settings: Settings, listener: socket.socket) -> int:

@@ -14,11 +14,10 @@ import uvicorn
 from gateway.access import Access
 from gateway.app import make_app
 from gateway.config import Settings
+from kvforge.launch.listener import BACKLOG
 from kvforge.protocol.notify import Watchdog, notify
 
 from .protocol import protocol_of
-
-BACKLOG = 2048
 
 
 class _Server(uvicorn.Server):

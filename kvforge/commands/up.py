@@ -5,20 +5,21 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
 from kvforge.launch.host import check_device, check_installed, check_threads
-from kvforge.launch.settings import DRAIN_S, STOP_S, WORKERS_MAX, Settings, Value
+from kvforge.launch.settings import DRAIN_S, STOP_S, WORKERS_MAX, Http, Settings, Value
 from kvforge.launch.supervisor import run_up
 from kvforge.launch.up_file import UpFile, load_up_file
 from kvforge.launch.voice import Voice
 from kvforge.models.store import find, pull
 from kvforge.process.signals import Signals
 from kvforge.protocol import choices, logs
-from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 
 from . import parsing
 from .progress import Progress
@@ -93,6 +94,13 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker [cores / workers]")
     parser.add_argument("--sequences-max", type=int, metavar="N", help="requests that may run at once [256]")
     parser.add_argument("--queue-max", type=int, metavar="N", help="requests that may wait [1024]")
+    parser.add_argument(
+        "--http",
+        metavar="[HOST:]PORT",
+        help="OpenAI's and Anthropic's APIs, metrics and a live page there; 0: any port",
+    )
+    parser.add_argument("--http-processes", type=int, metavar="N", help="that serve it [1]")
+    parser.add_argument("--gateway", type=Path, metavar="FILE", help="gateway.toml: keys, limits, ...; with --http")
     parser.add_argument("--drain-s", type=parsing.seconds, metavar="S", help=f"to drain [{DRAIN_S:g}]")
     parser.add_argument("--stop-s", type=parsing.seconds, metavar="S", help=f"then to end [{STOP_S:g}]")
     parser.add_argument("--log-dir", type=Path, metavar="DIR", help="logs of the processes; else on standard error")
@@ -156,6 +164,7 @@ def check(options: argparse.Namespace, file: UpFile) -> None:
         if (said := file.worker.get(name, known[0])) not in known:
             raise InvalidConfiguration(f"worker.{name}", f"is {said!r}; it must be one of {', '.join(known)}")
     logs.check(options.log_level, options.log_format)
+    http_of(options)
     check_device("--device", options.device or str(file.worker.get("device", "auto")))
     check_installed()
 
@@ -178,6 +187,26 @@ def model_path(name: str, load_format: str | None, progress: Progress) -> Path:
         progress.close()
 
 
+def http_of(options: argparse.Namespace) -> Http | None:
+    """The gateway that the options ask for. Raises InvalidConfiguration, or Unavailable without the extra `gateway`."""
+    if options.http is None:
+        for name in ("http_processes", "gateway"):
+            if getattr(options, name) is not None:
+                raise InvalidConfiguration(f"--{name.replace('_', '-')}", "comes with --http")
+        return None
+    host, _, port = options.http.rpartition(":")
+    if not port.isdecimal() or int(port) >= 1 << 16:
+        raise InvalidConfiguration("--http", f"is {options.http!r}; it is PORT or HOST:PORT, like 8000")
+    processes = options.http_processes if options.http_processes is not None else 1
+    if not 1 <= processes <= WORKERS_MAX:
+        raise InvalidConfiguration("--http-processes", f"is {processes}; it must be 1 to {WORKERS_MAX}")
+    if any(find_spec(name) is None for name in ("uvicorn", "starlette", "httptools")):
+        raise Unavailable("--http needs the extra `gateway`: pip install 'kvforge[gateway]'")
+    name = str(options.model or options.model_config or MODEL)
+    config = options.gateway.absolute() if options.gateway is not None else None
+    return Http(host or "127.0.0.1", int(port), processes, (name,), config)
+
+
 def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Settings:
     """The settings that the options and the file name. Raises InvalidConfiguration."""
     given = vars(options)
@@ -194,6 +223,7 @@ def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Setti
         runtime_dir=parsing.runtime_dir(options),
         workers=options.workers,
         threads=options.threads,
+        http=http_of(options),
         devices=tuple(options.devices or ()),
         worker=chosen(worker, *WORKER_OPTIONS),
         limits=chosen(file.limits, "sequences_max", "queue_max"),

@@ -19,6 +19,17 @@ STOP_S = 10.0
 
 
 @dataclass(frozen=True)
+class Http:
+    """A gateway beside them. names: what requests may call the model. config: its gateway.toml, or None."""
+
+    host: str
+    port: int
+    processes: int = 1
+    names: tuple[str, ...] = ()
+    config: Path | None = None
+
+
+@dataclass(frozen=True)
 class Settings:
     """One installation in the foreground. worker, limits, cache, schedule, quotas (by tenant), tcp, access: settings
     that differ from the children's defaults.
@@ -43,6 +54,7 @@ class Settings:
     quotas: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     tcp: Mapping[str, Value] = field(default_factory=dict)
     access: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+    http: Http | None = None
     log_level: str = "info"
     log_format: str = "text"
     log_dir: Path | None = None

@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import select
 import signal
+import socket
+import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -25,8 +27,9 @@ from kvforge.protocol.exits import FAILED, UNAVAILABLE, USAGE
 from kvforge.protocol.messages import Health
 
 from .child import Child
+from .listener import listening, url_of
 from .private_folder import PrivateFolder
-from .settings import Settings
+from .settings import Http, Settings
 from .voice import Voice
 
 ENTRY = Path(__file__).parent / "entry.py"
@@ -36,6 +39,7 @@ TURN_S = 1.0
 STARTING_TURN_S = 0.1
 KILL_S = 5.0
 UNSERVED_STOP_S = 3.0
+OK_STATUS = 200
 
 
 class Supervisor:
@@ -51,6 +55,8 @@ class Supervisor:
         self._client: Client | None = None
         self.coordinator: Child | None = None
         self.workers: list[Child] = []
+        self.gateway: Child | None = None
+        self._listener: socket.socket | None = None
 
     def __enter__(self) -> Self:
         self._folder.claim()
@@ -62,6 +68,8 @@ class Supervisor:
             for index in range(settings.workers):
                 name = f"worker-{index}"
                 self.workers.append(self._child(name, settings.worker_module, settings.worker_file(index)))
+            if settings.http is not None:
+                self.gateway = self._make_gateway(settings.http)
             for child in self.children:
                 child.start()
         except BaseException:
@@ -74,8 +82,14 @@ class Supervisor:
 
     @property
     def children(self) -> list[Child]:
-        """The coordinator first, then the workers."""
-        return [*([self.coordinator] if self.coordinator is not None else []), *self.workers]
+        """The coordinator first, then the workers, then the gateway."""
+        return [*_there(self.coordinator), *self.workers, *_there(self.gateway)]
+
+    @property
+    def url(self) -> str:
+        """Of the gateway; "": there is none."""
+        http = self.settings.http
+        return "" if http is None or self._listener is None else url_of(http.host, self._listener)
 
     @property
     def client(self) -> Client:
@@ -115,6 +129,11 @@ class Supervisor:
             child.served |= child is self.coordinator or child.name in ready
         return health
 
+    def look(self) -> None:
+        """A child that was restarted counts as serving again once it is ready."""
+        if self.health() is not None:
+            self._gateway_serves()
+
     def is_ready(self, health: Health | None) -> bool:
         """True if every worker that is not given up is ready to serve."""
         if health is None or not health.ready:
@@ -130,7 +149,7 @@ class Supervisor:
             health = self.health()
             if health is not None:
                 progress(health)
-            if self.is_ready(health):
+            if self.is_ready(health) and self._gateway_serves():
                 return sum(not child.given_up for child in self.workers)
 
     def drain(self) -> None:
@@ -159,6 +178,29 @@ class Supervisor:
         command = [str(ENTRY), module, "--config", str(file)]
         return Child(name, command, self._folder.temporary, partial(self._voice.child, name), log)
 
+    def _make_gateway(self, http: Http) -> Child:
+        self._listener = listening(http.host, http.port, "--http")
+        settings, folder = self.settings, self._folder
+        command = [str(ENTRY), "gateway", "--runtime-dir", str(settings.runtime_dir.absolute()), "--host", http.host]
+        command += ["--processes", str(http.processes), "--listen", str(self._listener.fileno())]
+        command += ["--config", str(http.config)] if http.config is not None else []
+        for name in http.names:
+            command += ["--name", name]
+        log = settings.log_dir / "gateway.log" if settings.log_dir is not None else None
+        line = partial(self._voice.child, "gateway")
+        return Child("gateway", command, folder.temporary, line, log, descriptors=(self._listener.fileno(),))
+
+    def _gateway_serves(self) -> bool:
+        """Whether it answers, or there is none."""
+        if self.gateway is None:
+            return True
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=ASK_TIMEOUT_S) as answer:  # noqa: S310 - ours
+                self.gateway.served = answer.status == OK_STATUS
+        except OSError:
+            return False
+        return self.gateway.served
+
     def _on_end(self, child: Child, status: int) -> None:
         how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
         words = child.last_words()
@@ -171,7 +213,7 @@ class Supervisor:
             self._say(f"{child.name} ended ({how}); it is started again in {child.restart_at - monotonic():.1f} s")
             return
         problem = f"{child.name} cannot serve ({how})" + (f": {words}" if words else "")
-        if child is self.coordinator or all(worker.given_up for worker in self.workers):
+        if child in (self.coordinator, self.gateway) or all(worker.given_up for worker in self.workers):
             raise Stopped(status if status in (USAGE, UNAVAILABLE) else FAILED, problem)
         self._say(problem)
 
@@ -182,8 +224,8 @@ class Supervisor:
         if self._client is not None:
             self._client.close()
         killed = False
-        # Workers first: they say goodbye to a coordinator that is still there.
-        for group in (self.workers, [self.coordinator] if self.coordinator is not None else []):
+        # The gateway's streams end with what they are of; workers say goodbye to a coordinator that is still there.
+        for group in (_there(self.gateway), self.workers, _there(self.coordinator)):
             if not at_once:
                 for child in group:
                     child.send(signal.SIGTERM)
@@ -196,6 +238,8 @@ class Supervisor:
             for child in group:
                 if not child.wait(monotonic() + KILL_S):
                     self._say(f"{child.name} does not end even when killed: it hangs in the kernel")
+        if self._listener is not None:
+            self._listener.close()
         self._folder.release(clean=killed or at_once)
 
     def _wait_end(self, group: list[Child], deadline: float, signals_before: int) -> None:
@@ -212,11 +256,12 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
     with Supervisor(settings, signals, voice) as supervisor:
         count = supervisor.wait_ready(progress)
         workers = "1 worker" if count == 1 else f"{count} workers"
-        print(f"ready: {workers}, endpoint {supervisor.endpoint}, try: {hint}", flush=True)
+        served = f", {supervisor.url}/v1" if supervisor.url else ""
+        print(f"ready: {workers}, endpoint {supervisor.endpoint}{served}, try: {hint}", flush=True)
         while not signals.count:
             supervisor.turn(TURN_S)
             if not all(child.served for child in supervisor.children):
-                supervisor.health()  # a child that was restarted counts as serving again once it is ready
+                supervisor.look()
         first = signals.last
         voice.say("stopping: running requests may end first; once more to stop at once")
         before = signals.count
@@ -224,6 +269,10 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
         if signals.count > before:
             raise Interrupted(first)
     return 0
+
+
+def _there(child: Child | None) -> list[Child]:
+    return [child] if child is not None else []
 
 
 def _make_log_dir(path: Path) -> None:
