@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvforge.protocol.meters import STEP_TIME
+from kvforge.protocol.numbers import NumbersWriter
 from kvforge.protocol.tables import TablesWriter
 
 from .core.cache.sequences import Sequences
 from .core.machine import Machine
+from .core.reporting.statistics import pool_row, tenant_blocks
 
 
-def publish(machine: Machine, tables: TablesWriter, now_us: int) -> None:
-    """Writes the changed rows, cells, blocks and gauges, and forgets that they changed."""
+def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[int, int] = (0, 0)) -> None:
+    """Writes the changed rows, cells, blocks and numbers, and forgets that they changed. journal: its bytes since the
+    last snapshot, and its records."""
     publish_rows(machine.cache.sequences, tables)
     blocks = machine.cache.blocks
     for ids in blocks.changed:
@@ -19,7 +23,23 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int) -> None:
         tables.block_generation[ids] = blocks.generation[ids]
         tables.block_owner[ids] = blocks.owner[ids]
     blocks.changed.clear()
-    tables.write_gauges(machine.gauges(now_us))
+    publish_numbers(machine, tables.numbers)
+    tables.write_gauges(machine.gauges(now_us, journal))
+
+
+def publish_numbers(machine: Machine, numbers: NumbersWriter) -> None:
+    """Begins to write what is counted; the gauges are what ends it."""
+    meters = machine.cache.tenants.meters
+    numbers.begin()
+    for row in meters.changed:
+        numbers.tenants[row] = meters.rows[row]
+    meters.changed.clear()
+    blocks = tenant_blocks(machine.cache)
+    numbers.tenant_blocks[: blocks.size] = blocks
+    for number, group in machine.cache.groups.items():
+        numbers.pool(number, pool_row(group), group.meters[STEP_TIME.start :])
+    if (facts := machine.news()) is not None:
+        numbers.facts(facts)
 
 
 def forget_changes(machine: Machine) -> None:
@@ -46,6 +66,7 @@ def all_changed(machine: Machine) -> None:
     s.changed_cells.extend((np.array([slot]), slice(width[slot])) for slot in slots.tolist())
     pools = [group.pool for group in machine.cache.groups.values()]
     machine.cache.blocks.changed.extend(slice(pool.base, pool.base + pool.count) for pool in pools)
+    machine.all_is_news()
 
 
 def publish_rows(s: Sequences, tables: TablesWriter) -> None:

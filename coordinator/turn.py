@@ -96,7 +96,13 @@ class Processes(Protocol):
 
 
 class Writer(Protocol):
-    """What is written of the events before anything follows from them: what `coordinator.journal.log.Journal` is."""
+    """What is written of the events before anything follows from them: what `coordinator.journal.log.Journal` is.
+
+    bytes: since the last snapshot. number: of the next record.
+    """
+
+    bytes: int
+    number: int
 
     def note(self, event: Event | Boot, now_us: int, frames: Frames = ()) -> None:
         """It enters the core at that time. frames: those of its message."""
@@ -191,7 +197,8 @@ class TurnLoop:
         if self._core_due_us is not None and self._core_due_us <= now_us:
             self._apply(Turn())
         self._write()
-        publish(self.machine, self.tables, now_us)
+        kept = (0, 0) if self._journal is None else (self._journal.bytes, self._journal.number)
+        publish(self.machine, self.tables, now_us, kept)
         self._carry_out()
         self.clients.flush()
         due_us = now_us + BEAT_US

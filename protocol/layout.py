@@ -3,7 +3,7 @@
 One file, little-endian, every array aligned to a cache line:
 
     header            magic, layout version, geometry, boot id                      one page
-    gauges            version, then one int64 for each name in GAUGES               one page
+    gauges            version, when they were written (ns, monotonic), one int64 for each name in GAUGES   one page
     rows_written      int64           number of the last write of rows that is over: 0, 2, 4, ...
     row_version       [slots] int64   number of the row's last write; one less, odd, while it is being written
     row_length        [slots] int32   tokens known; may change alone, without a new version
@@ -13,6 +13,10 @@ One file, little-endian, every array aligned to a cache line:
     block_generation  [blocks] int32
     block_owner       [blocks] int32  number of the tenant that the block is charged to, 0 = none
     block_table       [slots, blocks_per_sequence] int32   global block ids; one cache line between the rows
+    tenants           [TENANT_ROWS + 1, TENANT_CELLS] int64    see protocol/meters.py
+    tenant_blocks     [TENANT_ROWS + 1] int64   blocks that each is charged for
+    pool_counts       [pools, POOL_CELLS] int64
+    facts             one record of MessagePack (meters.Facts) behind its length, int64
     mail_head         [pools, 4 MAIL_RING] int64       see protocol/handover.py
     mail              [pools, MAIL_RING MAIL_BYTES] uint8
 
@@ -27,9 +31,10 @@ import msgspec
 import numpy as np
 
 from .errors import InvalidConfiguration
+from .meters import FACTS_BYTES, FACTS_POOL_BYTES, POOL_CELLS, TENANT_CELLS, TENANT_ROWS
 
 MAGIC = 0x6B76_666F_7267_6531  # "kvforge1"
-LAYOUT_VERSION = 3
+LAYOUT_VERSION = 4
 PAGE_BYTES = 4096
 LINE_BYTES = 64
 FILE_BYTES_MAX = 1 << 40
@@ -64,6 +69,21 @@ GAUGES = (
     "sequence_tokens",
     "generated_tokens_total",
     "steps_total",
+    "requests_accepted_total",
+    "requests_refused_total",
+    "computed_tokens_total",
+    "streams_paused_total",
+    "sequences_evicted_total",
+    "tenants_forgotten_total",
+    "clients",
+    "draining",
+    "restarts_total",
+    "workers_registered_total",
+    "workers_returned_total",
+    "workers_left_total",
+    "workers_lost_total",
+    "journal_bytes",
+    "journal_records_total",
 )
 _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("rows_written", "<i8", ()),
@@ -75,12 +95,16 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("block_generation", "<i4", ("blocks",)),
     ("block_owner", "<i4", ("blocks",)),
     ("block_table", "<i4", ("slots", "blocks_per_sequence")),
+    ("tenants", "<i8", (TENANT_ROWS + 1, TENANT_CELLS)),
+    ("tenant_blocks", "<i8", (TENANT_ROWS + 1,)),
+    ("pool_counts", "<i8", ("pools", POOL_CELLS)),
+    ("facts", "|u1", ("facts_bytes",)),
     ("mail_head", "<i8", ("pools", 4 * MAIL_RING)),
     ("mail", "|u1", ("pools", MAIL_RING * MAIL_BYTES)),
 )
 
 assert HEADER.itemsize == 104 <= PAGE_BYTES
-assert (1 + len(GAUGES)) * 8 <= PAGE_BYTES
+assert (2 + len(GAUGES)) * 8 <= PAGE_BYTES
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):
@@ -91,6 +115,11 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True):
     blocks_per_sequence: int
     block_size: int
     pools: int = 1
+
+    @property
+    def facts_bytes(self) -> int:
+        """Room for the names of tenants and for what is known of each worker."""
+        return FACTS_BYTES + FACTS_POOL_BYTES * self.pools
 
     def __post_init__(self) -> None:
         for name in self.__struct_fields__:

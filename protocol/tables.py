@@ -10,13 +10,10 @@ The order of plain stores is what x86-64 guarantees to other cores; numpy adds n
 
 from __future__ import annotations
 
-import itertools
 import mmap
 import os
-import struct
 import tempfile
-import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +24,9 @@ from .errors import DeadlineExceeded, ProtocolError
 from .handover import StepMail, StepWatch
 from .layout import GAUGES, HEADER, LAYOUT_VERSION, MAGIC, PAGE_BYTES, Geometry, arrays, file_bytes
 from .messages import Int32Array, Int64Array
+from .numbers import SPINS_MAX, Numbers, NumbersReader, NumbersWriter, attempts
 
-READ_WAIT_S = 1.0
-SPINS_MAX = 32
 TOGETHER_MAX = 4
-GAUGE_VALUES = struct.Struct(f"<{len(GAUGES)}q")
 
 Rows = tuple[Int32Array, Int32Array, Int64Array]
 Copies = tuple[npt.NDArray[np.void], Int32Array, Int64Array]
@@ -81,8 +76,8 @@ class TablesWriter:
             os.close(handle)
 
     def _look_at(self, geometry: Geometry) -> None:
-        self._gauges = np.frombuffer(self._map, "<i8", 1 + len(GAUGES), PAGE_BYTES)
         views = _views(self._map, geometry)
+        self.numbers = NumbersWriter(self._map, views)
         self._rows_written: Int64Array = views["rows_written"]
         self._number = 0
         self.row_version: Int64Array = views["row_version"]
@@ -111,10 +106,8 @@ class TablesWriter:
         self._rows_written[()] = self._number
 
     def write_gauges(self, values: Sequence[int]) -> None:
-        """Publishes one consistent set of gauges, in the order of layout.GAUGES."""
-        self._gauges[0] += 1
-        GAUGE_VALUES.pack_into(self._map, PAGE_BYTES + 8, *values)  # numpy would make an array of them first
-        self._gauges[0] += 1
+        """Publishes one consistent set of gauges, in the order of layout.GAUGES, with all else of `numbers`."""
+        self.numbers.finish(values)
 
     def close(self) -> None:
         """Removes the file. Readers that still map it keep what they see."""
@@ -152,8 +145,8 @@ class TablesReader:
         )
         if header["file_bytes"] != size or size != file_bytes(self.geometry):
             raise ProtocolError(f"{path} has {size} bytes; its header says {header['file_bytes']}")
-        self._gauges = np.frombuffer(self._map, "<i8", 1 + len(GAUGES), PAGE_BYTES)
         views = _views(self._map, self.geometry)
+        self._numbers = NumbersReader(views)
         self._rows_written: Int64Array = views["rows_written"]
         self._row_version: Int64Array = views["row_version"]
         self._row_length: Int32Array = views["row_length"]
@@ -211,7 +204,7 @@ class TablesReader:
             if not torn.size:
                 return
         for one in torn[:, None]:
-            for _ in self._attempts():
+            for _ in attempts():
                 left, version = self._once_more(at, found, one, version)
                 if not left.size:
                     break
@@ -242,19 +235,9 @@ class TablesReader:
                 break
         return over
 
-    def _attempts(self) -> Iterator[None]:
-        """Tries again at once while the writer is at work, then lets it have the core, until READ_WAIT_S is over."""
-        deadline = time.monotonic() + READ_WAIT_S
-        for attempt in itertools.count():
-            yield
-            if attempt >= SPINS_MAX:
-                if time.monotonic() >= deadline:
-                    return
-                os.sched_yield()
-
     def row(self, slot: int) -> tuple[Int32Array, int, int]:
         """One row: its used block ids [blocks] int32, its length in tokens, its sequence id (0 = free slot)."""
-        for _ in self._attempts():
+        for _ in attempts():
             over = self._rows_written.item()
             table = self._block_table[slot, : self._row_blocks[slot]].copy()
             length, sequence = int(self._row_length[slot]), int(self._row_sequence[slot])
@@ -274,13 +257,12 @@ class TablesReader:
         return int(slots[0]) if slots.size else None
 
     def gauges(self) -> dict[str, int]:
-        """One consistent set of the coordinator's gauges."""
-        for _ in self._attempts():
-            version = int(self._gauges[0])
-            values = self._gauges[1:].tolist()
-            if version & 1 == 0 and int(self._gauges[0]) == version:
-                return dict(zip(GAUGES, values, strict=True))
-        raise DeadlineExceeded("the gauges of the shared tables are being written without end")
+        """One consistent set of the coordinator's gauges. Raises DeadlineExceeded."""
+        return self._numbers.gauges()
+
+    def numbers(self) -> Numbers:
+        """Every number, of one instant. Raises DeadlineExceeded."""
+        return self._numbers.all()
 
 
 def _unending(slot: int) -> DeadlineExceeded:
@@ -289,4 +271,5 @@ def _unending(slot: int) -> DeadlineExceeded:
 
 def _views(memory: mmap.mmap, geometry: Geometry) -> dict[str, npt.NDArray[Any]]:
     specs = arrays(geometry).items()
-    return {name: np.ndarray(spec.shape, spec.dtype, memory, spec.offset, spec.strides) for name, spec in specs}
+    views = {name: np.ndarray(spec.shape, spec.dtype, memory, spec.offset, spec.strides) for name, spec in specs}
+    return {**views, "gauges": np.frombuffer(memory, "<i8", 2 + len(GAUGES), PAGE_BYTES)}

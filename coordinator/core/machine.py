@@ -43,6 +43,7 @@ from kvforge.protocol.messages import (
     Submit,
     UnrefBlock,
 )
+from kvforge.protocol.meters import Facts
 
 from .cache.cache import Cache
 from .cache.invariants import check_cache
@@ -128,7 +129,7 @@ class Machine:
         spending = Spending(clock, self.requests)
         self._guard = Guard(self.requests, self.admission, self.sequences, self.blocks, spending)
         self.clients: dict[int, Access | None] = {}  # None: may do everything
-        self.turns = 0
+        self.turns = self.restarts_total = 0
         self._stirred = False  # something has happened that a Turn must follow
         # Some commands are the same from whomever they come.
         self._commands: dict[type[Message], Callable[[Any], Message]] = {
@@ -315,6 +316,7 @@ class Machine:
             self._client_gone(ClientGone(client))
         for client in sorted(self.clients):
             self._asked.client_away(client)
+        self.restarts_total += 1
         self._reports.restarted(gone_us)
         self._asked.end_drain()
 
@@ -352,9 +354,26 @@ class Machine:
         detached = sum(request.detached for request in self.requests.finished.values())
         return detached + int((s.owned & (s.idle_ttl_us > 0)).sum())
 
-    def gauges(self, now_us: int) -> list[int]:
-        """What the shared tables publish besides rows."""
-        return statistics.gauges(self.cache, self.requests, self.turns, now_us - self.start_us)
+    def gauges(self, now_us: int, journal: tuple[int, int] = (0, 0)) -> list[int]:
+        """The numbers that the shared tables publish of all together. journal: its bytes and its records."""
+        gauges = statistics.gauges(self.cache, self.requests, self.turns, now_us - self.start_us)
+        gauges += (len(self.clients) - self.sessions.away, self.draining, self.restarts_total)
+        gauges += self._reports.totals()
+        gauges += journal
+        return gauges
+
+    def news(self) -> Facts | None:
+        """What monitors are told beside numbers, where it has changed since it was asked for last."""
+        workers, tenants = self._reports, self.cache.tenants
+        if not (workers.changed or tenants.changed):
+            return None
+        workers.changed = tenants.changed = False
+        return statistics.facts(self.cache, (worker.facts() for worker in self.workers.values()))
+
+    def all_is_news(self) -> None:
+        """Nobody was told anything yet."""
+        self._reports.changed = self.cache.tenants.changed = True
+        self.cache.tenants.meters.all_changed()
 
     @property
     def busy(self) -> bool:

@@ -369,6 +369,7 @@ def test_the_table_of_finished_requests_keeps_the_newest() -> None:
         request = Request(i, 1, 1, "t", int32([1]), Submit(rid=1, max_tokens=1, sampling=GREEDY), 1, 0, 0, 1 << 40)
         table.add(request)
         request.move("cancel")
+        request.reason = "cancelled"
         clock.now_us = i
         table.retire(request)
         table.check_invariants()

@@ -61,9 +61,9 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for_and_the_others_are_not(
     write_row(writer, 1, [1, 2], 8, 1)
     write_row(writer, 2, [3, 4], 8, 2)
     writer.begin_rows(np.array([2]))
-    monkeypatch.setattr("kvforge.protocol.tables.READ_WAIT_S", 0.0)
+    monkeypatch.setattr("kvforge.protocol.numbers.READ_WAIT_S", 0.0)
     monkeypatch.setattr("kvforge.protocol.tables.TOGETHER_MAX", 10)
-    monkeypatch.setattr("kvforge.protocol.tables.SPINS_MAX", 39)
+    monkeypatch.setattr("kvforge.protocol.numbers.SPINS_MAX", 39)
     reader = TablesReader(writer.path)
     assert reader.rows(np.array([1]), 2)[0].tolist() == [[1, 2]]
     assert reader.retries == 0
@@ -127,7 +127,9 @@ def test_widths_and_slots_that_do_not_exist_are_refused(writer: TablesWriter) ->
 
 def test_a_reader_cannot_write(writer: TablesWriter) -> None:
     reader = TablesReader(writer.path)
-    views = [value for value in vars(reader).values() if isinstance(value, np.ndarray)]
+    numbers = reader._numbers
+    held = [*vars(reader).values(), *vars(numbers).values(), *numbers._rest]
+    views = [value for value in held if isinstance(value, np.ndarray)]
     assert len(views) == 2 + len(arrays(GEOMETRY))
     for view in views:
         with pytest.raises(ValueError, match="read-only"):
@@ -360,7 +362,7 @@ def test_gauges_that_are_written_while_they_are_read_are_read_again(
             half = len(before) // 2
             return np.concatenate([before[:half], self._values[key][half:]])
 
-    monkeypatch.setattr(reader, "_gauges", Torn(reader._gauges))
+    monkeypatch.setattr(reader._numbers, "_gauges", Torn(reader._numbers._gauges))
     assert list(reader.gauges().values()) == list(new)
 
 

@@ -82,10 +82,10 @@ class WatchedMachine(Machine):
         watcher.applied(event, now_us, applied, before)
         return applied
 
-    def gauges(self, now_us: int) -> list[int]:
+    def gauges(self, now_us: int, journal: tuple[int, int] = (0, 0)) -> list[int]:
         """The last thing that is published."""
         self.watcher.published = True
-        return super().gauges(now_us)
+        return super().gauges(now_us, journal)
 
 
 class SimulatedCoordinator:

@@ -257,10 +257,10 @@ def row_published_late() -> list[Patch]:
     """A changed row of the block table is published one turn after it changed."""
     real = publishing.publish
 
-    def publish(machine: Machine, tables: Any, now_us: int) -> None:
+    def publish(machine: Machine, tables: Any, now_us: int, journal: tuple[int, int]) -> None:
         s = machine.cache.sequences
         late, s.changed_cells = s.changed_cells, getattr(machine, "late_cells", [])
-        real(machine, tables, now_us)
+        real(machine, tables, now_us, journal)
         machine.late_cells = late  # type: ignore[attr-defined]
 
     return [(turns, "publish", publish)]

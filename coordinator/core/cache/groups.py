@@ -9,9 +9,11 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.messages import NO_INT32, Int32Array, Step, WorkerReady
+from kvforge.protocol.meters import POOL_CELLS, STEP_TIME
 
 from .blocks import BlockIds
-from .costs import StepCosts
+from .costs import DURATION_US_MAX, StepCosts
+from .meters import observe
 from .pool import Pool
 from .sequences import Slots
 
@@ -71,7 +73,8 @@ class Group:
     begins_bytes: what the rows that begin with the next step take in it.
     stopped: requests whose rows found no room for their next token when the last step was planned.
     away: its worker was connected to an earlier process and has not come back yet.
-    result_us: when its last result came. costs: what its steps cost, as far as it is known.
+    result_us: when its last result came. costs: what its steps cost, as far as it is known. meters: its row of numbers
+    for monitors, of which only the step times are kept here. told: the rows that had a token then, at told_us.
     """
 
     def __init__(self, number: int, worker: int, name: str, epoch: int, pool: Pool, ready: WorkerReady) -> None:
@@ -92,11 +95,19 @@ class Group:
         self.away = False
         self.result_us = 0
         self.costs = StepCosts()
+        self.meters = np.zeros(POOL_CELLS, np.int64)
+        self.told: Slots | None = None
+        self.told_us = 0
 
     @property
     def next_step(self) -> int:
         """The id that the next step will have."""
         return self.last_step + 1
+
+    def step_took(self, prefill_tokens: int, duration_us: int) -> None:
+        """A step is over."""
+        self.costs.add(prefill_tokens, duration_us)
+        observe(self.meters, STEP_TIME, max(0, min(duration_us, DURATION_US_MAX)))
 
     def row_came(self) -> None:
         """A row starts."""

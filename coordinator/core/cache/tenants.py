@@ -14,6 +14,7 @@ import numpy.typing as npt
 from kvforge.protocol.errors import InvalidRequest
 
 from ..limits import Limits
+from .meters import Meters
 
 NAME_LENGTH_MAX = 128
 NO_CEILING = np.iinfo(np.int64).max
@@ -23,6 +24,7 @@ class Tenants:
     """Interned tenants. Arrays are indexed by tenant.
 
     requests: how many of its requests are alive. service: what was computed for it, in tokens divided by its weight.
+    meters: what monitors are told. changed: the names are to be published.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -38,6 +40,7 @@ class Tenants:
         self.prefix_queried_tokens = np.zeros(most + 1, np.int64)
         self.prefix_hit_tokens = np.zeros(most + 1, np.int64)
         self.past_byte_seconds = np.zeros(most + 1, np.float64)  # in pools that are gone
+        self.meters, self.changed = Meters(), True
         for name, quota in limits.quotas.items():
             index = self.intern(name)
             self.floor[index] = quota.floor
@@ -65,6 +68,7 @@ class Tenants:
                 self.names[instead] = name
             else:
                 self.names.append(name)
+            self.changed = True
         self._index[name] = index
         return index
 
@@ -77,6 +81,7 @@ class Tenants:
         del self._index[self.names[index]]
         for column in (self.service, self.prefix_queried_tokens, self.prefix_hit_tokens, self.past_byte_seconds):
             column[index] = 0
+        self.meters.forget(index)
         self.forgotten_total += 1
 
     def peek(self, name: str) -> int:

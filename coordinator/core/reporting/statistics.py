@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 
 import numpy as np
+import numpy.typing as npt
 
 from kvforge.protocol.messages import PoolStats, RequestStats, Stats, TenantStats
+from kvforge.protocol.meters import NAME_LENGTH_MAX, OTHERS, TENANT_ROWS, Facts, WorkerFacts
 
 from ..cache.blocks import REFERENCED
 from ..cache.cache import Cache
@@ -14,6 +17,8 @@ from ..cache.groups import Group
 from ..requests.lifecycle import CANCELLED, EXPIRED, FAILED, FINISHED, PENDING, PREEMPTED, RUNNING, RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.queue import WaitingQueue
+
+NO_USAGE = np.zeros(TENANT_ROWS + 1, np.int64)
 
 
 def live_tokens(cache: Cache, group: Group, tenant: int = 0) -> int:
@@ -170,7 +175,7 @@ def stats_of(tenant: str, cache: Cache, requests: RequestTable, admission: Admis
 
 
 def gauges(cache: Cache, requests: RequestTable, turns: int, uptime_us: int) -> list[int]:
-    """The published gauges, in the order of protocol.layout.GAUGES."""
+    """The published gauges, in the order of protocol.layout.GAUGES, but for the last ones: those are the machine's."""
     blocks = free = cached = quarantined = running = 0
     steps = cache.past_steps_total
     for group in cache.groups.values():
@@ -195,4 +200,46 @@ def gauges(cache: Cache, requests: RequestTable, turns: int, uptime_us: int) -> 
         int(np.add.reduce(cache.sequences.length)),  # half the time of its `sum`, once a turn
         requests.generated_tokens_total,
         steps,
+        requests.accepted_total,
+        requests.refused_total,
+        requests.computed_tokens_total,
+        requests.streams_paused_total,
+        cache.evicted_sequences_total,
+        cache.tenants.forgotten_total,
     ]
+
+
+def pool_row(group: Group) -> list[int]:
+    """What is counted of a pool now, in the order of protocol.meters.POOL_COUNTS."""
+    pool = group.pool
+    return [
+        pool.count,
+        pool.free,
+        pool.cached,
+        pool.referenced,
+        pool.quarantined,
+        group.running,
+        len(group.sent),
+        group.steps_total,
+        pool.allocated_total,
+        pool.freed_total,
+    ]
+
+
+def tenant_blocks(cache: Cache) -> npt.NDArray[np.int64]:
+    """The blocks that the tenants of each row of protocol.meters are charged for, [rows], fewer where there is no room for as many tenants."""
+    usages = [group.pool.usage for group in cache.groups.values()]
+    if not usages:
+        return NO_USAGE
+    usage = usages[0] if len(usages) == 1 else np.add.reduce(usages)
+    if usage.size <= TENANT_ROWS + 1 or len(cache.tenants.names) <= TENANT_ROWS + 1:
+        return usage[: TENANT_ROWS + 1]
+    rows = usage[: TENANT_ROWS + 1].copy()
+    rows[OTHERS] += int(np.add.reduce(usage[TENANT_ROWS + 1 :]))
+    return rows
+
+
+def facts(cache: Cache, workers: Iterable[WorkerFacts]) -> Facts:
+    """What monitors are told beside numbers."""
+    model = cache.model.name[:NAME_LENGTH_MAX] if cache.model is not None else ""
+    return Facts(model=model, tenants=tuple(cache.tenants.names[1 : TENANT_ROWS + 1]), workers=tuple(workers))

@@ -16,6 +16,17 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import AlreadyFinished, InvalidTransition, KvforgeError, RequestNotFound
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, Sampling, Submit, Timings
+from kvforge.protocol.meters import (
+    ACCEPTED,
+    ANSWER_SIZE,
+    DECODE,
+    ENDED,
+    PREFILL,
+    PROMPT,
+    PROMPT_SIZE,
+    WAITING,
+    WHOLE,
+)
 
 from ..cache.hashing import Hashes
 from ..cache.tenants import Tenants
@@ -64,7 +75,7 @@ class Request:
     it, 0 for none. wait: what it waits for, None where it was not tried since something changed for it.
     computed: of how many tokens its KV was computed when it was preempted; redone_tokens: how many were computed again.
     crashes: how many workers in a row died with it, without a token in between; crash_length: how far it was then.
-    cut: how many of its tokens a FinishAt took back.
+    cut: how many of its tokens a FinishAt took back. token_us: when its latest one came, while it holds no slot.
     model_defaults: fields of `sampling` that the model decides, as long as none is known.
     prompt_tokens: the length of its prompt. The prompt itself is not kept beyond its end, nor how it sampled.
     """
@@ -115,6 +126,7 @@ class Request:
     error: KvforgeError | None = None
     first_scheduled_us: int = -1
     first_token_us: int = -1
+    token_us: int = -1
     ended_us: int = -1
     orphan_us: int = -1
 
@@ -186,6 +198,7 @@ class RequestTable:
 
     def __init__(self, clock: Clock, bounds: Bounds, tenants: Tenants, first_id: int = 0) -> None:
         self._clock, self._bounds, self._tenants, self.first_id = clock, bounds, tenants, first_id
+        self.meters = tenants.meters
         self._ttl_us = microseconds(bounds.finished_ttl_s)
         self.live: dict[int, Request] = {}
         self.finished: OrderedDict[int, Request] = OrderedDict()
@@ -227,6 +240,8 @@ class RequestTable:
         self._tenants.requests[request.tenant] += 1
         self.accepted_total += 1
         self.prompt_tokens_total += request.prompt_tokens
+        for cell, amount in ((ACCEPTED, 1), (WAITING, 1), (PROMPT, request.prompt_tokens)):
+            self.meters.count(request.tenant, cell, amount)
 
     def retire(self, request: Request) -> None:
         """A request reached a terminal state: it stays queryable, within bounds of age and number."""
@@ -241,11 +256,26 @@ class RequestTable:
                 other.prompt_known |= request.first_token_us >= 0
             request.siblings = []
         self.ended_total[request.state] += 1
+        self._count_end(request)
         self.finished[request.id] = request
         self.kept_bytes += request.kept_bytes
         most, most_bytes = self._bounds.finished_max, self._bounds.finished_bytes_max
         while len(self.finished) > most or (self.kept_bytes > most_bytes and len(self.finished) > 1):
             self._forget(next(iter(self.finished.values())))
+
+    def _count_end(self, request: Request) -> None:
+        """How long it took is told of requests that ended as they should: of others it says nothing of the service."""
+        self.meters.count(request.tenant, ENDED[request.reason])
+        if request.state != FINISHED:
+            return
+        for what, value in (
+            (WHOLE, request.ended_us - request.submitted_us),
+            (PREFILL, request.first_token_us - request.first_scheduled_us),
+            (DECODE, request.ended_us - request.first_token_us),
+            (PROMPT_SIZE, request.prompt_tokens),
+            (ANSWER_SIZE, request.generated),
+        ):
+            self.meters.observe(request.tenant, what, value)
 
     def purge(self, older_than_us: int, tenant: str = "") -> int:
         """Forgets requests that ended at least `older_than_us` ago, of one tenant, "": of all. Returns how many."""

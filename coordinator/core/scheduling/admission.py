@@ -12,12 +12,26 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.protocol.meters import (
+    DISPLACED,
+    HIT,
+    PREEMPTED,
+    QUERIED,
+    QUEUE,
+    RECOMPUTED,
+    WAITING,
+)
+from kvforge.protocol.meters import (
+    RUNNING as RUNNING_NOW,
+)
+
 from .. import sizes
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, Tokens
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
+from ..requests.phases import RECOVERING
 from ..waits import FRONT, SIBLING, Wait, blocks_of, prompt_of, rows_of
 from .choice import ALONE_CRASHES, Choice
 from .queue import WaitingQueue
@@ -36,7 +50,7 @@ class Admission:
         self.rows = RunningRows(cache.limits.bounds)
         self.choice = Choice(cache, requests)
         self._orders = 0
-        self.waits = cache.waits
+        self.waits, self._meters = cache.waits, cache.tenants.meters
 
     # ---------------------------------------------------------------------------------------------------------- queue
 
@@ -73,6 +87,8 @@ class Admission:
         request.move("preempt")
         request.preemptions += 1
         self._requests.preemptions_total += 1
+        self._meters.count(request.tenant, DISPLACED if request.phases.phase == RECOVERING else PREEMPTED)
+        self._meters.count(request.tenant, WAITING)
         self.waiting.put_back(request)
         self.waits.stirred = True
 
@@ -87,6 +103,7 @@ class Admission:
         """A waiting request ended."""
         self.waiting.remove(request)
         self.waits.clear(request)
+        self._meters.count(request.tenant, WAITING, -1)
 
     # ----------------------------------------------------------------------------------------------------------- waits
 
@@ -229,12 +246,15 @@ class Admission:
             self._orders += 1
             request.admitted_order = self._orders
             request.first_scheduled_us = self._clock.now_us
+            self._meters.observe(request.tenant, QUEUE, self._clock.now_us - request.submitted_us)
         request.slot, request.worker, request.hashes = slot, group.name, None
         request.passed = request.kept_epoch = 0
         request.move("schedule")
         request.phases.start(self._clock.now_us)
         s.request[slot] = request.id
         s.running[slot] = True
+        self._meters.count(request.tenant, WAITING, -1)
+        self._meters.count(request.tenant, RUNNING_NOW)
         group.row_came()
         if request.crashes >= ALONE_CRASHES:
             group.suspect = request.id
@@ -257,12 +277,15 @@ class Admission:
             again_tokens = max(0, request.computed - cached)
             request.redone_tokens += again_tokens
             self._requests.recomputed_tokens_total += again_tokens
+            self._meters.count(request.tenant, RECOMPUTED, again_tokens)
             return
         tenants = self._cache.tenants
         tenants.prefix_queried_tokens[request.tenant] += length
         tenants.prefix_hit_tokens[request.tenant] += cached
         request.cached_tokens = cached
         self._requests.cached_tokens_total += cached
+        self._meters.count(request.tenant, QUERIED, length)
+        self._meters.count(request.tenant, HIT, cached)
 
     def vacate(self, request: Request) -> None:
         """The request leaves its slot, taking what it has generated with it. A client's sequence stays its own.
@@ -272,8 +295,9 @@ class Admission:
         slot, s = request.slot, self._cache.sequences
         group = self._cache.groups.get(int(s.pool[slot]))
         request.tokens, request.logprobs = self.answer(request)
-        request.slot = NO_SLOT
+        request.slot, request.token_us = NO_SLOT, int(self.rows.token_us[slot])
         s.running[slot] = False
+        self._meters.count(request.tenant, RUNNING_NOW, -1)
         request.wait = None
         self.rows.leave(slot)
         s.request[slot] = 0
@@ -326,6 +350,7 @@ class Admission:
             assert group.running == counted, "the count of a group's running requests"
         assert len(running) + len(waiting) == len(self._requests.live), "a request is neither running nor waiting"
         self.waits.check_invariants(waiting)
+        self._check_meters(waiting)
         for request in waiting:
             parked = request.awaits_sibling
             assert parked == self.waiting.is_parked(request), (
@@ -337,3 +362,8 @@ class Admission:
         for slot, request in running.items():
             assert s.request[slot] == request.id and s.pool[slot] != NO_POOL, "a running request without a place"
             assert s.length[slot] + s.pending[slot] <= rows.limit[slot], "more tokens planned than asked for"
+
+    def _check_meters(self, waiting: list[Request]) -> None:
+        for cell, counted in ((RUNNING_NOW, self.running_total), (WAITING, len(waiting))):
+            told = self._meters.rows[:, cell]
+            assert int(told.sum()) == counted and (told >= 0).all(), "what monitors are told of requests"

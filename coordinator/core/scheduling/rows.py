@@ -15,7 +15,8 @@ EOS_TOKENS_MAX = 16
 class RunningRows:
     """Struct-of-arrays indexed by slot. reader: the client to which its tokens are streamed, 0 where none is.
 
-    fresh: has no token of this run yet; fresh_count: how many are so, mostly none.
+    fresh: has no token of this run yet; fresh_count: how many are so, mostly none. token_us: when the request's latest
+    token came, -1 where it has none.
     """
 
     def __init__(self, bounds: Bounds) -> None:
@@ -25,6 +26,7 @@ class RunningRows:
         self.order = np.zeros(slots, np.int64)
         self.run = np.zeros(slots, np.int64)
         self.reader = np.zeros(slots, np.int64)
+        self.token_us = np.full(slots, -1, np.int64)
         self.tops = np.zeros(slots, np.bool_)
         self.fresh = np.zeros(slots, np.bool_)
         self.fresh_count = 0
@@ -40,6 +42,7 @@ class RunningRows:
         self.order[slot] = request.admitted_order
         self.reader[slot] = request.client if request.stream and not request.paused else 0
         self.tops[slot] = request.tops is not None
+        self.token_us[slot] = request.token_us
         self.set_fresh(slot, True)
         stops = request.sampling.stop_tokens + (() if request.sampling.ignore_eos else eos)
         self.stops[slot] = -1

@@ -21,6 +21,7 @@ from kvforge.protocol.messages import (
     WorkerLoading,
     WorkerReady,
 )
+from kvforge.protocol.meters import NAME_LENGTH_MAX, WorkerFacts
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
@@ -60,6 +61,20 @@ class Worker:
             kernels=self.kernels,
         )
 
+    def facts(self) -> WorkerFacts:
+        """What monitors are told."""
+        group = self.group
+        told = self.health(0)
+        return WorkerFacts(
+            name=self.name[:NAME_LENGTH_MAX],
+            pid=self.pid,
+            state="away" if group is not None and group.away else told.state,
+            pool=group.number if group is not None else -1,
+            block_bytes=group.bytes_per_block if group is not None else 0,
+            kv_dtype=group.kv_dtype[:NAME_LENGTH_MAX] if group is not None else "",
+            device_bytes=self.device_bytes,
+        )
+
 
 class WorkerReports:
     """Handlers of the worker messages. A worker that breaks the rules is refused and dropped; nobody else notices."""
@@ -83,6 +98,8 @@ class WorkerReports:
         self.workers: dict[int, Worker] = {}
         self.ended: dict[str, str] = {}  # by name: how a worker went, who is not back; the last one is last
         self._ended_max = cache.limits.bounds.pools_max
+        self.registered_total = self.returned_total = self.left_total = self.lost_total = 0
+        self.changed = True  # what is told of workers is to be published
         self._effects = effects
         self._reports: dict[type[Message], Callable[[Worker, Any], None]] = {
             WorkerLoading: self._worker_loading,
@@ -119,6 +136,10 @@ class WorkerReports:
             first_us = until_us if first_us is None else min(first_us, until_us)
         return first_us
 
+    def totals(self) -> tuple[int, int, int, int]:
+        """Workers that registered a pool, came back to theirs, left, and were lost, since the service began."""
+        return self.registered_total, self.returned_total, self.left_total, self.lost_total
+
     def apply(self, event: FromWorker) -> None:
         """Applies one message of a worker."""
         message: Any = event.message
@@ -149,6 +170,7 @@ class WorkerReports:
         elif same is not None:
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
         worker = self.workers[number] = Worker(number, message.name, message.pid)
+        self.changed = True
         self.ended.pop(message.name, None)
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
 
@@ -166,6 +188,7 @@ class WorkerReports:
                 self.gone(worker.number, False)
             else:
                 worker.group.away, worker.away_until_us = True, self._clock.now_us + self._reattach_us
+        self.changed = True
 
     def _come_back(self, worker: Worker, group: Group, number: int, rid: int) -> None:
         """It goes on under another number. What it was to do may not have reached it, and is sent again."""
@@ -173,6 +196,8 @@ class WorkerReports:
         self.workers[number] = worker
         worker.number = group.worker = number
         group.away, group.result_us = False, self._clock.now_us
+        self.returned_total += 1
+        self.changed = True
         self._cache.waits.wake_all()
         self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
         self._effects.append(ToWorker(number, _registered(group, rid)))
@@ -180,6 +205,7 @@ class WorkerReports:
 
     def _worker_loading(self, worker: Worker, message: WorkerLoading) -> None:
         worker.phase, worker.progress = message.phase, message.progress
+        self.changed = True
 
     def _worker_ready(self, worker: Worker, message: WorkerReady) -> None:
         if worker.group is not None:
@@ -194,6 +220,8 @@ class WorkerReports:
             )
         group = worker.group = self._cache.add_group(worker.number, worker.name, message)
         worker.phase, worker.progress = "ready", 1.0
+        self.registered_total += 1
+        self.changed = True
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
         self._effects.append(ToWorker(worker.number, _registered(group, message.rid)))
         facts: dict[str, Field] = {"blocks": message.blocks, "model": message.model.name, "device": message.device}
@@ -213,7 +241,7 @@ class WorkerReports:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
         sent = group.sent[0]
         self._results.apply(group, message)
-        group.costs.add(sent.prefill_tokens, message.duration_us)
+        group.step_took(sent.prefill_tokens, message.duration_us)
         group.result_us = self._clock.now_us
 
     def _worker_failed(self, worker: Worker, message: WorkerFailed) -> None:
@@ -233,6 +261,9 @@ class WorkerReports:
         worker = self.workers.pop(number, None)
         if worker is None:
             return
+        self.changed = True
+        self.left_total += goodbye
+        self.lost_total += not goodbye
         requests = worker.group.running if worker.group is not None else 0
         how = "worker left" if goodbye else "worker lost"
         self._note_end(worker, f"{'left' if goodbye else 'was lost'}, process {worker.pid}{why}")

@@ -7,6 +7,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
+from kvforge.protocol.meters import FIRST_TOKEN, PREFILLED
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
@@ -29,6 +30,7 @@ class StepResults:
     ) -> None:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
         self._endings, self._clock = endings, cache.clock
+        self._meters = cache.tenants.meters
 
     def apply(self, group: Group, result: StepResult) -> None:
         """Applies the result of the oldest step under way. Raises ProtocolError where it does not fit that step."""
@@ -48,7 +50,7 @@ class StepResults:
             tokens, logprobs = tokens[sampled], logprobs[sampled]
             tops = None if tops is None else tops.pick(np.flatnonzero(sampled))
         s.computed[slots] += counts
-        self._append(rows, tokens, logprobs, tops, sent.tenant)
+        self._append(group, rows, tokens, logprobs, tops, sent.tenant)
         if group.suspect:
             self._admission.look_at_suspect(group)
         # The blocks that decodes fill are indexed for several steps at a time, which costs less.
@@ -67,6 +69,8 @@ class StepResults:
         request.phases.token(self._clock.now_us)
         if request.first_token_us < 0:
             request.first_token_us = self._clock.now_us
+            self._meters.observe(request.tenant, FIRST_TOKEN, self._clock.now_us - request.submitted_us)
+            self._meters.count(request.tenant, PREFILLED, request.prompt_tokens)
             if request.siblings:
                 self._admission.prompt_is_known(request)
 
@@ -122,6 +126,7 @@ class StepResults:
 
     def _append(
         self,
+        group: Group,
         rows: Slots,
         tokens: npt.NDArray[np.int32],
         logprobs: npt.NDArray[np.float32],
@@ -144,9 +149,25 @@ class StepResults:
             self._admission.waiting.charge(tenant, rows.size)
         else:
             self._admission.waiting.charge_each(s.tenant[rows])
+        self._count(group, rows, tenant)
         if tops is not None:
             tops = self._record_tops(rows, tops)
         self._streams.add_step(running.reader[rows], s.request[rows], offsets, tokens, logprobs, tops)
+
+    def _count(self, group: Group, rows: Slots, tenant: int) -> None:
+        """How long after the one before it each token came. Most steps are of the same rows as the step before: then
+        that is one number for all of them."""
+        now_us, token_us = self._clock.now_us, self._admission.rows.token_us
+        if rows is not group.told:
+            before_us = token_us[rows]
+            gaps_us = np.where(before_us >= 0, now_us - before_us, -1)
+            self._meters.tokens_each(self._cache.sequences.tenant[rows], gaps_us)
+        elif tenant >= 0:
+            self._meters.tokens(tenant, rows.size, now_us - group.told_us)
+        else:
+            self._meters.tokens_each(self._cache.sequences.tenant[rows], now_us - group.told_us)
+        token_us[rows] = now_us
+        group.told, group.told_us = rows, now_us
 
 
 def _restored(error: ErrorInfo) -> KvforgeError:

@@ -31,6 +31,7 @@ from kvforge import (
 )
 from kvforge.protocol.layout import GAUGES, HEADER, LAYOUT_VERSION, Geometry
 from kvforge.protocol.messages import Welcome
+from kvforge.protocol.numbers import attempts
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import TABLES_FILE
 from tests.kvforge.fake_coordinator import Running
@@ -160,7 +161,6 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for(
     write_row(writer, 2, [1, 2], 8, 7)
     writer.begin_rows(np.array([2]))
     fill(writer, 2, [3, 4, 5], 9, 7)
-    attempts = tables._reader._attempts
 
     def ended_meanwhile() -> Iterator[None]:
         for number, _ in enumerate(attempts()):
@@ -168,7 +168,7 @@ def test_a_row_in_the_middle_of_a_write_is_waited_for(
                 writer.end_rows(np.array([2]))
             yield
 
-    monkeypatch.setattr(tables._reader, "_attempts", ended_meanwhile)
+    monkeypatch.setattr("kvforge.protocol.tables.attempts", ended_meanwhile)
     row = tables.sequence(7)
     assert (row.blocks.tolist(), row.length) == ([3, 4, 5], 9)
     assert tables._reader.retries == 5
@@ -178,7 +178,7 @@ def test_a_row_that_never_comes_to_rest_is_given_up(
     writer: TablesWriter, tables: Tables, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """As where the coordinator was killed in the middle of a write."""
-    monkeypatch.setattr("kvforge.protocol.tables.READ_WAIT_S", 0.0)
+    monkeypatch.setattr("kvforge.protocol.numbers.READ_WAIT_S", 0.0)
     write_row(writer, 2, [1, 2], 8, 7)
     write_row(writer, 3, [4], 4, 8)
     writer.begin_rows(np.array([2]))

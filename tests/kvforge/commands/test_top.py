@@ -21,7 +21,7 @@ from kvforge.protocol.tables import TablesWriter
 from kvforge.protocol.transport import TABLES_FILE
 
 GEOMETRY = Geometry(slots=8, blocks=64, blocks_per_sequence=16, block_size=4)
-FIRST = {
+FIRST = dict.fromkeys(GAUGES, 0) | {
     "turns": 9,
     "uptime_us": 3_725_500_000,
     "sequences": 3,
