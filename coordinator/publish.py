@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
 
 from kvforge.protocol.meters import STEP_TIME
@@ -12,10 +14,15 @@ from .core.cache.sequences import Sequences
 from .core.machine import Machine
 from .core.reporting.statistics import pool_row, tenant_blocks
 
+NUMBERS_US = 10_000
+
 
 def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[int, int] = (0, 0)) -> None:
-    """Writes the changed rows, cells, blocks and numbers, and forgets that they changed. journal: its bytes since the
-    last snapshot, and its records."""
+    """Writes the changed rows, cells, blocks and gauges, and forgets that they changed.
+
+    What is counted by tenant and pool is written when nothing is asked of the service any more, and else every few
+    milliseconds: a decode step is over sooner. journal: its bytes since the last snapshot, and its records.
+    """
     publish_rows(machine.cache.sequences, tables)
     blocks = machine.cache.blocks
     for ids in blocks.changed:
@@ -23,12 +30,14 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
         tables.block_generation[ids] = blocks.generation[ids]
         tables.block_owner[ids] = blocks.owner[ids]
     blocks.changed.clear()
-    publish_numbers(machine, tables.numbers)
-    tables.write_gauges(machine.gauges(now_us, journal))
+    gauges = machine.gauges(now_us, journal)
+    tables.write_gauges(gauges)
+    if now_us - tables.numbers.written_us >= NUMBERS_US or not machine.requests.live:
+        publish_numbers(machine, tables.numbers, now_us, gauges)
 
 
-def publish_numbers(machine: Machine, numbers: NumbersWriter) -> None:
-    """Begins to write what is counted; the gauges are what ends it."""
+def publish_numbers(machine: Machine, numbers: NumbersWriter, now_us: int, gauges: Sequence[int]) -> None:
+    """Writes what is counted, and the gauges of the same moment."""
     meters = machine.cache.tenants.meters
     numbers.begin()
     for row in meters.changed:
@@ -40,6 +49,7 @@ def publish_numbers(machine: Machine, numbers: NumbersWriter) -> None:
         numbers.pool(number, pool_row(group), group.meters[STEP_TIME.start :])
     if (facts := machine.news()) is not None:
         numbers.facts(facts)
+    numbers.finish(now_us, gauges)
 
 
 def forget_changes(machine: Machine) -> None:

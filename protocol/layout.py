@@ -3,7 +3,7 @@
 One file, little-endian, every array aligned to a cache line:
 
     header            magic, layout version, geometry, boot id                      one page
-    gauges            version, when they were written (ns, monotonic), one int64 for each name in GAUGES   one page
+    gauges            version, then one int64 for each name in GAUGES               one page
     rows_written      int64           number of the last write of rows that is over: 0, 2, 4, ...
     row_version       [slots] int64   number of the row's last write; one less, odd, while it is being written
     row_length        [slots] int32   tokens known; may change alone, without a new version
@@ -13,6 +13,7 @@ One file, little-endian, every array aligned to a cache line:
     block_generation  [blocks] int32
     block_owner       [blocks] int32  number of the tenant that the block is charged to, 0 = none
     block_table       [slots, blocks_per_sequence] int32   global block ids; one cache line between the rows
+    numbers           version, when they were written (ns, monotonic), one int64 for each name in GAUGES
     tenants           [TENANT_ROWS + 1, TENANT_CELLS] int64    see protocol/meters.py
     tenant_blocks     [TENANT_ROWS + 1] int64   blocks that each is charged for
     pool_counts       [pools, POOL_CELLS] int64
@@ -95,6 +96,7 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
     ("block_generation", "<i4", ("blocks",)),
     ("block_owner", "<i4", ("blocks",)),
     ("block_table", "<i4", ("slots", "blocks_per_sequence")),
+    ("numbers", "<i8", (2 + len(GAUGES),)),
     ("tenants", "<i8", (TENANT_ROWS + 1, TENANT_CELLS)),
     ("tenant_blocks", "<i8", (TENANT_ROWS + 1,)),
     ("pool_counts", "<i8", ("pools", POOL_CELLS)),
@@ -104,7 +106,7 @@ _ARRAYS: tuple[tuple[str, str, tuple[str | int, ...]], ...] = (
 )
 
 assert HEADER.itemsize == 104 <= PAGE_BYTES
-assert (2 + len(GAUGES)) * 8 <= PAGE_BYTES
+assert (1 + len(GAUGES)) * 8 <= PAGE_BYTES
 
 
 class Geometry(msgspec.Struct, frozen=True, kw_only=True):

@@ -4,6 +4,8 @@ A tenant has one row of int64: TENANT_COUNTS, then the cells of each of TENANT_T
 coordinator, up to TENANT_ROWS; row 0 holds all others together, those that the coordinator has forgotten too. A pool
 has one row: POOL_COUNTS, then the cells of STEP_TIME.
 
+Each token of a request is its first one, or comes so long after the one before it: so FIRST_TOKEN and GAP count tokens.
+
 The cells of a distribution: how many values fell into each bucket (not into those below it), how many were larger than
 the last bound, and the sum of all. Times are in microseconds.
 """
@@ -27,7 +29,6 @@ TENANT_COUNTS = (
     "prefilled_tokens",
     "queried_tokens",
     "hit_tokens",
-    "generated_tokens",
     "recomputed_tokens",
     "preempted",
     "displaced",
@@ -37,8 +38,8 @@ TENANT_COUNTS = (
     "expired",
     "failed",
 )
-RUNNING, WAITING, ACCEPTED, PROMPT, PREFILLED, QUERIED, HIT, GENERATED, RECOMPUTED, PREEMPTED, DISPLACED = range(11)
-REASONS = TENANT_COUNTS[11:]
+RUNNING, WAITING, ACCEPTED, PROMPT, PREFILLED, QUERIED, HIT, RECOMPUTED, PREEMPTED, DISPLACED = range(10)
+REASONS = TENANT_COUNTS[10:]
 ENDED = {reason: TENANT_COUNTS.index(reason) for reason in REASONS}
 POOL_COUNTS = (
     "blocks",

@@ -16,6 +16,20 @@ from coordinator.publish import publish
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.layout import GAUGES, Geometry
 from kvforge.protocol.messages import GetHealth, RequestStats, WorkerHello
+from kvforge.protocol.meters import (
+    ACCEPTED,
+    DISPLACED,
+    ENDED,
+    FIRST_TOKEN,
+    GAP,
+    HIT,
+    PREEMPTED,
+    PROMPT,
+    RECOMPUTED,
+    RUNNING,
+    WAITING,
+    WHOLE,
+)
 from kvforge.protocol.tables import TablesWriter
 from tests.coordinator import naive
 from tests.coordinator.conftest import MakePool
@@ -46,6 +60,28 @@ def check_agreement(driver: Driver) -> None:
     assert requests.accepted_total == ended + requests.pending + requests.running
     assert gauges["generated_tokens_total"] == requests.generated_tokens_total
     assert sum(row.prefix_hit_tokens_total for row in stats.tenants) >= requests.cached_tokens_total
+    check_meters(cache.tenants.meters.rows.sum(axis=0), requests)
+
+
+def check_meters(cells: np.ndarray, requests: RequestStats) -> None:
+    """What is counted by tenant adds up to what is counted of all."""
+    told = {
+        RUNNING: requests.running,
+        WAITING: requests.pending,
+        ACCEPTED: requests.accepted_total,
+        PROMPT: requests.prompt_tokens_total,
+        HIT: requests.cached_tokens_total,
+        RECOMPUTED: requests.recomputed_tokens_total,
+        ENDED["failed"]: requests.failed_total,
+        ENDED["cancelled"]: requests.cancelled_total,
+        ENDED["expired"]: requests.expired_total,
+    }
+    assert {cell: int(cells[cell]) for cell in told} == told
+    assert cells[PREEMPTED] + cells[DISPLACED] == requests.preemptions_total
+    assert cells[ENDED["stop"]] + cells[ENDED["length"]] == requests.finished_total
+    tokens = sum(int(cells[what.start : what.total].sum()) for what in (FIRST_TOKEN, GAP))
+    assert tokens == requests.generated_tokens_total
+    assert cells[WHOLE.start : WHOLE.total].sum() == requests.finished_total
 
 
 def test_steps_are_counted_beyond_the_worker_that_ran_them(driver: Driver) -> None:

@@ -362,7 +362,7 @@ def test_gauges_that_are_written_while_they_are_read_are_read_again(
             half = len(before) // 2
             return np.concatenate([before[:half], self._values[key][half:]])
 
-    monkeypatch.setattr(reader._numbers, "_gauges", Torn(reader._numbers._gauges))
+    monkeypatch.setattr(reader, "_gauges", Torn(reader._gauges))
     assert list(reader.gauges().values()) == list(new)
 
 

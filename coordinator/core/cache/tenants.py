@@ -40,7 +40,7 @@ class Tenants:
         self.prefix_queried_tokens = np.zeros(most + 1, np.int64)
         self.prefix_hit_tokens = np.zeros(most + 1, np.int64)
         self.past_byte_seconds = np.zeros(most + 1, np.float64)  # in pools that are gone
-        self.meters, self.changed = Meters(), True
+        self.meters, self.changed = Meters(most), True
         for name, quota in limits.quotas.items():
             index = self.intern(name)
             self.floor[index] = quota.floor

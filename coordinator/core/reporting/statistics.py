@@ -227,7 +227,7 @@ def pool_row(group: Group) -> list[int]:
 
 
 def tenant_blocks(cache: Cache) -> npt.NDArray[np.int64]:
-    """The blocks that the tenants of each row of protocol.meters are charged for, [rows], fewer where there is no room for as many tenants."""
+    """Blocks by who is charged: [rows of protocol.meters], fewer where there is no room for as many tenants."""
     usages = [group.pool.usage for group in cache.groups.values()]
     if not usages:
         return NO_USAGE

@@ -7,7 +7,7 @@ import numpy.typing as npt
 
 from kvforge.protocol.errors import KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import ERROR_TEXT_MAX, ErrorInfo, StepResult
-from kvforge.protocol.meters import FIRST_TOKEN, PREFILLED
+from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
@@ -158,14 +158,14 @@ class StepResults:
         """How long after the one before it each token came. Most steps are of the same rows as the step before: then
         that is one number for all of them."""
         now_us, token_us = self._clock.now_us, self._admission.rows.token_us
-        if rows is not group.told:
+        if rows is group.told and tenant >= 0:
+            self._meters.observe(tenant, GAP, now_us - group.told_us, rows.size)
+        elif rows is group.told:
+            self._meters.observe_gaps(self._cache.sequences.tenant[rows], now_us - group.told_us)
+        else:
             before_us = token_us[rows]
             gaps_us = np.where(before_us >= 0, now_us - before_us, -1)
-            self._meters.tokens_each(self._cache.sequences.tenant[rows], gaps_us)
-        elif tenant >= 0:
-            self._meters.tokens(tenant, rows.size, now_us - group.told_us)
-        else:
-            self._meters.tokens_each(self._cache.sequences.tenant[rows], now_us - group.told_us)
+            self._meters.observe_gaps(self._cache.sequences.tenant[rows], gaps_us)
         token_us[rows] = now_us
         group.told, group.told_us = rows, now_us
 
