@@ -21,7 +21,6 @@ class Completion(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     echo: bool | None = None
     logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     suffix: str | None = None
-    response_format: dict[str, Any] | None = None
 
 
 class Part(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -100,22 +99,6 @@ class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     type: Literal["function"] = "function"
 
 
-class JsonSchema(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A schema that an answer follows; strict or not: it is always enforced."""
-
-    name: str = ""
-    description: str | None = None
-    schema: dict[str, Any] | bool | None = None
-    strict: bool | None = None
-
-
-class ResponseFormat(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What an answer looks like."""
-
-    type: Literal["text", "json_object", "json_schema"]
-    json_schema: JsonSchema | None = None
-
-
 class Chat(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/chat/completions."""
 
@@ -127,7 +110,6 @@ class Chat(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     tools: list[Tool] | None = None
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool | None = None
-    response_format: ResponseFormat | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None
     add_generation_prompt: bool | None = None

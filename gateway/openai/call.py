@@ -15,6 +15,7 @@ from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import InvalidRequest
 
 from .fields import Common, renamed
+from .responses_asked import Create
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,7 +45,7 @@ class Call:
         """Events say where they are, so that the caller can come back."""
         return bool(self.key.name)
 
-    def options(self, sampling: Sampling, asked: Common, max_tokens: int) -> RequestOptions:
+    def options(self, sampling: Sampling, asked: Common | Create, max_tokens: int) -> RequestOptions:
         """Raises InvalidRequest naming the field as the request calls it."""
         try:
             return RequestOptions(
@@ -52,7 +53,7 @@ class Call:
                 sampling=sampling,
                 tenant=self.caller.tenant,
                 salt=asked.cache_salt or "",
-                priority=asked.priority or 0,
+                priority=self.caller.check_priority(asked.priority or 0),
                 detached=bool(self.key.name),
                 key=self.key.name,
             )
@@ -61,7 +62,8 @@ class Call:
 
     def name(self, prefix: str, generations: list[Generation]) -> str:
         """The id of the response: the same when it is asked for again."""
-        return f"{prefix}-{generations[0].request_id:016x}"
+        mark = "_" if prefix in ("", "resp") else "-"
+        return f"{prefix}{mark}{generations[0].request_id:016x}"
 
 
 def total(generations: list[Generation]) -> Usage:

@@ -14,6 +14,8 @@ from kvforge import Sampling
 from kvforge.client.arguments import PRIORITY_MAX, SAMPLES_MAX, stop_strings
 from kvforge.protocol.errors import InvalidRequest
 
+from .shapes import ANY, ResponseFormat, Shape, StructuredOutputs, shape_of
+
 # Accepted and without effect, with the reason.
 IGNORED = {
     "user": "a label of the caller's own: nothing is kept about users",
@@ -66,6 +68,8 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     cache_salt: str | None = None
     add_special_tokens: bool | None = None
     return_token_ids: bool | None = None
+    response_format: ResponseFormat | None = None
+    structured_outputs: StructuredOutputs | None = None
     # without effect
     user: str | None = None
     safety_identifier: str | None = None
@@ -95,16 +99,20 @@ def sampling_of(asked: Common, logprobs: int) -> Sampling:
         "stop_tokens": asked.stop_token_ids,
         "logit_bias": None if asked.logit_bias is None else _biases(asked.logit_bias),
     }
-    sampling = Sampling(logprobs=logprobs, **{name: value for name, value in named.items() if value is not None})  # type: ignore[arg-type]
+    shape = shape_of(asked.response_format, asked.structured_outputs)
+    given = {name: value for name, value in named.items() if value is not None} | shape.named
+    sampling = Sampling(logprobs=logprobs, **given)
     try:
         sampling.message()
     except InvalidRequest as error:
-        raise renamed(error) from None
+        raise renamed(error, shape) from None
     return sampling
 
 
-def renamed(error: InvalidRequest) -> InvalidRequest:
+def renamed(error: InvalidRequest, shape: Shape = ANY) -> InvalidRequest:
     """The same of a field of `Sampling`, by the name that it has in a request."""
+    if shape.name and (place := str(error.field).removeprefix(f"sampling.{shape.name}")) != error.field:
+        return InvalidRequest(shape.field + place, error.message.removeprefix(f"{error.field}: "))
     field = str(error.field).removeprefix("sampling.")
     name = {"stop_tokens": "stop_token_ids", "logprobs": "top_logprobs", "count": "n"}.get(field, field)
     return InvalidRequest(name, error.message.removeprefix(f"{error.field}: "))

@@ -21,9 +21,10 @@ from gateway.http.guard import Guard
 from gateway.http.stream import EventStream, Failing, Taken, wanted
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
-from . import chat, completions, tokens
+from . import chat, completions, responses, tokens
 from .asked import Chat, Completion
 from .call import Call
+from .responses_asked import Create
 from .said import error_event
 
 JSON = "application/json"
@@ -38,7 +39,7 @@ class Work(Protocol):
     def events(self, generations: list[Generation]) -> Taken: ...
 
 
-A = TypeVar("A", Chat, Completion)
+A = TypeVar("A", Chat, Completion, Create)
 
 
 class OpenAI:
@@ -53,6 +54,7 @@ class OpenAI:
         posts = {
             "/v1/completions": self._completions,
             "/v1/chat/completions": self._chat,
+            "/v1/responses": self._responses,
             "/v1/embeddings": self._embeddings,
             "/tokenize": self._tokenize,
             "/detokenize": self._detokenize,
@@ -69,11 +71,19 @@ class OpenAI:
     async def _chat(self, request: Request, caller: Caller) -> Response:
         return await self._run(request, caller, chat.DECODER, chat.ChatCompletion)
 
+    async def _responses(self, request: Request, caller: Caller) -> Response:
+        return await self._run(request, caller, responses.DECODER, responses.Responses, _response_failed)
+
     async def _embeddings(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         raise InvalidRequest("model", "embeddings are not served: this service generates text")
 
     async def _run(
-        self, request: Request, caller: Caller, decoder: msgspec.json.Decoder[A], make: Callable[[Call, A], Work]
+        self,
+        request: Request,
+        caller: Caller,
+        decoder: msgspec.json.Decoder[A],
+        make: Callable[[Call, A], Work],
+        failed: Callable[[KvforgeError], bytes] | None = None,
     ) -> Response:
         asked = body.decoded(decoder, await body.read(request, self._settings.body_bytes_max))
         call = Call.of(request.headers, caller, self._settings, self._service.model, asked.model)
@@ -86,7 +96,7 @@ class OpenAI:
             # What is refused is said with a status, before the response begins.
             for generation in generations:
                 await wanted(request, generation.accepted())
-            events = Failing(work.events(generations), bell.rung, _failed)
+            events = Failing(work.events(generations), bell.rung, failed or _failed)
             return EventStream(events, stack.pop_all(), self._headers(generations))
         raise AssertionError("the stack swallows nothing")
 
@@ -128,3 +138,8 @@ class OpenAI:
 
 def _failed(error: KvforgeError) -> bytes:
     return error_event(openai_error(error))
+
+
+def _response_failed(error: KvforgeError) -> bytes:
+    said = openai_error(error)["error"]
+    return responses.event("error", code=said["code"], message=said["message"], param=said["param"], sequence_number=0)

@@ -1,0 +1,239 @@
+"""/v1/responses: a conversation goes on, answered in items; nothing of it is stored."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+import msgspec
+
+from gateway.generate.answer import Piece
+from gateway.generate.conversing import conversing
+from gateway.generate.generation import Generation, Usage, Wanted
+from gateway.parse.events import Arguments, Event, Reasoning, ToolCall
+from kvforge import Sampling
+from kvforge.protocol.errors import InvalidRequest
+
+from .call import Call
+from .fields import renamed
+from .responses_asked import Create, check, choice_of, messages_of, shape, tools_of
+from .said import encode
+
+DECODER = msgspec.json.Decoder(Create)
+
+
+def usage_of(usage: Usage) -> dict[str, Any]:
+    """Counts of tokens."""
+    return {
+        "input_tokens": usage.prompt,
+        "input_tokens_details": {"cached_tokens": usage.cached, "cache_write_tokens": 0},
+        "output_tokens": usage.completion,
+        "output_tokens_details": {"reasoning_tokens": usage.reasoning},
+        "total_tokens": usage.prompt + usage.completion,
+    }
+
+
+class Responses:
+    """One request."""
+
+    def __init__(self, call: Call, asked: Create) -> None:
+        check(asked)
+        self.call, self.asked = call, asked
+        self.created = int(time.time())
+        effort = asked.reasoning.effort if asked.reasoning is not None else None
+        conversation = conversing(
+            call.model,
+            messages_of(asked),
+            tools=tools_of(asked),
+            choice=choice_of(asked),
+            told={} if effort is None else {"reasoning_effort": effort},
+        )
+        prompt = conversation.rendered.ids
+        most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
+        options = call.options(self._sampling(), asked, most)
+        self.wanted = [
+            Wanted(
+                prompt=prompt, options=options, text=conversation.text, parser=conversation.parser, resume=call.resume
+            )
+        ]
+
+    def _sampling(self) -> Sampling:
+        asked, wanted = self.asked, shape(self.asked)
+        fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
+        named = {name: value for name in fields if (value := getattr(asked, name)) is not None}
+        sampling = Sampling(**named, **wanted.named)
+        try:
+            sampling.message()
+        except InvalidRequest as error:
+            raise renamed(error, wanted) from None
+        return sampling
+
+    def body(self, generation: Generation, output: list[dict[str, Any]], reason: str = "") -> dict[str, Any]:
+        """The response. reason: why it ended; "": it has not."""
+        asked = self.asked
+        status = {"": "in_progress", "length": "incomplete"}.get(reason, "completed")
+        return {
+            "id": self.call.name("resp", [generation]),
+            "object": "response",
+            "created_at": self.created,
+            "status": status,
+            "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if status == "incomplete" else None,
+            "instructions": asked.instructions,
+            "max_output_tokens": asked.max_output_tokens,
+            "model": self.call.model_name,
+            "output": output,
+            "parallel_tool_calls": asked.parallel_tool_calls is not False,
+            "previous_response_id": None,
+            "reasoning": {"effort": asked.reasoning.effort if asked.reasoning is not None else None, "summary": None},
+            "store": False,
+            "temperature": asked.temperature,
+            "text": {"format": msgspec.to_builtins(asked.text.format) if asked.text and asked.text.format else _PLAIN},
+            "tool_choice": msgspec.to_builtins(asked.tool_choice) if asked.tool_choice is not None else "auto",
+            "tools": [_tool(tool) for tool in msgspec.to_builtins(asked.tools or [])],
+            "top_p": asked.top_p,
+            "truncation": "disabled",
+            "usage": usage_of(generation.usage) if reason else None,
+            "user": asked.user,
+            "metadata": asked.metadata or {},
+        }
+
+    async def whole(self, generations: list[Generation]) -> bytes:
+        """The body, when it has ended."""
+        (generation,) = generations
+        (answer,) = await generation.whole()
+        items = Items(self.call.name("", generations))
+        for event in answer.events:
+            items.add(event)
+        items.close(answer.reason)
+        return encode(self.body(generation, items.done, answer.reason))
+
+    def events(self, generations: list[Generation]) -> ResponseEvents:
+        """The same, as it comes."""
+        return ResponseEvents(self, generations[0])
+
+
+class Items:
+    """The items of an answer, put together event by event; `told` is called with what happens to them."""
+
+    def __init__(self, name: str) -> None:
+        self.done: list[dict[str, Any]] = []
+        self.told: list[tuple[str, dict[str, Any]]] = []
+        self._name = name
+        self._item: dict[str, Any] | None = None
+        self._text: list[str] = []
+
+    def add(self, event: Event) -> None:
+        """One more event of the answer."""
+        if isinstance(event, ToolCall):
+            self.close()
+            at = f"{self._name}_{len(self.done)}"
+            call = {"type": "function_call", "id": f"fc{at}", "call_id": event.call_id or f"call{at}"}
+            self._open({**call, "name": event.name, "arguments": "", "status": "in_progress"})
+        elif isinstance(event, Arguments):
+            self._delta("response.function_call_arguments.delta", event.text)
+        elif isinstance(event, Reasoning):
+            if self._kind() != "reasoning":
+                self.close()
+                self._open({"type": "reasoning", "id": f"rs{self._name}_{len(self.done)}", "summary": []})
+            self._delta("response.reasoning_text.delta", event.text, content_index=0)
+        else:
+            if self._kind() != "message":
+                self.close()
+                message = {"type": "message", "id": f"msg{self._name}_{len(self.done)}", "role": "assistant"}
+                self._open({**message, "status": "in_progress", "content": []})
+                self._tell("response.content_part.added", content_index=0, part=_part(""))
+            self._delta("response.output_text.delta", event.text, content_index=0, logprobs=[])
+
+    def close(self, reason: str = "stop") -> None:
+        """The item that is open is whole, or was cut off."""
+        if self._item is None:
+            return
+        item, text, kind = self._item, "".join(self._text), self._kind()
+        status = "incomplete" if reason == "length" else "completed"
+        if kind == "function_call":
+            self._tell("response.function_call_arguments.done", arguments=text, name=item["name"])
+            item = {**item, "arguments": text or "{}", "status": status}
+        elif kind == "reasoning":
+            self._tell("response.reasoning_text.done", content_index=0, text=text)
+            item = {**item, "content": [{"type": "reasoning_text", "text": text}], "status": status}
+        else:
+            self._tell("response.output_text.done", content_index=0, text=text, logprobs=[])
+            self._tell("response.content_part.done", content_index=0, part=_part(text))
+            item = {**item, "content": [_part(text)], "status": status}
+        self.told.append(("response.output_item.done", {"output_index": len(self.done), "item": item}))
+        self.done.append(item)
+        self._item = None
+
+    def _kind(self) -> str:
+        return str(self._item["type"]) if self._item is not None else ""
+
+    def _open(self, item: dict[str, Any]) -> None:
+        self._item, self._text = item, []
+        self.told.append(("response.output_item.added", {"output_index": len(self.done), "item": item}))
+
+    def _delta(self, kind: str, text: str, **fields: Any) -> None:
+        self._text.append(text)
+        self._tell(kind, delta=text, **fields)
+
+    def _tell(self, kind: str, **fields: Any) -> None:
+        assert self._item is not None, "of an item that is open"
+        self.told.append((kind, {"item_id": self._item["id"], "output_index": len(self.done), **fields}))
+
+
+class ResponseEvents:
+    """The events of a streamed response, a write for what came together."""
+
+    def __init__(self, work: Responses, generation: Generation) -> None:
+        self._work, self._generation = work, generation
+        self._items = Items(work.call.name("", [generation]))
+        self._sequence = 0
+        self._begun = bool(work.call.resume)
+
+    @property
+    def over(self) -> bool:
+        """Nothing more will come."""
+        return self._generation.over
+
+    def take(self) -> bytes:
+        """What has come since the last time."""
+        written: list[bytes] = []
+        if not self._begun:
+            self._begun = True
+            begun = self._work.body(self._generation, [])
+            written.append(self._event("response.created", response=begun))
+            written.append(self._event("response.in_progress", response=begun))
+        for piece in self._generation.take():
+            self._piece(piece, written)
+        return b"".join(written)
+
+    def _piece(self, piece: Piece, written: list[bytes]) -> None:
+        for event in piece.events:
+            self._items.add(event)
+        if piece.reason:
+            self._items.close(piece.reason)
+        written += [self._event(kind, **fields) for kind, fields in self._items.told]
+        self._items.told.clear()
+        if piece.reason:
+            body = self._work.body(self._generation, self._items.done, piece.reason)
+            written.append(self._event(f"response.{body['status']}", response=body))
+
+    def _event(self, kind: str, **fields: Any) -> bytes:
+        self._sequence += 1
+        return event(kind, sequence_number=self._sequence - 1, **fields)
+
+
+def event(kind: str, **fields: Any) -> bytes:
+    """One server-sent event of this API."""
+    return b"event: %b\ndata: %b\n\n" % (kind.encode(), encode({"type": kind, **fields}))
+
+
+_PLAIN = {"type": "text"}
+
+
+def _part(text: str) -> dict[str, Any]:
+    return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
+
+
+def _tool(tool: dict[str, Any]) -> dict[str, Any]:
+    return {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}

@@ -1,0 +1,217 @@
+"""What is asked of /v1/responses, as OpenAI's reference has it, and the conversation that it is."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from gateway.chat.conversation import arguments_of, content_text
+from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool
+from kvforge.protocol.errors import InvalidRequest
+
+from .asked import Part, Tokens
+from .shapes import ANY, JsonSchema, ResponseFormat, Shape, shape_of
+
+# Accepted and without effect, beside those of chat, with the reason.
+IGNORED = {
+    "include": "nothing more is known than what is answered",
+    "reasoning.summary": "reasoning is given as it is",
+    "text.verbosity": "no model here is told",
+    "truncation": "`disabled` is how it is; `auto` is refused",
+    "background": "`false` is how it is; `true` is refused",
+}
+
+
+class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of a conversation. Which fields it has depends on its type; without one it is a message."""
+
+    type: str = "message"
+    role: Literal["user", "assistant", "system", "developer"] | None = None
+    content: str | list[Part] | None = None
+    id: str | None = None
+    status: str | None = None
+    phase: str | None = None
+    call_id: str | None = None
+    name: str | None = None
+    namespace: str | None = None
+    arguments: str | None = None
+    output: str | list[Part] | None = None
+    summary: list[Any] | None = None
+    encrypted_content: str | None = None
+
+
+class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A function that the model may call. The tools that OpenAI runs itself are not here."""
+
+    type: str
+    name: str = ""
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A function that the model must call."""
+
+    type: Literal["function"]
+    name: str
+
+
+class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What the text of an answer looks like."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    name: str = ""
+    description: str | None = None
+    schema: dict[str, Any] | None = None
+    strict: bool | None = None
+
+
+class Text(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """See `TextFormat`."""
+
+    format: TextFormat | None = None
+    verbosity: str | None = None
+
+
+class Reasoning(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """effort: how much a model thinks, where its chat template can be told."""
+
+    effort: str | None = None
+    summary: str | None = None
+
+
+class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A body of /v1/responses."""
+
+    input: str | list[Item]
+    model: str = ""
+    instructions: str | None = None
+    max_output_tokens: Tokens | None = None
+    stream: bool | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool | None = None
+    text: Text | None = None
+    reasoning: Reasoning | None = None
+    previous_response_id: str | None = None
+    # vLLM's
+    top_k: int | None = None
+    min_p: float | None = None
+    repetition_penalty: float | None = None
+    seed: int | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] | None = None
+    cache_salt: str | None = None
+    # without effect
+    include: list[str] | None = None
+    metadata: dict[str, Any] | None = None
+    store: bool | None = None
+    user: str | None = None
+    safety_identifier: str | None = None
+    service_tier: str | None = None
+    prompt_cache_key: str | None = None
+    prompt_cache_retention: str | None = None
+    truncation: str | None = None
+    background: bool | None = None
+
+
+def check(asked: Create) -> None:
+    """Refuses what a service without a memory cannot do. Raises InvalidRequest naming the field."""
+    if asked.previous_response_id is not None:
+        problem = "responses are not stored here: send the conversation so far as `input`"
+        raise InvalidRequest("previous_response_id", problem)
+    if asked.store:
+        raise InvalidRequest("store", "may only be false: responses are not stored here")
+    if asked.background:
+        raise InvalidRequest("background", "may only be false: nobody could ask for the response later")
+    if asked.truncation not in (None, "disabled"):
+        raise InvalidRequest("truncation", "may only be 'disabled': a conversation that is too long is refused")
+
+
+def messages_of(asked: Create) -> list[dict[str, Any]]:
+    """The conversation as a chat template reads it. Raises InvalidRequest naming the field."""
+    messages: list[dict[str, Any]] = []
+    if asked.instructions:
+        messages.append({"role": "system", "content": asked.instructions})
+    if isinstance(asked.input, str):
+        return [*messages, {"role": "user", "content": asked.input}]
+    for at, item in enumerate(asked.input):
+        _item(item, f"input[{at}]", messages)
+    return messages
+
+
+def _item(item: Item, field: str, messages: list[dict[str, Any]]) -> None:
+    if item.type == "message":
+        if item.role is None:
+            raise InvalidRequest(f"{field}.role", "is missing")
+        role = "system" if item.role == "developer" else item.role
+        content = content_text(item.content, f"{field}.content")
+        reasoned = bool(messages) and messages[-1].keys() == {"role", "content", "reasoning_content"}
+        if role == "assistant" and reasoned and not messages[-1]["content"]:
+            messages[-1]["content"] = content
+        else:
+            messages.append({"role": role, "content": content})
+    elif item.type == "function_call":
+        name, call_id = _needed(item.name, f"{field}.name"), _needed(item.call_id, f"{field}.call_id")
+        function = {"name": name, "arguments": arguments_of(item.arguments or "", f"{field}.arguments")}
+        call = {"id": call_id, "type": "function", "function": function}
+        _assistant(messages).setdefault("tool_calls", []).append(call)
+    elif item.type == "function_call_output":
+        call_id = _needed(item.call_id, f"{field}.call_id")
+        messages.append(
+            {"role": "tool", "tool_call_id": call_id, "content": content_text(item.output, f"{field}.output")}
+        )
+    elif item.type == "reasoning":
+        text = content_text(item.content, f"{field}.content")
+        if text:
+            messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    else:
+        raise InvalidRequest(f"{field}.type", f"is {item.type!r}; there are messages, function calls and their outputs")
+
+
+def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """The assistant's message that is being put together."""
+    if not messages or messages[-1]["role"] != "assistant":
+        messages.append({"role": "assistant", "content": ""})
+    return messages[-1]
+
+
+def tools_of(asked: Create) -> list[Tool]:
+    """Raises InvalidRequest naming a tool that is no function."""
+    tools = []
+    for at, tool in enumerate(asked.tools or ()):
+        if tool.type != "function":
+            raise InvalidRequest(f"tools[{at}].type", f"is {tool.type!r}; there are functions alone")
+        parameters = tool.parameters or {"type": "object", "properties": {}}
+        tools.append(Tool(tool.name, tool.description or "", parameters, bool(tool.strict)))
+    return tools
+
+
+def choice_of(asked: Create) -> Choice:
+    """Which tools may or must be called."""
+    choice, parallel = asked.tool_choice, asked.parallel_tool_calls is not False
+    if choice is None:
+        return Choice(AUTO if asked.tools else NONE, "", parallel)
+    if isinstance(choice, NamedTool):
+        return Choice(REQUIRED, choice.name, parallel)
+    return Choice(choice, "", parallel)
+
+
+def shape(asked: Create) -> Shape:
+    """What the answer must look like. Raises InvalidRequest."""
+    wanted = asked.text.format if asked.text is not None else None
+    if wanted is None:
+        return ANY
+    schema = JsonSchema(schema=wanted.schema) if wanted.type == "json_schema" else None
+    found = shape_of(ResponseFormat(wanted.type, schema), None)
+    field = "text.format.schema" if wanted.type == "json_schema" else "text.format"
+    return Shape(found.name, found.value, field) if found.name else ANY
+
+
+def _needed(value: str | None, field: str) -> str:
+    if value is None:
+        raise InvalidRequest(field, "is missing")
+    return value
