@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ipaddress
 import re
+import tomllib
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -11,7 +12,7 @@ import msgspec
 
 from kvforge.client.arguments import PRIORITY_MAX
 from kvforge.protocol import logs
-from kvforge.protocol.configuration import expand, load
+from kvforge.protocol.configuration import convert, expand, load
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.transport import client_endpoint, default_runtime_dir
 
@@ -126,7 +127,21 @@ def is_local(host: str) -> bool:
 
 def load_settings(path: Path | None) -> Settings:
     """Reads a TOML file. Raises InvalidConfiguration naming the file or the key."""
-    return Settings() if path is None else load(path, Settings)
+    if path is None:
+        return Settings()
+    try:
+        return load(path, Settings)
+    except InvalidConfiguration as error:
+        if not str(error.field).startswith("keys[...]"):
+            raise
+        # Of a table of tables msgspec does not say which.
+        for name, values in tomllib.loads(path.read_text(encoding="utf-8"))["keys"].items():
+            try:
+                convert(values, Key)
+            except InvalidConfiguration as wrong:
+                problem = wrong.message.removeprefix(f"{wrong.field}: ")
+                raise InvalidConfiguration(f"keys.{name}.{wrong.field}", problem) from None
+        raise
 
 
 def _check(field: str, key: Key) -> None:

@@ -12,6 +12,8 @@ from typing import Any
 
 from kvforge.protocol.errors import InvalidRequest
 
+TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+
 
 def content_text(content: str | Sequence[Any] | None, field: str) -> str:
     """The text of a message's content: as it is, or its parts put together, a line each. Raises InvalidRequest."""
@@ -20,7 +22,7 @@ def content_text(content: str | Sequence[Any] | None, field: str) -> str:
     texts = []
     for at, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
-        if part.type not in ("text", "input_text", "output_text", "refusal") or text is None:
+        if part.type not in TEXTS or text is None:
             raise InvalidRequest(f"{field}[{at}].type", f"is {part.type!r}; this model reads text alone")
         texts.append(text)
     return "\n".join(texts)

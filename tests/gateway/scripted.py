@@ -1,0 +1,227 @@
+"""A gateway whose answers are written beforehand: the real application over a coordinator that is played.
+
+The tokenizer has a token for each byte, and special ones for the markers of formats: any text is an answer.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import httpx
+import numpy as np
+from starlette.applications import Starlette
+from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import Tokenizer as Backend
+from transformers import PreTrainedTokenizerFast
+
+from gateway.access import Access
+from gateway.anthropic.routes import Anthropic
+from gateway.chat.hygiene import Hygiene
+from gateway.chat.prompts import Prompts
+from gateway.config import Settings
+from gateway.generate.generation import Bell, Generation, Wanted
+from gateway.generate.service import Model
+from gateway.http.guard import Guard
+from gateway.openai.routes import OpenAI
+from gateway.parse import choose
+from kvforge.client.aio import AsyncStreams
+from kvforge.client.options import RequestOptions
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.messages import Ended, Int32Array, ModelInfo, Timings
+from kvforge.text.tokenizer import Tokenizer
+
+EOS = "<|im_end|>"
+SPECIAL = (EOS, "<|im_start|>", "<think>", "</think>", "<tool_call>", "</tool_call>")
+HERMES = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
+    "{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<tool_call>{{ c.function.name }}:{{ c.function.arguments | tojson }}</tool_call>"
+    "{% endfor %}<|im_end|>\n{% endfor %}"
+    "{% for t in tools or [] %}[{{ t.function.name }}]{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% if enable_thinking %}<think>\n{% endif %}{% endif %}"
+)
+NAME = "scripted"
+FIRST_ID = 4096
+TURNS = 20
+
+
+def tokenizer(template: str = HERMES) -> Tokenizer:
+    """A token for each byte. template: "": none."""
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    backend = Backend(models.BPE(vocab={character: at for at, character in enumerate(alphabet)}, merges=[]))
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    backend.decoder = decoders.ByteLevel()
+    backend.add_special_tokens([AddedToken(token, special=True) for token in SPECIAL])
+    made = PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=EOS, chat_template=template or None)
+    return Tokenizer(made, NAME)
+
+
+@dataclass
+class Script:
+    """What happens to requests. answers: of each in turn, as text; EOS is put behind one whose reason is "stop".
+    step: tokens that come together. error: what is refused with, or what an answer ends with after its tokens."""
+
+    answers: list[str] = field(default_factory=lambda: ["hello"])
+    reason: str = "stop"
+    step: int = 3
+    cached: int = 0
+    refusal: KvforgeError | None = None
+    error: KvforgeError | None = None
+    asked: list[tuple[list[int], int, RequestOptions]] = field(default_factory=list)
+    finished_at: list[int] = field(default_factory=list)
+    cancelled: list[int] = field(default_factory=list)
+    left: list[int] = field(default_factory=list)
+    hang: bool = False
+
+
+class Stream:
+    """What `AsyncStream` is, played."""
+
+    def __init__(
+        self, script: Script, request_id: int, prompt: int, ids: list[int], changed: Callable[[], None]
+    ) -> None:
+        self.request_id, self.error, self.ended = 0, None, cast(Ended | None, None)
+        self.tokens: list[int] = []
+        self.logprobs: list[float] = []
+        self.tops: list[tuple[tuple[int, float], ...]] = []
+        self._script, self._id, self._prompt, self._ids, self._changed = script, request_id, prompt, ids, changed
+        self._limit: int | None = None
+        self._gone = False
+        self.failure: KvforgeError | None = None
+        _soon(self._accept)
+
+    @property
+    def done(self) -> bool:
+        return self.ended is not None or self.failure is not None
+
+    def cancel(self) -> None:
+        self._script.cancelled.append(self._id)
+        self._gone = True
+
+    def leave(self) -> None:
+        self._script.left.append(self._id)
+        self._gone = True
+
+    def finish_at(self, tokens: int) -> None:
+        self._script.finished_at.append(tokens)
+        self._limit = tokens
+
+    def _accept(self) -> None:
+        if self._script.refusal is not None:
+            self.error = self.failure = self._script.refusal
+        else:
+            self.request_id = self._id
+            _soon(self._step)
+        self._changed()
+
+    def _step(self) -> None:
+        if self._gone:
+            return
+        came = self._ids[len(self.tokens) : len(self.tokens) + self._script.step]
+        if self._limit is None and came:
+            self.tokens += came
+            self.logprobs += [-0.5] * len(came)
+            self.tops += [((token, -0.5), (token + 1, -1.5)) for token in came]
+        elif self._script.error is not None:
+            self.error = self.failure = self._script.error
+        elif not self._script.hang:
+            self._end()
+        self._changed()
+        if not self.done and not (self._script.hang and not came):
+            _soon(self._step)
+
+    def _end(self) -> None:
+        kept = len(self.tokens) if self._limit is None else self._limit
+        cut = len(self.tokens) - kept
+        for column in (self.tokens, self.logprobs, self.tops):
+            del column[kept:]  # type: ignore[attr-defined]
+        self.ended = Ended(
+            request_id=self._id,
+            reason="stop" if self._limit is not None else self._script.reason,
+            generated_tokens=kept,
+            prompt_tokens=self._prompt,
+            cached_tokens=self._script.cached,
+            timings=Timings(),
+            cut_tokens=cut,
+        )
+
+
+def _soon(call: Callable[[], None], turns: int = TURNS) -> None:
+    """When whoever was told before has done what follows from it."""
+    loop = asyncio.get_running_loop()
+    loop.call_soon(*((_soon, call, turns - 1) if turns else (call,)))
+
+
+class Streams:
+    """What `AsyncStreams` is, played."""
+
+    def __init__(self, script: Script, spoken: Tokenizer) -> None:
+        self._script, self._spoken, self._next = script, spoken, FIRST_ID
+
+    def samples(
+        self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
+    ) -> tuple[Stream, ...]:
+        """The next answers of the script."""
+        script = self._script
+        script.asked.append((prompt.tolist(), count, options))
+        streams = []
+        for _ in range(count):
+            text = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
+            ids = self._spoken.encode(text, special=False)[: options.max_tokens]
+            if script.reason == "stop":
+                ids += self._spoken.encode(EOS, special=False)
+            streams.append(Stream(script, self._next, len(prompt), ids, changed))
+            self._next += 1
+        return tuple(streams)
+
+
+class Service:
+    """What `gateway.generate.service.Service` is, played."""
+
+    def __init__(self, script: Script, spoken: Tokenizer, hygiene: Hygiene | None = None) -> None:
+        info = ModelInfo(
+            name=NAME, source="", architecture="none", fingerprint="0", vocab_size=512, context_tokens_max=4096
+        )
+        prompts = Prompts(spoken, hygiene)
+        self.model = Model(info, (NAME, "other"), prompts, 1, choose(spoken.chat_template))
+        self.reason = ""
+        self._streams = Streams(script, spoken)
+
+    def start(self, wanted: Wanted, bell: Bell) -> Generation:
+        """See the original."""
+        return Generation(cast(AsyncStreams, self._streams), wanted, bell)
+
+
+def application(script: Script, settings: Settings | None = None, template: str = HERMES) -> Starlette:
+    """Both APIs."""
+    settings = settings or Settings()
+    service = cast(Any, Service(script, tokenizer(template), Hygiene(settings.strip, settings.move)))
+    guard = Guard(Access(settings))
+    return Starlette(routes=[*OpenAI(service, settings).routes(guard), *Anthropic(service, settings).routes(guard)])
+
+
+def client(app: Starlette) -> httpx.AsyncClient:
+    """An HTTP client of it, without a socket."""
+    return httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost")
+
+
+def ask(app: Starlette, path: str, body: Any, headers: dict[str, str] | None = None) -> httpx.Response:
+    """One POST. body: of JSON, or bytes."""
+
+    async def post() -> httpx.Response:
+        async with client(app) as http:
+            if isinstance(body, bytes):
+                return await http.post(path, content=body, headers=headers)
+            return await http.post(path, json=body, headers=headers)
+
+    return asyncio.run(post())
+
+
+def prompt_text(script: Script, at: int = -1) -> str:
+    """The prompt of a request, special tokens and all."""
+    ids: Sequence[int] = script.asked[at][0]
+    spoken = tokenizer()
+    return spoken.stream(continues=True, keep=frozenset(SPECIAL)).push(np.array(ids).tolist())
