@@ -82,6 +82,14 @@ class Tokenizer:
         name: str | None = self._tokenizer.convert_ids_to_tokens(token_id)
         return name or ""
 
+    def as_json(self) -> str:
+        """All of it in the format of tokenizer.json. Raises UnsupportedModel where it is of another library."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if backend is None:
+            raise UnsupportedModel(self._name, "its tokenizer is not one of the library `tokenizers`")
+        text: str = backend.to_str()
+        return text
+
     def encode(self, text: str, *, special: bool = True) -> list[int]:
         """Token ids of a prompt, with the start token where the model wants one. Special tokens in it are read as such.
 

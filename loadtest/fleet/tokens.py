@@ -9,8 +9,10 @@ from __future__ import annotations
 import numpy as np
 import numpy.typing as npt
 
-from kvforge.protocol.messages import Int32Array, Step
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import ErrorInfo, Int32Array, RowError, Step
 
+NO_GRAMMARS = ErrorInfo.of(InvalidRequest("sampling.grammar", "cannot be served by a worker without a model"))
 Seeds = npt.NDArray[np.uint64]
 
 # Of splitmix64: Steele, Lea and Flood, "Fast splittable pseudorandom number generators", OOPSLA 2014.
@@ -18,18 +20,21 @@ GOLDEN, FIRST, SECOND = np.uint64(0x9E3779B97F4A7C15), np.uint64(0xBF58476D1CE4E
 
 
 class Tokens:
-    """What it keeps of the slots: the last token of each, and its seed where it is drawn (0: it is greedy)."""
+    """What it keeps of the slots: the last token of each, its seed where it is drawn (0: it is greedy), and which are
+    refused, because their request has a grammar: numbers are no text."""
 
     def __init__(self, slots: int, vocabulary: int) -> None:
         self._vocabulary = np.uint64(vocabulary)
         self._last = np.zeros(slots, np.int32)
         self._seeds: Seeds = np.zeros(slots, np.uint64)
+        self._refused = np.zeros(slots, np.bool_)
 
     def of(self, step: Step) -> tuple[Int32Array, Int32Array]:
         """Slots and tokens of the rows that sample, [sampled] int32 each, in the step's order. Steps come in order."""
         for begin in step.begins:
             self._seeds[begin.slot] = begin.seed if begin.sampling.temperature else 0
-        rows = np.flatnonzero(step.samples)
+            self._refused[begin.slot] = begin.sampling.grammar is not None
+        rows = np.flatnonzero((step.samples != 0) & ~self._refused[step.slots])
         slots, counts = step.slots[rows], step.counts[rows]
         ends = rows if step.tokens.size == step.counts.size else np.cumsum(step.counts, dtype=np.int64)[rows] - 1
         before = step.tokens[ends]
@@ -38,6 +43,11 @@ class Tokens:
         tokens = drawn(self._seeds[slots], before, at, self._vocabulary)
         self._last[slots] = tokens
         return slots, tokens
+
+    def refused(self, step: Step) -> tuple[RowError, ...]:
+        """Of the rows of a step that `of` was told of."""
+        slots = step.slots[self._refused[step.slots]]
+        return tuple(RowError(slot, NO_GRAMMARS) for slot in slots.tolist())
 
 
 def drawn(seeds: Seeds, before: Int32Array, at: npt.NDArray[np.uint64], vocabulary: np.uint64) -> Int32Array:

@@ -164,6 +164,7 @@ class Worker:
         result = StepResult(
             step_id=step.step_id,
             epoch=self._epoch,
+            errors=self._tokens.refused(step),
             duration_us=round(takes_s * 1e6),
             slots=slots,
             tokens=tokens,

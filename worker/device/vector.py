@@ -212,7 +212,7 @@ def _writing(stored, given):
 read_float, write_float = _reading(_f32, types.float32), _writing(_f32, types.float32)
 read_integer, write_integer = _reading(_i64, types.int64), _writing(_i64, types.int64)
 write_integer32, write_byte = _writing(_i32, types.int32), _writing(_i8, types.uint8)
-read_double = _reading(_f64, types.float64)
+read_double, read_integer32 = _reading(_f64, types.float64), _reading(_i32, types.int32)
 
 
 def reading_integers(count: int) -> Any:

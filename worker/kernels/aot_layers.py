@@ -13,7 +13,7 @@ from worker.device.copies import copy_numbers
 from worker.device.target import HEAD_CLASSES, Target
 from worker.kernels import HIDDEN_MAX
 from worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
-from worker.sampling.sampler import COLUMNS
+from worker.sampling.sampler import COLUMNS, WORD_BITS
 
 from . import activation, norm, rotary
 from .aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, numbers, once
@@ -87,7 +87,7 @@ def silu_configurations(target: Target) -> list[Configuration]:
 
 def scan_configurations(target: Target) -> list[Configuration]:
     """Vocabularies: up to 262,144."""
-    return once(_choices(target, "scan", 0))
+    return once((*_choices(target, "scan", 0), *_choices(target, "scan", 0, masked=True)))
 
 
 def merge_configurations(target: Target) -> list[Configuration]:
@@ -104,19 +104,20 @@ def copy_configurations(target: Target) -> list[Configuration]:
     return once(_configuration(target, f"copy {len(each)}", partial(copy_numbers, each, each)) for each in copied)
 
 
-def _choices(target: Target, name: str, place: int) -> Iterator[Configuration]:
+def _choices(target: Target, name: str, place: int, masked: bool = False) -> Iterator[Configuration]:
     """place: of the kernel among those that are launched."""
     for vocab, far in product(VOCABS, FAR):
         with recorded(target) as launched:
-            _choose(vocab, far, target.chained)
-        yield Configuration(f"choice: {name} {vocab}{' far' * far}", launched[place], False)
+            _choose(vocab, far, target.chained, masked)
+        yield Configuration(f"choice: {name} {vocab}{' far' * far}{' masked' * masked}", launched[place], False)
 
 
-def _choose(vocab: int, far: bool, overlap: bool) -> None:
+def _choose(vocab: int, far: bool, overlap: bool, masked: bool) -> None:
     rows = 1 + FAR_BYTES // (4 * vocab) if far else 1
     slots, packed = numbers(rows, dtype=torch.int64), numbers(3 * rows, dtype=torch.int32)
     values = numbers(rows, len(COLUMNS), dtype=torch.float64)
-    choose_tokens(numbers(rows, vocab, dtype=F32), slots, slots, values, slots, slots, slots, packed, overlap)
+    masks = numbers(rows, -(-vocab // WORD_BITS), dtype=torch.int32) if masked else None
+    choose_tokens(numbers(rows, vocab, dtype=F32), slots, slots, values, slots, slots, slots, packed, overlap, masks)
 
 
 def _product(

@@ -20,13 +20,15 @@ def choose_tokens(
     generated: torch.Tensor,
     last_token: torch.Tensor,
     packed: torch.Tensor,
+    masks: torch.Tensor | None = None,
 ) -> None:
-    """See `SamplingState.sample_simple`; `values` and what follows it are the state's."""
+    """See `SamplingState.sample_simple`; `values` to `last_token` are the state's."""
     logits = logits.contiguous()
     rows, vocab = logits.shape
     read = logits.data_ptr(), rows, vocab, slots.data_ptr(), wanted.data_ptr()
     state = values.data_ptr(), values.shape[1], seeds.data_ptr(), generated.data_ptr(), last_token.data_ptr()
-    choose(_threads(rows, vocab), *read, *state, packed.data_ptr())
+    allowed = (0, 0) if masks is None else (masks.data_ptr(), masks.stride(0))
+    choose(_threads(rows, vocab), *read, *state, packed.data_ptr(), *allowed)
 
 
 def draw_tokens(scores: torch.Tensor, seeds: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:

@@ -19,6 +19,7 @@ from worker.device.vector import (
     read_double,
     read_float,
     read_integer,
+    read_integer32,
     reading_integers,
     subtract,
     take_ticket,
@@ -39,7 +40,7 @@ MASK_32 = U(draws.MASK_32)
 MULTIPLIER_0, MULTIPLIER_1 = U(draws.PHILOX_MULTIPLIERS[0]), U(draws.PHILOX_MULTIPLIERS[1])
 WEYL_0, WEYL_1, PHILOX_ROUNDS = U(draws.PHILOX_WEYL[0]), U(draws.PHILOX_WEYL[1]), draws.PHILOX_ROUNDS
 GAMMA, MIX_0, MIX_1 = (U(each % 2**64) for each in (draws.SPLITMIX_GAMMA, *draws.SPLITMIX_MULTIPLIERS))
-read_8, read_13 = reading_integers(8), reading_integers(13)
+read_8, read_15 = reading_integers(8), reading_integers(15)
 
 
 @part
@@ -116,6 +117,21 @@ def score_of(row, token, temperature):
 
 
 @part
+def key_to_beat(best, row, token, temperature, state):
+    """A token's key; -inf where it lacks too much to be the largest."""
+    score = score_of(row, token, temperature)
+    lacks = best - score
+    if lacks > CANNOT_LACK:
+        return -math.inf
+    bits = random_bits(state, token)
+    if lacks > 1.0:
+        halvings = U(int(lacks * HALVINGS_PER_NAT))
+        if (U(1) << U(53)) - bits - U(1) > (U(1) << U(53)) >> halvings:
+            return -math.inf
+    return key_of(bits, score)
+
+
+@part
 def drawn(row, count, likeliest, temperature, state):
     """The token with the largest key, the first of equals. temperature: see `score_of`.
 
@@ -124,18 +140,42 @@ def drawn(row, count, likeliest, temperature, state):
     """
     chosen, best = likeliest, key_of(random_bits(state, likeliest), score_of(row, likeliest, temperature))
     for token in range(count):
-        score = score_of(row, token, temperature)
-        lacks = best - score
-        if lacks > CANNOT_LACK:
-            continue
-        bits = random_bits(state, token)
-        if lacks > 1.0:
-            halvings = U(int(lacks * HALVINGS_PER_NAT))
-            if (U(1) << U(53)) - bits - U(1) > (U(1) << U(53)) >> halvings:
-                continue
-        key = key_of(bits, score)
+        key = key_to_beat(best, row, token, temperature, state)
         if key > best or (key == best and token < chosen):
             best, chosen = key, token
+    return chosen
+
+
+@part
+def allowed(mask, token):
+    """Whether a mask, 32 tokens to a word, has a token's bit."""
+    return (read_integer32(mask + 4 * (token >> 5)) >> (token & 31)) & 1 != 0
+
+
+@part
+def likeliest_allowed(row, count, mask):
+    """The token with the largest logit of those that the mask has, the first of equals."""
+    found, peak = 0, F(-math.inf)
+    for first in range(0, count, 32):
+        if read_integer32(mask + (first >> 3)) != 0:
+            for token in range(first, min(first + 32, count)):
+                x = read_float(row + 4 * token)
+                if x > peak and allowed(mask, token):
+                    found, peak = token, x
+    return found
+
+
+@part
+def drawn_allowed(row, count, likeliest, temperature, state, mask):
+    """As `drawn`, of the tokens that the mask has."""
+    chosen, best = likeliest, key_of(random_bits(state, likeliest), score_of(row, likeliest, temperature))
+    for first in range(0, count, 32):
+        if read_integer32(mask + (first >> 3)) != 0:
+            for token in range(first, min(first + 32, count)):
+                if allowed(mask, token):
+                    key = key_to_beat(best, row, token, temperature, state)
+                    if key > best or (key == best and token < chosen):
+                        best, chosen = key, token
     return chosen
 
 
@@ -156,22 +196,30 @@ def draw(arguments):
         write_integer(tokens + 8 * row, drawn(here, vocab, likeliest, 0.0, state))
 
 
-@host_kernel("11q")
+@host_kernel("13q")
 def choose(arguments):
-    """See `SamplingState.sample_simple`, which lays out the arguments. A ticket is a row."""
-    _, _, logits, rows, vocab, slots, wanted, values, columns, seeds, generated, last_token, packed = read_13(arguments)
+    """See `SamplingState.sample_simple`, which lays out the arguments. masks: 0 where there are none. A ticket is a
+    row."""
+    _, _, logits, rows, vocab, slots, wanted, values, columns, seeds, generated, last_token, packed, masks, words = (
+        read_15(arguments)
+    )
     while True:
         row = take_ticket(arguments)
         if row >= rows:
             return
-        here, slot = logits + 4 * vocab * row, read_integer(slots + 8 * row)
+        here, slot, mask = logits + 4 * vocab * row, read_integer(slots + 8 * row), masks + 4 * words * row
         peak, finite, token = peak_of(here, vocab)
-        while token < vocab - 1 and read_float(here + 4 * token) != peak:
+        if masks != 0:
+            token = likeliest_allowed(here, vocab, mask)
+        while masks == 0 and token < vocab - 1 and read_float(here + 4 * token) != peak:
             token += 1
         temperature = read_double(values + 8 * columns * slot)
         if finite and temperature > 0:
             state = random_state(read_integer(seeds + 8 * slot), read_integer(generated + 8 * slot))
-            token = drawn(here, vocab, token, temperature, state)
+            if masks != 0:
+                token = drawn_allowed(here, vocab, token, temperature, state, mask)
+            else:
+                token = drawn(here, vocab, token, temperature, state)
         weight = math.log(weight_of(here, vocab, peak))
         write_integer32(packed + 4 * row, np.int32(token))
         write_float(packed + 4 * (rows + row), F(float(read_float(here + 4 * token)) - float(peak) - weight))

@@ -85,11 +85,14 @@ def _scan(  # type: ignore[no-untyped-def]
     vocab,
     state,
     temperature,
+    mask,
     PIECE: tl.constexpr,  # noqa: N803
     TILE: tl.constexpr,  # noqa: N803
     DRAWS: tl.constexpr,  # noqa: N803
+    MASKED: tl.constexpr,  # noqa: N803
 ):
-    """The numbers of a row from `begin` on. logits: of the row. state: of its uniforms, where it DRAWS.
+    """The numbers of a row from `begin` on. logits: of the row. state: of its uniforms, where it DRAWS. mask: of the
+    row, where it is MASKED: a bit for each token that may be chosen.
 
     Key and token of the best; the greatest logit; the sum of exp(logit - greatest), NaN where a logit is not finite.
     """
@@ -110,6 +113,10 @@ def _scan(  # type: ignore[no-untyped-def]
         shift = tl.where(higher > float("-inf"), higher, 0.0)  # nothing is subtracted from -inf but a number
         total = total * tl.exp(greatest - shift) + tl.sum(tl.exp(x - shift), axis=0)
         greatest = higher
+        if MASKED:
+            word = tl.load(mask + at // 32, mask=inside, other=0)
+            x = tl.where(((word >> (at % 32)) & 1) != 0, x, float("-inf"))
+            tile_greatest = tl.max(x, axis=0)
         if DRAWS:
             key = x.to(tl.float64) / temperature - tl.log(-tl.log(_uniforms(state, at)))
             tile_best = tl.max(key, axis=0)
@@ -123,7 +130,8 @@ def _scan(  # type: ignore[no-untyped-def]
     return best, token, greatest, tl.where(tl.max(broken, axis=0) > 0, float("nan"), total)
 
 
-@triton.jit(do_not_specialize_on_alignment=["slots"])  # one number of them is loaded, wherever they begin
+# One number of the slots is loaded, wherever they begin; the rows of masks are of any width.
+@triton.jit(do_not_specialize=["masks_stride"], do_not_specialize_on_alignment=["slots", "masks"])
 def scan_kernel(  # type: ignore[no-untyped-def]
     logits,
     slots,
@@ -133,30 +141,36 @@ def scan_kernel(  # type: ignore[no-untyped-def]
     keys,
     tokens,
     sums,
+    masks,
     vocab,
     logits_stride,
     values_stride,
+    masks_stride,
     PIECE: tl.constexpr,  # noqa: N803
     DRAW_TILE: tl.constexpr,  # noqa: N803
+    MASKED: tl.constexpr,  # noqa: N803
     OVERLAP: tl.constexpr,  # noqa: N803
 ):
     """Grid: [rows, pieces].
 
     logits: [rows, vocab] float32. slots: [rows] int64. values, seeds, generated: by slot. keys: [rows, pieces] float64,
     of the best token. tokens: [rows, pieces] int32. sums: [rows, pieces, 2] float32: the greatest logit, and the sum of
-    exp(logit - greatest), NaN where a logit is not finite.
+    exp(logit - greatest), NaN where a logit is not finite. masks: [rows, any] int32, a bit for each token, where rows
+    are MASKED: the best is one of those that have it; what is summed is not.
     """
     let_next_start(OVERLAP)
     row, piece, pieces = tl.program_id(0).to(tl.int64), tl.program_id(1), tl.num_programs(1)
     wait_for_inputs(OVERLAP)
     slot = tl.load(slots + row)
     temperature = tl.load(values + slot * values_stride)
-    numbers, begin = logits + row * logits_stride, piece * PIECE
+    numbers, mask, begin = logits + row * logits_stride, masks + row * masks_stride, piece * PIECE
     if temperature > 0.0:
         state = _philox_state(tl.load(seeds + slot).to(tl.uint64), tl.load(generated + slot).to(tl.uint64))
-        best, token, greatest, total = _scan(numbers, begin, vocab, state, temperature, PIECE, DRAW_TILE, True)
+        best, token, greatest, total = _scan(
+            numbers, begin, vocab, state, temperature, mask, PIECE, DRAW_TILE, True, MASKED
+        )
     else:
-        best, token, greatest, total = _scan(numbers, begin, vocab, 0, temperature, PIECE, PIECE, False)
+        best, token, greatest, total = _scan(numbers, begin, vocab, 0, temperature, mask, PIECE, PIECE, False, MASKED)
     place = row * pieces + piece
     tl.store(keys + place, best)
     tl.store(tokens + place, token)
@@ -248,12 +262,15 @@ def choose_tokens(
     last_token: torch.Tensor,
     packed: torch.Tensor,
     overlap: bool = False,
+    masks: torch.Tensor | None = None,
 ) -> None:
     """Chooses a token for each row, and moves the slots on for which that is `wanted`.
 
     logits: [rows, vocab] float32 device. slots, wanted: [rows] int64 device. values: [slots, any] float64, of which the
     first column is the temperature. seeds, generated, last_token: [slots] int64; the last two are written. packed: gets
-    the result, [3 * rows] int32 device, as `sampler.SampledRows.packed`. overlap: see `worker.device.overlap`.
+    the result, [3 * rows] int32 device, as `sampler.SampledRows.packed`. overlap: see `worker.device.overlap`. masks:
+    [rows, words] int32 device, bit t % 32 of word t // 32 for each token t that may be chosen, at least one a row;
+    None: all may.
     """
     rows, vocab = logits.shape
     pieces = pieces_of(vocab)
@@ -270,10 +287,13 @@ def choose_tokens(
         keys,
         tokens,
         sums,
+        tokens if masks is None else masks,
         vocab,
         logits.stride(0),
         values.stride(0),
+        0 if masks is None else masks.stride(0),
         **scan_constants(),
+        MASKED=masks is not None,
         num_warps=WARPS,
         **launch_options(overlap),
     )

@@ -34,6 +34,7 @@ COLUMNS = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "pres
 TEMPERATURE, TOP_P, MIN_P = (COLUMNS.index(name) for name in ("temperature", "top_p", "min_p"))
 PENALTIES = slice(COLUMNS.index("repetition_penalty"), COLUMNS.index("frequency_penalty") + 1)
 assert TEMPERATURE == 0, "the kernels read it there"
+WORD_BITS = 32  # of a mask
 # A sampled row travels to the host as three int32: the token, the bits of the log-probability, and these flags.
 FINITE, BANNED = 1, 2
 
@@ -160,6 +161,7 @@ class SamplingState:
         self._nucleus = np.zeros(slots_max, np.bool_)
         self._top_k = np.zeros(slots_max, np.int64)
         self._tops = np.zeros(slots_max, np.int64)
+        self._plain = np.ones(slots_max, np.bool_)
         self._simple = np.ones(slots_max, np.bool_)
         self._started: dict[int, RowStart] = {}
 
@@ -169,7 +171,7 @@ class SamplingState:
         prompt, generated: the tokens that penalties count, [any] int32 host. Errors: what torch raises without memory.
         """
         sampling = start.sampling
-        if sampling.counts_answer:
+        if sampling.penalises:
             self.counts.begin(start.slot, prompt, generated)
         else:
             self.counts.forget(start.slot)
@@ -197,7 +199,8 @@ class SamplingState:
         self._tops[slot] = sampling.logprobs
         filtered = self._min_p[slot] or self._nucleus[slot] or self._top_k[slot]
         special = filtered if self.splits else self._random[slot]
-        self._simple[slot] = not (special or sampling.counts_answer or sampling.logit_bias or sampling.logprobs)
+        self._plain[slot] = not (special or sampling.penalises or sampling.logit_bias or sampling.logprobs)
+        self._simple[slot] = self._plain[slot] and sampling.grammar is None
 
     @property
     def splits(self) -> bool:
@@ -211,15 +214,22 @@ class SamplingState:
         ask must be named where it begins (`_remember`): nothing looks at it on the fast path."""
         return self._simple[slots]
 
-    def sample(self, logits: torch.Tensor, slots: npt.NDArray[np.integer]) -> SampledRows:
+    def plain(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """The same, where a grammar may be asked too: `sample_simple` can do them with a mask. [n] bool."""
+        return self._plain[slots]
+
+    def sample(
+        self, logits: torch.Tensor, slots: npt.NDArray[np.integer], masks: torch.Tensor | None = None
+    ) -> SampledRows:
         """Chooses a token for each row and moves its slot on by one, unless the row is not finite or all banned.
 
-        logits: [n, vocab] float32 device, raw. slots: [n] host, without repetition. Errors: what torch raises; then no
-        slot has moved.
+        logits: [n, vocab] float32 device, raw. slots: [n] host, without repetition. masks: [n, words] int32 device, bit
+        t % 32 of word t // 32 for each token t that may be chosen, at least one a row; None: all may. Errors: what
+        torch raises; then no slot has moved.
         """
         on_device = self._device.upload(slots.astype(np.int64))
         good = finite = torch.isfinite(logits.sum(dim=-1))  # one NaN or infinity makes the sum one
-        scores, banned = self._adjusted(logits, slots, on_device)
+        scores, banned = self._adjusted(logits, slots, on_device, masks)
         if banned is not None:
             good = finite & ~banned
         tokens = torch.argmax(scores, dim=-1)  # the first of equal values: the lowest id wins a tie
@@ -251,9 +261,15 @@ class SamplingState:
         return fed
 
     def sample_simple(
-        self, logits: torch.Tensor, slots: torch.Tensor, wanted: torch.Tensor, packed: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: torch.Tensor,
+        wanted: torch.Tensor,
+        packed: torch.Tensor,
+        masks: torch.Tensor | None = None,
     ) -> None:
-        """As `sample` for simple slots, all on the device, so that it can be captured in a graph.
+        """As `sample` for simple slots (with masks: plain ones), all on the device, so that it can be captured in a
+        graph.
 
         logits: [n, vocab] float32 device. slots: [n] int64 device; only slot `slots_max` may be named twice. wanted:
         [n] int64 device, 0: the slot does not move. packed: gets the result, [3 * n] int32 device, as
@@ -263,15 +279,17 @@ class SamplingState:
             from .kernels import choose_tokens
 
             state = (self.values, self.seed, self.generated, self.last_token)
-            choose_tokens(logits, slots, wanted, *state, packed, self.overlap)
+            choose_tokens(logits, slots, wanted, *state, packed, self.overlap, masks)
             return
         if self._host_kernels:
             from . import host  # imports numba
 
-            host.choose_tokens(logits, slots, wanted, self.values, self.seed, self.generated, self.last_token, packed)
+            state = (self.values, self.seed, self.generated, self.last_token)
+            host.choose_tokens(logits, slots, wanted, *state, packed, masks)
             return
         finite = torch.isfinite(logits.sum(dim=-1))
-        tokens = torch.argmax(logits, dim=-1)
+        scores = logits if masks is None else logits.masked_fill(~unpacked(masks, logits.shape[1]), -torch.inf)
+        tokens = torch.argmax(scores, dim=-1)
         logprobs = (logits.gather(1, tokens[:, None]).squeeze(1).double() - log_normaliser(logits)).float()
         self.move(slots, tokens, finite & (wanted != 0))
         packed.copy_(SampledRows(tokens, logprobs, finite, None, None).packed())
@@ -282,13 +300,21 @@ class SamplingState:
         self.generated[slots] += good.long()
 
     def _adjusted(
-        self, logits: torch.Tensor, slots: npt.NDArray[np.integer], on_device: torch.Tensor
+        self,
+        logits: torch.Tensor,
+        slots: npt.NDArray[np.integer],
+        on_device: torch.Tensor,
+        masks: torch.Tensor | None,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Logits after bias and penalties, [n, vocab]: as they are where no row has any, else float64."""
+        """Logits after bias, penalties and masks, [n, vocab]: as they are where no row has any, float64 after the first
+        two. Which rows are banned, [n] bool, where any has a bias."""
         penalised, biased = self.counts.holds(slots), self._bias.holds(slots)
+        refused = None if masks is None else ~unpacked(masks, logits.shape[1])
         if not (penalised.any() or biased.any()):
-            return logits, None
+            return logits if refused is None else logits.masked_fill(refused, -torch.inf), None
         scores = logits.double()
+        if refused is not None:
+            scores.masked_fill_(refused, -torch.inf)
         banned = None
         if biased.any():
             self._bias.apply(scores, slots)
@@ -338,6 +364,12 @@ class SamplingState:
         every_logprob = torch.zeros(shape, dtype=logprobs.dtype, device=logprobs.device)
         every_token[rows], every_logprob[rows] = tokens, logprobs
         return counts, every_token, every_logprob
+
+
+def unpacked(masks: torch.Tensor, vocab: int) -> torch.Tensor:
+    """A bool for each bit: [n, vocab] device. masks: [n, words] int32 device."""
+    places = torch.arange(WORD_BITS, dtype=torch.int32, device=masks.device)
+    return ((masks[:, :, None] >> places) & 1).bool().flatten(1)[:, :vocab]
 
 
 def _columns(sampling: Sampling) -> list[float]:

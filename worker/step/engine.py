@@ -67,6 +67,10 @@ class Engine:
             log.info("kernels: %s by %s", what, kernel)
         self.runner: Runner = self._make_runner(welcome)
         self._limits = _limits(welcome)
+        # A start on a GPU takes long anyway; later the first grammar would hold up everybody for a second.
+        problem = "" if self.device.computes_on_cores else self.runner.shaping.grammars.prepare()
+        if problem:
+            log.info("no grammar can be served: %s", problem)
         log.info("%d MB of libraries were needed by loading alone", self.device.release_libraries() // 1_000_000)
 
     def adopt(self, welcome: WorkerWelcome) -> None:

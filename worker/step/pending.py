@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 import numpy as np
+import torch
 
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
 from worker.device.queue import Fetched, Mark
+from worker.sampling.grammar import Shaped
 from worker.sampling.sampler import HostRows
 
 
@@ -53,6 +55,19 @@ class Sampled:
         return HostRows.unpacked(packed, self.top_counts)
 
 
+@dataclass(frozen=True)
+class Waiting:
+    """Rows that are to choose. logits: [n, vocab] float32 device. slots: [n] int32. rows: of the slots."""
+
+    logits: torch.Tensor
+    slots: Int32Array
+    rows: tuple[Shaped, ...]
+
+    def pick(self, keep: list[int], device_index: torch.Tensor) -> Waiting:
+        """Those at these places, which are also on the device."""
+        return Waiting(self.logits[device_index], self.slots[keep], tuple(self.rows[place] for place in keep))
+
+
 @dataclass(eq=False)
 class PendingStep:
     """A step under way. Steps are finished in the order of their launch.
@@ -60,7 +75,8 @@ class PendingStep:
     slots: [rows] int32, of all the step's rows. fed: those whose tokens hold -1. begun: those that changed hands.
     errors: by slot, known so far. spoiled: rows fed with a token that turned out not to be there. end: where all of its
     work on the device is done. busy: where a decode graph begins and ends. queued_behind: launched before the one
-    before it had ended.
+    before it had ended. waiting: rows that choose when it is known what a grammar allows them. shaped: those of them
+    that have chosen, by slot.
     """
 
     number: int
@@ -74,9 +90,13 @@ class PendingStep:
     busy: tuple[Mark, Mark] | None = None
     queued_behind: bool = False
     spoiled: dict[int, KvforgeError] = field(default_factory=dict)
+    waiting: list[Waiting] = field(default_factory=list)
+    shaped: dict[int, Shaped] = field(default_factory=dict)
 
     def done(self) -> bool:
         """True once `Runner.finish` will not wait."""
+        if self.waiting:
+            return False
         try:
             return self.end is None or self.end.passed()
         except RuntimeError:  # `Runner.finish` says what failed

@@ -33,7 +33,8 @@ from worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 from .checks import Rows, StepLimits, bad_copies, check_rows, malformed
 from .graphs import DecodeGraphs
 from .meter import Meter
-from .pending import PendingStep, Sampled, StepOutcome, joined
+from .pending import PendingStep, Sampled, StepOutcome, Waiting, joined
+from .shaping import Shaping
 from .starts import Histories, problem_of, split_history
 
 STEPS_UNDER_WAY_MAX = 2
@@ -76,6 +77,7 @@ class Runner:
         )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
         # Tokens, their positions, the slots they belong to; then the places of the tokens that are sampled after.
+        self.shaping = Shaping(model, slots_max, step_rows_max)
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # What the host must know of a slot without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
@@ -128,10 +130,8 @@ class Runner:
                 self._carry_out(step, tables, pending)
         except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
             self._lost(pending, error)
-        for sampled in pending.sampled:
-            self._has_sampled[sampled.slots] = True
-            self._sampled_in[sampled.slots] = pending.number
-        self._end(pending)
+        if not pending.waiting or self.shaping.ready(pending):
+            self._complete(pending)
         self._under_way.append(pending)
         self.meter.launched(len(pending.slots), time.monotonic_ns() - started_ns)
         return pending
@@ -147,6 +147,34 @@ class Runner:
         if absent.any():
             pending.fed = frozenset(np.repeat(rows.slots, rows.counts)[absent].tolist())
         self._queue(rows, pending)
+        self._compile(pending)
+
+    def _compile(self, pending: PendingStep) -> None:
+        """Compiles the grammars of rows that have begun, while the device computes."""
+        problems = self.shaping.compile()
+        if problems:
+            pending.errors.update((slot, error) for slot, error in problems.items() if slot in pending.begun)
+            self._refused |= problems
+
+    def _complete(self, pending: PendingStep) -> None:
+        """Queues what is still to be chosen, and marks the end of the step's work."""
+        for waiting in pending.waiting:
+            try:
+                self._choose_shaped(waiting, pending)
+            except Exception as error:  # noqa: BLE001 - no memory for the masks, or the device is lost
+                failure = as_worker_error(error, "masks", self.model.device)
+                pending.errors.update((slot, failure) for slot in waiting.slots.tolist())
+        pending.waiting = []
+        for sampled in pending.sampled:
+            self._has_sampled[sampled.slots] = True
+            self._sampled_in[sampled.slots] = pending.number
+        self._end(pending)
+
+    @torch.inference_mode()
+    def _choose_shaped(self, waiting: Waiting, pending: PendingStep) -> None:
+        chosen, masks = self.shaping.masked(waiting, pending)
+        if len(chosen.slots):
+            self._sample(chosen.logits, chosen.slots, pending, masks)
 
     def _zero(self, blocks: Int32Array) -> None:
         """Zeroes blocks before anything else of the step, whatever else is wrong with it. If that fails the step does,
@@ -171,6 +199,7 @@ class Runner:
             self.finish(self._under_way[0])
         self._has_sampled[:] = False
         self._refused.clear()
+        self.shaping.grammars.forget()
 
     def close(self) -> None:
         """Gives up what was captured. The pool stays its owner's."""
@@ -190,6 +219,7 @@ class Runner:
             if problem is None:
                 try:
                     self._state.begin(start, *history)
+                    self.shaping.begin(start, history[1])
                 except Exception as error:  # noqa: BLE001 - no memory for its penalties: the other rows go on
                     problem = as_worker_error(error, "starting a row", self.model.device)
             if problem is not None:
@@ -277,16 +307,32 @@ class Runner:
             token_ids = torch.where(token_ids == NO_TOKEN, self._state.last_token[slots].clamp_(min=0), token_ids)
         return self.model.forward(token_ids, places, inputs[3 * count :], batch, self.pool), rows.slots[samples]
 
-    def _sample(self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep) -> None:
-        """Queues the choice of tokens for all rows; if that fails, one by one. logits: [n, vocab]; slots: [n] host."""
+    def _sample(
+        self, logits: torch.Tensor, slots: Int32Array, pending: PendingStep, masks: torch.Tensor | None = None
+    ) -> None:
+        """Queues the choice of tokens for all rows; if that fails, one by one. Rows with a grammar wait for masks.
+
+        logits: [n, vocab]; slots: [n] host; masks: [n, words] int32 device, of rows that all have a grammar.
+        """
         device, state = self.model.device, self._state
-        simple = state.simple(slots) & state.splits
+        if masks is None and self.shaping.grammars:
+            shaped = self.shaping.grammars.holds(slots)
+            if shaped.any():
+                part, rest = np.flatnonzero(shaped), np.flatnonzero(~shaped)
+                self.shaping.wait(pending, logits[device.upload(part)] if len(rest) else logits, slots[part])
+                if len(rest):
+                    self._sample(logits[device.upload(rest)], slots[rest], pending)
+                return
+        simple = (state.simple(slots) if masks is None else state.plain(slots)) & state.splits
         if simple.any() and not simple.all():
             for part in (np.flatnonzero(simple), np.flatnonzero(~simple)):
-                self._sample(logits[device.upload(part)], slots[part], pending)
+                on_device = device.upload(part)
+                some = None if masks is None else masks[on_device]
+                self._sample(logits[on_device], slots[part], pending, some)
             return
         try:
-            pending.sampled.append(self._choose_simple(logits, slots) if simple.all() else self._choose(logits, slots))
+            choose = self._choose_simple if simple.all() else self._choose
+            pending.sampled.append(choose(logits, slots, masks))
         except Exception as error:  # noqa: BLE001 - no memory for a few rows' filters: the others go on
             if len(slots) == 1 or not device.survives():
                 failure = as_worker_error(error, "sampling", device)
@@ -294,17 +340,18 @@ class Runner:
                 return
             device.release_cached()
             for row in range(len(slots)):
-                self._sample(logits[row : row + 1], slots[row : row + 1], pending)
+                one = slice(row, row + 1)
+                self._sample(logits[one], slots[one], pending, None if masks is None else masks[one])
 
-    def _choose(self, logits: torch.Tensor, slots: Int32Array) -> Sampled:
-        chosen = self._state.sample(logits, slots)
+    def _choose(self, logits: torch.Tensor, slots: Int32Array, masks: torch.Tensor | None) -> Sampled:
+        chosen = self._state.sample(logits, slots, masks)
         return Sampled(slots, Fetched(self.model.device, chosen.packed()), chosen.top_counts)
 
-    def _choose_simple(self, logits: torch.Tensor, slots: Int32Array) -> Sampled:
+    def _choose_simple(self, logits: torch.Tensor, slots: Int32Array, masks: torch.Tensor | None) -> Sampled:
         device = self.model.device
         on_device = device.upload(slots.astype(np.int64))
         packed = torch.empty(3 * len(slots), dtype=torch.int32, device=device.torch_device)
-        self._state.sample_simple(logits, on_device, torch.ones_like(on_device), packed)
+        self._state.sample_simple(logits, on_device, torch.ones_like(on_device), packed, masks)
         return Sampled(slots, Fetched(device, packed), np.zeros(len(slots), np.int32))
 
     # -------------------------------------------------------------------------------------------------------- finishing
@@ -323,7 +370,7 @@ class Runner:
             rows = sampled.rows()
             read.append((sampled.slots, rows))
             if rows.banned.any():
-                problem = InvalidRequest("sampling.logit_bias", "bans every token of the vocabulary")
+                problem = InvalidRequest("sampling.logit_bias", "bans every token that may be chosen")
                 pending.errors.update((slot, problem) for slot in sampled.slots[rows.banned].tolist())
             if not rows.finite.all():
                 broken = WorkerError("the model gave logits that are not finite")
@@ -334,6 +381,10 @@ class Runner:
         self._under_way.popleft()
         if pending.errors:
             self._spoil(pending)
+        if pending.shaped:
+            self.shaping.known(pending, _tokens_of(read, pending))
+        if self._under_way and self._under_way[0].waiting:
+            self._complete(self._under_way[0])
         before_ns, self._finished_ns = self._finished_ns, arrived_ns
         outcome = joined(read, pending, (arrived_ns - max(pending.started_ns, before_ns)) // 1000)
         self.meter.finished(pending, arrived_ns - waiting_ns, time.monotonic_ns() - arrived_ns)
@@ -344,7 +395,7 @@ class Runner:
         failure = as_worker_error(error, "a step", self.model.device)
         for slot in pending.slots.tolist():
             pending.errors.setdefault(slot, failure)
-        pending.sampled = []
+        pending.sampled, pending.waiting = [], []
 
     def _spoil(self, pending: PendingStep) -> None:
         """Rows of this step have failed: what was launched behind it and fed with their tokens fails too."""
@@ -355,3 +406,11 @@ class Runner:
             for slot, error in pending.errors.items():
                 if slot in later.fed and slot not in later.begun and slot not in later.errors:
                     later.spoiled[slot] = error
+
+
+def _tokens_of(read: list[tuple[Int32Array, HostRows]], pending: PendingStep) -> dict[int, int]:
+    """What the step's slots have chosen, without those that failed."""
+    chosen: dict[int, int] = {}
+    for slots, rows in read:
+        chosen.update(zip(slots.tolist(), rows.tokens.tolist(), strict=True))
+    return {slot: token for slot, token in chosen.items() if slot not in pending.errors}

@@ -128,6 +128,13 @@ def test_what_would_need_more_stack_than_there_is_never_reaches_the_compiler() -
     assert "$ref: " in problem(Grammar(kind="json_schema", text=text))
 
 
+def test_between_two_parts_of_a_document_there_are_not_blanks_without_end() -> None:
+    given = {"x-guidance": {"whitespace_flexible": False}}
+    for document, options in (({}, "whitespace_pattern"), (given, "whitespace_flexible")):
+        said = json.loads(compiled_text(schema(document)))["grammars"][0]["json_schema"]["x-guidance"]
+        assert said.keys() == {options, "lenient", "coerce_one_of"}
+
+
 def test_the_field_is_what_the_caller_calls_it() -> None:
     with pytest.raises(InvalidRequest) as raised:
         check(schema({"not": {}}), "response_format.json_schema.schema")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 
-from kvforge.protocol.messages import RowStart, Sampling, Step
+from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
 from loadtest.fleet.tokens import Tokens
 
 VOCABULARY = 1000
@@ -46,3 +46,13 @@ def test_only_rows_that_sample_answer() -> None:
     assert slots.tolist() == [1, 2] and found.size == 2
     alone = Tokens(4, VOCABULARY).of(_step(1, 1, 0, [3]))
     assert alone[1][0] == found[0]
+
+
+def test_a_request_with_a_grammar_is_refused_and_nobody_else() -> None:
+    tokens = Tokens(4, VOCABULARY)
+    shaped = RowStart(slot=2, request_id=1, sampling=Sampling(grammar=Grammar(kind="json_object")), seed=3)
+    step = _step(1, 2, 0, [5, 6], shaped)
+    assert tokens.of(step)[0].tolist() == []
+    assert [(error.slot, error.error.fields["field"]) for error in tokens.refused(step)] == [(2, "sampling.grammar")]
+    for step in (_step(2, 1, 0, [5]), _step(3, 2, 0, [5], RowStart(slot=2, request_id=2, sampling=Sampling(), seed=3))):
+        assert tokens.of(step)[0].tolist() == step.slots.tolist() and tokens.refused(step) == ()

@@ -32,11 +32,12 @@ def begin(slot: int, temperature: float = 0.0, seed: int = 0, generated: int = 0
 class Bench:
     """A runner and rows written as (slot, start, tokens, sample). Slot s owns blocks 8 s to 8 s + 7."""
 
-    def __init__(self, model: LoadedModel, slots_max: int = 8) -> None:
+    def __init__(self, model: LoadedModel, slots_max: int = 8, graph_rows_max: int = 0) -> None:
         self.pool = KvPool(model.geometry, 8 * slots_max, model.device)
         for cache in self.pool.tensors():
             cache.fill_(float("nan"))
-        self.runner = Runner(model, self.pool, slots_max=slots_max, step_tokens_max=64, step_rows_max=8)
+        limits = {"slots_max": slots_max, "step_tokens_max": 64, "step_rows_max": 8}
+        self.runner = Runner(model, self.pool, **limits, graph_rows_max=graph_rows_max)
         self.tables = {slot: list(range(8 * slot, 8 * slot + 8)) for slot in range(slots_max)}
 
     def step(self, rows: list[tuple[int, int, list[int], int]], **fields: Any) -> Step:

@@ -1,0 +1,154 @@
+"""Which tokens a row may choose from where its request has a grammar: a matcher of llguidance for each, and its masks.
+
+A matcher follows the answer's tokens: those that the row begins with, then each that the host learns of. So its state
+can always be made of the tokens again, and it is nowhere kept. A grammar is compiled once and copied for each row.
+Masks are made by threads of llguidance's own; none of them runs Python.
+"""
+
+from __future__ import annotations
+
+import os
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.errors import InvalidRequest, KvforgeError, WorkerError
+from kvforge.protocol.messages import Grammar, Int32Array
+from kvforge.text.grammar import FIELDS, compiled_text, explained, limits, overlooked
+
+from .grammar_tokens import GrammarTokens
+from .sampler import WORD_BITS
+
+if TYPE_CHECKING:
+    from llguidance import LLExecutor, LLMatcher
+
+COMPILED_MAX = 32  # grammars that are kept as they were compiled
+THREADS_MAX = 8
+
+
+@dataclass(eq=False)
+class Shaped:
+    """A row with a grammar. generated: [n] int32, what it begins after. awaited: tokens chosen that are not known yet.
+
+    matcher: None until it is compiled. problem: why the row cannot go on.
+    """
+
+    grammar: Grammar
+    generated: Int32Array
+    awaited: int = 0
+    matcher: LLMatcher | None = None
+    problem: KvforgeError | None = None
+
+    def accept(self, token: int) -> None:
+        """The row has chosen this token. One after the answer's end, of a step that was on its way, is ignored."""
+        if self.matcher is None or self.problem is not None or self.matcher.is_stopped():
+            return
+        if not self.matcher.consume_token(token):
+            self.problem = WorkerError(f"token {token} was chosen, which the grammar does not allow")
+
+
+class Grammars:
+    """The rows with grammars, by slot. Not thread-safe."""
+
+    def __init__(self, slots_max: int, vocab_size: int, tokens: Callable[[], GrammarTokens]) -> None:
+        """tokens: makes the vocabulary when the first grammar needs it."""
+        self.words = -(-vocab_size // WORD_BITS)
+        self._tokens = tokens
+        self._of: dict[int, Shaped] = {}
+        self._holds = np.zeros(slots_max, np.bool_)
+        self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._new: dict[int, Shaped] = {}
+        self._executor: LLExecutor | None = None
+
+    def __bool__(self) -> bool:
+        """Whether any slot has one."""
+        return bool(self._of)
+
+    def holds(self, slots: npt.NDArray[np.integer]) -> npt.NDArray[np.bool_]:
+        """Which of the slots have a grammar: [n] bool."""
+        return self._holds[slots]
+
+    def row(self, slot: int) -> Shaped:
+        """The row in a slot that has a grammar."""
+        return self._of[slot]
+
+    def prepare(self) -> str:
+        """Makes the vocabulary now. Why there is none, or ""."""
+        return self._tokens().problem
+
+    def begin(self, slot: int, grammar: Grammar | None, generated: Int32Array) -> None:
+        """A slot changes hands. `compile` does what takes time."""
+        self._holds[slot] = grammar is not None
+        self._of.pop(slot, None)
+        self._new.pop(slot, None)
+        if grammar is not None:
+            self._of[slot] = self._new[slot] = Shaped(grammar, generated.copy())
+
+    def forget(self) -> None:
+        """No slot has any."""
+        self._holds[:] = False
+        self._of, self._new = {}, {}
+
+    def compile(self) -> dict[int, KvforgeError]:
+        """Makes the matchers of the rows that have begun. What is wrong with a row's grammar, by slot."""
+        problems: dict[int, KvforgeError] = {}
+        for slot, row in self._new.items():
+            try:
+                row.matcher = self._matcher(row.grammar)
+                known = row.generated.tolist()
+                if row.matcher.try_consume_tokens(known) < len(known):
+                    raise WorkerError("the answer so far is not what its grammar allows")
+            except KvforgeError as error:
+                row.problem = problems[slot] = error
+        self._new = {}
+        return problems
+
+    def fill(self, rows: Sequence[Shaped], masks: Int32Array) -> dict[int, KvforgeError]:
+        """Writes which tokens each row may choose: masks [n, words] int32, bit t % 32 of word t // 32 for token t.
+
+        Rows that cannot go on are told, by their place; their masks mean nothing.
+        """
+        sound = [
+            (row.matcher, place) for place, row in enumerate(rows) if row.problem is None and row.matcher is not None
+        ]
+        if sound:
+            self._threads().unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.strides[0], len(masks))
+        for matcher, place in sound:
+            if matcher.is_error():
+                field = FIELDS[rows[place].grammar.kind]
+                rows[place].problem = InvalidRequest(field, f"cannot go on: {explained(matcher.get_error())}")
+        return {place: row.problem for place, row in enumerate(rows) if row.problem is not None}
+
+    def _matcher(self, grammar: Grammar) -> LLMatcher:
+        found = self._compiled.get(grammar)
+        if found is None:
+            found = self._compile(grammar)
+            self._compiled[grammar] = found
+            if len(self._compiled) > COMPILED_MAX:
+                self._compiled.popitem(last=False)
+        self._compiled.move_to_end(grammar)
+        return found.deep_copy()
+
+    def _compile(self, grammar: Grammar) -> LLMatcher:
+        """Raises InvalidRequest naming what is wrong."""
+        field, vocabulary = FIELDS[grammar.kind], self._tokens()
+        if vocabulary.tokens is None:
+            raise InvalidRequest(field, f"cannot be served: {vocabulary.problem}")
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(vocabulary.tokens, compiled_text(grammar), log_level=0, limits=limits())
+        wrong = matcher.get_error() if matcher.is_error() else overlooked(matcher.get_grammar_warnings())
+        if wrong:
+            raise InvalidRequest(field, explained(wrong))
+        return matcher
+
+    def _threads(self) -> LLExecutor:
+        if self._executor is None:
+            from llguidance import LLExecutor
+
+            self._executor = LLExecutor(min(THREADS_MAX, len(os.sched_getaffinity(0))))
+        return self._executor

@@ -1,0 +1,48 @@
+"""A model's vocabulary as llguidance wants it: made once in a process, from the files that the model came from."""
+
+from __future__ import annotations
+
+import logging
+import time
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from kvforge.protocol.errors import KvforgeError
+from kvforge.text.tokenizer import Tokenizer
+
+if TYPE_CHECKING:
+    from llguidance import LLTokenizer
+
+log = logging.getLogger("worker")
+
+
+@dataclass(frozen=True)
+class GrammarTokens:
+    """tokens: None where there is a problem, which says why no grammar can be served."""
+
+    tokens: LLTokenizer | None
+    problem: str = ""
+
+
+@lru_cache(maxsize=1)
+def grammar_tokens(source: str, vocab_size: int, eos_tokens: tuple[int, ...]) -> GrammarTokens:
+    """What grammars need of a model: the bytes of its tokens, and which end an answer. Takes about a second.
+
+    source: a path or a name, as ModelInfo has it. vocab_size: of the model; what it has beyond the tokenizer's is never
+    allowed.
+    """
+    started = time.monotonic()
+    if not eos_tokens:
+        return GrammarTokens(None, "the model has no end-of-sequence token, by which an answer could end")
+    try:
+        from llguidance import LLTokenizer
+
+        library = Tokenizer.load(source).as_json()
+        made = LLTokenizer(library, n_vocab=vocab_size, eos_token=list(eos_tokens))
+    except ImportError as error:
+        return GrammarTokens(None, f"the worker has no llguidance ({error})")
+    except (KvforgeError, ValueError) as error:  # llguidance raises ValueError for what it cannot read
+        return GrammarTokens(None, f"the model has no tokenizer for it ({error})")
+    log.info("the tokenizer for grammars took %.1f s", time.monotonic() - started)
+    return GrammarTokens(made)

@@ -1,0 +1,82 @@
+"""Rows whose next token a grammar restricts: what each step does beside the device's work.
+
+A mask follows from the token before, which only the device knows while its step is under way. So the forward pass of
+such a row is queued like any other's, and its choice waits until the step before has been finished; the masks are made
+while the device computes. Rows without a grammar wait for nothing: their choice is queued with the pass.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+
+import numpy as np
+import torch
+
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.messages import Int32Array, RowStart
+from worker.device.queue import Staging
+from worker.loading.model import LoadedModel
+from worker.sampling.grammar import Grammars
+from worker.sampling.grammar_tokens import grammar_tokens
+
+from .pending import PendingStep, Waiting
+
+
+class Shaping:
+    """The grammars of a runner's slots, and the place of their masks."""
+
+    def __init__(self, model: LoadedModel, slots_max: int, step_rows_max: int) -> None:
+        info = model.info
+        tokens = partial(grammar_tokens, info.source, model.vocab_size, info.eos_tokens)
+        self._device, self._rows_max = model.device, step_rows_max
+        self.grammars = Grammars(slots_max, model.vocab_size, tokens)
+        self._masks: Staging | None = None
+
+    def begin(self, start: RowStart, generated: Int32Array) -> None:
+        """A slot changes hands."""
+        if self.grammars or start.sampling.grammar is not None:
+            self.grammars.begin(start.slot, start.sampling.grammar, generated)
+
+    def wait(self, pending: PendingStep, logits: torch.Tensor, slots: Int32Array) -> None:
+        """These rows of the step have a grammar; `ready` and `masked` are asked once the whole step is queued."""
+        pending.waiting.append(Waiting(logits, slots, tuple(self.grammars.row(slot) for slot in slots.tolist())))
+
+    def ready(self, pending: PendingStep) -> bool:
+        """Whether the tokens before those that the step is to choose are known."""
+        return not any(row.awaited for waiting in pending.waiting for row in waiting.rows)
+
+    def masked(self, waiting: Waiting, pending: PendingStep) -> tuple[Waiting, torch.Tensor]:
+        """The rows that can choose, and what from: [n, words] int32 device. The others' errors are told to the step."""
+        lost = pending.errors.keys() | pending.spoiled.keys()
+        kept = [place for place, slot in enumerate(waiting.slots.tolist()) if slot not in lost]
+        if len(kept) < len(waiting.rows):
+            waiting = waiting.pick(kept, self._device.upload(np.array(kept, np.int64)))
+        words = self.grammars.words
+        if self._masks is None:
+            self._masks = Staging(self._device, self._rows_max * words)
+        host = self._masks.host()[: len(kept) * words].reshape(-1, words)
+        problems = self.grammars.fill(waiting.rows, host)
+        if problems:
+            pending.errors.update((int(waiting.slots[place]), problem) for place, problem in problems.items())
+            kept = [place for place in range(len(waiting.rows)) if place not in problems]
+            host[: len(kept)] = host[kept]
+            waiting = waiting.pick(kept, self._device.upload(np.array(kept, np.int64)))
+        count = len(waiting.rows) * words
+        if count:
+            self._masks.send(count)
+        for row in waiting.rows:
+            row.awaited += 1
+        pending.shaped.update(zip(waiting.slots.tolist(), waiting.rows, strict=True))
+        return waiting, self._masks.on_device[:count].view(-1, words)
+
+    @staticmethod
+    def known(pending: PendingStep, tokens: dict[int, int]) -> None:
+        """A step has ended. tokens: what its slots have chosen, without those that failed."""
+        for slot, row in pending.shaped.items():
+            row.awaited -= 1
+            if slot in tokens:
+                row.accept(tokens[slot])
+
+    def compile(self) -> dict[int, KvforgeError]:
+        """Makes what rows that have begun need. What is wrong with a grammar, by slot."""
+        return self.grammars.compile()
