@@ -12,6 +12,7 @@ import re
 from collections.abc import Callable, Hashable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from typing import Any
 from unittest.mock import patch
 
@@ -64,17 +65,15 @@ def recorded(target: Target) -> Iterator[list[Specialisation]]:
     """Kernels that are launched inside do not run; the list gets what would be compiled for them on `target`, once."""
     made: dict[Hashable, Specialisation] = {}
     listed: list[Specialisation] = []
-    backend = make_backend(gpu_target(target))
-    binders: dict[Any, Callable[..., Any]] = {}
+    wanted = gpu_target(target)
+    backend = _backend(wanted)
 
     def run(kernel: Any, *arguments: Any, grid: Any, warmup: bool, **options: Any) -> None:  # noqa: ARG001
         """As JITFunction.run, as far as it matters."""
         if isinstance(kernel, InterpretedFunction):
             kernel = _compiled(kernel)
-        if kernel.fn not in binders:
-            binders[kernel.fn] = create_function_from_signature(kernel.signature, kernel.params, backend)
         options["debug"], options["instrumentation_mode"] = False, ""
-        bound, found, rest = binders[kernel.fn](*arguments, **options)
+        bound, found, rest = _binder(kernel, wanted)(*arguments, **options)
         key = kernel.fn, str(found), str(options)
         if key not in made:
             parsed, types, constants, attributes = kernel._pack_args(backend, options, bound, found, rest)
@@ -85,7 +84,13 @@ def recorded(target: Target) -> Iterator[list[Specialisation]]:
         yield listed
 
 
+@cache
+def _backend(target: GPUTarget) -> Any:
+    return make_backend(target)
+
+
 _functions: dict[Any, JITFunction[Any]] = {}
+_binders: dict[tuple[Any, GPUTarget], Callable[..., Any]] = {}
 
 
 def _compiled(kernel: InterpretedFunction[Any]) -> JITFunction[Any]:
@@ -93,3 +98,11 @@ def _compiled(kernel: InterpretedFunction[Any]) -> JITFunction[Any]:
     if kernel.fn not in _functions:
         _functions[kernel.fn] = JITFunction(kernel.fn, **kernel.kwargs)
     return _functions[kernel.fn]
+
+
+def _binder(kernel: JITFunction[Any], target: GPUTarget) -> Callable[..., Any]:
+    """What Triton's launcher makes of the kernel's signature: code, which takes longer to make than to run."""
+    key = kernel.fn, target
+    if key not in _binders:
+        _binders[key] = create_function_from_signature(kernel.signature, kernel.params, _backend(target))
+    return _binders[key]

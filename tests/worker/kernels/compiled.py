@@ -2,7 +2,7 @@
 changed is compiled again.
 
     python -m tests.worker.kernels.compiled [--target gfx942 ...]    # compiles what is missing, writes the files anew
-    python -m tests.worker.kernels.compiled --print --target gfx942  # a line of JSON a configuration: for the tests
+    python -m tests.worker.kernels.compiled --print --target gfx942 ...  # a line of JSON each: for the tests
 
 To compile all of them takes a core three minutes for each target. So a result is kept under a *fingerprint*, which
 covers all that it depends on: Triton's version, the target, what the launcher says of the arguments, the code of the
@@ -43,6 +43,7 @@ from worker.kernels.registry import KERNELS
 FOLDER = Path(__file__).parents[2] / "data" / "compiled"
 GLUON = ("worker.attention.prefill_hopper", "worker.attention.gluon_names")
 SHARE = 1  # of each kernel, compiled again each time
+UNTIDY = "gfx950"  # after it, Triton 3.6 uses some of its instructions for other targets as well: it comes last
 READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)
 
 
@@ -123,11 +124,18 @@ def kept(target: Target) -> dict[str, Compiled]:
     return results
 
 
-def results(target: Target) -> Iterator[tuple[str, Compiled, bool]]:
-    """(fingerprint, result, whether it was kept and not compiled now) of every configuration."""
+def by_fingerprint(target: Target) -> dict[str, Configuration]:
+    """Every configuration; no two have the same fingerprint."""
+    configurations = every(target)
+    found = {fingerprint(configuration, target): configuration for configuration in configurations}
+    assert len(found) == len(configurations), "two configurations have one fingerprint"
+    return found
+
+
+def results(target: Target, configurations: dict[str, Configuration]) -> Iterator[tuple[str, Compiled, bool]]:
+    """(fingerprint, result, whether it was kept and not compiled now) of each configuration."""
     before = kept(target)
-    for configuration in every(target):
-        key = fingerprint(configuration, target)
+    for key, configuration in configurations.items():
         if key in before:
             told = replace(before[key], label=configuration.label, wants_matrix=configuration.matrix)
             yield key, told, True
@@ -135,17 +143,17 @@ def results(target: Target) -> Iterator[tuple[str, Compiled, bool]]:
             yield key, compile_one(configuration, target), False
 
 
-def anew(target: Target) -> Iterator[tuple[Compiled, Compiled]]:
+def anew(target: Target, configurations: dict[str, Configuration]) -> Iterator[tuple[Compiled, Compiled]]:
     """Of some configurations of each kernel what is kept, and what the compiler makes of them now."""
     before = kept(target)
     random = Random("".join(before))
-    kernels: dict[str, list[Configuration]] = {}
-    for configuration in every(target):
-        if fingerprint(configuration, target) in before:
-            kernels.setdefault(configuration.specialisation.kernel.__name__, []).append(configuration)
+    kernels: dict[str, list[str]] = {}
+    for key, configuration in configurations.items():
+        if key in before:
+            kernels.setdefault(configuration.specialisation.kernel.__name__, []).append(key)
     for each in kernels.values():
-        for configuration in random.sample(each, min(SHARE, len(each))):
-            yield before[fingerprint(configuration, target)], compile_one(configuration, target)
+        for key in random.sample(each, min(SHARE, len(each))):
+            yield before[key], compile_one(configurations[key], target)
 
 
 def numbers(result: Compiled) -> tuple[int, ...]:
@@ -162,21 +170,25 @@ def main() -> int:
     )
     arguments = parser.parse_args()
     if arguments.print:
-        (target,) = (TARGETS[name] for name in arguments.target)
-        for _, result, _ in results(target):
-            print(json.dumps(["all", asdict(result)]))
-        for before, now in anew(target):
-            print(json.dumps(["anew", numbers(before), numbers(now), now.label]))
+        for name in sorted(arguments.target, key=UNTIDY.__eq__):
+            _print(TARGETS[name])
         return 0
     if len(arguments.target) == 1:
         return _renew(TARGETS[arguments.target[0]])
-    # A process for each: after gfx950, Triton 3.6 uses some of its instructions for other targets as well.
     command = [sys.executable, "-m", "tests.worker.kernels.compiled", "--target"]
     return max(subprocess.run([*command, name], check=False).returncode for name in arguments.target)
 
 
+def _print(target: Target) -> None:
+    configurations = by_fingerprint(target)
+    for _, result, _ in results(target, configurations):
+        print(json.dumps(["all", asdict(result)]))
+    for before, now in anew(target, configurations):
+        print(json.dumps(["anew", numbers(before), numbers(now), now.target, now.label]))
+
+
 def _renew(target: Target) -> int:
-    found = list(results(target))
+    found = list(results(target, by_fingerprint(target)))
     lines = {key: f"{key} {' '.join(map(str, numbers(result)))} {result.label}\n" for key, result, _ in found}
     FOLDER.mkdir(exist_ok=True)
     (FOLDER / f"{target.name}.txt").write_text("".join(lines.values()))
