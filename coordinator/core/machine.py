@@ -367,12 +367,14 @@ class Machine:
         workers, tenants = self._reports, self.cache.tenants
         if not (workers.changed or tenants.changed):
             return None
-        workers.changed = tenants.changed = False
+        workers.changed.clear()
+        tenants.changed.clear()
         return statistics.facts(self.cache, (worker.facts() for worker in self.workers.values()))
 
     def all_is_news(self) -> None:
         """Nobody was told anything yet."""
-        self._reports.changed = self.cache.tenants.changed = True
+        self._reports.changed.update(self.workers)
+        self.cache.tenants.changed.update(range(len(self.cache.tenants.names)))
         self.cache.tenants.meters.all_changed()
 
     @property

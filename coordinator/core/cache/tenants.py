@@ -24,7 +24,7 @@ class Tenants:
     """Interned tenants. Arrays are indexed by tenant.
 
     requests: how many of its requests are alive. service: what was computed for it, in tokens divided by its weight.
-    meters: what monitors are told. changed: the names are to be published.
+    meters: what monitors are told. changed: whose names are to be published.
     """
 
     def __init__(self, limits: Limits) -> None:
@@ -40,7 +40,8 @@ class Tenants:
         self.prefix_queried_tokens = np.zeros(most + 1, np.int64)
         self.prefix_hit_tokens = np.zeros(most + 1, np.int64)
         self.past_byte_seconds = np.zeros(most + 1, np.float64)  # in pools that are gone
-        self.meters, self.changed = Meters(most), True
+        self.meters = Meters(most)
+        self.changed: set[int] = set()
         for name, quota in limits.quotas.items():
             index = self.intern(name)
             self.floor[index] = quota.floor
@@ -68,7 +69,7 @@ class Tenants:
                 self.names[instead] = name
             else:
                 self.names.append(name)
-            self.changed = True
+            self.changed.add(index)
         self._index[name] = index
         return index
 

@@ -99,7 +99,7 @@ class WorkerReports:
         self.ended: dict[str, str] = {}  # by name: how a worker went, who is not back; the last one is last
         self._ended_max = cache.limits.bounds.pools_max
         self.registered_total = self.returned_total = self.left_total = self.lost_total = 0
-        self.changed = True  # what is told of workers is to be published
+        self.changed: set[int] = set()  # of what is told of these workers
         self._effects = effects
         self._reports: dict[type[Message], Callable[[Worker, Any], None]] = {
             WorkerLoading: self._worker_loading,
@@ -170,7 +170,7 @@ class WorkerReports:
         elif same is not None:
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
         worker = self.workers[number] = Worker(number, message.name, message.pid)
-        self.changed = True
+        self.changed.add(number)
         self.ended.pop(message.name, None)
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
 
@@ -188,7 +188,7 @@ class WorkerReports:
                 self.gone(worker.number, False)
             else:
                 worker.group.away, worker.away_until_us = True, self._clock.now_us + self._reattach_us
-        self.changed = True
+                self.changed.add(worker.number)
 
     def _come_back(self, worker: Worker, group: Group, number: int, rid: int) -> None:
         """It goes on under another number. What it was to do may not have reached it, and is sent again."""
@@ -197,7 +197,7 @@ class WorkerReports:
         worker.number = group.worker = number
         group.away, group.result_us = False, self._clock.now_us
         self.returned_total += 1
-        self.changed = True
+        self.changed.add(number)
         self._cache.waits.wake_all()
         self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
         self._effects.append(ToWorker(number, _registered(group, rid)))
@@ -205,7 +205,7 @@ class WorkerReports:
 
     def _worker_loading(self, worker: Worker, message: WorkerLoading) -> None:
         worker.phase, worker.progress = message.phase, message.progress
-        self.changed = True
+        self.changed.add(worker.number)
 
     def _worker_ready(self, worker: Worker, message: WorkerReady) -> None:
         if worker.group is not None:
@@ -221,7 +221,7 @@ class WorkerReports:
         group = worker.group = self._cache.add_group(worker.number, worker.name, message)
         worker.phase, worker.progress = "ready", 1.0
         self.registered_total += 1
-        self.changed = True
+        self.changed.add(worker.number)
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
         self._effects.append(ToWorker(worker.number, _registered(group, message.rid)))
         facts: dict[str, Field] = {"blocks": message.blocks, "model": message.model.name, "device": message.device}
@@ -261,7 +261,7 @@ class WorkerReports:
         worker = self.workers.pop(number, None)
         if worker is None:
             return
-        self.changed = True
+        self.changed.add(number)
         self.left_total += goodbye
         self.lost_total += not goodbye
         requests = worker.group.running if worker.group is not None else 0
