@@ -16,6 +16,7 @@ from typing import Self
 from kvforge.protocol import transport
 from kvforge.protocol.errors import BlockNotFound, CoordinatorUnavailable, SequenceNotFound, Unavailable
 from kvforge.protocol.messages import Int32Array, Int64Array, Welcome
+from kvforge.protocol.numbers import Numbers
 from kvforge.protocol.tables import TablesReader
 
 from .sequences import SequenceRef, sequence_id
@@ -152,6 +153,14 @@ class Tables:
         Raises DeadlineExceeded where the coordinator ended, or hangs, in the middle of writing them.
         """
         return self._reader.gauges()
+
+    def numbers(self) -> Numbers:
+        """All that is counted, by tenant and by worker too, with the gauges of the same moment (`protocol.meters`).
+
+        They are at most some milliseconds older than the last turn, and none where nothing is asked of the service.
+        Raises DeadlineExceeded as `gauges` does.
+        """
+        return self._reader.numbers()
 
     def sequences(self) -> tuple[Int64Array, Int32Array]:
         """Every sequence, clients' and requests': ids [n] int64 and lengths [n] int32, in tokens, in no special order.

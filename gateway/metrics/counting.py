@@ -1,0 +1,48 @@
+"""Every request is counted: its path, its status, how long it took, its bytes."""
+
+from __future__ import annotations
+
+from time import monotonic
+
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from .shared import Counts
+
+GONE = 499  # nobody read an answer
+
+
+class Counting:
+    """Around the application. What ends without a status is counted as one whose client has gone."""
+
+    def __init__(self, app: ASGIApp, counts: Counts) -> None:
+        self._app, self._counts = app, counts
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """One request."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        began, status, received, sent = monotonic(), GONE, 0, 0
+
+        async def counted_receive() -> Message:
+            nonlocal received
+            message = await receive()
+            received += len(message.get("body", b""))
+            return message
+
+        async def counted_send(message: Message) -> None:
+            nonlocal status, sent
+            if message["type"] == "http.response.start":
+                status = message["status"]
+            else:
+                sent += len(message.get("body", b""))
+            await send(message)
+
+        self._counts.began()
+        try:
+            await self._app(scope, counted_receive, counted_send)
+        except Exception:
+            status = 500 if status == GONE else status
+            raise
+        finally:
+            self._counts.ended(scope["path"], status, monotonic() - began, received, sent)

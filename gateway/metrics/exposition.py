@@ -1,0 +1,94 @@
+"""From numbers to what Prometheus reads."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily
+from prometheus_client.metrics_core import Metric as Family
+
+from kvforge.protocol.numbers import Numbers
+
+from .service import SERVICE
+from .shared import OPEN, OTHER_STATUS, RECEIVED, SECONDS, SENT, Counts
+from .told import COUNTER, GAUGE, HISTOGRAM, Buckets, Metric, Told
+from .vllm import VLLM
+
+UP = "kvforge_up"
+GATEWAY = {
+    UP: (GAUGE, "1 while the coordinator's process runs; all else of the service is told only then.", ()),
+    "kvforge_http_requests_total": (COUNTER, "Requests by path and status; 0 is any other status.", ("path", "status")),
+    "kvforge_http_request_seconds": (HISTOGRAM, "From a request's head to the end of its answer.", ("path",)),
+    "kvforge_http_requests_open": (GAUGE, "Requests that are being answered, streams too.", ()),
+    "kvforge_http_received_bytes_total": (COUNTER, "Bytes of requests' bodies.", ()),
+    "kvforge_http_sent_bytes_total": (COUNTER, "Bytes of answers' bodies.", ()),
+}
+
+
+class Exposition:
+    """What one scrape gets: a registry, as prometheus_client takes them."""
+
+    def __init__(self, numbers: Numbers | None, counts: Counts | None, *, names: bool, serves: bool = True) -> None:
+        """numbers: None where the coordinator does not run. names: whether tenants are told by name. serves: whether a
+        coordinator is looked for here at all."""
+        self._numbers, self._counts, self._names, self._serves = numbers, counts, names, serves
+
+    def collect(self) -> Iterator[Family]:
+        """Every family, in the order of the catalogue."""
+        if self._serves:
+            yield _family(UP, *GATEWAY[UP], samples=[((), float(self._numbers is not None))])
+        if self._numbers is not None:
+            told = Told(self._numbers, names=self._names)
+            for metric in (*SERVICE, *(VLLM if told.facts.model else ())):
+                yield _read(metric, told)
+        if self._counts is not None:
+            yield from _own(self._counts)
+
+
+def names_of(metric: Metric | str, kind: str = "") -> tuple[str, ...]:
+    """The names of a metric's series."""
+    name, kind = (metric, kind) if isinstance(metric, str) else (metric.name, metric.kind)
+    return tuple(name + end for end in ("_bucket", "_count", "_sum")) if kind == HISTOGRAM else (name,)
+
+
+def _read(metric: Metric, told: Told) -> Family:
+    return _family(metric.name, metric.kind, metric.text, metric.labels, metric.read(told))
+
+
+def _family(
+    name: str, kind: str, text: str, labels: tuple[str, ...], samples: Iterable[tuple[tuple[str, ...], float | Buckets]]
+) -> Family:
+    if kind == HISTOGRAM:
+        histogram = HistogramMetricFamily(name, text, labels=labels)
+        for values, found in samples:
+            assert isinstance(found, Buckets), "a histogram has buckets"
+            histogram.add_metric(values, found.cumulative, found.total)
+        return histogram
+    family = (GaugeMetricFamily if kind == GAUGE else CounterMetricFamily)(name, text, labels=labels)
+    for values, value in samples:
+        assert not isinstance(value, Buckets), "and nothing else has"
+        family.add_metric(values, value)
+    return family
+
+
+def _own(counts: Counts) -> Iterator[Family]:
+    total = counts.total()
+    bounds = [*map(str, SECONDS), "+Inf"]
+    requests, seconds = [], []
+    for path in counts.paths:
+        statuses = counts.by_status(total, path)
+        requests += [
+            ((path, str(status) if status != OTHER_STATUS else "0"), count) for status, count in statuses.items()
+        ]
+        if statuses:
+            cumulative, all_s = counts.seconds(total, path)
+            seconds.append(((path,), Buckets(list(zip(bounds, cumulative, strict=True)), all_s)))
+    values = {
+        "kvforge_http_requests_total": requests,
+        "kvforge_http_request_seconds": seconds,
+        "kvforge_http_requests_open": [((), int(total[OPEN]))],
+        "kvforge_http_received_bytes_total": [((), int(total[RECEIVED]))],
+        "kvforge_http_sent_bytes_total": [((), int(total[SENT]))],
+    }
+    for name, samples in values.items():
+        yield _family(name, *GATEWAY[name], samples=samples)

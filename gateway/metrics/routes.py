@@ -1,0 +1,71 @@
+"""/metrics: what Prometheus scrapes, as text or as OpenMetrics, whichever it asks for."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from pathlib import Path
+
+from prometheus_client.exposition import choose_encoder
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+
+from gateway.http.errors import headers_of, openai_error, status_of
+from kvforge.client.tables import Tables
+from kvforge.protocol.errors import CoordinatorUnavailable, KvforgeError
+from kvforge.protocol.numbers import Numbers
+
+from .exposition import Exposition
+from .shared import Counts
+
+log = logging.getLogger(__name__)
+
+
+class Source:
+    """The numbers of the coordinator that serves in a folder, whichever process it is by now."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._tables: Tables | None = None
+        self._said = ""
+
+    def read(self) -> Numbers | None:
+        """All of one instant; None where no coordinator runs, or none that this gateway understands."""
+        try:
+            if self._tables is None or self._tables.ended():
+                self._tables = Tables(self._folder)
+            numbers = None if self._tables.ended() else self._tables.numbers()
+        except CoordinatorUnavailable:
+            self._tables = None
+            return None
+        except KvforgeError as error:
+            if self._said != error.message:  # once, not with every scrape
+                self._said = error.message
+                log.warning("the coordinator's numbers cannot be read: %s", error.message)
+            self._tables = None
+            return None
+        self._said = ""
+        return numbers
+
+
+def routes(
+    source: Source | None, counts: Counts | None = None, *, may_see_tenants: Callable[[Request], bool] | bool = True
+) -> list[Route]:
+    """The path /metrics. source: None where the coordinator is on another machine; then its own gateway tells of it.
+
+    may_see_tenants: whether whoever sent the request is told tenants by name; it may raise, as NotAllowed where that
+    one may see nothing at all.
+    """
+
+    async def metrics(request: Request) -> Response:
+        try:
+            names = may_see_tenants if isinstance(may_see_tenants, bool) else may_see_tenants(request)
+        except KvforgeError as error:
+            return JSONResponse(openai_error(error), status_of(error), headers_of(error))
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        numbers = source.read() if source is not None else None
+        told = Exposition(numbers, counts, names=names, serves=source is not None)
+        return Response(encode(told), headers={"content-type": content_type})
+
+    return [Route("/metrics", metrics, methods=["GET"])]

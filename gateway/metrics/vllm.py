@@ -1,0 +1,81 @@
+"""The names of vLLM for numbers of the very same meaning, with vLLM's labels. `engine` is always 0."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from kvforge.protocol.meters import (
+    ANSWER_SIZE,
+    DECODE,
+    ENDED,
+    FIRST_TOKEN,
+    GAP,
+    HIT,
+    PREEMPTED,
+    PREFILL,
+    PREFILLED,
+    PROMPT_SIZE,
+    QUERIED,
+    QUEUE,
+    RUNNING,
+    WAITING,
+    WHOLE,
+    Distribution,
+)
+
+from .told import COUNTER, GAUGE, HISTOGRAM, MICRO, Metric, Sample, Told, buckets, tokens, usage
+
+LABELS = ("model_name", "engine")
+# vLLM says `abort` of what its client gave up. Its `error` and our `failed`, `expired` are not the same.
+FINISHED = {"stop": "stop", "length": "length", "cancelled": "abort"}
+
+
+def _labels(told: Told) -> tuple[str, str]:
+    return told.facts.model, "0"
+
+
+def _count(cell: int) -> Callable[[Told], Iterable[Sample]]:
+    return lambda told: [(_labels(told), int(told.all[cell]))]
+
+
+def _spread(what: Distribution, scale: float = MICRO) -> Callable[[Told], Iterable[Sample]]:
+    return lambda told: [(_labels(told), buckets(told.all, what, scale))]
+
+
+def _success(told: Told) -> Iterable[Sample]:
+    return [((*_labels(told), theirs), int(told.all[ENDED[ours]])) for ours, theirs in FINISHED.items()]
+
+
+def _metric(name: str, kind: str, same: str, read: Callable[[Told], Iterable[Sample]], *more: str) -> Metric:
+    return Metric(f"vllm:{name}", kind, f"The same as {same}.", read, (*LABELS, *more), same)
+
+
+VLLM = (
+    _metric("num_requests_running", GAUGE, "kvforge_requests_running", _count(RUNNING)),
+    _metric("num_requests_waiting", GAUGE, "kvforge_requests_waiting", _count(WAITING)),
+    _metric(
+        "kv_cache_usage_perc",
+        GAUGE,
+        "kvforge_blocks",
+        lambda told: [(_labels(told), usage(told))],
+    ),
+    _metric("prefix_cache_queries_total", COUNTER, "kvforge_prefix_queried_tokens_total", _count(QUERIED)),
+    _metric("prefix_cache_hits_total", COUNTER, "kvforge_prefix_hit_tokens_total", _count(HIT)),
+    _metric("num_preemptions_total", COUNTER, "kvforge_preemptions_total", _count(PREEMPTED)),
+    _metric("prompt_tokens_total", COUNTER, "kvforge_prefilled_tokens_total", _count(PREFILLED)),
+    _metric(
+        "generation_tokens_total",
+        COUNTER,
+        "kvforge_generated_tokens_total",
+        lambda told: [(_labels(told), tokens(told.all))],
+    ),
+    _metric("request_success_total", COUNTER, "kvforge_requests_ended_total", _success, "finished_reason"),
+    _metric("time_to_first_token_seconds", HISTOGRAM, "kvforge_time_to_first_token_seconds", _spread(FIRST_TOKEN)),
+    _metric("inter_token_latency_seconds", HISTOGRAM, "kvforge_inter_token_seconds", _spread(GAP)),
+    _metric("e2e_request_latency_seconds", HISTOGRAM, "kvforge_request_seconds", _spread(WHOLE)),
+    _metric("request_queue_time_seconds", HISTOGRAM, "kvforge_request_queue_seconds", _spread(QUEUE)),
+    _metric("request_prefill_time_seconds", HISTOGRAM, "kvforge_request_prefill_seconds", _spread(PREFILL)),
+    _metric("request_decode_time_seconds", HISTOGRAM, "kvforge_request_decode_seconds", _spread(DECODE)),
+    _metric("request_prompt_tokens", HISTOGRAM, "kvforge_request_prompt_tokens", _spread(PROMPT_SIZE, 1)),
+    _metric("request_generation_tokens", HISTOGRAM, "kvforge_request_generated_tokens", _spread(ANSWER_SIZE, 1)),
+)
