@@ -5,8 +5,10 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
+from pathlib import Path
 
 from starlette.applications import Starlette
+from starlette.middleware import Middleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -15,10 +17,14 @@ from gateway.access import Access
 from gateway.anthropic.routes import Anthropic
 from gateway.chat.hygiene import Hygiene
 from gateway.chat.prompts import Prompts
-from gateway.config import Settings
+from gateway.config import SEE, Settings
 from gateway.generate.service import Service
 from gateway.http.errors import openai_error
 from gateway.http.guard import Guard
+from gateway.metrics.counting import Counting
+from gateway.metrics.routes import Source
+from gateway.metrics.routes import routes as metrics
+from gateway.metrics.shared import Counts
 from gateway.openai.routes import OpenAI
 from gateway.page.routes import routes as page
 from kvforge import __version__
@@ -29,9 +35,10 @@ from kvforge.protocol.messages import ModelInfo
 from kvforge.text.tokenizer import Tokenizer
 
 
-def make_app(settings: Settings, access: Access) -> Starlette:
+def make_app(settings: Settings, access: Access, counted: Path | None = None) -> Starlette:
     """The application of one process; its connection is made when it starts, and ends with it.
 
+    counted: the file in which all processes of this port count requests; None: there is but this one.
     `state.ending` is set where the process is to end: then the streams end that would not end by themselves.
     """
 
@@ -80,6 +87,14 @@ def make_app(settings: Settings, access: Access) -> Starlette:
         *OpenAI(service, settings).routes(guard),
         *Anthropic(service, settings).routes(guard),
     ]
-    app = Starlette(routes=routes, lifespan=lifespan, exception_handlers={404: unknown, 405: unknown})
+    counts = Counts([route.path for route in routes if "{" not in route.path], counted)
+    source = None if settings.endpoint else Source(settings.folder)
+    routes += metrics(source, counts, may_see_tenants=lambda request: bool(access.caller(request.headers, SEE)))
+    app = Starlette(
+        routes=routes,
+        lifespan=lifespan,
+        exception_handlers={404: unknown, 405: unknown},
+        middleware=[Middleware(Counting, counts=counts)],
+    )
     app.state.ending = False
     return app

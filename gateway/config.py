@@ -114,7 +114,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         """Where the coordinator is."""
         if self.endpoint:
             return self.endpoint
-        return client_endpoint(expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute())
+        return client_endpoint(self.folder)
+
+    @property
+    def folder(self) -> Path:
+        """Where a coordinator on this machine has its socket and its tables."""
+        return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
 
 
 def is_local(host: str) -> bool:

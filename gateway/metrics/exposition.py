@@ -74,7 +74,8 @@ def _family(
 def _own(counts: Counts) -> Iterator[Family]:
     total = counts.total()
     bounds = [*map(str, SECONDS), "+Inf"]
-    requests, seconds = [], []
+    requests: list[tuple[tuple[str, ...], float | Buckets]] = []
+    seconds: list[tuple[tuple[str, ...], float | Buckets]] = []
     for path in counts.paths:
         statuses = counts.by_status(total, path)
         requests += [
@@ -83,7 +84,7 @@ def _own(counts: Counts) -> Iterator[Family]:
         if statuses:
             cumulative, all_s = counts.seconds(total, path)
             seconds.append(((path,), Buckets(list(zip(bounds, cumulative, strict=True)), all_s)))
-    values = {
+    values: dict[str, list[tuple[tuple[str, ...], float | Buckets]]] = {
         "kvforge_http_requests_total": requests,
         "kvforge_http_request_seconds": seconds,
         "kvforge_http_requests_open": [((), int(total[OPEN]))],

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 from prometheus_client.exposition import choose_encoder
+from prometheus_client.openmetrics import exposition as openmetrics
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -19,6 +21,7 @@ from kvforge.protocol.numbers import Numbers
 from .exposition import Exposition
 from .shared import Counts
 
+OPENMETRICS = "application/openmetrics-text"
 log = logging.getLogger(__name__)
 
 
@@ -63,9 +66,12 @@ def routes(
             names = may_see_tenants if isinstance(may_see_tenants, bool) else may_see_tenants(request)
         except KvforgeError as error:
             return JSONResponse(openai_error(error), status_of(error), headers_of(error))
-        encode, content_type = choose_encoder(request.headers.get("accept", ""))
         numbers = source.read() if source is not None else None
         told = Exposition(numbers, counts, names=names, serves=source is not None)
+        encode, content_type = choose_encoder(request.headers.get("accept", ""))
+        if content_type.startswith(OPENMETRICS):
+            # Escaped by its own rule, vLLM's names would lose their colon in samples alone; no name needs any.
+            encode = partial(openmetrics.generate_latest, escaping=openmetrics.ALLOWUTF8)
         return Response(encode(told), headers={"content-type": content_type})
 
     return [Route("/metrics", metrics, methods=["GET"])]

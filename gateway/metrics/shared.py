@@ -33,7 +33,8 @@ class Counts:
     """A row for this process, and the sum of all.
 
     paths: those that are told apart. A path has the cells of its statuses, of its buckets of seconds, and of their sum
-    in microseconds. path: of the file, which is made where it is not there; None: this process is alone.
+    in microseconds. path: of the file, which is made where it is not there, and of which a process has one object;
+    None: this process is alone.
     Raises CapacityExceeded where ROWS processes have one.
     """
 

@@ -78,7 +78,8 @@ def _serve(options: argparse.Namespace, settings: Settings, listener: socket.soc
     from .process import serve
 
     with tempfile.TemporaryDirectory(prefix="kvforge-gateway-") as folder:
-        rates = SharedRates(options.rates or Path(folder) / "rates")
+        shared = options.rates or Path(folder) / "rates"
+        rates = SharedRates(shared)
         access = Access(settings, rates)
 
         def read_keys(number: int, frame: object) -> None:  # noqa: ARG001
@@ -89,7 +90,7 @@ def _serve(options: argparse.Namespace, settings: Settings, listener: socket.soc
 
         signal.signal(signal.SIGHUP, read_keys)
         try:
-            serve(settings, listener, access)
+            serve(settings, listener, access, shared.with_name("requests"))
         finally:
             rates.close()
     return OK

@@ -8,6 +8,7 @@ import socket
 import sys
 from collections.abc import Generator
 from contextlib import contextmanager
+from pathlib import Path
 
 import uvicorn
 
@@ -32,9 +33,9 @@ class _Server(uvicorn.Server):
         notify("READY=1")
 
 
-def serve(settings: Settings, listener: socket.socket, access: Access) -> None:
-    """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`."""
-    app = make_app(settings, access)
+def serve(settings: Settings, listener: socket.socket, access: Access, counted: Path | None = None) -> None:
+    """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`. counted: as in `make_app`."""
+    app = make_app(settings, access, counted)
     config = uvicorn.Config(
         app,
         http=protocol_of(settings),

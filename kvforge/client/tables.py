@@ -157,7 +157,8 @@ class Tables:
     def numbers(self) -> Numbers:
         """All that is counted, by tenant and by worker too, with the gauges of the same moment (`protocol.meters`).
 
-        They are at most some milliseconds older than the last turn, and none where nothing is asked of the service.
+        They are some milliseconds older than the last turn at most, a second where requests wait and nothing happens,
+        and as new as it where no request is alive.
         Raises DeadlineExceeded as `gauges` does.
         """
         return self._reader.numbers()

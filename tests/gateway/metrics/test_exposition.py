@@ -1,0 +1,187 @@
+"""What a scrape says: every number where it belongs, in both formats, and nothing that is not for the caller."""
+
+from __future__ import annotations
+
+import re
+import shutil
+import subprocess
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from prometheus_client.core import Metric as Family
+from prometheus_client.openmetrics.parser import text_string_to_metric_families as parse_openmetrics
+from prometheus_client.parser import text_string_to_metric_families as parse_text
+from starlette.applications import Starlette
+from starlette.requests import Request
+from starlette.testclient import TestClient
+
+from gateway.metrics.exposition import GATEWAY, names_of
+from gateway.metrics.routes import Source, routes
+from gateway.metrics.service import SERVICE
+from gateway.metrics.shared import Counts
+from gateway.metrics.told import COUNTER, HISTOGRAM
+from gateway.metrics.vllm import VLLM
+from kvforge.protocol.errors import NotAllowed
+from kvforge.protocol.meters import GAP, HIT, RUNNING, Facts
+from kvforge.protocol.tables import TablesWriter
+from tests.gateway.metrics.conftest import FACTS, put
+
+OPENMETRICS = {"accept": "application/openmetrics-text; version=1.0.0; charset=utf-8"}
+Samples = dict[tuple[str, frozenset[tuple[str, str]]], float]
+
+
+def client(folder: Path, may_see_tenants: Callable[[Request], bool] | bool = True) -> TestClient:
+    counts = Counts(["/v1/models"])
+    counts.began()
+    counts.ended("/v1/models", 200, 0.02, 7, 8)
+    return TestClient(Starlette(routes=routes(Source(folder), counts, may_see_tenants=may_see_tenants)))
+
+
+def samples(families: list[Family]) -> Samples:
+    found = {(s.name, frozenset(s.labels.items())): s.value for family in families for s in family.samples}
+    assert len(found) == sum(len(family.samples) for family in families), "a series is there twice"
+    return found
+
+
+def scraped(folder: Path, may_see_tenants: bool = True) -> Samples:
+    return samples(list(parse_text(client(folder, may_see_tenants).get("/metrics").text)))
+
+
+def value(found: Samples, name: str, **labels: str) -> float:
+    return found[name, frozenset(labels.items())]
+
+
+def test_every_metric_is_told_in_both_formats_and_they_agree(tables: TablesWriter) -> None:
+    folder = tables.path.parent
+    text = client(folder).get("/metrics")
+    assert text.headers["content-type"].startswith("text/plain; version=")
+    other = client(folder).get("/metrics", headers=OPENMETRICS)
+    assert other.headers["content-type"].startswith("application/openmetrics-text; version=1")
+    assert other.text.endswith("# EOF\n")
+    found, again = samples(list(parse_text(text.text))), samples(list(parse_openmetrics(other.text)))
+    age = ("kvforge_published_age_seconds", frozenset())
+    assert found.keys() == again.keys()
+    assert {key: v for key, v in found.items() if key != age} == {key: v for key, v in again.items() if key != age}
+    told = {name for name, _ in found}
+    every = {name for metric in (*SERVICE, *VLLM) for name in names_of(metric)}
+    every |= {name for metric, (kind, _, _) in GATEWAY.items() for name in names_of(metric, kind)}
+    assert told == every
+
+
+def test_numbers_are_where_they_belong(tables: TablesWriter) -> None:
+    found = scraped(tables.path.parent)
+    b = FACTS.tenants[1]
+    assert value(found, "kvforge_up") == 1
+    assert [value(found, "kvforge_requests_running", tenant=t) for t in ("other", "a", b)] == [
+        RUNNING * i for i in (1, 2, 3)
+    ]
+    assert [value(found, "kvforge_tenant_blocks", tenant=t) for t in ("other", "a", b)] == [1, 20, 300]
+    assert value(found, "kvforge_prefix_hit_tokens_total", tenant="a") == 2 * HIT
+    assert [value(found, "kvforge_blocks", worker="w0", state=s) for s in ("free", "quarantined")] == [2, 5]
+    assert value(found, "kvforge_worker_memory_bytes", worker="w0", purpose="weights") == 70
+    assert value(found, "kvforge_worker_state", worker="w1", state="loading") == 1
+    assert value(found, "kvforge_worker_state", worker="w0", state="loading") == 0
+    cells = range(GAP.start, GAP.total)
+    assert value(found, "kvforge_inter_token_seconds_count", tenant="a") == 2 * sum(cells)
+    assert value(found, "kvforge_inter_token_seconds_bucket", tenant="a", le="0.0025") == 2 * (cells[0] + cells[1])
+    assert value(found, "kvforge_inter_token_seconds_sum", tenant="a") == 2 * GAP.total / 1e6
+    assert value(found, "kvforge_http_requests_total", path="/v1/models", status="200") == 1
+    assert value(found, "kvforge_http_received_bytes_total") == 7
+    assert not any(name == "kvforge_step_seconds_count" and ("worker", "w1") in labels for name, labels in found)
+
+
+def test_what_is_called_as_vllm_calls_it_is_the_sum_of_ours(tables: TablesWriter) -> None:
+    found = scraped(tables.path.parent)
+    ours = {metric.name: metric for metric in SERVICE}
+    for metric in VLLM:
+        same = ours[metric.same]
+        for name, theirs in zip(names_of(same), names_of(metric), strict=True):
+            if name.endswith("_bucket") or "blocks" in name:
+                continue
+            mine = sum(v for (n, _), v in found.items() if n == name)
+            told = sum(
+                v
+                for (n, labels), v in found.items()
+                if n == theirs and {("engine", "0"), ("model_name", "a/model")} <= labels
+            )
+            left_out = {"kvforge_preemptions_total": "worker_lost", "kvforge_requests_ended_total": "expired failed"}
+            mine -= sum(
+                v for (n, labels), v in found.items()
+                if n == name and {w for _, w in labels} & {*left_out.get(name, "").split()}
+            )  # fmt: skip
+            assert told == pytest.approx(mine), metric.name
+    used = value(found, "vllm:kv_cache_usage_perc", model_name="a/model", engine="0")
+    blocks = {s: value(found, "kvforge_blocks", worker="w0", state=s) for s in ("referenced", "quarantined")}
+    assert set(blocks.values()) == {4, 5} and 0 < used < 3
+
+
+def test_the_part_of_blocks_in_use_is_what_vllm_calls_its_usage(tables: TablesWriter) -> None:
+    gauges = {"blocks_total": 100, "blocks_free": 20, "blocks_cached": 30, "blocks_referenced": 45}
+    put(tables, **gauges, blocks_quarantined=5)
+    used = value(scraped(tables.path.parent), "vllm:kv_cache_usage_perc", model_name="a/model", engine="0")
+    assert used == 0.5
+
+
+def test_who_may_not_see_tenants_sees_their_sum(tables: TablesWriter) -> None:
+    text = client(tables.path.parent, may_see_tenants=False).get("/metrics").text
+    assert not any(name in text for name in ('"a"', 'tenant="b', 'other"}'))
+    found = samples(list(parse_text(text)))
+    assert value(found, "kvforge_tenant_blocks", tenant="") == 321
+    assert value(found, "kvforge_inter_token_seconds_count", tenant="") == 6 * sum(range(GAP.start, GAP.total))
+
+
+def test_a_tenant_that_is_called_other_counts_with_the_others(tables: TablesWriter) -> None:
+    put(tables, Facts(tenants=("other", "b")))
+    found = scraped(tables.path.parent)
+    assert value(found, "kvforge_tenant_blocks", tenant="other") == 21
+    assert not any(name.startswith("vllm:") for name, _ in found), "there is no model yet"
+
+
+def test_who_may_see_nothing_is_told_so(tables: TablesWriter) -> None:
+    def nothing(_request: Request) -> bool:
+        raise NotAllowed("see", "the key 'x' does not have it")
+
+    refused = client(tables.path.parent, nothing).get("/metrics")
+    assert (refused.status_code, refused.json()["error"]["code"]) == (403, "not_allowed")
+
+
+def test_without_a_coordinator_only_the_gateway_is_told_of(tmp_path: Path) -> None:
+    found = scraped(tmp_path)
+    assert value(found, "kvforge_up") == 0
+    assert {name for name, _ in found} == {
+        name for metric, (kind, _, _) in GATEWAY.items() for name in names_of(metric, kind)
+    }
+
+
+def test_a_coordinator_on_another_machine_is_not_said_to_be_down() -> None:
+    app = Starlette(routes=routes(None, Counts([])))
+    assert "kvforge_up" not in TestClient(app).get("/metrics").text
+
+
+def test_tables_of_another_layout_are_said_once_and_are_no_numbers(
+    tables: TablesWriter, caplog: pytest.LogCaptureFixture
+) -> None:
+    with tables.path.open("r+b") as file:
+        file.seek(8)
+        file.write((99).to_bytes(4, "little"))
+    reading = client(tables.path.parent)
+    for _ in range(3):
+        assert "kvforge_up 0.0" in reading.get("/metrics").text
+    assert [record.message for record in caplog.records].count(caplog.records[0].message) == 1
+    assert "layout 99" in caplog.records[0].message
+
+
+def test_names_are_as_prometheus_wants_them(tables: TablesWriter) -> None:
+    for metric in SERVICE:
+        assert re.fullmatch(r"kvforge_[a-z_]+", metric.name)
+        assert metric.name.endswith("_total") == (metric.kind == COUNTER), metric.name
+        assert metric.kind != HISTOGRAM or metric.name.endswith(("_seconds", "_tokens")), metric.name
+        assert metric.text.endswith(".")
+    if shutil.which("promtool") is None:
+        pytest.skip("promtool is not installed (Debian: apt-get install prometheus)")
+    text = client(tables.path.parent).get("/metrics").text
+    # vLLM's names have a colon, which promtool would keep for rules.
+    ours = "\n".join(line for line in text.splitlines() if "vllm:" not in line) + "\n"
+    run = subprocess.run(["promtool", "check", "metrics"], input=ours, text=True, capture_output=True, check=False)
+    assert (run.returncode, run.stderr, run.stdout) == (0, "", "")
