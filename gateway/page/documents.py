@@ -21,9 +21,14 @@ Document = dict[str, Any]
 
 
 def pools(stats: Stats) -> list[Document]:
-    """Pools by their first block."""
-    ordered = sorted(stats.pools, key=lambda pool: pool.base)[:WORKERS_MAX]
+    """Pools by their workers' names."""
+    ordered = sorted(stats.pools, key=lambda pool: by_name(pool.worker))[:WORKERS_MAX]
     return [{name: getattr(pool, name) for name in POOL} for pool in ordered]
+
+
+def by_name(name: str) -> tuple[int, str]:
+    """worker-10 after worker-9."""
+    return len(name), name
 
 
 def tenants(stats: Stats) -> Document:
@@ -59,7 +64,7 @@ def workers(health: Health) -> Document:
             "memory": worker.device_bytes,
             "kernels": {what: kernel[:TEXT_MAX] for what, kernel in worker.kernels.items()},
         }
-        for worker in health.workers[:WORKERS_MAX]
+        for worker in sorted(health.workers, key=lambda worker: by_name(worker.name))[:WORKERS_MAX]
     ]
     gone = {name: how[:TEXT_MAX] for name, how in list(health.gone.items())[:WORKERS_MAX]}
     return {"rows": rows, "gone": gone}

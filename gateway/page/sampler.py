@@ -216,6 +216,7 @@ class Sampler:
         view.gone_s = None if running else now_s - self._gone_since
         view.silent_s = now_s - self._asked if self._asked else 0.0
         now = self._now(now_s, now_ms)
+        view.running, view.pending = now.get("running", 0), now.get("waiting", 0)
         self._board.put("now", now)
         self._board.put("summary", summary(view))
         self._board.put("happenings", self._happenings.told())

@@ -36,10 +36,14 @@ class Waiting:
 
 @dataclass(slots=True)
 class View:
-    """The last answers; None before the first. gone_s: since the coordinator's process ended; None: it runs, or
-    that cannot be seen from here. silent_s: since the oldest question without an answer. problem: what came instead.
+    """running, pending: requests, as the tables say it now. stats, health, listed: the last answers; None before the
+    first. waiting: of the tenants with the most that wait. gone_s: since the coordinator's process ended; None: it
+    runs, or that cannot be seen from here. silent_s: since the oldest question without an answer. problem: what came
+    instead.
     """
 
+    running: int = 0
+    pending: int = 0
     stats: Stats | None = None
     health: Health | None = None
     listed: RequestList | None = None
@@ -51,11 +55,12 @@ class View:
 
 @dataclass(frozen=True, slots=True)
 class Summary:
-    """level: GOOD, NOTICE or BAD. notes: what else is worth a line."""
+    """level: GOOD, NOTICE or BAD. notes: what else is worth a line. stale: all else that is shown is of before."""
 
     level: str
     sentence: str
     notes: tuple[str, ...] = ()
+    stale: bool = False
 
 
 def summary(view: View) -> Summary:
@@ -63,19 +68,19 @@ def summary(view: View) -> Summary:
     if view.gone_s is not None:
         away = f"The coordinator is gone, for {_seconds(view.gone_s)}."
         kept = "What it was told is in its journal: started again, it goes on, and so does this page."
-        return Summary(BAD, away, (kept,))
+        return Summary(BAD, away, (kept,), stale=True)
     if view.health is None or view.stats is None:
         if view.problem:
             return Summary(BAD, "No coordinator answers.", (view.problem, "This page looks again by itself."))
         return Summary(NOTICE, "Looking for the coordinator …")
     if view.silent_s >= SILENT_S:
-        return Summary(BAD, f"The coordinator has not answered for {_seconds(view.silent_s)}.", (view.problem,))
-    return _serving(view.stats, view.health, view.waiting)
+        silent = f"The coordinator has not answered for {_seconds(view.silent_s)}."
+        return Summary(BAD, silent, (view.problem,), stale=True)
+    return _serving(view, view.health)
 
 
-def _serving(stats: Stats, health: Health, waiting: tuple[Waiting, ...]) -> Summary:
-    running, pending = stats.requests.running, stats.requests.pending
-    work = _work(running, pending, waiting)
+def _serving(view: View, health: Health) -> Summary:
+    work = _work(view.running, view.pending, view.waiting)
     gone = tuple(f"{name}: {how}" for name, how in health.gone.items())
     loading = tuple(
         f"{worker.name} is {worker.state}: {worker.phase} {worker.progress:.0%}".replace(":  ", ": ")
@@ -89,7 +94,7 @@ def _serving(stats: Stats, health: Health, waiting: tuple[Waiting, ...]) -> Summ
     if gone:
         many = f"{len(gone)} workers are gone" if len(gone) > 1 else f"{next(iter(health.gone))} is gone"
         return Summary(NOTICE, f"{many}; {work}.", gone + loading)
-    if pending:
+    if view.pending:
         return Summary(NOTICE, f"{work}.", loading)
     return Summary(GOOD, f"All is well: {work}.", loading)
 

@@ -144,12 +144,14 @@ class Worker:
             vocab_size=table.vocabulary,
             context_tokens_max=min(table.context_tokens_max, size * welcome.blocks_per_sequence_max),
         )
+        blocks, bytes_per_block = self._config.blocks or table.blocks(size), table.kv_bytes_per_token * size
         ready = WorkerReady(
             rid=2,
             model=model,
-            blocks=self._config.blocks or table.blocks(size),
-            bytes_per_block=table.kv_bytes_per_token * size,
+            blocks=blocks,
+            bytes_per_block=bytes_per_block,
             kv_dtype="bfloat16",
+            device_bytes={"weights": table.weight_bytes, "pool": blocks * bytes_per_block},
             device=f"none: a table, {table.source}",
             zeroes=True,
         )

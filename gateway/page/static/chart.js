@@ -32,7 +32,7 @@ export class Chart {
     this.svg.append(...(this.filled ? [this.filled] : []), ...this.paths);
   }
 
-  // times: [n] ms; series: for each line [n] numbers or null. Returns the top of the scale.
+  // times: [n] ms; series: for each line [n] numbers or null. Returns the top of the scale, 0 where there is nothing.
   draw(times, series, floor = 0) {
     const endMs = times.at(-1);
     const spanMs = span(times);
@@ -64,6 +64,6 @@ export class Chart {
       this.paths[at].setAttribute("d", path);
       if (at === 0 && this.filled) this.filled.setAttribute("d", fill.replaceAll(`V${this.height}Z`, ""));
     });
-    return top;
+    return most > 0 ? top : 0;
   }
 }

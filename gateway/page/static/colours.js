@@ -14,7 +14,9 @@ export function colour(name) {
   return value;
 }
 
-export const tenantColour = (number) => colour(`tenant-${number % TENANT_COLOURS}`);
+// For elements: it follows the scheme by itself.
+export const shade = (name) => `var(--${name})`;
+export const tenantShade = (number) => shade(`tenant-${number % TENANT_COLOURS}`);
 
 export function onScheme(redraw) {
   dark.addEventListener("change", () => {

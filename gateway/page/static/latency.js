@@ -24,7 +24,7 @@ export class Lines {
       tile.value = el("b", {}, "–");
       tile.told = el("span", { class: "soft" });
       const chart = tile.chart ? [tile.chart.svg] : [];
-      tile.node.append(el("span", { class: "soft name" }, tile.name), el("div", {}, tile.value, " ", tile.told), ...chart);
+      tile.node.append(el("span", { class: "soft label" }, tile.name), el("div", {}, tile.value, " ", tile.told), ...chart);
       byId("tiles").append(tile.node);
     }
     this.charts = [
@@ -65,7 +65,8 @@ export class Lines {
     for (const { chart, top, from, column } of this.charts) {
       text(from, `${duration(span(times) / 1000)} ago`);
       const lines = [0, 1].map((at) => this.points.map((point) => point[column]?.[at] ?? null));
-      text(top, `up to ${milliseconds(chart.draw(times, lines))}`);
+      const most = chart.draw(times, lines);
+      text(top, most ? `up to ${milliseconds(most)}` : "");
     }
   }
 

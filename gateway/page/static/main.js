@@ -27,7 +27,8 @@ const takers = {
     pools.blocks.frame = 0; // what comes next is whole
     lines.points = [];
   },
-  summary({ level, sentence, notes }) {
+  summary({ level, sentence, notes, stale }) {
+    document.body.classList.toggle("stale", stale);
     byId("summary").dataset.level = level;
     text(byId("sentence"), sentence);
     document.title = `${MARKS[level]} ${sentence} · kvforge`;
@@ -42,6 +43,7 @@ const takers = {
   },
   about({ model, started_ms, draining }) {
     startedMs = started_ms;
+    byId("all").hidden = false;
     chat.model = model?.name ?? "";
     takers.model = model ? `${model.name}${model.dtype ? ` · ${model.dtype}` : ""} · ${count(model.context)} tokens of context` : "";
     byId("drain").disabled = draining;
@@ -91,16 +93,15 @@ function link(state, message) {
   const shown = byId("link");
   shown.dataset.state = state;
   text(shown, { live: "live", lost: "reconnecting", refused: "no key" }[state]);
-  document.body.classList.toggle("stale", state !== "live");
   byId("key").hidden = state !== "refused";
-  byId("all").hidden = state === "refused";
+  if (state === "refused") byId("all").hidden = true;
   if (state === "live") return;
   if (state === "refused") {
-    takers.summary({ level: "notice", sentence: "Who are you?", notes: [] });
+    takers.summary({ level: "notice", sentence: "Who are you?", notes: [], stale: false });
     text(byId("key-problem"), sessionStorage.length ? message : "");
     byId("key-value").focus();
   } else {
-    takers.summary({ level: "bad", sentence: "The gateway does not answer.", notes: [message || "This page tries again by itself; what it shows is of before."] });
+    takers.summary({ level: "bad", sentence: "The gateway does not answer.", notes: [message || "This page tries again by itself; what it shows is of before."], stale: true });
   }
 }
 

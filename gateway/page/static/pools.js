@@ -1,6 +1,6 @@
 // Pools as maps: each block a cell, drawn on a canvas, with a readout for pointer and keys.
 import { Blocks, CACHED, FREE, STATES } from "./blocks.js";
-import { AGE_COLOURS, TENANT_COLOURS, colour, onScheme, pixel, tenantColour } from "./colours.js";
+import { AGE_COLOURS, TENANT_COLOURS, colour, onScheme, pixel, shade, tenantShade } from "./colours.js";
 import { byId, el, keyed, part, swatch, text } from "./elements.js";
 import { bytes, count, duration, many, percent } from "./words.js";
 
@@ -8,6 +8,7 @@ const HEIGHT = 300; // of all maps together, about, in CSS pixels
 const CELL_MAX = 14;
 const GAP_FROM = 4; // cells of so many pixels have a line between them
 const DWELL_MS = 250;
+const LATER_MAX = 20; // frames that wait to be drawn, before all is
 const AGES_MS = 5000; // colours by age are drawn anew
 const AGE_WORDS = ["under 1 s", "10 s", "1 min", "10 min", "1 h", "more"];
 
@@ -65,22 +66,22 @@ export class Pools {
     text(node.querySelector(".told"), `${count(taken)} of ${many(pool.blocks, "block")} held (${percent(taken / pool.blocks)}), ${count(pool.cached)} cached · ${size}`);
     const bar = node.querySelector(".bar");
     bar.replaceChildren(
-      part(pool.referenced, colour("held"), `held ${pool.referenced}`),
-      part(pool.quarantined, colour("notice"), `quarantined ${pool.quarantined}`),
-      part(pool.cached, colour("cached"), `cached ${pool.cached}`),
-      part(pool.free, colour("free"), `free ${pool.free}`),
+      part(pool.referenced, shade("held"), `held ${pool.referenced}`),
+      part(pool.quarantined, shade("notice"), `quarantined ${pool.quarantined}`),
+      part(pool.cached, shade("cached"), `cached ${pool.cached}`),
+      part(pool.free, shade("free"), `free ${pool.free}`),
     );
     this.maps.get(`${pool.worker} ${pool.base}`)?.label(pool);
   }
 
   legend() {
     const items = {
-      state: STATES.map((state) => [colour(state), state]),
-      tenant: [...this.tenants.named().slice(0, TENANT_COLOURS).map(({ number, tenant }) => [tenantColour(number), tenant]), [colour("free"), "free"]],
-      age: [...AGE_WORDS.map((words, step) => [colour(`age-${step}`), words]), [colour("free"), "free"]],
+      state: STATES.map((state) => [shade(state), state]),
+      tenant: [...this.tenants.named().slice(0, TENANT_COLOURS).map(({ number, tenant }) => [tenantShade(number), tenant]), [shade("free"), "free"]],
+      age: [...AGE_WORDS.map((words, step) => [shade(`age-${step}`), words]), [shade("free"), "free"]],
     }[this.mode];
     const said = { state: "shared: by more than one; cached: by nobody, kept for who comes with the same prefix", tenant: "paler: cached, held by nobody", age: "how long a block has had its content, as far as this server saw" }[this.mode];
-    byId("legend").replaceChildren(...items.map(([shade, words]) => el("span", {}, swatch(shade), words)), el("span", { class: "soft" }, said));
+    byId("legend").replaceChildren(...items.map(([background, words]) => el("span", {}, swatch(background), words)), el("span", { class: "soft" }, said));
   }
 
   // The colour of each kind of cell, as ImageData has it.
@@ -105,7 +106,7 @@ export class Pools {
 
   later(ids) {
     if (this.ids === undefined) this.ids = [];
-    if (this.ids !== null) this.ids.push(ids);
+    if (this.ids !== null && this.ids.push(ids) > LATER_MAX) this.ids = null; // a hidden page does not draw
     this.due();
   }
 

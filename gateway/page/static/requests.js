@@ -1,5 +1,5 @@
 // Requests: who waits, who runs, who has ended; and why, one click away.
-import { tenantColour } from "./colours.js";
+import { tenantShade } from "./colours.js";
 import { byId, el, keyed, swatch, text } from "./elements.js";
 import { count, duration, milliseconds } from "./words.js";
 
@@ -62,7 +62,7 @@ export class Requests {
     node.classList.toggle("over", !ALIVE.includes(row[STATE]));
     const [shade, name] = cells[2].firstElementChild.children;
     const number = this.tenants.rows.find((tenant) => tenant.tenant === row[TENANT])?.number;
-    shade.style.background = number ? tenantColour(number) : "transparent";
+    shade.style.background = number ? tenantShade(number) : "transparent";
     text(name, row[TENANT]);
     text(cells[3], row[WORKER]);
     text(cells[4], count(row[PROMPT]));

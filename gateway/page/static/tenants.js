@@ -1,5 +1,5 @@
 // Tenants: what each occupies, between its floor and its ceiling.
-import { tenantColour } from "./colours.js";
+import { tenantShade } from "./colours.js";
 import { byId, el, keyed, swatch, text } from "./elements.js";
 import { bytes, count, many, percent, short } from "./words.js";
 
@@ -34,17 +34,17 @@ export class Tenants {
   make(row) {
     const why = el("button", { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => this.toggle(row.number, node) }, "details");
     const track = el("div", { class: "track" }, el("span", { class: "used" }), el("span", { class: "floor" }), el("span", { class: "ceiling" }));
-    const node = el("div", { class: "tenant" }, el("div", { class: "head" }, el("span", { class: "name" }, swatch(tenantColour(row.number)), el("b", {})), el("span", { class: "soft" }), why), track, el("div", { class: "soft told" }), el("div", { class: "why", hidden: true }));
+    const node = el("div", { class: "tenant" }, el("div", { class: "head" }, el("span", { class: "name" }, swatch(tenantShade(row.number)), el("b", {})), el("span", { class: "soft" }), why), track, el("div", { class: "soft told" }), el("div", { class: "why", hidden: true }));
     return node;
   }
 
   update(node, row, blocks) {
     text(node.querySelector("b"), row.tenant);
     const share = blocks ? row.blocks / blocks : 0;
-    node.querySelector(".swatch").style.background = tenantColour(row.number);
+    node.querySelector(".swatch").style.background = tenantShade(row.number);
     const used = node.querySelector(".used");
     used.style.width = `${100 * Math.min(1, share)}%`;
-    used.style.background = tenantColour(row.number);
+    used.style.background = tenantShade(row.number);
     const place = (mark, value) => {
       const shown = value > 0 && blocks > 0 && value < blocks;
       mark.hidden = !shown;

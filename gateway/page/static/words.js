@@ -31,7 +31,7 @@ export function duration(seconds) {
 
 export function milliseconds(value) {
   if (value === null || value === undefined) return "–";
-  if (value >= 10000) return `${(value / 1000).toFixed(1)}\u00a0s`;
+  if (value >= 1000) return `${(value / 1000).toPrecision(value >= 1e5 ? 4 : 3)}\u00a0s`;
   if (value >= 100) return `${count(value)}\u00a0ms`;
   return `${value.toPrecision(value >= 10 ? 3 : 2)}\u00a0ms`;
 }

@@ -1,11 +1,11 @@
 // Workers: whether each is there, and what its device's memory is for.
-import { tenantColour } from "./colours.js";
+import { tenantShade } from "./colours.js";
 import { byId, el, keyed, part, swatch, text } from "./elements.js";
 import { bytes, percent } from "./words.js";
 
 // Purposes in the order of the bar; what else comes is appended.
 const PURPOSES = ["weights", "pool", "graphs", "other", "free"];
-const shade = (at) => tenantColour(at + 1);
+const shade = (at) => tenantShade(at + 1);
 
 export function showWorkers({ rows, gone }) {
   const parent = byId("workers");

@@ -102,7 +102,7 @@ async def seen(http: httpx.AsyncClient, ids: tuple[int, ...]) -> None:
     assert rows.keys() == set(ids) and found["requests"]["rows"][0][0] == ids[2]
     assert {tenant["tenant"]: tenant["ceiling"] for tenant in found["tenants"]["rows"]}[EVIL] == 16
     waiting = f"2 running, 1 waiting for room below tenant {EVIL}'s ceiling."
-    assert found["summary"] == {"level": "notice", "sentence": waiting, "notes": []}
+    assert found["summary"] == {"level": "notice", "sentence": waiting, "notes": [], "stale": False}
 
 
 async def explained(http: httpx.AsyncClient, waits: int) -> None:

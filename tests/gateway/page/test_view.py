@@ -4,25 +4,20 @@ from __future__ import annotations
 
 from typing import Any
 
-import msgspec
 import pytest
 
 from gateway.page.view import BAD, GOOD, NOTICE, View, Waiting, summary
 from kvforge.protocol.messages import Health, RequestStats, Stats, WorkerHealth
 
+ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
+STATS = Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=ZERO, pools=(), tenants=())
 READY = WorkerHealth(name="w0", pid=1, state="ready")
 LOADING = WorkerHealth(name="w1", pid=2, state="loading", phase="weights", progress=0.4)
 
 
-def stats(running: int = 0, pending: int = 0) -> Stats:
-    requests = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
-    counts = msgspec.structs.replace(requests, running=running, pending=pending)
-    return Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=counts, pools=(), tenants=())
-
-
 def view(running: int = 0, pending: int = 0, waiting: tuple[Waiting, ...] = (), **health: Any) -> View:
     told = {"live": True, "ready": True, "reason": "", "workers": (READY,)} | health
-    return View(stats=stats(running, pending), health=Health(rid=0, **told), waiting=waiting)
+    return View(running, pending, stats=STATS, health=Health(rid=0, **told), waiting=waiting)
 
 
 @pytest.mark.parametrize(
