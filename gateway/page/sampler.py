@@ -38,6 +38,7 @@ LISTED_MAX = 256
 EXPLAINED_MAX = 2
 ANSWER_S = 2.0
 RATE_LOOKS = 5  # rates are of the time since so many looks ago
+LIVES = ("journal_bytes", "journal_records_total", "restarts_total", "workers_lost_total", "workers_returned_total")
 log = logging.getLogger("gateway.page")
 
 
@@ -260,7 +261,8 @@ class Sampler:
         if gauges:
             names = ("total", "free", "cached", "referenced", "quarantined")
             blocks = {name: gauges[f"blocks_{name}"] for name in names}
-            return {**told, "running": gauges["requests_running"], "waiting": gauges["requests_pending"], **blocks}
+            requests = {"running": gauges["requests_running"], "waiting": gauges["requests_pending"]}
+            return {**told, **requests, **blocks, "lives": {name: gauges[name] for name in LIVES}}
         assert stats is not None, "there are counts"
         sums = {name: sum(getattr(pool, name) for pool in stats.pools) for name in
                 ("free", "cached", "referenced", "quarantined")}  # fmt: skip

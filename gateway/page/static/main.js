@@ -7,7 +7,7 @@ import { Requests } from "./requests.js";
 import { Server } from "./server.js";
 import { Tenants } from "./tenants.js";
 import { showWorkers } from "./workers.js";
-import { count, duration, many, time } from "./words.js";
+import { bytes, count, duration, many, time } from "./words.js";
 
 const MARKS = { good: "●", notice: "●", bad: "●" };
 const server = new Server(take, link);
@@ -40,6 +40,7 @@ const takers = {
     text(byId("map-problem"), now.map ?? "");
     byId("map-problem").hidden = !now.map;
     about(now.at_ms);
+    if (now.lives) text(byId("lives"), lives(now.lives));
   },
   about({ model, started_ms, draining }) {
     startedMs = started_ms;
@@ -82,6 +83,15 @@ const takers = {
 async function take(name, document) {
   await takers[name]?.(document);
   window.document.documentElement.dataset.bytes = String(server.bytes);
+}
+
+function lives(told) {
+  const journal = told.journal_records_total ? `Journal: ${bytes(told.journal_bytes)}, ${many(told.journal_records_total, "record")}.` : "No journal is written.";
+  const parts = [];
+  if (told.restarts_total) parts.push(`coordinator restarted ${many(told.restarts_total, "time")}, with all that it knew`);
+  if (told.workers_lost_total) parts.push(`${many(told.workers_lost_total, "worker")} lost`);
+  if (told.workers_returned_total) parts.push(`${many(told.workers_returned_total, "worker")} come back after a restart`);
+  return `${journal} Since the start: ${parts.join("; ") || "nobody was lost"}.`;
 }
 
 function about(nowMs) {
