@@ -47,7 +47,7 @@ def check(grammar: Grammar, field: str = "") -> None:
     failed, told = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=limits())
     wrong = told[0] if failed else overlooked(told)
     if wrong:
-        raise InvalidRequest(field, explained(wrong))
+        raise InvalidRequest(field, explained(wrong, str(schema.get("$schema"))))
 
 
 def compiled_text(grammar: Grammar) -> str:
@@ -74,8 +74,11 @@ def overlooked(warnings: list[str]) -> str:
     return next((each for each in warnings if _LOOKS_AWAY in each), "")
 
 
-def explained(problem: str) -> str:
-    """llguidance's words for why a grammar cannot be enforced, with the keyword in front where it is one's fault."""
+def explained(problem: str, dialect: str = "") -> str:
+    """llguidance's words for why a grammar cannot be enforced, with the keyword in front where it is one's fault.
+
+    dialect: what the schema says that it is written in.
+    """
     unimplemented = _UNIMPLEMENTED.search(problem)
     if unimplemented is not None:
         keywords = json.loads(unimplemented[1])
@@ -85,10 +88,11 @@ def explained(problem: str) -> str:
         return f"format: {unknown[1]!r} cannot be enforced; leave it out, or say it by pattern"
     if "oneOf" in problem:
         return "oneOf: its alternatives may overlap, so that it cannot be enforced; say anyOf if one or more may hold"
-    if problem.startswith("Resource '"):
-        return f"$ref: {problem.split(chr(39))[1]!r} is not in the schema; references lead to places in it alone"
-    if problem.startswith("Pointer '"):
-        return f"$ref: {problem.split(chr(39))[1]!r} is not in the schema"
+    if problem.startswith(("Resource '", "Pointer '")):
+        named = problem.split("'")[1]
+        if named == dialect.rstrip("#"):
+            return f"$schema: {dialect!r} is not a dialect that is known; leave it out"
+        return f"$ref: {named!r} is not in the schema; references lead to places in it alone"
     if problem.startswith("circular"):
         return f"$ref: {problem}"
     if problem.startswith("regex parse error"):

@@ -126,15 +126,16 @@ def _decoder(operations: Any, dtype: torch.dtype, inner: int, biased: bool, norm
 
 def sampling(quick: bool) -> Iterator[tuple[str, Run]]:
     for vocab in (97,) if quick else (5, 97, 4097, 9000):
-        yield f"sampling, vocabulary {vocab}", partial(_sample, vocab)
+        yield f"sampling, vocabulary {vocab}", partial(_sample, vocab, False)
+        yield f"sampling by masks, vocabulary {vocab}", partial(_sample, vocab, True)
     yield "token feeding", lambda emulated: sampling_selftest._feeding(emulated.device(MULTIPROCESSORS), 97)
     for count in (1025,) if quick else (1, 1023, 1025, 5000):
         yield f"copy of {count}", partial(_copy, count)
 
 
-def _sample(vocab: int, emulated: Emulated) -> str:
+def _sample(vocab: int, masked: bool, emulated: Emulated) -> str:
     with torch.inference_mode():
-        return sampling_selftest._choosing(emulated.device(MULTIPROCESSORS), vocab)
+        return sampling_selftest._choosing(emulated.device(MULTIPROCESSORS), vocab, masked)
 
 
 def _copy(count: int, emulated: Emulated) -> str:

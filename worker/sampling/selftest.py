@@ -17,7 +17,7 @@ from worker.device.check import require_right
 from worker.device.device import WAY_OUT, Device
 from worker.device.queue import Landing, Mark, Staging
 
-from .sampler import NO_TOKEN, HostRows, SamplingState
+from .sampler import NO_TOKEN, WORD_BITS, HostRows, SamplingState
 
 TEMPERATURES = (0.0, 1.0, 0.7, 0.0, 1.0)  # of the rows; the last two are not finite
 COPIED = (1, 1025, 20_000)  # numbers: less than a program's, more, and many
@@ -29,6 +29,8 @@ def sampling_test(device: Device, vocab_size: int) -> None:
     """Greedy rows, rows that draw, rows of NaN. Errors: KernelError names the kernel and the vocabulary; GpuError."""
     where = f"a vocabulary of {vocab_size}"
     require_right(device, "sampling", where, lambda: _choosing(device, vocab_size), WAY_OUT)
+    masked = f"{where}, by masks"
+    require_right(device, "sampling", masked, lambda: _choosing(device, vocab_size, masked=True), WAY_OUT)
     if device.runs_kernels:
         require_right(device, "token feeding", where, lambda: _feeding(device, vocab_size), WAY_OUT)
 
@@ -39,7 +41,7 @@ def copies_test(device: Device) -> None:
         require_right(device, "copy", f"{count} numbers", _copying(device, count), WAY_OUT)
 
 
-def _choosing(device: Device, vocab_size: int) -> str:
+def _choosing(device: Device, vocab_size: int, masked: bool = False) -> str:
     rows = len(TEMPERATURES)
     slots = np.arange(rows)[::-1].copy()
     on_device = device.upload(slots)
@@ -47,16 +49,17 @@ def _choosing(device: Device, vocab_size: int) -> str:
     numbers[:2, vocab_size // 2] = np.nan  # of slots 4 and 3
     logits = device.upload(numbers)
     ours, beside, plain = (_state(each, vocab_size) for each in (device, device, replace(device, kernels=False)))
+    masks = device.upload(_masks(rows, vocab_size)) if masked else None
     packed = torch.full((3 * rows,), -1, dtype=torch.int32, device=device.torch_device)
-    ours.sample_simple(logits, on_device, torch.ones_like(on_device), packed)
+    ours.sample_simple(logits, on_device, torch.ones_like(on_device), packed, masks)
     got = HostRows.unpacked(packed.cpu().numpy(), np.zeros(rows, np.int32))
-    want = plain.sample(logits, slots).to_host()
+    want = plain.sample(logits, slots, masks).to_host()
     good = want.finite
     if got.finite.tolist() != good.tolist():
         return f"rows {got.finite.tolist()} are finite, not {good.tolist()}"
     if got.tokens[good].tolist() != want.tokens[good].tolist():
         return f"it chooses the tokens {got.tokens[good].tolist()}, not {want.tokens[good].tolist()}"
-    drawn = beside.sample(logits, slots).to_host().tokens[good].tolist()
+    drawn = beside.sample(logits, slots, masks).to_host().tokens[good].tolist()
     if drawn != want.tokens[good].tolist():
         return f"it draws the tokens {drawn}, not {want.tokens[good].tolist()}"
     difference = float(np.abs(got.logprobs[good] - want.logprobs[good]).max())
@@ -66,6 +69,14 @@ def _choosing(device: Device, vocab_size: int) -> str:
         if not torch.equal(getattr(ours, name), getattr(plain, name)):
             return f"{name} becomes {getattr(ours, name).tolist()}, not {getattr(plain, name).tolist()}"
     return ""
+
+
+def _masks(rows: int, vocab_size: int) -> npt.NDArray[np.int32]:
+    """Every third token and a few more may be chosen: [rows, words] int32."""
+    bits = np.zeros((rows, -(-vocab_size // WORD_BITS) * WORD_BITS), np.bool_)
+    bits[:, ::3] = bits[:, 1:vocab_size:101] = True
+    packed: npt.NDArray[np.int32] = np.packbits(bits, axis=1, bitorder="little").view(np.int32)
+    return packed
 
 
 def _feeding(device: Device, vocab_size: int) -> str:

@@ -67,6 +67,7 @@ def test_what_can_be_enforced_passes(grammar: Grammar) -> None:
         ("pattern", {"type": "string", "pattern": "^(?=a)b"}),
         ("$ref", {"$ref": "https://example.org/schema.json"}),
         ("$ref", {"$ref": "#/$defs/none"}),
+        ("$schema", {"$schema": "https://example.org/dialect#"}),
         ("properties", {"properties": {f"p{i}": {} for i in range(PROPERTIES_MAX + 1)}}),
         ("multipleOf", {"properties": {"a": {"multipleOf": MULTIPLES_MAX}, "b": {"multipleOf": 0.5}}}),
         ("multipleOf", {"multipleOf": 1e300}),

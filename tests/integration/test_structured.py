@@ -1,0 +1,134 @@
+"""Answers with a shape, in real processes: whatever dies or is preempted, they are the same and of that shape."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from kvforge import Client, InvalidRequest, Request, Sampling
+from kvforge.protocol.errors import KvforgeError
+from tests.worker.characters import EOS, encoded, text_of, write_characters
+
+from .cluster import Cluster
+
+PROMPT = [5, 9, 31, 7, 7, 2, 88, 14, 3]
+PAIRS = 70
+REGEX = f"([a-f][0-9]){{{PAIRS}}}"
+SHAPES: tuple[dict[str, Any], ...] = (
+    {"temperature": 1.0, "seed": 1},
+    {"temperature": 0.0},
+    {"temperature": 1.2, "seed": 3, "top_p": 0.9, "repetition_penalty": 1.3, "logprobs": 2},
+)
+
+
+def shaped(**more: Any) -> Sampling:
+    return Sampling(regex=REGEX, **more)
+
+
+def submitted(kv: Client) -> list[Request]:
+    return [kv.submit(PROMPT, max_tokens=200, sampling=shaped(**more)) for more in SHAPES]
+
+
+def test_a_shaped_answer_survives_kills_preemption_and_has_company() -> None:
+    with Cluster(blocks=40) as cluster:
+        write_characters(cluster.model)
+        kv = cluster.start("w0")
+        alone = [kv.submit(PROMPT, max_tokens=200, sampling=shaped(**more)).result() for more in SHAPES]
+        for answer in alone:
+            assert (answer.reason, answer.tokens[-1], len(answer.tokens)) == ("stop", EOS, 2 * PAIRS + 1)
+            assert re.fullmatch(REGEX, text_of(list(answer.tokens)))
+        assert len({answer.tokens for answer in alone}) == len(alone)
+
+        free = kv.submit([1, 2], max_tokens=150, sampling=Sampling(seed=9, ignore_eos=True)).result()
+        running, beside = submitted(kv), kv.submit([1, 2], max_tokens=150, sampling=Sampling(seed=9, ignore_eos=True))
+        next(iter(running[0]))
+        cluster.kill("w0")
+        cluster.start_worker("w0")
+        assert [request.result(60).tokens for request in running] == [answer.tokens for answer in alone]
+        assert beside.result(60).tokens == free.tokens
+
+        running = submitted(kv)
+        next(iter(running[1]))
+        cluster.kill("coordinator")
+        cluster.start_coordinator()
+        assert [request.result(60).tokens for request in running] == [answer.tokens for answer in alone]
+
+        crowd = [submitted(kv) for _ in range(4)]  # 12 rows of 10 blocks at their end, and there are 40
+        answers = [[request.result(60).tokens for request in each] for each in crowd]
+        assert answers == [[answer.tokens for answer in alone]] * len(crowd)
+        assert kv.stats().requests.preemptions_total > 0
+
+
+def test_samples_and_forks_have_matchers_of_their_own() -> None:
+    with Cluster() as cluster:
+        write_characters(cluster.model)
+        kv = cluster.start("w0")
+        samples = kv.samples(PROMPT, 4, max_tokens=200, sampling=shaped(temperature=1.0, seed=4))
+        several = [request.result(60) for request in samples]
+        assert all(re.fullmatch(REGEX, text_of(list(answer.tokens))) for answer in several)
+        assert len({answer.tokens for answer in several}) == 4
+        for request, answer in zip(samples, several, strict=True):
+            again = kv.submit(PROMPT, max_tokens=200, sampling=shaped(temperature=1.0, seed=request.seed))
+            assert again.result(60).tokens == answer.tokens
+
+        whole = kv.submit([*PROMPT, *encoded("ab")], max_tokens=200, sampling=shaped(temperature=0.0)).result(60)
+        trunk = kv.create_sequence(PROMPT)
+        kv.append(trunk, encoded("ab"))
+        (branch,) = kv.fork(trunk)
+        for sequence in (trunk, branch):  # an answer begins where its request does, whatever was there before
+            forked = kv.submit(sequence=sequence, max_tokens=200, sampling=shaped(temperature=0.0)).result(60)
+            assert forked.tokens == whole.tokens
+        cut = kv.submit(PROMPT, max_tokens=7, sampling=shaped(temperature=0.0)).result(60)
+        assert (cut.reason, len(cut.tokens)) == ("length", 7)
+
+
+def test_what_cannot_be_served_fails_alone_and_is_told() -> None:
+    with Cluster() as cluster:  # a model without a tokenizer
+        kv = cluster.start("w0")
+        with pytest.raises(InvalidRequest, match="uniqueItems"):
+            kv.submit(PROMPT, sampling=Sampling(json_schema={"uniqueItems": True}))
+        beside = kv.submit(PROMPT, max_tokens=50, sampling=Sampling(seed=1, ignore_eos=True))
+        with pytest.raises(KvforgeError, match=r"sampling\.json_object: cannot be served: .* tokenizer"):
+            kv.submit(PROMPT, sampling=Sampling(json_object=True)).result(60)
+        assert len(beside.result(60).tokens) == 50
+
+
+PERSON = {
+    "type": "object",
+    "properties": {
+        "name": {"type": "string", "maxLength": 20},
+        "age": {"type": "integer", "minimum": 0, "maximum": 130},
+        "languages": {"type": "array", "items": {"enum": ["Python", "C", "Rust"]}, "minItems": 1, "maxItems": 3},
+    },
+    "required": ["name", "age", "languages"],
+    "additionalProperties": False,
+}
+
+
+@pytest.mark.model
+def test_a_real_model_answers_as_a_schema_says(smollm2_path: Path) -> None:
+    import jsonschema
+
+    with Cluster(model=smollm2_path) as cluster:
+        kv = cluster.start("w0")
+        question = "Describe a programmer in one JSON object."
+        for more in (
+            {"temperature": 0.0},
+            {"temperature": 1.0, "seed": 1},
+            {"temperature": 0.8, "seed": 2, "top_p": 0.9},
+        ):
+            sampling = Sampling(json_schema=PERSON, **more)
+            answer = kv.generate(question, max_tokens=120, sampling=sampling)
+            assert answer.finished.reason == "stop", answer.text
+            jsonschema.validate(json.loads(answer.text), PERSON)
+        date = kv.generate("When did the war end?", max_tokens=30, sampling=Sampling(regex=r"\d{4}-\d\d-\d\d", seed=1))
+        assert re.fullmatch(r"\d{4}-\d\d-\d\d", date.text) and date.finished.reason == "stop"
+        sentence = Sampling(grammar='start: ("yes" | "no") ", because " /[a-z ]{5,30}/ "."', temperature=0.0)
+        because = kv.generate("Is water wet?", max_tokens=40, sampling=sentence)
+        assert re.fullmatch(r"(yes|no), because [a-z ]{5,30}\.", because.text)
+        chosen = kv.generate("Tell me a fact.", max_tokens=60, sampling=Sampling(json_object=True, temperature=0.0))
+        assert chosen.finished.reason == "length" or isinstance(json.loads(chosen.text), dict)
