@@ -1,0 +1,91 @@
+"""`python -m gateway` as a process, over a coordinator that runs."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import subprocess
+import sys
+import time
+import urllib.request
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+READY_S, END_S = 60.0, 20.0
+
+
+class Gateway:
+    """Is gone when the `with` block ends. settings: text of gateway.toml."""
+
+    def __init__(self, runtime: Path, folder: Path, settings: str = "") -> None:
+        self._file, self._log, self._runtime = folder / "gateway.toml", folder / "gateway.log", runtime
+        self._file.write_text(settings)
+        self._process: subprocess.Popen[str] | None = None
+        self.url = ""
+
+    def __enter__(self) -> Self:
+        self.start(0)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        process = self.process
+        if process.poll() is None:
+            process.send_signal(signal.SIGTERM)
+        try:
+            process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise
+        finally:
+            assert process.stdout is not None
+            process.stdout.close()
+            if error is not None:
+                print(self._log.read_text())
+
+    @property
+    def process(self) -> subprocess.Popen[str]:
+        assert self._process is not None, "started before"
+        return self._process
+
+    def start(self, port: int) -> None:
+        """Returns when a request would be served."""
+        command = [sys.executable, "-m", "gateway", "--config", str(self._file), "--runtime-dir", str(self._runtime)]
+        with self._log.open("ab") as log:
+            self._process = subprocess.Popen(
+                [*command, "--port", str(port)],
+                stdout=subprocess.PIPE,
+                stderr=log,
+                text=True,
+                env={**os.environ, "OMP_NUM_THREADS": "1"},
+            )
+        assert self._process.stdout is not None
+        readable, _, _ = select.select([self._process.stdout], [], [], READY_S)
+        said = self._process.stdout.readline() if readable else ""
+        assert said.startswith("serving at "), f"{said!r}: {self._log.read_text()}"
+        self.url = said.split()[-1]
+        deadline = time.monotonic() + READY_S
+        while not self.ready():
+            assert time.monotonic() < deadline and self._process.poll() is None, self._log.read_text()
+            select.select([], [], [], 0.05)
+
+    @property
+    def port(self) -> int:
+        return int(self.url.rpartition(":")[2])
+
+    def ready(self) -> bool:
+        """Whether /health says so."""
+        try:
+            with urllib.request.urlopen(f"{self.url}/health", timeout=5) as answer:  # noqa: S310 - ours
+                return bool(answer.status == 200)
+        except OSError:
+            return False
+
+    def kill(self) -> None:
+        """kill -9."""
+        self.process.kill()
+        self.process.wait(END_S)
+        assert self.process.stdout is not None
+        self.process.stdout.close()

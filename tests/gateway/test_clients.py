@@ -1,0 +1,236 @@
+"""The clients that people use, against a real server with a real model."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import anthropic
+import httpx
+import openai
+import pytest
+
+from kvforge import Client
+from tests.gateway.served import Gateway
+from tests.integration.cluster import Cluster
+from tests.integration.test_conformance import CASES, SAMPLE
+
+pytestmark = pytest.mark.model
+
+NAME = "smollm2"
+QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
+PARIS = "The capital of France is Paris."
+
+
+class Served:
+    """A cluster, its gateway, and clients of it."""
+
+    def __init__(self, cluster: Cluster, gateway: Gateway, kv: Client) -> None:
+        self.cluster, self.gateway, self.kv = cluster, gateway, kv
+        self.url = gateway.url
+
+    def openai(self, **options: Any) -> openai.OpenAI:
+        return openai.OpenAI(base_url=f"{self.url}/v1", api_key="none", max_retries=0, **options)
+
+    def anthropic(self) -> anthropic.Anthropic:
+        return anthropic.Anthropic(base_url=self.url, api_key="none", max_retries=0)
+
+
+@pytest.fixture(scope="module")
+def served(smollm2_path: Path, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Served]:
+    with Cluster(model=smollm2_path, blocks=512) as cluster:
+        kv = cluster.start("w0")
+        with Gateway(cluster.runtime, tmp_path_factory.mktemp("gateway"), f'names = ["{NAME}"]\n') as gateway:
+            yield Served(cluster, gateway, kv)
+
+
+def test_openai_chat_whole_and_streamed(served: Served) -> None:
+    with served.openai() as client:
+        assert next(model.id for model in client.models.list()) == NAME
+        whole = client.chat.completions.create(model=NAME, messages=QUESTION, temperature=0, max_tokens=30)
+        assert (whole.choices[0].message.content, whole.choices[0].finish_reason) == (PARIS, "stop")
+        with client.chat.completions.stream(model=NAME, messages=QUESTION, temperature=0, max_tokens=30) as stream:
+            final = stream.get_final_completion()
+        assert final.choices[0].message.content == PARIS
+        again = client.chat.completions.create(model=NAME, messages=QUESTION, temperature=0, max_tokens=30)
+        assert again.usage is not None and again.usage.prompt_tokens_details is not None
+        assert again.usage.prompt_tokens_details.cached_tokens == 32
+
+
+def test_openai_completions_responses_and_errors(served: Served) -> None:
+    with served.openai() as client:
+        text = client.completions.create(model=NAME, prompt="One, two, three,", temperature=0, max_tokens=4, n=2)
+        assert [choice.text.startswith(" four") for choice in text.choices] == [True, True]
+        response = client.responses.create(model=NAME, input="What is the capital of France?", temperature=0)
+        assert response.output_text == PARIS
+        with pytest.raises(openai.NotFoundError, match="model_not_found"):
+            client.chat.completions.create(model="gpt-5", messages=QUESTION)
+        with pytest.raises(openai.BadRequestError, match="exceed the context") as wrong:
+            client.chat.completions.create(model=NAME, messages=QUESTION, max_tokens=100_000)
+        assert wrong.value.param == "max_tokens"
+        with pytest.raises(openai.BadRequestError, match="no place for tools"):
+            client.chat.completions.create(
+                model=NAME, messages=QUESTION, tools=[{"type": "function", "function": {"name": "f"}}]
+            )
+
+
+def test_anthropic_messages_whole_and_streamed(served: Served) -> None:
+    with served.anthropic() as client:
+        greedy: dict[str, Any] = {
+            "model": NAME,
+            "max_tokens": 30,
+            "messages": QUESTION,
+            "extra_body": {"temperature": 0},
+        }
+        whole = client.messages.create(**greedy)
+        assert [block.text for block in whole.content if block.type == "text"] == [PARIS]
+        with client.messages.stream(**greedy) as stream:
+            assert "".join(stream.text_stream) == PARIS
+        counted = client.messages.count_tokens(model=NAME, messages=QUESTION)
+        assert counted.input_tokens == whole.usage.input_tokens + (whole.usage.cache_read_input_tokens or 0)
+        with pytest.raises(anthropic.NotFoundError):
+            client.messages.create(**{**greedy, "model": "claude"})
+
+
+def run(code: str, **environment: str) -> str:
+    """A client in a process of its own: importing it must not change this one."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=240,
+        env={**os.environ, "OPENAI_API_KEY": "none", "HF_HUB_OFFLINE": "1", **environment},
+    )
+    assert done.returncode == 0, done.stderr[-4000:]
+    return done.stdout
+
+
+def test_litellm(served: Served) -> None:
+    code = f"""
+import json, litellm
+litellm.telemetry = False
+base = {{"messages": {QUESTION!r}, "temperature": 0, "max_tokens": 30}}
+one = litellm.completion(model="openai/{NAME}", api_base="{served.url}/v1", api_key="none", **base)
+parts = litellm.completion(model="openai/{NAME}", api_base="{served.url}/v1", api_key="none", stream=True, **base)
+text = "".join(part.choices[0].delta.content or "" for part in parts)
+other = litellm.completion(model="anthropic/{NAME}", api_base="{served.url}", api_key="none", **base)
+print(json.dumps([one.choices[0].message.content, text, other.choices[0].message.content]))
+"""
+    said = run(code, LITELLM_LOCAL_MODEL_COST_MAP="True").strip().split("\n")[-1]
+    assert json.loads(said) == [PARIS, PARIS, PARIS]
+
+
+def test_langchain(served: Served) -> None:
+    code = f"""
+import json
+from langchain_openai import ChatOpenAI
+model = ChatOpenAI(model="{NAME}", base_url="{served.url}/v1", api_key="none", temperature=0, max_tokens=30)
+question = "What is the capital of France?"
+print(json.dumps([model.invoke(question).content, "".join(part.content for part in model.stream(question))]))
+"""
+    assert json.loads(run(code).strip().split("\n")[-1]) == [PARIS, PARIS]
+
+
+def test_lm_eval(served: Served, tmp_path: Path) -> None:
+    """A task of its own: those that come with it fetch their questions from elsewhere."""
+    rows = [{"question": "What is the capital of France?", "answer": PARIS}] * 4
+    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    (tmp_path / "capital.yaml").write_text(
+        f"""task: capital
+dataset_path: json
+dataset_kwargs:
+  data_files: {{test: {tmp_path}/rows.jsonl}}
+test_split: test
+output_type: generate_until
+doc_to_text: "{{{{question}}}}"
+doc_to_target: "{{{{answer}}}}"
+generation_kwargs: {{until: ["\\n"], temperature: 0, max_gen_toks: 30}}
+metric_list:
+  - {{metric: exact_match, aggregation: mean, higher_is_better: true}}
+"""
+    )
+    code = f"""
+import json, lm_eval
+from lm_eval.tasks import TaskManager
+where = "model={NAME},base_url={served.url}/v1/chat/completions,num_concurrent=2,tokenized_requests=False"
+found = lm_eval.simple_evaluate(
+    model="local-chat-completions", model_args=where, tasks=["capital"], apply_chat_template=True,
+    task_manager=TaskManager(include_path="{tmp_path}", include_defaults=False), bootstrap_iters=0,
+)
+print(json.dumps(found["results"]["capital"]["exact_match,none"]))
+"""
+    assert json.loads(run(code, HF_HOME=str(tmp_path / "hf")).strip().split("\n")[-1]) == 1.0
+
+
+def test_the_conformance_texts_through_http(served: Served) -> None:
+    """Prompts as token ids, whole and streamed: what transformers gives, to the first near tie."""
+    with served.openai() as client:
+        for at, case in enumerate(CASES):
+            steps = len(case["tokens"])
+            asked: dict[str, Any] = {
+                "model": NAME,
+                "prompt": case["prompt_tokens"],
+                "max_tokens": steps,
+                "temperature": 0,
+                "extra_body": {"ignore_eos": True, "return_token_ids": True},
+            }
+            if at % 2:
+                tokens = client.completions.create(**asked).choices[0].model_dump()["token_ids"]
+            else:
+                parts = client.completions.create(**asked, stream=True)
+                tokens = [
+                    token for part in parts for choice in part.choices for token in choice.model_dump()["token_ids"]
+                ]
+            sure = next((i for i, margin in enumerate(case["margin"]) if margin < SAMPLE["min_margin"]), steps)
+            assert tokens[:sure] == case["tokens"][:sure], case["id"]
+
+
+def test_two_hundred_streams_at_once(served: Served) -> None:
+    async def main() -> list[str]:
+        async with openai.AsyncOpenAI(
+            base_url=f"{served.url}/v1",
+            api_key="none",
+            max_retries=0,
+            http_client=httpx.AsyncClient(limits=httpx.Limits(max_connections=None), timeout=120),
+        ) as client:
+
+            async def one(at: int) -> str:
+                stream = await client.chat.completions.create(
+                    model=NAME, messages=QUESTION, temperature=0, max_tokens=30, stream=True, seed=at
+                )
+                return "".join([part.choices[0].delta.content or "" async for part in stream if part.choices])
+
+            return list(await asyncio.gather(*(one(at) for at in range(200))))
+
+    assert asyncio.run(main()) == [PARIS] * 200
+
+
+def test_who_hangs_up_or_gives_up_waiting_ends_the_request(served: Served) -> None:
+    before = served.kv.stats().requests
+    with served.openai() as client:
+        stream = client.chat.completions.create(
+            model=NAME, messages=QUESTION, max_tokens=4000, stream=True, extra_body={"ignore_eos": True}
+        )
+        next(iter(stream))
+        stream.close()
+    with served.openai(timeout=0.5) as client, pytest.raises(openai.APITimeoutError):
+        client.chat.completions.create(model=NAME, messages=QUESTION, max_tokens=4000, extra_body={"ignore_eos": True})
+    cancelled = wait_for(lambda: served.kv.stats().requests.cancelled_total - before.cancelled_total, 2)
+    assert cancelled == 2
+
+
+def wait_for(look: Any, wanted: int) -> int:
+    """What `look` gives as soon as it is `wanted`, or after twenty seconds."""
+    import select
+    import time
+
+    deadline = time.monotonic() + 20
+    while (found := look()) != wanted and time.monotonic() < deadline:
+        select.select([], [], [], 0.05)
+    return int(found)
