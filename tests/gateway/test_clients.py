@@ -13,6 +13,7 @@ from typing import Any
 
 import anthropic
 import httpx
+import jsonschema
 import openai
 import pytest
 
@@ -168,27 +169,53 @@ print(json.dumps(found["results"]["capital"]["exact_match,none"]))
     assert json.loads(run(code, HF_HOME=str(tmp_path / "hf")).strip().split("\n")[-1]) == 1.0
 
 
-def test_the_conformance_texts_through_http(served: Served) -> None:
-    """Prompts as token ids, whole and streamed: what transformers gives, to the first near tie."""
+def test_the_conformance_prompts_through_http(served: Served) -> None:
+    """All at once, whole and streamed: what transformers gives, to the first near tie."""
+    steps = len(CASES[0]["tokens"])
+    asked: dict[str, Any] = {
+        "model": NAME,
+        "prompt": [case["prompt_tokens"] for case in CASES],
+        "max_tokens": steps,
+        "temperature": 0,
+        "extra_body": {"ignore_eos": True, "return_token_ids": True},
+    }
+    with served.openai(timeout=120) as client:
+        whole = {
+            choice.index: choice.model_dump()["token_ids"] for choice in client.completions.create(**asked).choices
+        }
+        streamed: dict[int, list[int]] = {at: [] for at in range(len(CASES))}
+        for part in client.completions.create(**asked, stream=True):
+            for choice in part.choices:
+                streamed[choice.index] += choice.model_dump()["token_ids"]
+    for at, case in enumerate(CASES):
+        sure = next((i for i, margin in enumerate(case["margin"]) if margin < SAMPLE["min_margin"]), steps)
+        for tokens in (whole[at], streamed[at]):
+            assert len(tokens) == steps and tokens[:sure] == case["tokens"][:sure], case["id"]
+
+
+def test_structured_output_is_what_was_asked_for(served: Served) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"city": {"type": "string", "maxLength": 12}, "people": {"type": "integer", "maximum": 99}},
+        "required": ["city", "people"],
+        "additionalProperties": False,
+    }
+    shape: Any = {"type": "json_schema", "json_schema": {"name": "capital", "schema": schema, "strict": True}}
     with served.openai() as client:
-        for at, case in enumerate(CASES):
-            steps = len(case["tokens"])
-            asked: dict[str, Any] = {
-                "model": NAME,
-                "prompt": case["prompt_tokens"],
-                "max_tokens": steps,
-                "temperature": 0,
-                "extra_body": {"ignore_eos": True, "return_token_ids": True},
-            }
-            if at % 2:
-                tokens = client.completions.create(**asked).choices[0].model_dump()["token_ids"]
-            else:
-                parts = client.completions.create(**asked, stream=True)
-                tokens = [
-                    token for part in parts for choice in part.choices for token in choice.model_dump()["token_ids"]
-                ]
-            sure = next((i for i, margin in enumerate(case["margin"]) if margin < SAMPLE["min_margin"]), steps)
-            assert tokens[:sure] == case["tokens"][:sure], case["id"]
+        for seed in range(3):
+            said = client.chat.completions.create(
+                model=NAME, messages=QUESTION, response_format=shape, temperature=1.5, seed=seed, max_tokens=100
+            )
+            assert said.choices[0].finish_reason == "stop"
+            jsonschema.validate(json.loads(said.choices[0].message.content or ""), schema)
+        one = client.chat.completions.create(
+            model=NAME,
+            messages=QUESTION,
+            temperature=0,
+            max_tokens=20,
+            extra_body={"structured_outputs": {"choice": ["Rome", "Paris"]}},
+        )
+        assert one.choices[0].message.content == "Paris"
 
 
 def test_two_hundred_streams_at_once(served: Served) -> None:
