@@ -93,7 +93,12 @@ async def _over_http(options: argparse.Namespace) -> Place:
 
     name = options.model or await only_model(options.url)
     as_text = options.text or options.api == CHAT
-    http = {"url": options.url, "model": name, "api": options.api, "prompt_as": TEXT if as_text else TOKENS}
-    http["extra"] = not options.no_extra
+    http: dict[str, Any] = {
+        "url": options.url,
+        "model": name,
+        "api": options.api,
+        "prompt_as": TEXT if as_text else TOKENS,
+    }
+    http["extra"] = http["token_ids"] = not options.no_extra
     described = {"name": name, "url": options.url, "api": options.api}
     return Place(target=HTTP, vocab=options.vocab or VOCAB, model=described, http=http)

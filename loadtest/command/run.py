@@ -76,7 +76,7 @@ async def run(options: argparse.Namespace, place: Place, stop: asyncio.Event, wa
         infinite=infinite(workload, measured.outcomes, _block_size(measured.before)),
         tail=await _tail(place, measured),
         chaos=chaos,
-        notes=list(_notes(options, workload)),
+        notes=list(_notes(options, workload, measured)),
     )
     return Ran(measured=measured, document=document(measured, context))
 
@@ -112,12 +112,17 @@ async def _tail(place: Place, measured: Measured) -> list[dict[str, Any]]:
         return await slowest(client, measured.outcomes)
 
 
-def _notes(options: argparse.Namespace, workload: Load) -> Iterator[str]:
+def _notes(options: argparse.Namespace, workload: Load, measured: Measured) -> Iterator[str]:
     """What became of the load on its way from the options."""
     if workload.shortened:
         yield (
             f"{workload.shortened} of the load's {workload.requests} requests were shortened to fit into the model's "
             "context (or --context-max): --length-scale fits all of them alike"
+        )
+    if stood_in := sum(outcome.stood_in for outcome in measured.outcomes):
+        yield (
+            f"the server gave text and no token ids: {stood_in} answers are as many other tokens in the prompts that "
+            "hold them; with --tokenizer they are themselves"
         )
     arrivals = workload.arrivals
     if options.trace and options.duration and arrivals is not None and arrivals[-1] < 0.9 * options.duration:

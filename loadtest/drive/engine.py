@@ -39,13 +39,13 @@ TICK_S = 0.005
 class _Play:
     """A session under way. outcome: of the turn `turn`; None until it is due. held: what the session holds."""
 
-    __slots__ = ("cancel", "coming", "held", "held_text", "outcome", "prompt", "text", "turn")
+    __slots__ = ("cancel", "coming", "held", "history", "outcome", "prompt", "text", "turn")
 
     def __init__(self, coming: Coming) -> None:
         self.coming = coming
         self.turn = 0
         self.held: Int32Array = NO_TOKENS
-        self.held_text = ""
+        self.history: tuple[tuple[str, str], ...] = ()
         self.outcome: Outcome | None = None
         self.cancel: Callable[[], None] | None = None
         self._prepare()
@@ -54,8 +54,14 @@ class _Play:
         """The prompt of the turn: made when the one before has ended, which is when it can be."""
         turn = self.coming.session.turns[self.turn]
         self.prompt = load.prompt(turn, self.held)
-        # The answer's words are the server's: of a turn that continues them only the target can know the text.
-        self.text = self.held_text + turn.text if turn.kept in (0, load.ALL) and turn.text else ""
+        # A part of what was said cannot be cut out of its text by a number of tokens, nor can what follows on that.
+        self.text = turn.text if turn.kept == 0 or self.history else ""
+
+    @property
+    def followed(self) -> bool:
+        """Whether the next turn holds what is answered to this one."""
+        turns = self.coming.session.turns
+        return self.turn + 1 < len(turns) and turns[self.turn + 1].kept != 0
 
     def follow(self, outcome: Outcome) -> Turn | None:
         """The turn after one that has finished; None: it was the last."""
@@ -65,7 +71,8 @@ class _Play:
         self.held = np.concatenate((self.prompt, np.array(outcome.tokens, np.int32)))
         self.turn += 1
         self.outcome = None
-        self.held_text = self.text if turns[self.turn].kept == load.ALL else ""
+        said = ((self.text, outcome.answer),)
+        self.history = self.history + said if turns[self.turn].kept == load.ALL and self.text else ()
         self._prepare()
         return turns[self.turn]
 
@@ -218,6 +225,8 @@ class Engine:
             prompt=play.prompt,
             output_tokens=outcome.asked_tokens,
             text=play.text,
+            history=play.history,
+            followed=play.followed,
             tenant=outcome.tenant,
             temperature=plan.temperature,
             seed=plan.draw(outcome.session, outcome.turn),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import ssl
+from array import array
 from collections.abc import Callable
 from dataclasses import dataclass
 from time import monotonic
@@ -12,15 +13,18 @@ from typing import Any
 import numpy as np
 
 from kvforge.protocol.errors import InvalidRequest
+from loadtest.load.texts import Encode
 
 from .http_answer import Answer
 from .http_pool import Exchange, Pool
 from .http_wire import Address, encode, httptools, many_files, token_ids
-from .outcome import FAILED, RUNNING, Outcome
+from .http_words import Words
+from .outcome import RUNNING, Outcome
 from .target import Ask
 
 COMPLETIONS, CHAT = APIS = ("completions", "chat")
 TOKENS, TEXT = PROMPTS_AS = ("tokens", "text")
+ROLES = ("user", "assistant")
 PATHS = {COMPLETIONS: "/completions", CHAT: "/chat/completions"}
 
 
@@ -29,9 +33,10 @@ class HttpOptions:
     """url: http(s)://HOST:PORT/v1. model: as the server calls it. api: one of APIS.
 
     prompt_as: one of PROMPTS_AS; a chat is text. extra: with what OpenAI's API does not know and many servers do:
-    ignore_eos, and a count of tokens in each event; without, an answer may end when the model wants. token_ids: also
-    asks for the ids of what is generated (vLLM), so that the next turn of a session holds them. clients: as in
-    `Ask.client`. connections: so many of each client are made ahead of its next requests.
+    ignore_eos, and a count of tokens in each event; without, an answer may end when the model wants. token_ids: asks
+    for the ids of an answer (vLLM) where token ids are sent and the session goes on with it. vocab: the load's token
+    ids are below it. clients: as in `Ask.client`. connections: so many of each client are made ahead of its next
+    requests.
     """
 
     url: str
@@ -40,6 +45,7 @@ class HttpOptions:
     prompt_as: str = TOKENS
     extra: bool = True
     token_ids: bool = False
+    vocab: int = 32_000
     clients: int = 1
     connections: int = 4
 
@@ -62,20 +68,20 @@ class HttpTarget:
     Raises InvalidRequest; Unavailable without the extra `loadtest`.
     """
 
-    def __init__(self, options: HttpOptions) -> None:
+    def __init__(self, options: HttpOptions, encode: Encode | None = None) -> None:
+        """encode: a tokenizer without special tokens, for answers that are text."""
         httptools()  # known to be missing now, not at the first request
         address, key = Address.parse(options.url), os.environ.get("OPENAI_API_KEY", "")
         head = address.head("POST", PATHS[options.api], key)
         self._head = head + b"Content-Type: application/json\r\nAccept: text/event-stream\r\nContent-Length: "
         self._chat, self._text = options.api == CHAT, options.api == CHAT or options.prompt_as == TEXT
-        self._address, self._whole = address, options.extra
+        self._words = Words(options.vocab, encode)
+        self._address, self._whole, self._ids = address, options.extra, options.token_ids
         usage: dict[str, bool] = {"include_usage": True}
         self._fixed: dict[str, Any] = {"model": options.model, "stream": True, "stream_options": usage}
         if options.extra:
             usage["continuous_usage_stats"] = True
             self._fixed["ignore_eos"] = True
-        if options.token_ids:
-            self._fixed["return_token_ids"] = True
         if not self._text:
             token_ids(np.zeros(1, np.int32))  # which makes its table
         tls = ssl.create_default_context() if address.tls else None
@@ -97,25 +103,37 @@ class HttpTarget:
             await pool.close()
 
     def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
-        """See `Target`. An ask without text fails where text is to be sent."""
+        """See `Target`."""
         pool = self._pools[ask.client % len(self._pools)]
         outcome.state, outcome.sent_s = RUNNING, monotonic() - start
         outcome.prompt_tokens, outcome.asked_tokens = len(ask.prompt), ask.output_tokens
-        answer = Answer(outcome, start, whole=self._whole)
+        answer = Answer(outcome, start, whole=self._whole, held=self._held if ask.followed else None)
         exchange = Exchange(pool, self._request(ask), answer, outcome, start, ended)
-        if self._text and not ask.text:
-            answer.end = FAILED, InvalidRequest.code, "the prompt has no text: send token ids to /completions"
-            exchange.end_soon()
-        else:
-            exchange.until(ask.until)
-            pool.send(exchange)
+        exchange.until(ask.until)
+        pool.send(exchange)
         return exchange.give_up
+
+    def _held(self, outcome: Outcome, text: str) -> None:
+        """An answer that the next turn of its session holds."""
+        outcome.answer = text
+        if self._text:
+            outcome.tokens = array("i", self._words.of_answer(text))
+        elif not outcome.tokens:
+            tokens, outcome.stood_in = self._words.ids(text, len(outcome.tokens_s))
+            outcome.tokens = array("i", tokens)
 
     def _request(self, ask: Ask) -> bytes:
         body = self._fixed | {"max_tokens": ask.output_tokens, "temperature": ask.temperature, "seed": ask.seed}
-        if self._chat:
-            body["messages"] = [{"role": "user", "content": ask.text}]
+        if not self._text:
+            body["prompt"] = token_ids(ask.prompt)
+            if self._ids and ask.followed:
+                body["return_token_ids"] = True
         else:
-            body["prompt"] = ask.text if self._text else token_ids(ask.prompt)
+            said = [*ask.history, (ask.text, "")] if ask.text else [(self._words.text(ask.prompt), "")]
+            if self._chat:
+                turns = [(role, words) for pair in said for role, words in zip(ROLES, pair, strict=True)]
+                body["messages"] = [{"role": role, "content": words} for role, words in turns[:-1]]
+            else:
+                body["prompt"] = "".join(words for pair in said for words in pair)
         content = encode(body)
         return b"%b%d\r\n\r\n%b" % (self._head, len(content), content)

@@ -5,6 +5,7 @@ Kept here: an answer ends once, and what it holds is bounded, whatever the serve
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Final
 
 import msgspec
@@ -19,6 +20,7 @@ ERROR_BYTES_MAX = 64 << 10
 # Events beyond the tokens that were asked for: some servers send one before the first or after the last.
 EVENTS_SPARE = 64
 LOST: Final = "connection_lost"
+Held = Callable[[Outcome, str], None]
 OK = 200
 REFUSALS = (429, 503)
 LENGTH = "length"
@@ -28,12 +30,27 @@ class Answer:
     """Reads into `outcome`, times less `start`. end: its state, code and message; None while it lasts. done: the
     server said that this was all.
 
-    whole: fewer tokens than asked for are a failure (the server was told to ignore the model's end).
+    whole: fewer tokens than asked for are a failure (the server was told to ignore the model's end). held: is given
+    the text of an answer that is finished; None: nobody wants that.
     """
 
-    __slots__ = ("_counted", "_last_s", "_outcome", "_reason", "_rest", "_start", "_status", "_whole", "done", "end")
+    __slots__ = (
+        "_counted",
+        "_held",
+        "_last_s",
+        "_outcome",
+        "_pieces",
+        "_reason",
+        "_rest",
+        "_start",
+        "_status",
+        "_whole",
+        "done",
+        "end",
+    )
 
-    def __init__(self, outcome: Outcome, start: float, *, whole: bool) -> None:
+    def __init__(self, outcome: Outcome, start: float, *, whole: bool, held: Held | None = None) -> None:
+        self._held, self._pieces = held, list[str]()
         self._outcome, self._start, self._whole = outcome, start, whole
         self.end: tuple[str, str, str] | None = None
         self.done = False
@@ -125,6 +142,8 @@ class Answer:
         stamps = self._outcome.tokens_s
         for choice in came.choices:
             self._last_s = now
+            if self._held is not None:
+                self._pieces.append(choice.said)
             tokens = choice.tokens
             if tokens == 1:
                 stamps.append(now)
@@ -161,7 +180,7 @@ class Answer:
             # Events are all that can be counted: several tokens may have come in one.
             note = "the server sent no usage: events were counted"
             enough = reason == LENGTH or len(stamps) == outcome.asked_tokens or not self._whole
-            self.end = (FINISHED, "", note) if enough else (FAILED, reason, note)
+            self._end_as(*((FINISHED, "", note) if enough else (FAILED, reason, note)))
             return
         count = usage.completion_tokens or 0
         outcome.prompt_tokens = usage.prompt_tokens or outcome.prompt_tokens
@@ -173,9 +192,14 @@ class Answer:
         self._stamp_up_to(count)
         del stamps[count:]
         if count == outcome.asked_tokens:
-            self.end = FINISHED, "", ""
+            self._end_as(FINISHED, "", "")
         else:
-            self.end = FAILED if self._whole else FINISHED, reason, f"{count} tokens of {outcome.asked_tokens}"
+            self._end_as(FAILED if self._whole else FINISHED, reason, f"{count} tokens of {outcome.asked_tokens}")
+
+    def _end_as(self, state: str, code: str, message: str) -> None:
+        self.end = state, code, message
+        if self._held is not None and state == FINISHED:
+            self._held(self._outcome, "".join(self._pieces))
 
     def _failed(self, message: str) -> None:
         self.end = FAILED, ProtocolError.code, message

@@ -114,6 +114,11 @@ class Choice(msgspec.Struct):
     token_ids: list[int] | None = None
 
     @property
+    def said(self) -> str:
+        """The words of the answer; what a model thinks before it is none of them: nobody sends that back."""
+        return self.text or (self.delta.content if self.delta is not None else None) or ""
+
+    @property
     def tokens(self) -> int:
         """How many tokens this is taken for, until the server says how many there were.
 

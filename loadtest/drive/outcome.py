@@ -33,9 +33,10 @@ class Outcome:
     due_s: when it was meant to be sent; of a later turn of a session: the end of the turn before and its think time; in
     a closed loop: when its place became free. awake_s: when the driver turned to it (later than due_s: the driver was
     late). sent_s: when it was handed to the client (later than awake_s: it had to wait for a place). tokens_s: when
-    each token was seen here; tokens: which ones, empty from a server that sends text. request_id: the coordinator's; 0:
-    it has none. timings: on the coordinator's clock. code: the error's wire code, or the reason where fewer tokens came
-    than were asked for; message: what the server said.
+    each token was seen here; tokens: which ones; of a server that sends text see `http_words`, empty where the session
+    does not go on. stood_in: they are stand-ins. answer: the same as text, where the server sends that and the session
+    goes on. request_id: the coordinator's; 0: it has none. timings: on the coordinator's clock. code: the error's wire
+    code, or the reason where fewer tokens came than were asked for; message: what the server said.
     """
 
     session: int
@@ -57,6 +58,8 @@ class Outcome:
     timings: Timings = NEVER
     tokens_s: array[float] = field(default_factory=lambda: array("d"))
     tokens: array[int] = field(default_factory=lambda: array("i"))
+    stood_in: bool = False
+    answer: str = ""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

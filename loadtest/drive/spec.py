@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import asdict, dataclass, field
+from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from kvforge.protocol.errors import InvalidRequest
 from loadtest.load.build import Load, LoadOptions, build
+from loadtest.load.texts import Encode
 
 from .plan import Plan
 
@@ -62,12 +64,7 @@ class RunSpec:
 
     def workload(self) -> Load:
         """The load; the same one in every process. Raises InvalidRequest naming the option."""
-        encode = None
-        if self.tokenizer is not None:
-            from kvforge.text.tokenizer import Tokenizer  # loads transformers
-
-            encode = Tokenizer.load(self.tokenizer).encode
-        return build(LoadOptions(**self.load), encode)
+        return build(LoadOptions(**self.load), _encoder(self.tokenizer))
 
     def plan(self, index: int, processes: int, sessions: int) -> Plan:
         """The share of one process. sessions: how many different ones the load has."""
@@ -95,4 +92,15 @@ class RunSpec:
             return CoordinatorTarget(self.endpoint, clients=clients, server_key=self.server_key, key_file=self.key_file)
         from .http import HttpOptions, HttpTarget
 
-        return HttpTarget(HttpOptions(**self.http, clients=clients))
+        vocab = self.load.get("vocab", LoadOptions.vocab)
+        return HttpTarget(HttpOptions(**self.http, clients=clients, vocab=vocab), _encoder(self.tokenizer))
+
+
+@cache
+def _encoder(tokenizer: str | None) -> Encode | None:
+    """Pieces of text to token ids: without what a tokenizer puts before a prompt."""
+    if tokenizer is None:
+        return None
+    from kvforge.text.tokenizer import Tokenizer  # loads transformers
+
+    return partial(Tokenizer.load(tokenizer).encode, special=False)

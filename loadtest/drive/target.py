@@ -13,7 +13,9 @@ from .outcome import Outcome
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Ask:
-    """One request as it is sent. prompt: [prompt_tokens] int32; text: the same for a server that takes text, or "".
+    """One request as it is sent. prompt: [prompt_tokens] int32; text: the same for a server that takes text, or "";
+    without what was said before, which `history` has: questions and answers. followed: the session goes on with what
+    is answered.
 
     client: which of the load's clients it comes from; each has a connection of its own. until: on CLOCK_MONOTONIC.
     """
@@ -21,6 +23,8 @@ class Ask:
     prompt: Int32Array
     output_tokens: int
     text: str = ""
+    history: tuple[tuple[str, str], ...] = ()
+    followed: bool = False
     tenant: str = "default"
     temperature: float = 0.0
     seed: int = 0

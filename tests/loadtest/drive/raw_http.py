@@ -12,11 +12,14 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.protocol.messages import Int32Array
 from loadtest.drive.http import HttpOptions, HttpTarget
 from loadtest.drive.outcome import Outcome
 from loadtest.drive.target import Ask
+from loadtest.load.texts import Encode
 
 WAIT_S = 20.0
+PROMPT = np.array([5, 6, 7], np.int32)
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter], Awaitable[None]]
 
 
@@ -114,12 +117,11 @@ class Engine:
         """Since the start."""
         return monotonic() - self.start
 
-    def send(self, tokens: int = 3, *, client: int = 0, timeout_s: float = WAIT_S, text: str = "") -> Outcome:
-        """Sends one; it can be given up by `cancel`."""
+    def send(self, tokens: int = 3, *, timeout_s: float = WAIT_S, prompt: Int32Array = PROMPT, **more: Any) -> Outcome:
+        """Sends one; it can be given up by `cancel`. more: other fields of `Ask`."""
         outcome = Outcome(session=len(self.ends), due_s=self.now_s())
         until = self.start + self.now_s() + timeout_s
-        prompt = np.array([5, 6, 7], np.int32)
-        ask = Ask(prompt=prompt, output_tokens=tokens, client=client, until=until, text=text)
+        ask = Ask(prompt=prompt, output_tokens=tokens, until=until, **more)
         self.cancel = self.target.send(ask, outcome, self.start, self._ended)
         return outcome
 
@@ -143,9 +145,9 @@ class Engine:
 
 
 @asynccontextmanager
-async def driving(url: str, **options: Any) -> AsyncIterator[Engine]:
+async def driving(url: str, encode: Encode | None = None, **options: Any) -> AsyncIterator[Engine]:
     """An engine with a target that is open."""
-    target = HttpTarget(HttpOptions(url=url, **{"model": "m", "connections": 1} | options))
+    target = HttpTarget(HttpOptions(url=url, **{"model": "m", "connections": 1} | options), encode)
     await target.open()
     try:
         yield Engine(target)

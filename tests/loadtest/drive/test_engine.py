@@ -124,6 +124,30 @@ def test_a_later_turn_holds_what_really_came_and_is_due_after_its_thinking() -> 
     ]
 
 
+def test_what_was_said_is_passed_on_as_text_while_all_of_it_is_held() -> None:
+    def turn(text: str, kept: int) -> Turn:
+        return Turn(tokens=np.array([1], np.int32), output_tokens=1, text=text, kept=kept)
+
+    class Says(Played):
+        def send(
+            self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]
+        ) -> Callable[[], None]:
+            outcome.answer = f"{ask.text}!" if ask.followed else ""
+            return super().send(ask, outcome, start, ended)
+
+    target = Says()
+    turns = (turn("a", 0), turn("b", ALL), turn("c", ALL), turn("d", 0), turn("e", 1), turn("f", ALL))
+    run(Sessions([Session(turns=turns)], np.array([0.0])), target)
+    assert [(ask.text, ask.history, ask.followed) for ask in target.asked] == [
+        ("a", (), True),
+        ("b", (("a", "a!"),), True),
+        ("c", (("a", "a!"), ("b", "b!")), False),
+        ("d", (), True),
+        ("", (), True),  # a part of what was said: only as token ids
+        ("", (), False),
+    ]
+
+
 def test_a_session_ends_with_its_first_turn_that_does_not_finish() -> None:
     turn = Turn(tokens=np.array([1], np.int32), output_tokens=1)
     outcomes, _ = run(Sessions([Session(turns=(turn, turn, turn))], np.array([0.0])), Played(state=FAILED))
