@@ -230,9 +230,13 @@ class Sampler:
         tables = self._tables
         if tables is None:
             return True
-        if tables.ended():
-            return False
-        self._gauges = tables.gauges()
+        try:
+            if tables.ended():
+                return False
+            self._gauges = tables.gauges()
+        except KvforgeError as error:  # killed in the middle of a write, or of another layout now
+            log.warning("the shared tables: %s", error)
+            return True
         upto, at = self._upto, (self._gauges["turns"], self._upto)
         if at != self._looked_at and now_s >= self._map_due:
             if upto > BLOCKS_MAX:

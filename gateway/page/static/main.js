@@ -29,6 +29,7 @@ const takers = {
   },
   summary({ level, sentence, notes, stale }) {
     document.body.classList.toggle("stale", stale);
+    if (byId("summary").dataset.level !== level) text(byId("said"), sentence); // numbers that change are not read aloud
     byId("summary").dataset.level = level;
     text(byId("sentence"), sentence);
     document.title = `${MARKS[level]} ${sentence} · kvforge`;

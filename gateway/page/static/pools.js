@@ -150,7 +150,7 @@ class PoolMap {
     this.at = null;
     this.canvas.addEventListener("pointermove", (event) => this.point(event));
     this.canvas.addEventListener("pointerdown", (event) => this.point(event));
-    this.canvas.addEventListener("pointerleave", () => this.leave());
+    this.canvas.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && this.leave());
     this.canvas.addEventListener("blur", () => this.leave());
     this.canvas.addEventListener("focus", () => this.at === null && this.canvas.matches(":focus-visible") && this.go(0));
     this.canvas.addEventListener("keydown", (event) => this.key(event));

@@ -57,7 +57,8 @@ export class Requests {
   update(node, row) {
     const cells = node.children;
     const state = cells[1].firstElementChild;
-    text(state, WORDS[row[STATE]] ?? (row[STATE] === "finished" && row[REASON] ? row[REASON] : row[STATE]));
+    text(state, WORDS[row[STATE]] ?? row[STATE]);
+    state.title = row[REASON];
     state.dataset.state = row[STATE];
     node.classList.toggle("over", !ALIVE.includes(row[STATE]));
     const [shade, name] = cells[2].firstElementChild.children;

@@ -11,7 +11,7 @@ from typing import Any
 import httpx
 import msgspec
 
-from gateway.page import files, sampler
+from gateway.page import files
 from kvforge import AsyncClient, Sampling
 from loadtest.fleet.fleet import Fleet
 from tests.gateway.page.serving import Allowed, everything, keyed, seeing, serving
@@ -222,42 +222,3 @@ def test_the_policy_lets_nothing_in_and_the_page_asks_for_nothing_else() -> None
     assert html.count(b"<script") == 1 and b'<script type="module" src="/page/main.js"></script>' in html
     for name in files.NAMES:
         assert name == files.INDEX or f"{name}".encode() in whole, name
-
-
-def test_viewers_are_bounded_and_the_last_one_ends_the_looking() -> None:
-    class Asked:
-        """A client whose coordinator never answers."""
-
-        count = 0
-        calls = asyncio.Event()
-
-        async def health(self, **_options: Any) -> None:
-            self.count += 1
-            self.calls.set()
-            await asyncio.Event().wait()
-
-    async def run() -> None:
-        client = Asked()
-        ending = []
-        looking = sampler.Sampler(client, lambda: bool(ending))  # type: ignore[arg-type]
-        viewers = [looking.watching({}) for _ in range(sampler.VIEWERS_MAX)]
-        first, *_ = [viewer.__enter__() for viewer in viewers]
-        try:
-            with looking.watching({}):
-                raise AssertionError("one too many")
-        except sampler.QueueFull as full:
-            assert full.retry_after_ms == sampler.AGAIN_MS
-        await asyncio.wait_for(client.calls.wait(), LIMIT_S)
-        await asyncio.wait_for(first.more(), LIMIT_S)
-        assert b"event: hello" in first.take() and b"event: hello" not in first.take()
-        assert client.count == 1 and not first.over, "all of them together ask once"
-        ending.append(True)
-        assert first.over
-        tasks = asyncio.all_tasks() - {asyncio.current_task()}
-        for viewer in viewers:
-            assert tasks and not any(task.cancelling() for task in tasks)
-            viewer.__exit__(None, None, None)
-        await asyncio.wait(tasks, timeout=LIMIT_S)
-        assert looking.viewers == 0 and all(task.done() for task in tasks)
-
-    asyncio.run(run())

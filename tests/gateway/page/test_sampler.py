@@ -1,0 +1,90 @@
+"""The one that looks for all viewers: how many there may be, when it looks, and what it bears."""
+
+from __future__ import annotations
+
+import asyncio
+from contextlib import ExitStack
+from typing import Any
+
+import pytest
+
+from gateway.page import sampler
+from gateway.page.sampler import Sampler
+from kvforge.protocol.errors import DeadlineExceeded, QueueFull
+from kvforge.protocol.messages import Health, RequestList, RequestStats, Stats
+
+LIMIT_S = 30.0
+ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
+
+
+class Silent:
+    """A client whose coordinator never answers."""
+
+    def __init__(self) -> None:
+        self.count, self.asked = 0, asyncio.Event()
+
+    async def health(self, **_options: Any) -> Health:
+        self.count += 1
+        self.asked.set()
+        await asyncio.Event().wait()
+        raise AssertionError
+
+
+class Torn:
+    """A client, and the tables, of a coordinator that was stopped in the middle of a write."""
+
+    boot, pid = "b", 7
+
+    async def health(self, **_options: Any) -> Health:
+        return Health(rid=0, live=True, ready=True, reason="", workers=())
+
+    async def stats(self, **_options: Any) -> Stats:
+        return Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=ZERO, pools=(), tenants=())
+
+    async def requests(self, *_count: int, **_options: Any) -> RequestList:
+        return RequestList(rid=0, requests=(), total=0)
+
+    async def tables(self, **_options: Any) -> Torn:
+        return self
+
+    def ended(self) -> bool:
+        return False
+
+    def gauges(self) -> dict[str, int]:
+        raise DeadlineExceeded("the gauges of the shared tables are being written without end")
+
+
+def test_viewers_are_bounded_ask_once_and_the_last_one_ends_the_looking() -> None:
+    async def run() -> None:
+        client, ending = Silent(), list[int]()
+        looking = Sampler(client, lambda: bool(ending))  # type: ignore[arg-type]
+        with ExitStack() as viewers:
+            first, *_ = [viewers.enter_context(looking.watching({})) for _ in range(sampler.VIEWERS_MAX)]
+            with pytest.raises(QueueFull) as full, looking.watching({}):
+                pass
+            assert full.value.retry_after_ms == sampler.AGAIN_MS and looking.viewers == sampler.VIEWERS_MAX
+            await asyncio.wait_for(client.asked.wait(), LIMIT_S)
+            await asyncio.wait_for(first.more(), LIMIT_S)
+            assert b"event: hello" in first.take() and b"event: hello" not in first.take()
+            assert client.count == 1 and not first.over
+            ending.append(1)
+            assert first.over
+            tasks = asyncio.all_tasks() - {asyncio.current_task()}
+            assert tasks
+        await asyncio.wait(tasks, timeout=LIMIT_S)
+        assert looking.viewers == 0 and all(task.done() for task in tasks)
+
+    asyncio.run(run())
+
+
+def test_tables_that_cannot_be_read_end_nothing() -> None:
+    async def run() -> None:
+        looking = Sampler(Torn(), lambda: False)  # type: ignore[arg-type]
+        with looking.watching({}) as viewer:
+            told = b""
+            while told.count(b"event: summary") < 1 or b"All is well" not in told:
+                await asyncio.wait_for(viewer.more(), LIMIT_S)
+                told += viewer.take()
+                assert not viewer.over
+
+    asyncio.run(run())
