@@ -2,7 +2,7 @@
 import { columns } from "./unpack.js";
 
 export const FREE = 0;
-export const CACHED = 1;
+export const CACHED = 1; // or in quarantine, until a step is over: the tables do not tell these apart
 export const HELD = 2;
 export const SHARED = 3;
 export const STATES = ["free", "cached", "held", "shared"];
