@@ -1,0 +1,203 @@
+"""What one gateway process carries on one core, and what it adds to a request.
+
+    python -m benchmarks.gateway [--only NAME ...] [--json benchmarks/results/gateway.json]
+
+The gateway is pinned to one core. A null server, which speaks as a coordinator does and makes tokens up, and the driver
+of the load harness have another one: the coordinator's and the workers' own time is not in this. Requests carry token
+ids and are streamed. Scenarios:
+
+requests     answers of 16 tokens, each all at once
+streams      a stream for each of 500 requests under way, 50 tokens a second each, all of them in step
+first-token  few requests of one token: the time to it, less what the same takes over ZeroMQ, in the same minute
+
+cpu: of the gateway, in seconds a second; us/request and us/token: the same, for each. late: of the driver, which is
+what the harness judges a run by. MB: resident, before and after.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import os
+import re
+import sys
+import tempfile
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from loadtest.drive.outcome import FINISHED, Outcome
+from loadtest.drive.processes import drive
+from loadtest.drive.proof import null_server
+from loadtest.drive.spec import HTTP, KVFORGE, RunSpec
+
+from .load_capacity import cpu_s
+from .load_driver import Scenario, pinned, row
+from .report import report
+
+PROMPT_TOKENS = 64
+MODEL = "smollm2-135m"  # whose tokenizer spells the tokens
+HEADER = (
+    "", "streams", "requests/s", "tokens/s", "first ms p50", "p99", "cpu", "us/request", "us/token", "late ms p99",
+    "failed", "MB",
+)  # fmt: skip
+
+
+@dataclass(frozen=True, kw_only=True)
+class Case:
+    """A load, and how long it is. rate: requests a second; pace: tokens a second of each; 0: all at once."""
+
+    rate: float
+    tokens: int
+    pace: float
+    warm_s: float
+    measured_s: float = 10.0
+
+
+CASES = {
+    "requests": Case(rate=800, tokens=16, pace=0, warm_s=2),
+    "streams": Case(rate=250, tokens=100, pace=50, warm_s=4),
+    "first-token": Case(rate=50, tokens=1, pace=0, warm_s=2),
+}
+
+
+@asynccontextmanager
+async def gateway(endpoint: str, core: int) -> AsyncIterator[tuple[str, int]]:
+    """One process over a coordinator: its address and its number."""
+    with tempfile.TemporaryDirectory(prefix="kvforge-bench-") as folder:
+        file = Path(folder) / "gateway.toml"
+        file.write_text(f'endpoint = "{endpoint}"\ntokenizer = "{MODEL}"\nport = 0\nlog_level = "warning"\n')
+        with pinned(core):
+            process = await asyncio.create_subprocess_exec(
+                *(sys.executable, "-m", "gateway", "--config", str(file)), stdout=asyncio.subprocess.PIPE
+            )
+        assert process.stdout is not None, "a pipe"
+        try:
+            said = (await process.stdout.readline()).decode()
+            found = re.search(r"http://\S+", said)
+            assert found is not None, f"the gateway did not begin: {said}"
+            await served(found.group())
+            yield found.group(), process.pid
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+async def served(url: str) -> None:
+    """Returns when a request would be served."""
+    host, _, port = url.removeprefix("http://").partition(":")
+    async with asyncio.timeout(60):
+        while True:
+            reader, writer = await asyncio.open_connection(host, int(port))
+            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+            head = await reader.readline()
+            writer.close()
+            if b" 200 " in head:
+                return
+            await asyncio.sleep(0.1)
+
+
+async def run(name: str, case: Case, cores: Sequence[int]) -> dict[str, Any]:
+    """One scenario: the gateway on the first of two cores, all else on the second."""
+    with pinned(cores[1]):
+        server = null_server(KVFORGE, case.pace, *(("--steps",) if case.pace else ()))
+        endpoint = await server.__aenter__()
+    try:
+        async with gateway(endpoint, cores[0]) as (url, pid):
+            before_mb = resident_mb(pid)
+            http = {"url": f"{url}/v1", "model": "null"}
+            outcomes, drove, used_s, wall_s = await driven(case, HTTP, {"http": http}, cores[1], pid)
+            found = row(_scenario(name, case), outcomes, drove)
+            result = asdict(found) | {
+                "first_ms": first_ms(case, outcomes),
+                "cpu": round(used_s / wall_s, 3),
+                "us_per_request": round(1e6 * used_s / max(sum(o.state == FINISHED for o in outcomes), 1)),
+                "us_per_token": round(1e6 * used_s / max(sum(len(o.tokens_s) for o in outcomes), 1), 1),
+                "mb": (before_mb, resident_mb(pid)),
+                "problems": sorted({f"{o.code} {o.message}" for o in outcomes if o.state == "failed"})[:3],
+            }
+        if name == "first-token":
+            direct, *_ = await driven(case, KVFORGE, {"endpoint": endpoint}, cores[1], os.getpid())
+            result["direct_ms"] = first_ms(case, direct)
+            result["added_ms_p50"] = round(result["first_ms"][0] - result["direct_ms"][0], 3)
+        return result
+    finally:
+        await server.__aexit__(None, None, None)
+
+
+async def driven(
+    case: Case, target: str, where: dict[str, Any], core: int, pid: int
+) -> tuple[Sequence[Outcome], Any, float, float]:
+    """The outcomes, how late the driver was, and the processor time of `pid` in which wall time."""
+    wall_s = case.warm_s + case.measured_s
+    load = {
+        "arrivals": f"poisson:{case.rate:g}",
+        "duration_s": wall_s,
+        "input": str(PROMPT_TOKENS),
+        "output": str(case.tokens),
+        "vocab": 30_000,
+    }
+    spec = RunSpec(load=load, target=target, timeout_s=2 * wall_s + 10, proof_s=0, **where)
+    stop, loop, used = asyncio.Event(), asyncio.get_running_loop(), [0.0, 0.0]
+
+    def began(_: float) -> None:
+        used[0] = cpu_s(pid)
+        loop.call_later(wall_s + 0.2, stop.set)
+
+    with pinned(core):
+        _, outcomes, (drove,) = await drive(spec, 1, stop, began=began)
+    return outcomes, drove, cpu_s(pid) - used[0], wall_s
+
+
+def _scenario(name: str, case: Case) -> Scenario:
+    return Scenario(
+        name=name,
+        requests_per_s=case.rate,
+        tokens=case.tokens,
+        tokens_per_s=case.pace,
+        warm_s=case.warm_s,
+        measured_s=case.measured_s,
+    )
+
+
+def first_ms(case: Case, outcomes: Sequence[Outcome]) -> tuple[float, float]:
+    """From when a request was sent to its first token, p50 and p99."""
+    taken = [o.tokens_s[0] - o.sent_s for o in outcomes if o.due_s >= case.warm_s and len(o.tokens_s)]
+    p50, p99 = np.percentile(taken, (50, 99)) * 1e3 if taken else (float("nan"), float("nan"))
+    return round(float(p50), 3), round(float(p99), 3)
+
+
+def resident_mb(pid: int) -> int:
+    """Resident memory of a process."""
+    pages = int(Path(f"/proc/{pid}/statm").read_text(encoding="ascii").split()[1])
+    return pages * os.sysconf("SC_PAGE_SIZE") // 1_000_000
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=CASES, default=list(CASES))
+    parser.add_argument("--json", metavar="FILE")
+    options = parser.parse_args()
+    cores = sorted(os.sched_getaffinity(0))
+    if len(cores) < 2:
+        parser.error("it needs two cores: one for the gateway, one for all else")
+    rows = {name: asyncio.run(run(name, CASES[name], cores)) for name in options.only}
+    table = [
+        (
+            name, found["streams"], found["requests_per_s"], found["tokens_per_s"], *found["first_ms"], found["cpu"],
+            found["us_per_request"], found["us_per_token"], found["late_ms"][1], found["failed"],
+            "{} -> {}".format(*found["mb"]),
+        )
+        for name, found in rows.items()
+    ]  # fmt: skip
+    report("One gateway process on one core", HEADER, table, rows, options.json)
+    if "first-token" in rows:
+        print(f"first-token: {rows['first-token']['added_ms_p50']} ms at p50 more than over ZeroMQ")
+
+
+if __name__ == "__main__":
+    main()
