@@ -26,7 +26,13 @@ export class Chart {
   constructor(lines, { width = 200, height = 40, area = false, label = "" } = {}) {
     this.width = width;
     this.height = height;
-    this.svg = node("svg", { viewBox: `0 0 ${width} ${height}`, preserveAspectRatio: "none", role: "img", "aria-label": label, class: "chart" });
+    this.svg = node("svg", {
+      viewBox: `0 0 ${width} ${height}`,
+      preserveAspectRatio: "none",
+      role: "img",
+      "aria-label": label,
+      class: "chart",
+    });
     this.filled = area ? node("path", { class: `fill ${lines[0]}` }) : null;
     this.paths = lines.map((name) => node("path", { class: `line ${name}`, "vector-effect": "non-scaling-stroke" }));
     this.svg.append(...(this.filled ? [this.filled] : []), ...this.paths);
@@ -56,7 +62,8 @@ export class Chart {
           if (!joined) fill += `${fill && `V${this.height}Z`}M${x(times[i]).toFixed(1)} ${this.height}`;
           fill += `L${point}`;
           const next = times[i + 1];
-          if (next === undefined || values[i + 1] === null || next - times[i] >= GAP_MS) fill += `L${x(times[i]).toFixed(1)} ${this.height}Z`;
+          if (next === undefined || values[i + 1] === null || next - times[i] >= GAP_MS)
+            fill += `L${x(times[i]).toFixed(1)} ${this.height}Z`;
         }
         path += `${joined ? "L" : "M"}${point}`;
         before = times[i];

@@ -56,7 +56,13 @@ export class Chat {
       if (!got.content && !got.reasoning) answer.append(el("span", { class: "soft" }, "(an empty answer)"));
     } catch (error) {
       const stopped = error.name === "AbortError";
-      answer.append(el("span", { class: stopped ? "soft" : "bad" }, `${got.content ? " " : ""}${stopped ? "(stopped)" : this.problem(error)}`));
+      answer.append(
+        el(
+          "span",
+          { class: stopped ? "soft" : "bad" },
+          `${got.content ? " " : ""}${stopped ? "(stopped)" : this.problem(error)}`,
+        ),
+      );
     }
     if (got.content) this.messages.push({ role: "assistant", content: got.content });
     else this.messages.pop();
@@ -64,13 +70,26 @@ export class Chat {
   }
 
   problem(error) {
-    return error.status === 404 && !/model/i.test(error.message) ? "This server has no /v1/chat/completions." : error.message;
+    return error.status === 404 && !/model/i.test(error.message)
+      ? "This server has no /v1/chat/completions."
+      : error.message;
   }
 
   async stream(got, began, show) {
     this.abort = new AbortController();
-    const body = { model: this.model, messages: this.messages, stream: true, max_tokens: Number(byId("chat-tokens").value) || 256, stream_options: { include_usage: true } };
-    const options = { method: "POST", headers: { "Content-Type": "application/json" }, body: JSON.stringify(body), signal: this.abort.signal };
+    const body = {
+      model: this.model,
+      messages: this.messages,
+      stream: true,
+      max_tokens: Number(byId("chat-tokens").value) || 256,
+      stream_options: { include_usage: true },
+    };
+    const options = {
+      method: "POST",
+      headers: { "Content-Type": "application/json" },
+      body: JSON.stringify(body),
+      signal: this.abort.signal,
+    };
     const response = await this.server.fetched("/v1/chat/completions", options);
     for await (const { data } of events(response.body)) {
       if (data === "[DONE]") return;

@@ -47,7 +47,9 @@ const takers = {
     startedMs = started_ms;
     byId("all").hidden = false;
     chat.model = model?.name ?? "";
-    takers.model = model ? `${model.name}${model.dtype ? ` · ${model.dtype}` : ""} · ${count(model.context)} tokens of context` : "";
+    takers.model = model
+      ? `${model.name}${model.dtype ? ` · ${model.dtype}` : ""} · ${count(model.context)} tokens of context`
+      : "";
     byId("drain").disabled = draining;
   },
   pools(rows) {
@@ -69,14 +71,26 @@ const takers = {
   blocks: (frame) => pools.take(frame),
   totals(totals) {
     lines.totals(totals);
-    const parts = ["accepted", "finished", "failed", "cancelled", "expired", "refused"].map((name) => `${count(totals[name])} ${name}`);
+    const parts = ["accepted", "finished", "failed", "cancelled", "expired", "refused"].map(
+      (name) => `${count(totals[name])} ${name}`,
+    );
     const again = totals.recomputed_tokens ? ` · ${count(totals.recomputed_tokens)} tokens computed again` : "";
-    text(byId("totals"), `Since the start: ${parts.join(", ")} · ${many(totals.preemptions, "preemption")}${again} · ${many(totals.clients, "client")}`);
+    text(
+      byId("totals"),
+      `Since the start: ${parts.join(", ")} · ${many(totals.preemptions, "preemption")}${again} · ${many(totals.clients, "client")}`,
+    );
   },
   happenings(rows) {
     const parent = byId("lately");
-    keyed(parent, rows, (row) => `${row.at_ms} ${row.text}`, (row) => el("li", { "data-level": row.level }, el("time", {}, time(row.at_ms)), el("span", {}, row.text)), () => {});
-    if (!rows.length && !parent.querySelector(".empty")) parent.append(el("li", { class: "empty" }, "Nothing worth a word."));
+    keyed(
+      parent,
+      rows,
+      (row) => `${row.at_ms} ${row.text}`,
+      (row) => el("li", { "data-level": row.level }, el("time", {}, time(row.at_ms)), el("span", {}, row.text)),
+      () => {},
+    );
+    if (!rows.length && !parent.querySelector(".empty"))
+      parent.append(el("li", { class: "empty" }, "Nothing worth a word."));
     else if (rows.length) parent.querySelector(".empty")?.remove();
   },
 };
@@ -87,11 +101,15 @@ async function take(name, document) {
 }
 
 function lives(told) {
-  const journal = told.journal_records_total ? `Journal: ${bytes(told.journal_bytes)}, ${many(told.journal_records_total, "record")}.` : "No journal is written.";
+  const journal = told.journal_records_total
+    ? `Journal: ${bytes(told.journal_bytes)}, ${many(told.journal_records_total, "record")}.`
+    : "No journal is written.";
   const parts = [];
-  if (told.restarts_total) parts.push(`coordinator restarted ${many(told.restarts_total, "time")}, with all that it knew`);
+  if (told.restarts_total)
+    parts.push(`coordinator restarted ${many(told.restarts_total, "time")}, with all that it knew`);
   if (told.workers_lost_total) parts.push(`${many(told.workers_lost_total, "worker")} lost`);
-  if (told.workers_returned_total) parts.push(`${many(told.workers_returned_total, "worker")} come back after a restart`);
+  if (told.workers_returned_total)
+    parts.push(`${many(told.workers_returned_total, "worker")} come back after a restart`);
   return `${journal} Since the start: ${parts.join("; ") || "nobody was lost"}.`;
 }
 
@@ -112,7 +130,12 @@ function link(state, message) {
     text(byId("key-problem"), sessionStorage.length ? message : "");
     byId("key-value").focus();
   } else {
-    takers.summary({ level: "bad", sentence: "The gateway does not answer.", notes: [message || "This page tries again by itself; what it shows is of before."], stale: true });
+    takers.summary({
+      level: "bad",
+      sentence: "The gateway does not answer.",
+      notes: [message || "This page tries again by itself; what it shows is of before."],
+      stale: true,
+    });
   }
 }
 

@@ -43,7 +43,13 @@ export class Pools {
     const same = shape(rows) === shape(this.rows);
     this.rows = rows;
     const parent = byId("pools");
-    keyed(parent, rows, (pool) => `${pool.worker} ${pool.base}`, (pool) => this.make(pool), (node, pool) => this.count(node, pool));
+    keyed(
+      parent,
+      rows,
+      (pool) => `${pool.worker} ${pool.base}`,
+      (pool) => this.make(pool),
+      (node, pool) => this.count(node, pool),
+    );
     parent.classList.toggle("many", rows.length > 1);
     if (!rows.length && !parent.querySelector(".empty")) {
       parent.append(el("p", { class: "empty" }, "No pool: no worker is ready yet."));
@@ -56,14 +62,24 @@ export class Pools {
     const map = new PoolMap(this, pool);
     this.maps.set(`${pool.worker} ${pool.base}`, map);
     const bar = el("div", { class: "bar thin", "aria-hidden": "true" });
-    const node = el("div", { class: "pool" }, el("div", { class: "head" }, el("b", {}, pool.worker), el("span", { class: "soft told" })), bar, map.canvas, map.readout);
+    const node = el(
+      "div",
+      { class: "pool" },
+      el("div", { class: "head" }, el("b", {}, pool.worker), el("span", { class: "soft told" })),
+      bar,
+      map.canvas,
+      map.readout,
+    );
     return node;
   }
 
   count(node, pool) {
     const taken = pool.referenced + pool.quarantined;
     const size = `${bytes(pool.blocks * pool.bytes_per_block)}, ${pool.kv_dtype}`;
-    text(node.querySelector(".told"), `${count(taken)} of ${many(pool.blocks, "block")} held (${percent(taken / pool.blocks)}), ${count(pool.cached)} cached · ${size}`);
+    text(
+      node.querySelector(".told"),
+      `${count(taken)} of ${many(pool.blocks, "block")} held (${percent(taken / pool.blocks)}), ${count(pool.cached)} cached · ${size}`,
+    );
     const bar = node.querySelector(".bar");
     bar.replaceChildren(
       part(pool.referenced, shade("held"), `held ${pool.referenced}`),
@@ -77,11 +93,24 @@ export class Pools {
   legend() {
     const items = {
       state: STATES.map((state) => [shade(state), state]),
-      tenant: [...this.tenants.named().slice(0, TENANT_COLOURS).map(({ number, tenant }) => [tenantShade(number), tenant]), [shade("free"), "free"]],
+      tenant: [
+        ...this.tenants
+          .named()
+          .slice(0, TENANT_COLOURS)
+          .map(({ number, tenant }) => [tenantShade(number), tenant]),
+        [shade("free"), "free"],
+      ],
       age: [...AGE_WORDS.map((words, step) => [shade(`age-${step}`), words]), [shade("free"), "free"]],
     }[this.mode];
-    const said = { state: "shared: by more than one; cached: by nobody, kept for who comes with the same prefix", tenant: "paler: cached, held by nobody", age: "how long a block has had its content, as far as this server saw" }[this.mode];
-    byId("legend").replaceChildren(...items.map(([background, words]) => el("span", {}, swatch(background), words)), el("span", { class: "soft" }, said));
+    const said = {
+      state: "shared: by more than one; cached: by nobody, kept for who comes with the same prefix",
+      tenant: "paler: cached, held by nobody",
+      age: "how long a block has had its content, as far as this server saw",
+    }[this.mode];
+    byId("legend").replaceChildren(
+      ...items.map(([background, words]) => el("span", {}, swatch(background), words)),
+      el("span", { class: "soft" }, said),
+    );
   }
 
   // The colour of each kind of cell, as ImageData has it.
@@ -129,7 +158,12 @@ export class Pools {
     const ids = this.ids;
     this.ids = undefined;
     if (ids === null) this.legend();
-    const painter = { palette: this.palette(), free: pixel("free"), kind: (block) => this.kind(block), isFree: (block) => this.blocks.state(block) === FREE };
+    const painter = {
+      palette: this.palette(),
+      free: pixel("free"),
+      kind: (block) => this.kind(block),
+      isFree: (block) => this.blocks.state(block) === FREE,
+    };
     const height = this.maps.size > 2 ? HEIGHT / 2 : HEIGHT;
     for (const map of this.maps.values()) {
       if (ids === null) map.lay(height);
@@ -152,7 +186,10 @@ class PoolMap {
     this.canvas.addEventListener("pointerdown", (event) => this.point(event));
     this.canvas.addEventListener("pointerleave", (event) => event.pointerType !== "touch" && this.leave());
     this.canvas.addEventListener("blur", () => this.leave());
-    this.canvas.addEventListener("focus", () => this.at === null && this.canvas.matches(":focus-visible") && this.go(0));
+    this.canvas.addEventListener(
+      "focus",
+      () => this.at === null && this.canvas.matches(":focus-visible") && this.go(0),
+    );
     this.canvas.addEventListener("keydown", (event) => this.key(event));
   }
 
@@ -221,7 +258,14 @@ class PoolMap {
   }
 
   key(event) {
-    const step = { ArrowRight: 1, ArrowLeft: -1, ArrowDown: this.columns, ArrowUp: -this.columns, Home: -this.count, End: this.count }[event.key];
+    const step = {
+      ArrowRight: 1,
+      ArrowLeft: -1,
+      ArrowDown: this.columns,
+      ArrowUp: -this.columns,
+      Home: -this.count,
+      End: this.count,
+    }[event.key];
     if (step === undefined) return;
     event.preventDefault();
     this.go(Math.max(0, Math.min(this.count - 1, (this.at ?? 0) + step)));
@@ -245,7 +289,8 @@ class PoolMap {
     const holders = blocks.holders[block];
     const held = state < 2 ? STATES[state] : `held by ${holders === 255 ? "255 or more" : holders}`;
     const facts = [held];
-    if (state !== FREE) facts.push(`tenant ${tenants.name(blocks.owners[block])}`, `for ${duration(blocks.ageS(block))}`);
+    if (state !== FREE)
+      facts.push(`tenant ${tenants.name(blocks.owners[block])}`, `for ${duration(blocks.ageS(block))}`);
     this.readout.replaceChildren(first, ` ${facts.join(" · ")}`);
     clearTimeout(this.dwelling);
     if (state !== FREE) this.dwelling = setTimeout(() => this.ask(block, at), DWELL_MS);
@@ -254,10 +299,13 @@ class PoolMap {
   async ask(block, at) {
     try {
       const told = await this.pools.server.ask(`/page/explain?block=${block}`);
-      if (this.at === at) this.readout.replaceChildren(el("b", {}, `Block ${block}`), ` ${told.sentences.map((one) => one.replace(`block ${block} `, "")).join("; ")}`);
+      if (this.at === at)
+        this.readout.replaceChildren(
+          el("b", {}, `Block ${block}`),
+          ` ${told.sentences.map((one) => one.replace(`block ${block} `, "")).join("; ")}`,
+        );
     } catch (error) {
       if (this.at === at) this.readout.append(el("span", { class: "soft" }, ` (${error.message})`));
     }
   }
 }
-

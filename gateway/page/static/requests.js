@@ -4,9 +4,29 @@ import { byId, el, keyed, swatch, text } from "./elements.js";
 import { count, duration, milliseconds } from "./words.js";
 
 // Columns of a row, see gateway/page/documents.py.
-const ID = 0, STATE = 1, REASON = 2, TENANT = 3, WORKER = 4, PROMPT = 5, GENERATED = 6, MAX = 7, CAME = 8, FIRST = 9, ENDED = 10;
+const ID = 0,
+  STATE = 1,
+  REASON = 2,
+  TENANT = 3,
+  WORKER = 4,
+  PROMPT = 5,
+  GENERATED = 6,
+  MAX = 7,
+  CAME = 8,
+  FIRST = 9,
+  ENDED = 10;
 const AGAIN_MS = 2000; // what is open is asked again
-const HEAD = [["id", ""], ["state", ""], ["tenant", ""], ["worker", "roomy"], ["prompt", "roomy number"], ["generated", ""], ["first token", "roomy number"], ["age", "roomy number"], ["", ""]];
+const HEAD = [
+  ["id", ""],
+  ["state", ""],
+  ["tenant", ""],
+  ["worker", "roomy"],
+  ["prompt", "roomy number"],
+  ["generated", ""],
+  ["first token", "roomy number"],
+  ["age", "roomy number"],
+  ["", ""],
+];
 const ID_SHOWN = 6; // last digits; the detail has them all
 const ALIVE = ["pending", "running", "preempted"];
 const WORDS = { pending: "waiting" };
@@ -21,9 +41,23 @@ export class Requests {
     this.serverMs = Date.now();
     this.admin = false;
     this.body = el("tbody", {});
-    const head = el("tr", {}, ...HEAD.map(([words, kind]) => el("th", { scope: "col", class: kind }, words || el("span", { class: "hidden" }, "why"))));
-    this.table = el("div", { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "List of requests" }, el("table", { class: "requests" }, el("thead", {}, head), this.body));
-    this.none = el("p", { class: "empty" }, "No request is known yet. The first one will be here a moment after it came.");
+    const head = el(
+      "tr",
+      {},
+      ...HEAD.map(([words, kind]) =>
+        el("th", { scope: "col", class: kind }, words || el("span", { class: "hidden" }, "why")),
+      ),
+    );
+    this.table = el(
+      "div",
+      { class: "scroll tall", tabindex: "0", role: "region", "aria-label": "List of requests" },
+      el("table", { class: "requests" }, el("thead", {}, head), this.body),
+    );
+    this.none = el(
+      "p",
+      { class: "empty" },
+      "No request is known yet. The first one will be here a moment after it came.",
+    );
     byId("requests").append(this.none, this.table);
     this.table.hidden = true;
     setInterval(() => this.open && this.ask(), AGAIN_MS);
@@ -44,13 +78,44 @@ export class Requests {
 
   draw() {
     const items = this.rows.flatMap((row) => (this.open === row[ID] ? [row, { why: row[ID] }] : [row]));
-    keyed(this.body, items, (item) => (item.why === undefined ? item[ID] : `why ${item.why}`), (item) => (item.why === undefined ? this.make(item) : this.detail(item.why)), (node, item) => item.why === undefined && this.update(node, item));
+    keyed(
+      this.body,
+      items,
+      (item) => (item.why === undefined ? item[ID] : `why ${item.why}`),
+      (item) => (item.why === undefined ? this.make(item) : this.detail(item.why)),
+      (node, item) => item.why === undefined && this.update(node, item),
+    );
   }
 
   make(row) {
-    const why = el("button", { type: "button", class: "quiet", "aria-expanded": "false", "aria-label": `why request ${row[ID]} is as it is`, onclick: () => this.toggle(row[ID]) }, "why?");
-    const progress = el("div", { class: "progress" }, el("div", { class: "track" }, el("span", { class: "used" })), el("span", { class: "number" }));
-    const cells = [el("span", { title: row[ID] }, shortId(row[ID])), el("span", { class: "state" }), el("span", { class: "name" }, swatch("transparent"), el("span", {})), "", "", progress, "", "", why];
+    const why = el(
+      "button",
+      {
+        type: "button",
+        class: "quiet",
+        "aria-expanded": "false",
+        "aria-label": `why request ${row[ID]} is as it is`,
+        onclick: () => this.toggle(row[ID]),
+      },
+      "why?",
+    );
+    const progress = el(
+      "div",
+      { class: "progress" },
+      el("div", { class: "track" }, el("span", { class: "used" })),
+      el("span", { class: "number" }),
+    );
+    const cells = [
+      el("span", { title: row[ID] }, shortId(row[ID])),
+      el("span", { class: "state" }),
+      el("span", { class: "name" }, swatch("transparent"), el("span", {})),
+      "",
+      "",
+      progress,
+      "",
+      "",
+      why,
+    ];
     return el("tr", {}, ...cells.map((cell, at) => el("td", { class: HEAD[at][1] }, cell)));
   }
 
@@ -119,7 +184,10 @@ export class Requests {
     const id = this.open;
     try {
       const told = await this.server.ask(`/page/explain?request=${id}`);
-      this.say(id, told.sentences.map((sentence) => el("p", {}, sentence)));
+      this.say(
+        id,
+        told.sentences.map((sentence) => el("p", {}, sentence)),
+      );
     } catch (error) {
       this.say(id, [el("p", { class: "soft" }, error.message)]);
     }

@@ -24,17 +24,49 @@ export class Tenants {
     this.pools = pools;
     const parent = byId("tenants");
     const hold = rows.some((row) => (row.ceiling > 0 && row.ceiling * pools < blocks) || row.floor > 0);
-    text(byId("tenants-shown"), total > rows.length ? `${rows.length} of ${count(total)}` : hold ? "marks: floor and ceiling" : "");
+    text(
+      byId("tenants-shown"),
+      total > rows.length ? `${rows.length} of ${count(total)}` : hold ? "marks: floor and ceiling" : "",
+    );
     if (!rows.length) {
       if (!parent.querySelector(".empty")) parent.append(el("p", { class: "empty" }, "Nobody yet."));
     } else parent.querySelector(".empty")?.remove();
-    keyed(parent, rows, (row) => row.number, (row) => this.make(row), (node, row) => this.update(node, row, blocks));
+    keyed(
+      parent,
+      rows,
+      (row) => row.number,
+      (row) => this.make(row),
+      (node, row) => this.update(node, row, blocks),
+    );
   }
 
   make(row) {
-    const why = el("button", { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => this.toggle(row.number, node) }, "details");
-    const track = el("div", { class: "track" }, el("span", { class: "used" }), el("span", { class: "floor" }), el("span", { class: "ceiling" }));
-    const node = el("div", { class: "tenant" }, el("div", { class: "head" }, el("span", { class: "name" }, swatch(tenantShade(row.number)), el("b", {})), el("span", { class: "soft" }), why), track, el("div", { class: "soft told" }), el("div", { class: "why", hidden: true }));
+    const why = el(
+      "button",
+      { type: "button", class: "quiet", "aria-expanded": "false", onclick: () => this.toggle(row.number, node) },
+      "details",
+    );
+    const track = el(
+      "div",
+      { class: "track" },
+      el("span", { class: "used" }),
+      el("span", { class: "floor" }),
+      el("span", { class: "ceiling" }),
+    );
+    const node = el(
+      "div",
+      { class: "tenant" },
+      el(
+        "div",
+        { class: "head" },
+        el("span", { class: "name" }, swatch(tenantShade(row.number)), el("b", {})),
+        el("span", { class: "soft" }),
+        why,
+      ),
+      track,
+      el("div", { class: "soft told" }),
+      el("div", { class: "why", hidden: true }),
+    );
     return node;
   }
 

@@ -9,7 +9,10 @@ const shade = (at) => tenantShade(at + 1);
 
 export function showWorkers({ rows, gone }) {
   const parent = byId("workers");
-  const items = [...rows.map((row) => ({ ...row, key: row.name })), ...Object.entries(gone).map(([name, how]) => ({ key: `gone ${name}`, name, state: "gone", how }))];
+  const items = [
+    ...rows.map((row) => ({ ...row, key: row.name })),
+    ...Object.entries(gone).map(([name, how]) => ({ key: `gone ${name}`, name, state: "gone", how })),
+  ];
   if (!items.length) {
     if (!parent.querySelector(".empty")) parent.append(el("p", { class: "empty" }, "No worker is connected."));
   } else parent.querySelector(".empty")?.remove();
@@ -19,7 +22,14 @@ export function showWorkers({ rows, gone }) {
 function make() {
   const kernels = el("details", {}, el("summary", {}, "kernels"), el("dl", {}));
   const head = el("div", { class: "head" }, el("b", {}), el("span", { class: "soft" }), el("span", { class: "pill" }));
-  return el("div", { class: "worker" }, head, el("div", { class: "bar", "aria-hidden": "true" }), el("div", { class: "soft told" }), kernels);
+  return el(
+    "div",
+    { class: "worker" },
+    head,
+    el("div", { class: "bar", "aria-hidden": "true" }),
+    el("div", { class: "soft told" }),
+    kernels,
+  );
 }
 
 function update(node, item) {
@@ -29,7 +39,9 @@ function update(node, item) {
   const busy = item.busy_s > 2 ? `, ${item.busy_s} s on one step` : "";
   text(pill, item.state === "loading" ? `loading ${percent(item.progress)}` : `${item.state}${busy}`);
   pill.dataset.state = item.state === "ready" ? (busy ? "notice" : "live") : item.state === "gone" ? "lost" : "notice";
-  const memory = Object.entries(item.memory ?? {}).sort(([a], [b]) => (PURPOSES.indexOf(a) + 1 || 9) - (PURPOSES.indexOf(b) + 1 || 9));
+  const memory = Object.entries(item.memory ?? {}).sort(
+    ([a], [b]) => (PURPOSES.indexOf(a) + 1 || 9) - (PURPOSES.indexOf(b) + 1 || 9),
+  );
   const bar = node.querySelector(".bar");
   bar.hidden = !memory.length;
   bar.replaceChildren(...memory.map(([purpose, held], at) => part(held, shade(at), `${purpose} ${bytes(held)}`)));
@@ -38,13 +50,19 @@ function update(node, item) {
   const words = said || JSON.stringify(memory);
   if (told.dataset.shown !== words) {
     told.dataset.shown = words;
-    told.replaceChildren(...(said ? [said] : memory.map(([purpose, held], at) => el("span", {}, swatch(shade(at)), `${purpose} ${bytes(held)}`))));
+    told.replaceChildren(
+      ...(said
+        ? [said]
+        : memory.map(([purpose, held], at) => el("span", {}, swatch(shade(at)), `${purpose} ${bytes(held)}`))),
+    );
   }
   const kernels = node.querySelector("details");
   const pairs = Object.entries(item.kernels ?? {});
   kernels.hidden = !pairs.length;
   if (kernels.dataset.shown !== JSON.stringify(pairs)) {
     kernels.dataset.shown = JSON.stringify(pairs);
-    kernels.querySelector("dl").replaceChildren(...pairs.flatMap(([what, kernel]) => [el("dt", {}, what), el("dd", {}, kernel)]));
+    kernels
+      .querySelector("dl")
+      .replaceChildren(...pairs.flatMap(([what, kernel]) => [el("dt", {}, what), el("dd", {}, kernel)]));
   }
 }
