@@ -18,7 +18,7 @@ from tests.gateway.page.serving import ANSWER, keyed, seeing, serving
 pytestmark = pytest.mark.skipif(browser() is None, reason=f"needs Chromium ({', '.join(NAMES)}, or KVFORGE_BROWSER)")
 GREEDY = Sampling(temperature=0.0)
 EVIL = "<script>document.title='mine'</script><img src=x onerror=alert(1)>"
-SETTINGS = {"quotas": {EVIL: {"ceiling": 16}}}
+SETTINGS = {"quotas": {EVIL: {"ceiling": 60}}}
 TEXT = "document.querySelector(%s).textContent"
 
 # Contrast as WCAG 2.2 has it, of every text that is shown; what is below AA.
@@ -63,18 +63,18 @@ def shows(selector: str, words: str) -> str:
 def test_a_service_at_work() -> None:
     async def run() -> None:
         async with (
-            Fleet(blocks=64, time_scale=40.0, coordinator_settings=SETTINGS) as fleet,
+            Fleet(blocks=128, time_scale=40.0, coordinator_settings=SETTINGS) as fleet,
             AsyncClient(fleet.endpoint, timeout_s=30) as kv,
             serving(fleet.runtime) as address,
             Browser() as page,
         ):
-            runs = await kv.submit(list(range(1, 100)), max_tokens=300, sampling=GREEDY)
-            holds = await kv.submit(list(range(2, 202)), max_tokens=50, tenant=EVIL, sampling=GREEDY)
-            waits = await kv.submit(list(range(3, 103)), max_tokens=50, tenant=EVIL, sampling=GREEDY)
+            runs = await kv.submit(list(range(1, 100)), max_tokens=900, sampling=GREEDY)
+            holds = await kv.submit(list(range(2, 202)), max_tokens=700, tenant=EVIL, sampling=GREEDY)
+            waits = await kv.submit(list(range(3, 803)), max_tokens=50, tenant=EVIL, sampling=GREEDY)
             await page.look()
             await page.go(address)
             await page.until(shows("#sentence", f"2 running, 1 waiting for room below tenant {EVIL}'s ceiling."))
-            await page.until("document.documentElement.dataset.blocks === '64'")
+            await page.until("document.documentElement.dataset.blocks === '128'")
             await page.until(shows("#lives", "nobody was lost"))
             assert await page.until(f"{COLOURS} > 1 && {COLOURS}") <= 4  # free, cached, held, shared
             await everything_is_a_click_away(page, holds.id, waits.id)
@@ -100,7 +100,7 @@ def test_a_service_at_work() -> None:
 async def everything_is_a_click_away(page: Browser, holds: int, waits: int) -> None:
     """Why a request waits; who holds a block, by pointer and by keys; colours; a tenant."""
     await page.click(".requests button")  # who waits is first
-    await page.until(shows(".detail", f"Request {waits}") + " && " + shows(".detail", "its ceiling is 16"))
+    await page.until(shows(".detail", f"Request {waits}") + " && " + shows(".detail", "its ceiling is 60"))
     await page.click(".requests button")
     await page.until("!document.querySelector('.detail')")
     x, y = await page.run("(() => { const box = document.querySelector('canvas').getBoundingClientRect();"

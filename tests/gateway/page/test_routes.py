@@ -64,15 +64,15 @@ def error_of(response: httpx.Response) -> dict[str, Any]:
 
 def test_a_service_at_work_is_seen_explained_and_stopped() -> None:
     async def run() -> None:
-        settings = {"quotas": {EVIL: {"ceiling": 16}}}
+        settings = {"quotas": {EVIL: {"ceiling": 60}}}
         async with (
-            Fleet(blocks=64, time_scale=20.0, coordinator_settings=settings) as fleet,
+            Fleet(blocks=128, time_scale=20.0, coordinator_settings=settings) as fleet,
             AsyncClient(fleet.endpoint, timeout_s=LIMIT_S) as kv,
             browsing(fleet.runtime) as http,
         ):
-            runs = await kv.submit(list(range(1, 100)), max_tokens=300, sampling=GREEDY)
-            holds = await kv.submit(list(range(2, 202)), max_tokens=50, tenant=EVIL, sampling=GREEDY)
-            waits = await kv.submit(list(range(3, 103)), max_tokens=50, tenant=EVIL, sampling=GREEDY)
+            runs = await kv.submit(list(range(1, 100)), max_tokens=900, sampling=GREEDY)
+            holds = await kv.submit(list(range(2, 202)), max_tokens=700, tenant=EVIL, sampling=GREEDY)
+            waits = await kv.submit(list(range(3, 803)), max_tokens=50, tenant=EVIL, sampling=GREEDY)
             await anext(aiter(runs))
             await anext(aiter(holds))
             await seen(http, (runs.id, holds.id, waits.id))
@@ -95,12 +95,12 @@ async def seen(http: httpx.AsyncClient, ids: tuple[int, ...]) -> None:
     """All documents, of the same world."""
     found = await said(http, NAMES | {"hello", "blocks", "points"})
     assert found["hello"] == {"admin": True}
-    assert found["pools"][0]["base"] == 0 and found["pools"][0]["blocks"] == 64 == found["blocks"]["count"]
+    assert found["pools"][0]["base"] == 0 and found["pools"][0]["blocks"] == 128 == found["blocks"]["count"]
     assert found["about"]["model"]["name"] == "h200-8b"
     assert [worker["state"] for worker in found["workers"]["rows"]] == ["ready"]
     rows = {each[0]: each for each in found["requests"]["rows"]}
     assert rows.keys() == set(ids) and found["requests"]["rows"][0][0] == ids[2]
-    assert {tenant["tenant"]: tenant["ceiling"] for tenant in found["tenants"]["rows"]}[EVIL] == 16
+    assert {tenant["tenant"]: tenant["ceiling"] for tenant in found["tenants"]["rows"]}[EVIL] == 60
     waiting = f"2 running, 1 waiting for room below tenant {EVIL}'s ceiling."
     assert found["summary"] == {"level": "notice", "sentence": waiting, "notes": [], "stale": False}
 
@@ -111,7 +111,7 @@ async def explained(http: httpx.AsyncClient, waits: int) -> None:
     block = (await http.get("/page/explain?block=0")).json()
     assert block["sentences"][0].startswith("block 0 of worker worker-0 is referenced")
     tenant = (await http.get("/page/explain", params={"tenant": EVIL})).json()
-    assert tenant["facts"]["ceiling"] == 16
+    assert tenant["facts"]["ceiling"] == 60
     for query, status, code in (
         ("", 400, "invalid_request"),
         ("block=1&request=2", 400, "invalid_request"),
