@@ -8,7 +8,7 @@ row alone, and all of them in one call, as a step does it. Compiling: each gramm
 Pace: steps follow each other at the pace of a table of an 8B (`loadtest/fleet`), each launched before the one before it
 has ended, as the worker does: the host learns the tokens, follows them and makes the masks while the next pass runs;
 what does not fit holds up the device. Waiting is real, the device is not.
-Runner: a model with random weights on this machine's device, all rows with a grammar, none, and the masks of one schema.
+Runner: a model with random weights on this machine's device, with a grammar in each row and in none.
 """
 
 from __future__ import annotations
