@@ -36,8 +36,8 @@ from worker.sampling.grammar_tokens import GrammarTokens, grammar_tokens
 
 TABLE, CONTEXT = "h200-8b", 1024
 SCHEMAS = Path(__file__).parents[1] / "tests" / "data" / "json_schemas" / "schemas.jsonl.xz"
-REAL = ("ninjs-1.3.json", "traefik-v2.json", "appsscript.json", "chart.json", "toleration-v1.json")
-REAL += ("Flights_4_SearchRoundtripFlights",)
+TOOL = "Flights_4_SearchRoundtripFlights"
+REAL = ("ninjs-1.3.json", "traefik-v2.json", "appsscript.json", "chart.json", "toleration-v1.json", TOOL)
 OTHERS = {
     "any object": Grammar(kind="json_object"),
     "a date and a sentence": Grammar(kind="regex", text=r"\d{4}-\d\d-\d\d: [A-Za-z ,]{10,200}\."),
