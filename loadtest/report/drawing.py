@@ -98,7 +98,9 @@ def draw(
 
         figure = Figure(figsize=(WIDTH_IN, height_in), layout="constrained")
         draws(figure.subplots(*panels, **subplots))
-        return Picture(name, title, alt, caption, _svg(figure, name), _png(figure))
+        svg = _svg(figure, name)
+        figure.set_layout_engine("none")  # everything has its place by now, which took as long as drawing it
+        return Picture(name, title, alt, caption, svg, _png(figure))
 
 
 def log_axis(axes: Axes, which: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import select
 import signal
 import subprocess
 import sys
@@ -41,6 +42,12 @@ def measure(cluster: Cluster, folder: Path, *options: str) -> tuple[int, dict[st
     return status, found
 
 
+@pytest.fixture
+def undrawn(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run has no pictures: what takes longest of a short one, and is seen of another."""
+    monkeypatch.setattr("loadtest.report.folder.pictures", lambda found: [])
+
+
 def errors(found: dict[str, Any]) -> dict[str, int]:
     """How often each code came."""
     return {row["code"]: row["count"] for row in found["all"]["errors"]}
@@ -73,6 +80,7 @@ def test_every_request_is_accounted_for_once(
     assert "time to first token" in capsys.readouterr().out
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_closed_loop_of_several_processes(cluster: Cluster, tmp_path: Path) -> None:
     status, found = measure(
         cluster, tmp_path, "--closed", "2", "--requests", "12", "--input", "8", "--output", "3", "--processes", "2"
@@ -82,6 +90,7 @@ def test_a_closed_loop_of_several_processes(cluster: Cluster, tmp_path: Path) ->
     assert found["verdict"]["lag_ms"]["turns"] is not None
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_full_queue_is_counted_and_is_no_failure(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--arrivals", "burst:1000,50", "--requests", "50", "--input", "32", "--output", "16", "--clients", "2")
     status, found = measure(cluster, tmp_path, *options)
@@ -91,6 +100,7 @@ def test_a_full_queue_is_counted_and_is_no_failure(cluster: Cluster, tmp_path: P
     assert errors(found) == {"queue_full": ends["refused"]}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_requests_that_run_out_of_time_are_cancelled(cluster: Cluster, tmp_path: Path) -> None:
     options = ("--rate", "1000", "--requests", "3", "--input", "8", "--output", "1900", "--timeout", "0.5")
     status, found = measure(cluster, tmp_path, *options)
@@ -102,6 +112,7 @@ def test_requests_that_run_out_of_time_are_cancelled(cluster: Cluster, tmp_path:
         assert {row.state for row in rows} == {"cancelled"}
 
 
+@pytest.mark.usefixtures("undrawn")
 def test_a_sweep_has_a_folder_for_each_run_and_stands_beside_an_earlier_result(
     cluster: Cluster, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -126,6 +137,7 @@ def test_ctrl_c_reports_what_was_measured(cluster: Cluster, tmp_path: Path) -> N
             deadline = monotonic() + 60
             while kv.stats().requests.finished_total == before and process.poll() is None:
                 assert monotonic() < deadline, "nothing was finished"
+                select.select([], [], [], 0.05)
             os.kill(process.pid, signal.SIGINT)
             output, _ = process.communicate(timeout=60)
     assert process.returncode == 130
