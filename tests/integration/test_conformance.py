@@ -17,6 +17,7 @@ pytestmark = pytest.mark.model
 SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = SAMPLE["cases"]
 STEPS = len(CASES[0]["tokens"])
+AGAIN = 16  # what is cached is the prompt: it shows in the first of them
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
@@ -28,33 +29,31 @@ def check(case: dict[str, Any], tokens: tuple[int, ...]) -> None:
         assert got == want, f"{case['id']}: step {index} gave {got}, not {want} (margin {margin})"
 
 
-def run_all(kv: Client) -> None:
-    """All prompts at once."""
-    requests = [kv.submit(case["prompt_tokens"], max_tokens=STEPS, sampling=GREEDY) for case in CASES]
+def run_all(kv: Client, steps: int = STEPS, salt: str = "") -> set[int]:
+    """All prompts at once. Returns the ids of the requests."""
+    requests = [kv.submit(case["prompt_tokens"], max_tokens=steps, sampling=GREEDY, salt=salt) for case in CASES]
     for case, request in zip(CASES, requests, strict=True):
-        check(case, request.result(300).tokens)
+        check({**case, "tokens": case["tokens"][:steps], "margin": case["margin"][:steps]}, request.result(300).tokens)
+    return {request.id for request in requests}
 
 
-def test_all_prompts_at_once_and_one_alone(smollm2_path: Path) -> None:
-    """One worker. The second round finds its prompts in the prefix cache and must answer the same."""
+def test_all_prompts_at_once_and_one_alone_and_on_two_workers(smollm2_path: Path) -> None:
+    """The second round finds its prompts in the prefix cache and must go on in the same way; the last one, under
+    another salt, finds nothing and a second worker."""
     with Cluster(model=smollm2_path, blocks=256) as cluster:
         kv = cluster.start("w0")
         run_all(kv)
         hits = kv.stats().requests.cached_tokens_total
-        run_all(kv)
+        run_all(kv, steps=AGAIN)
         assert kv.stats().requests.cached_tokens_total > hits
         case = CASES[0]
         check(
             case, kv.submit(case["prompt_tokens"], max_tokens=STEPS, sampling=GREEDY, salt="alone").result(120).tokens
         )
-
-
-def test_all_prompts_at_once_on_two_workers(smollm2_path: Path) -> None:
-    """From the prefix cache of two workers, the test below takes them."""
-    with Cluster(model=smollm2_path, blocks=256) as cluster:
-        kv = cluster.start("w0", "w1")
-        run_all(kv)
-        assert {row.worker for row in kv.requests().requests} == {"w0", "w1"}
+        cluster.start_worker("w1")
+        cluster.wait_workers(kv, 2)
+        asked = run_all(kv, salt="two")
+        assert {row.worker for row in kv.requests().requests if row.request_id in asked} == {"w0", "w1"}
 
 
 def test_preempted_forked_cached_and_split_over_two_workers(smollm2_path: Path) -> None:
