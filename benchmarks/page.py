@@ -46,8 +46,11 @@ INTERVALS = """new Promise((done) => {
   };
   requestAnimationFrame(tick);
 })"""
+LAST_WAITING = (
+    "[...document.querySelectorAll('.state[data-state=pending]')].at(-1).closest('tr').querySelector('button')"
+)
 WAITING = "document.querySelector('#sentence').textContent.includes('ceiling')"
-PALETTE = 128  # colours of a picture: what is drawn has few
+PALETTE = 256  # colours of a picture: what is drawn has few
 
 
 async def work(kv: AsyncClient, rng: Random, tokens: int) -> None:
@@ -139,8 +142,9 @@ async def pictures(folder: Path) -> None:
         await page.go(address)
         await asyncio.sleep(60)
         await page.until(WAITING)
-        await page.click(".requests button")
+        await page.run(f"{LAST_WAITING}.click()")
         await page.until("document.querySelector('.detail .why')?.textContent.includes('ceiling')")
+        await page.run("document.querySelector('.detail').previousElementSibling.scrollIntoView()")
         await page.run("scrollTo(0, 0)")
         await taken(page, folder / "page-light.png")
         await page.run("document.querySelector('[value=tenant]').click()")
