@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.access import Caller
+from gateway.chat.shapes import ANY, Shape
 from gateway.generate.answer import Piece
 from gateway.generate.conversing import Conversing, conversing
 from gateway.generate.generation import Generation, Usage, Wanted
@@ -33,21 +34,25 @@ def conversation_of(asked: Conversation, model: Model) -> Conversing:
     # As in Anthropic's API, an answer that was begun goes on.
     continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
     tools, choice = tools_of(asked), choice_of(asked)
-    return conversing(model, messages, tools=tools, choice=choice, continued=continued, told=told)
+    format_ = asked.output_config.format if asked.output_config is not None else None
+    shape = ANY if format_ is None else Shape("json_schema", format_.schema, "output_config.format.schema")
+    return conversing(model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=told)
 
 
 def wanted_of(asked: Create, model: Model, caller: Caller, key: str, resume: int) -> Wanted:
     """Raises InvalidRequest naming the field as the request calls it."""
     conversation = conversation_of(asked, model)
     try:
-        sampling = Sampling(temperature=asked.temperature, top_p=asked.top_p, top_k=asked.top_k)
+        named = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        sampling = Sampling(**named, **conversation.shape.named)  # type: ignore[arg-type]
         options = RequestOptions(
             max_tokens=asked.max_tokens, sampling=sampling, tenant=caller.tenant, detached=bool(key), key=key
         )
         stops = stop_strings(asked.stop_sequences or ())
     except InvalidRequest as error:
         field = str(error.field)
-        name = {"stop": "stop_sequences"}.get(field, field.removeprefix("sampling."))
+        shaped = f"sampling.{conversation.shape.name}"
+        name = {"stop": "stop_sequences", shaped: conversation.shape.field}.get(field, field.removeprefix("sampling."))
         raise InvalidRequest(name, error.message.removeprefix(f"{field}: ")) from None
     return Wanted(
         prompt=conversation.rendered.ids,

@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 from gateway.chat.prompts import Rendered
-from gateway.chat.tools import Choice, Tool, checked
+from gateway.chat.shapes import ANY, Shape
+from gateway.chat.tools import REQUIRED, Choice, Tool, checked
 from gateway.parse import Parser
+from gateway.parse.grammars import after_reasoning, calls_grammar
+from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import Grammar
+from kvforge.text.grammar import check
 from kvforge.text.tokenizer import TextStream
 
 from . import answer
@@ -18,11 +24,13 @@ from .service import Model
 
 @dataclass(frozen=True, slots=True)
 class Conversing:
-    """text, parser: make a new one for each answer."""
+    """text, parser: make a new one for each answer. shape: what it must look like: as the request says, or so that
+    calls are what they must be."""
 
     rendered: Rendered
     text: Callable[[], TextStream]
     parser: Callable[[], answer.Parser] | None
+    shape: Shape
 
 
 def conversing(
@@ -31,20 +39,49 @@ def conversing(
     *,
     tools: Sequence[Tool] = (),
     choice: Choice | None = None,
+    shape: Shape = ANY,
     continued: bool = False,
     told: Mapping[str, Any] | None = None,
 ) -> Conversing:
-    """Raises InvalidRequest naming `messages`, `tools`, `tool_choice` or `chat_template_kwargs`."""
+    """Raises InvalidRequest naming `messages`, `tools`, `tool_choice`, `chat_template_kwargs` or the shape's field."""
     choice = choice or Choice()
     offered = checked(tools, choice)
     rendered = model.prompts.chat(messages, tools=[tool.plain() for tool in offered], continued=continued, told=told)
     format_ = model.format
+    in_reasoning = format_.starts_in_reasoning(rendered.text)
+    shape = _shape(model, offered, choice, shape, in_reasoning)
     schemas = {tool.name: tool.parameters for tool in offered} if offered else None
     if schemas is None and not format_.think[1] and format_.answer is None:
-        return Conversing(rendered, partial(model.prompts.stream, continues=continued), None)
-    in_reasoning = format_.starts_in_reasoning(rendered.text)
+        return Conversing(rendered, partial(model.prompts.stream, continues=continued), None, shape)
     return Conversing(
         rendered,
         partial(model.prompts.stream, continues=continued, keep=format_.special_tokens),
         partial(Parser, format_, schemas, in_reasoning=in_reasoning),
+        shape,
     )
+
+
+def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, in_reasoning: bool) -> Shape:
+    special = model.prompts.tokenizer.special_tokens
+    must, strict = choice.kind == REQUIRED, [tool.name for tool in offered if tool.strict]
+    if offered and shape.name:
+        raise InvalidRequest(shape.field, "comes together with tools; give one of them")
+    if offered and (must or strict or not choice.parallel):
+        text = calls_grammar(
+            model.format,
+            {tool.name: tool.parameters for tool in offered if choice.name in ("", tool.name)},
+            special=special,
+            must=must,
+            parallel=choice.parallel,
+            in_reasoning=in_reasoning,
+            strict=strict,
+        )
+        return Shape("grammar", text, "tools")
+    if not shape.name or not in_reasoning:
+        return shape
+    if shape.name == "grammar":
+        raise InvalidRequest(shape.field, "cannot be enforced behind reasoning; turn that off, or use JSON or a regex")
+    text = shape.value if isinstance(shape.value, str) else json.dumps(shape.value)
+    if shape.name == "json_schema":
+        check(Grammar(kind="json_schema", text=text), shape.field)
+    return Shape("grammar", after_reasoning(model.format, special, shape.name, text), shape.field)

@@ -21,6 +21,7 @@ from .asked import Chat, Message
 from .call import Call
 from .fields import check_ignored, sampling_of, stops_of
 from .said import DONE, Events, encode, usage_of
+from .shapes import shape_of
 
 DECODER = msgspec.json.Decoder(Chat)
 KIND, CHUNK = "chat.completion", "chat.completion.chunk"
@@ -101,6 +102,7 @@ class ChatCompletion:
             messages_of(asked.messages),
             tools=tools_of(asked.tools or ()),
             choice=choice_of(asked),
+            shape=shape_of(asked.response_format, asked.structured_outputs),
             continued=continued,
             told=told,
         )
@@ -108,7 +110,7 @@ class ChatCompletion:
         most = asked.max_completion_tokens or asked.max_tokens
         if most is None:
             most = max(1, call.model.info.context_tokens_max - len(prompt))
-        sampling = sampling_of(asked, self.shown or 0)
+        sampling = sampling_of(asked, self.shown or 0, conversation.shape)
         self.wanted = [
             Wanted(
                 prompt=prompt,

@@ -23,6 +23,7 @@ from .asked import Completion
 from .call import Call, total
 from .fields import check_ignored, sampling_of, stops_of
 from .said import DONE, Events, encode, usage_of
+from .shapes import shape_of
 
 DECODER = msgspec.json.Decoder(Completion)
 MAX_TOKENS = 16  # OpenAI's own default
@@ -75,7 +76,7 @@ class Completions:
         self._check()
         self.prompts = prompts_of(asked, call.model)
         self.logprobs = asked.logprobs
-        sampling = sampling_of(asked, asked.logprobs or 0)
+        sampling = sampling_of(asked, asked.logprobs or 0, shape_of(asked.response_format, asked.structured_outputs))
         options = call.options(sampling, asked, asked.max_tokens or MAX_TOKENS)
         self.wanted = [
             Wanted(

@@ -10,11 +10,12 @@ from typing import Annotated, Any
 
 import msgspec
 
+from gateway.chat.shapes import ANY, Shape
 from kvforge import Sampling
 from kvforge.client.arguments import PRIORITY_MAX, SAMPLES_MAX, stop_strings
 from kvforge.protocol.errors import InvalidRequest
 
-from .shapes import ANY, ResponseFormat, Shape, StructuredOutputs, shape_of
+from .shapes import ResponseFormat, StructuredOutputs
 
 # Accepted and without effect, with the reason.
 IGNORED = {
@@ -83,7 +84,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     detokenize: bool | None = None
 
 
-def sampling_of(asked: Common, logprobs: int) -> Sampling:
+def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
     """How tokens are chosen. logprobs: how many of the most likely ones to report. Raises InvalidRequest naming the
     field as the request calls it."""
     named = {
@@ -99,7 +100,6 @@ def sampling_of(asked: Common, logprobs: int) -> Sampling:
         "stop_tokens": asked.stop_token_ids,
         "logit_bias": None if asked.logit_bias is None else _biases(asked.logit_bias),
     }
-    shape = shape_of(asked.response_format, asked.structured_outputs)
     given = {name: value for name, value in named.items() if value is not None} | shape.named
     sampling = Sampling(logprobs=logprobs, **given)
     try:

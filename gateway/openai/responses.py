@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from gateway.chat.shapes import Shape
 from gateway.generate.answer import Piece
 from gateway.generate.conversing import conversing
 from gateway.generate.generation import Generation, Usage, Wanted
@@ -46,19 +47,20 @@ class Responses:
             messages_of(asked),
             tools=tools_of(asked),
             choice=choice_of(asked),
+            shape=shape(asked),
             told={} if effort is None else {"reasoning_effort": effort},
         )
         prompt = conversation.rendered.ids
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
-        options = call.options(self._sampling(), asked, most)
+        options = call.options(self._sampling(conversation.shape), asked, most)
         self.wanted = [
             Wanted(
                 prompt=prompt, options=options, text=conversation.text, parser=conversation.parser, resume=call.resume
             )
         ]
 
-    def _sampling(self) -> Sampling:
-        asked, wanted = self.asked, shape(self.asked)
+    def _sampling(self, wanted: Shape) -> Sampling:
+        asked = self.asked
         fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         named = {name: value for name in fields if (value := getattr(asked, name)) is not None}
         sampling = Sampling(**named, **wanted.named)

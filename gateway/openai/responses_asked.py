@@ -7,11 +7,12 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from gateway.chat.conversation import arguments_of, content_text
+from gateway.chat.shapes import ANY, Shape
 from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool
 from kvforge.protocol.errors import InvalidRequest
 
 from .asked import Part, Tokens
-from .shapes import ANY, JsonSchema, ResponseFormat, Shape, shape_of
+from .shapes import JsonSchema, ResponseFormat, shape_of
 
 # Accepted and without effect, beside those of chat, with the reason.
 IGNORED = {

@@ -6,11 +6,11 @@ A shape that cannot be enforced is refused by name; none is taken for a wish.
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
 from typing import Any, Literal
 
 import msgspec
 
+from gateway.chat.shapes import ANY, Shape
 from kvforge.protocol.errors import InvalidRequest
 
 
@@ -38,23 +38,6 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     regex: str | None = None
     choice: list[str] | None = None
     grammar: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Shape:
-    """name: of the field of `kvforge.Sampling`, or "": any text will do. field: what the request calls it."""
-
-    name: str = ""
-    value: Any = None
-    field: str = ""
-
-    @property
-    def named(self) -> dict[str, Any]:
-        """For `Sampling`."""
-        return {self.name: self.value} if self.name else {}
-
-
-ANY = Shape()
 
 
 def shape_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Shape:

@@ -1,0 +1,143 @@
+"""Messages as each format writes them: for the tests of the parsers."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.parse import Parser
+from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
+from gateway.parse.formats import FORMATS
+
+Call = tuple[str, dict[str, Any]]
+TOOLS: dict[str, Any] = {
+    "weather": {"properties": {"city": {"type": "string"}, "days": {"type": "integer"}, "tags": {"type": "array"}}},
+    "now": {"properties": {}},
+}
+
+
+@dataclass
+class Read:
+    """What a client puts together."""
+
+    content: str = ""
+    reasoning: str = ""
+    calls: list[list[str]] = field(default_factory=list)
+
+    @property
+    def called(self) -> list[Call]:
+        """The calls, with their arguments as values."""
+        return [(name, json.loads(arguments)) for name, arguments in self.calls]
+
+
+def joined(events: Sequence[Event]) -> Read:
+    """A message of its events."""
+    read = Read()
+    for event in events:
+        match event:
+            case Content(text):
+                assert text
+                read.content += text
+            case Reasoning(text):
+                assert text
+                read.reasoning += text
+            case ToolCall(index, name):
+                assert index == len(read.calls)
+                read.calls.append([name, ""])
+            case Arguments(index, text):
+                assert text and index == len(read.calls) - 1
+                read.calls[index][1] += text
+    return read
+
+
+def events_of(name: str, pieces: Sequence[str], *, tools: Any = TOOLS, in_reasoning: bool = False) -> list[Event]:
+    """The events of a text that comes in these pieces."""
+    parser = Parser(FORMATS[name], tools, in_reasoning=in_reasoning)
+    return [event for piece in pieces for event in parser.feed(piece)] + parser.finish()
+
+
+def _json(key: str) -> Callable[[Call], str]:
+    return lambda call: json.dumps({"name": call[0], key: call[1]}, ensure_ascii=False)
+
+
+def _xml(value: Any) -> str:
+    return value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
+
+
+def _hermes(calls: Sequence[Call]) -> str:
+    return "\n".join(f"<tool_call>\n{_json('arguments')(call)}\n</tool_call>" for call in calls)
+
+
+def _coder(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f"<tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>\n{_xml(value)}\n</parameter>\n" for key, value in arguments.items())
+        + "</function>\n</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def _glm(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f"<tool_call>{name}\n"
+        + "".join(
+            f"<arg_key>{key}</arg_key>\n<arg_value>{_xml(value)}</arg_value>\n" for key, value in arguments.items()
+        )
+        + "</tool_call>"
+        for name, arguments in calls
+    )
+
+
+def _deepseek(calls: Sequence[Call]) -> str:
+    each = "\n".join(
+        f"<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n{json.dumps(arguments)}\n```<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{each}<｜tool▁calls▁end｜>"
+
+
+def _deepseek_31(calls: Sequence[Call]) -> str:
+    each = "".join(
+        f"<｜tool▁call▁begin｜>{name}<｜tool▁sep｜>{json.dumps(arguments)}<｜tool▁call▁end｜>"
+        for name, arguments in calls
+    )
+    return f"<｜tool▁calls▁begin｜>{each}<｜tool▁calls▁end｜>"
+
+
+def _mistral(calls: Sequence[Call]) -> str:
+    return f"[TOOL_CALLS][{', '.join(_json('arguments')(call) for call in calls)}]"
+
+
+def _mistral_new(calls: Sequence[Call]) -> str:
+    return "".join(f"[TOOL_CALLS]{name}[ARGS]{json.dumps(arguments)}" for name, arguments in calls)
+
+
+def _python(calls: Sequence[Call]) -> str:
+    return ", ".join(
+        f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls
+    )
+
+
+def _harmony(calls: Sequence[Call]) -> str:
+    return "<|start|>assistant".join(
+        f"<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>{json.dumps(arguments)}<|call|>"
+        for name, arguments in calls
+    )
+
+
+# The format, how it writes calls, and whether content may come before them.
+WAYS: dict[str, tuple[str, Callable[[Sequence[Call]], str], bool]] = {
+    "hermes": ("hermes", _hermes, True),
+    "qwen3_coder": ("qwen3_coder", _coder, True),
+    "glm45": ("glm45", _glm, True),
+    "deepseek_v3": ("deepseek_v3", _deepseek, True),
+    "deepseek_v3.1": ("deepseek_v3", _deepseek_31, True),
+    "mistral": ("mistral", _mistral, True),
+    "mistral, newer": ("mistral", _mistral_new, True),
+    "llama3_json": ("llama3_json", lambda calls: "; ".join(_json("parameters")(call) for call in calls), False),
+    "llama_pythonic": ("llama_pythonic", lambda calls: f"[{_python(calls)}]", False),
+    "gemma": ("gemma", lambda calls: f"```tool_code\n{_python(calls[:1])}\n```", True),
+    "harmony": ("harmony", _harmony, False),
+}
