@@ -218,6 +218,52 @@ def test_structured_output_is_what_was_asked_for(served: Served) -> None:
         assert one.choices[0].message.content == "Paris"
 
 
+def test_tools_with_both_clients(served: Served, tmp_path: Path) -> None:
+    """A template that has a place for tools, on a model that was not made for them: so calls are forced."""
+    template = Path(__file__).parent / "hermes.jinja"
+    settings = f'names = ["{NAME}"]\nchat_template = "{template}"\n'
+    city = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 12}}, "required": ["city"]}
+    with Gateway(served.cluster.runtime, tmp_path, settings) as gateway:
+        tools = Served(served.cluster, gateway, served.kv)
+        weather: Any = {"type": "function", "function": {"name": "weather", "parameters": city, "strict": True}}
+        asked: dict[str, Any] = {"model": NAME, "messages": QUESTION, "tools": [weather], "temperature": 0}
+        with tools.openai() as client:
+            whole = client.chat.completions.create(**asked, tool_choice="required", parallel_tool_calls=False)
+            (call,) = whole.choices[0].message.tool_calls or ()
+            assert call.type == "function" and call.function.name == "weather"
+            jsonschema.validate(json.loads(call.function.arguments), city)
+            assert whole.choices[0].finish_reason == "tool_calls"
+            with client.chat.completions.stream(**asked, tool_choice="required", parallel_tool_calls=False) as stream:
+                final = stream.get_final_completion()
+            (streamed,) = final.choices[0].message.tool_calls or ()
+            assert streamed.function.arguments == call.function.arguments
+            answered = client.chat.completions.create(
+                **{**asked, "tools": [weather]},
+                tool_choice="none",
+                max_tokens=5,
+                extra_body={
+                    "messages": [
+                        *QUESTION,
+                        whole.choices[0].message.model_dump(exclude_none=True),
+                        {"role": "tool", "tool_call_id": call.id, "content": "warm"},
+                    ]
+                },
+            )
+            assert answered.choices[0].message.content
+        with tools.anthropic() as other:
+            message = other.messages.create(
+                model=NAME,
+                max_tokens=200,
+                messages=QUESTION,
+                tools=[{"name": "weather", "input_schema": city}],
+                tool_choice={"type": "any", "disable_parallel_tool_use": True},
+                extra_body={"temperature": 0},
+            )
+            (block,) = message.content
+            assert block.type == "tool_use" and message.stop_reason == "tool_use"
+            jsonschema.validate(block.input, city)
+
+
 def test_two_hundred_streams_at_once(served: Served) -> None:
     async def main() -> list[str]:
         async with openai.AsyncOpenAI(
