@@ -24,6 +24,10 @@ def problem(grammar: Grammar) -> str:
     return raised.value.message
 
 
+def tagged(kind: str) -> dict[str, Any]:
+    return {"type": "object", "properties": {"kind": {"const": kind}}, "required": ["kind"]}
+
+
 def chain(count: int) -> dict[str, Any]:
     """A schema in which each definition leads to the next."""
     definitions: dict[str, Any] = {f"a{i}": {"items": {"$ref": f"#/$defs/a{i + 1}"}} for i in range(count)}
@@ -37,6 +41,7 @@ def chain(count: int) -> dict[str, Any]:
         schema({"type": "object", "properties": {"a": {"$ref": "#"}}}),
         schema({"type": "string", "description": "said of it", "examples": ["x"], "minLength": 2}),
         schema({"oneOf": [{"type": "string"}, {"type": "integer"}]}),
+        schema({"oneOf": [tagged("cat"), tagged("dog")]}),
         schema({"$ref": "#/$defs/a~1b", "$defs": {"a/b": {"type": "number", "multipleOf": 0.01}}}),
         schema(chain((DEPTH_MAX - 6) // 2 - 1)),
         schema({"type": "object", "properties": {f"p{i}": {} for i in range(PROPERTIES_MAX)}}),
@@ -63,6 +68,7 @@ def test_what_can_be_enforced_passes(grammar: Grammar) -> None:
         ("unevaluatedProperties", {"type": "object", "unevaluatedProperties": False}),
         ("$dynamicRef", {"$dynamicRef": "#node"}),
         ("oneOf", {"oneOf": [{"type": "string"}, {"type": "string", "maxLength": 3}]}),
+        ("oneOf", {"oneOf": [tagged("cat"), {"type": "object", "required": ["name"]}]}),
         ("format", {"type": "string", "format": "idn-email"}),
         ("pattern", {"type": "string", "pattern": "^(?=a)b"}),
         ("$ref", {"$ref": "https://example.org/schema.json"}),
