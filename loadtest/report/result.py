@@ -8,7 +8,9 @@ import json
 import os
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+import msgspec
 
 from kvforge.protocol.errors import InvalidRequest
 
@@ -22,6 +24,38 @@ FIELDS = (
     "session", "turn", "tenant", "kind", "state", "code", "request_id", "due_s", "awake_s", "sent_s", "accepted_s",
     "ended_s", "prompt_tokens", "cached_tokens", "asked_tokens",
 )  # fmt: skip
+
+
+_Number = Annotated[float, msgspec.Meta(ge=0, le=1e15)]
+
+
+class _Interval(msgspec.Struct):
+    mean: _Number
+    half: _Number
+    values: list[_Number | None]
+
+
+class _Windows(msgspec.Struct):
+    seconds: _Number
+    intervals: dict[str, _Interval | None]
+
+
+class _Verdict(msgspec.Struct):
+    valid: bool
+    why: list[str]
+
+
+class _Compared(msgspec.Struct):
+    """What `compare` reads of a document."""
+
+    verdict: _Verdict
+    seed: int
+    windows: _Windows
+    options: dict[str, Any]
+    machine: dict[str, Any]
+    versions: dict[str, Any]
+    model: dict[str, Any] | None
+    objective: dict[str, Any] | None
 
 
 def save(path: Path, content: bytes) -> None:
@@ -71,6 +105,10 @@ def checked(found: Any, option: str, name: str) -> dict[str, Any]:
     if found["format"] != FORMAT:
         problem = f"{name} has format {found['format']}, and this version reads {FORMAT}: measure it anew"
         raise InvalidRequest(option, problem)
+    try:
+        msgspec.convert(found, _Compared)
+    except msgspec.ValidationError as error:
+        raise InvalidRequest(option, f"{name} is damaged ({error}): give the {NAME} of an earlier run") from error
     return found
 
 

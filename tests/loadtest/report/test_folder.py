@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import json
 import re
+from collections.abc import Iterator
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,7 @@ from loadtest.measure.document import Context, document
 from loadtest.report import sweep as sweeping
 from loadtest.report.compare import compare
 from loadtest.report.folder import write
-from loadtest.report.result import read
+from loadtest.report.result import encoded, read
 from tests.loadtest.report.everything import PICTURES, write_everything
 from tests.loadtest.synthetic import context, run
 
@@ -104,6 +105,41 @@ def test_what_is_no_result_of_this_format_is_refused(tmp_path: Path, content: st
     with pytest.raises(InvalidRequest, match=words) as refused:
         read(file)
     assert str(refused.value).startswith("compare: ")
+
+
+def damages(found: Any) -> Iterator[str]:
+    """Each of its parts in turn, at any depth, is left out or another thing: which one."""
+    for key in list(found) if isinstance(found, dict) else range(min(2, len(found))):
+        before = found[key]
+        for other in (None, "x", -1, [], {}, float("nan"), float("inf"), True):
+            found[key] = other
+            yield f"{key}={other}"
+        if isinstance(found, dict):
+            del found[key]
+            yield f"{key} left out"
+        found[key] = before
+        if isinstance(before, dict | list):
+            yield from (f"{key}.{what}" for what in damages(before))
+
+
+def test_a_damaged_result_is_refused_when_it_is_read_or_does_no_harm(tmp_path: Path) -> None:
+    measured = run(rate=8, seed=1, duration_s=3)
+    later, file = document(measured, context(measured)), tmp_path / "result.json"
+    earlier = json.loads(json.dumps(later))
+    for part in ("all", "tenants", "kinds", "curves", "series", "server", "prefix", "occupancy", "why", "tail", "span"):
+        del earlier[part]  # nothing is compared of these
+    earlier["windows"]["intervals"] = dict(list(earlier["windows"]["intervals"].items())[:2])
+    refused = 0
+    for what in damages(earlier):
+        file.write_text(json.dumps(earlier))
+        try:
+            read_back = read(file)
+        except InvalidRequest as error:
+            assert "compare: " in str(error), what
+            refused += 1
+            continue
+        encoded(later | {"compare": compare(read_back, later)})
+    assert refused > 50
 
 
 def test_two_results_are_compared_with_their_noise() -> None:
