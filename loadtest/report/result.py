@@ -59,11 +59,13 @@ class _Compared(msgspec.Struct):
 
 
 def save(path: Path, content: bytes) -> None:
-    """Replaces the file in one step: a reader sees the old one or the new one."""
+    """Replaces the file in one step: a reader sees the old one or the new one. Raises OSError naming the file."""
     beside = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         beside.write_bytes(content)
         beside.replace(path)
+    except OSError as error:  # of a full disk it knows no name
+        raise OSError(error.errno, error.strerror, str(path)) from error
     finally:
         beside.unlink(missing_ok=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import errno
 import json
 import re
 from collections.abc import Iterator
@@ -18,7 +19,7 @@ from loadtest.measure.document import Context, document
 from loadtest.report import sweep as sweeping
 from loadtest.report.compare import compare
 from loadtest.report.folder import write
-from loadtest.report.result import encoded, read
+from loadtest.report.result import encoded, read, save
 from tests.loadtest.report.everything import PICTURES, write_everything
 from tests.loadtest.synthetic import context, run
 
@@ -105,6 +106,20 @@ def test_what_is_no_result_of_this_format_is_refused(tmp_path: Path, content: st
     with pytest.raises(InvalidRequest, match=words) as refused:
         read(file)
     assert str(refused.value).startswith("compare: ")
+
+
+def test_a_file_that_cannot_be_written_is_named_and_nothing_of_it_is_left(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(path: Path, content: bytes) -> int:
+        with path.open("wb") as file:
+            file.write(content[:1])
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(Path, "write_bytes", full)
+    with pytest.raises(OSError, match=r"No space left on device: '.*/result\.json'"):
+        save(tmp_path / "result.json", b"{}")
+    assert not list(tmp_path.iterdir())
 
 
 def damages(found: Any) -> Iterator[str]:
