@@ -31,14 +31,14 @@ class Asked(Protocol):
         ...
 
     def again(self) -> bool:
-        """Sends it once more, on another connection; False if that was done already."""
+        """Sends it once more, on a new connection; False if that was done already."""
         ...
 
 
 class Connection(asyncio.Protocol):
     """idle: called whenever it can take a request. gone: called when it cannot any more, once or twice.
 
-    waited: it lay idle before its request, so that the server may have closed it meanwhile.
+    old: it lay idle before its request, or has answered another one, so that the server may have closed it meanwhile.
     """
 
     def __init__(self, idle: Callable[[Connection], None], gone: Callable[[Connection], None]) -> None:
@@ -54,7 +54,7 @@ class Connection(asyncio.Protocol):
         self._now = 0.0
         self._unread = 0
         self._answered = False
-        self.waited = False
+        self.old = False
 
     # What the pool calls.
 
@@ -106,8 +106,8 @@ class Connection(asyncio.Protocol):
         self._gone(self)
         if exchange is None or answer is None:
             return
-        if self.waited and not self._answered and exchange.again():
-            return  # the server closed an idle connection while the request was on its way
+        if self.old and not self._answered and exchange.again():
+            return  # the server closed the connection while the request was on its way
         now = monotonic()
         answer.lost(f"the server closed the connection{f' ({error})' if error else ''}", now)
         exchange.end(now)
@@ -142,6 +142,7 @@ class Connection(asyncio.Protocol):
             if self._over is not None:
                 self._over.cancel()
                 self._over = None
+            self.old = True
             self._idle(self)
         elif self._complete or not answer.done:
             self.drop()

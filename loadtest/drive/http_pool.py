@@ -67,7 +67,7 @@ class Exchange:
         self._cancel(INTERRUPTED, "", "given up by the driver")
 
     def again(self) -> bool:
-        """Sends it once more, on another connection; False if that was done already."""
+        """Sends it once more, on a new connection; False if that was done already."""
         if self._again:
             return False
         self._again = True
@@ -98,6 +98,7 @@ class Pool:
         self._idle: dict[Connection, None] = {}
         self._all: set[Connection] = set()
         self._waiting: deque[Exchange] = deque()
+        self._again: deque[Exchange] = deque()  # for new connections alone: any other one may be closed as well
         self._coming: set[Connection] = set()  # not made yet, by tasks:
         self._connecting: set[asyncio.Task[None]] = set()
         self.under_way: set[Exchange] = set()
@@ -134,15 +135,15 @@ class Pool:
         self._connect_ahead()
 
     def again(self, exchange: Exchange) -> None:
-        """Sends it on the next connection that is made or has answered."""
-        self._waiting.append(exchange)
+        """Sends it on the next connection that is made."""
+        self._again.append(exchange)
         self._connect_ahead()
 
     def _connect_ahead(self) -> None:
         coming = len(self._coming)
         missing = len(self.under_way) + self._spare - len(self._all) - coming
-        if self._waiting:  # which an answer's end that does not come may not delay
-            missing = max(missing, len(self._waiting) - coming)
+        # Which an answer's end that does not come may not delay.
+        missing = max(missing, len(self._waiting) + len(self._again) - coming)
         for _ in range(missing):
             task = asyncio.get_running_loop().create_task(self._one_more(self._new()))
             self._connecting.add(task)
@@ -157,7 +158,7 @@ class Pool:
         try:
             await self._connect(connection)
         except OSError as error:
-            if (exchange := self._next()) is not None:
+            if (exchange := self._next(self._again, self._waiting)) is not None:
                 exchange.close(FAILED, Unavailable.code, self._problem(error), monotonic())
 
     async def _connect(self, connection: Connection) -> None:
@@ -177,11 +178,12 @@ class Pool:
         return f"{self._address} does not answer: {str(error) or f'no connection within {CONNECT_S:.0f} s'}"
 
     def _freed(self, connection: Connection) -> None:
+        new = connection in self._coming
         self._coming.discard(connection)
         self._all.add(connection)
-        exchange = self._next()
-        connection.waited = exchange is None
+        exchange = self._next(self._again, self._waiting) if new else self._next(self._waiting)
         if exchange is None:
+            connection.old = True
             self._idle[connection] = None
         else:
             connection.ask(exchange)
@@ -190,9 +192,10 @@ class Pool:
         self._all.discard(connection)
         self._idle.pop(connection, None)
 
-    def _next(self) -> Exchange | None:
-        while self._waiting:
-            exchange = self._waiting.popleft()
-            if exchange.outcome.state == RUNNING:
-                return exchange
+    def _next(self, *queues: deque[Exchange]) -> Exchange | None:
+        for queue in queues:
+            while queue:
+                exchange = queue.popleft()
+                if exchange.outcome.state == RUNNING:
+                    return exchange
         return None

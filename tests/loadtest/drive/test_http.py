@@ -309,6 +309,35 @@ def test_an_answer_ends_with_done_though_the_response_does_not(run: Run) -> None
     run(body)
 
 
+@pytest.mark.parametrize("pauses", range(8))
+def test_connections_that_a_server_closes_after_an_answer_cost_a_request_nothing(run: Run, pauses: int) -> None:
+    """As llama.cpp's server does after an answer of more than 5 s, though it promised to keep them."""
+
+    async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        nonlocal requests
+        await request_of(reader)
+        requests += 1
+        if requests == 1:
+            await lost.wait()
+            for _ in range(pauses):
+                await asyncio.sleep(0)
+            writer.write(GOOD)
+        elif requests == 2:
+            lost.set()
+        else:
+            writer.write(GOOD)
+            await answering([GOOD])(reader, writer)
+
+    async def body() -> None:
+        async with serving(handle) as url, driving(url, connections=2) as engine:
+            outcomes = [engine.send(), engine.send()]
+            await engine.ended(2)
+            assert [outcome.state for outcome in outcomes] == [FINISHED] * 2
+
+    requests, lost = 0, asyncio.Event()
+    run(body)
+
+
 def test_a_connection_that_the_server_closed_meanwhile_costs_a_request_nothing(run: Run) -> None:
     async def handle(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         await request_of(reader)
