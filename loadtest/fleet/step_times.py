@@ -27,7 +27,8 @@ OPTION = "--no-model"
 MEMORY_SHARE = 0.9
 
 Positive = Annotated[int, msgspec.Meta(ge=1)]
-NotNegative = Annotated[float, msgspec.Meta(ge=0)]
+# Of milliseconds and nanoseconds alike: what is longer is no time of a step.
+NotNegative = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
 
 
 class StepTimes(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

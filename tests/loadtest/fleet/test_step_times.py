@@ -66,6 +66,8 @@ def test_every_table_that_ships_has_room_for_a_context_and_says_where_it_is_from
         ({"pass_ms": [5, 4, 4, 7, 9]}, "pass_ms must not fall"),
         ({"source": "guessed"}, "source must be one of"),
         ({"context_ns": -1.0}, r"\$.context_ns"),
+        ({"pair_ns": float("inf")}, r"\$.pair_ns"),
+        ({"pass_ms": [1, 2, 3, 4, float("inf")]}, r"\$.pass_ms"),
         ({"kv_bytes": 3}, "unknown field `kv_bytes`"),
         ({"weight_bytes": 140_000_000_000}, "weight_bytes leave nothing"),
     ],
