@@ -46,9 +46,7 @@ INTERVALS = """new Promise((done) => {
   };
   requestAnimationFrame(tick);
 })"""
-LAST_WAITING = (
-    "[...document.querySelectorAll('.state[data-state=pending]')].at(-1).closest('tr').querySelector('button')"
-)
+FIRST_WAITING = "document.querySelector('.state[data-state=pending]').closest('tr').querySelector('button')"
 WAITING = "document.querySelector('#sentence').textContent.includes('ceiling')"
 PALETTE = 256  # colours of a picture: what is drawn has few
 
@@ -142,9 +140,8 @@ async def pictures(folder: Path) -> None:
         await page.go(address)
         await asyncio.sleep(60)
         await page.until(WAITING)
-        await page.run(f"{LAST_WAITING}.click()")
+        await page.run(f"{FIRST_WAITING}.click()")
         await page.until("document.querySelector('.detail .why')?.textContent.includes('ceiling')")
-        await page.run("document.querySelector('.detail').previousElementSibling.scrollIntoView()")
         await page.run("scrollTo(0, 0)")
         await taken(page, folder / "page-light.png")
         await page.run("document.querySelector('[value=tenant]').click()")

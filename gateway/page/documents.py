@@ -13,6 +13,7 @@ TEXT_MAX = 300
 WAITING = ("pending", "preempted")
 ORDER = {"preempted": 0, "pending": 0, "running": 1}
 ENDED = 2
+SHARES = (50, 40, 10)  # of the rows: who waits, who runs, who has ended; what one does not need the others get
 POOL = (
     "worker", "base", "blocks", "free", "cached", "referenced", "quarantined", "referenced_peak", "block_size",
     "bytes_per_block", "kv_dtype", "live_tokens", "sequences",
@@ -89,8 +90,13 @@ def totals(stats: Stats) -> Document:
 
 def requests(listed: RequestList, came_ms: dict[int, int]) -> Document:
     """Who waits, the oldest first; who runs; who has ended, the newest first. came_ms: when each was submitted."""
-    chosen = sorted(listed.requests, key=_place)[:ROWS_MAX]
-    return {"total": listed.total, "rows": [_row(row, came_ms[row.request_id]) for row in chosen]}
+    groups: tuple[list[RequestRow], ...] = ([], [], [])
+    for row in sorted(listed.requests, key=_place):
+        groups[ORDER.get(row.state, ENDED)].append(row)
+    chosen = [row for group, share in zip(groups, SHARES, strict=True) for row in group[:share]]
+    others = [row for group, share in zip(groups, SHARES, strict=True) for row in group[share:]]
+    shown = sorted(chosen + others[: ROWS_MAX - len(chosen)], key=_place)
+    return {"total": listed.total, "rows": [_row(row, came_ms[row.request_id]) for row in shown]}
 
 
 def _place(row: RequestRow) -> tuple[int, int]:

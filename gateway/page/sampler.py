@@ -19,8 +19,8 @@ from typing import Any
 import msgspec
 
 from kvforge import AsyncClient, Tables
-from kvforge.protocol.errors import KvforgeError, NotFound, QueueFull, Unavailable
-from kvforge.protocol.messages import RequestRow
+from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotFound, QueueFull, Unavailable
+from kvforge.protocol.messages import RequestList, RequestRow
 
 from . import documents
 from .blocks import BLOCKS_MAX, BlockMap
@@ -34,7 +34,7 @@ LOOK_S, ASK_S = 0.5, 1.0
 LARGE, LARGE_LOOK_S = 32_768, 1.0  # from so many blocks on the map is looked at less often
 VIEWERS_MAX = 32
 AGAIN_MS = 5000  # until one more may look
-LISTED_MAX = 256
+LISTED_MAX = 1000
 EXPLAINED_MAX = 2
 ANSWER_S = 2.0
 RATE_LOOKS = 5  # rates are of the time since so many looks ago
@@ -84,7 +84,7 @@ class Sampler:
         self._came_ms: dict[int, int] = {}
         self._counts: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._gauges: dict[str, int] = {}
-        self._map_problem = ""
+        self._map_problem, self._listed_max = "", LISTED_MAX
         self._upto = 0  # blocks that pools have
         self._looked_at = (-1, -1)  # turns and blocks, when the map was read
         self._map_due = self._point_due = self._gone_since = self._asked = 0.0
@@ -163,7 +163,7 @@ class Sampler:
         kv, view = self._client, self._view
         health = await kv.health(timeout_s=ANSWER_S)
         stats = await kv.stats(timeout_s=ANSWER_S)
-        listed = await kv.requests(LISTED_MAX, timeout_s=ANSWER_S)
+        listed = await self._list()
         now_s, now_ms = monotonic(), _now_ms()
         if self._tables is None or self._tables.boot != stats.boot:
             await self._open_tables()
@@ -183,6 +183,16 @@ class Sampler:
         put("totals", documents.totals(stats))
         put("requests", documents.requests(listed, self._came_ms))
         put("latency", self._latencies.told())
+
+    async def _list(self) -> RequestList:
+        """As many of the newest requests as the coordinator lists, whose `limits.list_max` may be lower than ours."""
+        while True:
+            try:
+                return await self._client.requests(self._listed_max, timeout_s=ANSWER_S)
+            except InvalidRequest:
+                if self._listed_max == 1:
+                    raise
+                self._listed_max //= 2
 
     async def _open_tables(self) -> None:
         self._tables, self._map_problem = None, ""

@@ -76,11 +76,10 @@ def summary(view: View) -> Summary:
     if view.silent_s >= SILENT_S:
         silent = f"The coordinator has not answered for {_seconds(view.silent_s)}."
         return Summary(BAD, silent, (view.problem,), stale=True)
-    return _serving(view, view.health)
+    return _serving(view, view.health, _work(view, view.stats.requests.pending))
 
 
-def _serving(view: View, health: Health) -> Summary:
-    work = _work(view.running, view.pending, view.waiting)
+def _serving(view: View, health: Health, work: str) -> Summary:
     gone = tuple(f"{name}: {how}" for name, how in health.gone.items())
     loading = tuple(
         f"{worker.name} is {worker.state}: {worker.phase} {worker.progress:.0%}".replace(":  ", ": ")
@@ -99,19 +98,21 @@ def _serving(view: View, health: Health) -> Summary:
     return Summary(GOOD, f"All is well: {work}.", loading)
 
 
-def _work(running: int, pending: int, waiting: tuple[Waiting, ...]) -> str:
+def _work(view: View, told: int) -> str:
+    """told: how many waited when it was asked what for."""
+    running, pending = view.running, view.pending
     if not running and not pending:
         return "nothing runs and nothing waits"
     if not pending:
         return f"{running} running, nothing waits"
     counts: Counter[str] = Counter()
-    for one in waiting:
+    for one in view.waiting:
         ceiling = f"room below tenant {one.tenant}'s ceiling"
         counts[ceiling if one.limit == CEILING else WAITS_FOR.get(one.limit, one.limit)] += one.count
     said = f"{running} running, {pending} waiting"
     if not counts:
         return said
-    if len(counts) == 1 and counts.total() >= pending:
+    if len(counts) == 1 and counts.total() >= told:
         return f"{said} for {next(iter(counts))}"
     return f"{said}: {', '.join(f'{count} for {reason}' for reason, count in counts.most_common())}"
 

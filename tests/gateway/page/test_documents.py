@@ -34,6 +34,13 @@ def test_who_waits_is_first_then_who_runs_then_the_newest_of_the_ended() -> None
     assert [each[0] for each in told["rows"]] == [5, 8, 4, 9, 7, 6] and told["total"] == 900
 
 
+def test_a_crowd_that_waits_leaves_room_for_who_runs_and_who_has_ended() -> None:
+    states = ["pending"] * 300 + ["running"] * 45 + ["finished"] * 5
+    listed = RequestList(rid=0, total=350, requests=tuple(row(number, state) for number, state in enumerate(states)))
+    told = [each[1] for each in documents.requests(listed, dict.fromkeys(range(350), 0))["rows"]]
+    assert told == ["pending"] * 55 + ["running"] * 40 + ["finished"] * 5
+
+
 def test_a_row_says_when_not_how_long_ago() -> None:
     listed = RequestList(rid=0, total=1, requests=(over(3, age_s=5.0, first_s=0.25, whole_s=2.0),))
     assert documents.requests(listed, {3: 70_000})["rows"][0][-3:] == [70_000, 250.0, 72_000]

@@ -10,7 +10,7 @@ import pytest
 
 from gateway.page import sampler
 from gateway.page.sampler import Sampler
-from kvforge.protocol.errors import DeadlineExceeded, QueueFull
+from kvforge.protocol.errors import DeadlineExceeded, InvalidRequest, QueueFull
 from kvforge.protocol.messages import Health, RequestList, RequestStats, Stats
 
 LIMIT_S = 30.0
@@ -31,7 +31,7 @@ class Silent:
 
 
 class Torn:
-    """A client, and the tables, of a coordinator that was stopped in the middle of a write."""
+    """A client, and the tables, of a coordinator that was stopped in the middle of a write, and lists but a few."""
 
     boot, pid = "b", 7
 
@@ -41,7 +41,9 @@ class Torn:
     async def stats(self, **_options: Any) -> Stats:
         return Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=ZERO, pools=(), tenants=())
 
-    async def requests(self, *_count: int, **_options: Any) -> RequestList:
+    async def requests(self, count: int, **_options: Any) -> RequestList:
+        if count > 100:
+            raise InvalidRequest("count_max", "must be 1 to 100")
         return RequestList(rid=0, requests=(), total=0)
 
     async def tables(self, **_options: Any) -> Torn:

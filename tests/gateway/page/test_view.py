@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from gateway.page.view import BAD, GOOD, NOTICE, View, Waiting, summary
 from kvforge.protocol.messages import Health, RequestStats, Stats, WorkerHealth
@@ -17,7 +18,8 @@ LOADING = WorkerHealth(name="w1", pid=2, state="loading", phase="weights", progr
 
 def view(running: int = 0, pending: int = 0, waiting: tuple[Waiting, ...] = (), **health: Any) -> View:
     told = {"live": True, "ready": True, "reason": "", "workers": (READY,)} | health
-    return View(running, pending, stats=STATS, health=Health(rid=0, **told), waiting=waiting)
+    stats = replace(STATS, requests=replace(ZERO, pending=pending))
+    return View(running, pending, stats=stats, health=Health(rid=0, **told), waiting=waiting)
 
 
 @pytest.mark.parametrize(
@@ -62,6 +64,12 @@ def test_a_coordinator_that_is_gone_or_silent_goes_before_what_it_said_last() ->
     assert said.sentence == "The coordinator has not answered for 3 min." and said.notes == (seen.problem,)
     seen.silent_s = 1.0
     assert summary(seen).level == GOOD
+
+
+def test_who_came_since_it_was_asked_waits_for_the_same() -> None:
+    seen = view(12, 3, (Waiting("a", 3, "blocks"),))
+    seen.pending = 5
+    assert summary(seen).sentence == "12 running, 5 waiting for free blocks."
 
 
 def test_notes_say_who_is_gone_and_who_loads() -> None:
