@@ -9,6 +9,7 @@ from pathlib import Path
 
 from starlette.applications import Starlette
 from starlette.middleware import Middleware
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -94,7 +95,24 @@ def make_app(settings: Settings, access: Access, counted: Path | None = None) ->
         routes=routes,
         lifespan=lifespan,
         exception_handlers={404: unknown, 405: unknown},
-        middleware=[Middleware(Counting, counts=counts)],
+        middleware=[Middleware(Counting, counts=counts), *_cors(settings)],
     )
     app.state.ending = False
     return app
+
+
+def _cors(settings: Settings) -> list[Middleware]:
+    """Answers browsers whose pages are of the origins that may call; nothing at all where there are none."""
+    if not settings.cors_origins:
+        return []
+    origins, exposed = list(settings.cors_origins), ["x-request-id", "request-id", "retry-after"]
+    methods, headers = ["GET", "POST"], ["*"]
+    return [
+        Middleware(
+            CORSMiddleware,
+            allow_origins=origins,
+            allow_methods=methods,
+            allow_headers=headers,
+            expose_headers=exposed,
+        )
+    ]

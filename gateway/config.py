@@ -24,7 +24,7 @@ _HASH = re.compile(r"sha256:[0-9a-f]{64}")
 
 
 class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An API key of [keys.NAME]; `kvforge keys api NAME` makes one.
+    """An API key of [keys.NAME]; `kvforge keys api FILE` makes one.
 
     hash: "sha256:" and the hexadecimal digest of the key. tenant: whose requests it makes. rights: generate; see
     (metrics and the live page); admin (cancel and drain there). priority_max: of its requests. requests_per_minute,

@@ -38,7 +38,11 @@ def make() -> KeyPair:
 
 def write(path: Path, pair: KeyPair, whose: str) -> None:
     """Makes the file of a pair (0600). whose: words for its first line. Raises InvalidConfiguration if it exists."""
-    text = f'{HEAD.format(whose)}public = "{pair.public}"\nsecret = "{pair.secret}"\n'
+    write_secret(path, f'{HEAD.format(whose)}public = "{pair.public}"\nsecret = "{pair.secret}"\n')
+
+
+def write_secret(path: Path, text: str) -> None:
+    """Makes a file that is its owner's alone (0600). Raises InvalidConfiguration if it exists."""
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600)
     except FileExistsError:

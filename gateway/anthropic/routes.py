@@ -10,7 +10,7 @@ from starlette.routing import Route
 
 from gateway.access import Caller
 from gateway.config import Settings
-from gateway.generate.generation import Bell, Generation
+from gateway.generate.generation import Bell, Generation, charge
 from gateway.generate.service import Service
 from gateway.http import body
 from gateway.http.errors import anthropic_error
@@ -44,6 +44,7 @@ class Anthropic:
         bell = Bell()
         async with AsyncExitStack() as stack:
             generation = await stack.enter_async_context(self._service.start(what, bell))
+            stack.callback(charge, caller, [generation])
             if not asked.stream:
                 return await wanted(request, self._whole(generation, asked.model))
             await wanted(request, generation.accepted())

@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
 
+from gateway.access import Caller
 from gateway.parse.events import Event
 from kvforge.client.aio import AsyncStream, AsyncStreams
 from kvforge.client.options import RequestOptions
@@ -170,3 +171,12 @@ class Generation:
     def _changed(self) -> None:
         if self._each_token or any(a.stream.done or not a.stream.tokens for a in self.answers):
             self._bell.ring()
+
+
+def charge(caller: Caller, generations: Sequence[Generation]) -> None:
+    """What they took is the caller's: tokens of prompts that were computed, and those that came, also of an answer that
+    nobody waited for."""
+    for generation in generations:
+        usage = generation.usage
+        came = sum(len(answer.stream.tokens) for answer in generation.answers)
+        caller.used(usage.prompt - usage.cached + max(usage.completion, came))

@@ -13,7 +13,7 @@ from starlette.routing import Route
 
 from gateway.access import Caller
 from gateway.config import Settings
-from gateway.generate.generation import Bell, Generation, Wanted
+from gateway.generate.generation import Bell, Generation, Wanted, charge
 from gateway.generate.service import Service
 from gateway.http import body
 from gateway.http.errors import openai_error
@@ -91,6 +91,7 @@ class OpenAI:
         bell = Bell()
         async with AsyncExitStack() as stack:
             generations = [await stack.enter_async_context(self._service.start(one, bell)) for one in work.wanted]
+            stack.callback(charge, caller, generations)
             if not asked.stream:
                 return await wanted(request, self._whole(work, generations))
             # What is refused is said with a status, before the response begins.

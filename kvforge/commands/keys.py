@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import json
+import secrets
 from pathlib import Path
 from typing import Any
 
@@ -12,7 +14,7 @@ from kvforge.protocol.exits import OK
 
 from . import parsing, printing
 
-WHOSE = ("server", "client", "worker")
+WHOSE = ("server", "client", "worker", "api")
 PORT = 5570  # any that is free will do
 
 
@@ -24,18 +26,23 @@ def add(subparsers: Any) -> None:
         run,
         "Make a key file, and print the lines that the coordinator's configuration needs for it.",
     )
-    parser.add_argument("whose", choices=WHOSE, help="the coordinator's own, or those of a client or worker")
+    parser.add_argument(
+        "whose", choices=WHOSE, help="the coordinator's own, those of a client or worker, or a key of the HTTP gateway"
+    )
     parser.add_argument("file", type=Path, help="the file to be made; it holds a secret and stays with its owner")
     parser.add_argument("--name", help="what the coordinator calls its owner [the file's name]")
-    parser.add_argument("--tenant", help="of a client: for which tenant it acts, * for any [its name]")
+    parser.add_argument("--tenant", help="of a client or API key: for which tenant it acts, * for any [its name]")
     parser.add_argument(
-        "--rights", default="submit,read", help="of a client: what it may do, of submit, read, admin [submit,read]"
+        "--rights",
+        help="of a client: of submit, read, admin [submit,read]; of an API key: of generate, see, admin [generate]",
     )
 
 
 def run(options: argparse.Namespace) -> int:
     """Makes the file, and prints. Raises InvalidConfiguration where it exists or cannot be made."""
     whose: str = options.whose
+    if whose == "api":
+        return _api(options)
     pair = keys.make()
     file: Path = options.file.expanduser().absolute()
     name: str = options.name or file.stem
@@ -49,8 +56,21 @@ def run(options: argparse.Namespace) -> int:
         printing.say(f"{file} is made. Into the coordinator's configuration:")
         print(f'[access.{whose}s.{_text(name)}]\nkey = "{pair.public}"')
         if whose == "client":
-            rights = ", ".join(map(_text, options.rights.split(",")))
+            rights = ", ".join(map(_text, (options.rights or "submit,read").split(",")))
             print(f"tenant = {_text(options.tenant or name)}\nrights = [{rights}]")
+    return OK
+
+
+def _api(options: argparse.Namespace) -> int:
+    """A key of the gateway: random, of 256 bits, so that its plain digest says nothing about it."""
+    file: Path = options.file.expanduser().absolute()
+    secret = f"kvf-{secrets.token_urlsafe(32)}"
+    keys.write_secret(file, f"{secret}\n")
+    name = options.name or file.stem
+    rights = ", ".join(map(_text, (options.rights or "generate").split(",")))
+    printing.say(f"{file} is made; what is in it is sent as `Authorization: Bearer ...`. Into gateway.toml:")
+    print(f'[keys.{_text(name)}]\nhash = "sha256:{hashlib.sha256(secret.encode()).hexdigest()}"')
+    print(f"tenant = {_text(options.tenant or name)}\nrights = [{rights}]")
     return OK
 
 

@@ -52,6 +52,8 @@ class Gateway:
 
     def start(self, port: int) -> None:
         """Returns when a request would be served."""
+        if self._process is not None and self._process.stdout is not None:
+            self._process.stdout.close()
         command = [sys.executable, "-m", "gateway", "--config", str(self._file), "--runtime-dir", str(self._runtime)]
         with self._log.open("ab") as log:
             self._process = subprocess.Popen(

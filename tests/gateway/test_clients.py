@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -296,6 +296,45 @@ def test_who_hangs_up_or_gives_up_waiting_ends_the_request(served: Served) -> No
         client.chat.completions.create(model=NAME, messages=QUESTION, max_tokens=4000, extra_body={"ignore_eos": True})
     cancelled = wait_for(lambda: served.kv.stats().requests.cancelled_total - before.cancelled_total, 2)
     assert cancelled == 2
+
+
+def test_a_killed_gateway_loses_nothing_of_a_request_with_a_key(served: Served, tmp_path: Path) -> None:
+    """Killed in the middle of a stream; its successor goes on behind the last event that came, whatever that was."""
+    asked = {"messages": QUESTION, "max_tokens": 300, "ignore_eos": True, "stream": True, "temperature": 0.8, "seed": 5}
+    with Gateway(served.cluster.runtime, tmp_path, f'names = ["{NAME}"]\n') as gateway:
+        whole = httpx.post(f"{gateway.url}/v1/chat/completions", json=asked, headers={"idempotency-key": "undisturbed"})
+        last, text = 0, ""
+        headers = {"idempotency-key": "killed"}
+        with httpx.stream("POST", f"{gateway.url}/v1/chat/completions", json=asked, headers=headers) as stream:
+            try:
+                for last, piece in numbered(stream.iter_lines()):
+                    text += piece
+                    if last == 40:
+                        gateway.kill()
+            except httpx.RemoteProtocolError:
+                pass
+        assert 40 <= last < 300
+        gateway.start(gateway.port)
+        rest = httpx.post(
+            f"{gateway.url}/v1/chat/completions",
+            json=asked,
+            headers={**headers, "last-event-id": str(last)},
+            timeout=60,
+        )
+        text += "".join(piece for _, piece in numbered(rest.text.split("\n")))
+        assert text == "".join(piece for _, piece in numbered(whole.text.split("\n")))
+        assert rest.headers["x-request-id"] == stream.headers["x-request-id"]
+
+
+def numbered(lines: Iterable[str]) -> Iterator[tuple[int, str]]:
+    """The events of a stream: how many tokens were read by then, and its text."""
+    at = 0
+    for line in lines:
+        if line.startswith("id: "):
+            at = int(line[4:])
+        elif line.startswith("data: {"):
+            for choice in json.loads(line[6:])["choices"]:
+                yield at, choice["delta"].get("content") or ""
 
 
 def wait_for(look: Any, wanted: int) -> int:

@@ -1,0 +1,178 @@
+"""Processes on one port: limits of connections, keys read anew, children that are killed, wrong settings."""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import httpx
+import pytest
+
+from loadtest.drive.own import own
+from tests.gateway.served import Gateway
+
+pytestmark = pytest.mark.model  # for its tokenizer
+
+WAIT_S = 30.0
+BASE = 'tokenizer = "smollm2-135m"\nnames = ["m"]\n'
+ASKED = {"prompt": [1, 2, 3], "max_tokens": 4}
+
+
+@contextmanager
+def making_tokens_up(pace: int) -> Iterator[Path]:
+    """The folder of a coordinator that makes tokens up: so many a second of each request; 0: all at once."""
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder:
+        command = own("loadtest.drive.null_server", "--endpoint", f"ipc://{folder}/clients.sock", "--pace", str(pace))
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)
+        assert process.stdout is not None and process.stdout.readline()
+        yield Path(folder)
+        process.terminate()
+        process.wait(WAIT_S)
+        process.stdout.close()
+
+
+@pytest.fixture(scope="module")
+def runtime(smollm2_path: Path) -> Iterator[Path]:
+    with making_tokens_up(100) as folder:
+        yield folder
+
+
+def until(what: Callable[[], bool]) -> bool:
+    """Whether it became true in good time."""
+    deadline = time.monotonic() + WAIT_S
+    while not what():
+        if time.monotonic() > deadline:
+            return False
+        time.sleep(0.05)
+    return True
+
+
+def children(pid: int) -> set[int]:
+    """The processes that a process has started."""
+    return {int(word) for word in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()}
+
+
+def test_limits_of_a_connection(runtime: Path, tmp_path: Path) -> None:
+    settings = f"{BASE}head_bytes_max = 4096\nbody_bytes_max = 4096\nhead_s = 0.5\n"
+    with Gateway(runtime, tmp_path, settings) as gateway:
+        large = httpx.get(f"{gateway.url}/v1/models", headers={"x": "a" * 5000})
+        assert large.status_code == 431
+        with socket.create_connection(("127.0.0.1", gateway.port)) as growing:
+            growing.sendall(b"GET / HTTP/1.1\r\nx: " + b"a" * 5000)
+            assert growing.recv(100).startswith(b"HTTP/1.1 431")
+        body = httpx.post(f"{gateway.url}/v1/completions", content=b"x" * 5000)
+        assert (body.status_code, body.json()["error"]["param"]) == (413, "body")
+        parts = httpx.post(f"{gateway.url}/v1/completions", content=(b"x" * 100 for _ in range(60)))
+        assert parts.status_code == 413
+        with socket.create_connection(("127.0.0.1", gateway.port)) as slow:
+            slow.settimeout(WAIT_S)
+            slow.sendall(b"GET / HTTP/1.1\r\n")
+            assert hung_up(slow)
+        assert httpx.post(f"{gateway.url}/v1/completions", json=ASKED).status_code == 200
+
+
+def test_who_does_not_read_is_given_up(smollm2_path: Path, tmp_path: Path) -> None:
+    with making_tokens_up(0) as runtime, Gateway(runtime, tmp_path, f"{BASE}write_s = 1.0\n") as gateway:
+        content = b'{"prompt":[1],"max_tokens":200000,"logprobs":0,"stream":true}'
+        head = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: %d\r\n\r\n" % len(content)
+        with socket.socket() as deaf:
+            deaf.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+            deaf.connect(("127.0.0.1", gateway.port))
+            deaf.sendall(head + content)
+            deaf.recv(100)
+            assert until(lambda: not connected(gateway, deaf)), "it was not given up, though it reads nothing"
+        assert httpx.post(f"{gateway.url}/v1/completions", json=ASKED).status_code == 200
+
+
+def hung_up(connection: socket.socket) -> bool:
+    try:
+        return connection.recv(100) == b""
+    except ConnectionResetError:
+        return True
+
+
+def connected(gateway: Gateway, connection: socket.socket) -> bool:
+    """Whether the gateway still has this connection, by the kernel's table."""
+    mine = f":{connection.getsockname()[1]:04X}"
+    rows = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    return any(row[2].endswith(mine) and row[1].endswith(f":{gateway.port:04X}") and row[3] == "01" for row in rows)
+
+
+def test_a_killed_child_is_replaced_and_the_port_stays_open(runtime: Path, tmp_path: Path) -> None:
+    with Gateway(runtime, tmp_path, f"{BASE}processes = 2\n") as gateway:
+        assert until(lambda: len(children(gateway.process.pid)) == 2)
+        before = children(gateway.process.pid)
+        for pid in before:
+            os.kill(pid, signal.SIGKILL)
+        # Nobody is there to answer at this moment; what is asked waits.
+        asked = httpx.post(f"{gateway.url}/v1/completions", json=ASKED, timeout=WAIT_S)
+        assert asked.status_code in (200, 503)
+        assert until(gateway.ready)
+        assert len(children(gateway.process.pid)) == 2 and not before & children(gateway.process.pid)
+        several = children(gateway.process.pid)
+        os.kill(gateway.process.pid, signal.SIGKILL)
+        assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in several)), "children outlived it"
+        gateway.kill()
+        gateway.start(0)
+
+
+def test_keys_are_read_again(runtime: Path, tmp_path: Path) -> None:
+    def key(secret: str) -> str:
+        return f'{BASE}[keys.ada]\nhash = "sha256:{hashlib.sha256(secret.encode()).hexdigest()}"\n'
+
+    with Gateway(runtime, tmp_path, key("old")) as gateway:
+
+        def status(secret: str) -> int:
+            headers = {"authorization": f"Bearer {secret}"}
+            return httpx.post(f"{gateway.url}/v1/completions", json=ASKED, headers=headers).status_code
+
+        assert (status("old"), status("new")) == (200, 401)
+        (tmp_path / "gateway.toml").write_text(key("new"))
+        gateway.process.send_signal(signal.SIGHUP)
+        assert until(lambda: status("new") == 200)
+        assert status("old") == 401
+        (tmp_path / "gateway.toml").write_text("[keys.ada]\nhash = 1\n")
+        gateway.process.send_signal(signal.SIGHUP)
+        assert until(lambda: "keys stay as they were" in (tmp_path / "gateway.log").read_text())
+        assert status("new") == 200
+
+
+def test_streams_may_end_when_it_is_told_to(runtime: Path, tmp_path: Path) -> None:
+    with Gateway(runtime, tmp_path, BASE) as gateway:
+        asked = {**ASKED, "max_tokens": 100, "stream": True}
+        with httpx.stream("POST", f"{gateway.url}/v1/completions", json=asked, timeout=WAIT_S) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            gateway.process.send_signal(signal.SIGTERM)
+            assert [line for line in lines if line][-1] == "data: [DONE]"
+        assert gateway.process.wait(WAIT_S) == 0
+        gateway.start(0)
+
+
+def refused(*arguments: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway", *arguments], capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stderr
+
+
+def test_what_cannot_work_is_said_at_once(tmp_path: Path) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text("prot = 1\n")
+    assert refused("--config", str(file)) == (2, "gateway: prot: there is no such setting\n")
+    assert refused("--config", str(tmp_path / "none"))[0] == 2
+    status, said = refused("--host", "0.0.0.0")  # noqa: S104
+    assert status == 2 and "kvforge keys api" in said
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        status, said = refused("--port", str(taken.getsockname()[1]))
+        assert status == 3 and "cannot be served" in said
+    assert refused("--host", "no.such.host.invalid")[0] == 2
