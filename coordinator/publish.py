@@ -6,7 +6,6 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from kvforge.protocol.meters import STEP_TIME
 from kvforge.protocol.numbers import NumbersWriter
 from kvforge.protocol.tables import TablesWriter
 
@@ -46,7 +45,7 @@ def publish_numbers(machine: Machine, numbers: NumbersWriter, now_us: int, gauge
     blocks = tenant_blocks(machine.cache)
     numbers.tenant_blocks[: blocks.size] = blocks
     for number, group in machine.cache.groups.items():
-        numbers.pool(number, pool_row(group), group.meters[STEP_TIME.start :])
+        numbers.pool(number, pool_row(group), group.step_times)
     if (facts := machine.news()) is not None:
         numbers.facts(facts)
     numbers.finish(now_us, gauges)

@@ -65,7 +65,7 @@ class NumbersWriter:
         """From here on they are being written, until finish()."""
         self._head[0] += 1
 
-    def pool(self, number: int, counts: Sequence[int], times: Int64Array) -> None:
+    def pool(self, number: int, counts: Sequence[int], times: Sequence[int]) -> None:
         """A pool's row. counts: in the order of meters.POOL_COUNTS; times: the cells of its steps."""
         row = self.pools[number]
         row[: len(POOL_COUNTS)] = counts

@@ -233,7 +233,7 @@ def check(driver: Driver, numbers: Numbers) -> None:
             pool.referenced,
             pool.quarantined,
         ]
-        assert numbers.pools[number, STEP_TIME.start :].tolist() == group.meters[STEP_TIME.start :].tolist()
+        assert numbers.pools[number, STEP_TIME.start :].tolist() == group.step_times
         assert told["steps"] == group.steps_total
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
 from collections import deque
 
 import msgspec
@@ -13,7 +14,6 @@ from kvforge.protocol.meters import POOL_CELLS, STEP_TIME
 
 from .blocks import BlockIds
 from .costs import DURATION_US_MAX, StepCosts
-from .meters import observe
 from .pool import Pool
 from .sequences import Slots
 
@@ -73,8 +73,8 @@ class Group:
     begins_bytes: what the rows that begin with the next step take in it.
     stopped: requests whose rows found no room for their next token when the last step was planned.
     away: its worker was connected to an earlier process and has not come back yet.
-    result_us: when its last result came. costs: what its steps cost, as far as it is known. meters: its row of numbers
-    for monitors, of which only the step times are kept here. told: the rows that had a token then, at told_us.
+    result_us: when its last result came. costs: what its steps cost, as far as it is known. step_times: the cells of
+    STEP_TIME, in a list: counting in one is faster. told: the rows that had a token last, at told_us.
     """
 
     def __init__(self, number: int, worker: int, name: str, epoch: int, pool: Pool, ready: WorkerReady) -> None:
@@ -95,7 +95,7 @@ class Group:
         self.away = False
         self.result_us = 0
         self.costs = StepCosts()
-        self.meters = np.zeros(POOL_CELLS, np.int64)
+        self.step_times = [0] * (POOL_CELLS - STEP_TIME.start)
         self.told: Slots | None = None
         self.told_us = 0
 
@@ -107,7 +107,9 @@ class Group:
     def step_took(self, prefill_tokens: int, duration_us: int) -> None:
         """A step is over."""
         self.costs.add(prefill_tokens, duration_us)
-        observe(self.meters, STEP_TIME, max(0, min(duration_us, DURATION_US_MAX)))
+        duration_us = max(0, min(duration_us, DURATION_US_MAX))
+        self.step_times[bisect_left(STEP_TIME.bounds, duration_us)] += 1
+        self.step_times[-1] += duration_us
 
     def row_came(self) -> None:
         """A row starts."""

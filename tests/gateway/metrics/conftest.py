@@ -39,7 +39,7 @@ def put(tables: TablesWriter, facts: Facts = FACTS, **gauges: int) -> None:
     for row in range(3):
         numbers.tenants[row] = np.arange(TENANT_CELLS) * (row + 1)
     numbers.tenant_blocks[:3] = (1, 20, 300)
-    numbers.pool(0, range(1, len(POOL_COUNTS) + 1), np.arange(STEP_TIME.end - len(POOL_COUNTS)))
+    numbers.pool(0, range(1, len(POOL_COUNTS) + 1), range(STEP_TIME.end - len(POOL_COUNTS)))
     numbers.facts(facts)
     values = {name: 1000 + at for at, name in enumerate(GAUGES)} | gauges
     numbers.finish(1, [values[name] for name in GAUGES])
