@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import ast
 import json
+import re
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -16,6 +18,7 @@ from .reader import Reading, markers
 from .writer import Writer
 
 Body = Callable[[Writer, str], Reading]
+_NAME = re.compile(r"[\w.:/-]+")
 ARGUMENTS = ("arguments", "parameters", "args")
 NAMES = ("name", "tool_name", "function")
 
@@ -34,9 +37,12 @@ def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
                 writer.content(opened + read)
                 return
             if close:
-                rest, _ = yield from reader.collect(markers(close))
+                # One that was not closed may be followed by the next.
+                rest, stop = yield from reader.collect(markers(close, opened))
                 if rest.strip():
                     writer.content(rest)
+                if stop == opened:
+                    continue
                 return
             reader.keep()
             after = yield from reader.space()
@@ -87,6 +93,8 @@ def _object(writer: Writer, known: bool) -> Any:
                     return True
             elif not (yield from json_text.value(reader, arguments.append)):
                 return opened
+        elif known and not opened and key not in ("id", "type"):
+            return False
         else:
             other: list[str] = []
             if not (yield from json_text.value(reader, other.append)):
@@ -123,7 +131,7 @@ def named_json(between: str, close: str, *, before_name: str = "", fence: bool =
             following = yield from reader.space()
             if following == "`":
                 yield from reader.collect(markers("\n"))
-        yield from json_text.value(reader, writer.arguments)
+        yield from _arguments(writer)
         rest, _ = yield from reader.collect(markers(close))
         if rest.strip("` \n"):
             writer.content(rest)
@@ -137,21 +145,20 @@ def mistral(writer: Writer, opened: str) -> Reading:
     reader.keep()
     if (yield from reader.space()) == "[":
         reader.take(reader.at + 1)
-        called = False
-        while True:
-            following = yield from reader.space()
+        while (following := (yield from reader.space())) and following in "{,":
             if following == ",":
                 reader.take(reader.at + 1)
                 continue
-            if following != "{":
-                break
             if not (yield from _object(writer, known=False)):
-                break
-            called = True
-        if not called:
-            writer.content(opened + reader.kept())
+                writer.content(opened + reader.kept())
+                return
+            reader.kept()
+            reader.keep()
+            opened = ""
+        read = reader.kept()
+        if opened:
+            writer.content(opened + read)
             return
-        reader.kept()
         if (yield from reader.peek()) == "]":
             reader.take(reader.at + 1)
         return
@@ -161,12 +168,22 @@ def mistral(writer: Writer, opened: str) -> Reading:
     call_id = ""
     if stop == "[CALL_ID]":
         call_id, stop = yield from reader.collect(markers("[ARGS]", "{"))
-    if stop != "[ARGS]" or not name.strip():
-        writer.content(opened + read + reader.kept())
+    more = reader.kept()
+    if not stop or not _NAME.fullmatch(name.strip()):
+        writer.content(opened + read + more)
         return
-    reader.kept()
     writer.call(name.strip(), call_id.strip())
-    yield from json_text.value(reader, writer.arguments)
+    if stop == "{":
+        reader.at -= 1  # it was read just now, and belongs to the arguments
+    yield from _arguments(writer)
+
+
+def _arguments(writer: Writer) -> Reading:
+    """An object; where none stands, a call has no arguments."""
+    if (yield from writer.reader.space()) == "{":
+        yield from json_text.value(writer.reader, writer.arguments)
+    else:
+        writer.arguments("{}")
 
 
 def tagged(
@@ -195,7 +212,9 @@ def tagged(
         first = True
         while stop != close:
             if stop != key_open:
-                _, stop = yield from reader.collect(markers(key_open, close))
+                between, stop = yield from reader.collect(markers(key_open, close))
+                if between.strip():
+                    writer.content(between)
                 if stop != key_open:
                     break
             key, ended = yield from reader.collect(markers(key_close))
@@ -246,8 +265,10 @@ def _trimmed(text: str, trim: str) -> str:
 def _typed(text: str, kinds: set[str]) -> str:
     """A value whose type the schema says, or nobody: JSON where it is that, else a string."""
     try:
-        found = json.loads(text)
-    except ValueError:
+        found = json_text.strict(text)
+    except (ValueError, RecursionError):
+        if kinds & {"array", "object"} and (read := _python_value(text.strip())) is not None:
+            return read
         lowered = {"True": "true", "False": "false", "None": "null"}.get(text.strip())
         return lowered if lowered is not None and "string" not in kinds else json.dumps(text, ensure_ascii=False)
     if "string" in kinds and not isinstance(found, dict | list) and found is not None:
@@ -255,8 +276,20 @@ def _typed(text: str, kinds: set[str]) -> str:
     return text.strip()
 
 
+def llama(close: str) -> Body:
+    """Objects, or a list in Python's way: the same model writes either, as it was asked."""
+    objects, list_ = json_call("", known=True, several=";,"), pythonic(close, listed=True)
+
+    def body(writer: Writer, opened: str) -> Reading:
+        following = yield from writer.reader.space()
+        yield from (list_ if following == "[" else objects)(writer, opened)
+
+    return body
+
+
 def pythonic(close: str, *, listed: bool) -> Body:
-    """Calls as Python writes them: `f(a=1, b="x")`; listed: several in brackets. Each is told when it is whole."""
+    """Calls as Python writes them: `f(a=1, b="x")`. listed: several in brackets, which are calls of tools that were
+    offered or none. Each is told when it is whole."""
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader
@@ -285,13 +318,13 @@ def pythonic(close: str, *, listed: bool) -> Body:
                 depth -= 1
                 if depth == (1 if listed else 0) and stop == ")":
                     found = _python_call("".join(parts).lstrip("[, \n"))
-                    if found is None:
+                    if found is None or (listed and found[0] not in writer.tools):
                         break
                     reader.kept()
                     reader.keep()
                     parts, called = [], True
                     writer.call(found[0])
-                    writer.arguments(json.dumps(found[1], ensure_ascii=False))
+                    writer.arguments(found[1])
                 elif depth <= 0:
                     break
         read = reader.kept()
@@ -303,18 +336,41 @@ def pythonic(close: str, *, listed: bool) -> Body:
     return body
 
 
-def _python_call(text: str) -> tuple[str, dict[str, Any]] | None:
+class _Words(ast.NodeTransformer):
+    """JSON's words among Python's."""
+
+    def visit_Name(self, node: ast.Name) -> ast.expr:
+        words = {"true": True, "false": False, "null": None}
+        return ast.copy_location(ast.Constant(words[node.id]), node) if node.id in words else node
+
+
+def _python_call(text: str) -> tuple[str, str] | None:
+    """The name, and the JSON of the arguments."""
     try:
-        tree = ast.parse(text, mode="eval").body
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
+        tree = _parsed(text)
+        if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "print" and tree.args:
+            tree = tree.args[0]
+        if not isinstance(tree, ast.Call) or tree.args or any(word.arg is None for word in tree.keywords):
+            return None
+        values = {str(word.arg): ast.literal_eval(_Words().visit(word.value)) for word in tree.keywords}
+        return ast.unparse(tree.func), _said(values)
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "print" and tree.args:
-        tree = tree.args[0]
-    if not isinstance(tree, ast.Call) or tree.args or any(word.arg is None for word in tree.keywords):
-        return None
+
+
+def _python_value(text: str) -> str | None:
+    """The JSON of a literal."""
     try:
-        values = {str(word.arg): ast.literal_eval(word.value) for word in tree.keywords}
-        json.dumps(values)
-    except (ValueError, TypeError, RecursionError):
+        return _said(ast.literal_eval(_Words().visit(_parsed(text))))
+    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
-    return ast.unparse(tree.func), values
+
+
+def _parsed(text: str) -> ast.expr:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of escapes that mean nothing
+        return ast.parse(text, mode="eval").body
+
+
+def _said(value: Any) -> str:
+    return json_text.sound(json.dumps(value, ensure_ascii=False, allow_nan=False))

@@ -10,7 +10,8 @@ from dataclasses import dataclass, field
 
 from kvforge.protocol.errors import InvalidConfiguration
 
-from .bodies import Body, json_call, mistral, named_json, pythonic, tagged
+from .bodies import Body, json_call, llama, mistral, named_json, pythonic, tagged
+from .fenced import fenced
 from .harmony import harmony
 from .reader import Reading
 from .writer import Writer
@@ -34,7 +35,7 @@ class Format:
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether the prompt, as the template wrote it, has begun the model's reasoning."""
-        return bool(self.think[0]) and prompt.rstrip().endswith(self.think[0])
+        return bool(self.think[0]) and prompt.rstrip().endswith(self.think[0].rstrip())
 
 
 def _special(*tokens: str) -> frozenset[str]:
@@ -51,7 +52,16 @@ _DEEPSEEK = {
 }
 
 
-def _nothing(writer: Writer, opened: str) -> Reading:  # noqa: ARG001 - a bracket around calls
+def _opening(writer: Writer, opened: str) -> Reading:
+    """A bracket before calls."""
+    writer.mark(opened)
+    yield from ()
+
+
+def _closing(writer: Writer, opened: str) -> Reading:
+    """One behind them, if there were any."""
+    if not writer.called:
+        writer.content(opened)
     yield from ()
 
 
@@ -70,22 +80,22 @@ FORMATS: dict[str, Format] = {
             "qwen3_coder",
             think=THINK,
             calls={
-                "<tool_call>": _nothing,
-                "</tool_call>": _nothing,
+                "<tool_call>": _opening,
+                "</tool_call>": _closing,
                 "<function=": tagged((">",), "<parameter=", ">", "", "</parameter>", "</function>", "\n"),
             },
             special_tokens=_special(*THINK, *_TOOL_CALL),
         ),
         Format(
             "llama3_json",
-            calls={"<|python_tag|>": json_call("", known=True, several=";,")},
-            bare=("{", json_call("", known=True, several=";,")),
+            calls={"<|python_tag|>": llama("")},
+            bare=("{[", llama("")),
             special_tokens=_special("<|python_tag|>"),
         ),
         Format(
             "llama_pythonic",
-            calls={"<|python_start|>": _nothing, "<|python_end|>": _nothing},
-            bare=("[", pythonic("<|python_end|>", listed=True)),
+            calls={"<|python_start|>": llama("<|python_end|>"), "<|python_end|>": _closing},
+            bare=("{[", llama("<|python_end|>")),
             special_tokens=_special("<|python_start|>", "<|python_end|>"),
         ),
         Format(
@@ -98,8 +108,8 @@ FORMATS: dict[str, Format] = {
             "deepseek_v3",
             think=THINK,
             calls={
-                _DEEPSEEK["begin"]: _nothing,
-                _DEEPSEEK["end"]: _nothing,
+                _DEEPSEEK["begin"]: _opening,
+                _DEEPSEEK["end"]: _closing,
                 _DEEPSEEK["call"]: named_json(
                     _DEEPSEEK["sep"], _DEEPSEEK["call_end"], before_name="function", fence=True
                 ),
@@ -121,6 +131,17 @@ FORMATS: dict[str, Format] = {
                 *("<|channel|>", "<|message|>", "<|start|>", "<|end|>", "<|call|>", "<|return|>", "<|constrain|>")
             ),
         ),
+        Format(
+            "gemma4",
+            think=("<|channel>thought\n", "<channel|>"),
+            calls={"<|tool_call>": fenced('<|"|>', "<tool_call|>")},
+            special_tokens=_special("<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", '<|"|>'),
+        ),
+        Format(
+            "functiongemma",
+            calls={"<start_function_call>": fenced("<escape>", "<end_function_call>")},
+            special_tokens=_special("<start_function_call>", "<end_function_call>", "<escape>"),
+        ),
         Format("gemma", calls={"```tool_code\n": pythonic("```", listed=False)}),
     )
 }
@@ -128,6 +149,8 @@ FORMATS: dict[str, Format] = {
 # What a template holds that no other family's does; the first that is found decides.
 _SIGNS = (
     ("<|channel|>", "harmony"),
+    ("<|tool_call>", "gemma4"),
+    ("<start_function_call>", "functiongemma"),
     (_DEEPSEEK["call"], "deepseek_v3"),
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),

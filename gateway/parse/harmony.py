@@ -25,6 +25,8 @@ def harmony(writer: Writer, in_reasoning: bool) -> Reading:  # noqa: ARG001 - ch
             yield from reader.until(ends, writer.reasoning)
         elif recipient is not None and writer.calling:
             writer.call(recipient[1])
+            if (yield from reader.starts_with("<|")):
+                writer.arguments("{}")
             yield from reader.until(ends, writer.arguments)
         else:
             yield from reader.until(ends, writer.content)

@@ -8,7 +8,7 @@ from collections.abc import Generator
 
 from .reader import Emit, Reader
 
-_IN_STRING = re.compile(r'["\\]')
+_IN_STRING = re.compile(r'["\\\x00-\x1f]')
 _OUTSIDE = re.compile(r'["{}\[\]]')
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 
@@ -24,7 +24,7 @@ def string(reader: Reader) -> Generator[None, None, str | None]:
         text = json.loads("".join(parts), strict=False)
     except ValueError:
         return None
-    return text if isinstance(text, str) else None
+    return sound(text) if isinstance(text, str) else None
 
 
 def value(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
@@ -58,7 +58,7 @@ def _scalar(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
 
 
 def _string_rest(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
-    """Behind the opening quote. A piece never ends within an escape."""
+    """Behind the opening quote. A piece never ends within an escape; a line break, which JSON wants escaped, is."""
     while True:
         found = _IN_STRING.search(reader.text, reader.at)
         if found is None:
@@ -67,6 +67,11 @@ def _string_rest(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
         elif found.group() == '"':
             emit(reader.take(found.end()))
             return True
+        elif found.group() != "\\":
+            if found.start() > reader.at:
+                emit(reader.take(found.start()))
+            emit(json.dumps(reader.take(found.end()))[1:-1])
+            continue
         elif found.end() < len(reader.text):
             emit(reader.take(found.end() + 1))
             continue
@@ -111,4 +116,20 @@ def as_object(text: str) -> str | None:
         return None
     if found is None:
         return "{}"
-    return text if isinstance(found, dict) else None
+    return sound(text) if isinstance(found, dict) else None
+
+
+def sound(text: str) -> str:
+    """Text that UTF-8 can hold: escaped halves of a pair are the character, and one alone becomes U+FFFD."""
+    if text.isascii():
+        return text
+    return text.encode("utf-16-le", "surrogatepass").decode("utf-16-le", "replace")
+
+
+def strict(text: str) -> object:
+    """The value of JSON. Raises ValueError, for NaN and the infinities too, which are none."""
+    return json.loads(text, parse_constant=_refused)
+
+
+def _refused(constant: str) -> object:
+    raise ValueError(constant)

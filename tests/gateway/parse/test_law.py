@@ -33,7 +33,26 @@ CALLS = st.lists(
 MARKERS = [marker for one in FORMATS.values() for marker in (*one.calls, *one.special_tokens, *one.think) if marker]
 GARBAGE = st.lists(
     st.one_of(
-        st.sampled_from([*MARKERS, "{", "}", '"', '{"name": "now"', "arguments", ":", "\\", " ", "now(", ")"]), TEXTS
+        st.sampled_from(
+            [
+                *MARKERS,
+                "{",
+                "}",
+                '"',
+                '{"name": "now"',
+                "arguments",
+                ":",
+                "\\",
+                " ",
+                "now(",
+                ")",
+                "\\ud83d",
+                "[",
+                "call:now{",
+                "'",
+            ]
+        ),
+        TEXTS,
     ),
     max_size=8,
 ).map("".join)

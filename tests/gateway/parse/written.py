@@ -38,16 +38,18 @@ def joined(events: Sequence[Event]) -> Read:
     for event in events:
         match event:
             case Content(text):
-                assert text
+                assert text.encode()
                 read.content += text
             case Reasoning(text):
-                assert text
+                assert text.encode()
                 read.reasoning += text
             case ToolCall(index, name):
                 assert index == len(read.calls)
+                assert name.encode()
                 read.calls.append([name, ""])
             case Arguments(index, text):
-                assert text and index == len(read.calls) - 1
+                assert text.encode()
+                assert index == len(read.calls) - 1
                 read.calls[index][1] += text
     return read
 
@@ -127,6 +129,21 @@ def _harmony(calls: Sequence[Call]) -> str:
     )
 
 
+def _gemma(fence: str, opening: str, close: str) -> Callable[[Sequence[Call]], str]:
+    def said(value: Any) -> str:
+        if isinstance(value, str):
+            return f"{fence}{value}{fence}"
+        if isinstance(value, list):
+            return f"[{','.join(said(one) for one in value)}]"
+        return json.dumps(value)
+
+    def write(calls: Sequence[Call]) -> str:
+        each = ((name, ",".join(f"{key}:{said(value)}" for key, value in found.items())) for name, found in calls)
+        return "".join(f"{opening}call:{name}{{{arguments}}}{close}" for name, arguments in each)
+
+    return write
+
+
 # The format, how it writes calls, and whether content may come before them.
 WAYS: dict[str, tuple[str, Callable[[Sequence[Call]], str], bool]] = {
     "hermes": ("hermes", _hermes, True),
@@ -139,5 +156,11 @@ WAYS: dict[str, tuple[str, Callable[[Sequence[Call]], str], bool]] = {
     "llama3_json": ("llama3_json", lambda calls: "; ".join(_json("parameters")(call) for call in calls), False),
     "llama_pythonic": ("llama_pythonic", lambda calls: f"[{_python(calls)}]", False),
     "gemma": ("gemma", lambda calls: f"```tool_code\n{_python(calls[:1])}\n```", True),
+    "gemma4": ("gemma4", _gemma('<|"|>', "<|tool_call>", "<tool_call|>"), True),
+    "functiongemma": (
+        "functiongemma",
+        _gemma("<escape>", "<start_function_call>", "<end_function_call>"),
+        True,
+    ),
     "harmony": ("harmony", _harmony, False),
 }
