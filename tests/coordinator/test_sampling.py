@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
+from pathlib import Path
 from typing import Any
 
 import msgspec
 import numpy as np
 import pytest
 
+from coordinator.journal import snapshot
 from kvforge.protocol.errors import AlreadyFinished, InvalidRequest, RequestNotFound
 from kvforge.protocol.messages import (
     GRAMMAR_BYTES_MAX,
@@ -188,6 +190,17 @@ def test_a_grammar_goes_with_its_request_to_another_worker_with_the_answer_so_fa
         begin, prompt, told = started(worker)[0]
         assert (begin.sampling.grammar, begin.generated, prompt, told) == (grammar, len(answer), [], answer)
     assert driver.streamed[request] == continuation(PROMPT, 12)
+
+
+def test_a_grammar_is_in_a_snapshot(driver: Driver, tmp_path: Path) -> None:
+    driver.add_worker(32)
+    grammar = Grammar(kind="lark", text='start: "ä"')
+    request = driver.submit(PROMPT, max_tokens=12, sampling=Sampling(seed=1, grammar=grammar))
+    driver.step()
+    path = tmp_path / "state"
+    snapshot.write(path, driver.machine, snapshot.Head(version=1, now_us=1, numbers=1))
+    found = snapshot.read(path)[1].objects().requests.live[request].sampling
+    assert found == driver.machine.requests.live[request].sampling and found.grammar == grammar
 
 
 def test_history_comes_with_a_prefix_hit_and_after_a_preemption(driver: Driver) -> None:

@@ -83,6 +83,25 @@ def test_generate_sends_what_it_was_told_about_time(run: Any, folder: Path) -> N
         assert run(*base, "--tenant", "busy", "--retry", "20") == (0, "1\n", "")
 
 
+def test_generate_reads_the_shape_of_an_answer(run: Any, shared: Running, tmp_path: Path) -> None:
+    base = ("--endpoint", shared.endpoint, "generate", "--prompt-tokens", "1,2", "--max-tokens", "2")
+    schema, grammar = tmp_path / "schema.json", tmp_path / "grammar.lark"
+    schema.write_text('{"type": "object"}')
+    grammar.write_text('start: "a"')
+    for shape in (("--json-schema", schema), ("--grammar", grammar), ("--regex", "a+"), ("--json-object",)):
+        assert run(*base, *map(str, shape))[0] == 0
+    schema.write_text('{"not": {}}')
+    for shape, words in (
+        (("--json-schema", schema), "sampling.json_schema: not: cannot be enforced"),
+        (("--grammar", tmp_path / "none"), "grammar: "),
+        (("--regex", "a", "--ignore-eos"), "sampling.ignore_eos"),
+    ):
+        status, _, err = run(*base, *map(str, shape))
+        assert status != 0 and words in err
+    status, _, err = run(*base, "--regex", "a", "--json-object")
+    assert status == 2 and "not allowed with" in err
+
+
 def test_a_detached_request_is_read_later(run: Any, folder: Path) -> None:
     with Running(folder) as fake:
         base = ("--endpoint", fake.endpoint)
