@@ -46,7 +46,9 @@ INTERVALS = """new Promise((done) => {
   };
   requestAnimationFrame(tick);
 })"""
-FIRST_WAITING = "document.querySelector('.state[data-state=pending]').closest('tr').querySelector('button')"
+ONE_WAITING = (
+    "document.querySelector('tr:nth-child(4) .state[data-state=pending]').closest('tr').querySelector('button')"
+)
 WAITING = "document.querySelector('#sentence').textContent.includes('ceiling')"
 PALETTE = 256  # colours of a picture: what is drawn has few
 
@@ -140,7 +142,8 @@ async def pictures(folder: Path) -> None:
         await page.go(address)
         await asyncio.sleep(60)
         await page.until(WAITING)
-        await page.run(f"{FIRST_WAITING}.click()")
+        await page.until(f"Boolean({ONE_WAITING})")
+        await page.run(f"{ONE_WAITING}.click()")
         await page.until("document.querySelector('.detail .why')?.textContent.includes('ceiling')")
         await page.run("scrollTo(0, 0)")
         await taken(page, folder / "page-light.png")

@@ -28,7 +28,7 @@ from .board import Board, event
 from .happenings import Happenings
 from .history import EVERY_S, History, Point
 from .latency import Latencies
-from .view import View, Waiting, summary
+from .view import SILENT_S, View, Waiting, summary
 
 LOOK_S, ASK_S = 0.5, 1.0
 LARGE, LARGE_LOOK_S = 32_768, 1.0  # from so many blocks on the map is looked at less often
@@ -233,7 +233,7 @@ class Sampler:
         self._board.put("happenings", self._happenings.told())
         if now_s >= self._point_due:
             self._point_due = now_s + EVERY_S
-            self._history.add(self._point(now, known=running and not view.silent_s))
+            self._history.add(self._point(now, known=running and view.silent_s < SILENT_S))
 
     def _read_tables(self, now_s: float) -> bool:
         """Gauges and map; whether the coordinator's process runs, as far as that can be seen."""

@@ -84,6 +84,8 @@ def test_a_service_at_work() -> None:
                 assert await page.run(TOO_FAINT) == []
             await page.look(375, 700)
             assert await page.until("document.documentElement.scrollWidth <= 375")
+            fits = "(({ scrollWidth, clientWidth }) => scrollWidth <= clientWidth)(document.querySelector('.tall'))"
+            assert await page.until(fits)
             await a_cancel_and_a_drain(page, kv, waits.id)
             assert (await kv.status(runs.id)).state == "running"
             assert "<script>document" in await page.run("document.body.innerText")
