@@ -21,7 +21,9 @@ def pictures(found: Document) -> list[Picture]:
     """Those that there is something to show of."""
     made = []
     if any(found["series"]["offered"]):
-        made += [throughput(found), latency(found)]
+        made.append(throughput(found))
+        if _timed(found):
+            made.append(latency(found))
     if any(found["curves"].values()):
         made.append(distributions(found))
     if len(found["occupancy"]["columns"]["at_s"]) > 1:
@@ -63,8 +65,7 @@ def throughput(found: Document) -> Picture:
 
 
 def latency(found: Document) -> Picture:
-    series = found["series"]
-    shown = {time: colour for time, colour in TIMES.items() if any(series[f"{time}_p50_ms"])}
+    series, shown = found["series"], _timed(found)
 
     def draws(axes: Any) -> None:
         for panel, (time, colour) in zip(np.atleast_1d(axes), shown.items(), strict=True):
@@ -83,10 +84,15 @@ def latency(found: Document) -> Picture:
         alt=f"Median and 99th percentile of each latency over the run. {said}.",
         caption=f"Of the requests that were due in each {series['slice_s']:g} s. {_marked(found)}",
         draws=draws,
-        panels=(max(1, len(shown)), 1),
-        height_in=0.6 + 1.8 * max(1, len(shown)),
+        panels=(len(shown), 1),
+        height_in=0.6 + 1.8 * len(shown),
         sharex=True,
     )
+
+
+def _timed(found: Document) -> dict[str, str]:
+    """The latencies that any request had, with their colours."""
+    return {time: colour for time, colour in TIMES.items() if any(found["series"][f"{time}_p50_ms"])}
 
 
 def distributions(found: Document) -> Picture:

@@ -7,6 +7,7 @@ import errno
 import json
 import re
 from collections.abc import Iterator
+from dataclasses import replace
 from html.parser import HTMLParser
 from pathlib import Path
 from typing import Any
@@ -14,7 +15,7 @@ from typing import Any
 import pytest
 
 from kvforge.protocol.errors import InvalidRequest
-from loadtest.drive.outcome import Measured
+from loadtest.drive.outcome import INTERRUPTED, REFUSED, Measured, Outcome
 from loadtest.measure.document import Context, document
 from loadtest.report import sweep as sweeping
 from loadtest.report.compare import compare
@@ -87,6 +88,19 @@ def test_a_run_of_nothing_has_a_report(tmp_path: Path) -> None:
     write(tmp_path, document(Measured(outcomes=[]), Context(options={"rate": 1.0})), None)
     assert {each.name for each in tmp_path.iterdir()} == {"index.html", "result.json"}
     assert "INVALID" in (tmp_path / "index.html").read_text()
+
+
+@pytest.mark.parametrize("state", [REFUSED, INTERRUPTED])
+def test_a_run_in_which_nothing_finished_has_a_report(tmp_path: Path, state: str) -> None:
+    outcomes = [
+        Outcome(session=index, due_s=index / 10, state=state, awake_s=index / 10, sent_s=index / 10, ended_s=2.5)
+        for index in range(20)
+    ]
+    measured = replace(run(), outcomes=outcomes, wall_s=2.6)
+    found = document(measured, context(measured))
+    write(tmp_path, found, measured, sweep=sweeping.sweep("rate", [(1.0, found), (2.0, found)]))
+    assert {"index.html", "throughput.png"} <= {each.name for each in tmp_path.iterdir()}
+    assert not (tmp_path / "latency.png").exists()
 
 
 @pytest.mark.parametrize(
