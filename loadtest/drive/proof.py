@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
+from signal import SIGTERM
 from time import monotonic
 from typing import Any
 
@@ -76,7 +77,10 @@ async def _either(stop: asyncio.Event, over: asyncio.Event) -> None:
 
 @asynccontextmanager
 async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncIterator[str]:
-    """Starts one that speaks as a target of this kind does, and says where. pace: tokens a second; 0: all at once."""
+    """Starts one that speaks as a target of this kind does, and says where. pace: tokens a second; 0: all at once.
+
+    Raises InternalError where it does not begin, or ends before it is told to: what was measured is then no proof.
+    """
     with tempfile.TemporaryDirectory(prefix="kvforge-null-") as folder:
         where = f"ipc://{Path(folder) / 'clients.sock'}"
         if kind == HTTP:
@@ -86,6 +90,7 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
         command = own(*command, "--pace", f"{pace:g}", *options)
         process = await asyncio.create_subprocess_exec(*command, stdout=asyncio.subprocess.PIPE)
         assert process.stdout is not None, "a pipe"
+        told: tuple[int, ...] = (0, -SIGTERM)
         try:
             async with asyncio.timeout(READY_S):
                 said = (await process.stdout.readline()).decode().split()
@@ -100,4 +105,6 @@ async def null_server(kind: str, pace: float = 0.0, *options: str) -> AsyncItera
                     await process.wait()
             except TimeoutError:
                 process.kill()
-                await process.wait()
+                told = (await process.wait(),)
+        if process.returncode not in told:
+            raise InternalError(f"the null server of {kind} ended with status {process.returncode} before its time")

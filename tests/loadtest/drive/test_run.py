@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import asyncio
+import os
+import signal
+import sys
 from collections import Counter
 
 import pytest
 
-from kvforge.protocol.errors import CoordinatorUnavailable, InvalidRequest, KvforgeError
-from loadtest.drive import observer
+from kvforge.protocol.errors import CoordinatorUnavailable, InternalError, InvalidRequest, KvforgeError
+from loadtest.drive import observer, proof
 from loadtest.drive.outcome import FINISHED, INTERRUPTED, TIMED_OUT, Measured
 from loadtest.drive.progress import Progress
 from loadtest.drive.proof import null_server, prove
 from loadtest.drive.run import measure
-from loadtest.drive.spec import KVFORGE, RunSpec
+from loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 
 TOKENS = 5
 SESSIONS = 40
@@ -90,6 +93,18 @@ def test_the_error_of_a_driver_is_the_error_of_the_run() -> None:
             await measure(spec)
 
     with pytest.raises(KvforgeError):
+        asyncio.run(main())
+
+
+def test_a_proof_whose_null_server_dies_is_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    says_its_id = "import os, time; print(os.getpid(), flush=True); time.sleep(60)"
+    monkeypatch.setattr(proof, "own", lambda *_: [sys.executable, "-c", says_its_id])
+
+    async def main() -> None:
+        async with null_server(HTTP) as pid:
+            os.kill(int(pid), signal.SIGKILL)
+
+    with pytest.raises(InternalError, match="ended with status -9"):
         asyncio.run(main())
 
 
