@@ -39,7 +39,7 @@ def conversation_of(asked: Conversation, model: Model) -> Conversing:
     return conversing(model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=told)
 
 
-def wanted_of(asked: Create, model: Model, caller: Caller, key: str, resume: int) -> Wanted:
+def wanted_of(asked: Create, model: Model, caller: Caller, key: str) -> Wanted:
     """Raises InvalidRequest naming the field as the request calls it."""
     conversation = conversation_of(asked, model)
     try:
@@ -60,7 +60,6 @@ def wanted_of(asked: Create, model: Model, caller: Caller, key: str, resume: int
         text=conversation.text,
         stops=stops,
         parser=conversation.parser,
-        resume=resume,
     )
 
 
@@ -129,10 +128,10 @@ async def whole(generation: Generation, model_name: str) -> bytes:
 class MessageEvents:
     """The events of a streamed answer, a write for what came together."""
 
-    def __init__(self, generation: Generation, model_name: str, prompt_tokens: int, *, resumed: bool) -> None:
+    def __init__(self, generation: Generation, model_name: str, prompt_tokens: int) -> None:
         self._generation, self._model_name, self._prompt_tokens = generation, model_name, prompt_tokens
         self._name = name_of(generation)
-        self._begun = resumed
+        self._begun = False
         self._block = -1
         self._kind = ""
         self._called = False

@@ -36,11 +36,13 @@ class Anthropic:
         ]
 
     async def _messages(self, request: Request, caller: Caller) -> Response:
-        asked = body.decoded(messages.CREATE, await body.read(request, self._settings.body_bytes_max))
-        key = Key.of(request.headers)
+        asked = body.decoded(
+            messages.CREATE, await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
+        )
+        key = Key.of(request.headers, "events of this API have no numbers")
         model = self._service.model
         model.check(asked.model)
-        what = messages.wanted_of(asked, model, caller, key.name, key.resume)
+        what = messages.wanted_of(asked, model, caller, key.name)
         bell = Bell()
         async with AsyncExitStack() as stack:
             generation = await stack.enter_async_context(self._service.start(what, bell))
@@ -48,7 +50,7 @@ class Anthropic:
             if not asked.stream:
                 return await wanted(request, self._whole(generation, asked.model))
             await wanted(request, generation.accepted())
-            events = messages.MessageEvents(generation, asked.model, len(what.prompt), resumed=bool(key.resume))
+            events = messages.MessageEvents(generation, asked.model, len(what.prompt))
             failing = Failing(events, bell.rung, _failed)
             return EventStream(failing, stack.pop_all(), _headers(generation))
         raise AssertionError("the stack swallows nothing")
@@ -58,7 +60,9 @@ class Anthropic:
         return Response(content, media_type="application/json", headers=_headers(generation))
 
     async def _count(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
-        asked = body.decoded(messages.COUNT, await body.read(request, self._settings.body_bytes_max))
+        asked = body.decoded(
+            messages.COUNT, await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
+        )
         model = self._service.model
         model.check(asked.model)
         return JSONResponse({"input_tokens": len(messages.conversation_of(asked, model).rendered.ids)})

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 from typing import TypeVar
 
@@ -10,17 +11,26 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvforge.protocol.errors import InvalidRequest
 
-from .errors import TooLarge
+from .errors import TooLarge, TooSlow
 
 T = TypeVar("T")
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
 _UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTALL)
 SHOWN_MAX = 200
+WITHIN_S = 60.0
 
 
-async def read(request: Request, bytes_max: int) -> bytes:
-    """The body. Raises TooLarge before more than `bytes_max` of it are held, ClientDisconnect."""
+async def read(request: Request, bytes_max: int, within_s: float = WITHIN_S) -> bytes:
+    """The body. Raises TooLarge before more of it is held than may be, TooSlow, ClientDisconnect."""
+    try:
+        async with asyncio.timeout(within_s):
+            return await _read(request, bytes_max)
+    except TimeoutError:
+        raise TooSlow("body", f"has not come within {within_s:g} s") from None
+
+
+async def _read(request: Request, bytes_max: int) -> bytes:
     told = request.headers.get("content-length")
     if told is not None and int(told) > bytes_max:  # the server has seen to it that this is a number
         raise _too_large(bytes_max)

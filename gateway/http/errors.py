@@ -24,7 +24,7 @@ from kvforge.protocol.errors import (
 
 # Seconds after which whoever was told that nobody serves may look again, where no hint came with the error.
 RETRY_S = 1
-UNKNOWN, FORBIDDEN, TOO_LARGE = 401, 403, 413
+UNKNOWN, FORBIDDEN, TOO_SLOW, TOO_LARGE = 401, 403, 408, 413
 
 # The first that an error is an instance of. `type` is what OpenAI's clients call it, then Anthropic's.
 _STATUS: tuple[tuple[type[KvforgeError], int, str, str], ...] = (
@@ -42,6 +42,10 @@ _STATUS: tuple[tuple[type[KvforgeError], int, str, str], ...] = (
 )
 
 
+class TooSlow(InvalidRequest):
+    """It takes too long to come."""
+
+
 class TooLarge(InvalidRequest):
     """More bytes than are taken."""
 
@@ -52,6 +56,8 @@ def status_of(error: KvforgeError) -> int:
         return UNKNOWN
     if isinstance(error, TooLarge):
         return TOO_LARGE
+    if isinstance(error, TooSlow):
+        return TOO_SLOW
     return _row(error)[1]
 
 

@@ -20,9 +20,11 @@ class Key:
     resume: int = 0
 
     @classmethod
-    def of(cls, headers: Mapping[str, str]) -> Key:
-        """Raises InvalidRequest naming a header."""
+    def of(cls, headers: Mapping[str, str], why_not: str = "") -> Key:
+        """why_not: why this response cannot go on in its middle, or "". Raises InvalidRequest naming a header."""
         name, resume = headers.get(KEY_HEADER, ""), headers.get(RESUME_HEADER, "")
         if resume and not (name and resume.isdecimal() and len(resume) < 10):
             raise InvalidRequest(RESUME_HEADER, f"is a number of tokens, and comes with {KEY_HEADER}")
+        if resume and why_not:
+            raise InvalidRequest(RESUME_HEADER, f"{why_not}: leave it out, and read the answer from its beginning")
         return cls(name, int(resume or 0))

@@ -14,8 +14,11 @@ from kvforge import Sampling
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import InvalidRequest
 
+from .asked import Chat, Completion
 from .fields import Common, renamed
 from .responses_asked import Create
+
+Asked = Chat | Completion | Create
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,11 +32,12 @@ class Call:
     key: Key
 
     @classmethod
-    def of(cls, headers: Mapping[str, str], caller: Caller, settings: Settings, model: Model, asked: str) -> Call:
+    def of(cls, headers: Mapping[str, str], caller: Caller, settings: Settings, model: Model, asked: Asked) -> Call:
         """Raises ModelNotFound, InvalidRequest naming a header."""
-        if asked:
-            model.check(asked)
-        return cls(caller, settings, model, asked or model.names[0], Key.of(headers))
+        if asked.model:
+            model.check(asked.model)
+        key = Key.of(headers, _whole(asked))
+        return cls(caller, settings, model, asked.model or model.names[0], key)
 
     @property
     def resume(self) -> int:
@@ -75,3 +79,18 @@ def total(generations: list[Generation]) -> Usage:
         cached=sum(usage.cached for usage in each),
         reasoning=sum(usage.reasoning for usage in each),
     )
+
+
+def _whole(asked: Asked) -> str:
+    """Why the answer to this cannot go on in its middle, or ""."""
+    if isinstance(asked, Create):
+        return "events of this API have no numbers"
+    if not asked.stream:
+        return "the answer is not streamed"
+    several = asked.n or 1
+    if isinstance(asked, Completion):
+        several = max(several, asked.best_of or 1)
+        prompts = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
+        if len(prompts) > 1 and not all(isinstance(one, int) for one in prompts):
+            several = len(prompts)
+    return "there are several answers" if several > 1 else ""

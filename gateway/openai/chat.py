@@ -120,7 +120,7 @@ class ChatCompletion:
                 stops=stops_of(asked),
                 stop_tokens=frozenset(asked.stop_token_ids or ()),
                 parser=conversation.parser,
-                resume=call.resume if (asked.n or 1) == 1 else 0,
+                resume=call.resume,
             )
         ]
 

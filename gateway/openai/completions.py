@@ -86,7 +86,7 @@ class Completions:
                 count=self.best_of,
                 stops=stops_of(asked),
                 stop_tokens=frozenset(asked.stop_token_ids or ()),
-                resume=call.resume if len(self.prompts) * self.best_of == 1 else 0,
+                resume=call.resume,
             )
             for at, prompt in enumerate(self.prompts)
         ]

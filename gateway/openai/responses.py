@@ -190,7 +190,7 @@ class ResponseEvents:
         self._work, self._generation = work, generation
         self._items = Items(work.call.name("", [generation]))
         self._sequence = 0
-        self._begun = bool(work.call.resume)
+        self._begun = False
 
     @property
     def over(self) -> bool:

@@ -85,8 +85,8 @@ class OpenAI:
         make: Callable[[Call, A], Work],
         failed: Callable[[KvforgeError], bytes] | None = None,
     ) -> Response:
-        asked = body.decoded(decoder, await body.read(request, self._settings.body_bytes_max))
-        call = Call.of(request.headers, caller, self._settings, self._service.model, asked.model)
+        asked = body.decoded(decoder, await body.read(request, self._settings.body_bytes_max, self._settings.body_s))
+        call = Call.of(request.headers, caller, self._settings, self._service.model, asked)
         work = make(call, asked)
         bell = Bell()
         async with AsyncExitStack() as stack:
@@ -129,11 +129,11 @@ class OpenAI:
         }
 
     async def _tokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
-        content = await body.read(request, self._settings.body_bytes_max)
+        content = await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
         return JSONResponse(tokens.tokenize(self._service.model, content))
 
     async def _detokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
-        content = await body.read(request, self._settings.body_bytes_max)
+        content = await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
         return JSONResponse(tokens.detokenize(self._service.model, content))
 
 

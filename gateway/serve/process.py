@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import resource
 import signal
 import socket
 import sys
@@ -49,6 +50,9 @@ def serve(settings: Settings, listener: socket.socket, access: Access, counted: 
         timeout_keep_alive=int(settings.keep_alive_s),
         timeout_graceful_shutdown=int(settings.drain_s),
     )
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if soft != hard:  # a stream is a descriptor
+        resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     server = _Server(config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         loop = runner.get_loop()

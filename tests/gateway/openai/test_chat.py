@@ -330,6 +330,22 @@ def test_a_request_with_a_key_is_the_same_when_it_comes_again() -> None:
     assert put_together(chunks(again.text))["content"] == "o, you"
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/v1/chat/completions", {"messages": HELLO}),
+        ("/v1/chat/completions", {"messages": HELLO, "stream": True, "n": 2}),
+        ("/v1/completions", {"prompt": ["a", "b"], "stream": True}),
+        ("/v1/responses", {"input": "a", "stream": True}),
+    ],
+)
+def test_where_to_go_on_is_refused_where_nobody_could(path: str, body: dict[str, Any]) -> None:
+    script = Script()
+    response = ask(application(script), path, body, {"idempotency-key": "k", "last-event-id": "4"})
+    assert (response.status_code, response.json()["error"]["param"]) == (400, "last-event-id")
+    assert not script.asked
+
+
 def test_where_to_go_on_needs_a_key() -> None:
     response = ask(application(Script()), "/v1/chat/completions", {"messages": HELLO}, {"last-event-id": "4"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "last-event-id")

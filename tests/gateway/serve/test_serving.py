@@ -62,7 +62,7 @@ def children(pid: int) -> set[int]:
 
 
 def test_limits_of_a_connection(runtime: Path, tmp_path: Path) -> None:
-    settings = f"{BASE}head_bytes_max = 4096\nbody_bytes_max = 4096\nhead_s = 0.5\n"
+    settings = f"{BASE}head_bytes_max = 4096\nbody_bytes_max = 4096\nhead_s = 0.5\nbody_s = 0.5\n"
     with Gateway(runtime, tmp_path, settings) as gateway:
         large = httpx.get(f"{gateway.url}/v1/models", headers={"x": "a" * 5000})
         assert large.status_code == 431
@@ -77,6 +77,10 @@ def test_limits_of_a_connection(runtime: Path, tmp_path: Path) -> None:
             slow.settimeout(WAIT_S)
             slow.sendall(b"GET / HTTP/1.1\r\n")
             assert hung_up(slow)
+        with socket.create_connection(("127.0.0.1", gateway.port)) as slow:
+            slow.settimeout(WAIT_S)
+            slow.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-length: 9\r\n\r\n[")
+            assert slow.recv(100).startswith(b"HTTP/1.1 408")
         assert httpx.post(f"{gateway.url}/v1/completions", json=ASKED).status_code == 200
 
 
