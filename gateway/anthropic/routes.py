@@ -36,9 +36,7 @@ class Anthropic:
         ]
 
     async def _messages(self, request: Request, caller: Caller) -> Response:
-        asked = body.decoded(
-            messages.CREATE, await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
-        )
+        asked = body.decoded(messages.CREATE, await self._read(request))
         key = Key.of(request.headers, "events of this API have no numbers")
         model = self._service.model
         model.check(asked.model)
@@ -59,10 +57,11 @@ class Anthropic:
         content = await messages.whole(generation, model_name)
         return Response(content, media_type="application/json", headers=_headers(generation))
 
+    async def _read(self, request: Request) -> bytes:
+        return await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
+
     async def _count(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
-        asked = body.decoded(
-            messages.COUNT, await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
-        )
+        asked = body.decoded(messages.COUNT, await self._read(request))
         model = self._service.model
         model.check(asked.model)
         return JSONResponse({"input_tokens": len(messages.conversation_of(asked, model).rendered.ids)})

@@ -53,11 +53,7 @@ class Responses:
         prompt = conversation.rendered.ids
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
         options = call.options(self._sampling(conversation.shape), asked, most)
-        self.wanted = [
-            Wanted(
-                prompt=prompt, options=options, text=conversation.text, parser=conversation.parser, resume=call.resume
-            )
-        ]
+        self.wanted = [Wanted(prompt=prompt, options=options, text=conversation.text, parser=conversation.parser)]
 
     def _sampling(self, wanted: Shape) -> Sampling:
         asked = self.asked
