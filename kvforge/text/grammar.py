@@ -143,5 +143,5 @@ def _words(grammar: Grammar, schema: dict[str, Any]) -> str:
 
 
 def _short(problem: str) -> str:
-    line = " ".join(problem.split())
+    line = " ".join(problem.replace("<non-verbose/>", "").split())
     return line if len(line) <= PROBLEM_LENGTH_MAX else line[: PROBLEM_LENGTH_MAX - 3] + "..."

@@ -28,6 +28,7 @@ if TYPE_CHECKING:
 
 COMPILED_MAX = 32  # grammars that are kept as they were compiled
 THREADS_MAX = 8
+CONTRADICTS = "doesn't satisfy the grammar"  # in what a matcher says of a token
 
 
 @dataclass(eq=False)
@@ -48,7 +49,15 @@ class Shaped:
         if self.matcher is None or self.problem is not None or self.matcher.is_stopped():
             return
         if not self.matcher.consume_token(token):
-            self.problem = WorkerError(f"token {token} was chosen, which the grammar does not allow")
+            self.problem = self.stuck(f"token {token} was chosen, which the grammar does not allow")
+
+    def stuck(self, contradiction: str) -> KvforgeError:
+        """Why the matcher does not go on: what is said, or a limit that the grammar has come to."""
+        assert self.matcher is not None
+        told = self.matcher.get_error()
+        if CONTRADICTS in told or not told:
+            return WorkerError(contradiction)
+        return InvalidRequest(FIELDS[self.grammar.kind], f"cannot go on: {explained(told)}")
 
 
 class Grammars:
@@ -101,7 +110,7 @@ class Grammars:
                 row.matcher = self._matcher(row.grammar)
                 known = row.generated.tolist()
                 if row.matcher.try_consume_tokens(known) < len(known):
-                    raise WorkerError("the answer so far is not what its grammar allows")
+                    raise row.stuck("the answer so far is not what its grammar allows")
             except KvforgeError as error:
                 row.problem = problems[slot] = error
         self._new = {}
@@ -119,8 +128,7 @@ class Grammars:
             self._threads().unsafe_compute_mask_ptr(sound, masks.ctypes.data, masks.strides[0], len(masks))
         for matcher, place in sound:
             if matcher.is_error():
-                field = FIELDS[rows[place].grammar.kind]
-                rows[place].problem = InvalidRequest(field, f"cannot go on: {explained(matcher.get_error())}")
+                rows[place].problem = rows[place].stuck("what was chosen is not what its grammar allows")
         return {place: row.problem for place, row in enumerate(rows) if row.problem is not None}
 
     def _matcher(self, grammar: Grammar) -> LLMatcher:

@@ -126,6 +126,23 @@ def test_an_answer_that_the_grammar_does_not_allow_fails(grammars: Grammars) -> 
     assert isinstance(grammars.fill([grammars.row(1)], masks)[0], WorkerError)
 
 
+def test_a_token_that_brings_a_grammar_to_a_limit_is_not_said_to_be_a_wrong_one(
+    grammars: Grammars, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("worker.sampling.grammar.limits", lambda: LLParserLimits(max_items_in_row=20))
+    rules = "".join(f"a{i}: a{i + 1} a{i + 1} |\n" for i in range(20))
+    wide = Grammar(kind="lark", text=f'start: a0\n{rules}a20: "x" |')
+    begun(grammars, 0, wide)
+    grammars.begin(1, wide, np.array(encoded("xx"), np.int32))
+    told = grammars.compile()[1]
+    row = grammars.row(0)
+    row.accept(ID_OF["x"])
+    row.accept(ID_OF["x"])
+    for problem in (told, row.problem):
+        assert isinstance(problem, InvalidRequest)
+        assert problem.message.startswith("sampling.grammar: cannot go on: ") and "max is 20" in problem.message
+
+
 def test_a_grammar_that_becomes_too_much_fails_alone_and_says_so(
     grammars: Grammars, monkeypatch: pytest.MonkeyPatch
 ) -> None:
