@@ -31,7 +31,7 @@ def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
         reader = writer.reader
         while True:
             reader.keep()
-            called = yield from _object(writer, known)
+            called = yield from _object(writer, known, close)
             read = reader.kept()
             if not called:
                 writer.content(opened + read)
@@ -57,8 +57,8 @@ def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
     return body
 
 
-def _object(writer: Writer, known: bool) -> Any:
-    """Reads one; whether it was a call."""
+def _object(writer: Writer, known: bool, close: str = "") -> Any:
+    """Reads one; whether it was a call. close: ends it even where the JSON is broken off."""
     reader = writer.reader
     name: str | None = None
     call_id, opened = "", False
@@ -89,15 +89,15 @@ def _object(writer: Writer, known: bool) -> Any:
             if (yield from reader.space()) == "{" and name is not None:
                 opened = True
                 writer.call(name, call_id)
-                if not (yield from json_text.value(reader, writer.arguments)):
+                if not (yield from json_text.value(reader, writer.arguments, close)):
                     return True
-            elif not (yield from json_text.value(reader, arguments.append)):
+            elif not (yield from json_text.value(reader, arguments.append, close)):
                 return opened
         elif known and not opened and key not in ("id", "type"):
             return False
         else:
             other: list[str] = []
-            if not (yield from json_text.value(reader, other.append)):
+            if not (yield from json_text.value(reader, other.append, close)):
                 return opened
             if key == "id" and not opened:
                 call_id = "".join(other).strip('"')
@@ -131,7 +131,7 @@ def named_json(between: str, close: str, *, before_name: str = "", fence: bool =
             following = yield from reader.space()
             if following == "`":
                 yield from reader.collect(markers("\n"))
-        yield from _arguments(writer)
+        yield from _arguments(writer, close)
         rest, _ = yield from reader.collect(markers(close))
         if rest.strip("` \n"):
             writer.content(rest)
@@ -178,10 +178,10 @@ def mistral(writer: Writer, opened: str) -> Reading:
     yield from _arguments(writer)
 
 
-def _arguments(writer: Writer) -> Reading:
-    """An object; where none stands, a call has no arguments."""
+def _arguments(writer: Writer, close: str = "") -> Reading:
+    """An object; where none stands, a call has no arguments. close: ends it even where the JSON is broken off."""
     if (yield from writer.reader.space()) == "{":
-        yield from json_text.value(writer.reader, writer.arguments)
+        yield from json_text.value(writer.reader, writer.arguments, close)
     else:
         writer.arguments("{}")
 

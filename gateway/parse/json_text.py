@@ -9,7 +9,7 @@ from collections.abc import Generator
 from .reader import Emit, Reader
 
 _IN_STRING = re.compile(r'["\\\x00-\x1f]')
-_OUTSIDE = re.compile(r'["{}\[\]]')
+_OUTSIDE = re.compile(r'["{}\[\]<]')  # "<": of what ends a call, the first character
 _SCALAR = re.compile(r"[-+.0-9A-Za-z]*")
 
 
@@ -27,14 +27,15 @@ def string(reader: Reader) -> Generator[None, None, str | None]:
     return sound(text) if isinstance(text, str) else None
 
 
-def value(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
-    """Reads one value and emits its text as it comes. False: there was none, or the end came before its own."""
+def value(reader: Reader, emit: Emit, stop: str = "") -> Generator[None, None, bool]:
+    """Reads one value and emits its text as it comes. False: there was none, or the end came before its own: the
+    answer's, or `stop` outside of strings, which is not read."""
     first = yield from reader.space()
     if first == '"':
         emit(reader.take(reader.at + 1))
         return (yield from _string_rest(reader, emit))
     if first in ("{", "["):
-        return (yield from _nested(reader, emit))
+        return (yield from _nested(reader, emit, stop))
     return (yield from _scalar(reader, emit))
 
 
@@ -82,7 +83,7 @@ def _string_rest(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
         yield
 
 
-def _nested(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
+def _nested(reader: Reader, emit: Emit, stop: str) -> Generator[None, None, bool]:
     """An object or an array: up to the bracket that closes the first."""
     depth = 0
     while True:
@@ -94,8 +95,15 @@ def _nested(reader: Reader, emit: Emit) -> Generator[None, None, bool]:
                 return False
             yield
             continue
-        emit(reader.take(found.end()))
         bracket = found.group()
+        if bracket == "<":
+            if found.start() > reader.at:
+                emit(reader.take(found.start()))
+            if stop and (yield from reader.starts_with(stop)):
+                return False
+            emit(reader.take(reader.at + 1))
+            continue
+        emit(reader.take(found.end()))
         if bracket == '"':
             if not (yield from _string_rest(reader, emit)):
                 return False

@@ -34,6 +34,18 @@ def read(name: str, text: str, *, tools: Any = TOOLS, in_reasoning: bool = False
         # A mark that closes nothing, or is missing.
         ("hermes", f"<tool_call>{WEATHER}\n<tool_call>{WEATHER}</tool_call>", [("weather", {"city": "K"})] * 2, ""),
         ("hermes", f"<tool_call>{WEATHER[:-1]}</tool_call>ok", [("weather", {"city": "K"})], "ok"),
+        (
+            "hermes",
+            f'<tool_call>{{"name": "now", "arguments": {{"a": [1</tool_call><tool_call>{WEATHER}</tool_call>',
+            [("now", None), ("weather", {"city": "K"})],
+            "",
+        ),
+        (
+            "deepseek_v3",
+            '<｜tool▁call▁begin｜>now<｜tool▁sep｜>{"a": 1<｜tool▁call▁end｜>ok',
+            [("now", None)],
+            "ok",
+        ),
         ("qwen3_coder", "the mark <tool_call> begins it", [], "the mark <tool_call> begins it"),
         ("deepseek_v3", "a <｜tool▁calls▁begin｜> b", [], "a <｜tool▁calls▁begin｜> b"),
         (
@@ -72,7 +84,15 @@ def test_what_models_write_is_read_and_nothing_of_it_is_lost(
     name: str, text: str, called: list[tuple[str, Any]], content: str
 ) -> None:
     found = read(name, text)
-    assert (found.called, found.content) == (called, content)
+    assert ([(name, _value(arguments)) for name, arguments in found.calls], found.content) == (called, content)
+
+
+def _value(arguments: str) -> Any:
+    """None: the model's JSON is broken off, and is given as it is."""
+    try:
+        return json.loads(arguments)
+    except ValueError:
+        return None
 
 
 @pytest.mark.parametrize(
