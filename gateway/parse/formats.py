@@ -88,9 +88,13 @@ FORMATS: dict[str, Format] = {
         ),
         Format(
             "llama3_json",
-            calls={"<|python_tag|>": llama("")},
+            calls={
+                "<|python_tag|>": llama(""),
+                "<|python_start|>": llama("<|python_end|>"),
+                "<|python_end|>": _closing,
+            },
             bare=("{[", llama("")),
-            special_tokens=_special("<|python_tag|>"),
+            special_tokens=_special("<|python_tag|>", "<|python_start|>", "<|python_end|>"),
         ),
         Format(
             "llama_pythonic",
@@ -156,7 +160,8 @@ _SIGNS = (
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
     ("[TOOL_CALLS]", "mistral"),
-    ("<|python_start|>", "llama_pythonic"),
+    ("[func_name1(", "llama_pythonic"),
+    ("<|python_start|>", "llama3_json"),
     ("<|python_tag|>", "llama3_json"),
     ("<|start_header_id|>", "llama3_json"),
     ("<start_of_turn>", "gemma"),

@@ -161,6 +161,7 @@ def test_gemma_4_thinks_on_a_channel() -> None:
 
 def test_llama_4_writes_either_way() -> None:
     name = choose(LLAMA_4).name
+    assert (name, choose(f"[func_name1(a=1)] {LLAMA_4}").name) == ("llama3_json", "llama_pythonic")
     for text in ("<|python_start|>[now()]<|python_end|>", "[now()]", '{"name": "now", "parameters": {}}'):
         assert [event for event in events_of(name, list(text)) if isinstance(event, ToolCall)] == [ToolCall(0, "now")]
 
