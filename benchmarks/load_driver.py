@@ -51,6 +51,9 @@ SCENARIOS = (
     Scenario(name="zeromq-one-token", requests_per_s=5000, tokens=1, warm_s=2.0),
     Scenario(name="http-streams", kind=HTTP, requests_per_s=50, tokens=100, tokens_per_s=10, warm_s=10.0),
     Scenario(name="http-one-token", kind=HTTP, requests_per_s=5000, tokens=1, warm_s=2.0),
+    # What a gateway is asked for.
+    Scenario(name="http-gateway-requests", kind=HTTP, requests_per_s=800, tokens=16, warm_s=2.0),
+    Scenario(name="http-gateway-streams", kind=HTTP, requests_per_s=50, tokens=500, tokens_per_s=50, warm_s=10.0),
 )
 
 
