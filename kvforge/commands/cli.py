@@ -19,6 +19,7 @@ from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of, table
 from . import (
     attach,
     cancel,
+    chat,
     demo,
     deploy,
     drain,
@@ -38,7 +39,7 @@ from . import (
 )
 
 COMMANDS = (
-    *(pull, up, generate, attach, status, health, stats, top, requests, cancel, drain, replay, loadtest),
+    *(pull, up, generate, chat, attach, status, health, stats, top, requests, cancel, drain, replay, loadtest),
     *(keys, demo, deploy, version),
 )
 DEBUG = "KVFORGE_DEBUG"

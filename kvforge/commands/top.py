@@ -1,4 +1,7 @@
-"""kvforge top: the service at work, a line now and then. It reads the shared tables and sends no message."""
+"""kvforge top: the service at work, as a full screen on a terminal, else a line now and then.
+
+The lines come from the shared tables, without a message; the full screen also asks, once a second.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +10,7 @@ import sys
 import time
 from collections.abc import Mapping
 from contextlib import suppress
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -39,19 +43,41 @@ Rates = Mapping[str, float | None]
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
     parser = parsing.add(
-        subparsers, "top", run, "Watch the cache and the requests, without a message to the coordinator."
+        subparsers, "top", run, "Watch the cache and the requests: a full screen on a terminal, lines into a pipe."
     )
     parser.add_argument(
-        "--every", type=_every, default=EVERY_S, metavar="SECONDS", help=f"time between lines [{EVERY_S:g}]"
+        "--every", type=_every, default=EVERY_S, metavar="SECONDS", help=f"time between lines or looks [{EVERY_S:g}]"
     )
     parser.add_argument("--count", type=_count, metavar="N", help="end after N lines")
-    parser.add_argument("--json", action="store_true", help="print one JSON document a line")
+    output = parser.add_mutually_exclusive_group()
+    output.add_argument("--json", action="store_true", help="print one JSON document a line")
+    output.add_argument("--lines", action="store_true", help="print lines on a terminal, too")
 
 
 def run(options: argparse.Namespace) -> int:
-    """Prints lines until there are enough. Raises CoordinatorUnavailable where there is no coordinator any more, and
-    does not come back."""
+    """Shows the full screen until a key ends it, or prints lines until there are enough.
+
+    Raises CoordinatorUnavailable where there is no coordinator, and for lines where it went and does not come back.
+    """
     folder = _folder(options)
+    if _full_screen(options):
+        from .dashboard.loop import Loop  # imported only here, since it needs rich
+
+        Loop(folder, options.every, _rates, _clock).run(lambda: parsing.open_client(options))
+        return OK
+    return _print_lines(options, folder)
+
+
+def _full_screen(options: argparse.Namespace) -> bool:
+    """Whether there is a terminal for it, and nobody asked for lines; says what is missing where that is `rich`."""
+    wanted = not (options.json or options.lines or options.count) and sys.stdin.isatty() and sys.stdout.isatty()
+    if wanted and find_spec("rich") is None:
+        printing.say("kvforge: the full screen needs the extra `terminal`: pip install 'kvforge[terminal]'")
+        return False
+    return wanted
+
+
+def _print_lines(options: argparse.Namespace, folder: Path) -> int:
     tables = Tables(folder)
     before: dict[str, int] | None = None
     lines, wait_s = 0, 0.0

@@ -356,6 +356,10 @@ class AsyncClient:
         """The token ids that `generate` submits for a text or a chat. Raises what `generate_stream` raises."""
         return await self._calls.encode(prompt, raw)
 
+    async def has_chat_template(self) -> bool:
+        """Whether the served model says how a chat is written. Raises what `encode` raises of its tokenizer."""
+        return (await self._calls.tokenizer()).has_chat_template
+
     async def generate_stream(
         self,
         prompt: Prompt,

@@ -349,6 +349,10 @@ class Client:
         """The token ids that `generate` submits for a text or a chat. Raises what `generate_stream` raises."""
         return drive(self._calls.encode(prompt, raw))
 
+    def has_chat_template(self) -> bool:
+        """Whether the served model says how a chat is written. Raises what `encode` raises of its tokenizer."""
+        return (drive(self._calls.tokenizer())).has_chat_template
+
     def generate_stream(
         self,
         prompt: Prompt,

@@ -1,0 +1,1 @@
+"""The full screen of `kvforge top`, for the extra `terminal`."""

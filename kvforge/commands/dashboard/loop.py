@@ -1,0 +1,91 @@
+"""The loop of the full screen: reads the tables, draws, takes keys, and goes on with a coordinator that comes back."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from pathlib import Path
+
+from kvforge.client.blocking import Client
+from kvforge.client.tables import BlockColumns, Tables
+from kvforge.protocol.errors import CoordinatorUnavailable, DeadlineExceeded
+
+from .asking import Asking, Told
+from .terminal import Terminal
+from .view import Seen, View, listed
+
+Rates = Callable[[Mapping[str, int] | None, Mapping[str, int]], Mapping[str, float | None]]
+
+
+class Loop:
+    """Runs until a key ends it. rates, clock: of the lines, so that both say the same."""
+
+    def __init__(self, folder: Path, every_s: float, rates: Rates, clock: Callable[[int], str]) -> None:
+        self._folder, self._every_s = folder, every_s
+        self._rates, self._clock = rates, clock
+        self._tables = Tables(folder)  # said in a line where nobody is there, before the screen is taken
+        self._before: dict[str, int] | None = None
+        self._selected = 0
+        self._paused = self._help = False
+
+    def run(self, client: Callable[[], Client]) -> None:
+        """Raises what the terminal raises; it is restored on every way out."""
+        plain = "utf" not in (sys.stdout.encoding or "").lower()
+        view = View(plain=plain)
+        with Asking(client) as asking, Terminal() as terminal:
+            seen = self._look(asking.told)
+            due = time.monotonic() + self._every_s
+            while True:
+                terminal.show(view.lines(seen, *terminal.size()))
+                keys = terminal.keys(min(1.0, max(0.0, due - time.monotonic())))
+                if self._press(keys, seen.told):
+                    return
+                asking.selected, asking.paused = self._selected, self._paused
+                if time.monotonic() >= due and not self._paused:
+                    seen = self._look(asking.told)
+                if time.monotonic() >= due:
+                    due = time.monotonic() + self._every_s
+                seen = Seen(
+                    seen.gauges, seen.rates, seen.blocks, seen.told, seen.up,
+                    self._selected, self._paused, self._help, seen.problem,
+                )  # fmt: skip
+
+    def _press(self, keys: list[str], told: Told) -> bool:
+        """Whether a key ends it."""
+        for key in keys:
+            if key in ("q", "Q"):
+                return True
+            if key in ("p", " "):
+                self._paused = not self._paused
+            elif key in ("h", "?"):
+                self._help = not self._help
+            elif key in ("up", "down"):
+                self._select(-1 if key == "up" else 1, told)
+        return False
+
+    def _select(self, step: int, told: Told) -> None:
+        ids = [row.request_id for row in listed(told)]
+        if self._selected not in ids:
+            self._selected = ids[0] if ids else 0
+        else:
+            self._selected = ids[max(0, min(len(ids) - 1, ids.index(self._selected) + step))]
+
+    def _look(self, told: Told) -> Seen:
+        """What the tables hold now; what they last held, and that they are of a dead coordinator, where one is away."""
+        problem = ""
+        if self._tables.ended():
+            problem = f"the coordinator is gone (process {self._tables.pid}); waiting for it"
+            with suppress(CoordinatorUnavailable):
+                found = Tables(self._folder)
+                if found.alive:
+                    self._tables, self._before, problem = found, None, ""
+        before = self._before
+        with suppress(DeadlineExceeded):  # it was killed while it wrote them
+            self._before = self._tables.gauges()
+        now = self._before or dict.fromkeys(("requests_running", "requests_pending", "sequences", "uptime_us"), 0)
+        ends = [pool.base + pool.blocks for pool in told.stats.pools] if told.stats is not None else []
+        blocks: BlockColumns = self._tables.blocks(max(ends, default=0))
+        rates = self._rates(before, now)
+        return Seen(now, rates, blocks, told, self._clock(now["uptime_us"]), problem=problem)

@@ -1,0 +1,68 @@
+"""The terminal as a full screen: its other page, keys without Enter, and all as it was on whichever way out."""
+
+from __future__ import annotations
+
+import os
+import select
+import sys
+import termios
+import tty
+from types import TracebackType
+from typing import Self
+
+ENTER, LEAVE = "\x1b[?1049h\x1b[?25l\x1b[2J", "\x1b[?25h\x1b[?1049l"
+HOME, TO_END_OF_LINE, TO_END = "\x1b[H", "\x1b[K", "\x1b[J"
+KEYS = {"\x1b[A": "up", "\x1b[B": "down", "\x1bOA": "up", "\x1bOB": "down", "k": "up", "j": "down"}
+
+
+class Terminal:
+    """Takes the terminal of standard input and output while it is entered. Ctrl-C stays a signal."""
+
+    def __enter__(self) -> Self:
+        self._input = sys.stdin.fileno()
+        self._before = termios.tcgetattr(self._input)
+        try:
+            tty.setcbreak(self._input)
+            self._write(ENTER)
+        except BaseException:
+            self._restore()
+            raise
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._restore()
+
+    def _restore(self) -> None:
+        termios.tcsetattr(self._input, termios.TCSADRAIN, self._before)
+        self._write(LEAVE)
+
+    def size(self) -> tuple[int, int]:
+        """Columns and lines, as they are now."""
+        found = os.get_terminal_size(sys.stdout.fileno())
+        return max(1, found.columns), max(1, found.lines)
+
+    def keys(self, wait_s: float) -> list[str]:
+        """What was pressed: waits for the first key, `wait_s` seconds at most. `up` and `down` are arrows; "q" where
+        nobody can press a key any more."""
+        if not select.select([self._input], [], [], wait_s)[0]:
+            return []
+        try:
+            text = os.read(self._input, 1024).decode(errors="replace")
+        except OSError:
+            return ["q"]
+        if not text:
+            return ["q"]
+        found = []
+        while text:
+            sequence = next((known for known in KEYS if text.startswith(known)), text[0])
+            found.append(KEYS.get(sequence, sequence))
+            text = text[len(sequence) :]
+        return found
+
+    def show(self, lines: list[str]) -> None:
+        """Draws lines over what is there; nothing flickers, since nothing is cleared first."""
+        self._write(HOME + f"{TO_END_OF_LINE}\n".join(lines) + TO_END_OF_LINE + TO_END)
+
+    def _write(self, text: str) -> None:
+        sys.stdout.write(text)
+        sys.stdout.flush()
