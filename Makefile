@@ -8,11 +8,12 @@ TORCH  ?= torch==2.13.0
 PYTEST_ARGS ?=
 MAKEFLAGS += --no-print-directory
 
-.PHONY: demo test amd check venv clean help triton-versions
+.PHONY: demo test amd check venv clean docs help triton-versions
 help:
 	@echo "make demo   one real model, four prompts, text on the screen"
 	@echo "make test   every check and every test"
 	@echo "make amd    every kernel interpreted for AMD's GPUs: a quarter of an hour of one core"
+	@echo "make docs   the documentation, into site/"
 	@echo "make venv   the environment alone      make check   ruff, mypy, import contracts"
 
 $(VENV)/.ready: pyproject.toml
@@ -36,6 +37,10 @@ check: venv
 
 test: check
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
+
+docs: venv
+	$(BIN)/python docs/error_catalogue.py
+	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # `make amd TARGETS=gfx942` for one of them.
 amd: venv
