@@ -182,8 +182,12 @@ def model_folder(model: str, tokenizer: str) -> Iterator[Path]:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         config = Path(model) if Path(model).exists() else MODEL_CONFIGS / f"{model}.json"
-        (folder / "config.json").write_bytes(config.read_bytes())
-        (folder / "tokenizer.json").write_text(Tokenizer.load(tokenizer).as_json(), encoding="utf-8")
+        spoken = Tokenizer.load(tokenizer)
+        # The tokenizer's own end: that of the model's vocabulary may be beyond it.
+        end = max(spoken.special_tokens.values())
+        shape = {**json.loads(config.read_text(encoding="utf-8")), "eos_token_id": end}
+        (folder / "config.json").write_text(json.dumps(shape), encoding="utf-8")
+        (folder / "tokenizer.json").write_text(spoken.as_json(), encoding="utf-8")
         (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "PreTrainedTokenizerFast"}')
         yield folder
 
