@@ -40,6 +40,7 @@ test: check
 
 docs: venv
 	$(BIN)/python docs/error_catalogue.py
+	$(BIN)/python docs/settings_catalogue.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet
 
 # `make amd TARGETS=gfx942` for one of them.

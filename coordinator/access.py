@@ -34,8 +34,11 @@ Problem = Callable[[Who], str]  # why somebody's connection must end; "": it nee
 
 
 class TcpSection(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[tcp]: `tcp://HOST:PORT` of clients and of workers, "": only this machine's sockets. key_file: the coordinator's
-    own keys, of `kvforge keys server`."""
+    """[tcp]: over a network, and only encrypted.
+
+    listen, listen_workers: `tcp://HOST:PORT` of clients, and of workers; "": only this machine's sockets. key_file: the
+    coordinator's own keys, of `kvforge keys server`.
+    """
 
     listen: str = ""
     listen_workers: str = ""
@@ -76,8 +79,11 @@ class Rights(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 class ClientEntry(Rights, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[access.clients.NAME]: one that may connect: over a network with a public key (of `kvforge keys client`), or a
-    user of this machine, by name or number. One of both, or both. What it may do must be said: tenant and rights."""
+    """[access.clients.NAME]: one that may connect. What it may do must be said: tenant and rights.
+
+    key: over a network, its public key, of `kvforge keys client`. user: of this machine, by name or number; one of
+    both, key and user, or both.
+    """
 
     tenant: str = ""
     rights: tuple[str, ...] = ()
@@ -94,7 +100,10 @@ class ClientEntry(Rights, frozen=True, kw_only=True, forbid_unknown_fields=True)
 
 
 class WorkerEntry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[access.workers.NAME]: a worker that may connect over a network. key: its public key."""
+    """[access.workers.NAME]: a worker that may connect over a network.
+
+    key: its public key, of `kvforge keys worker`.
+    """
 
     key: str
 

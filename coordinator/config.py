@@ -59,8 +59,9 @@ class ScheduleSection(ScheduleLimits, frozen=True, kw_only=True, forbid_unknown_
 class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[journal]: when it is cut by a snapshot.
 
-    bytes_max: of records since the last one. replay_ms_max: of the loop's time that these records took, and that
-    applying them again after a crash would take. A loop without rest waits with it until there is twice as much.
+    bytes_max: of records since the last snapshot. replay_ms_max: of the loop's time that the records since then took,
+    and that applying them again after a crash would take. A loop without rest waits with it until there is twice as
+    much.
     """
 
     bytes_max: Annotated[int, Range(1 << 16)] = 64 << 20
@@ -68,13 +69,16 @@ class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a coordinator can be told. An empty folder means the default of protocol.transport.
+    """Everything a coordinator can be told.
 
+    runtime_dir: folder of the sockets and the shared tables; "": KVFORGE_RUNTIME_DIR, else `kvforge` in
+    XDG_RUNTIME_DIR, else `/tmp/kvforge-UID`.
     state_dir: folder of the journal; "": `state` in the runtime folder, which is gone with the host's next start.
     durability: what an accepted command outlives: "process" that of the coordinator, "power" that of the host (each
     turn waits for the disk), "none" nothing.
     on_stop: "drain" ends what runs within `drain_s` and hands the rest back; "keep" leaves it to the next start, which
-    goes on with it, and leaves workers running.
+    goes on with it, and leaves workers running. drain_s: how long requests may run on, 0 to 86400.
+    log_level: debug, info, warning or error. log_format: text, or json: one document a line.
     """
 
     runtime_dir: str = ""

@@ -114,9 +114,9 @@ class Writer(Protocol):
 class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The core's bounds, those of one turn, and those of the connections that it admits.
 
-    messages_per_turn_max: of each side. client_bytes_per_turn_max, client_ms_per_turn_max: then no more is taken from
-    clients in this turn; one message is always taken. clients_max: connections of clients that have said hello, as
-    pools_max of workers. client_backlog_max: replies that wait for one client.
+    messages_per_turn_max: of clients, and as many of workers. client_bytes_per_turn_max, client_ms_per_turn_max:
+    then no more is taken from clients in this turn; one message is always taken. clients_max: connections of
+    clients that have said hello, as pools_max of workers. client_backlog_max: replies that wait for one client.
     """
 
     messages_per_turn_max: Count = 1024

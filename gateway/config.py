@@ -44,9 +44,9 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a gateway can be told.
 
-    runtime_dir: where the coordinator's socket is. endpoint: `tcp://HOST:PORT` of one that is reached over a network,
-    with server_key and key_file as for a client.
-    host, port: where to serve; port 0: any that is free. processes: on that one port.
+    runtime_dir: where the coordinator's socket is. endpoint: `tcp://HOST:PORT` of one that is reached over a network.
+    server_key: the coordinator's public key then. key_file: this gateway's own keys then.
+    host, port: where to serve; port 0: any that is free. processes: how many serve that one port.
     names: what requests may call the model; the first is what it is called in lists. Empty: as the worker calls it.
     tokenizer: a path or a name; "": where the worker has its model. chat_template: a Jinja file in place of the model's
     own. tool_format: how the model writes calls of tools; "": as its chat template says.
@@ -54,8 +54,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     localhost and addresses. cors_origins: pages of others that may call this gateway; "*": any.
     body_bytes_max, head_bytes_max: of a request. head_s, body_s: for it to come. keep_alive_s: an idle connection.
     write_s: after so long without reading, a client is given up. drain_s: for streams to end when it is told to.
-    strip, move: regular expressions of what agents put in front of their prompts and change with each call: it is left
-    out, or moved to the end of the system prompt, so that what follows it is found in the prefix cache.
+    log_level: debug, info, warning or error. log_format: text, or json: one document a line.
+    strip: regular expressions of what agents put in front of their prompts and change with each call: it is left out.
+    move: the same, but it is moved to the end of the system prompt, so that what follows it is found in the prefix
+    cache.
     """
 
     runtime_dir: str = ""

@@ -1,4 +1,4 @@
-"""The documentation: it builds strictly, fetches nothing from elsewhere, and its catalogue of errors is of today."""
+"""The documentation: it builds strictly, fetches nothing from elsewhere, and its catalogues are of today."""
 
 from __future__ import annotations
 
@@ -7,6 +7,8 @@ import runpy
 import subprocess
 import sys
 from pathlib import Path
+
+import pytest
 
 REPOSITORY = Path(__file__).parents[1]
 FETCHED = re.compile(r'<(?:script[^>]*\bsrc|link[^>]*rel="stylesheet"[^>]*\bhref)="?https?:')
@@ -21,6 +23,7 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     assert not [page.name for page in pages if FETCHED.search(page.read_text(encoding="utf-8"))]
 
 
-def test_the_catalogue_of_errors_is_of_today() -> None:
-    made = runpy.run_path(str(REPOSITORY / "docs" / "error_catalogue.py"))["catalogue"]()
-    assert (REPOSITORY / "docs" / "errors.md").read_text(encoding="utf-8") == made
+@pytest.mark.parametrize(("page", "script"), [("errors", "error_catalogue"), ("settings", "settings_catalogue")])
+def test_a_catalogue_is_of_today(page: str, script: str) -> None:
+    made = runpy.run_path(str(REPOSITORY / "docs" / f"{script}.py"))["catalogue"]()
+    assert (REPOSITORY / "docs" / f"{page}.md").read_text(encoding="utf-8") == made

@@ -27,20 +27,26 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """Everything a worker can be told.
 
     name: unique among the coordinator's workers. runtime_dir: where the coordinator's sockets are.
-    endpoint: `tcp://HOST:PORT` of a coordinator that is reached over a network, "": the socket in runtime_dir. It needs
-    server_key, the coordinator's public key, and key_file, this worker's own keys. The coordinator's shared tables must
-    be here too, at the same path (a container that mounts its folder).
-    model: a path or a known name. blocks or kv_bytes: the size of the KV pool (at most one of them; 0 = not said).
-    threads: CPU threads of torch, 0 = its share of the cores. coordinator_wait_s: how long to wait for a coordinator.
+    endpoint: `tcp://HOST:PORT` of a coordinator that is reached over a network, "": the socket in runtime_dir. The
+    coordinator's shared tables must be here too, at the same path (a container that mounts its folder). server_key: the
+    coordinator's public key then. key_file: this worker's own keys then.
+    model: a path or a known name. load_format: auto, gguf, safetensors, or dummy: random weights.
+    device: auto (a GPU where there is one), cpu, cuda or hip. device_index: which of the GPUs.
+    dtype: of weights and activations: auto (as the model says), float32, float16 or bfloat16. kv_dtype: of the KV
+    cache: as dtype, int8 or fp8.
+    kv_bytes, blocks: the size of the KV pool, by at most one of them; 0: not said; where neither is, of a GPU all that
+    steps leave free, of a CPU half a GiB.
+    threads: CPU threads of torch; 0: its share of the cores. coordinator_wait_s: how long to wait for a coordinator.
     watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
     -1: 200 where there are 4 cores or more).
     weight_dtype: what weights are multiplied as on a CPU: as `dtype` says, in int8 or int4, or (auto) as a quantised
     GGUF file has them.
     attention: the kernels, the plain-torch reference, or (auto) the fastest that the device can run. kernels: auto, or
     reference: attention, layers, sampling and copies all in plain torch, and no kernel of Triton's anywhere.
-    graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: for batches of up to so many rows.
+    graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: of batches of up to so many rows.
     context_tokens_max: the longest sequence, prompt and answer; 0: what the model is said to have. More than that is
     possible only as far as its rotary embedding is scaled for it.
+    seed: of random weights. log_level: debug, info, warning or error. log_format: text, or json: one document a line.
     """
 
     name: str

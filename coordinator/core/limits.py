@@ -62,10 +62,13 @@ def _ranges(section: type[Section]) -> list[tuple[str, Range]]:
 class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[limits]: how much of everything there may be, and for how long.
 
-    blocks_max, pools_max: over all workers, and of these. queue_max: requests that wait. finished_max, finished_ttl_s,
-    finished_bytes_max: requests that have ended and may still be asked about; those that ended first are forgotten
-    first. samples_max: answers that one command asks for. bulk_max: sequences named in one command; list_max: requests
-    in one list. stop_tokens_max: of one request. holders_per_block_max: names on one block.
+    sequences_max: requests that run and sequences that clients keep, over all workers. blocks_per_sequence_max:
+    times block_size, the longest sequence in tokens. tenants_max: tenants that are known at once. blocks_max:
+    blocks of all workers. pools_max: workers. queue_max: requests that wait. finished_max: requests that have ended
+    and may still be asked about; those that ended first are forgotten first. finished_ttl_s: for how long they may
+    be. finished_bytes_max: how much their answers may take. samples_max: answers that one command asks for.
+    bulk_max: sequences named in one command; list_max: requests in one list. stop_tokens_max: of one request.
+    holders_per_block_max: names on one block.
     deadline_max_s: every request ends within it. lease_s: how long a client whose connection ended is waited for, with
     its requests and all else that is its own; of one that cannot come back only the requests. away_max: clients that
     are waited for at once.
@@ -95,8 +98,9 @@ class Bounds(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
 
 class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[cache]: blocks of `block_size` tokens.
+    """[cache]: blocks, and what is kept in them.
 
+    block_size: of one block.
     policy: `lru` evicts idle client sequences when cached blocks are not enough; `none` refuses instead.
     partial_tokens_min: a cached block that agrees with at least so many tokens is copied instead of recomputed.
     zero_on_tenant_change: a block that one tenant wrote is zeroed by its worker before another one gets it.
@@ -111,6 +115,8 @@ class CacheLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True
 class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[schedule]: what one step may take, and who goes first.
 
+    step_tokens_max: in one forward pass, of prompts and decodes together. step_rows_max: sequences in it.
+    steps_in_flight_max: steps that a worker has been sent and has not answered.
     ageing_s: so much longer waiting is worth one step of priority.
     passes_max: so many later requests may start before one that finds no room; then room is kept for it.
     step_timeout_s: a worker that works longer on one step is taken to be hung, and replaced.
@@ -129,8 +135,9 @@ class ScheduleLimits(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
 
 
 class Quota(Section, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tenant's share of each pool, in blocks: `floor` no one else can take, `ceiling` it never exceeds (0 = none).
+    """A tenant's share.
 
+    floor: blocks of each pool that no one else can take. ceiling: blocks of each pool that it never exceeds; 0: none.
     weight: its share of what is computed while others wait too, relative to theirs.
     """
 

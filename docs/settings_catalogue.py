@@ -1,0 +1,137 @@
+"""Writes docs/settings.md of the classes of the configurations: `python docs/settings_catalogue.py`.
+
+What a setting means stands in its class's docstring, behind the first paragraph, as `name, name: meaning.`
+"""
+
+from __future__ import annotations
+
+import inspect
+import json
+import math
+import re
+import typing
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from coordinator import access
+from coordinator.config import CoordinatorConfig
+from coordinator.core.limits import Quota, Range
+from gateway import config as gateway
+from worker.config import WorkerConfig
+
+PAGE = Path(__file__).with_name("settings.md")
+FILES: tuple[tuple[str, tuple[tuple[str, type[msgspec.Struct]], ...]], ...] = (
+    (
+        "coordinator.toml",
+        (
+            ("", CoordinatorConfig),
+            *((name, type(getattr(CoordinatorConfig(), name))) for name in ("limits", "cache", "schedule", "journal")),
+            ("quotas.TENANT", Quota),
+            ("tcp", access.TcpSection),
+            ("access.local", access.Rights),
+            ("access.clients.NAME", access.ClientEntry),
+            ("access.workers.NAME", access.WorkerEntry),
+        ),
+    ),
+    ("worker.toml", (("", WorkerConfig),)),
+    ("gateway.toml", (("", gateway.Settings), ("keys.NAME", gateway.Key))),
+)
+UNITS = {
+    "_per_minute": "a minute",
+    "_per_s": "a second",
+    "_us": "µs",
+    "_ms": "ms",
+    "_ms_max": "ms",
+    "_s": "s",
+    "_max_s": "s",
+    "ms_per_turn_max": "ms",
+    "bytes_max": "bytes",
+    "_bytes": "bytes",
+    "bytes_per_turn_max": "bytes",
+    "tokens_max": "tokens",
+    "tokens_min": "tokens",
+    "block_size": "tokens",
+}
+TYPES = {str: "text", int: "integer", float: "number", bool: "true or false"}
+HEAD = """# Settings
+
+Made by `python docs/settings_catalogue.py` of the program's own classes. Every file is TOML; a key that is not here is
+an error that names it, and so is a value that is not allowed. A setting that is left out has its default. What is said
+of several settings together stands beside each. `kvforge up --config FILE` takes `[worker]`, and the sections of
+coordinator.toml by their names.
+"""
+
+
+def meanings(cls: type[msgspec.Struct]) -> dict[str, str]:
+    """What the docstrings of a class and of those it is made of say of each field."""
+    found: dict[str, str] = {}
+    for base in reversed(cls.__mro__):
+        text = " ".join(inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("\n\n")[2].split())
+        names = "|".join(cls.__struct_fields__)
+        parts = re.split(rf"(?:^|(?<=[.;] ))((?:{names})(?:, (?:{names}))*): ", text)
+        for heads, meaning in zip(parts[1::2], parts[2::2], strict=True):
+            found |= dict.fromkeys(heads.split(", "), meaning.strip(" ;."))
+    return found
+
+
+def _kind(hint: object) -> str:
+    """A type in words, with the range that it is held to."""
+    if typing.get_origin(hint) is typing.Annotated:
+        plain, *bounds = typing.get_args(hint)
+        return _kind(plain) + "".join(map(_range, bounds))
+    if typing.get_origin(hint) is tuple:
+        return "list of texts"
+    return TYPES.get(hint, "date and time") if isinstance(hint, type) else "date and time"
+
+
+def _range(bound: object) -> str:
+    if isinstance(bound, Range):
+        least, most = _number(bound.least), _number(bound.most)
+        return f", at least {least}" if bound.most == math.inf else f", {least} to {most}"
+    assert isinstance(bound, msgspec.Meta)
+    return f", at least {_number(bound.ge or 0)}"
+
+
+def _number(value: float) -> str:
+    return str(int(value)) if float(value).is_integer() else f"{value:g}"
+
+
+def _unit(name: str) -> str:
+    return next((UNITS[end] for end in sorted(UNITS, key=len, reverse=True) if name.endswith(end)), "")
+
+
+def _default(field: msgspec.structs.FieldInfo) -> str:
+    if field.required:
+        return "required"
+    return "" if field.default is None else f"`{json.dumps(field.default)}`"
+
+
+def _table(section: str, cls: type[msgspec.Struct]) -> Iterator[str]:
+    hints, said = typing.get_type_hints(cls, include_extras=True), meanings(cls)
+    if section:
+        yield f"### [{section}]\n"
+    yield "| setting | type | unit | default | what it means |\n|---|---|---|---|---|"
+    for field in msgspec.structs.fields(cls):
+        if isinstance(field.default, msgspec.Struct) or typing.get_origin(hints[field.name]) is dict:
+            continue  # a table of its own
+        if field.default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
+            continue  # likewise
+        kind, unit = _kind(hints[field.name]), _unit(field.name)
+        yield f"| `{field.name}` | {kind} | {unit} | {_default(field)} | {said[field.name].replace('|', '&#124;')} |"
+    yield ""
+
+
+def catalogue() -> str:
+    """The page. Raises KeyError of a setting whose class does not say what it means."""
+    lines = [HEAD]
+    for file, sections in FILES:
+        lines.append(f"## {file}\n")
+        for section, cls in sections:
+            lines += _table(section, cls)
+    return "\n".join(lines).rstrip("\n") + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(catalogue(), encoding="utf-8")
