@@ -27,3 +27,15 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
 def test_a_catalogue_is_of_today(page: str, script: str) -> None:
     made = runpy.run_path(str(REPOSITORY / "docs" / f"{script}.py"))["catalogue"]()
     assert (REPOSITORY / "docs" / f"{page}.md").read_text(encoding="utf-8") == made
+
+
+@pytest.mark.parametrize("page", ["serving", "tuning"])
+def test_metrics_and_settings_that_a_page_names_are_there(page: str) -> None:
+    text, metrics, settings = (
+        (REPOSITORY / "docs" / f"{name}.md").read_text(encoding="utf-8") for name in (page, "metrics", "settings")
+    )
+    assert [name for name in re.findall(r"`(kvforge_\w+)`", text) if f"`{name}`" not in metrics] == []
+    named = re.findall(r"`(limits|cache|schedule|journal)\.(\w+)", text)
+    assert named
+    tables = {part.partition("]")[0]: part for part in settings.split("### [")}
+    assert [f"{table}.{name}" for table, name in named if f"| `{name}` |" not in tables[table]] == []
