@@ -1,8 +1,8 @@
 """python -m tests.chaos --minutes 10 --seed 1: real processes that are killed and stopped; nothing is lost.
 
-A coordinator, two workers on the CPU with a tiny model, twenty clients in five processes. The same seed draws the same
-misfortunes and requests; when what meets what is the machine's. Prints a report as JSON, and exits with 1 where it has
-faults.
+A coordinator, two workers on the CPU with a tiny model, a gateway, twenty clients in five processes, four of them over
+HTTP. The same seed draws the same misfortunes and requests; when what meets what is the machine's. Prints a report as
+JSON, and exits with 1 where it has faults.
 """
 
 from __future__ import annotations

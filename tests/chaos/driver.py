@@ -22,13 +22,13 @@ from kvforge import AsyncClient, Client, KvforgeError
 from kvforge.protocol.messages import Stats
 from tests.integration.cluster import READY_S, Cluster
 
-from . import cases, misfortunes, planted, remains, sizes
+from . import cases, misfortunes, planted, remains, sizes, tokenizer
 from .ledger import FINISHED, LIST_MAX, Ledger
-from .misfortunes import COORDINATOR
+from .misfortunes import COORDINATOR, GATEWAY
 from .processes import CLIENT_END_S, Processes
 
 WORKERS = ("w0", "w1")
-CLIENTS = tuple(f"p{i}" for i in range(5))
+CLIENTS = ("p0", "p1", "p2", "p3", "h0")  # the last over HTTP
 CLIENTS_EACH = 4
 BLOCKS = 128
 SILENCE_S, PEER_SILENCE_S = 2.0, 10.0
@@ -38,7 +38,13 @@ CALM_S = 8.0  # at the end, so that all processes are warm when they are measure
 TEND_S, LOOK_S, MEASURE_S = 0.02, 2.0, 1.0
 LOOK_TIMEOUT_S = 5.0
 ATTACHED_AT_END = 20
-BYTES_MAX = {"c": 24 << 20, "w": 64 << 20, "p": 12 << 20}  # that a process may grow, by its name's first letter
+BYTES_MAX = {
+    "c": 24 << 20,
+    "g": 24 << 20,
+    "w": 64 << 20,
+    "p": 12 << 20,
+    "h": 12 << 20,
+}  # that a process may grow, by its name's first letter
 CONFIG = f"""
 on_stop = "keep"
 [limits]
@@ -76,6 +82,7 @@ class Driver:
     def run(self) -> dict[str, Any]:
         """Returns the report; what went wrong is in its `faults`."""
         with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG) as cluster:
+            tokenizer.write(cluster.model)
             kv = cluster.start(*WORKERS)
             self._known = cases.answered(kv, cases.draw(self._seed))
             kv.close()
@@ -84,6 +91,7 @@ class Driver:
             options = {
                 "endpoint": cluster.endpoint,
                 "cases": str(file),
+                "model": str(cluster.model),
                 "clients": CLIENTS_EACH,
                 "wait_s": WAIT_S,
                 "gone_s": SILENCE_S / 2,
@@ -116,6 +124,7 @@ class Driver:
             self._cluster.endpoint, timeout_s=WAIT_S, connect_timeout_s=WAIT_S, reconnect_s=WAIT_S
         ) as kv:
             await self._ledger.begin(kv)
+            processes.start_gateway()
             for member in CLIENTS:
                 processes.start_client(member)
             background = [
@@ -178,6 +187,8 @@ class Driver:
         processes.end_clients()
         if not await self._until("the clients have ended", self._clients_ended, CLIENT_END_S):
             processes.clients_ended(late=True)
+        if (status := processes.end_gateway()) != 0:
+            self.faults.append(f"{GATEWAY} ended with status {status}")
         await self._until("all requests have ended", lambda: self._ended(kv), WAIT_S)
         stories = processes.stories()
         await self._attach(kv, stories)
@@ -242,7 +253,7 @@ class Driver:
                 self.faults.append(f"{member} ended with status {status}")
         self.faults += remains.orphans(cluster.folder)
         self.faults += remains.files(cluster.runtime)
-        for member in (COORDINATOR, *WORKERS, *CLIENTS):
+        for member in (COORDINATOR, GATEWAY, *WORKERS, *CLIENTS):
             self.faults += remains.complaints(member, cluster.log(member))
 
     def _check_last(self, kv: Client) -> None:

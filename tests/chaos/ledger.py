@@ -12,7 +12,7 @@ from kvforge.protocol.messages import RequestInfo
 from .cases import Answer, Known
 from .deeds import CANCELLED, FIRST
 from .misfortunes import COORDINATOR
-from .notes import Intent, Story
+from .notes import LOST, Intent, Story
 from .processes import Absence
 
 LIST_MAX = 1000
@@ -123,7 +123,9 @@ class Ledger:
             if record is not None and (note["reason"], note["tokens"]) != (record.reason, len(record.tokens)):
                 self._fault(f"request {request_id} ended as {note} for {story.process}, and as {record}")
         for note in story.broken:
-            if note["code"] != NO_ROOM and not any(a.since <= note["at"] <= a.until + EXCUSED_S for a in absences):
+            if note["code"] not in (NO_ROOM, LOST) and not any(
+                a.since <= note["at"] <= a.until + EXCUSED_S for a in absences
+            ):
                 self._fault(f"{story.process}, which was never away, got {note}")
         broken = {note.get("id") for note in story.broken}
         for intent in story.intents.values() if not killed else ():
@@ -148,6 +150,7 @@ class Ledger:
             for intent in story.intents.values()
             for request_id in intent.ids
         }
+        excused |= {note.get("id", 0) for story in stories for note in story.broken if note["code"] == LOST}
         for request_id, record in self.records.items():
             if record.state != CANCELLED or request_id in wanted or request_id not in owners:
                 continue

@@ -6,7 +6,7 @@ import random
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-COORDINATOR = "coordinator"
+COORDINATOR, GATEWAY = "coordinator", "gateway"
 KILL, STOP, TERM = "kill", "stop", "term"
 PAUSE_S = 2.5  # between two misfortunes, on average
 PAUSE_S_MIN = 0.5
@@ -45,7 +45,7 @@ def draw(
     long the coordinator, by the others, and by then a dead worker is given up.
     """
     rng = random.Random(f"misfortunes {seed}")
-    everybody = (COORDINATOR, *workers, *clients)
+    everybody = (COORDINATOR, GATEWAY, *workers, *clients)
 
     def kill(*members: str, again: float = 0.2) -> Misfortune:
         return Misfortune(KILL, members, again_s=rng.uniform(0, AGAIN_S_MAX) if rng.random() < again else None)
@@ -54,17 +54,21 @@ def draw(
         (5, lambda: kill(COORDINATOR, again=0.3)),
         (4, lambda: kill(rng.choice(workers))),
         (2, lambda: kill(rng.choice(clients))),
+        (3, lambda: kill(GATEWAY)),
+        (1, lambda: kill(COORDINATOR, GATEWAY)),
         (1, lambda: kill(*workers)),
         (2, lambda: kill(COORDINATOR, rng.choice(everybody[1:]))),
         (1, lambda: Misfortune(KILL, (COORDINATOR, rng.choice(workers)), down_s=rng.uniform(*DOWN_S))),
         (2, lambda: Misfortune(TERM, (COORDINATOR,))),
         (1, lambda: Misfortune(TERM, (rng.choice(workers),))),
+        (1, lambda: Misfortune(TERM, (GATEWAY,))),
         (1, lambda: Misfortune(STOP, (COORDINATOR,), rng.uniform(*SHORT_STOP_S))),
         (1, lambda: Misfortune(STOP, (rng.choice(workers),), rng.uniform(*SHORT_STOP_S))),
         (1, lambda: Misfortune(STOP, (rng.choice(clients),), rng.uniform(*SHORT_STOP_S))),
         (1, lambda: Misfortune(STOP, tuple(rng.sample(everybody, 2)), rng.uniform(*SHORT_STOP_S))),
         (1, lambda: Misfortune(STOP, (rng.choice(workers),), gone_s * rng.uniform(1.2, 2.2))),
         (1, lambda: Misfortune(STOP, (rng.choice(clients),), gone_s * rng.uniform(1.2, 2.2))),
+        (1, lambda: Misfortune(STOP, (GATEWAY,), gone_s * rng.uniform(1.2, 2.2))),
         (0.2, lambda: Misfortune(KILL, (COORDINATOR, rng.choice(workers)), down_s=silent_s * rng.uniform(1.05, 1.3))),
         (0.2, lambda: Misfortune(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
     )

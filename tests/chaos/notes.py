@@ -12,6 +12,8 @@ from typing import Any
 
 ASKED, ACCEPTED, REFUSED, UNKNOWN = "asked", "accepted", "refused", "unknown"
 CANCELLING, ENDED, BROKEN, LEFT, FAULT = "cancelling", "ended", "broken", "left", "fault"
+# How a request without a key is asked for over HTTP, and the code of one that ended with its connection.
+HTTP, LOST = "http", "connection_lost"
 
 
 class Notes:

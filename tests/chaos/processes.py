@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import signal
+import socket
 import subprocess
 import sys
 from collections.abc import Collection
@@ -16,15 +17,17 @@ from typing import Any
 
 from tests.integration.cluster import Cluster
 
-from .misfortunes import COORDINATOR, KILL, STOP, Misfortune
+from .misfortunes import COORDINATOR, GATEWAY, KILL, STOP, Misfortune
 from .notes import Story
 from .sizes import Sample, Span, sample
 
 CLIENT_END_S = 90.0
+GATEWAY_END_S = 20.0
 LEFT_TAKEN_UP_MAX = 5
 # A process that has served so long has all that it needs, by its name's first letter: what a worker computes with is
 # compiled when it is needed first.
-WARM_S = {"c": 5.0, "w": 10.0, "p": 5.0}
+WARM_S = {"c": 5.0, "g": 15.0, "h": 5.0, "w": 10.0, "p": 5.0}
+GATEWAY_CONFIG = "drain_s = 3\n"
 
 
 @dataclass
@@ -68,27 +71,50 @@ class Processes:
         self._down_until: dict[str, float] = {}
         self._kill_at: list[tuple[float, str]] = []
         self._gone_s: float = client["gone_s"]
+        # It outlives each gateway: who connects while there is none waits for the next.
+        self._listener = socket.create_server(("127.0.0.1", 0), backlog=128)
 
     # ---------------------------------------------------------------------------------------------------------- lives
 
     def begin(self, member: str) -> None:
         """The process that the cluster has started in this place."""
-        self.lives.setdefault(member, []).append(Life(self.cluster.pid(member), None))
+        self.lives.setdefault(member, []).append(Life(self._pid(member), None))
+
+    def start_gateway(self) -> None:
+        """The first one, and the next in its place."""
+        config, listener = self.cluster.folder / "gateway.toml", self._listener.fileno()
+        config.write_text(f'runtime_dir = "{self.cluster.runtime}"\n{GATEWAY_CONFIG}')
+        command = [sys.executable, "-m", "gateway", "--config", str(config), "--listen", str(listener)]
+        with (self.cluster.folder / f"{GATEWAY}.log").open("ab") as log:
+            self._popen[GATEWAY] = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                pass_fds=(listener,),
+                env={**os.environ, "TMPDIR": str(self.cluster.folder)},
+            )
+        self.begin(GATEWAY)
 
     def start_client(self, member: str) -> None:
         """The next process in a client's place, which takes up what the one before left."""
         before = self._left_behind(member)
         if member in self._popen:
             _close(self._popen[member])
+        module = "web" if member.startswith("h") else "client"
         self._incarnations[member] += 1
         name = self.process_name(member)
         folder = self.cluster.folder
         options = {**self._client, "name": name, "notes": str(self.notes(name)), "before": before}
+        options["url"] = f"http://127.0.0.1:{self._listener.getsockname()[1]}"
         file = folder / f"{name}.json"
         file.write_text(json.dumps(options))
         with (folder / f"{member}.log").open("ab") as log:
             self._popen[member] = subprocess.Popen(
-                [sys.executable, "-m", "tests.chaos.client", str(file)], stdin=subprocess.PIPE, stdout=log, stderr=log
+                [sys.executable, "-m", f"tests.chaos.{module}", str(file)],
+                stdin=subprocess.PIPE,
+                stdout=log,
+                stderr=log,
             )
         self.lives.setdefault(member, []).append(Life(self._popen[member].pid, None))
 
@@ -157,7 +183,7 @@ class Processes:
             if now >= at:
                 self._kill_at.remove((at, member))
                 self._end(member, signal.SIGKILL)
-        for member in (COORDINATOR, *self.workers, *self.clients):
+        for member in (COORDINATOR, *self.workers, *self._popen):
             status = self._poll(member)
             if status is not None and now >= self._down_until.get(member, now):
                 self._revive(member, status)
@@ -183,15 +209,20 @@ class Processes:
             self.cluster.start_coordinator()
         elif member in self.workers:
             self.cluster.start_worker(member)
+        elif member == GATEWAY:
+            self.start_gateway()
         else:
             self.start_client(member)
-        if member not in self.clients:
+        if member not in self._popen:
             self.begin(member)
         if (again_s := self._again.pop(member, None)) is not None:
             self._kill_at.append((monotonic() + again_s, member))
 
     def _who(self, member: str) -> str:
         return self.process_name(member) if member in self.clients else member
+
+    def _pid(self, member: str) -> int:
+        return self._popen[member].pid if member in self._popen else self.cluster.pid(member)
 
     def _poll(self, member: str) -> int | None:
         return self._popen[member].poll() if member in self._popen else self.cluster.status(member)
@@ -223,7 +254,7 @@ class Processes:
         now = monotonic()
         for member, lives in self.lives.items():
             asks = member in self.clients and self._has_asked(member)
-            if (asks or lives[-1].pid in pids) and lives[-1].serves_since is None:
+            if (asks or member == GATEWAY or lives[-1].pid in pids) and lives[-1].serves_since is None:
                 lives[-1].serves_since = now
 
     def _has_asked(self, member: str) -> bool:
@@ -242,12 +273,17 @@ class Processes:
 
     def end_clients(self) -> None:
         """Tells the clients to end; who has not ended by its time hangs, and says in its log where."""
-        for process in self._popen.values():
-            _close(process)
+        for member in self.clients:
+            _close(self._popen[member])
+
+    def end_gateway(self) -> int:
+        """When no client is left. Returns its exit status."""
+        self._popen[GATEWAY].terminate()
+        return self._popen[GATEWAY].wait(GATEWAY_END_S)
 
     def clients_ended(self, late: bool) -> bool:
         """Whether all have. late: those that have not are killed."""
-        running = {member: process for member, process in self._popen.items() if process.poll() is None}
+        running = {member: self._popen[member] for member in self.clients if self._popen[member].poll() is None}
         if late:
             for member, process in running.items():
                 process.send_signal(signal.SIGUSR1)
@@ -260,9 +296,10 @@ class Processes:
             process.kill()
             process.wait()
             _close(process)
+        self._listener.close()
 
 
 def _close(process: subprocess.Popen[bytes]) -> None:
     """Its input ends."""
-    assert process.stdin is not None
-    process.stdin.close()
+    if process.stdin is not None:
+        process.stdin.close()

@@ -216,6 +216,7 @@ def test_errors_are_excused_by_an_absence_and_by_want_of_room_alone(books: Books
 def test_the_next_process_takes_up_what_is_open_and_the_last_that_were_left(tmp_path: Path) -> None:
     cluster: Any = SimpleNamespace(folder=tmp_path)
     processes = Processes(cluster, (), ("p0",), {"gone_s": 1.0})
+    processes.close()
     processes._incarnations["p0"] = 1
     notes = Notes(tmp_path / f"{PROCESS}.notes")
     for name, how, ids in (("a", "key", ()), ("b", "key", (1,)), ("c", "plain", (2,)), ("d", "detached", (3,))):

@@ -61,7 +61,7 @@ class Gateway:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 text=True,
-                env={**os.environ, "OMP_NUM_THREADS": "1"},
+                env={**os.environ, "OMP_NUM_THREADS": "1", "TMPDIR": str(self._file.parent)},
             )
         assert self._process.stdout is not None
         readable, _, _ = select.select([self._process.stdout], [], [], READY_S)
