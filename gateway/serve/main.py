@@ -22,7 +22,7 @@ from kvforge.process.signals import Signals
 from kvforge.protocol import logs
 from kvforge.protocol.errors import KvforgeError, Unavailable
 from kvforge.protocol.exits import OK, UNAVAILABLE, status_of
-from kvforge.protocol.notify import notify
+from kvforge.protocol.notify import Watchdog, notify
 
 TURN_S, DRAIN_TURN_S = 1.0, 0.1
 KILL_S = 5.0
@@ -105,6 +105,7 @@ class _Several:
         command += ["--listen", str(listener.fileno()), "--rates", str(folder / "rates")]
         self._drain_s = settings.drain_s
         self._began: dict[str, float] = {}
+        self._watchdog = Watchdog()  # is not fed by children: systemd means this process
         self._children = [
             Child(f"gateway-{at}", command, folder, _say, descriptors=(listener.fileno(),))
             for at in range(settings.processes)
@@ -133,6 +134,7 @@ class _Several:
         self._began[child.name] = monotonic()
 
     def _wait(self, signals: Signals, wait_s: float) -> None:
+        self._watchdog.feed(round(monotonic() * 1e6))
         outputs = {child.output: child for child in self._children if child.output >= 0}
         for ready in select.select([signals.fileno(), *outputs], [], [], wait_s)[0]:
             if ready == signals.fileno():

@@ -153,6 +153,7 @@ def _configuration(places: Places, wishes: Wishes, record: Record) -> list[Step]
     found = account(places)
     owner = Owner(0, 0 if found is None else found.gid, 0o640)  # there may be keys in it one day
     steps = place(places.configuration / "coordinator.toml", _packaged("coordinator.toml"), owner, record)
+    steps += place(places.configuration / "gateway.toml", _packaged("gateway.toml"), owner, record)
     for instance in wishes.instances:
         path = places.configuration / f"worker-{instance}.toml"
         steps += place(path, worker_file(instance, wishes.model or _served(path)), owner, record)

@@ -6,8 +6,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 FILES = Path(__file__).parent / "files"
-UNITS = ("kvforge.target", "kvforge-coordinator.service", "kvforge-worker@.service", "kvforge-drain.service")
-SERVICES = UNITS[1:]
+UNITS = (
+    "kvforge.target",
+    "kvforge-coordinator.service",
+    "kvforge-worker@.service",
+    "kvforge-drain.service",
+    "kvforge-gateway.service",
+)
 USER = "kvforge"
 GPU_GROUPS = ("render", "video")
 PYTHON = Path("/opt/kvforge/.venv/bin/python")

@@ -11,9 +11,12 @@ import os
 import re
 import select
 import signal
+import socket
 import subprocess
 import sys
+import tomllib
 import traceback
+import urllib.request
 from pathlib import Path
 from time import monotonic
 from typing import Any
@@ -22,7 +25,8 @@ from kvforge import Client, KvforgeError, Sampling
 
 COORDINATOR, WORKER = "kvforge-coordinator.service", "kvforge-worker@cpu.service"
 TWIN = "kvforge-worker@twin.service"
-UNITS = [COORDINATOR, WORKER, "kvforge-drain.service", "kvforge.target"]
+GATEWAY = "kvforge-gateway.service"
+UNITS = [COORDINATOR, WORKER, GATEWAY, "kvforge-drain.service", "kvforge.target"]
 PROPERTIES = "Id,ActiveState,SubState,Result,ExecMainCode,ExecMainStatus,NRestarts,MainPID"
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 PROMPT, LONG = [4, 5, 6], 480
@@ -57,6 +61,8 @@ def install(found: dict[str, Any], python: str, model: str, packages: list[str])
     (site / "packages.pth").write_text("\n".join(packages))
     edit("worker-cpu.toml", load_format='"dummy"', kv_bytes="4194304", threads="1")
     edit("coordinator.toml", silence_s="2.0")
+    with socket.create_server(("127.0.0.1", 0)) as free:  # the network is that of other tests, too
+        edit("gateway.toml", port=str(free.getsockname()[1]))
     with (CONFIGURATION / "coordinator.toml").open("a") as file:
         file.write("\n[journal]\nreplay_ms_max = 50.0\n")  # so that there are snapshots
     done = kvforge("deploy", "check", "--json")
@@ -115,6 +121,38 @@ def rolling() -> dict[str, Any]:
             "pids": [*before, worker, pid_of(COORDINATOR)],
             "worker_after": pid_of(WORKER),
         }
+
+
+def over_http() -> dict[str, Any]:
+    """A request with a key, before the gateway is killed and after it."""
+    before, first = pid_of(GATEWAY), complete()
+    os.kill(before, signal.SIGKILL)
+    wait_gone(before)
+    second = complete()
+    with Client(connect_timeout_s=DEADLINE_S) as client:
+        client.purge_finished(0)  # an answer that is kept for who asks again would be in the journal at the end
+    return {
+        "pids": [before, pid_of(GATEWAY)],
+        "answers": [first["choices"][0]["token_ids"], second["choices"][0]["token_ids"]],
+        "requests": [first["id"], second["id"]],
+    }
+
+
+def complete() -> dict[str, Any]:
+    """Asked again until somebody answers."""
+    body = {"prompt": PROMPT, "max_tokens": 40, "temperature": 0, "ignore_eos": True, "return_token_ids": True}
+    headers = {"content-type": "application/json", "idempotency-key": "one"}
+    port = tomllib.loads((CONFIGURATION / "gateway.toml").read_text())["port"]
+    url = f"http://127.0.0.1:{port}/v1/completions"
+    deadline = monotonic() + DEADLINE_S
+    while True:
+        request = urllib.request.Request(url, json.dumps(body).encode(), headers)
+        try:
+            with urllib.request.urlopen(request, timeout=DEADLINE_S) as answer:  # noqa: S310 - ours
+                return json.loads(answer.read())  # type: ignore[no-any-return]
+        except OSError:
+            assert monotonic() < deadline
+            select.select([], [], [], 0.1)
 
 
 def cannot_go_on() -> dict[str, dict[str, str]]:
@@ -193,7 +231,7 @@ def processes_of(user: str) -> list[str]:
 def look(found: dict[str, Any]) -> None:
     python, model, *packages = sys.argv[2:]
     install(found, python, model, packages)
-    systemctl("start", "kvforge.target", WORKER)
+    systemctl("start", "kvforge.target", WORKER, GATEWAY)
     found["tokens"] = ask([1, 2, 3], 8)
     found["undisturbed"] = ask(PROMPT, LONG)
     found["serving"] = states(*UNITS)
@@ -206,6 +244,7 @@ def look(found: dict[str, Any]) -> None:
     hung = disturb(WORKER, signal.SIGSTOP)
     found["worker_hung"] = {"tokens": hung["request"], "pids": hung["pids"]}
     found["rolling"] = rolling()
+    found["gateway"] = over_http()
     found["gives_up"] = gives_up()
     found["cannot_start"] = cannot_start()
     ask([1, 2, 3], 8)

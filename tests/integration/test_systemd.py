@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import json
 import os
 import re
@@ -21,16 +22,23 @@ import zmq
 from coordinator.config import ScheduleSection
 from coordinator.config import load_config as load_coordinator
 from coordinator.turn import BEAT_US
+from gateway.config import load_settings
 from kvforge.deploy.environment import HIDDEN
 from kvforge.deploy.places import STATE_DIR
 from kvforge.protocol.exits import DAMAGED, UNAVAILABLE, USAGE
+from tests.chaos import tokenizer
 from tests.integration.running import tiny_model
 from worker.config import load_config as load_worker
 
 HERE = Path(__file__).parent
 CHECKOUT = HERE.parents[1]
 DEPLOY = CHECKOUT / "deploy"
-SERVICES = ["kvforge-coordinator.service", "kvforge-worker@.service", "kvforge-drain.service"]
+SERVICES = [
+    "kvforge-coordinator.service",
+    "kvforge-worker@.service",
+    "kvforge-drain.service",
+    "kvforge-gateway.service",
+]
 BOOT_S_MAX = 300
 KEEP = "/mnt/keep"  # where the sandbox shows the folder of this test
 
@@ -86,7 +94,9 @@ def test_services_say_when_they_serve_and_what_no_new_start_can_mend() -> None:
 
 
 @pytest.mark.parametrize(
-    ("unit", "exposure_max"), [(SERVICES[0], 2.0), (SERVICES[1], 4.0), (SERVICES[2], 2.0)], ids=lambda value: str(value)
+    ("unit", "exposure_max"),
+    [(SERVICES[0], 2.0), (SERVICES[1], 4.0), (SERVICES[2], 2.0), (SERVICES[3], 2.0)],
+    ids=lambda value: str(value),
 )
 def test_services_can_do_little_else(unit: str, exposure_max: float, tmp_path: Path) -> None:
     """By systemd's own measure, 0 to 10."""
@@ -109,6 +119,9 @@ def test_example_configurations_are_good_and_agree_with_the_units() -> None:
     assert settings("kvforge-worker@.service")["ExecStart"][0].endswith("--config /etc/kvforge/worker-%i.toml")
     assert coordinator.on_stop == "keep", "what drains is a unit of its own: a restart hands nothing back"
     assert coordinator.drain_s < int(settings(SERVICES[0])["TimeoutStopSec"][0])
+    gateway = load_settings(DEPLOY / "gateway.toml")
+    assert gateway.folder == Path("/run/kvforge")
+    assert gateway.drain_s < int(settings(SERVICES[3])["TimeoutStopSec"][0])
 
 
 def test_the_example_takes_the_pools_of_eight_large_gpus() -> None:
@@ -143,7 +156,7 @@ def site_folders() -> list[str]:
 def write_units(units: Path, python: str) -> None:
     """What is not of the service: the check, and drop-ins for logs that the test can read and a short watchdog."""
     units.mkdir()
-    for name in ("kvforge-coordinator", "kvforge-worker@", "kvforge-drain"):
+    for name in ("kvforge-coordinator", "kvforge-worker@", "kvforge-drain", "kvforge-gateway"):
         drop_in = units / f"{name}.service.d" / "test.conf"
         drop_in.parent.mkdir()
         log = f"append:{KEEP}/{name}.log"
@@ -165,12 +178,25 @@ def write_units(units: Path, python: str) -> None:
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """What a machine with systemd went through, from the installation on: see systemd_check.py."""
+    """What a machine with systemd went through; tests that run beside each other share one."""
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    kept = shared / "systemd-found.json"
+    with (shared / "systemd.lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        if not kept.exists():
+            kept.write_text(json.dumps(boot(tmp_path_factory)))
+    result: dict[str, Any] = json.loads(kept.read_text())
+    return result
+
+
+def boot(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """From the installation on: see systemd_check.py."""
     folder = tmp_path_factory.mktemp("boot")
     units, keep = folder / "units", folder / "keep"
     keep.mkdir()
     write_units(units, services_python())
-    tiny_model(keep)
+    tokenizer.write(tiny_model(keep))
     command = [HERE / "systemd_sandbox.sh", "--units", units, "--keep", keep, "--start", "check.service"]
     command += ["--show", CHECKOUT, "--timeout", str(BOOT_S_MAX)]
     done = subprocess.run(command, capture_output=True, text=True, timeout=BOOT_S_MAX + 30)
@@ -225,6 +251,15 @@ def test_nobody_notices_a_rolling_restart(found: dict[str, Any]) -> None:
     assert worker != worker_then == rolled["worker_after"] and coordinator != coordinator_then
     assert (rolled["ready"], rolled["reason"]) == (True, "length")
     assert rolled["request"] == found["undisturbed"]
+
+
+@pytest.mark.root
+def test_a_gateway_that_is_killed_comes_back_and_a_request_with_a_key_is_the_same(found: dict[str, Any]) -> None:
+    told = found["gateway"]
+    assert told["pids"][0] != told["pids"][1]
+    assert len(told["answers"][0]) == 40
+    assert told["answers"][0] == told["answers"][1]
+    assert told["requests"][0] == told["requests"][1]
 
 
 @pytest.mark.root

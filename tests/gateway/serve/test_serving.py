@@ -6,6 +6,7 @@ import hashlib
 import os
 import signal
 import socket
+import struct
 import subprocess
 import sys
 import tempfile
@@ -127,6 +128,27 @@ def test_a_killed_child_is_replaced_and_the_port_stays_open(runtime: Path, tmp_p
         assert until(lambda: not any(Path(f"/proc/{pid}").exists() for pid in several)), "children outlived it"
         gateway.kill()
         gateway.start(0)
+
+
+def test_systemd_hears_from_the_process_above_several(
+    runtime: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It is the one that systemd started, and would end; children are not asked."""
+    with socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM) as ear:
+        ear.bind(str(tmp_path / "notify"))
+        ear.setsockopt(socket.SOL_SOCKET, socket.SO_PASSCRED, 1)
+        ear.settimeout(WAIT_S)
+        monkeypatch.setenv("NOTIFY_SOCKET", str(tmp_path / "notify"))
+        monkeypatch.setenv("WATCHDOG_USEC", "3000000")
+        with Gateway(runtime, tmp_path, f"{BASE}processes = 2\n") as gateway:
+            heard: set[str] = set()
+            deadline = time.monotonic() + WAIT_S
+            while not heard >= {"READY=1", "WATCHDOG=1"}:
+                assert time.monotonic() < deadline, f"heard {heard}"
+                words, ancillary, _, _ = ear.recvmsg(256, socket.CMSG_SPACE(12))
+                pid = struct.unpack("3i", ancillary[0][2])[0]
+                if pid == gateway.process.pid:
+                    heard.add(words.decode())
 
 
 def test_keys_are_read_again(runtime: Path, tmp_path: Path) -> None:

@@ -209,7 +209,7 @@ def test_a_python_that_services_do_not_see_is_refused(folder: str, monkeypatch: 
 def test_the_units_say_the_same_places() -> None:
     text = "\n".join((FILES / name).read_text() for name in UNITS)
     commands = [line for line in text.splitlines() if " -m " in line]
-    assert len(commands) == 3
+    assert len(commands) == 4
     assert all(line.split("=", 1)[1].removeprefix("-").startswith(f"{service.PYTHON} -m ") for line in commands)
     for setting, folder in (
         ("Runtime", service.RUNTIME_DIR),
