@@ -66,18 +66,21 @@ def add(subparsers: Any, name: str, run: Run, summary: str, **settings: Any) -> 
 
 def open_client(options: argparse.Namespace, tokenizer: str | None = None) -> Client:
     """A client of the coordinator that the options name."""
+    return Client(**connection(options), tokenizer=tokenizer)
+
+
+def connection(options: argparse.Namespace) -> dict[str, Any]:
+    """What a client of it is made with, blocking or not."""
     endpoint = options.endpoint
     if endpoint is None and options.runtime_dir is not None:
         endpoint = transport.client_endpoint(options.runtime_dir)
-    timeout_s = options.timeout or TIMEOUT_S
-    return Client(
-        endpoint,
-        timeout_s=timeout_s,
-        reconnect_s=reconnect_s(options),
-        tokenizer=tokenizer,
-        server_key=options.server_key,
-        key_file=options.key_file,
-    )
+    return {
+        "endpoint": endpoint,
+        "timeout_s": options.timeout or TIMEOUT_S,
+        "reconnect_s": reconnect_s(options),
+        "server_key": options.server_key,
+        "key_file": options.key_file,
+    }
 
 
 def reconnect_s(options: argparse.Namespace) -> float:

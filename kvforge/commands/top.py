@@ -61,9 +61,9 @@ def run(options: argparse.Namespace) -> int:
     """
     folder = _folder(options)
     if _full_screen(options):
-        from .dashboard.loop import Loop  # imported only here, since it needs rich
+        from .dashboard.loop import Loop  # imported only here, since it needs rich, and asyncio takes time
 
-        Loop(folder, options.every, _rates, _clock).run(lambda: parsing.open_client(options))
+        Loop(folder, options.every, _rates, _clock).run(parsing.connection(options))
         return OK
     return _print_lines(options, folder)
 

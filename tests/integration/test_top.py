@@ -155,3 +155,17 @@ def test_a_coordinator_that_is_killed_and_comes_back_is_watched_on(served: Path)
             screen._read(1.0)
         screen.press("q")
         assert screen.end() == 0
+
+
+def test_a_coordinator_that_stands_still_holds_up_no_key(served: Path) -> None:
+    with Screen(served) as screen:
+        screen.expect("256 blocks used")
+        pid = Tables(served).pid
+        os.kill(pid, signal.SIGSTOP)
+        try:
+            screen.press("h")
+            screen.expect("leave")
+            screen.press("q")
+            assert screen.end() == 0
+        finally:
+            os.kill(pid, signal.SIGCONT)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
-from kvforge.client.blocking import Client
+from kvforge.client.aio import AsyncClient
 from kvforge.client.tables import BlockColumns, Tables
 from kvforge.protocol.errors import CoordinatorUnavailable, DeadlineExceeded
 
@@ -30,27 +33,37 @@ class Loop:
         self._selected = 0
         self._paused = self._help = False
 
-    def run(self, client: Callable[[], Client]) -> None:
-        """Raises what the terminal raises; it is restored on every way out."""
-        plain = "utf" not in (sys.stdout.encoding or "").lower()
-        view = View(plain=plain)
-        with Asking(client) as asking, Terminal() as terminal:
-            seen = self._look(asking.told)
-            due = time.monotonic() + self._every_s
-            while True:
-                terminal.show(view.lines(seen, *terminal.size()))
-                keys = terminal.keys(min(1.0, max(0.0, due - time.monotonic())))
-                if self._press(keys, seen.told):
-                    return
-                asking.selected, asking.paused = self._selected, self._paused
-                if time.monotonic() >= due and not self._paused:
-                    seen = self._look(asking.told)
-                if time.monotonic() >= due:
-                    due = time.monotonic() + self._every_s
-                seen = Seen(
-                    seen.gauges, seen.rates, seen.blocks, seen.told, seen.up,
-                    self._selected, self._paused, self._help, seen.problem,
-                )  # fmt: skip
+    def run(self, connection: Mapping[str, Any]) -> None:
+        """connection: of the client that asks. Raises what the client and the terminal raise; the terminal is restored
+        on every way out."""
+        asyncio.run(self._run(connection))
+
+    async def _run(self, connection: Mapping[str, Any]) -> None:
+        async with AsyncClient(**connection) as kv:
+            asking = Asking(kv)
+            with Terminal() as terminal:
+                rounds = asyncio.ensure_future(asking.run())
+                try:
+                    await self._watch(asking, terminal, rounds)
+                finally:
+                    rounds.cancel()
+
+    async def _watch(self, asking: Asking, terminal: Terminal, rounds: asyncio.Future[None]) -> None:
+        view = View(plain="utf" not in (sys.stdout.encoding or "").lower())
+        seen = self._look(asking.told)
+        due = time.monotonic() + self._every_s
+        while True:
+            terminal.show(view.lines(seen, *terminal.size()))
+            keys = await terminal.keys(min(1.0, max(0.0, due - time.monotonic())))
+            if self._press(keys, seen.told):
+                return
+            if rounds.done():
+                rounds.result()  # raises what ended them
+            asking.selected, asking.paused = self._selected, self._paused
+            if time.monotonic() >= due:
+                due = time.monotonic() + self._every_s
+                seen = seen if self._paused else self._look(asking.told)
+            seen = replace(seen, selected=self._selected, paused=self._paused, help=self._help)
 
     def _press(self, keys: list[str], told: Told) -> bool:
         """Whether a key ends it."""

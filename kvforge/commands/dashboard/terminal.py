@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import asyncio
 import os
-import select
 import sys
 import termios
 import tty
@@ -41,11 +41,18 @@ class Terminal:
         found = os.get_terminal_size(sys.stdout.fileno())
         return max(1, found.columns), max(1, found.lines)
 
-    def keys(self, wait_s: float) -> list[str]:
+    async def keys(self, wait_s: float) -> list[str]:
         """What was pressed: waits for the first key, `wait_s` seconds at most. `up` and `down` are arrows; "q" where
         nobody can press a key any more."""
-        if not select.select([self._input], [], [], wait_s)[0]:
+        loop, pressed = asyncio.get_running_loop(), asyncio.Event()
+        loop.add_reader(self._input, pressed.set)
+        try:
+            async with asyncio.timeout(wait_s):
+                await pressed.wait()
+        except TimeoutError:
             return []
+        finally:
+            loop.remove_reader(self._input)
         try:
             text = os.read(self._input, 1024).decode(errors="replace")
         except OSError:
