@@ -2,20 +2,24 @@
 
 from __future__ import annotations
 
+import asyncio
 import hashlib
 import multiprocessing
 import time
 from datetime import UTC, datetime, timedelta
 from pathlib import Path
 
+import httpx
 import pytest
+from starlette.applications import Starlette
 
 from gateway.access import Access
 from gateway.access.errors import Unauthenticated
 from gateway.access.rates import SharedRates
+from gateway.app import make_app
 from gateway.config import Key, Settings, load_settings
 from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest, NotAllowed, RateExceeded
-from tests.gateway.scripted import Script, application, ask
+from tests.gateway.scripted import Script, application, ask, client
 
 SECRET = "kvf-secret"
 HERE = {"host": "localhost:8000"}
@@ -113,6 +117,42 @@ def test_without_keys_only_pages_and_names_of_this_host_are_served() -> None:
     assert here.caller({**HERE, "origin": "https://app.example"}, "generate")
     with pytest.raises(NotAllowed, match="cors_origins"):
         here.caller({**HERE, "origin": "https://evil.example"}, "generate")
+
+
+def preflight(app: Starlette, origin: str) -> httpx.Response:
+    """What a browser asks before a page of that origin may call."""
+
+    async def options() -> httpx.Response:
+        asked = {
+            "origin": origin,
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "x-api-key",
+        }
+        async with client(app) as http:
+            return await http.options("/v1/chat/completions", headers=asked)
+
+    return asyncio.run(options())
+
+
+def test_browsers_are_told_of_the_origins_that_may_call_and_of_no_other(tmp_path: Path) -> None:
+    def app(*origins: str) -> Starlette:
+        settings = Settings(runtime_dir=str(tmp_path), cors_origins=origins)
+        return make_app(settings, Access(settings))
+
+    ours, other, allow = "https://app.example", "https://evil.example", "access-control-allow-origin"
+    body = {"messages": [{"role": "user", "content": "a"}]}
+    before = preflight(app(ours), ours)
+    assert (before.status_code, before.headers[allow]) == (200, ours)
+    assert "x-api-key" in before.headers["access-control-allow-headers"]
+    # Errors, too: there is no coordinator here.
+    answered = ask(app(ours), "/v1/chat/completions", body, {"origin": ours})
+    assert (answered.status_code, answered.headers[allow]) == (503, ours)
+    assert "retry-after" in answered.headers["access-control-expose-headers"]
+    assert allow not in preflight(app(ours), other).headers
+    refused = ask(app(ours), "/v1/chat/completions", body, {"origin": other})
+    assert (refused.status_code, allow in refused.headers) == (403, False)
+    assert preflight(app(), ours).status_code == 405
+    assert allow not in ask(app(), "/v1/chat/completions", body).headers
 
 
 def test_errors_have_each_apis_shape() -> None:
