@@ -25,6 +25,9 @@ from tests.integration.test_conformance import CASES, SAMPLE
 pytestmark = pytest.mark.model
 
 NAME = "smollm2"
+CHATS: dict[str, dict[str, Any]] = json.loads(
+    (Path(__file__).parents[1] / "data" / "smollm2_chat.json").read_text(encoding="utf-8")
+)["cases"]
 QUESTION: list[Any] = [{"role": "user", "content": "What is the capital of France?"}]
 PARIS = "The capital of France is Paris."
 
@@ -191,6 +194,57 @@ def test_the_conformance_prompts_through_http(served: Served) -> None:
         sure = next((i for i, margin in enumerate(case["margin"]) if margin < SAMPLE["min_margin"]), steps)
         for tokens in (whole[at], streamed[at]):
             assert len(tokens) == steps and tokens[:sure] == case["tokens"][:sure], case["id"]
+
+
+def test_conversations_get_the_text_that_transformers_gives(served: Served) -> None:
+    """All at once, whole and streamed, over both ways to ask: prompt and answer of transformers' own template and
+    tokenizer, to the first near tie."""
+    cases = list(CHATS.values())
+    greedy: dict[str, Any] = {"model": NAME, "max_tokens": 48, "extra_body": {"temperature": 0}}
+
+    async def answers(case: dict[str, Any]) -> list[tuple[str, str | None, int, int]]:
+        """Text, why it ended, tokens of the prompt and of the answer: whole, streamed, and as Anthropic's message."""
+        chat = {**greedy, "messages": case["messages"]}
+        one = await openai_client.chat.completions.create(**chat)
+        assert one.usage is not None
+        counts = one.usage.prompt_tokens, one.usage.completion_tokens
+        found = [(one.choices[0].message.content or "", one.choices[0].finish_reason, *counts)]
+        parts = [
+            part
+            async for part in await openai_client.chat.completions.create(
+                **chat, stream=True, stream_options={"include_usage": True}
+            )
+        ]
+        text = "".join(part.choices[0].delta.content or "" for part in parts if part.choices)
+        why = next(part.choices[0].finish_reason for part in reversed(parts) if part.choices)
+        assert parts[-1].usage is not None
+        found.append((text, why, parts[-1].usage.prompt_tokens, parts[-1].usage.completion_tokens))
+        first, *rest = case["messages"]
+        if first["role"] == "system":
+            if not first["content"]:
+                return found  # there it is the same as none
+            chat |= {"system": first["content"], "messages": rest}
+        message = await anthropic_client.messages.create(**chat)
+        text = "".join(block.text for block in message.content if block.type == "text")
+        read = message.usage.input_tokens + (message.usage.cache_read_input_tokens or 0)
+        ends = {"end_turn": "stop", "max_tokens": "length"}
+        found.append((text, ends.get(message.stop_reason or ""), read, message.usage.output_tokens))
+        return found
+
+    async def main() -> list[list[tuple[str, str | None, int, int]]]:
+        async with openai_client, anthropic_client:
+            return await asyncio.gather(*map(answers, cases))
+
+    http: dict[str, Any] = {"api_key": "none", "max_retries": 0, "timeout": 240}
+    openai_client = openai.AsyncOpenAI(base_url=f"{served.url}/v1", **http)
+    anthropic_client = anthropic.AsyncAnthropic(base_url=served.url, **http)
+    for name, case, ways in zip(CHATS, cases, asyncio.run(main()), strict=True):
+        asked = httpx.post(f"{served.url}/tokenize", json={"model": NAME, "messages": case["messages"]}).json()
+        assert asked["tokens"] == case["prompt_tokens"], name
+        for text, why, read, written in ways:
+            assert read == len(case["prompt_tokens"]), name
+            if min(case["margin"]) >= SAMPLE["min_margin"]:
+                assert (text, why, written) == (case["text"], case["finish_reason"], len(case["tokens"])), name
 
 
 def test_structured_output_is_what_was_asked_for(served: Served) -> None:
