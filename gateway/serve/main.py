@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import select
 import signal
 import socket
@@ -24,6 +25,8 @@ from kvforge.protocol.errors import KvforgeError, Unavailable
 from kvforge.protocol.exits import OK, UNAVAILABLE, status_of
 from kvforge.protocol.notify import Watchdog, notify
 
+from .meaning import look, meaning
+
 TURN_S, DRAIN_TURN_S = 1.0, 0.1
 KILL_S = 5.0
 # A child that ran so long was not ended by what it was told at its start.
@@ -39,11 +42,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="0: any that is free [8000]")
     parser.add_argument("--processes", type=int, metavar="N", help="[1]")
     parser.add_argument("--name", dest="names", action="append", help="what requests may call the model")
+    parser.add_argument("--check", action="store_true", help="say what the settings mean here, as JSON, and end")
     parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # the descriptor of a socket that listens
     parser.add_argument("--rates", type=Path, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
         settings = settings_of(options)
+        look(settings)
+        if options.check:
+            print(json.dumps(meaning(settings)))
+            return OK
         logs.configure("gateway", settings.log_level, settings.log_format)
         listener = (
             socket.socket(fileno=options.listen)

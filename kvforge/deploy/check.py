@@ -40,6 +40,7 @@ def check(places: Places) -> list[Finding]:
         *_check_environment(places, user),
         *_check_coordinator(places, user),
         *_check_workers(places, user),
+        *_check_gateway(places, user),
         *check_services(places),
     ]
 
@@ -117,6 +118,16 @@ def _check_workers(places: Places, user: Account | None) -> list[Finding]:
         if Path(meaning["runtime_dir"]) != RUNTIME_DIR:
             told_dir = f"{path}: runtime_dir is {meaning['runtime_dir']}, the coordinator's is {RUNTIME_DIR}"
             findings.append(wrong(told_dir, f'set runtime_dir = "{RUNTIME_DIR}"'))
+    return findings
+
+
+def _check_gateway(places: Places, user: Account | None) -> list[Finding]:
+    """Its file is there from the installation on, also where HTTP is not wanted."""
+    path = places.configuration / "gateway.toml"
+    meaning, findings = _meaning(places, "gateway", path, user)
+    if meaning is not None and meaning["runtime_dir"] not in ("", str(RUNTIME_DIR)):
+        told = f"{path}: runtime_dir is {meaning['runtime_dir']}, the coordinator's is {RUNTIME_DIR}"
+        findings.append(wrong(told, f'set runtime_dir = "{RUNTIME_DIR}"'))
     return findings
 
 

@@ -14,6 +14,7 @@ from .places import FILES, UNITS, Places
 from .program import run
 
 INSTALL = "sudo kvforge deploy install"
+GATEWAY = "kvforge-gateway.service"
 SYSTEMD_MIN = 245  # ProtectClock=, the youngest of what the units cannot do without
 NO_PROGRAM = "is not executable"  # the environment is looked at by itself
 PROPERTIES = "Id,ActiveState,Result,ExecMainStatus,StatusText,NRestarts,UnitFileState"
@@ -62,6 +63,7 @@ def check_services(places: Places) -> list[Finding]:
     names = [
         "kvforge-coordinator.service",
         *(f"kvforge-worker@{instance}.service" for instance, _ in places.workers()),
+        GATEWAY,
         "kvforge.target",
     ]
     try:
@@ -78,6 +80,7 @@ def check_services(places: Places) -> list[Finding]:
 
 
 def _service(facts: dict[str, str]) -> Finding:
+    """One unit, of what `systemctl show` says of it."""
     name, state, restarts = facts["Id"], facts["ActiveState"], int(facts.get("NRestarts") or 0)
     if state == "failed":
         how = RESULTS.get(facts["Result"], facts["Result"]).format(status=facts.get("ExecMainStatus", "?"))
@@ -91,4 +94,6 @@ def _service(facts: dict[str, str]) -> Finding:
             return warning(f"{told}, started again {restarts} times", f"journalctl -u {name} says why")
         return good(told)
     enabled = facts.get("UnitFileState", "") or "not enabled"
+    if name == GATEWAY and enabled != "enabled":
+        return good(f"{name} is {enabled}: HTTP is not wanted (systemctl enable --now {name})")
     return warning(f"{name} is {state} ({enabled})", f"systemctl enable --now {name}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import os
 import signal
 import socket
@@ -18,6 +19,7 @@ from pathlib import Path
 import httpx
 import pytest
 
+from gateway.serve.main import main
 from loadtest.drive.own import own
 from tests.gateway.served import Gateway
 
@@ -189,6 +191,37 @@ def refused(*arguments: str) -> tuple[int, str]:
         [sys.executable, "-m", "gateway", *arguments], capture_output=True, text=True, timeout=60, check=False
     )
     return done.returncode, done.stderr
+
+
+def test_what_settings_mean_is_said_without_serving(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text('runtime_dir = "/run/kvforge"\nhost = "::1"\nport = 8080\nprocesses = 2\n')
+    assert main(["--config", str(file), "--check"]) == 0
+    assert json.loads(capsys.readouterr().out) == {
+        "runtime_dir": "/run/kvforge",
+        "coordinator": "ipc:///run/kvforge/clients.sock",
+        "address": "http://[::1]:8080",
+        "processes": 2,
+        "keys": 0,
+    }
+
+
+def test_what_the_settings_name_is_looked_at_before_anything_is_served(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = tmp_path / "gateway.toml"
+    template = tmp_path / "template.jinja"
+    template.write_text("{% generation %}{% endgeneration %}\n{% for message in messages %}")
+    for setting, problem in (
+        ('chat_template = "/none"', "chat_template: /none cannot be read"),
+        (f'chat_template = "{template}"', f"chat_template: {template}, line 2: Unexpected end of template"),
+        ('tool_format = "json"', "tool_format: is 'json'; it must be one of plain,"),
+        ('endpoint = "http://elsewhere"', "endpoint: 'http://elsewhere' is not tcp://HOST:PORT"),
+        ('endpoint = "tcp://elsewhere:5570"', "server_key: "),
+    ):
+        file.write_text(setting)
+        assert main(["--config", str(file)]) == 2
+        assert problem in capsys.readouterr().err
 
 
 def test_what_cannot_work_is_said_at_once(tmp_path: Path) -> None:

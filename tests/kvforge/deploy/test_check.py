@@ -35,6 +35,7 @@ MEANING = {
         "device": "CPU",
         "torch": "2",
     },
+    "gateway": {"runtime_dir": "/run/kvforge", "address": "http://127.0.0.1:8000", "processes": 1, "keys": 0},
 }
 Spoil = Callable[[Places], None]
 
@@ -80,6 +81,7 @@ def remove(path: str) -> Spoil:
     [
         (remove("/etc/systemd/system/kvforge.target"), "lacks kvforge.target"),
         (remove("/etc/kvforge/coordinator.toml"), "coordinator.toml is missing"),
+        (remove("/etc/kvforge/gateway.toml"), "gateway.toml is missing"),
         (remove("/etc/kvforge/worker-cpu.toml"), "no worker is configured"),
         (remove("/opt/kvforge/.venv/bin/python"), "there is no environment"),
         (lambda places: places.of("/etc/passwd").write_text(""), "there is no user kvforge"),
@@ -104,6 +106,8 @@ def test_what_is_wrong_is_named_with_a_remedy(places: Places, spoil: Spoil, what
         ("coordinator", {"tables_bytes": 1 << 60}, WRONG, "MiB are needed"),
         ("coordinator", {"on_stop": "drain"}, WARNING, "a restart of the coordinator hands back what runs"),
         ("worker", {"runtime_dir": "/srv/run"}, WRONG, "the coordinator's is /run/kvforge"),
+        ("gateway", {"runtime_dir": "/srv/run"}, WRONG, "the coordinator's is /run/kvforge"),
+        ("gateway", {"runtime_dir": ""}, GOOD, "address http://127.0.0.1:8000"),
     ],
 )
 def test_settings_and_units_belong_together(
@@ -147,6 +151,16 @@ def test_units_that_were_edited_and_what_systemd_says_of_them(places: Places) ->
         ({"ActiveState": "active", "StatusText": "serving m"}, GOOD, "x.service is active (serving m)"),
         ({"ActiveState": "active", "NRestarts": "3"}, WARNING, "x.service is active, started again 3 times"),
         ({"ActiveState": "inactive", "UnitFileState": "disabled"}, WARNING, "x.service is inactive (disabled)"),
+        (
+            {"ActiveState": "inactive", "UnitFileState": "disabled", "Id": "kvforge-gateway.service"},
+            GOOD,
+            "kvforge-gateway.service is disabled: HTTP is not wanted (systemctl enable --now kvforge-gateway.service)",
+        ),
+        (
+            {"ActiveState": "inactive", "UnitFileState": "enabled", "Id": "kvforge-gateway.service"},
+            WARNING,
+            "kvforge-gateway.service is inactive (enabled)",
+        ),
         (
             {"ActiveState": "failed", "Result": "exit-code", "ExecMainStatus": "3"},
             WRONG,

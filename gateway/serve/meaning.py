@@ -1,0 +1,48 @@
+"""What settings mean on this machine: the files that they name are looked at before anything is served."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+from jinja2 import Environment, TemplateSyntaxError
+
+from gateway.config import Settings
+from gateway.parse import choose
+from kvforge.protocol import network
+from kvforge.protocol.configuration import expand
+from kvforge.protocol.errors import InvalidConfiguration
+
+# Tags that transformers knows beside Jinja's: what a model is trained on.
+_TRAINING = re.compile(r"{%-?\s*(?:end)?generation\s*-?%}")
+
+
+def look(settings: Settings) -> None:
+    """Raises InvalidConfiguration naming what cannot be used: `chat_template`, `tool_format`, `endpoint`, keys."""
+    choose("", settings.tool_format)
+    if settings.endpoint and not settings.endpoint.startswith("ipc://"):
+        network.host_and_port(settings.endpoint, "endpoint")
+    network.proof_for(settings.coordinator, settings.server_key or None, settings.key_file or None)
+    if not settings.chat_template:
+        return
+    try:
+        template = expand(settings.chat_template).read_text(encoding="utf-8")
+        Environment(autoescape=True, extensions=["jinja2.ext.loopcontrols"]).parse(_TRAINING.sub("", template))
+    except (OSError, UnicodeDecodeError) as error:
+        problem = f"{settings.chat_template} cannot be read: {getattr(error, 'strerror', None) or error}"
+        raise InvalidConfiguration("chat_template", problem) from None
+    except TemplateSyntaxError as error:
+        problem = f"{settings.chat_template}, line {error.lineno}: {error.message}"
+        raise InvalidConfiguration("chat_template", problem) from None
+
+
+def meaning(settings: Settings) -> dict[str, Any]:
+    """For `--check`, and so for `kvforge deploy check`."""
+    host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    return {
+        "runtime_dir": "" if settings.endpoint else str(settings.folder),
+        "coordinator": settings.coordinator,
+        "address": f"http://{host}:{settings.port}",
+        "processes": settings.processes,
+        "keys": len(settings.keys),
+    }
