@@ -1,0 +1,42 @@
+"""The Dockerfile: what its linter says, and that what it installs is there to be installed."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[3]
+DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
+HADOLINT = Path(sys.executable).with_name("hadolint")
+
+needs_hadolint = pytest.mark.skipif(not HADOLINT.exists(), reason="hadolint is built for Linux on x86_64")
+
+
+def linted(text: str) -> tuple[int, str]:
+    done = subprocess.run(
+        [HADOLINT, "--no-color", "-"], input=text, capture_output=True, text=True, timeout=60, check=False
+    )
+    return done.returncode, done.stdout
+
+
+@needs_hadolint
+def test_the_linter_finds_nothing_and_would_find_something() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    assert linted(text) == (0, "")
+    status, said = linted(text.replace('-n "${TORCH}"', "-n ${TORCH}"))
+    assert status == 1 and "SC2070" in said
+    assert linted(text.replace("USER 10001", "USR 10001"))[0] == 1
+
+
+def test_its_extras_and_its_torch_are_those_of_the_project() -> None:
+    text = DOCKERFILE.read_text(encoding="utf-8")
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    (extras,) = re.findall(r'"\$\{wheel\}\[([^\]]+)\]"', text)
+    assert set(extras.split(",")) <= set(project["optional-dependencies"])
+    (torch,) = re.findall(r'ARG TORCH="([^"]+)"', text)
+    assert f"TORCH  ?= {torch}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
