@@ -147,10 +147,7 @@ def services_python() -> str:
 
 def site_folders() -> list[str]:
     """Where what kvforge needs is installed for this interpreter."""
-    found = {str(Path(module.__file__).parents[1]) for module in (msgspec, numpy, torch, transformers, zmq)}
-    if any(Path(folder).is_relative_to(hidden) for folder in found for hidden in HIDDEN):
-        pytest.skip(f"services do not see {sorted(found)}")
-    return sorted(found)
+    return sorted({str(Path(module.__file__).parents[1]) for module in (msgspec, numpy, torch, transformers, zmq)})
 
 
 def write_units(units: Path, python: str) -> None:
