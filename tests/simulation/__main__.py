@@ -10,10 +10,8 @@ import traceback
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from multiprocessing import get_context
 
-from tests.simulation.runner import Outcome, digest_seed, run_seed, shrunk_text, trace_seed
+from tests.simulation.runner import Outcome, collected_at_their_end, digest_seed, run_seed, shrunk_text, trace_seed
 from tests.simulation.world import FULL_CHECK_EVERY
-
-COLLECT_EVERY = 8
 
 
 def parse(arguments: list[str] | None = None) -> argparse.Namespace:
@@ -38,8 +36,12 @@ def main() -> int:
     if options.seed is not None and options.trace:
         print("\n".join(trace_seed(options.seed, options.events)))
         return 0
-    gc.freeze()
-    gc.disable()  # a world is one large cycle: it is collected after its end, not in the middle of its life
+    with collected_at_their_end():
+        return play_seeds(options)
+
+
+def play_seeds(options: argparse.Namespace) -> int:
+    """Exit status 1 where one failed."""
     seeds = [options.seed] if options.seed is not None else range(options.start, options.start + options.seeds)
     if options.digests:
         for seed in seeds:
@@ -50,7 +52,7 @@ def main() -> int:
     events = 0
     failed: Outcome | None = None
     if options.jobs > 1:
-        pool = ProcessPoolExecutor(options.jobs, get_context("spawn"))
+        pool = ProcessPoolExecutor(options.jobs, get_context("spawn"), gc.disable)
         tasks = [pool.submit(run_seed, seed, options.events, options.check_every) for seed in seeds]
         outcomes = (task.result() for task in as_completed(tasks))
     else:
@@ -59,8 +61,6 @@ def main() -> int:
     done = 0
     for outcome in outcomes:
         done, events = done + 1, events + outcome.events
-        if done % COLLECT_EVERY == 0:
-            gc.collect()
         seconds = time.perf_counter() - began
         if done % 10 == 0 or done == len(seeds):
             rate = f"{events / seconds:8.0f} events/s {60 * done / seconds:7.0f} seeds/min"

@@ -39,6 +39,13 @@ def test_every_check_after_every_event() -> None:
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 
+def test_a_world_leaves_no_file_open() -> None:
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for seed in (START, START + 1):
+        run_seed(seed, 300)
+    assert len(list(Path("/proc/self/fd").iterdir())) == before
+
+
 def test_a_seed_replays_exactly() -> None:
     trace = trace_seed(START, 500)
     assert len(trace) > 200
