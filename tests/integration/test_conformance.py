@@ -17,7 +17,7 @@ pytestmark = pytest.mark.model
 SAMPLE = json.loads((Path(__file__).parents[1] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))
 CASES: list[dict[str, Any]] = SAMPLE["cases"]
 STEPS = len(CASES[0]["tokens"])
-AGAIN = 16  # what is cached is the prompt: it shows in the first of them
+AGAIN = 16  # steps of a further round: what is cached is the prompt, and shows in the first of them
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 
 
@@ -52,7 +52,7 @@ def test_all_prompts_at_once_and_one_alone_and_on_two_workers(smollm2_path: Path
         )
         cluster.start_worker("w1")
         cluster.wait_workers(kv, 2)
-        asked = run_all(kv, salt="two")
+        asked = run_all(kv, steps=AGAIN, salt="two")
         assert {row.worker for row in kv.requests().requests if row.request_id in asked} == {"w0", "w1"}
 
 

@@ -4,7 +4,8 @@ As it comes it imports torch's compiler (by decorators that tell the compiler to
 sympy, and torch's distributed tensors: 130 MB that stay resident, and 2 s, and nothing that is served uses them. While
 it is imported, the compiler's package is a stand-in whose decorators change nothing, and torch says that it was built
 without its distributed part, as there are builds of it. While a model is built without numbers, torch asks of each of
-its sizes whether it is a symbol, and imports sympy for that (33 MB): so there are stand-ins for these two as well.
+its sizes whether it is a symbol, and imports sympy for that (33 MB): so there are stand-ins for these two as well; and
+where somebody has installed scipy, for that of which losses for finding objects in pictures want one function (0.5 s).
 Whoever wants the compiler or symbols afterwards imports the real ones.
 
 A build of torch for a GPU is left alone: Triton is there for our own kernels, and what its transformers wants of the
@@ -19,6 +20,7 @@ import logging
 import re
 import sys
 from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -31,6 +33,7 @@ from ..device.device import built_for_gpus
 COMPILER = "torch._dynamo"
 ON_CPU_ALONE = not built_for_gpus()
 SYMBOLIC_SHAPES = "torch.fx.experimental.symbolic_shapes"
+OPTIMISERS = "scipy.optimize"
 # All that this room uses, and what it imports at its first use.
 WANTED = (
     "masking_utils",
@@ -76,7 +79,9 @@ def less_of_torch() -> Iterator[None]:
     compiler.__path__ = [str(Path(torch.__file__).parent / "_dynamo")]  # its parts can be imported by themselves
     source = Path(torch.__file__).parent.joinpath("fx", "experimental", "symbolic_shapes.py").read_text("utf-8")
     questions = {name: _question(name) for name in FUNCTION.findall(source)}
-    others = StandIn(SYMBOLIC_SHAPES, questions), StandIn("sympy", {"Basic": _NoSymbol})
+    others = [StandIn(SYMBOLIC_SHAPES, questions), StandIn("sympy", {"Basic": _NoSymbol})]
+    if find_spec("scipy") is not None:
+        others.append(StandIn(OPTIMISERS, {"linear_sum_assignment": _assignment}))
     stand_ins = [compiler, *(each for each in others if each.__name__ not in sys.modules)]
     sys.modules.update({each.__name__: each for each in stand_ins})
     kept, torch.distributed.is_available = torch.distributed.is_available, lambda: False
@@ -115,6 +120,11 @@ def _real(name: str) -> ModuleType:
     if isinstance(here, StandIn):
         here.step_aside()
     return importlib.import_module(name)
+
+
+def _assignment(*given: Any, **keywords: Any) -> Any:
+    """scipy's function, from when it is called on."""
+    return _real(OPTIMISERS).linear_sum_assignment(*given, **keywords)
 
 
 def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:

@@ -26,6 +26,7 @@ from collections.abc import Iterator
 from dataclasses import asdict, astuple, replace
 from functools import cache
 from importlib import import_module
+from math import ceil
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -42,7 +43,7 @@ from worker.kernels.registry import KERNELS
 
 FOLDER = Path(__file__).parents[2] / "data" / "compiled"
 GLUON = ("worker.attention.prefill_hopper", "worker.attention.gluon_names")
-SHARE = 1  # of each kernel, compiled again each time
+SHARE = 0.5  # of the kernels of each target: one configuration of each is compiled again each time
 UNTIDY = "gfx950"  # after it, Triton 3.6 uses some of its instructions for other targets as well: it comes last
 READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)
 
@@ -144,16 +145,16 @@ def results(target: Target, configurations: dict[str, Configuration]) -> Iterato
 
 
 def anew(target: Target, configurations: dict[str, Configuration]) -> Iterator[tuple[Compiled, Compiled]]:
-    """Of some configurations of each kernel what is kept, and what the compiler makes of them now."""
+    """Of one configuration of each of some kernels what is kept, and what the compiler makes of it now."""
     before = kept(target)
     random = Random("".join(before))
     kernels: dict[str, list[str]] = {}
     for key, configuration in configurations.items():
         if key in before:
             kernels.setdefault(configuration.specialisation.kernel.__name__, []).append(key)
-    for each in kernels.values():
-        for key in random.sample(each, min(SHARE, len(each))):
-            yield before[key], compile_one(configurations[key], target)
+    for name in random.sample(sorted(kernels), ceil(SHARE * len(kernels))):
+        key = random.choice(kernels[name])
+        yield before[key], compile_one(configurations[key], target)
 
 
 def numbers(result: Compiled) -> tuple[int, ...]:
