@@ -413,10 +413,16 @@ class SimulatedCoordinator:
         self.journal.death, self._effects_left = None, NO_END
         return due_us
 
+    def close(self) -> None:
+        """Its files, but for the tables: they are the next one's, or the world's to remove."""
+        self.snapshots.close()
+        if self.journal is not None:
+            self.journal.close()
+
     def _die(self) -> None:
         assert self.death is not None and self.journal is not None
         self.dead = True
-        self.journal.close()
+        self.close()
         now = self._books or Books(self._ledger, self._progress, self.checker, likeness(self.machine))
         self._world.died(now, self.death.back_us)
 

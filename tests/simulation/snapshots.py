@@ -141,6 +141,14 @@ class Snapshots:
             clock.now_us = now_us
 
 
+    def close(self) -> None:
+        """Lets go of the machine: before Python 3.11.4 the collector does not look into the memo of a pickler."""
+        if self._lasting is not None:
+            self._memo.clear()
+            self._lasting_memo.clear()
+        self._lasting, self._renewed = None, False
+
+
 def _found(root: Any, memo: Any) -> list[Any]:
     """All that is reachable from `root` and has no number yet."""
     finder = Finder()

@@ -77,8 +77,7 @@ class World:
     def close(self) -> None:
         """It is over."""
         self.coordinator.tables.close()
-        if self.coordinator.journal is not None:
-            self.coordinator.journal.close()
+        self.coordinator.close()
 
     # ------------------------------------------------------------------------------------------------- the coordinator
 
