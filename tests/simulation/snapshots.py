@@ -140,7 +140,6 @@ class Snapshots:
             requests.finished, machine.clients, requests.refused_total = finished, clients, refused_total
             clock.now_us = now_us
 
-
     def close(self) -> None:
         """Lets go of the machine: before Python 3.11.4 the collector does not look into the memo of a pickler."""
         if self._lasting is not None:
