@@ -1,6 +1,6 @@
 """What one gateway process carries on one core, and what it adds to a request.
 
-    python -m benchmarks.gateway [--only NAME ...] [--json benchmarks/results/gateway.json]
+    python -m benchmarks.gateway [--only NAME ...] [--vllm PYTHON] [--json benchmarks/results/gateway.json]
 
 The gateway is pinned to one core. A null server, which speaks as a coordinator does and makes tokens up, and the driver
 of the load harness have another one: the coordinator's and the workers' own time is not in this. Requests carry token
@@ -9,7 +9,12 @@ ids and are streamed. Scenarios:
 requests     answers of 16 tokens, each all at once
 streams      a stream for each of 500 requests under way, 50 tokens a second each, all of them in step
 first-token  few requests of one token: the time to it, less what the same takes over ZeroMQ, in the same minute
-million      (with --only) a million requests in fifty rounds, and what the gateway has resident after each: 25 minutes
+asked        32 clients, each of which asks again when it has its answer of 16 tokens: as much as is carried
+read         a hundred clients, each of which reads one stream of 50 tokens a second after another, all of them in step
+million      (with --only) `asked` until a million requests are answered: what is resident; a quarter of an hour
+
+--vllm: the Python of an environment in which vLLM is installed. `asked` and `read` are then run with its API server,
+too (`benchmarks.vllm_api`: over an engine that is in its process and costs nothing), after those of the gateway.
 
 cpu: of the gateway, in seconds a second; us/request and us/token: the same, for each. late: of the driver, which is
 what the harness judges a run by. MB: resident, before and after.
@@ -19,19 +24,22 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import json
 import os
 import re
+import socket
 import sys
 import tempfile
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from loadtest.drive.outcome import FINISHED, Outcome
+from kvforge.models.store import pull
+from loadtest.drive.outcome import FINISHED, Drove, Outcome
 from loadtest.drive.processes import drive
 from loadtest.drive.proof import null_server
 from loadtest.drive.spec import HTTP, KVFORGE, RunSpec
@@ -39,6 +47,7 @@ from loadtest.drive.spec import HTTP, KVFORGE, RunSpec
 from .load_capacity import cpu_s
 from .load_driver import Scenario, pinned, row
 from .report import report
+from .vllm_scheduler import MODEL as VLLM_MODEL
 
 PROMPT_TOKENS = 64
 MODEL = "smollm2-135m"  # whose tokenizer spells the tokens
@@ -50,24 +59,28 @@ HEADER = (
 
 @dataclass(frozen=True, kw_only=True)
 class Case:
-    """A load, and how long it is. rate: requests a second; pace: tokens a second of each; 0: all at once.
-    rounds: of the same, one after another, over one gateway."""
+    """A load, and how long it is. rate: requests a second; clients: as many, without a rate; pace: tokens a second of
+    each; 0: all at once. requests: again and again over one gateway, until so many were answered."""
 
-    rate: float
+    rate: float = 0
+    clients: int = 0
     tokens: int
     pace: float
     warm_s: float
     measured_s: float = 10.0
-    rounds: int = 1
+    requests: int = 0
 
 
 CASES = {
     "requests": Case(rate=800, tokens=16, pace=0, warm_s=2),
-    "streams": Case(rate=250, tokens=100, pace=50, warm_s=4),
+    "streams": Case(rate=265, tokens=100, pace=50, warm_s=4),
     "first-token": Case(rate=50, tokens=1, pace=0, warm_s=2),
-    "million": Case(rate=800, tokens=16, pace=0, warm_s=0, measured_s=25.5, rounds=50),
+    "asked": Case(clients=32, tokens=16, pace=0, warm_s=3),
+    "read": Case(clients=100, tokens=100, pace=50, warm_s=4),
+    "million": Case(clients=32, tokens=16, pace=0, warm_s=0, measured_s=20, requests=1_000_000),
 }
 BRIEF = [name for name in CASES if name != "million"]
+COMPARED = ("asked", "read")
 
 
 @asynccontextmanager
@@ -97,13 +110,52 @@ async def served(url: str) -> None:
     host, _, port = url.removeprefix("http://").partition(":")
     async with asyncio.timeout(60):
         while True:
-            reader, writer = await asyncio.open_connection(host, int(port))
-            writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
-            head = await reader.readline()
-            writer.close()
-            if b" 200 " in head:
-                return
+            with suppress(OSError):
+                reader, writer = await asyncio.open_connection(host, int(port))
+                writer.write(b"GET /health HTTP/1.1\r\nhost: localhost\r\nconnection: close\r\n\r\n")
+                head = await reader.readline()
+                writer.close()
+                if b" 200 " in head:
+                    return
             await asyncio.sleep(0.1)
+
+
+@asynccontextmanager
+async def vllm_api(python: str, pace: float, core: int) -> AsyncIterator[tuple[str, int]]:
+    """vLLM's API server over an engine that makes tokens up: its address and its number."""
+    with tempfile.TemporaryDirectory(prefix="kvforge-bench-") as folder:
+        write_tokenizer(Path(folder))
+        with socket.socket() as free:
+            free.bind(("127.0.0.1", 0))
+            port = free.getsockname()[1]
+        command = [python, "-m", "benchmarks.vllm_api", "--port", str(port), "--model", folder, "--pace", f"{pace:g}"]
+        with pinned(core):
+            process = await asyncio.create_subprocess_exec(*command)
+        try:
+            await served(f"http://127.0.0.1:{port}")
+            yield f"http://127.0.0.1:{port}", process.pid
+        finally:
+            process.terminate()
+            await process.wait()
+
+
+def write_tokenizer(folder: Path) -> None:
+    """The tokenizer that the gateway spells with, and the configuration of a model that is never loaded."""
+    from transformers import AutoTokenizer
+
+    file = pull(MODEL)
+    tokenizer = AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
+    tokenizer.save_pretrained(folder)
+    (folder / "config.json").write_text(json.dumps(VLLM_MODEL | {"vocab_size": len(tokenizer)}))
+
+
+async def run_vllm(name: str, case: Case, cores: Sequence[int], python: str) -> dict[str, Any]:
+    """One scenario with vLLM's API server and its engine on the first of two cores, the driver on the second."""
+    async with vllm_api(python, case.pace, cores[0]) as (url, pid):
+        http = {"url": f"{url}/v1", "model": "null"}
+        mb = resident_mb(pid)
+        outcomes, drove, used_s, wall_s = await driven(case, HTTP, {"http": http}, cores[1], pid)
+        return result_of(name, case, outcomes, drove, used_s / wall_s, [mb, resident_mb(pid)])
 
 
 async def run(name: str, case: Case, cores: Sequence[int]) -> dict[str, Any]:
@@ -115,22 +167,15 @@ async def run(name: str, case: Case, cores: Sequence[int]) -> dict[str, Any]:
         async with gateway(endpoint, cores[0]) as (url, pid):
             mb = [resident_mb(pid)]
             http, served = {"url": f"{url}/v1", "model": "null"}, 0
-            for at in range(case.rounds):
+            while True:
                 outcomes, drove, used_s, wall_s = await driven(case, HTTP, {"http": http}, cores[1], pid)
                 mb.append(resident_mb(pid))
                 served += sum(o.state == FINISHED for o in outcomes)
-                if case.rounds > 1:
-                    print(f"{at + 1}/{case.rounds}: {served} requests, {mb[-1]} MB", flush=True)
-            found = row(_scenario(name, case), outcomes, drove)
-            result = asdict(found) | {
-                "first_ms": first_ms(case, outcomes),
-                "cpu": round(used_s / wall_s, 3),
-                "us_per_request": round(1e6 * used_s / max(sum(o.state == FINISHED for o in outcomes), 1)),
-                "us_per_token": round(1e6 * used_s / max(sum(len(o.tokens_s) for o in outcomes), 1), 1),
-                "mb": mb,
-                "served": served,
-                "problems": sorted({f"{o.code} {o.message}" for o in outcomes if o.state == "failed"})[:3],
-            }
+                if case.requests:
+                    print(f"{served} requests, {mb[-1]} MB", flush=True)
+                if served >= case.requests or not any(o.state == FINISHED for o in outcomes):
+                    break
+            result = result_of(name, case, outcomes, drove, used_s / wall_s, mb) | {"served": served}
         if name == "first-token":
             direct, *_ = await driven(case, KVFORGE, {"endpoint": endpoint}, cores[1], os.getpid())
             result["direct_ms"] = first_ms(case, direct)
@@ -140,13 +185,32 @@ async def run(name: str, case: Case, cores: Sequence[int]) -> dict[str, Any]:
         await server.__aexit__(None, None, None)
 
 
+def result_of(
+    name: str, case: Case, outcomes: Sequence[Outcome], drove: Drove, cpu: float, mb: list[int]
+) -> dict[str, Any]:
+    """What is told of a run. cpu: of the server, in seconds a second."""
+    used_s = cpu * drove.wall_s
+    found = row(_scenario(name, case), outcomes, drove)
+    writes = sum(len(np.unique(o.tokens_s)) for o in outcomes)
+    tokens = sum(len(o.tokens_s) for o in outcomes)
+    return asdict(found) | {
+        "first_ms": first_ms(case, outcomes),
+        "cpu": round(cpu, 3),
+        "us_per_request": round(1e6 * used_s / max(sum(o.state == FINISHED for o in outcomes), 1)),
+        "us_per_token": round(1e6 * used_s / max(tokens, 1), 1),
+        "tokens_per_write": round(tokens / max(writes, 1), 2),
+        "mb": mb,
+        "problems": sorted({f"{o.code} {o.message}" for o in outcomes if o.state == "failed"})[:3],
+    }
+
+
 async def driven(
     case: Case, target: str, where: dict[str, Any], core: int, pid: int
-) -> tuple[Sequence[Outcome], Any, float, float]:
+) -> tuple[Sequence[Outcome], Drove, float, float]:
     """The outcomes, how late the driver was, and the processor time of `pid` in which wall time."""
     wall_s = case.warm_s + case.measured_s
     load = {
-        "arrivals": f"poisson:{case.rate:g}",
+        **({"closed": case.clients, "requests": 50_000} if case.clients else {"arrivals": f"poisson:{case.rate:g}"}),
         "duration_s": wall_s,
         "input": str(PROMPT_TOKENS),
         "output": str(case.tokens),
@@ -192,12 +256,17 @@ def main() -> None:
     """Prints a table, and writes the file that was asked for."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=CASES, default=BRIEF)
+    parser.add_argument("--vllm", metavar="PYTHON", help="of an environment with vLLM, measured, too")
     parser.add_argument("--json", metavar="FILE")
     options = parser.parse_args()
     cores = sorted(os.sched_getaffinity(0))
     if len(cores) < 2:
         parser.error("it needs two cores: one for the gateway, one for all else")
-    rows = {name: asyncio.run(run(name, CASES[name], cores)) for name in options.only}
+    rows = {}
+    for name in options.only:
+        rows[name] = asyncio.run(run(name, CASES[name], cores))
+        if options.vllm and name in COMPARED:
+            rows[f"{name}, vLLM"] = asyncio.run(run_vllm(name, CASES[name], cores, options.vllm))
     table = [
         (
             name, found["streams"], found["requests_per_s"], found["tokens_per_s"], *found["first_ms"], found["cpu"],

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import fcntl
-import json
 import os
 import re
 import shutil
@@ -12,22 +10,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import msgspec
-import numpy
 import pytest
-import torch
-import transformers
-import zmq
 
 from coordinator.config import ScheduleSection
 from coordinator.config import load_config as load_coordinator
 from coordinator.turn import BEAT_US
 from gateway.config import load_settings
-from kvforge.deploy.environment import HIDDEN
 from kvforge.deploy.places import STATE_DIR
 from kvforge.protocol.exits import DAMAGED, UNAVAILABLE, USAGE
-from tests.chaos import tokenizer
-from tests.integration.running import tiny_model
+from tests.integration import systemd_boot
 from worker.config import load_config as load_worker
 
 HERE = Path(__file__).parent
@@ -39,8 +30,6 @@ SERVICES = [
     "kvforge-drain.service",
     "kvforge-gateway.service",
 ]
-BOOT_S_MAX = 300
-KEEP = "/mnt/keep"  # where the sandbox shows the folder of this test
 
 
 def settings(unit: str) -> dict[str, list[str]]:
@@ -134,77 +123,14 @@ def test_the_example_takes_the_pools_of_eight_large_gpus() -> None:
 # ------------------------------------------------------------------------------------------------------ a real boot
 
 
-def services_python() -> str:
-    """One that services see, and so like this one that what is installed for this one is used with it."""
-    same = f"python{sys.version_info.major}.{sys.version_info.minor}"
-    folders = [str(Path(sys.base_prefix) / "bin"), "/usr/bin", "/usr/local/bin"]
-    for folder in folders:
-        path = Path(folder) / same
-        if path.exists() and not any(path.resolve().is_relative_to(hidden) for hidden in HIDDEN):
-            return str(path)
-    pytest.skip(f"no {same} outside home folders, which services do not see")
-
-
-def site_folders() -> list[str]:
-    """Where what kvforge needs is installed for this interpreter."""
-    return sorted({str(Path(module.__file__).parents[1]) for module in (msgspec, numpy, torch, transformers, zmq)})
-
-
-def write_units(units: Path, python: str) -> None:
-    """What is not of the service: the check, and drop-ins for logs that the test can read and a short watchdog."""
-    units.mkdir()
-    for name in ("kvforge-coordinator", "kvforge-worker@", "kvforge-drain", "kvforge-gateway"):
-        drop_in = units / f"{name}.service.d" / "test.conf"
-        drop_in.parent.mkdir()
-        log = f"append:{KEEP}/{name}.log"
-        drop_in.write_text(f"[Service]\nStandardOutput={log}\nStandardError={log}\nRestartSec=0\n")
-    with (units / "kvforge-coordinator.service.d" / "test.conf").open("a") as drop_in_file:
-        drop_in_file.write("WatchdogSec=4\n")
-    twin = units / "kvforge-worker@twin.service.d" / "test.conf"
-    twin.parent.mkdir()
-    twin.write_text("[Unit]\nStartLimitBurst=2\n")
-    arguments = f"{KEEP}/found.json {python} {KEEP}/model {' '.join(site_folders())}"
-    (units / "check.service").write_text(
-        "[Unit]\nSuccessAction=exit\nFailureAction=exit\nFailureActionExitStatus=1\n"
-        f"[Service]\nType=oneshot\nWorkingDirectory={CHECKOUT}\nStandardOutput=append:{KEEP}/check.log\n"
-        f"StandardError=append:{KEEP}/check.log\n"
-        f"Environment=PYTHONPATH={CHECKOUT} PYTHONDONTWRITEBYTECODE=1 KVFORGE_RUNTIME_DIR=/run/kvforge\n"
-        f"ExecStart={sys.executable} {HERE / 'systemd_check.py'} {arguments}\n"
-    )
-
-
 @pytest.fixture(scope="module")
-def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+def found(booted: Path) -> dict[str, Any]:
     """What a machine with systemd went through; tests that run beside each other share one."""
-    base = tmp_path_factory.getbasetemp()
-    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
-    kept = shared / "systemd-found.json"
-    with (shared / "systemd.lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)
-        if not kept.exists():
-            kept.write_text(json.dumps(boot(tmp_path_factory)))
-    result: dict[str, Any] = json.loads(kept.read_text())
+    result = systemd_boot.wait(booted)
+    if "skip" in result:
+        pytest.skip(result["skip"])
+    assert "error" not in result, result["error"]
     return result
-
-
-def boot(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """From the installation on: see systemd_check.py."""
-    folder = tmp_path_factory.mktemp("boot")
-    units, keep = folder / "units", folder / "keep"
-    keep.mkdir()
-    write_units(units, services_python())
-    tokenizer.write(tiny_model(keep))
-    command = [HERE / "systemd_sandbox.sh", "--units", units, "--keep", keep, "--start", "check.service"]
-    command += ["--show", CHECKOUT, "--timeout", str(BOOT_S_MAX)]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=BOOT_S_MAX + 30)
-    if done.returncode == 77:
-        pytest.skip(done.stderr.strip())
-    logs = "\n".join(f"== {path.name}\n{path.read_text()}" for path in sorted(keep.glob("*.log")))
-    assert (keep / "found.json").exists(), f"{done.stdout}\n{done.stderr}\n{logs}"
-    result: dict[str, Any] = json.loads((keep / "found.json").read_text())
-    assert "error" not in result, f"{result['error']}\n{result['states']}\n{done.stdout}\n{logs}"
-    assert done.returncode == 0
-    return {**result, "logs": logs}
 
 
 @pytest.mark.root
