@@ -18,6 +18,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from functools import cache
+from importlib.util import find_spec
 from pathlib import Path
 from time import monotonic
 
@@ -121,6 +122,7 @@ def _serve() -> None:
     """Reads requests, forks, tells each child's id and exit status. In a child, returns when its worker has ended."""
     import worker.step.loop  # noqa: F401 - what takes the seconds
 
+    _import_what_any_model_needs()
     threads = os.listdir("/proc/self/task")  # noqa: PTH208
     assert len(threads) == 1, "a process of several threads cannot be forked"
     wake, awake = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
@@ -147,6 +149,18 @@ def _serve() -> None:
                     _become_worker(**json.loads(line))
                     return
                 _tell(pid, None)
+
+
+def _import_what_any_model_needs() -> None:
+    """The rest of a start, most of a second in each child: the model's module, and numba with what it knows of Python."""
+    import transformers.models.llama.modeling_llama  # noqa: F401
+
+    if find_spec("numba") is None:
+        return
+    from numba.core.registry import cpu_target
+
+    cpu_target.typing_context.refresh()
+    cpu_target.target_context.refresh()
 
 
 def _tell_ended() -> None:

@@ -357,8 +357,8 @@ def test_every_refusal_over_the_wire_is_one_of_ours() -> None:
 
 def test_errors_are_kvforge_errors_when_the_coordinator_dies_under_a_client() -> None:
     with Cluster() as cluster:
-        kv = cluster.start("w0")
-        request = kv.submit([1, 2, 3], max_tokens=1000, sampling=GREEDY)
+        cluster.start("w0")
+        request = cluster.client(reconnect_s=0.5).submit([1, 2, 3], max_tokens=1000, sampling=GREEDY)
         next(iter(request))
         cluster.kill("coordinator")
         with pytest.raises(KvforgeError, match="coordinator"):

@@ -69,7 +69,8 @@ def test_what_a_drain_cannot_finish_is_handed_back(drain_s: float) -> None:
 
 def test_a_second_signal_ends_a_drain() -> None:
     with Cluster(blocks=256, coordinator="drain_s = 3600\n") as cluster:
-        kv = cluster.start("w0")
+        cluster.start("w0")
+        kv = cluster.client(reconnect_s=0.5)
         request = stand_still(cluster, kv)
         cluster.signal("coordinator", signal.SIGTERM)
         wait_log(cluster, "coordinator", "draining: 1 request left")

@@ -17,8 +17,8 @@ EVENTS = 800
 MORTAL_EVENTS = 1200
 SEEDS_MAX = 60
 MORTAL_SEEDS_MAX = 30
-MORTALS_SOUND = 10
-SEEDS_SOUND = 10
+MORTALS_SOUND = 6
+SEEDS_SOUND = 4
 # Seeds that are tried first, because they found the fault when this was written. A change of the core or of the
 # simulator makes them wrong: that costs time, nothing else. `pytest -rP` tells the ones that would be right.
 LIKELY = {

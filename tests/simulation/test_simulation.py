@@ -20,7 +20,7 @@ from tests.simulation.runner import NO_LIMIT, play, run_seed, shrunk, shrunk_tex
 from tests.simulation.shrink import shrink
 
 START = int(os.environ.get("KVFORGE_SIM_START", "0"))
-SEEDS = int(os.environ.get("KVFORGE_SIM_SEEDS", "104"))
+SEEDS = int(os.environ.get("KVFORGE_SIM_SEEDS", "80"))
 PARTS = 8
 EVENTS = 2000
 ROOT = Path(__file__).parents[2]
