@@ -152,7 +152,7 @@ def _serve() -> None:
 
 
 def _import_what_any_model_needs() -> None:
-    """The rest of a start, most of a second in each child: the model's module, and numba with what it knows of Python."""
+    """The rest of a start, most of a second in each child: the model's module; numba and what it knows of Python."""
     import transformers.models.llama.modeling_llama  # noqa: F401
 
     if find_spec("numba") is None:
