@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 
@@ -36,10 +36,13 @@ from kvforge.protocol.messages import ModelInfo
 from kvforge.text.tokenizer import Tokenizer
 
 
-def make_app(settings: Settings, access: Access, counted: Path | None = None) -> Starlette:
+def make_app(
+    settings: Settings, access: Access, counted: Path | None = None, settled: Callable[[], None] = lambda: None
+) -> Starlette:
     """The application of one process; its connection is made when it starts, and ends with it.
 
-    counted: the file in which all processes of this port count requests; None: there is but this one.
+    counted: the file in which all processes of this port count requests; None: there is but this one. settled: is
+    called when a model is there with its tokenizer.
     `state.ending` is set where the process is to end: then the streams end that would not end by themselves.
     """
 
@@ -52,7 +55,7 @@ def make_app(settings: Settings, access: Access, counted: Path | None = None) ->
     client = AsyncClient(
         settings.coordinator, server_key=settings.server_key or None, key_file=settings.key_file or None
     )
-    service = Service(client, prompts, settings.names, settings.tool_format)
+    service = Service(client, prompts, settings.names, settings.tool_format, settled)
     guard = Guard(access)
 
     @asynccontextmanager

@@ -39,7 +39,8 @@ class Model:
 
 
 class Service:
-    """One coordinator, seen from one process. `serving` keeps it up to date while it runs."""
+    """One coordinator, seen from one process. `serving` keeps it up to date while it runs. settled: is called when a
+    model, the first or another one, is there with its tokenizer."""
 
     def __init__(
         self,
@@ -47,8 +48,9 @@ class Service:
         prompts: Callable[[ModelInfo], Prompts],
         names: tuple[str, ...] = (),
         tool_format: str = "",
+        settled: Callable[[], None] = lambda: None,
     ) -> None:
-        self.client, self._tool_format = client, tool_format
+        self.client, self._tool_format, self._settled = client, tool_format, settled
         self._make_prompts, self._names = prompts, names
         self._model: Model | None = None
         self._streams: AsyncStreams | None = None
@@ -102,6 +104,7 @@ class Service:
             format_ = choose(prompts.tokenizer.chat_template, self._tool_format)
             self._model = Model(health.model, names, prompts, int(time.time()), format_)
             self._known.set()
+            self._settled()
             log.info("serving %s", names[0])
         self._say("" if health.ready else health.reason)
 
