@@ -22,7 +22,6 @@ from kvforge.protocol.notify import Watchdog, notify
 
 from .protocol import protocol_of
 
-
 YOUNG_OBJECTS = 20_000  # made and not freed, until Python looks through them for cycles
 
 
