@@ -69,6 +69,7 @@ class Case:
     warm_s: float
     measured_s: float = 10.0
     requests: int = 0
+    vocab: int = 30_000
 
 
 CASES = {
@@ -214,7 +215,7 @@ async def driven(
         "duration_s": wall_s,
         "input": str(PROMPT_TOKENS),
         "output": str(case.tokens),
-        "vocab": 30_000,
+        "vocab": case.vocab,
     }
     spec = RunSpec(load=load, target=target, timeout_s=2 * wall_s + 10, proof_s=0, **where)
     stop, loop, used = asyncio.Event(), asyncio.get_running_loop(), [0.0, 0.0]
