@@ -6,6 +6,8 @@ import msgspec
 
 from .shared import NO_INT32, Int32Array, Message, Refused, Sampling
 
+GENERATED = 1 << 30  # above every token id
+
 
 class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     """Answer to WorkerHello: the geometry that every pool shares, and the tables to map read-only.
@@ -69,7 +71,8 @@ class Step(Message, frozen=True, tag="step"):
     Copies of one step never read what another copy of it writes.
     slots, starts, counts, samples: [rows] int32. Row r feeds counts[r] tokens at positions starts[r]...; its block
     table is row slots[r] of the shared tables. tokens: [sum(counts)] int32; -1 stands for the token that the worker
-    itself sampled last for that slot (it may not have reached the coordinator yet).
+    itself sampled last for that slot (it may not have reached the coordinator yet). To a worker whose WorkerReady said
+    `wants_kinds`, the id of a token that was generated comes with GENERATED added.
     history: [sum over begins] int32, the tokens that penalties count and that grammars begin after, one row of `begins`
     after the other. The worker adds the tokens that it samples itself.
     zeros: [n] int32 distinct blocks, all of whose bytes are zeroed. Only a worker whose WorkerReady said `zeroes` is

@@ -144,6 +144,8 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     fingerprint: hex digest of what determines the tokens (weights file or configuration, architecture, dtype).
     dtype: what it computes in, by torch's name; "": not said. weight_dtype: the same, or int8 or int4 where most of its
     matrices are quantised.
+    determinism: `batch-invariant` where a request's tokens and log-probabilities depend on nothing that is computed
+    beside it; else `fast`, or `not promised: ` and why; "": not said.
     """
 
     name: str
@@ -156,6 +158,7 @@ class ModelInfo(msgspec.Struct, frozen=True, kw_only=True):
     sampling: Sampling = Sampling()
     dtype: str = ""
     weight_dtype: str = ""
+    determinism: str = ""
 
 
 class Timings(msgspec.Struct, frozen=True, kw_only=True):

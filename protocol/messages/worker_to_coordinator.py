@@ -53,6 +53,8 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     not counted is left out: of a CPU's memory only weights and pool are counted. As it was when this was sent: weights,
     pool and graphs stay as they are until the worker registers again, `other` may grow.
     kernels: which ones serve, and why not others, by what they do (decode, prefill, layers, sampling): for people.
+    wants_kinds: it computes tokens that were generated in another way than those of prompts, whatever it computes them
+    for: steps tell it which are which, and no prefix of one kind is taken for the other.
     """
 
     rid: int
@@ -65,6 +67,7 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
     device_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     kernels: dict[str, str] = msgspec.field(default_factory=dict)
     zeroes: bool = False
+    wants_kinds: bool = False
 
 
 class RowError(msgspec.Struct, frozen=True):

@@ -32,6 +32,8 @@ MEDDLE_SHARE = 0.01
 CUT_SHARE = 0.5
 # How often somebody gives up a request right before it: then a step under way has rows that have ended.
 CANCEL_SHARE = 0.4
+# How often somebody asks on, with an answer in the prompt, where prompts and answers are not computed alike.
+TALK_SHARE = 0.06
 COORDINATOR = "k"
 # verb: weight
 MIX = {
@@ -96,11 +98,13 @@ HOSTILE = (
 class Drawer:
     """Draws actions from a seed, knowing only the settings and the labels it gave.
 
-    deaths: from which those of the coordinator are drawn, so that all else is as in a world without them.
+    deaths: from which those of the coordinator are drawn, so that all else is as in a world without them. So are
+    conversations, from another one.
     """
 
     def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
         self._settings, self._random, self._deaths = settings, random, deaths or Random("deaths")
+        self._talks = Random(f"talks/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._requests = self._sequences = 0
         shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
         self._stems = shared
@@ -109,11 +113,12 @@ class Drawer:
 
     def actions(self) -> Iterator[Action]:
         """Without end; times never decrease."""
+        every = self._with_talks() if self._settings.kinds else self._everyday()
         if not self._settings.crash_gap_us:
-            yield from self._everyday()
+            yield from every
             return
         dies_us, *death = self._death(0)
-        for action in self._everyday():
+        for action in every:
             while dies_us <= action[0]:
                 if self._deaths.random() < CANCEL_SHARE:
                     number = self._requests - int(self._deaths.expovariate(0.3))
@@ -121,6 +126,17 @@ class Drawer:
                 yield (dies_us, *death)
                 dies_us, *death = self._death(dies_us)
             yield action
+
+    def _with_talks(self) -> Iterator[Action]:
+        random = self._talks
+        for action in self._everyday():
+            yield action
+            if random.random() < TALK_SHARE:
+                earlier = f"r{max(0, self._requests - int(random.expovariate(0.3)))}"
+                self._requests += 1
+                client = f"c{random.randrange(self._settings.clients)}"
+                text = tuple(random.randrange(self._settings.vocabulary - 1) for _ in range(random.randint(1, 4)))
+                yield (action[0], "talk", client, f"r{self._requests}", earlier, text, random.randint(1, 6))
 
     def _death(self, at_us: int) -> Action:
         """The coordinator dies, or its journal is cut."""

@@ -18,10 +18,11 @@ from coordinator.core.cache.cache import Cache
 from coordinator.core.cache.groups import Group
 from coordinator.core.cache.hashing import BlockHasher
 from coordinator.core.cache.holders import who_holds
+from coordinator.core.cache.indexing import Indexing
 from coordinator.core.cache.pins import Pins
 from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.prefix import PrefixIndex
-from coordinator.core.cache.sequences import Sequences
+from coordinator.core.cache.sequences import Sequences, unmarked
 from coordinator.core.cache.supply import Supply
 from coordinator.core.commands import guard as guards
 from coordinator.core.commands.blocks import BlockCommands
@@ -35,7 +36,7 @@ from coordinator.core.requests.deadlines import Deadlines
 from coordinator.core.requests.lifecycle import RequestTable
 from coordinator.core.requests.streams import Streams
 from coordinator.core.requests.top_logprobs import TopRecord, Tops
-from coordinator.core.scheduling import endings, plan, preemption
+from coordinator.core.scheduling import admission, choice, endings, plan, preemption
 from coordinator.core.scheduling.admission import Admission
 from coordinator.core.scheduling.choice import Choice
 from coordinator.core.scheduling.endings import Endings
@@ -801,3 +802,27 @@ def error_names_others() -> list[Patch]:
         return who_holds(cache, group, 0, *more, **named)
 
     return [(plan, "who_holds", holders)]
+
+
+@fault
+def kinds_not_told_apart_in_hits() -> list[Patch]:
+    """What was generated is found as if it were a prompt's, whose KV was rounded differently."""
+    return [(Indexing, "contents", lambda self, tokens: unmarked(tokens))]
+
+
+@fault
+def computed_again_as_a_prompt() -> list[Patch]:
+    """What a preempted request has generated is computed again as if it had come from outside."""
+    return [(admission, "generated", lambda tokens: tokens)]
+
+
+@fault
+def looked_for_as_a_prompt() -> list[Patch]:
+    """What a preempted request has generated is looked for as if it had come from outside."""
+    return [(choice, "generated", lambda tokens: tokens)]
+
+
+@fault
+def marks_not_sent() -> list[Patch]:
+    """Workers that want to know what was generated are not told."""
+    return [(Scheduler, "_fed", lambda self, group, tokens: unmarked(tokens))]

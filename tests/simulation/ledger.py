@@ -14,6 +14,7 @@ from typing import Any
 from coordinator.core.events import ClientGone, FromClient
 from coordinator.core.requests.lifecycle import Request
 from kvforge.protocol.messages import (
+    GENERATED,
     Accepted,
     Appended,
     Attached,
@@ -46,7 +47,8 @@ SEVERAL = -1  # more than one request had the prefix
 
 
 class BookedSequence:
-    """One client sequence. `request_id`: the last request that ran on it and is not yet accounted for."""
+    """One client sequence. `request_id`: the last request that ran on it and is not yet accounted for. tokens: as
+    workers see them."""
 
     def __init__(self, client: int, tokens: list[int], ttl: bool, tenant: str, salt: str) -> None:
         self.client, self.tokens, self.ttl, self.tenant, self.salt = client, tokens, ttl, tenant, salt
@@ -65,6 +67,11 @@ def asked(command: Submit) -> tuple[Any, ...]:
     """All of a command but its number."""
     fields = [name for name in command.__struct_fields__ if name not in ("rid", "prompt")]
     return (*(getattr(command, name) for name in fields), command.prompt.tobytes())
+
+
+def _ids(tokens: list[int]) -> list[int]:
+    """Without the marks of generated ones."""
+    return [token % GENERATED for token in tokens]
 
 
 class Ledger:
@@ -153,7 +160,7 @@ class Ledger:
         if request_id in self.requests:
             raise Violation(f"request id {request_id} was given twice")
         stops = command.sampling.stop_tokens + (() if command.sampling.ignore_eos else self._settings.eos)
-        oracle = Oracle(prompt, seed, command.max_tokens, stops, self._settings.vocabulary)
+        oracle = Oracle(prompt, seed, command.max_tokens, stops, self._settings.vocabulary, self._settings.mark)
         booked = BookedRequest(client, oracle, command.sequence_id, command.detached, salt)
         booked.early = not self.model_known
         booked.tops = command.sampling.logprobs
@@ -255,13 +262,13 @@ class Ledger:
         found = reply.tokens.tolist()
         request = self.requests.get(sequence.request_id)
         if request is not None and not request.reason and not sequence.forked:  # it may be running
-            text = request.oracle.prompt + request.oracle.tokens
+            text = _ids(request.oracle.prompt + request.oracle.kept)
             if found != text[: len(found)] or len(found) < len(sequence.tokens):
                 raise Violation(f"sequence {command.sequence_id} holds other tokens than its request generated")
             return
         self._account(sequence, len(found))
-        if found != sequence.tokens:
-            raise Violation(f"sequence {command.sequence_id} holds {found}, not {sequence.tokens}")
+        if found != _ids(sequence.tokens):
+            raise Violation(f"sequence {command.sequence_id} holds {found}, not {_ids(sequence.tokens)}")
 
     def _removed(self, _client: int, command: Any, _reply: Removed) -> None:
         assert isinstance(command, RemoveSequences)
@@ -274,7 +281,7 @@ class Ledger:
         if request is None:
             return
         oracle = request.oracle
-        whole = oracle.prompt + oracle.tokens[: oracle.answer_size]
+        whole = oracle.prompt + oracle.kept[: oracle.answer_size]
         if not len(sequence.tokens) <= length <= len(whole):
             raise Violation(f"a sequence of {len(sequence.tokens)} tokens became {length} long, by {len(whole)}")
         sequence.tokens = whole[:length]

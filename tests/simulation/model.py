@@ -43,10 +43,14 @@ DEADLY = 2
 class Oracle:
     """What one request must generate, whatever happens to it.
 
-    tokens: all that it could generate up to max_tokens; `answer_size` of them until the first stop token.
+    tokens: all that it could generate up to max_tokens; `answer_size` of them until the first stop token. kept: the
+    same as workers see them.
+    mark: what workers see of a generated token beside its id; those of the prompt have theirs.
     """
 
-    def __init__(self, prompt: list[int], seed: int, max_tokens: int, stops: tuple[int, ...], vocabulary: int) -> None:
+    def __init__(
+        self, prompt: list[int], seed: int, max_tokens: int, stops: tuple[int, ...], vocabulary: int, mark: int = 0
+    ) -> None:
         self.prompt, self.seed, self.max_tokens = prompt, seed, max_tokens
         self.poisoned = poison(vocabulary) in prompt
         self.deadly = prompt.count(poison(vocabulary)) >= DEADLY
@@ -59,8 +63,9 @@ class Oracle:
         for generated in range(max_tokens):
             token = choose(total, seed, generated, vocabulary)
             self.tokens.append(token)
-            total = (total + (token + 1) * _WEIGHTS[len(prompt) + generated]) & MASK
+            total = (total + (token + mark + 1) * _WEIGHTS[len(prompt) + generated]) & MASK
             self.fingerprints.append(total)
+        self.kept = [token + mark for token in self.tokens]
         stop_at = next((i for i, token in enumerate(self.tokens) if token in stops), None)
         self.answer_size = max_tokens if stop_at is None else stop_at + 1
         self.reason = "length" if stop_at is None else "stop"

@@ -50,6 +50,7 @@ class Performer:
     def __init__(self, world: World) -> None:
         self._world = world
         self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
+        self._tenants: dict[str, str] = {}  # of requests on no sequence
 
     def perform(self, action: Action) -> None:
         """Does it, or nothing where it makes no sense any more."""
@@ -117,7 +118,18 @@ class Performer:
         fields.update(more)
         tops = fields.pop("logprobs", 0)
         fields["sampling"] = Sampling(temperature=0.7, seed=seed, stop_tokens=stops, logprobs=tops)
+        self._tenants.update(dict.fromkeys(labels, fields["tenant"]))
         self._send_submit(client, labels, fields)
+
+    def _talk(self, client: SimulatedClient, label: str, earlier: str, text: tuple[int, ...], answer: int) -> None:
+        """The next turn of a conversation: what was asked before, the answer, and a text."""
+        found, tenant = self._id(earlier), self._tenants.get(earlier)
+        if found is not None and tenant is not None:
+            oracle = self._world.oracle(found)
+            prompt = [*oracle.prompt, *oracle.tokens[: oracle.answer_size], *text]
+            prompt = prompt[: self._world.settings.context - answer]
+            self._tenants[label] = tenant
+            client.send(Submit, (label,), max_tokens=answer, tenant=tenant, prompt=int32(prompt))
 
     def _send_submit(self, client: SimulatedClient, labels: tuple[str, ...], fields: dict[str, Any]) -> None:
         if "key" in fields:

@@ -8,12 +8,13 @@ import msgspec
 
 from coordinator.core.limits import Limits, Quota
 from kvforge.protocol.layout import Geometry
+from kvforge.protocol.messages import GENERATED
 from tests.limits import make_limits
 
 TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
-CRASHES_SHARE = 0.4  # of the worlds
+CRASHES_SHARE = KINDS_SHARE = 0.4  # of the worlds
 
 
 def tenant_of(holder: str) -> str:
@@ -30,6 +31,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     backlog_max: replies kept for a client that does not read.
     bound: clients that act for one tenant alone; c0, which gives all back at the end, is none.
     zeroes: blocks that change tenant are zeroed first.
+    kinds: workers compute generated tokens in another way than prompts, and so their KV is not the same.
     crash_gap_us: between two deaths of the coordinator, on average; 0: it never dies, writes no journal, and its
     clients have no sessions.
     """
@@ -70,8 +72,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     turn_us: int = 50
     bound: dict[str, str] = {}
     zeroes: bool = False
+    kinds: bool = False
     crash_gap_us: int = 0
     reattach_us: int = 10_000_000
+
+    @property
+    def mark(self) -> int:
+        """What a generated token has more than its id, as workers see and keep it."""
+        return GENERATED if self.kinds else 0
 
     @property
     def context(self) -> int:
@@ -186,6 +194,11 @@ def with_crashes(settings: Settings, random: Random, share: float = CRASHES_SHAR
     # Where nothing may look like a worker's death, all of them have the time to come back.
     reattach_us = 10_000_000 if settings.deadly else random.choice((2_000, 20_000, 10_000_000))
     return msgspec.structs.replace(settings, crash_gap_us=gap_us, reattach_us=reattach_us)
+
+
+def with_kinds(settings: Settings, random: Random, share: float = KINDS_SHARE) -> Settings:
+    """The same world; in a share of them generated tokens are not computed as prompts are."""
+    return msgspec.structs.replace(settings, kinds=random.random() < share)
 
 
 def _draw_quotas(random: Random, pool: int, context_blocks: int) -> dict[str, Quota]:

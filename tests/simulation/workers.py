@@ -1,6 +1,7 @@
 """Simulated workers: real steps carried out on a KV memory that remembers what was written where.
 
-The memory starts as garbage and is written by steps alone. Each cell keeps (token, position). A step reads the block
+The memory starts as garbage and is written by steps alone. Each cell keeps (token, position); where kinds matter, also
+whether it was computed as a generated token or as one of a prompt. A step reads the block
 tables from the published file when it runs, not when it was planned. Attention over a cell that does not hold the
 position it should is a violation at once; a wrong token there is one too, because the fingerprint of the context
 differs from the oracle's.
@@ -277,7 +278,7 @@ class SimulatedWorker:
             eos_tokens=settings.eos,
         )
         pool = {"blocks": self.blocks, "bytes_per_block": 64, "kv_dtype": "pair", "device": "none"}
-        self._send(WorkerReady(rid=2, model=model, zeroes=True, **pool))
+        self._send(WorkerReady(rid=2, model=model, zeroes=True, wants_kinds=settings.kinds, **pool))
 
     # ---------------------------------------------------------------------------------------------------------- steps
 
@@ -367,9 +368,9 @@ class SimulatedWorker:
             for i, token in enumerate(tokens):
                 if token == -1:
                     row = self._rows[slots[rows[i]]]
-                    tokens[i] = 0 if row.failed else row.last
-                    if tokens[i] < 0:
+                    if not row.failed and row.last < 0:
                         raise Violation(f"slot {slots[rows[i]]} is fed a sampled token before it sampled one")
+                    tokens[i] = (0 if row.failed else row.last) + self._host.settings.mark
         return tokens
 
     def _sampled(

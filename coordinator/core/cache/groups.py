@@ -80,7 +80,7 @@ class Group:
     def __init__(self, number: int, worker: int, name: str, epoch: int, pool: Pool, ready: WorkerReady) -> None:
         self.number, self.worker, self.name, self.epoch = number, worker, name, epoch
         self.pool, self.index, self.model = pool, pool.index, ready.model
-        self.bytes_per_block, self.kv_dtype = ready.bytes_per_block, ready.kv_dtype
+        self.bytes_per_block, self.kv_dtype, self.wants_kinds = ready.bytes_per_block, ready.kv_dtype, ready.wants_kinds
         self.sent: deque[SentStep] = deque()
         self.last_step = 0
         self.copies: dict[int, tuple[int, int]] = {}

@@ -12,16 +12,24 @@ import numpy.typing as npt
 from .groups import Group
 from .hashing import BlockHasher, Hashes
 from .prefix import root_key
-from .sequences import Sequences, Slots
+from .sequences import Sequences, Slots, unmarked
 
 Tokens = npt.NDArray[np.int32]
 
 
 class Indexing:
-    """Hashes what sequences hold, and indexes it."""
+    """Hashes what sequences hold, and indexes it.
+
+    kinds: tokens that were generated and the same ones of a prompt are not the same: their KV has other bits.
+    """
 
     def __init__(self, sequences: Sequences, hasher: BlockHasher) -> None:
         self._sequences, self._hasher = sequences, hasher
+        self.kinds = False
+
+    def contents(self, tokens: Tokens) -> Tokens:
+        """What is indexed of tokens with marks."""
+        return tokens if self.kinds else unmarked(tokens)
 
     def hashes(self, salt: int, tokens: Tokens) -> Hashes:
         """Chained hashes of the full blocks that a hit may use: at least one token is left to compute."""
@@ -48,7 +56,8 @@ class Indexing:
     def _one_each(self, group: Group, slots: Slots) -> None:
         s = self._sequences
         first = s.hashed[slots]
-        contents = s.tokens[slots[:, None], (first * s.block_size)[:, None] + np.arange(s.block_size)]
+        tokens = s.tokens[slots[:, None], (first * s.block_size)[:, None] + np.arange(s.block_size)]
+        contents = self.contents(tokens)
         values = self._hasher.extend(s.chain[slots], contents)
         keys = group.pool.index_each(s.table[slots, first], s.parent[slots], values, contents)
         s.hashed[slots], s.chain[slots], s.parent[slots] = first + 1, values, keys
@@ -59,7 +68,7 @@ class Indexing:
         if not pool.index.alive(int(s.parent[slot])):  # an ancestor was evicted: start again from the root
             self.restart(slot)
         first, full = int(s.hashed[slot]), int(s.computed[slot]) // s.block_size
-        tokens = s.tokens[slot, first * s.block_size : full * s.block_size]
+        tokens = self.contents(s.tokens[slot, first * s.block_size : full * s.block_size])
         values = self._hasher.chain(int(s.chain[slot]), tokens)
         contents = tokens.reshape(-1, s.block_size)
         parent = pool.index_run(s.table[slot, first:full], int(s.parent[slot]), values, contents)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.errors import BlockNotFound, CapacityExceeded
-from kvforge.protocol.messages import ModelInfo, WorkerReady
+from kvforge.protocol.messages import GENERATED, ModelInfo, WorkerReady
 
 from ..clock import Clock
 from ..limits import Limits
@@ -31,7 +31,7 @@ from .tenants import Tenants
 from .zeroing import Zeroing
 
 Tokens = npt.NDArray[np.int32]
-VOCABULARY_UNKNOWN = 1 << 31
+VOCABULARY_UNKNOWN = GENERATED
 
 
 class Residents:
@@ -87,6 +87,7 @@ class Residents:
         self.waits.wake_all()
         self.largest_pool = max(self.largest_pool, blocks)
         self.model, self.vocab_size = ready.model, ready.model.vocab_size
+        self.indexing.kinds |= ready.wants_kinds  # what its siblings compute both ways alike is then told apart too
         self.blocks.changed.append(slice(base, base + blocks))
         return group
 

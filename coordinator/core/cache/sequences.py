@@ -5,6 +5,9 @@ For a resident one, positions [0, computed) have KV that a worker acknowledged, 
 under way will have written, and `pending` further tokens are being sampled by those steps. Blocks held are always
 ceil((length + pending) / block_size).
 
+A token that was generated here has GENERATED added to its id: some workers compute it in another way than those that
+came from outside, now and whenever it is computed again.
+
 A slot is given out again only when every step that may read its row of the shared table is over; nor does a sequence
 whose blocks were taken away get others before that. `read_step` of pool `read_pool` is the last such step.
 """
@@ -18,6 +21,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvforge.protocol.errors import CapacityExceeded, SequenceNotFound
+from kvforge.protocol.messages import GENERATED
 
 from ..clock import Clock
 from ..limits import Limits
@@ -28,6 +32,18 @@ NO_SLOTS: Slots = np.zeros(0, np.int64)
 Tokens = npt.NDArray[np.int32]
 NO_POOL = -1
 LINE_BYTES = 64
+_TOKEN = np.int32(GENERATED - 1)
+_GENERATED = np.int32(GENERATED)
+
+
+def unmarked(tokens: Tokens) -> Tokens:
+    """The ids of tokens, some of which have GENERATED added: a copy."""
+    return tokens & _TOKEN
+
+
+def generated(tokens: Tokens) -> Tokens:
+    """Ids with GENERATED added: a copy."""
+    return tokens | _GENERATED
 
 
 class Sequences:
@@ -142,7 +158,7 @@ class Sequences:
 
     def append(self, slots: Slots, at: Slots | int, tokens: Tokens | int) -> None:
         """One token more for each of `slots`, [n] distinct, `at` their lengths. There is a block that each may be
-        written to. This and `extend` are how every token comes in."""
+        written to. This and `extend` are how every token comes in: with GENERATED added where it was generated."""
         self.tokens[slots, at] = tokens
         self.length[slots] = at + 1
         self.accessed_us[slots] = self._clock.now_us
@@ -193,7 +209,7 @@ class Sequences:
 
     def text(self, slot: int) -> npt.NDArray[np.int32]:
         """The tokens of a sequence: [length] int32, a copy."""
-        return self.tokens[slot, : self.length[slot]].copy()
+        return unmarked(self.tokens[slot, : self.length[slot]])
 
     def blocks_for(self, tokens: int) -> int:
         """ceil(tokens / block_size)."""

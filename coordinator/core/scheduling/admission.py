@@ -29,7 +29,7 @@ from .. import sizes
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.placement import Placement
-from ..cache.sequences import NO_POOL, Tokens
+from ..cache.sequences import NO_POOL, Tokens, generated, unmarked
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..requests.phases import RECOVERING
 from ..waits import FRONT, SIBLING, Wait, blocks_of, prompt_of, rows_of
@@ -267,7 +267,7 @@ class Admission:
         slot = s.create(request.tenant, request.salt)
         s.extend(slot, request.prompt)
         if request.tokens.size:
-            s.extend(slot, request.tokens, request.logprobs)
+            s.extend(slot, generated(request.tokens), request.logprobs)
         return slot
 
     def _count_prefix(self, request: Request, slot: int, cached: int, again: bool) -> None:
@@ -332,7 +332,7 @@ class Admission:
         if slot == NO_SLOT:
             return request.tokens[offset:], request.logprobs[offset:]
         first, end = request.prompt_tokens + offset, int(s.length[slot])
-        return s.tokens[slot, first:end].copy(), s.logprobs[slot, first:end].copy()
+        return unmarked(s.tokens[slot, first:end]), s.logprobs[slot, first:end].copy()
 
     # ----------------------------------------------------------------------------------------------------- invariants
 

@@ -19,7 +19,7 @@ from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.placement import Placement
 from ..cache.pool import short_of
-from ..cache.sequences import NO_POOL, NO_SLOTS
+from ..cache.sequences import NO_POOL, NO_SLOTS, generated
 from ..cache.supply import NO_SPARE, Spare
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..waits import FRONT, SLOT, TENANT_CEILING, WORKER, Event, Wait, blocks_of, eviction_of, prefix_of, rows_of
@@ -93,7 +93,10 @@ class Choice:
         if holder is not None and s.pool[holder.slot] == group.number:
             return cache.plan_fork(group, holder.slot, request.prompt.size)
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
-        tokens = s.text(slot) if slot != NO_SLOT else np.concatenate([request.prompt, request.tokens])
+        if slot != NO_SLOT:
+            tokens = cache.indexing.contents(s.tokens[slot, : s.length[slot]])
+        else:
+            tokens = cache.indexing.contents(np.concatenate([request.prompt, generated(request.tokens)]))
         if request.hashes is None:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
         return cache.plan_placement(group, request.salt, tokens, request.hashes)

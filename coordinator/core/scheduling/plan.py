@@ -19,7 +19,7 @@ from ..cache.cache import Cache
 from ..cache.groups import Group, SentStep, Steady
 from ..cache.holders import who_holds
 from ..cache.pool import short_of
-from ..cache.sequences import NO_SLOTS, Slots
+from ..cache.sequences import NO_SLOTS, Slots, Tokens, unmarked
 from ..cache.supply import NO_SPARE
 from ..events import Effect, ToWorker
 from ..limits import microseconds
@@ -114,7 +114,7 @@ class Scheduler:
             zeros = group.flush_zeros()
         slots = steady.slots
         # While the step before is under way, no row's token is known; once it is over, every row's is.
-        tokens = steady.unknown if group.sent else s.tokens[slots, steady.starts]
+        tokens = steady.unknown if group.sent else self._fed(group, s.tokens[slots, steady.starts])
         starts = steady.starts.astype(np.int32)
         steady.starts += 1
         steady.room -= 1
@@ -327,7 +327,7 @@ class Scheduler:
         starts = s.scheduled[slots]
         known, target = s.length[slots], s.length[slots] + s.pending[slots]
         samples = starts + counts == target
-        tokens = self._inputs(slots, starts, counts, known)
+        tokens = self._inputs(group, slots, starts, counts, known)
         begins, history = self._begins(group)
         s.scheduled[slots] += counts
         s.pending[slots] += samples
@@ -363,7 +363,11 @@ class Scheduler:
         left = int((self._rows.limit[slots] - target).min())
         return Steady(slots, runs, starts, room, left, tenant)
 
-    def _inputs(self, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
+    def _fed(self, group: Group, tokens: Tokens) -> Tokens:
+        """Tokens as the group's worker takes them."""
+        return tokens if group.wants_kinds else unmarked(tokens)
+
+    def _inputs(self, group: Group, slots: Slots, starts: Slots, counts: Slots, known: Slots) -> npt.NDArray[np.int32]:
         """The tokens fed, row after row; -1 for the one that a step under way is still sampling."""
         if not slots.size:
             return NO_INT32
@@ -371,10 +375,11 @@ class Scheduler:
         decodes = slots.size if int(counts.max()) == 1 else int(np.argmax(counts > 1))  # they come first
         own = slots[:decodes]
         inside = np.minimum(starts[:decodes], s.context_tokens_max - 1)
-        fed = [np.where(starts[:decodes] < known[:decodes], s.tokens[own, inside], -1).astype(np.int32)]
+        ones = self._fed(group, s.tokens[own, inside])
+        fed = [np.where(starts[:decodes] < known[:decodes], ones, -1).astype(np.int32)]
         rest = zip(slots[decodes:], starts[decodes:], counts[decodes:], known[decodes:], strict=True)
         for slot, start, count, end in rest:
-            tokens = s.tokens[slot, start : min(start + count, end)]
+            tokens = self._fed(group, s.tokens[slot, start : min(start + count, end)])
             fed += [tokens, np.full(count - tokens.size, -1, np.int32)] if tokens.size < count else [tokens]
         return np.concatenate(fed)
 
@@ -392,7 +397,7 @@ class Scheduler:
             sampling, base, length = request.sampling, int(self._rows.base[slot]), int(s.length[slot])
             first = 0 if sampling.repetition_penalty != 1.0 else base
             if sampling.counts_answer:
-                history.append(s.tokens[slot, first:length])
+                history.append(unmarked(s.tokens[slot, first:length]))
             begins.append(
                 RowStart(
                     slot=slot,

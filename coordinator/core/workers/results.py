@@ -11,7 +11,7 @@ from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
-from ..cache.sequences import Slots
+from ..cache.sequences import Slots, generated
 from ..requests.lifecycle import RequestTable
 from ..requests.streams import Streams
 from ..requests.top_logprobs import Tops
@@ -138,7 +138,7 @@ class StepResults:
             return
         s, running = self._cache.sequences, self._admission.rows
         at = s.length[rows]
-        s.append(rows, at, tokens)
+        s.append(rows, at, generated(tokens))
         s.logprobs[rows, at] = logprobs
         s.pending[rows] -= 1
         offsets = at - running.base[rows]
