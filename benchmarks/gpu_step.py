@@ -111,6 +111,7 @@ def main() -> int:
     parser.add_argument("--step-tokens", type=int, default=8192, help="most tokens of a step [8192]")
     parser.add_argument("--kv-dtype", default="auto")
     parser.add_argument("--attention", default="auto")
+    parser.add_argument("--determinism", default="batch-invariant", help="batch-invariant, or fast")
     parser.add_argument("--transformers-steps", type=int, default=24, help="of them, for transformers [24]")
     parser.add_argument("--timeout", type=float, default=PART_S, help=f"seconds of one part [{PART_S}]")
     parser.add_argument("--parts", default="runner,served,transformers", help="which parts [all]")
@@ -120,7 +121,7 @@ def main() -> int:
     options = parser.parse_args()
     with tempfile.TemporaryDirectory(prefix="kvf-step-") as folder:
         if options.tiny and options.model == "llama-3.1-8b":
-            options.model, options.context, options.step_tokens = _tiny_model(Path(folder)), 64, 128
+            options.model, options.context, options.step_tokens = tiny_model(Path(folder)), 64, 128
         batches = tuple(int(batch) for batch in options.batches.split(","))
         plan = Plan(
             options.model,
@@ -132,6 +133,7 @@ def main() -> int:
             options.kv_dtype,
             options.attention,
             options.transformers_steps,
+            options.determinism,
         )
         if options.part:
             save = _Saving(Path(options.json))
@@ -141,6 +143,7 @@ def main() -> int:
         arguments += ["--steps", str(options.steps), "--step-tokens", str(options.step_tokens)]
         arguments += ["--transformers-steps", str(options.transformers_steps)]
         arguments += ["--kv-dtype", options.kv_dtype, "--attention", options.attention]
+        arguments += ["--determinism", options.determinism]
         arguments += ["--tiny"] if options.tiny else []
         parts = {part: _run_part(part, arguments, options.timeout) for part in options.parts.split(",")}
     rates, served = parts.get("runner", {}), parts.get("served", {})
@@ -149,7 +152,7 @@ def main() -> int:
         _row(batch, rates, rates.get("batches", {}).get(str(batch)), served.get(str(batch)), others.get(str(batch)))
         for batch in batches
     ]
-    title = f"decode step: {plan.model}, context {plan.context}, {rates.get('device', '-')}"
+    title = f"decode step: {plan.model}, {plan.determinism}, context {plan.context}, {rates.get('device', '-')}"
     if "flops" in rates:
         title += f"; read {rates['read_bytes_per_s'] / 1e12:.2f} TB/s, bfloat16 {rates['flops'] / 1e12:.0f} TFLOP/s"
     header = ["batch", "floor ms", "runner ms", "share", "idle", "floor ms", "served ms", "share", "idle"]
@@ -158,7 +161,8 @@ def main() -> int:
     return 0
 
 
-def _tiny_model(folder: Path) -> str:
+def tiny_model(folder: Path, context_tokens_max: int = 1024) -> str:
+    """The folder, with the configuration of a tiny model in it."""
     fields = {
         "model_type": "llama",
         "architectures": ["LlamaForCausalLM"],
@@ -168,7 +172,7 @@ def _tiny_model(folder: Path) -> str:
         "num_hidden_layers": 2,
         "num_attention_heads": 4,
         "num_key_value_heads": 2,
-        "max_position_embeddings": 1024,
+        "max_position_embeddings": context_tokens_max,
     }
     (folder / "config.json").write_text(json.dumps(fields), encoding="utf-8")
     return str(folder)

@@ -26,6 +26,7 @@ class Plan:
     kv_dtype: str = "auto"
     attention: str = "auto"
     transformers_steps: int = 24
+    determinism: str = "batch-invariant"
 
     @property
     def prompt_tokens(self) -> int:

@@ -17,21 +17,8 @@ PROFILED = 8  # steps
 
 def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
     """By batch: ms of a step of the runner alone; and the rates, weight bytes and KV bytes that the floor needs."""
-    import torch
-
-    from worker.attention.pool import KvPool
-    from worker.device.device import open_device
-    from worker.loading.load import load_model
-    from worker.step.memory import make_runner
-
-    device = open_device("cpu" if plan.tiny else "auto")
-    if plan.tiny:
-        torch.set_num_threads(1)
+    device, model, runner = open_runner(plan)
     found: dict[str, Any] = {"device": device.name}
-    dtype = "float32" if plan.tiny else "auto"
-    model = load_model(
-        plan.model, load_format="dummy", dtype=dtype, device=device, block_size=BLOCK_SIZE, kv_dtype=plan.kv_dtype
-    )
     parameters = dict(model.module.named_parameters())  # tied ones once
     embedding = model.module.get_input_embeddings().weight
     counted = [p for p in parameters.values() if p is not embedding]
@@ -43,7 +30,39 @@ def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
     found["all_weight_bytes"] = sum(int(p.numel()) * p.element_size() for p in parameters.values())
     found["kv_bytes_per_token"] = model.geometry.bytes_per_block / BLOCK_SIZE
     width = plan.context_max // BLOCK_SIZE
-    rows = max(plan.batches)
+    found["batches"] = {}
+    for batch in plan.batches:
+        found["batches"][str(batch)] = decode_steps(runner, plan, batch)
+        print(f"runner {batch}: {found['batches'][str(batch)]}", file=sys.stderr, flush=True)
+        save(found)
+    if device.runs_kernels:
+        found["profile"] = _profiles(runner, plan, width)
+        found |= _rates(device)
+    return found
+
+
+def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0) -> tuple[Any, Any, Any]:
+    """Device, model of dummy weights and runner, whose graphs for the plan's batches are captured.
+
+    rows_min, tokens_min: for so many rows of so many tokens there is room too.
+    """
+    import torch
+
+    from worker.attention.pool import KvPool
+    from worker.device.device import open_device
+    from worker.loading.load import load_model
+    from worker.step.memory import make_runner
+
+    device = open_device("cpu" if plan.tiny else "auto", steady=plan.determinism != "fast")
+    if plan.tiny:
+        torch.set_num_threads(1)
+    dtype = "float32" if plan.tiny else "auto"
+    model = load_model(
+        plan.model, load_format="dummy", dtype=dtype, device=device, block_size=BLOCK_SIZE, kv_dtype=plan.kv_dtype
+    )
+    print(f"{plan.determinism}: {model.unsteady or 'each row by itself'}", file=sys.stderr, flush=True)
+    width = max(plan.context_max, tokens_min) // BLOCK_SIZE
+    rows = max(*plan.batches, rows_min)
     pool = KvPool(model.geometry, rows * width, device)
     for tensor in pool.tensors():
         if tensor.is_floating_point() and tensor.element_size() > 1:
@@ -58,15 +77,7 @@ def measure_runner(plan: Plan, save: Save) -> dict[str, Any]:
             runner.graphs.capture_one(runner.graphs.size_for(batch))
     device.synchronize()
     print(f"graphs captured in {monotonic() - started:.1f} s", file=sys.stderr, flush=True)
-    found["batches"] = {}
-    for batch in plan.batches:
-        found["batches"][str(batch)] = _runner_batch(runner, plan, batch, width)
-        print(f"runner {batch}: {found['batches'][str(batch)]}", file=sys.stderr, flush=True)
-        save(found)
-    if device.runs_kernels:
-        found["profile"] = _profiles(runner, plan, width)
-        found |= _rates(device)
-    return found
+    return device, model, runner
 
 
 def _rates(device: Any) -> dict[str, float]:
@@ -112,7 +123,9 @@ def _steps_of(plan: Plan, batch: int, width: int) -> tuple[Any, Callable[[int], 
     return tables, step
 
 
-def _runner_batch(runner: Any, plan: Plan, batch: int, width: int) -> dict[str, Any]:
+def decode_steps(runner: Any, plan: Plan, batch: int) -> dict[str, Any]:
+    """What steps of `batch` rows of one token take, two of them under way as in a worker."""
+    width = plan.context_max // BLOCK_SIZE
     tables, step = _steps_of(plan, batch, width)
     under_way = [runner.launch(step(0), tables)]
     begun = monotonic()

@@ -28,6 +28,7 @@ def measure_served(plan: Plan, save: Save) -> dict[str, Any]:
         "decode_gap_ms": 10_000.0,  # prompts as fast as they go: what is measured comes after them
     }
     worker: dict[str, Any] = {"model": plan.model, "kv_dtype": plan.kv_dtype, "attention": plan.attention}
+    worker["determinism"] = plan.determinism
     if plan.tiny:
         worker |= {"device": "cpu", "dtype": "float32", "threads": 1, "graphs": "on"}
         worker["blocks"] = rows * plan.context_max // BLOCK_SIZE

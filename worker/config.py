@@ -16,6 +16,7 @@ from kvforge.protocol.transport import default_runtime_dir, worker_endpoint
 ATTENTIONS = ("auto", "triton", "reference")
 KERNELS = ("auto", "reference")
 GRAPHS = ("auto", "on", "off")
+BATCH_INVARIANT, FAST = DETERMINISMS = ("batch-invariant", "fast")
 # Where nothing is said: half a gibibyte on a CPU, whose memory others use too; of a GPU, which is ours, so much of what
 # is free, less what steps and graphs were seen to take. The rest is for what no trial shows.
 CPU_KV_BYTES = 512 << 20
@@ -43,6 +44,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     GGUF file has them.
     attention: the kernels, the plain-torch reference, or (auto) the fastest that the device can run. kernels: auto, or
     reference: attention, layers, sampling and copies all in plain torch, and no kernel of Triton's anywhere.
+    determinism: batch-invariant: a request's tokens and log-probabilities do not depend on what is computed beside it;
+    fast: they may, in their last bits. `kvforge health` says whether it holds for the model.
     graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: of batches of up to so many rows.
     context_tokens_max: the longest sequence, prompt and answer; 0: what the model is said to have. More than that is
     possible only as far as its rotary embedding is scaled for it.
@@ -65,6 +68,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     blocks: int = 0
     attention: str = "auto"
     kernels: str = "auto"
+    determinism: str = BATCH_INVARIANT
     graphs: str = "auto"
     graph_rows_max: int = 512
     threads: int = 0
@@ -83,7 +87,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         if not self.model:
             raise InvalidConfiguration("model", "is required: a path, or a name that `kvforge pull` knows")
         logs.check(self.log_level, self.log_format)
-        named = {"attention": ATTENTIONS, "kernels": KERNELS, "graphs": GRAPHS, "weight_dtype": choices.WEIGHT_DTYPES}
+        named = {"attention": ATTENTIONS, "kernels": KERNELS, "determinism": DETERMINISMS, "graphs": GRAPHS}
+        named["weight_dtype"] = choices.WEIGHT_DTYPES
         for field, known in named.items():
             if getattr(self, field) not in known:
                 raise InvalidConfiguration(field, f"must be one of {', '.join(known)}")

@@ -33,6 +33,7 @@ class PagedBatch:
     tables: [rows, width] int64 host, block ids in the pool. starts, counts, lengths: [rows] int64 host;
     lengths = starts + counts. query_starts: [rows + 1] int64 host: where each row's tokens begin in the flat batch.
     kv_slots: [tokens] int64 host: where each new token's K and V go; -1: nowhere (padding of a static batch, length 0).
+    generated: [rows] bool host, rows of one token that was generated, or is taken for one: decodes.
     plans: what an implementation derives from the above; emptied when a static batch is filled.
     """
 
@@ -44,6 +45,7 @@ class PagedBatch:
     kv_slots: IntArray
     block_size: int
     device: Device
+    generated: npt.NDArray[np.bool_]
     plans: dict[Any, Any] = field(default_factory=dict)
     _device_arrays: dict[Hashable, torch.Tensor] = field(default_factory=dict)
     _renewed: list[tuple[Callable[[PagedBatch], Int32Array], slice]] = field(default_factory=list)
@@ -52,9 +54,18 @@ class PagedBatch:
 
     @classmethod
     def build(
-        cls, tables: Int32Array, starts: Int32Array, counts: Int32Array, block_size: int, device: Device
+        cls,
+        tables: Int32Array,
+        starts: Int32Array,
+        counts: Int32Array,
+        block_size: int,
+        device: Device,
+        generated: npt.NDArray[np.bool_] | None = None,
     ) -> PagedBatch:
-        """tables: [rows, width] int32; starts, counts: [rows] int32. Errors: InvalidRequest names the argument."""
+        """tables: [rows, width] int32; starts, counts: [rows] int32. generated: [rows] bool; None: rows of one token.
+
+        Errors: InvalidRequest names the argument.
+        """
         _check_rows(tables, starts, counts, block_size)
         tables64, starts64, counts64 = tables.astype(np.int64), starts.astype(np.int64), counts.astype(np.int64)
         query_starts = np.zeros(len(counts64) + 1, np.int64)
@@ -62,7 +73,9 @@ class PagedBatch:
         rows = np.repeat(np.arange(len(counts64)), counts64)
         positions = np.arange(query_starts[-1]) - np.repeat(query_starts[:-1] - starts64, counts64)
         slots = tables64[rows, positions // block_size] * block_size + positions % block_size
-        return cls(tables64, starts64, counts64, starts64 + counts64, query_starts, slots, block_size, device)
+        lengths = starts64 + counts64
+        decodes = counts64 == 1 if generated is None else generated
+        return cls(tables64, starts64, counts64, lengths, query_starts, slots, block_size, device, decodes)
 
     @classmethod
     def static(
@@ -84,6 +97,7 @@ class PagedBatch:
             nothing - 1,
             block_size,
             device,
+            np.ones(rows, np.bool_),
         )
         batch._places = places = _Places(rows, width, device, extra) if shared is None else shared._fixed_places()
         assert rows <= len(places.tables), "shared memory is for fewer rows"

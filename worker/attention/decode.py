@@ -54,12 +54,15 @@ def decode_planner(
     units = _units(heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, is_few(rows_max, heads, kv_heads, head_size, dtype, target))
     programs = max(1, target.multiprocessors * tiles.waves_per_block // units)
-    return DecodePlanner(rows_max, programs, tiles.keys, window)
+    return DecodePlanner(rows_max, programs, tiles.keys, window, target.steady)
 
 
 def is_few(rows: int, heads: int, kv_heads: int, head_size: int, dtype: torch.dtype, target: Target) -> bool:
-    """Whether each program of so many whole rows can have a multiprocessor to itself. dtype: of K and V."""
-    return rows * _units(heads, kv_heads, head_size, dtype, target) <= target.multiprocessors
+    """Whether each program of so many whole rows can have a multiprocessor to itself, and may have other tiles then.
+
+    dtype: of K and V.
+    """
+    return not target.steady and rows * _units(heads, kv_heads, head_size, dtype, target) <= target.multiprocessors
 
 
 def decode_tiles(head_size: int, dtype: torch.dtype, target: Target, few: bool = False) -> DecodeTiles:
@@ -148,7 +151,9 @@ def paged_decode(
     few = is_few(rows, heads, kv_heads, head_size, dtype, target)
     tiles = decode_tiles(head_size, dtype, target, few)
     constants = decode_constants(heads, kv_heads, head_size, block_size, dtype, options.softcap > 0, target, few)
-    programs = plan.shape[0] // FIELDS * _units(heads, kv_heads, head_size, dtype, target)
+    units = (plan.shape[0] // FIELDS - 1) * _units(heads, kv_heads, head_size, dtype, target)
+    # Steady plans have room for more parts than most steps need: programs that find nothing to do cost time too.
+    programs = min(units, target.multiprocessors * tiles.waves_per_block) if target.steady else units
     decode_kernel[(programs,)](
         query,
         keys,

@@ -23,10 +23,11 @@ import triton.language as tl
 
 from worker.device.target import HEAD_UNIT
 
-from .plan_items import DECODE_PART, FIELDS, place
+from .plan_items import DECODE_HEAD, DECODE_PART, FIELDS, place
 
 _UNIT = tl.constexpr(HEAD_UNIT)
 _FIELDS = tl.constexpr(FIELDS)
+_ITEMS = tl.constexpr(place(DECODE_HEAD, "items"))
 _ROW, _BEGIN, _END, _FIRST_PARTIAL, _PART, _PARTS = (
     tl.constexpr(place(DECODE_PART, name)) for name in ("row", "begin", "end", "first_partial", "part", "parts")
 )
@@ -179,7 +180,7 @@ def decode_kernel(
     PRECISION: tl.constexpr,
     FLUSHED: tl.constexpr,
 ):
-    """One part of one row for one KV head, or for a slice of ROWS of its query heads.
+    """Parts of rows, each for one KV head, or for a slice of ROWS of its query heads. Grid: [programs], any number.
 
     query, output: [rows, HEADS, HEAD_SIZE]. tables: [rows, table_stride] int32. plan: see DecodePlanner.plan.
     keys, values: [blocks, BLOCK_SIZE, KV_HEADS, HEAD_SIZE], or int16 [..., HEAD_SIZE / 2] where KIND names a quantised
@@ -197,138 +198,137 @@ def decode_kernel(
     PACK: tl.constexpr = 2 if KIND else 1
     WIDTH: tl.constexpr = HEAD_SIZE // PACK  # numbers of K or V as they are loaded
     TILE: tl.constexpr = HEAD_TILE // PACK
-    unit = tl.program_id(0)
-    kv_head = unit % UNITS // SLICES
-    first_in_group = unit % SLICES * ROWS
-    item = plan + _FIELDS * (unit // UNITS)
-    row = tl.load(item + _ROW).to(tl.int64)
-    begin = tl.load(item + _BEGIN)
-    end = tl.load(item + _END)
-    first_partial = tl.load(item + _FIRST_PARTIAL)
-    part = tl.load(item + _PART)
-    parts = tl.load(item + _PARTS)
+    n_units = tl.load(plan + _ITEMS) * UNITS
     if CHAINED:
         tl.extra.cuda.gdc_wait()  # until the kernel before this one is done: it does not write the plan
-    if parts == 0:
-        return
+    for unit in range(tl.program_id(0), n_units, tl.num_programs(0)):
+        kv_head = unit % UNITS // SLICES
+        first_in_group = unit % SLICES * ROWS
+        item = plan + _FIELDS * (1 + unit // UNITS)
+        row = tl.load(item + _ROW).to(tl.int64)
+        begin = tl.load(item + _BEGIN)
+        end = tl.load(item + _END)
+        first_partial = tl.load(item + _FIRST_PARTIAL)
+        part = tl.load(item + _PART)
+        parts = tl.load(item + _PARTS)
 
-    g = first_in_group + tl.arange(0, ROWS)
-    d = tl.arange(0, TILE)
-    n = tl.arange(0, KEYS)
-    in_group = (g < GROUP)[:, None]
-    head = kv_head * GROUP + g
-    query_row = query + row * (query_stride * _UNIT)
-    if KIND:
-        places = head[:, None] * HEAD_SIZE + 2 * d[None, :]
-        low = tl.load(query_row + places, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)
-        high = tl.load(query_row + places + 1, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)
-        # float16 has fewer exponents than the query's dtype: a head's greatest number becomes 1.
-        size = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
-        size = tl.where(size > 0.0, size, 1.0)
-        q = (low / size[:, None]).to(tl.float16)
-        q_high = (high / size[:, None]).to(tl.float16)
-        factor = size * scale
-        if KIND == 2 and not ASSEMBLY:
-            factor *= 256.0
-    else:
-        places = head[:, None] * HEAD_SIZE + d[None, :]
-        q = tl.load(query_row + places, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(keys.dtype.element_ty)
-        if WIDEN:
-            q = q.to(tl.float32)
-        q_high = q
-        factor = tl.full([ROWS], 1.0, tl.float32) * scale
-
-    table = tables + row * table_stride
-    key_columns = (keys + kv_head * WIDTH + d)[None, :]
-    value_columns = (values + kv_head * WIDTH + d)[None, :]
-    if KIND:
-        key_scales += kv_head
-        value_scales += kv_head
-    greatest = tl.full([ROWS], float("-inf"), tl.float32)
-    total = tl.zeros([ROWS, KEYS], tl.float32)  # summed over keys at the end: a sum across warps for each tile is dear
-    sums = tl.zeros([ROWS, TILE], tl.float32)
-    sums_high = tl.zeros([ROWS, TILE], tl.float32)
-    for first in tl.range(begin // KEYS * KEYS, end, KEYS, num_stages=STAGES):
-        wanted = first + n
-        seen = ((wanted >= begin) & (wanted < end))[None, :]
-        position = tl.minimum(tl.maximum(wanted, begin), end - 1)
-        position = position.to(tl.uint32)  # dividing an unsigned number by a power of two is one shift
-        block = tl.load(table + position // BLOCK_SIZE).to(tl.uint32)
-        slot = block * BLOCK_SIZE + position % BLOCK_SIZE
-        offset = (slot.to(tl.int64) * (KV_HEADS * WIDTH))[:, None]
-        if WIDTH == TILE:
-            k = tl.load(key_columns + offset)
-            v = tl.load(value_columns + offset)
-        else:
-            k = tl.load(key_columns + offset, mask=(d < WIDTH)[None, :], other=0)
-            v = tl.load(value_columns + offset, mask=(d < WIDTH)[None, :], other=0)
+        g = first_in_group + tl.arange(0, ROWS)
+        d = tl.arange(0, TILE)
+        n = tl.arange(0, KEYS)
+        in_group = (g < GROUP)[:, None]
+        head = kv_head * GROUP + g
+        query_row = query + row * (query_stride * _UNIT)
         if KIND:
-            key_scale = tl.load(key_scales + slot.to(tl.int64) * KV_HEADS)
-            value_scale = tl.load(value_scales + slot.to(tl.int64) * KV_HEADS)
-            k, k_high = _unpack(k, KIND, ASSEMBLY)
-            scores = tl.dot(q, tl.trans(k))
-            scores = tl.dot(q_high, tl.trans(k_high), scores) * factor[:, None] * key_scale[None, :]
+            places = head[:, None] * HEAD_SIZE + 2 * d[None, :]
+            low = tl.load(query_row + places, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)
+            high = tl.load(query_row + places + 1, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(tl.float32)
+            # float16 has fewer exponents than the query's dtype: a head's greatest number becomes 1.
+            size = tl.maximum(tl.max(tl.abs(low), 1), tl.max(tl.abs(high), 1))
+            size = tl.where(size > 0.0, size, 1.0)
+            q = (low / size[:, None]).to(tl.float16)
+            q_high = (high / size[:, None]).to(tl.float16)
+            factor = size * scale
+            if KIND == 2 and not ASSEMBLY:
+                factor *= 256.0
         else:
+            places = head[:, None] * HEAD_SIZE + d[None, :]
+            q = tl.load(query_row + places, mask=in_group & (d < WIDTH)[None, :], other=0.0).to(keys.dtype.element_ty)
             if WIDEN:
-                k = k.to(tl.float32)
-                v = v.to(tl.float32)
-            scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
-        if SOFTCAP == 1:
-            scores = _capped(scores, softcap)
-        elif SOFTCAP == 2:  # a branch would make the compiler write the loop twice, which costs registers
-            scores = tl.where(softcap > 0.0, _capped(scores, softcap), scores)
-        scores = tl.where(seen, scores, float("-inf"))
-        if KIND:
-            # The scale is 2 ** exponent x mantissa; the exponent goes into the maximum, the mantissa (1 to 2) does not.
-            # A scale of 0 keeps its weight in the total, and one that is NaN (broken numbers) makes the result NaN.
-            exponent = tl.maximum(value_scale, 1e-18).to(tl.int32, bitcast=True) & 0x7F800000
-            scores += ((exponent >> 23) - 127).to(tl.float32)[None, :]
-            unscale = ((254 << 23) - exponent).to(tl.float32, bitcast=True)  # 2 ** -exponent
-            mantissa = value_scale * unscale
-        new_greatest = tl.maximum(greatest, tl.max(scores, 1))
-        shrink = tl.exp2(greatest - new_greatest)[:, None]
-        weights = tl.exp2(scores - new_greatest[:, None])
-        greatest = new_greatest
-        if KIND:
-            total = total * shrink + weights * unscale[None, :]
-            weights *= mantissa[None, :]
-            v, v_high = _unpack(v, KIND, ASSEMBLY)
-            sums = tl.dot(weights.to(tl.float16), v, sums * shrink)
-            sums_high = tl.dot(weights.to(tl.float16), v_high, sums_high * shrink)
-        else:
-            total = total * shrink + weights
-            sums = tl.dot(weights.to(v.dtype), v, sums * shrink, input_precision=PRECISION)
-    if KIND:
-        sums = tl.reshape(tl.join(sums, sums_high), [ROWS, HEAD_TILE])
-        if KIND == 2 and not ASSEMBLY:
-            sums *= 256.0
+                q = q.to(tl.float32)
+            q_high = q
+            factor = tl.full([ROWS], 1.0, tl.float32) * scale
 
-    if CHAINED:
-        tl.extra.cuda.gdc_launch_dependents()
-    weight = tl.sum(total, 1)
-    result = sums / weight[:, None]
-    e = tl.arange(0, HEAD_TILE)
-    mask = in_group & (e < HEAD_SIZE)[None, :]
-    output_row = output + row * (HEADS * HEAD_SIZE)
-    if parts == 1:
-        here = output_row + head[:, None] * HEAD_SIZE + e[None, :]
-        tl.store(here, result.to(output.dtype.element_ty), mask=mask)
-    else:
-        place = (first_partial + part) * HEADS + head
-        tl.store(partials + place.to(tl.int64)[:, None] * HEAD_SIZE + e[None, :], result, mask=mask)
-        tl.store(sizes + place, greatest + tl.log2(weight), mask=g < GROUP)
-        if FLUSHED:
-            # The barrier of these GPUs waits for shared memory alone.
-            tl.inline_asm_elementwise(
-                "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [g], dtype=tl.int32, is_pure=False, pack=1
-            )
-        tl.debug_barrier()  # every thread's stores come before the counter
-        counter = counters + row * UNITS + unit % UNITS
-        if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
-            tl.store(counter, 0)  # for the next launch
-            left = tl.minimum(GROUP - first_in_group, ROWS)
-            for done in range(0, left, MERGE_ROWS):
-                _merge(
-                    partials, sizes, output_row, first_partial, parts, kv_head * GROUP + first_in_group + done,
-                    left - done, HEADS, HEAD_SIZE, HEAD_TILE, MERGE_ROWS, MERGE_PARTS,
-                )  # fmt: skip
+        table = tables + row * table_stride
+        key_columns = (keys + kv_head * WIDTH + d)[None, :]
+        value_columns = (values + kv_head * WIDTH + d)[None, :]
+        greatest = tl.full([ROWS], float("-inf"), tl.float32)
+        # Summed over keys at the end: a sum across warps for each tile is dear.
+        total = tl.zeros([ROWS, KEYS], tl.float32)
+        sums = tl.zeros([ROWS, TILE], tl.float32)
+        sums_high = tl.zeros([ROWS, TILE], tl.float32)
+        for first in tl.range(begin // KEYS * KEYS, end, KEYS, num_stages=STAGES):
+            wanted = first + n
+            seen = ((wanted >= begin) & (wanted < end))[None, :]
+            position = tl.minimum(tl.maximum(wanted, begin), end - 1)
+            position = position.to(tl.uint32)  # dividing an unsigned number by a power of two is one shift
+            block = tl.load(table + position // BLOCK_SIZE).to(tl.uint32)
+            slot = block * BLOCK_SIZE + position % BLOCK_SIZE
+            offset = (slot.to(tl.int64) * (KV_HEADS * WIDTH))[:, None]
+            if WIDTH == TILE:
+                k = tl.load(key_columns + offset)
+                v = tl.load(value_columns + offset)
+            else:
+                k = tl.load(key_columns + offset, mask=(d < WIDTH)[None, :], other=0)
+                v = tl.load(value_columns + offset, mask=(d < WIDTH)[None, :], other=0)
+            if KIND:
+                key_scale = tl.load(key_scales + kv_head + slot.to(tl.int64) * KV_HEADS)
+                value_scale = tl.load(value_scales + kv_head + slot.to(tl.int64) * KV_HEADS)
+                k, k_high = _unpack(k, KIND, ASSEMBLY)
+                scores = tl.dot(q, tl.trans(k))
+                scores = tl.dot(q_high, tl.trans(k_high), scores) * factor[:, None] * key_scale[None, :]
+            else:
+                if WIDEN:
+                    k = k.to(tl.float32)
+                    v = v.to(tl.float32)
+                scores = tl.dot(q, tl.trans(k), input_precision=PRECISION) * factor[:, None]
+            if SOFTCAP == 1:
+                scores = _capped(scores, softcap)
+            elif SOFTCAP == 2:  # a branch would make the compiler write the loop twice, which costs registers
+                scores = tl.where(softcap > 0.0, _capped(scores, softcap), scores)
+            scores = tl.where(seen, scores, float("-inf"))
+            if KIND:
+                # The scale is 2 ** exponent x mantissa; the exponent goes into the maximum, the mantissa (1 to 2) does
+                # not. A scale of 0 keeps its weight in the total, and one that is NaN (broken numbers) makes the result
+                # NaN.
+                exponent = tl.maximum(value_scale, 1e-18).to(tl.int32, bitcast=True) & 0x7F800000
+                scores += ((exponent >> 23) - 127).to(tl.float32)[None, :]
+                unscale = ((254 << 23) - exponent).to(tl.float32, bitcast=True)  # 2 ** -exponent
+                mantissa = value_scale * unscale
+            new_greatest = tl.maximum(greatest, tl.max(scores, 1))
+            shrink = tl.exp2(greatest - new_greatest)[:, None]
+            weights = tl.exp2(scores - new_greatest[:, None])
+            greatest = new_greatest
+            if KIND:
+                total = total * shrink + weights * unscale[None, :]
+                weights *= mantissa[None, :]
+                v, v_high = _unpack(v, KIND, ASSEMBLY)
+                sums = tl.dot(weights.to(tl.float16), v, sums * shrink)
+                sums_high = tl.dot(weights.to(tl.float16), v_high, sums_high * shrink)
+            else:
+                total = total * shrink + weights
+                sums = tl.dot(weights.to(v.dtype), v, sums * shrink, input_precision=PRECISION)
+        if KIND:
+            sums = tl.reshape(tl.join(sums, sums_high), [ROWS, HEAD_TILE])
+            if KIND == 2 and not ASSEMBLY:
+                sums *= 256.0
+
+        if CHAINED:  # noqa: SIM102 - known when it is compiled, the other is not
+            if unit + tl.num_programs(0) >= n_units:
+                tl.extra.cuda.gdc_launch_dependents()
+        weight = tl.sum(total, 1)
+        result = sums / weight[:, None]
+        e = tl.arange(0, HEAD_TILE)
+        mask = in_group & (e < HEAD_SIZE)[None, :]
+        output_row = output + row * (HEADS * HEAD_SIZE)
+        if parts == 1:
+            here = output_row + head[:, None] * HEAD_SIZE + e[None, :]
+            tl.store(here, result.to(output.dtype.element_ty), mask=mask)
+        else:
+            place = (first_partial + part) * HEADS + head
+            tl.store(partials + place.to(tl.int64)[:, None] * HEAD_SIZE + e[None, :], result, mask=mask)
+            tl.store(sizes + place, greatest + tl.log2(weight), mask=g < GROUP)
+            if FLUSHED:
+                # The barrier of these GPUs waits for shared memory alone.
+                tl.inline_asm_elementwise(
+                    "s_waitcnt vmcnt(0)\nv_mov_b32 $0, $1", "=v,v,~{memory}", [g], dtype=tl.int32, is_pure=False, pack=1
+                )
+            tl.debug_barrier()  # every thread's stores come before the counter
+            counter = counters + row * UNITS + unit % UNITS
+            if tl.atomic_add(counter, 1, sem="acq_rel") == parts - 1:
+                tl.store(counter, 0)  # for the next launch
+                left = tl.minimum(GROUP - first_in_group, ROWS)
+                for done in range(0, left, MERGE_ROWS):
+                    _merge(
+                        partials, sizes, output_row, first_partial, parts, kv_head * GROUP + first_in_group + done,
+                        left - done, HEADS, HEAD_SIZE, HEAD_TILE, MERGE_ROWS, MERGE_PARTS,
+                    )  # fmt: skip

@@ -1,7 +1,9 @@
 """How the decodes of a step are cut into parts of work: planned on the host once a step, shared by all its layers.
 
 A row is cut into *parts*, spans of its keys. A part times a KV head is what one program of the kernel does; where a row
-has several parts, the last program to finish merges them. Two ways to cut:
+has several parts, the last program to finish merges them, in their order. So where a row is cut decides in which order
+its sums are rounded. A *steady* planner cuts a row by its own length alone: into equal parts of STEADY_MIN keys at
+least, and no more than STEADY_PARTS. Any other one cuts by all the rows of a step, in one of two ways:
 
 - equal parts, all of them at work at once (one wave): where rows are few and such parts come out nearly equal;
 - else rows go longest first, and each part may be as long as a share of the work that is still left (guided
@@ -9,9 +11,8 @@ has several parts, the last program to finish merges them. Two ways to cut:
   share of all work. Most rows stay whole, and the last ones to start are cut finely enough that all multiprocessors
   finish together.
 
-So where a row is cut depends on the rows beside it, and with it the order in which its sums are rounded.
-
-The array has a size that depends on rows_max only, so that a captured graph finds a new plan where the old one was.
+Either way the parts with the most keys are started first. The array has a size that depends on rows_max only, so that a
+captured graph finds a new plan where the old one was.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ from dataclasses import dataclass
 import numpy as np
 import numpy.typing as npt
 
-from .plan_items import DECODE_PART, FIELDS, Int32Array, named
+from .plan_items import DECODE_HEAD, DECODE_PART, FIELDS, Int32Array, named
 
 EQUAL_MIN = 128  # keys of equal parts at least: a part costs about as much as reading that many
 GUIDED_MIN = 384  # keys of the smallest parts of the guided way; see benchmarks/NOTES.md
 GUIDED_SHARE = 2.0  # a part's greatest share of the work left, in equal shares of it
 UNEVEN_MAX = 1.15  # equal parts are taken if the longest is no more than this times the average program's work
 WAVES_MORE = 3  # parts beyond one for each row, in multiples of the programs that run at once
+STEADY_MIN, STEADY_PARTS = 384, 16  # see benchmarks/NOTES.md
 
 
 @dataclass(frozen=True)
@@ -36,13 +38,14 @@ class DecodePlanner:
 
     rows_max: rows of the batch, padding included. programs: that run at once for one part index, the device's resident
     programs divided by what a part needs (KV heads x slices of query heads). key_tile: keys of one step of the
-    kernel's loop; parts are cut at multiples of it. window: see AttentionOptions.
+    kernel's loop; parts are cut at multiples of it. window: see AttentionOptions. steady: see `Device.steady`.
     """
 
     rows_max: int
     programs: int
     key_tile: int
     window: int = 0
+    steady: bool = False
 
     def __post_init__(self) -> None:
         for name in ("rows_max", "programs", "key_tile"):
@@ -51,17 +54,19 @@ class DecodePlanner:
     @property
     def items_max(self) -> int:
         """Parts of one plan at most."""
+        if self.steady:
+            return self.rows_max * STEADY_PARTS
         return self.rows_max + self.programs * (WAVES_MORE if self.rows_max > 1 else 1)
 
     @property
     def size(self) -> int:
         """Length of the plan's array."""
-        return FIELDS * self.items_max
+        return FIELDS * (1 + self.items_max)
 
     def plan(self, lengths: npt.NDArray[np.integer]) -> Int32Array:
         """lengths: [rows <= rows_max] tokens of each row, the new one included; 0: padding, nothing is done for it.
 
-        Returns [size] int32: `plan_items.DECODE_PART`, those with the most keys first, then padding, all zeros.
+        Returns [size] int32: `plan_items.DECODE_HEAD`, then `DECODE_PART`s, those with the most keys first, then zeros.
         """
         assert len(lengths) <= self.rows_max
         ends = lengths.astype(np.int64)
@@ -76,8 +81,9 @@ class DecodePlanner:
         of_row = np.repeat(parts, parts)
         low = firsts[item_rows] + part * tiles[item_rows] // of_row
         high = firsts[item_rows] + (part + 1) * tiles[item_rows] // of_row
-        array = np.zeros((self.items_max, FIELDS), np.int32)
-        used = array[: len(item_rows)]
+        array = np.zeros((1 + self.items_max, FIELDS), np.int32)
+        named(array[:1], DECODE_HEAD)["items"] = len(item_rows)
+        used = array[1 : 1 + len(item_rows)]
         items = named(used, DECODE_PART)
         items["row"] = item_rows
         items["begin"] = np.maximum(low * self.key_tile, begins[item_rows])
@@ -90,6 +96,8 @@ class DecodePlanner:
 
     def _parts(self, tiles: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
         """tiles: [rows] of each row, descending, none 0 -> parts of each row; their sum is items_max at most."""
+        if self.steady:
+            return -(-tiles // np.maximum(-(-tiles // STEADY_PARTS), -(-STEADY_MIN // self.key_tile)))
         total = int(tiles.sum())
         if len(tiles) <= self.programs:
             minimum = -(-EQUAL_MIN // self.key_tile)

@@ -20,8 +20,10 @@ def _item(*names: str) -> np.dtype[np.void]:
     return np.dtype([(name, np.int32) for name in (*names, *unused)])
 
 
+# How many parts follow.
+DECODE_HEAD = _item("items")
 # A part of a row's keys, from `begin` to before `end`. The results of a row's `parts` go to the places of the workspace
-# from `first_partial` on. parts 0: padding.
+# from `first_partial` on.
 DECODE_PART = _item("row", "begin", "end", "first_partial", "part", "parts")
 # `tokens` new tokens of a row from `first_token` of the flat batch on, which is at `position`. row_start: position of
 # the row's first new token. row_length: with all of them. first_page: of the row in a workspace, where it has one.

@@ -20,10 +20,9 @@ from worker.device.target import Target, head_class, in_units
 from .interface import AttentionOptions, KvLayer
 from .prefill_copy import copy_rows
 from .prefill_plan import PrefillShape, prefill_shape
-from .prefill_portable import prefill_portable
+from .prefill_portable import NO_WINDOW, prefill_portable
 from .quantised import as_bytes, is_quantised
 
-NO_WINDOW = 1 << 30  # tokens: more than any row has
 LOG2_E = 1.4426950408889634
 
 

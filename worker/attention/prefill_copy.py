@@ -70,20 +70,25 @@ def copy_kernel(
     source = (block * POOL_BLOCK + token % POOL_BLOCK) * KV_HEADS + kv_head
     target = (page * PAGE + offset) * KV_HEADS + kv_head
     at = workspace + target[:, None] * HEAD + columns[None, :]
-    mask = inside[:, None] & (columns < HEAD)[None, :]
+    mask = (columns < HEAD)[None, :]  # zeros where the row has no token: something lies there that means nothing
     dtype = workspace.dtype.element_ty
     tl.store(at, _dequantised(keys, key_scales, source, inside, columns, HEAD).to(dtype), mask=mask)
     at += pages.to(tl.int64) * PAGE * KV_HEADS * HEAD
     tl.store(at, _dequantised(values, value_scales, source, inside, columns, HEAD).to(dtype), mask=mask)
 
 
-def copy_groups(starts: IntArray, counts: IntArray, group: int, rows: IntArray) -> tuple[IntArray, list[IntArray]]:
+def copy_groups(
+    starts: IntArray, counts: IntArray, group: int, rows: IntArray, steady: bool = False
+) -> tuple[IntArray, list[IntArray]]:
     """Which of `rows` are read where they lie, and those to copy first, in groups that a workspace of PAGES_MAX holds.
 
     starts, counts: [all rows] int host. group: query heads of one KV head. What happens to a row depends on it alone.
+    steady: nor does it depend on how many tokens of it are new, as long as the row fits the workspace.
     """
     pages = -(-(starts + counts)[rows] // PAGE)
-    copied = (counts[rows] * group >= OPERATIONS_MIN) & (pages <= PAGES_MAX)
+    copied = pages <= PAGES_MAX
+    if not steady:
+        copied &= counts[rows] * group >= OPERATIONS_MIN
     groups: list[list[int]] = []
     room = 0
     for row, needed in zip(rows[copied].tolist(), pages[copied].tolist(), strict=True):

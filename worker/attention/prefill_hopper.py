@@ -41,11 +41,12 @@ NOWHERE = gl.constexpr(2147483647)  # position of a place that holds no token: a
 def _mask(scores, step, queries, first_key, length, window, sizes):
     """-inf where a query does not see a key. queries: [64] positions."""
     key = step * sizes.KEYS + gl.arange(0, sizes.KEYS, gl.SliceLayout(0, sizes.SCORES))
-    last = (length - 1) // sizes.CHUNK * sizes.CHUNK  # the last chunk: its tokens lie at its end
-    shift = last + sizes.CHUNK - length
-    if (shift > 0) & (last < (step + 1) * sizes.KEYS):
-        key = gl.where(key < last, key, gl.where(key - shift >= last, key - shift, NOWHERE))
-    if sizes.WINDOW:
+    if sizes.PAGED:
+        last = (length - 1) // sizes.CHUNK * sizes.CHUNK  # the last chunk: its tokens lie at its end
+        shift = last + sizes.CHUNK - length
+        if (shift > 0) & (last < (step + 1) * sizes.KEYS):
+            key = gl.where(key < last, key, gl.where(key - shift >= last, key - shift, NOWHERE))
+    if sizes.WINDOW and sizes.PAGED:
         front = first_key // sizes.CHUNK * sizes.CHUNK  # the first one: at its beginning
         moved = key + (first_key - front)
         in_front = (first_key > 0) & (key >= front) & (key < front + sizes.CHUNK)
@@ -58,18 +59,31 @@ def _mask(scores, step, queries, first_key, length, window, sizes):
 
 @gluon.jit
 def _softmax(scores, largest, total, scale, cap, step, queries, first_key, length, window, sizes, MASKED: gl.constexpr):
-    """Weights of this step's keys [64, KEYS] float32, the new largest score and total [64], and what fades the old."""
+    """Weights of this step's keys [64, KEYS] float32, the new largest, scaled, and total [64]; what fades the old."""
     if sizes.SOFTCAP:
         scores = 1.0 - 2.0 / (gl.exp2(scores * cap) + 1.0)  # tanh(x) = 1 - 2 / (e^2x + 1)
     if MASKED:
         scores = _mask(scores, step, queries, first_key, length, window, sizes)
-    new_largest = gl.maximum(largest, gl.max(scores, axis=1))
-    base = new_largest * scale
+    # As it is rounded here, so that what fades by nothing is left as it is: a query may meet steps of keys that it does
+    # not see, or not, depending on those beside it.
+    new_largest = gl.maximum(largest, gl.max(scores, axis=1) * scale)
+    base = new_largest
     if MASKED:
         base = gl.where(new_largest == float("-inf"), 0.0, base)  # a query that has seen no key yet
     weights = gl.exp2(scores * scale - base[:, None])
-    fade = gl.exp2(largest * scale - base)
-    return weights, new_largest, total * fade + gl.sum(weights, axis=1), fade
+    fade = gl.exp2(largest - base)
+    return weights, new_largest, total * fade + _sum(weights), fade
+
+
+@gluon.jit
+def _sum(weights):
+    """Of each row, in whole steps of 2 ** -23, so that their order does not matter: the keys of a row's last chunk lie
+    elsewhere once the row has grown. (The matrix instructions add up 16 keys at once, in no order.) None is above 1,
+    and what is lost is far below what a weight loses as it is rounded to 16 bits.
+    """
+    ONE: gl.constexpr = 0x3F800000  # the bits of 1.0; those of 1 + x are x / 2 ** -23 more
+    steps = gl.sum((weights + 1.0).to(gl.int32, bitcast=True) - ONE, axis=1)
+    return steps.to(gl.float32) * 1.1920928955078125e-07
 
 
 @gluon.jit

@@ -6,7 +6,8 @@ or as much of it as one step takes). The box that is copied is moved by as many 
 engine fills what lies outside of it with zeros: the chunk's tokens then lie further back or forth than they should
 (`prefill_hopper._mask` knows), and its other places hold zeros. (Where chunks are parts of a block, a last chunk that
 is not the first of its block holds tokens of the chunk before it there, and there is no window; they are masked.) A
-chunk that the row does not reach at all is read from beyond the last block: all zeros.
+chunk that the row does not reach at all is read from beyond the last block: all zeros. What was copied into a workspace
+is not moved: `prefill_copy` lays zeros there.
 """
 
 # No `from __future__ import annotations`: the annotations of an aggregate are looked at.
@@ -29,6 +30,7 @@ ROW, FIRST_TOKEN, POSITION, TOKENS, ROW_START, ROW_LENGTH, FIRST_PAGE = (
     gl.constexpr(place(PREFILL_TILE, name))
     for name in ("row", "first_token", "position", "tokens", "row_start", "row_length", "first_page")
 )
+CHUNK_MAX = 16  # keys that the matrix instructions add up at once: within them it is no matter where each one lies
 COLUMNS = 64  # of one copy: 128 bytes, the widest that is stored swizzled
 REGISTERS, COPY_REGISTERS = 240, 24  # of a thread of the computing and of the copying warps
 
@@ -44,7 +46,7 @@ def constants(
         "PACK": pack,
         "SHARE": heads // pack // kv_heads,
         "BLOCK": block_size,
-        "CHUNK": min(block_size, keys),
+        "CHUNK": min(block_size, CHUNK_MAX if paged and not options.window else keys),
         "KEYS": keys,
         "HEAD": head_size,
         "HEAD_PAD": max(COLUMNS, triton.next_power_of_2(head_size)),
@@ -195,8 +197,10 @@ def _copy_step(desc, target, ready, step, row, sizes):
             block = gl.load(table + key // sizes.BLOCK, mask=wanted, other=beyond)
         else:
             block = gl.where(wanted, page + key // sizes.BLOCK, beyond)
-        offset = key % sizes.BLOCK - gl.maximum(gl.minimum(key + sizes.CHUNK - length, sizes.CHUNK - 1), 0)
-        if sizes.WINDOW:
+        offset = key % sizes.BLOCK
+        if sizes.PAGED:
+            offset -= gl.maximum(gl.minimum(key + sizes.CHUNK - length, sizes.CHUNK - 1), 0)
+        if sizes.PAGED and sizes.WINDOW:
             offset += gl.maximum(gl.minimum(first_key - key, sizes.CHUNK - 1), 0)
         for part in gl.static_range(PARTS):
             copy_box(desc, [block, offset, kv_head, part * 64], ready, view.index(part * CHUNKS + chunk))

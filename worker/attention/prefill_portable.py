@@ -16,6 +16,8 @@ from worker.device.target import HEAD_UNIT
 
 from .plan_items import FIELDS, PREFILL_TILE, place
 
+NO_WINDOW = 1 << 30  # tokens: more than any row has
+_NO_WINDOW = tl.constexpr(NO_WINDOW)
 _UNIT = tl.constexpr(HEAD_UNIT)
 _FIELDS = tl.constexpr(FIELDS)
 _ROW, _FIRST_TOKEN, _POSITION, _TOKENS, _ROW_START, _ROW_LENGTH = (
@@ -118,12 +120,14 @@ def _step(
     if MASKED:
         seen = (key[None, :] <= positions[:, None]) & (key[None, :] > positions[:, None] - window) & inside[None, :]
         scores = tl.where(seen, scores, float("-inf"))
-    new_largest = tl.maximum(largest, tl.max(scores, axis=1))
-    base = new_largest * scale
+    # As it is rounded here, so that what fades by nothing is left as it is: a query may meet steps of keys that it does
+    # not see, or not, depending on those beside it.
+    new_largest = tl.maximum(largest, tl.max(scores, axis=1) * scale)
+    base = new_largest
     if MASKED:
         base = tl.where(new_largest == float("-inf"), 0.0, base)  # a query that has seen no key yet
     weights = tl.exp2(scores * scale - base[:, None])
-    fade = tl.exp2(largest * scale - base)
+    fade = tl.exp2(largest - base)
     total = total * fade + tl.sum(weights, axis=1)
     v = _load_tile(values, rows, columns, inside, HEAD, HEAD_PAD, MASKED)
     if QUANTISED:
@@ -230,7 +234,10 @@ def prefill_portable(
     causal = (position + 1) // KEYS * KEYS
     whole = (tl.maximum(end - window, 0) + KEYS - 1) // KEYS * KEYS
     whole = tl.maximum(tl.minimum(whole, causal), first)
-    causal = tl.maximum(causal, whole)
+    # With a window all are, one by one from the first to the last: in which order the sums of a query are made must not
+    # depend on those beside it.
+    whole = tl.where(window < _NO_WINDOW, first, whole)
+    causal = tl.where(window < _NO_WINDOW, first, tl.maximum(causal, whole))
     for at in tl.range(whole, causal, KEYS):
         accumulator, largest, total = _step(
             accumulator, largest, total, q, positions, at, low, length, window, table, keys, values, key_scales,

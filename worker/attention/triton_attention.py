@@ -1,7 +1,8 @@
 """Paged attention by Triton's kernels: which kernel does what of a step, and what each is given.
 
-Rows of one new token go to `decode`, longer ones to `prefill`. Kernels write and read numbers of the model's dtype or
-of a quantised one: where a pool holds floats of another dtype than the model's, attention is computed in the pool's.
+Tokens that were generated go to `decode`, those of prompts to `prefill`. Kernels write and read numbers of the model's
+dtype or of a quantised one: where a pool holds floats of another dtype than the model's, attention is computed in the
+pool's.
 Shapes that the kernels are not made for (see `supports`) go to the plain-torch reference.
 
 Plans depend on the heads of a layer and on its window. Those that one step needed are made for the next one before its
@@ -36,17 +37,17 @@ from .reference import ReferenceAttention, rotate
 from .write import write_kv
 
 _NOTHING = np.zeros(0, np.int32)
+DECODES_MAX = 512  # rows of one launch, whose parts' results have to lie somewhere: the largest graph has as many
 
 
 @dataclass(frozen=True)
-class _Rows:
-    """Which rows of a batch are decodes, that is of one new token. decodes, others: [n] int64 host.
+class _Decodes:
+    """Rows of a batch that are decodes: as many as one launch takes. at: [n] int64 host, which.
 
-    tokens, rows: of the decodes, where they lie side by side. token_index, row_index: [n] int64 device, where not.
+    tokens, rows: where they lie side by side. token_index, row_index: [n] int64 device, where not.
     """
 
-    decodes: IntArray
-    others: IntArray
+    at: IntArray
     tokens: slice | None = None
     rows: slice | None = None
     token_index: torch.Tensor | None = None
@@ -137,20 +138,19 @@ class TritonAttention:
     def _attend(
         self, query: torch.Tensor, layer: KvLayer, batch: PagedBatch, options: AttentionOptions, output: torch.Tensor
     ) -> None:
-        rows = _rows_of(batch)
         tables = batch.tables_on_device
-        if len(rows.others):
+        if len(_others_of(batch)):
             self._prefill(query, layer, tables, batch, options, output)
-        if not len(rows.decodes):
-            return
-        if rows.tokens is not None and rows.rows is not None:
-            part = output[rows.tokens]
-            self._decode(query[rows.tokens], layer, tables[rows.rows], batch, options, part)
-        else:
-            assert rows.token_index is not None and rows.row_index is not None
-            part = torch.empty((len(rows.decodes), *output.shape[1:]), dtype=output.dtype, device=output.device)
-            self._decode(query[rows.token_index], layer, tables[rows.row_index], batch, options, part)
-            output[rows.token_index] = part
+        for number, rows in enumerate(_decodes_of(batch)):
+            if rows.tokens is not None and rows.rows is not None:
+                part = output[rows.tokens]
+                self._decode(query[rows.tokens], layer, tables[rows.rows], batch, number, options, part)
+            else:
+                assert rows.token_index is not None and rows.row_index is not None
+                part = torch.empty((len(rows.at), *output.shape[1:]), dtype=output.dtype, device=output.device)
+                own = query[rows.token_index], layer, tables[rows.row_index]
+                self._decode(*own, batch, number, options, part)
+                output[rows.token_index] = part
 
     def _prefill(
         self,
@@ -166,17 +166,15 @@ class TritonAttention:
         shapes = [prefill_shape(heads, query.dtype, layer, options, target, copied) for copied in (False, True)]
         copies = is_quantised(layer.keys.dtype) and shapes[True].hopper
         group = heads // layer.keys.shape[2] if copies else 0
-        for number in range(len(_prefill_parts(batch, group))):
+        steady = target.steady
+        for number in range(len(_prefill_parts(batch, group, steady))):
             shape = shapes[number > 0]
-            items = self._resident(
-                batch, ("prefill", shape.tokens, group, number), partial(_prefill_plan, shape.tokens, group, number)
-            ).view(-1, FIELDS)
+            part = shape.tokens, group, number
+            items = self._resident(batch, ("prefill", *part), partial(_prefill_plan, *part, steady)).view(-1, FIELDS)
             if number == 0:
                 paged_prefill(query, layer, tables, items, output, options, target)
                 continue
-            pages = self._resident(
-                batch, ("copies", shape.tokens, group, number), partial(_copy_plan, shape.tokens, group, number)
-            ).view(-1, FIELDS)
+            pages = self._resident(batch, ("copies", *part), partial(_copy_plan, *part, steady)).view(-1, FIELDS)
             workspace = self._pages(len(pages), layer, query.dtype)
             paged_prefill(query, layer, tables, items, output, options, target, pages, workspace)
 
@@ -196,20 +194,26 @@ class TritonAttention:
         layer: KvLayer,
         tables: torch.Tensor,
         batch: PagedBatch,
+        number: int,
         options: AttentionOptions,
         output: torch.Tensor,
     ) -> None:
+        """number: of the launch, whose rows these are."""
         count, heads, head_size = query.shape
         shape = (heads, layer.keys.shape[2], head_size, layer.keys.dtype, options.window)
         planner = decode_planner(count, *shape, self._target)
-        plan = self._resident(batch, ("decode", *shape), lambda other: self._decode_plan(other, shape))
+        plan = self._resident(batch, ("decode", number, *shape), partial(self._decode_plan, shape, number))
         query = query if query.stride(1) == head_size else query.contiguous()
         workspace = self._workspace(planner, heads, head_size, query.device)
         paged_decode(query, layer, tables, plan, output, workspace, options, self._target)
 
-    def _decode_plan(self, batch: PagedBatch, shape: tuple[int, int, int, torch.dtype, int]) -> Int32Array:
-        lengths = batch.lengths[_rows_of(batch).decodes]
-        return decode_planner(len(lengths), *shape, self._target).plan(lengths) if len(lengths) else _NOTHING
+    def _decode_plan(self, shape: tuple[int, int, int, torch.dtype, int], number: int, batch: PagedBatch) -> Int32Array:
+        """Of launch `number`, nothing where a batch has no such one."""
+        launches = _decodes_of(batch)
+        if number >= len(launches):
+            return _NOTHING
+        lengths = batch.lengths[launches[number].at]
+        return decode_planner(len(lengths), *shape, self._target).plan(lengths)
 
     def _preload(self, batch: PagedBatch) -> None:
         """Called before anything else of a batch is used: sends what the step before it needed, all at once."""
@@ -255,47 +259,51 @@ def _computed_in(dtype: torch.dtype, layer: KvLayer) -> torch.dtype:
     return torch.float16 if dtype == torch.float32 else dtype
 
 
-def _prefill_parts(batch: PagedBatch, group: int) -> list[IntArray]:
+def _prefill_parts(batch: PagedBatch, group: int, steady: bool) -> list[IntArray]:
     """Rows that are no decodes: first those that are read where they lie, then each group to copy first.
 
-    group: query heads of a KV head where copies help, 0 where they do not.
+    group: query heads of a KV head where copies help, 0 where they do not. steady: see `copy_groups`.
     """
     key = ("prefill parts", group)
     if key not in batch.plans:
-        others = _rows_of(batch).others
-        straight, groups = copy_groups(batch.starts, batch.counts, group, others) if group else (others, [])
+        others = _others_of(batch)
+        straight, groups = copy_groups(batch.starts, batch.counts, group, others, steady) if group else (others, [])
         batch.plans[key] = [straight, *groups]
     parts: list[IntArray] = batch.plans[key]
     return parts
 
 
-def _prefill_plan(tokens: int, group: int, number: int, batch: PagedBatch) -> Int32Array:
+def _prefill_plan(tokens: int, group: int, number: int, steady: bool, batch: PagedBatch) -> Int32Array:
     """The tiles of part `number`, nothing where a batch has no such part."""
-    parts = _prefill_parts(batch, group)
+    parts = _prefill_parts(batch, group, steady)
     if number >= len(parts) or not len(parts[number]):
         return _NOTHING
     return plan_prefill(batch.starts, batch.counts, batch.query_starts, tokens, parts[number])
 
 
-def _copy_plan(tokens: int, group: int, number: int, batch: PagedBatch) -> Int32Array:
-    return plan_copies(_prefill_plan(tokens, group, number, batch).reshape(-1, FIELDS))
+def _copy_plan(tokens: int, group: int, number: int, steady: bool, batch: PagedBatch) -> Int32Array:
+    return plan_copies(_prefill_plan(tokens, group, number, steady, batch).reshape(-1, FIELDS))
 
 
-def _rows_of(batch: PagedBatch) -> _Rows:
-    if "rows" not in batch.plans:
-        batch.plans["rows"] = _split(batch)
-    rows: _Rows = batch.plans["rows"]
-    return rows
+def _others_of(batch: PagedBatch) -> IntArray:
+    """Rows that are no decodes: [n] int64 host."""
+    return np.flatnonzero(~batch.generated)
 
 
-def _split(batch: PagedBatch) -> _Rows:
-    is_decode = batch.counts == 1
-    decodes, others = np.flatnonzero(is_decode), np.flatnonzero(~is_decode)
-    if not len(decodes):
-        return _Rows(decodes, others)
-    first, last = int(decodes[0]), int(decodes[-1])
-    if last - first + 1 == len(decodes):
+def _decodes_of(batch: PagedBatch) -> list[_Decodes]:
+    if "decodes" not in batch.plans:
+        rows = np.flatnonzero(batch.generated)
+        batch.plans["decodes"] = [
+            _decodes(batch, rows[first : first + DECODES_MAX]) for first in range(0, len(rows), DECODES_MAX)
+        ]
+    decodes: list[_Decodes] = batch.plans["decodes"]
+    return decodes
+
+
+def _decodes(batch: PagedBatch, rows: IntArray) -> _Decodes:
+    first, last = int(rows[0]), int(rows[-1])
+    if last - first + 1 == len(rows):
         token = int(batch.query_starts[first])
-        return _Rows(decodes, others, slice(token, token + len(decodes)), slice(first, last + 1))
+        return _Decodes(rows, slice(token, token + len(rows)), slice(first, last + 1))
     upload = batch.device.upload
-    return _Rows(decodes, others, None, None, upload(batch.query_starts[decodes]), upload(decodes))
+    return _Decodes(rows, None, None, upload(batch.query_starts[rows]), upload(rows))

@@ -40,10 +40,17 @@ def _rotate(first, second, cosines, sines, token, rotated_size, columns, inside)
     cosine_second = tl.load(cosines + row + half, mask=inside, other=0.0).to(tl.float32)
     sine_first = tl.load(sines + row, mask=inside, other=0.0).to(tl.float32)
     sine_second = tl.load(sines + row + half, mask=inside, other=0.0).to(tl.float32)
-    return (
-        first * cosine_first[None, :] - second * sine_first[None, :],
-        second * cosine_second[None, :] + first * sine_second[None, :],
-    )
+    cosines_of = cosine_first[None, :], cosine_second[None, :]
+    return rotated_pair(first, second, *cosines_of, sine_first[None, :], sine_second[None, :])
+
+
+@triton.jit
+def rotated_pair(first, second, cosine_first, cosine_second, sine_first, sine_second):
+    """Both halves of heads, rotated. Which of two products a sum takes in before it is rounded is said here, or the
+    compiler chooses, in each kernel anew."""
+    first, cosine_first = tl.broadcast(first, cosine_first)
+    second, cosine_second = tl.broadcast(second, cosine_second)
+    return tl.fma(first, cosine_first, -(second * sine_first)), tl.fma(second, cosine_second, first * sine_second)
 
 
 @triton.jit

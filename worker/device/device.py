@@ -24,6 +24,7 @@ from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError,
 from .capture import Captured, GraphMemory, Place, captured_on
 from .file_pages import release_library_pages
 from .host_kernel import host_kernel_problem
+from .products import sum_in_one_go
 
 KINDS = ("cpu", "cuda", "hip", "auto")
 WAY_OUT = "set kernels = 'reference' to serve without Triton's kernels"
@@ -42,13 +43,15 @@ class Device:
     """A place where tensors live.
 
     kind: cpu, cuda or hip. torch_device: what torch calls it. name: for people ("NVIDIA H200"). kernels: False where
-    none of Triton's kernels may run, whatever the device can.
+    none of Triton's kernels may run, whatever the device can. steady: what is computed of a row is to depend on that
+    row alone, bit by bit, and not on how many others are beside it.
     """
 
     kind: str
     torch_device: torch.device
     name: str
     kernels: bool = True
+    steady: bool = True
 
     @property
     def described(self) -> dict[str, str]:
@@ -313,11 +316,12 @@ def built_for_gpus() -> bool:
     return torch.version.cuda is not None or torch.version.hip is not None
 
 
-def open_device(kind: str = "auto", index: int = 0, kernels: bool = True) -> Device:
+def open_device(kind: str = "auto", index: int = 0, kernels: bool = True, steady: bool = True) -> Device:
     """Opens the device: "cpu", "cuda", "hip", or "auto" (a GPU if this torch sees one, else the CPU).
 
-    kernels: see Device. `index` picks among several GPUs. The GPU becomes the process's current device and has to stay
-    it, as streams, graphs and Triton's launches follow that: a process works with the GPU that it opened last.
+    kernels, steady: see Device; torch's products in this process are told of `steady`. `index` picks among several
+    GPUs. The GPU becomes the process's current device and has to stay it, as streams, graphs and Triton's launches
+    follow that: a process works with the GPU that it opened last.
     Errors: InvalidConfiguration names `device` when this torch has no such device, `device_index` past the last one.
     """
     if kind not in KINDS:
@@ -325,7 +329,7 @@ def open_device(kind: str = "auto", index: int = 0, kernels: bool = True) -> Dev
     gpu_kind = "hip" if torch.version.hip else "cuda"
     gpu_count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if kind == "cpu" or (kind == "auto" and gpu_count == 0):
-        return Device("cpu", torch.device("cpu"), _cpu_name(), kernels)
+        return Device("cpu", torch.device("cpu"), _cpu_name(), kernels, steady)
     if gpu_count == 0:
         raise InvalidConfiguration("device", f"torch {torch.__version__} sees no {kind} device; use device = 'cpu'")
     if kind not in ("auto", gpu_kind):
@@ -334,7 +338,8 @@ def open_device(kind: str = "auto", index: int = 0, kernels: bool = True) -> Dev
         problem = f"{index} is not below the number of devices, {gpu_count}: each worker takes one of its own"
         raise InvalidConfiguration("device_index", f"{problem}; start fewer, or say which device each one takes")
     torch.cuda.set_device(index)  # Triton launches on the current device, wherever the tensors are
-    return Device(gpu_kind, torch.device("cuda", index), torch.cuda.get_device_name(index), kernels)
+    sum_in_one_go(steady)
+    return Device(gpu_kind, torch.device("cuda", index), torch.cuda.get_device_name(index), kernels, steady)
 
 
 def _cpu_name() -> str:

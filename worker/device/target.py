@@ -69,6 +69,7 @@ class Target:
     float32_products: Triton's input_precision. barrier_waits: for stores to memory, not to shared memory alone.
     asks_softcap: its kernels are told at run time whether there is one, so that the tests can compile them all.
     widens: multiplies bfloat16 as float32 (Triton 3.6's interpreter would as if it were integers).
+    steady: see `Device.steady`.
     decode_rows: most query heads of one decode program; a KV head with more of them takes several programs.
     decode, prefill: by TileKey. decode_few: where rows are so few that every program has a multiprocessor to itself.
     write: the one choice.
@@ -95,6 +96,7 @@ class Target:
     barrier_waits: bool = True
     asks_softcap: bool = True
     widens: bool = False
+    steady: bool = False
 
 
 def head_class(head_size: int) -> int:

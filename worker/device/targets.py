@@ -250,7 +250,7 @@ def current_target(device: Device) -> Target:
     they are right there. Errors: InvalidConfiguration names `kernels` where no row fits the device.
     """
     name, multiprocessors = device.architecture
-    return TARGETS[name] if name == "cpu" else _target_of(name, multiprocessors, device.shared_bytes)
+    return _target_of(name, multiprocessors, device.shared_bytes, device.steady)
 
 
 def check_dtypes(device: Device, dtype: torch.dtype, kv_dtype: torch.dtype) -> None:
@@ -267,8 +267,12 @@ def _name(dtype: torch.dtype) -> str:
 
 
 @lru_cache(maxsize=64)
-def _target_of(name: str, multiprocessors: int, shared_bytes: int = 0) -> Target:
+def _target_of(name: str, multiprocessors: int, shared_bytes: int = 0, steady: bool = False) -> Target:
     """shared_bytes: that a block may use on the device; 0: not known, so as much as others of its name have."""
+    if steady:
+        return replace(_target_of(name, multiprocessors, shared_bytes), steady=True)
+    if name == "cpu":
+        return TARGETS[name]
     if name.startswith("sm_"):
         return _nvidia_target_of(name, multiprocessors, shared_bytes)
     family = next(family for family in _FAMILIES if name.startswith(family))

@@ -83,7 +83,7 @@ def _decode(
     query = numbers(rows, kv_heads * group, head_size, dtype=model)
     planner = decode_planner(rows, kv_heads * group, kv_heads, head_size, stored, options.window, target)
     workspace = DecodeWorkspace.allocate(planner, kv_heads * group, head_size, query.device)
-    plan = numbers(planner.items_max * FIELDS, dtype=torch.int32)
+    plan = numbers(planner.size, dtype=torch.int32)
     with recorded(target) as launched:
         tables = numbers(rows, 8, dtype=torch.int32)
         paged_decode(query, layer, tables, plan, torch.empty_like(query), workspace, options, target)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from functools import partial
 from itertools import product
 
@@ -44,12 +45,16 @@ COPIED = (1, 16, 17)  # numbers
 def linear_configurations(target: Target) -> list[Configuration]:
     """What can be launched of `linear_kernel` on `target`; the others likewise."""
     sizes = SIZES + SHORT if target.hopper else SIZES
-    made = (_product(target, *each) for each in product(NARROW, TOKENS, sizes, USES, (False, True), FAR))
+    made = (_product(*each) for each in product(_both(target), NARROW, TOKENS, sizes, USES, (False, True), FAR))
     return once(each for each in made if each is not None)
 
 
+def _both(target: Target) -> tuple[Target, Target]:
+    return target, replace(target, steady=True)
+
+
 def project_configurations(target: Target) -> list[Configuration]:
-    made = (_project(target, *each) for each in product(NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR))
+    made = (_project(*each) for each in product(_both(target), NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR))
     return once(each for each in made if each is not None)
 
 

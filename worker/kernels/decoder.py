@@ -100,7 +100,7 @@ class FusedDecoder:
         following = (*(layer.input_norm for layer in self.layers[1:]), self.final_norm)
         for index, (layer, next_norm) in enumerate(zip(self.layers, following, strict=True)):
             cache = pool.layers[index]
-            query = self._project(layer, normed, (cos, sin), cache, batch)
+            query = self.project(layer, normed, (cos, sin), cache, batch)
             attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
             addend = ops.linear_parts(attended, layer.output.weight, layer.output.bias)
             normed = ops.add_norm(addend, residual, layer.inner_norm, self.epsilon)
@@ -109,7 +109,7 @@ class FusedDecoder:
             normed = ops.add_norm(addend, residual, next_norm, self.epsilon)
         return normed
 
-    def _project(
+    def project(
         self,
         layer: FusedLayer,
         normed: torch.Tensor,

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch.nn.functional import linear
+from torch.nn.functional import linear, pad
 
 from worker.attention import KvLayer
 from worker.device.device import Device
@@ -21,13 +21,17 @@ NARROW = (torch.float16, torch.bfloat16)
 
 
 class FusedOperations:
-    """See LayerOperations. overlap: kernels may start before the one before them has ended (see `overlap`)."""
+    """See LayerOperations. overlap: kernels may start before the one before them has ended (see `overlap`).
 
-    def __init__(self, device: Device, overlap: bool | None = None) -> None:
+    slab: all products are torch's, of so many rows at a time; 0: of as many as there are, by whatever is fastest.
+    """
+
+    def __init__(self, device: Device, overlap: bool | None = None, slab: int = 0) -> None:
         self._target = current_target(device)
         self._plain = PlainOperations()
         self._can_widen = device.widens_products
         self.overlap = self._target.chained if overlap is None else overlap
+        self.slab = slab
 
     def embed(
         self, tokens: torch.Tensor, table: torch.Tensor, weight: torch.Tensor, epsilon: float
@@ -54,7 +58,7 @@ class FusedOperations:
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         tiles = self._tiles(x, weight, gated=True)
         if tiles is None:
-            return activation.silu_mul(linear(x, weight, bias), self.overlap)
+            return activation.silu_mul(self._product(x, weight, bias), self.overlap)
         return linear_parts(x, weight, bias, tiles, x.dtype, gated=True, overlap=self.overlap)[0]
 
     def rotary(
@@ -71,8 +75,11 @@ class FusedOperations:
     ) -> torch.Tensor:
         tiles = self._tiles(x, weight)
         if tiles is None:
-            if output is not None and output.dtype != x.dtype and bias is None and self._can_widen:
+            if output is not None and output.dtype != x.dtype and bias is None and self._can_widen and not self.slab:
                 return torch.mm(x, weight.t(), out_dtype=output.dtype, out=output)
+            if self.slab:
+                found = self._product(x, weight, bias)
+                return found if output is None else output.copy_(found)
             return self._plain.linear(x, weight, bias, output)
         into = None if output is None else output[None]
         return linear_parts(x, weight, bias, tiles, x.dtype, output=into, overlap=self.overlap)[0]
@@ -95,8 +102,16 @@ class FusedOperations:
     def linear_parts(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         tiles = self._tiles(x, weight, divisible=True)
         if tiles is None:
-            return linear(x, weight, bias)[None]
+            return self._product(x, weight, bias)[None]
         return linear_parts(x, weight, bias, tiles, torch.float32, overlap=self.overlap)
+
+    def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """torch's own product: in slabs padded with zeros where it has to be the same for any number of rows."""
+        if not self.slab:
+            return linear(x, weight, bias)
+        count = len(x)
+        padded = pad(x, (0, 0, 0, -count % self.slab))
+        return torch.cat([linear(part, weight, bias) for part in padded.split(self.slab)])[:count]
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Captured graphs do that."""
@@ -105,7 +120,7 @@ class FusedOperations:
     def _tiles(
         self, x: torch.Tensor, weight: torch.Tensor, *, divisible: bool = False, gated: bool = False
     ) -> LinearTiles | None:
-        if x.dtype not in NARROW:
+        if x.dtype not in NARROW or self.slab:
             return None
         tokens, k = x.shape
         n = len(weight) // 2 if gated else len(weight)

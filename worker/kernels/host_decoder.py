@@ -23,7 +23,7 @@ from worker.device.vector import CODES
 from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
 from .packed import product_with
 from .packed_table import PackedTable
-from .row_counts import row_count
+from .row_counts import least_rows, row_count
 
 if TYPE_CHECKING:
     from .decoder import FusedDecoder, FusedLayer
@@ -90,12 +90,12 @@ class HostDecoder:
         token_ids, positions: [rows] int64, contiguous. batch: of decodes alone, at most ROWS_MAX, none of them padding.
         """
         decoder, rows = self._decoder, batch.tokens
-        table, padded = decoder.table, row_count(rows)
+        table, counted, dtype = decoder.table, row_count(rows), decoder.final_norm.dtype
         if isinstance(table, PackedTable):
             table, token_ids = table.rows(token_ids), self._order
         (_, hidden), code = table.shape, CODES[table.dtype]
         # What lies in the rows behind is of earlier steps: it does not change the bits of those that are wanted.
-        normed = self._normed[:padded]
+        normed = self._normed[: max(counted, least_rows(hidden, dtype))]
         threads = threads_for(rows * hidden / NUMBERS_PER_US)
         norm = decoder.layers[0].input_norm.data_ptr()
         into = self._residual.data_ptr(), normed.data_ptr(), rows, hidden, code
@@ -110,12 +110,12 @@ class HostDecoder:
             if norms is not None:
                 self._norm_heads.run(threads, norms, projected=product.data_ptr())
             self._attention.run(index, product.data_ptr())
-            product = output(attended[:padded])
+            product = output(attended[: max(counted, least_rows(attended.shape[1], dtype))])
             self._add_attended.run(threads, index, addend=product.data_ptr())
             product = gate_up(normed)
             gating = threads_for(rows * product.shape[1] / NUMBERS_PER_US)
             self._gate.run(gating, index, source=product.data_ptr())
-            product = down(inner[:padded])
+            product = down(inner[: max(counted, least_rows(inner.shape[1], dtype))])
             self._add_inner.run(threads, index, addend=product.data_ptr())
         return self._normed[:rows]
 

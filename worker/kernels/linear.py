@@ -3,7 +3,8 @@
 The weight's rows are the rows of the tile that the matrix instructions see, and the tokens its columns, because those
 instructions want 64 rows or more and are content with 16 columns. The inner dimension may be cut into parts, one
 program each, where the weight alone gives too few programs to keep the memory busy: parts are added up by whatever
-reads the result next, in their order, so results do not depend on which program finished first.
+reads the result next, in their order, so results do not depend on which program finished first. They would depend on
+how many tokens there are: so where the device is to be steady nothing is cut, and more is in flight instead.
 """
 
 from __future__ import annotations
@@ -230,16 +231,19 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
         return None  # two masked weights in one loop are too much for the registers of some
     columns = max(16, triton.next_power_of_2(tokens))
     if not measured:  # every GPU has room for these in its shared memory
-        return LinearTiles(64, 64, columns, _parts(triton.cdiv(n, 64), k // 64, target) if divisible else 1, 4, 2)
+        parts = _parts(triton.cdiv(n, 64), k // 64, target) if divisible and not target.steady else 1
+        return LinearTiles(64, 64, columns, parts, 4, 2)
     described = columns > 16 and k % 8 == 0
     if gated:
         return LinearTiles(64, 128, columns, 1, 4, 4 if columns == 64 else 3, prefetch=1, described=described)
     rows = 128 if columns > 16 and n >= 256 * target.multiprocessors else 64
     blocks = triton.cdiv(n, rows)
-    parts = _parts(blocks, k // 128, target) if divisible else 1
+    parts = _parts(blocks, k // 128, target) if divisible and not target.steady else 1
+    warps = 8 if columns == 64 and rows == 128 else 4
+    if target.steady and blocks <= target.multiprocessors:
+        return LinearTiles(rows, 128, columns, 1, warps, 8 if columns <= 32 else 6, prefetch=2, described=described)
     # A program that has a multiprocessor to itself needs more in flight.
     alone = columns == 16 and blocks * parts <= target.multiprocessors
-    warps = 8 if columns == 64 and rows == 128 else 4
     stages = 6 if alone else 5 if columns == rows == 64 else 4
     return LinearTiles(rows, 128, columns, parts, warps, stages, prefetch=2, described=described)
 

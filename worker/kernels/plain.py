@@ -9,10 +9,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch.nn.functional import linear, silu
+from torch.nn.functional import linear, pad, silu
 
 from .packed_table import look_up
 from .row_counts import padded
+
+MKL_ROWS = 16  # fewer than that take it as long as that many: see `Device.product_rows`
 
 
 class PlainOperations:
@@ -66,7 +68,7 @@ class PlainOperations:
     ) -> torch.Tensor:
         if output is None:
             return self.product(x, weight, bias)
-        if bias is None and output.dtype == x.dtype and not _is_compiled_by_rows(x):
+        if bias is None and output.dtype == x.dtype and not _is_compiled_by_rows(x) and not _missing(x):
             return torch.mm(x, weight.t(), out=output)
         return output.copy_(self.product(x, weight, bias))
 
@@ -82,7 +84,18 @@ class PlainOperations:
 
     def product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x weight^T + bias [tokens, n], new: what all the products here are made of."""
-        return linear(padded(x), weight, bias)[: len(x)] if _is_compiled_by_rows(x) else linear(x, weight, bias)
+        if _is_compiled_by_rows(x):
+            return linear(padded(x), weight, bias)[: len(x)]
+        missing = _missing(x)
+        return linear(pad(x, (0, 0, 0, missing)), weight, bias)[: len(x)] if missing else linear(x, weight, bias)
+
+
+def _missing(x: torch.Tensor) -> int:
+    """Rows of zeros behind x without which MKL, on a CPU, sums the last ones in another order: it takes four at a time,
+    of those that each thread gets."""
+    if x.device.type != "cpu" or len(x) >= MKL_ROWS * torch.get_num_threads():
+        return 0
+    return -len(x) % 4 if len(x) <= 4 or len(x) >= MKL_ROWS else MKL_ROWS - len(x)
 
 
 def _is_compiled_by_rows(x: torch.Tensor) -> bool:

@@ -14,6 +14,7 @@ import triton
 import triton.language as tl
 
 from worker.attention import KvLayer
+from worker.attention.write import rotated_pair
 from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
 
 from .linear import LinearTiles, prefetch
@@ -89,9 +90,7 @@ def project_kernel(
         cosine_second = tl.load(cosines + angle + HALF, mask=inside[None, :], other=0.0).to(tl.float32)
         sine_first = tl.load(sines + angle, mask=inside[None, :], other=0.0).to(tl.float32)
         sine_second = tl.load(sines + angle + HALF, mask=inside[None, :], other=0.0).to(tl.float32)
-        rotated = first * cosine_first - second * sine_first
-        second = second * cosine_second + first * sine_second
-        first = rotated
+        first, second = rotated_pair(first, second, cosine_first, cosine_second, sine_first, sine_second)
     if head < heads:
         place = (columns.to(tl.int64) * heads + head)[None, :] * HEAD_SIZE + pair[:, None]
         _store(query + place, first, second, inside, HALF)

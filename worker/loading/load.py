@@ -8,6 +8,8 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from msgspec import structs
+
 from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
 from kvforge.protocol.messages import ModelInfo
 from worker.attention import choose_attention
@@ -20,6 +22,7 @@ from worker.kernels.registry import Serving, check_kernels
 
 from .build import build
 from .configuration import model_dtype, read_config
+from .determinism import made_steady, told
 from .fingerprint import fingerprint
 from .fusion import fuse, is_known
 from .model import ForwardContext, LoadedModel
@@ -135,6 +138,11 @@ def load_model(
         progress("packing weights", 0.95)
         fused, model = None, replace(model, fused=None)  # nothing may hold the unpacked ones
         model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
+    with device.errors("comparing products of few tokens with those of many"):
+        problem = made_steady(model)
+        info = structs.replace(info, determinism=told(problem))
+        model = replace(model, info=info, unsteady=problem)
+    device.release_cached()
     progress("model loaded", 1.0)
     return model
 

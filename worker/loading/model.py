@@ -78,7 +78,8 @@ class LoadedModel:
 
     info: what the worker announces. geometry: what its KV blocks hold. vocab_size: token ids are below it (the size of
     the input embedding). module: the transformers model; nothing but this class calls it. fused: what runs in its
-    place, with the same weights, where its layers are known (see `fusion`).
+    place, with the same weights, where its layers are known (see `fusion`). unsteady: why a row's bits may depend on
+    the rows beside it; "" where they do not.
     """
 
     info: ModelInfo
@@ -90,6 +91,13 @@ class LoadedModel:
     context: ForwardContext
     accepts_logits_to_keep: bool
     fused: FusedDecoder | None = None
+    unsteady: str = ""
+
+    @property
+    def wants_kinds(self) -> bool:
+        """Whether it matters which tokens were generated and which are of a prompt (see `step.kinds`): on a CPU both
+        are rounded alike."""
+        return self.device.steady and not self.unsteady and not self.device.computes_on_cores
 
     @torch.inference_mode()
     def forward(

@@ -28,6 +28,7 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
         "prefill": "; ".join(prefills),
         "layers": _layers(model),
         "sampling": _sampling(model),
+        "determinism": model.info.determinism,
     }
     return {what: kernel[:LENGTH_MAX] for what, kernel in told.items()}
 

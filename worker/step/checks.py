@@ -37,7 +37,7 @@ class StepLimits:
 @dataclass(frozen=True)
 class Rows:
     """Rows of a step. slots, starts, counts, samples: [rows] int32; tokens: [sum(counts)] int32, row after row;
-    tables: [rows, width] int32, pool-local."""
+    tables: [rows, width] int32, pool-local. generated: [sum(counts)], which tokens are of no prompt (see `kinds`)."""
 
     slots: Int32Array
     starts: Int32Array
@@ -45,6 +45,7 @@ class Rows:
     samples: Int32Array
     tokens: Int32Array
     tables: Int32Array
+    generated: BoolArray
 
     def __len__(self) -> int:
         return len(self.slots)
@@ -53,9 +54,15 @@ class Rows:
         """Those that `keep` [rows] names."""
         if keep.all():
             return self
-        tokens = self.tokens[np.repeat(keep, self.counts)]
+        inside = np.repeat(keep, self.counts)
         return Rows(
-            self.slots[keep], self.starts[keep], self.counts[keep], self.samples[keep], tokens, self.tables[keep]
+            self.slots[keep],
+            self.starts[keep],
+            self.counts[keep],
+            self.samples[keep],
+            self.tokens[inside],
+            self.tables[keep],
+            self.generated[inside],
         )
 
 

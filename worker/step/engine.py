@@ -14,7 +14,7 @@ import torch
 from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import WorkerWelcome
 from worker.attention.pool import KvPool
-from worker.config import WorkerConfig
+from worker.config import FAST, WorkerConfig
 from worker.cores import Cores
 from worker.device.device import Device, open_device
 from worker.loading import Progress
@@ -39,7 +39,9 @@ class Engine:
         if cores is not None or config.threads:
             torch.set_num_threads(config.threads if cores is None else cores.threads)
         self.config, self._cores = config, cores
-        self.device: Device = open_device(config.device, config.device_index, kernels=config.kernels != "reference")
+        self.device: Device = open_device(
+            config.device, config.device_index, config.kernels != "reference", config.determinism != FAST
+        )
         self._accounts = Accounts(self.device)
         self._progress = progress
         self.model: LoadedModel = load_model(

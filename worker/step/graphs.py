@@ -185,7 +185,7 @@ class DecodeGraphs:
             state.sample_simple(left[0], slots, wanted, results)
 
         nothing = np.zeros(0, np.int32)
-        none = Rows(nothing, nothing, nothing, nothing, nothing, np.zeros((0, 1), np.int32))
+        none = Rows(nothing, nothing, nothing, nothing, nothing, np.zeros((0, 1), np.int32), np.zeros(0, np.bool_))
         bucket = _Bucket(size, batch, results, Captured(run, None), lambda: left[0])
         self._fill(bucket, none, np.zeros(0, np.bool_))  # the trial run writes nothing that anyone reads
         captured = device.capture(run, self._memory)

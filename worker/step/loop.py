@@ -252,6 +252,7 @@ class Worker:
             device_bytes=self._engine.device_bytes().by_purpose(),
             kernels=self._engine.kernels(),
             zeroes=True,
+            wants_kinds=model.wants_kinds,
         )
         self._link.watch(None, 0)
         reply = self._ask(ready)

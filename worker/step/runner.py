@@ -30,8 +30,9 @@ from worker.device.queue import Fetched, Mark, Staging
 from worker.loading.model import LoadedModel
 from worker.sampling.sampler import NO_TOKEN, HostRows, SamplingState
 
-from .checks import Rows, StepLimits, bad_copies, check_rows, malformed
+from .checks import BoolArray, Rows, StepLimits, bad_copies, check_rows, malformed
 from .graphs import DecodeGraphs
+from .kinds import by_kind, passes, told_apart
 from .meter import Meter
 from .pending import PendingStep, Sampled, StepOutcome, Waiting, joined
 from .shaping import Shaping
@@ -137,7 +138,8 @@ class Runner:
         return pending
 
     def _carry_out(self, step: Step, tables: npt.NDArray[np.int32], pending: PendingStep) -> None:
-        rows = Rows(step.slots, step.starts, step.counts, step.samples, step.tokens, tables)
+        tokens, generated = told_apart(step.tokens, step.counts, self.model.wants_kinds)
+        rows = Rows(step.slots, step.starts, step.counts, step.samples, tokens, tables, generated)
         if step.begins:
             self._begin(step.begins, split_history(step), pending.errors)
         rows = self._checked(rows, step.copies.reshape(-1, 3), pending.errors)
@@ -252,7 +254,7 @@ class Runner:
 
     def _queue(self, rows: Rows, pending: PendingStep) -> None:
         """Queues the rows, from a graph where they are decodes that one takes."""
-        if self.graphs is None or not self.graphs.can_run(rows):
+        if self.graphs is None or not rows.generated.all() or not self.graphs.can_run(rows):
             self._queue_pass(rows, pending)
             return
         try:
@@ -288,8 +290,15 @@ class Runner:
 
     def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array]:
         """Logits [sampled, vocab] float32 device, and the slots [sampled] int32 host they belong to."""
+        found = [self._pass(*part) for part in passes(*by_kind(rows))]
+        if len(found) == 1:
+            return found[0]
+        return torch.cat([logits for logits, _ in found]), np.concatenate([slots for _, slots in found])
+
+    def _pass(self, rows: Rows, generated: BoolArray) -> tuple[torch.Tensor, Int32Array]:
+        """The same of rows that are decodes where `generated` says so."""
         device = self.model.device
-        batch = PagedBatch.build(rows.tables, rows.starts, rows.counts, self.pool.block_size, device)
+        batch = PagedBatch.build(rows.tables, rows.starts, rows.counts, self.pool.block_size, device, generated)
         samples = rows.samples == 1
         count, wanted = len(rows.tokens), int(samples.sum())
         ends = np.cumsum(rows.counts)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import dataclass, replace
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -12,8 +13,8 @@ import torch
 
 from worker.attention import AttentionOptions, KvLayer
 from worker.attention.decode import DecodeWorkspace, decode_planner, paged_decode
-from worker.attention.decode_plan import DecodePlanner
-from worker.attention.plan_items import DECODE_PART, named
+from worker.attention.decode_plan import STEADY_MIN, STEADY_PARTS, DecodePlanner
+from worker.attention.plan_items import DECODE_HEAD, DECODE_PART, FIELDS, named
 from worker.attention.quantised import dequantise, is_quantised, quantise
 from worker.device.device import Device, open_device
 from worker.device.target import Target
@@ -214,9 +215,16 @@ def test_rows_of_zeros_and_broken_rows(device: Device) -> None:
 def test_many_groups_and_parts(device: Device) -> None:
     """More query heads of one KV head than a program takes, and as many parts as there can be."""
     case = Case.make(device, [700, 3, 90], (70, 1), 256, 16, torch.bfloat16)
-    planner = replace(case.planner(), programs=11)
-    assert named(planner.plan(case.lengths), DECODE_PART)["parts"].max() > 4
+    planner = replace(case.planner(), programs=11, steady=False)
+    assert parts_of(planner.plan(case.lengths))["parts"].max() > 4
     compare(case, AttentionOptions(0.0625), planner)
+
+
+def parts_of(plan: npt.NDArray[np.int32]) -> npt.NDArray[Any]:
+    """The parts of a plan, as many as its head says; behind them there must be nothing."""
+    count = int(named(plan[:FIELDS], DECODE_HEAD)["items"][0])
+    assert not plan[FIELDS * (1 + count) :].any()
+    return named(plan[FIELDS : FIELDS * (1 + count)], DECODE_PART)
 
 
 def test_result_does_not_depend_on_padding_rows(device: Device) -> None:
@@ -228,20 +236,18 @@ def test_result_does_not_depend_on_padding_rows(device: Device) -> None:
 
 
 @pytest.mark.parametrize("window", [0, 1, 100])
-@pytest.mark.parametrize("programs", [1, 3, 66])
+@pytest.mark.parametrize(("programs", "steady"), [(1, False), (3, False), (66, False), (66, True)])
 @pytest.mark.parametrize("rows", [1, 2, 40, 256])
-def test_plan_covers_every_key_once(rows: int, programs: int, window: int) -> None:
+def test_plan_covers_every_key_once(rows: int, programs: int, steady: bool, window: int) -> None:
     rng = np.random.default_rng(rows)
     for longest in (1, 100, 20_000):
         lengths = rng.integers(0, longest + 1, rows)
-        planner = DecodePlanner(rows, programs, key_tile=64, window=window)
+        planner = DecodePlanner(rows, programs, key_tile=64, window=window, steady=steady)
         array = planner.plan(lengths)
         assert array.dtype == np.int32
         assert array.size == planner.size
-        items = named(array, DECODE_PART)
-        count = np.count_nonzero(items["parts"])
-        assert not array.reshape(len(items), -1)[count:].any()
-        items = items[:count]
+        items = parts_of(array)
+        count = len(items)
         assert (items["begin"] < items["end"]).all()
         slots = items["first_partial"] + items["part"]
         assert len(set(slots)) == count
@@ -256,12 +262,25 @@ def test_plan_covers_every_key_once(rows: int, programs: int, window: int) -> No
             assert edges == ([low, *of_row["end"]] if length else [0])
 
 
+def test_a_steady_plan_cuts_a_row_by_its_own_length() -> None:
+    rng = np.random.default_rng(0)
+    lengths = rng.integers(1, 20_000, 40)
+    among = parts_of(DecodePlanner(40, 66, key_tile=64, steady=True).plan(lengths))
+    assert among["parts"].max() == STEADY_PARTS
+    assert (among["parts"] <= np.maximum(1, -(-lengths[among["row"]] // STEADY_MIN))).all()
+    for row, length in enumerate(lengths.tolist()):
+        alone = parts_of(DecodePlanner(1, 1000, key_tile=64, steady=True).plan(np.array([length])))
+        mine = among[among["row"] == row]
+        for name in ("begin", "end", "part", "parts"):
+            assert sorted(mine[name]) == sorted(alone[name])
+
+
 def test_plan_is_balanced() -> None:
     """The last to finish ends soon after the average one, whatever the lengths: items go to whoever is free."""
     rng = np.random.default_rng(0)
     for lengths in ([4096] * 16, [1024] * 64, [4096] * 256, np.exp(rng.uniform(4.2, 9.7, 128)).astype(np.int64)):
         planner = DecodePlanner(len(lengths), 66, key_tile=64)
-        items = named(planner.plan(np.asarray(lengths)), DECODE_PART)
+        items = parts_of(planner.plan(np.asarray(lengths)))
         free = np.zeros(66)
         for item in items:
             free[free.argmin()] += item["end"] - item["begin"]

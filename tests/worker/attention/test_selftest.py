@@ -12,7 +12,7 @@ pytest.importorskip("triton")
 
 from kvforge.protocol.errors import WorkerError
 from worker.attention import AttentionOptions, ReferenceAttention, selftest, triton_attention
-from worker.attention.plan_items import DECODE_PART, named
+from worker.attention.plan_items import DECODE_PART, FIELDS, named
 from worker.attention.selftest import AttentionShape, self_test
 from worker.attention.triton_attention import TritonAttention, is_interpreted
 from worker.device.device import open_device
@@ -64,10 +64,10 @@ class Scaled(TritonAttention):
 class Leaking(TritonAttention):
     """Attends one token too many, in decodes."""
 
-    def _decode_plan(self, batch: Any, shape: Any) -> Any:
-        plan = super()._decode_plan(batch, shape)
-        if plan.size:
-            named(plan, DECODE_PART)["end"] += named(plan, DECODE_PART)["end"] > 0
+    def _decode_plan(self, shape: Any, number: int, batch: Any) -> Any:
+        plan = super()._decode_plan(shape, number, batch)
+        parts = named(plan[FIELDS:], DECODE_PART)
+        parts["end"] += parts["end"] > 0
         return plan
 
 

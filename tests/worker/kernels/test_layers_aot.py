@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from random import Random
 
 import pytest
@@ -29,12 +30,15 @@ def test_whatever_is_launched_was_compiled(name: str, cpu: Device, monkeypatch: 
     """Operations of random shapes. Some sums of many parts are compiled that only a GPU of another size would have."""
     declared = [configuration for kernel in LAYERS for configuration in kernel.configurations(TARGETS[name])]
     compiled = {each.kind(): each.label for each in declared}
-    monkeypatch.setattr(fused, "current_target", lambda device: TARGETS[name])
-    operations = FusedOperations(cpu, overlap=TARGETS[name].chained)
+    both = []
+    for steady in (False, True):
+        target = replace(TARGETS[name], steady=steady)
+        monkeypatch.setattr(fused, "current_target", lambda device, target=target: target)
+        both.append(FusedOperations(cpu, overlap=target.chained))
     random = Random(5)
     with recorded(TARGETS[name]) as made, torch.device("meta"):
         for _ in range(1000):
-            operate(operations, random)
+            operate(random.choice(both), random)
     launched = {Configuration("", each, False).kind(): each for each in made}
     assert not [str(each) for kind, each in launched.items() if kind not in compiled]
     kernels = {each.specialisation.kernel.__name__ for each in declared}

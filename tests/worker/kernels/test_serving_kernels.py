@@ -77,6 +77,7 @@ def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypa
     assert told["decode"] == told["prefill"] and told["decode"].startswith(served)
     others = {what: told[what] for what in ("decode", "prefill")}
     others |= {"sampling": served if problem else "Numba; plain torch for filters, penalties and log-probabilities"}
+    others["determinism"] = "batch-invariant"
     between = "" if problem else "; Numba between the products"
     assert serving_kernels(model) == others | {"layers": f"oneDNN, weights packed at load{between}"}
     monkeypatch.setattr("worker.loading.fusion.table_of", lambda *_: None)  # oneDNN's layout is not known

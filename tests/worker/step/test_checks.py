@@ -54,7 +54,7 @@ def random_rows(rng: np.random.Generator, faults: float, decodes: bool) -> Rows:
                 tables[row, rng.integers(0, used)] = rng.choice([-1, LIMITS.blocks, -(2**31)])
             case _:
                 slots[row] = slots[rng.integers(0, count)]
-    return Rows(slots, starts, counts, samples, tokens, tables)
+    return Rows(slots, starts, counts, samples, tokens, tables, np.repeat(counts == 1, counts))
 
 
 @pytest.mark.parametrize("decodes", [True, False])

@@ -1,0 +1,303 @@
+"""Requests in random company: with whatever else runs, cut into chunks, thrown out and computed again, behind a prefix
+that another one computed. What each says must be, bit by bit, what it says alone.
+
+    python -m tests.worker.step.company --requests 10000 [--seed 0] [--dtype bfloat16] [--kv-dtype auto]
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+import numpy as np
+import numpy.typing as npt
+
+from kvforge.protocol.messages import GENERATED, RowStart, Sampling, Step
+from worker.attention.pool import KvPool
+from worker.device.device import Device, open_device
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
+from worker.step.runner import Runner
+
+BLOCK_SIZE = 16
+# Wide enough for every kind of product and attention: parts of rows, tiles of our kernels and torch's own.
+SHAPE = {
+    "model_type": "llama",
+    "vocab_size": 4000,
+    "hidden_size": 1024,
+    "intermediate_size": 2816,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "head_dim": 128,
+    "max_position_embeddings": 4096,
+    "initializer_range": 0.05,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+Said = list[tuple[int, int]]  # each token, and the bits of its log-probability
+
+
+@dataclass(eq=False)
+class Request:
+    """said: so far. computed: tokens whose KV is there. blocks: of its table, the first `shared` of which are not its
+    own."""
+
+    number: int
+    prompt: list[int]
+    wanted: int
+    seed: int
+    temperature: float
+    said: Said = field(default_factory=list)
+    slot: int = -1
+    computed: int = 0
+    blocks: list[int] = field(default_factory=list)
+    shared: int = 0
+    story: list[tuple[int, ...]] = field(default_factory=list)
+
+    @property
+    def tokens(self) -> list[int]:
+        """All that is known of it."""
+        return self.prompt + [token for token, _ in self.said]
+
+    def marked(self, mark: int) -> list[int]:
+        """The same as a worker is told them."""
+        return self.prompt + [token + mark for token, _ in self.said]
+
+    @property
+    def start(self) -> RowStart:
+        """What a worker is told when it takes its slot."""
+        return RowStart(
+            slot=self.slot,
+            request_id=self.number,
+            sampling=Sampling(temperature=self.temperature),
+            seed=self.seed,
+            generated=len(self.said),
+        )
+
+
+def draw(random: Random, number: int, prefixes: Sequence[list[int]], longest: int, vocabulary: int) -> Request:
+    """A request, every other one behind one of the prefixes."""
+    prompt = list(random.choice(prefixes)) if random.random() < 0.5 else []
+    prompt += [random.randrange(vocabulary) for _ in range(1 + int(random.random() ** 3 * longest))]
+    temperature = random.choice((0.0, 0.0, 0.7, 1.3))
+    return Request(number, prompt, 1 + int(random.random() ** 2 * 40), random.getrandbits(60), temperature)
+
+
+class Company:
+    """One runner. `play` lets requests run beside each other."""
+
+    def __init__(self, model: LoadedModel, random: Random, rows_max: int, tokens_max: int, graph_rows_max: int) -> None:
+        self._random, self.rows_max, self.tokens_max = random, rows_max, tokens_max
+        context = model.info.context_tokens_max
+        self.pool = KvPool(model.geometry, rows_max * (context // BLOCK_SIZE) // 4, model.device)
+        self._free = list(range(self.pool.blocks))
+        self._slots = list(range(rows_max))
+        self._holders = [0] * self.pool.blocks
+        self._begins: list[Request] = []
+        self.runner = Runner(
+            model,
+            self.pool,
+            slots_max=rows_max,
+            step_tokens_max=tokens_max,
+            step_rows_max=rows_max,
+            graph_rows_max=graph_rows_max,
+        )
+        self.steps = self.evictions = self.hits = 0
+
+    def play(self, requests: list[Request]) -> None:
+        """Runs them all to their end, in random company, order and pieces."""
+        waiting, running = list(requests), []
+        while waiting or running:
+            while waiting and self._slots and self._random.random() < 0.5 and self._room(waiting[-1]):
+                running.append(waiting.pop())
+                self._begin(running[-1], running)
+            if not running:
+                continue
+            if self._random.random() < 0.1:
+                thrown = self._random.choice(running)
+                self._end(thrown)
+                self._begin(thrown, [])
+                self.evictions += 1
+            self._step(running)
+            for request in [one for one in running if len(one.said) == one.wanted]:
+                self._end(request)
+                running.remove(request)
+
+    def _room(self, request: Request) -> bool:
+        return len(self._free) >= -(-(len(request.prompt) + request.wanted) // BLOCK_SIZE)
+
+    def _begin(self, request: Request, beside: list[Request]) -> None:
+        """Takes a slot and blocks, the first ones from another prompt where that has computed them."""
+        request.slot, request.computed, request.shared = self._slots.pop(), 0, 0
+        request.blocks = []
+        best = max((self._common(request, other) for other in beside if other is not request), default=0, key=int)
+        donor = next((other for other in beside if other is not request and self._common(request, other) == best), None)
+        if best and donor is not None and self._random.random() < 0.7:
+            request.blocks = donor.blocks[:best]
+            request.shared, request.computed = best, best * BLOCK_SIZE
+            self.hits += 1
+        needed = -(-(len(request.prompt) + request.wanted) // BLOCK_SIZE) - len(request.blocks)
+        for block in request.blocks:
+            self._holders[block] += 1
+        for _ in range(needed):
+            block = self._free.pop(self._random.randrange(len(self._free)))
+            self._holders[block] = 1
+            request.blocks.append(block)
+        self._begins.append(request)
+
+    def _common(self, request: Request, other: Request) -> int:
+        """Blocks of both prompts that are the same and computed, with one token at least left to compute."""
+        most = min(len(request.prompt) - 1, len(other.prompt), other.computed) // BLOCK_SIZE
+        for block in range(most):
+            inside = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
+            if request.prompt[inside] != other.prompt[inside]:
+                return block
+        return most
+
+    def _end(self, request: Request) -> None:
+        for block in request.blocks:
+            self._holders[block] -= 1
+            if not self._holders[block]:
+                self._free.append(block)
+        self._slots.append(request.slot)
+        self._begins = [one for one in self._begins if one is not request]
+
+    def _step(self, running: list[Request]) -> None:
+        """Some of them, in any order: what is left of a prompt or of what is computed again in pieces."""
+        random, room = self._random, self.tokens_max
+        chosen = random.sample(running, random.randint(1, len(running))) if random.random() < 0.5 else list(running)
+        rows: list[tuple[Request, int]] = []
+        for request in chosen:
+            left = len(request.tokens) - request.computed
+            count = left if random.random() < 0.5 else random.randint(1, left)
+            count = min(count, room)
+            if count:
+                rows.append((request, count))
+                room -= count
+        begins = tuple(request.start for request in self._begins)
+        self._begins = []
+        starts = [request.computed for request, _ in rows]
+        counts = [count for _, count in rows]
+        mark = GENERATED if self.runner.model.wants_kinds else 0
+        tokens = [token for request, count in rows for token in request.marked(mark)[request.computed :][:count]]
+        samples = [int(request.computed + count == len(request.tokens)) for request, count in rows]
+        width = max(-(-(start + count) // BLOCK_SIZE) for start, count in zip(starts, counts, strict=True))
+        tables = np.zeros((len(rows), width), np.int32)
+        for row, (request, _) in enumerate(rows):
+            used = request.blocks[:width]
+            tables[row, : len(used)] = used
+        step = Step(
+            self.steps,
+            begins=begins,
+            slots=_int32([request.slot for request, _ in rows]),
+            starts=_int32(starts),
+            counts=_int32(counts),
+            samples=_int32(samples),
+            tokens=_int32(tokens),
+        )
+        outcome = self.runner.run(step, tables)
+        assert not outcome.errors, outcome.errors
+        self.steps += 1
+        for request, count in rows:
+            request.story.append((request.computed, count, len(tokens), len(rows), sum(samples), request.shared))
+            request.computed += count
+        by_slot = {request.slot: request for request, _ in rows}
+        bits = outcome.logprobs.view(np.int32).tolist()
+        for slot, token, logprob in zip(outcome.slots.tolist(), outcome.tokens.tolist(), bits, strict=True):
+            by_slot[slot].said.append((token, logprob))
+
+    def close(self) -> None:
+        self.runner.close()
+        self.pool.close()
+
+
+class Alone(Company):
+    """A runner in which each request runs by itself: its prompt at once, then token by token."""
+
+    def __init__(self, model: LoadedModel, graph_rows_max: int = 0) -> None:
+        super().__init__(model, Random(0), 4, model.info.context_tokens_max, graph_rows_max)
+
+    def say(self, request: Request) -> Said:
+        """What it says."""
+        again = Request(request.number, request.prompt, request.wanted, request.seed, request.temperature)
+        self._begin(again, [])
+        while len(again.said) < again.wanted:
+            self._whole(again)
+        self._end(again)
+        return again.said
+
+    def _whole(self, request: Request) -> None:
+        self._random = _Never(0)
+        self._step([request])
+
+
+class _Never(Random):
+    """Everything at once."""
+
+    def random(self) -> float:
+        return 0.0
+
+    def sample(self, population: Sequence[Request], k: int, **_: object) -> list[Request]:  # type: ignore[override]
+        return list(population)
+
+
+def _int32(numbers: list[int]) -> npt.NDArray[np.int32]:
+    return np.array(numbers, np.int32)
+
+
+def compare(company: Company, alone: Alone, requests: list[Request]) -> str:
+    """The first difference; "" where there is none."""
+    for request in requests:
+        expected = alone.say(request)
+        if request.said != expected:
+            at = next(i for i, (one, other) in enumerate(zip(request.said, expected, strict=True)) if one != other)
+            return (
+                f"request {request.number}, {len(request.prompt)} prompt tokens, at token {at} of {request.wanted}: "
+                f"{request.said[at]}, alone {expected[at]}"
+            )
+    return ""
+
+
+def wide_model(folder: Path, device: Device, dtype: str, kv_dtype: str = "auto", **fields: object) -> LoadedModel:
+    """A model of random weights in SHAPE."""
+    (folder / "config.json").write_text(json.dumps(SHAPE | fields))
+    return load_model(folder, load_format="dummy", dtype=dtype, device=device, block_size=BLOCK_SIZE, kv_dtype=kv_dtype)
+
+
+def main() -> None:
+    """Exit status 1 at the first difference."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--requests", type=int, default=1000)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--dtype", default="bfloat16")
+    parser.add_argument("--kv-dtype", default="auto")
+    parser.add_argument("--model-type", default="llama", help="llama, or qwen3: norms of heads")
+    options = parser.parse_args()
+    random, device = Random(options.seed), open_device("auto")
+    with tempfile.TemporaryDirectory() as folder:
+        model = wide_model(Path(folder), device, options.dtype, options.kv_dtype, model_type=options.model_type)
+    print(f"{device.name}, {options.dtype}, KV {options.kv_dtype}: {model.unsteady or 'batch-invariant'}")
+    vocabulary = int(SHAPE["vocab_size"])  # type: ignore[call-overload]
+    prefixes = [[random.randrange(vocabulary) for _ in range(random.randint(20, 600))] for _ in range(5)]
+    requests = [draw(random, number, prefixes, 1500, vocabulary) for number in range(options.requests)]
+    company, alone = Company(model, random, 96, 4096, 96), Alone(model, graph_rows_max=4)
+    began = time.monotonic()
+    company.play(requests)
+    tokens = sum(len(request.said) for request in requests)
+    print(f"{len(requests)} requests, {tokens} tokens in {company.steps} steps: {time.monotonic() - began:.1f} s")
+    print(f"{company.evictions} thrown out and computed again, {company.hits} behind another one's blocks", flush=True)
+    problem = compare(company, alone, requests)
+    print(problem or "each says what it says alone, bit by bit", f"{time.monotonic() - began:.1f} s")
+    raise SystemExit(1 if problem else 0)
+
+
+if __name__ == "__main__":
+    main()
