@@ -347,6 +347,8 @@ class TurnLoop:
         access = self._gate.client(self.clients.who(identity))
         # A session is its owner's: whoever else names it means another one.
         session = f"{access.name}{OWNER_END}{message.session}" if message.session else ""
+        if session and number is None:
+            self._note_ends(turn_over=False)  # one that was found before must not end what takes its place
         before = self.machine.sessions.number(session) if session else None
         if number is None:
             if before is not None:

@@ -15,6 +15,7 @@ from coordinator.core.events import (
     Applied,
     BeginDrain,
     Boot,
+    ClientCame,
     ClientFull,
     ClientGone,
     DropWorker,
@@ -97,7 +98,8 @@ class Scripted(Machine):
 
 
 class Wire:
-    """A transport in memory. Connections are their numbers; `full` and `gone` are set by the test."""
+    """A transport in memory. Connections are their numbers, but for those that took another one's place; `full` and
+    `gone` are set by the test."""
 
     def __init__(self, replies: Any) -> None:
         self.sent: dict[int, list[Message]] = {}
@@ -105,6 +107,7 @@ class Wire:
         self.full: set[int] = set()
         self.gone: set[int] = set()
         self.known: set[int] = set()
+        self.numbers: dict[int, int] = {}
         self._ended: list[int] = []
         self._decoder = codec.Decoder(replies)
 
@@ -118,15 +121,16 @@ class Wire:
         return self.inbox.popleft() if self.inbox else None
 
     def number(self, identity: bytes) -> int | None:
-        return int(identity) if int(identity) in self.known else None
+        number = self.numbers.get(int(identity), int(identity))
+        return number if number in self.known else None
 
     def who(self, _identity: bytes) -> Who:
         return Who()
 
     def admit(self, identity: bytes, _descriptor: int, number: int | None = None) -> int | None:
-        assert number is None
-        self.known.add(int(identity))
-        return int(identity)
+        found = self.numbers[int(identity)] = int(identity) if number is None else number
+        self.known.add(found)
+        return found
 
     def note_ends(self, turn_over: bool = True) -> None:
         pass
@@ -313,6 +317,21 @@ def test_a_client_that_goes_on_reading_in_the_middle_of_its_backlog_keeps_the_or
     bench.clients.full.clear()
     bench.turn()
     assert rids(bench.clients.take(1)) == [2, 3, 4]
+
+
+def test_an_end_that_was_found_as_something_was_sent_is_not_that_of_who_comes_in_its_place(bench: Bench) -> None:
+    """A client that came back so soon was taken for gone, and had its requests cancelled with its lease."""
+    bench.clients.arrive(4, Hello(rid=1, session="mine"))
+    bench.turn()
+    bench.clients.gone.add(4)
+    bench.turn(*done(9, client=4))
+    bench.clients.gone.clear()
+    bench.clients.arrive(5, Hello(rid=2, session="mine"))
+    bench.turn()
+    assert bench.clients.number(b"5") == 4
+    told = [type(event) for event in bench.machine.events if isinstance(event, ClientCame | ClientGone)]
+    assert told == [ClientCame, ClientGone, ClientCame]
+    assert bench.machine.sessions.away == 0
 
 
 def test_what_waits_for_a_client_that_does_not_read_is_bounded_in_bytes(bench: Bench) -> None:
