@@ -24,11 +24,12 @@ def publish(machine: Machine, tables: TablesWriter, now_us: int, journal: tuple[
     """
     publish_rows(machine.cache.sequences, tables)
     blocks = machine.cache.blocks
-    for ids in blocks.changed:
+    if blocks.changed:
+        ids = blocks.changed[0] if len(blocks.changed) == 1 else np.concatenate(blocks.changed)
         tables.block_refcount[ids] = blocks.refcount[ids]
         tables.block_generation[ids] = blocks.generation[ids]
         tables.block_owner[ids] = blocks.owner[ids]
-    blocks.changed.clear()
+        blocks.changed.clear()
     gauges = machine.gauges(now_us, journal)
     tables.write_gauges(gauges)
     if now_us - tables.numbers.written_us >= NUMBERS_US or not machine.requests.live:
@@ -74,7 +75,7 @@ def all_changed(machine: Machine) -> None:
     s.changed_rows.append(slots)
     s.changed_cells.extend((np.array([slot]), slice(width[slot])) for slot in slots.tolist())
     pools = [group.pool for group in machine.cache.groups.values()]
-    machine.cache.blocks.changed.extend(slice(pool.base, pool.base + pool.count) for pool in pools)
+    machine.cache.blocks.changed.extend(np.arange(pool.base, pool.base + pool.count) for pool in pools)
     machine.all_is_news()
 
 

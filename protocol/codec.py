@@ -44,16 +44,17 @@ class InvalidMessage(InvalidRequest):
 def encode(message: Message) -> list[bytes | memoryview]:
     """The message as ZeroMQ frames: the body, then its arrays in one frame where it has any."""
     cls = type(message)
+    if not cls.FRAMES:
+        return [_pack(message)]
     body: dict[str, Any] = {"t": _TAGS[cls]}
     for name in _FIELDS[cls]:
         body[name] = getattr(message, name)
-    if not cls.FRAMES:
-        return [_pack(body)]
     sizes, parts, sent = [], [], 0
     for name, dtype in _ARRAYS[cls]:
         array = getattr(message, name)
-        sizes.append(array.size)
-        if array.size:
+        size = array.size
+        sizes.append(size)
+        if size:
             sent = len(sizes)
             parts.append(array.tobytes() if array.dtype == dtype else array.astype(dtype).tobytes())
     if not parts:
@@ -84,8 +85,9 @@ class Decoder:
         if cls is None:
             raise ProtocolError(f"unknown message tag {_shorten(tag)}; known here: {', '.join(sorted(self._classes))}")
         sizes = body.pop("n", ())
-        # Most messages hold scalars only.
-        if not _CONTAINERS.isdisjoint(map(type, body.values())) and not _shallow(body, DEPTH_MAX):
+        # Most messages hold scalars only, and lists without anything in them.
+        inner = [value for value in body.values() if type(value) in _CONTAINERS and value]
+        if inner and not _shallow(inner, DEPTH_MAX - 1):
             raise ProtocolError(f"a message nests at most {DEPTH_MAX} levels")
         if len(frames) > 1 or sizes:
             _arrays(cls, body, sizes, frames[1] if len(frames) > 1 else b"")
@@ -142,14 +144,13 @@ def _arrays(cls: type[Message], body: dict[str, Any], sizes: Any, frame: bytes |
     raise ProtocolError(f"{tag}: the arrays that n lists are not the {given} bytes that came")
 
 
-def _shallow(body: dict[str, Any], depth: int) -> bool:
-    """Whether `body` nests at most `depth` levels."""
-    level: list[Any] = [body]
+def _shallow(level: list[Any], depth: int) -> bool:
+    """Whether each of these containers nests at most `depth` levels; what is empty has none."""
     for _ in range(depth):
         below: list[Any] = []
         for value in level:
             inner = value.values() if type(value) is dict else value
-            below += [item for item in inner if type(item) in _CONTAINERS]
+            below += [item for item in inner if type(item) in _CONTAINERS and item]
         if not below:
             return True
         level = below

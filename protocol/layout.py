@@ -28,6 +28,9 @@ the file take no memory, so the limits may be generous.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+from functools import lru_cache
+
 import msgspec
 import numpy as np
 
@@ -151,7 +154,8 @@ class ArraySpec(msgspec.Struct, frozen=True):
         return self.shape[0] * self.strides[0] if self.shape else int(self.dtype[2:])
 
 
-def arrays(geometry: Geometry) -> dict[str, ArraySpec]:
+@lru_cache(maxsize=4)  # who opens a table asks for the same several times
+def arrays(geometry: Geometry) -> Mapping[str, ArraySpec]:
     """Every array of the file by name, in file order."""
     found: dict[str, ArraySpec] = {}
     offset = 2 * PAGE_BYTES

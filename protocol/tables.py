@@ -56,8 +56,7 @@ class TablesWriter:
             unfinished.unlink(missing_ok=True)
         handle, temporary = tempfile.mkstemp(dir=path.parent, prefix=path.name + ".")
         try:
-            # Not ftruncate: a file with holes is killed by SIGBUS at the first write that finds the disk full.
-            os.posix_fallocate(handle, 0, size)
+            self._make_room(handle, size)
             self._map = mmap.mmap(handle, size)
             header = np.frombuffer(self._map, HEADER, 1)
             header["layout_version"] = LAYOUT_VERSION
@@ -76,6 +75,11 @@ class TablesWriter:
             raise
         finally:
             os.close(handle)
+
+    @staticmethod
+    def _make_room(handle: int, size: int) -> None:
+        # Not ftruncate: a file with holes is killed by SIGBUS at the first write that finds the disk full.
+        os.posix_fallocate(handle, 0, size)
 
     def _look_at(self, geometry: Geometry) -> None:
         views = _views(self._map, geometry)

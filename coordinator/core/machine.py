@@ -172,13 +172,14 @@ class Machine:
             due_us = self._turn()
         elif isinstance(event, FromClient):
             self._from_client(event)
+        elif isinstance(event, FromWorker):
+            self._stirred = True
+            self._reports.apply(event)
         elif isinstance(event, ClientFull):
             self._asked.client_full(event.client, event.lost)
         else:
             self._stirred = True
-            if isinstance(event, FromWorker):
-                self._reports.apply(event)
-            elif isinstance(event, ClientGone):
+            if isinstance(event, ClientGone):
                 if not event.goodbye and self.sessions.left(event.client):
                     self._asked.client_away(event.client)
                 else:

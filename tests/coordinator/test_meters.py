@@ -12,7 +12,7 @@ import msgspec
 import numpy as np
 import pytest
 
-from coordinator.core.cache.meters import Meters
+from coordinator.core.cache.meters import FEW, Meters
 from coordinator.core.events import Restarted
 from coordinator.publish import NUMBERS_US, all_changed, publish
 from kvforge.protocol.layout import GAUGES, Geometry
@@ -189,6 +189,20 @@ def test_tenants_beyond_the_rows_count_among_the_others() -> None:
         2,
     )
     assert [meters.rows[row, GAP.total] for row in (OTHERS, 1)] == [5, 70]
+
+
+@pytest.mark.parametrize("one_gap", [True, False])
+def test_gaps_of_many_rows_are_counted_as_those_of_few(one_gap: bool) -> None:
+    tenants = np.array([TENANT_ROWS + 1, 1, 2, *range(1, 2 * FEW)])
+    gaps_us = np.arange(tenants.size) * 700 - 1
+    together, apart = Meters(TENANT_ROWS + 10), Meters(TENANT_ROWS + 10)
+    together.observe_gaps(tenants, 4_000 if one_gap else gaps_us)
+    for i in range(0, tenants.size, FEW):
+        apart.observe_gaps(tenants[i : i + FEW], 4_000 if one_gap else gaps_us[i : i + FEW])
+    assert tenants.size > FEW
+    assert together.rows.any()
+    assert (together.rows == apart.rows).all()
+    assert together.changed == apart.changed
 
 
 def test_workers_that_come_and_go_and_restarts_are_counted(make_pool: MakePool) -> None:

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from random import Random
 from typing import Any
 
+import numpy as np
 import pytest
 
+from coordinator.core.cache.meters import FEW
+from coordinator.core.cache.tenants import Tenants
 from coordinator.core.limits import Quota
 from kvforge.protocol.errors import CapacityExceeded, QuotaExceeded
 from tests.coordinator.driver import Driver, continuation
+from tests.limits import make_limits
 
 
 def with_quotas(blocks: int, quotas: dict[str, Quota], **limits: Any) -> Driver:
@@ -30,6 +35,18 @@ def test_a_floor_is_kept_free_for_its_tenant() -> None:
     driver.create(range(20), tenant="b")
     assert driver.info(driver.create(range(12), tenant="a")).blocks == 3
     assert (usage(driver, "a"), usage(driver, "b"), driver.free()) == (3, 5, 0)
+
+
+@pytest.mark.parametrize("named", [2, FEW - 1, FEW, 2 * FEW])
+def test_what_floors_keep_is_the_same_however_many_have_one(named: int) -> None:
+    random = Random(named)
+    quotas = {f"t{i}": Quota(floor=random.randrange(5)) for i in range(named - 1)}
+    tenants = Tenants(make_limits(quotas={**quotas, "last": Quota(floor=3)}, tenants_max=named + 2))
+    other = tenants.intern("of no quota")
+    usage = np.array([random.randrange(6) for _ in tenants.floor])
+    lacking = [max(0, floor - used) for floor, used in zip(tenants.floor.tolist(), usage.tolist(), strict=True)]
+    for tenant in (0, 1, named, other):
+        assert tenants.kept_for_others(tenant, usage) == sum(lacking) - lacking[tenant]
 
 
 def test_a_tenant_may_go_beyond_its_floor_where_nobody_else_has_one() -> None:

@@ -131,7 +131,7 @@ def stale_result_accepted() -> list[Patch]:
 def copy_on_write_skipped() -> list[Patch]:
     """A shared or indexed block is written in place."""
 
-    def unwritable(self: Cache, slots: Any, start: Any, end: Any) -> Any:
+    def unwritable(self: Cache, slots: Any, start: Any, end: Any = None) -> Any:
         return np.zeros(0, np.int64), np.zeros(0, np.int64)
 
     return [(Cache, "unwritable", unwritable)]

@@ -36,4 +36,4 @@ class Blocks:
         self.touch = np.zeros(blocks_max, np.int64)
         self.since_us = np.zeros(blocks_max, np.int64)
         self.external: dict[int, dict[str, int]] = {}
-        self.changed: list[BlockIds | slice] = []
+        self.changed: list[BlockIds] = []

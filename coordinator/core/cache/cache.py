@@ -91,13 +91,15 @@ class Cache(Residents):
         if not copy_rows.size and not np.count_nonzero(more):
             return
         needed = more + np.bincount(copy_rows, minlength=slots.size)
-        tenant = int(s.tenant[slots[0]])
-        assert (s.tenant[slots] == tenant).all()
-        parts = [(self.groups[n], s.pool[slots] == n) for n in sorted(set(s.pool[slots].tolist()))]
-        for group, rows in parts:
-            self.check_room(group, tenant, int(needed[rows].sum()), NO_BLOCKS, slots)
-        for group, rows in parts:
-            count = int(needed[rows].sum())
+        tenant, pools = int(s.tenant[slots[0]]), s.pool[slots]
+        assert not np.count_nonzero(s.tenant[slots] != tenant)
+        parts: list[tuple[Group, npt.NDArray[np.bool_], int]] = []
+        for number in sorted(set(pools.tolist())):
+            rows = pools == number
+            parts.append((self.groups[number], rows, int(np.add.reduce(needed[rows]))))
+        for group, _, count in parts:
+            self.check_room(group, tenant, count, NO_BLOCKS, slots)
+        for group, rows, count in parts:
             self.make_room(group, tenant, count, NO_BLOCKS, slots)
             fresh = group.pool.allocate(tenant, count)
             mine = rows[copy_rows]
@@ -147,19 +149,21 @@ class Cache(Residents):
             s.changed_cells.append((rows, columns))
         return True
 
-    def unwritable(self, slots: Slots, start: Slots, end: Slots) -> tuple[Slots, Slots]:
-        """The blocks that positions [start, end) fall into and that may not be written: shared, or indexed.
+    def unwritable(self, slots: Slots, start: Slots, end: Slots | None = None) -> tuple[Slots, Slots]:
+        """The blocks that positions [start, end) fall into and that may not be written: shared, or indexed. end: None
+        for one position each.
 
         Returns (row, column) pairs: row indexes `slots`, column is the index in its table. A fixed number of numpy
         operations whatever the ranges.
         """
         s, blocks = self.sequences, self.blocks
         first = start // s.block_size
-        if not np.count_nonzero((end - 1) // s.block_size != first):  # decodes: one block each
+        if end is None or not np.count_nonzero((end - 1) // s.block_size != first):  # decodes: one block each
             (inside,) = (first < s.used[slots]).nonzero()
-            ids = s.table[slots[inside], first[inside]]
+            columns = first[inside]
+            ids = s.table[slots[inside], columns]
             bad = (blocks.refcount[ids] > 1) | blocks.indexed[ids]
-            return inside[bad], first[inside[bad]]
+            return inside[bad], columns[bad]
         widths = np.maximum(np.minimum(-(-end // s.block_size), s.used[slots]) - first, 0)
         rows = np.repeat(np.arange(slots.size), widths)
         columns = np.arange(rows.size) - np.repeat(np.cumsum(widths) - widths, widths) + first[rows]

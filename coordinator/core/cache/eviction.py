@@ -44,6 +44,7 @@ class Eviction:
             return candidates, trial
         candidates = candidates[np.lexsort((s.id[candidates], s.accessed_us[candidates]))]
         counts: dict[int, int] = {}
+        kept = set(keep.tolist())
         own_first = np.concatenate([candidates[s.tenant[candidates] == tenant], candidates])
         queue = own_first if trial.room(tenant) < count + spare.own else candidates
         for slot in dict.fromkeys(queue.tolist()):
@@ -53,7 +54,7 @@ class Eviction:
             for block in s.blocks_of(slot).tolist():
                 left = counts.get(block, int(blocks.refcount[block])) - 1
                 counts[block] = left
-                if left == 0 and blocks.touch[block] <= pool.done_step and not (keep == block).any():
+                if left == 0 and blocks.touch[block] <= pool.done_step and block not in kept:
                     trial.gain(int(blocks.owner[block]), bool(blocks.indexed[block]))
         return np.array(taken, np.int64), trial
 

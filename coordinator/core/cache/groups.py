@@ -149,6 +149,8 @@ class Group:
 
     def flush_copies(self) -> Int32Array:
         """The copies that the next step carries: [3 * n] int32 triples."""
+        if not self.copies:
+            return NO_INT32
         triples = [value for target, (source, tokens) in self.copies.items() for value in (source, target, tokens)]
         self.copies.clear()
         return np.array(triples, np.int32)

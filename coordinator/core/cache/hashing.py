@@ -19,6 +19,7 @@ import numpy as np
 import numpy.typing as npt
 
 Hashes = npt.NDArray[np.uint64]
+NO_HASHES: Hashes = np.zeros(0, np.uint64)
 _HALF, _FIRST, _SECOND = np.uint64(33), np.uint64(0xFF51AFD7ED558CCD), np.uint64(0xC4CEB9FE1A85EC53)
 
 
@@ -55,6 +56,8 @@ class BlockHasher:
     def chain(self, start: int, tokens: npt.NDArray[np.int32]) -> Hashes:
         """Chained hashes of the full blocks of one sequence after chain value `start`: [len // block_size] uint64."""
         count = tokens.size // self._block_size
+        if not count:
+            return NO_HASHES
         own = self.blocks(tokens[: count * self._block_size].reshape(count, self._block_size))
         total: Hashes = (own * self._inverse_powers[:count]).cumsum()
         total += np.uint64(start)

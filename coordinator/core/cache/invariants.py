@@ -15,7 +15,7 @@ def check_cache(cache: Cache) -> None:
     holders = np.zeros(blocks.refcount.size, np.int64)
     for slot in s.slot_of.values():
         ids = s.blocks_of(slot)
-        assert np.unique(ids).size == ids.size, "a block is twice in one table"
+        assert len(set(ids.tolist())) == ids.size, "a block is twice in one table"
         if ids.size:
             pool = cache.groups[int(s.pool[slot])].pool
             assert ((ids >= pool.base) & (ids < pool.base + pool.count)).all(), "a block of another pool"

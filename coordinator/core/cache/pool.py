@@ -78,23 +78,27 @@ class Pool:
         keep: blocks that must not be evicted for it.
         """
         if self._tenants.has_quotas:
-            return self.supply(keep).available(tenant)
+            return self._supply(keep, self.usage).available(tenant)
         kept = int(np.count_nonzero(self.blocks.state[keep] == CACHED)) if keep is not None and keep.size else 0
         return self.free + self.cached - kept
 
     def has(self, tenant: int, count: int, keep: BlockIds, spare: Spare) -> bool:
         """Whether `tenant` could get so many now, as `available`, with some left over."""
         if self._tenants.has_quotas:
-            return self.supply(keep).has(tenant, count, spare)
+            return self._supply(keep, self.usage).has(tenant, count, spare)
         return self.available(tenant, keep) >= count + spare.pool
 
     def supply(self, keep: BlockIds | None = None) -> Supply:
         """What there is to give, by tenant, as if the blocks in `keep` were held."""
+        return self._supply(keep, self.usage.copy())
+
+    def _supply(self, keep: BlockIds | None, usage: npt.NDArray[np.int64]) -> Supply:
+        """usage: no copy where nothing is tried out on it."""
         cached = {tenant: len(entries) for tenant, entries in self._lru.items()}
         if keep is not None and keep.size:
             for block in keep[self.blocks.state[keep] == CACHED].tolist():
                 cached[int(self.blocks.owner[block])] -= 1
-        return Supply(self._tenants, self.free, cached, self.usage.copy())
+        return Supply(self._tenants, self.free, cached, usage)
 
     def allocate(self, tenant: int, count: int) -> BlockIds:
         """`count` blocks with one holder each: all or nothing. Evicts cached blocks, least recently used first.
@@ -351,7 +355,7 @@ class Pool:
         states, counts = blocks.state[ids], blocks.refcount[ids]
         assert (counts >= 0).all(), "a reference count is below zero"
         listed = self._stack[: self.free]
-        assert np.unique(listed).size == self.free, "a block is twice in the free list"
+        assert len(set(listed.tolist())) == self.free, "a block is twice in the free list"
         assert (blocks.state[listed] == FREE).all() and self.free == np.count_nonzero(states == FREE), "free list"
         assert not blocks.indexed[listed].any(), "a free block is indexed"
         assert ((counts > 0) == (states == REFERENCED)).all(), "a count disagrees with its block's state"
@@ -360,9 +364,9 @@ class Pool:
         for tenant, entries in self._lru.items():
             assert all(blocks.state[b] == CACHED and blocks.owner[b] == tenant for b in entries), "LRU list"
             assert all(blocks.indexed[b] for b in entries), "a cached block is not indexed"
-        waiting = np.unique(np.concatenate([*self._quarantine, np.zeros(0, np.int64)]))
+        waiting = {block for part in self._quarantine for block in part.tolist()}
         held_back = ids[states == QUARANTINED]
-        assert np.isin(held_back, waiting).all(), "a quarantined block would never be settled"
+        assert waiting.issuperset(held_back.tolist()), "a quarantined block would never be settled"
         assert (blocks.touch[held_back] > self.done_step).all(), "a block overstays its quarantine"
         owners = np.bincount(blocks.owner[ids][states != FREE], minlength=self.usage.size)
         assert (owners == self.usage).all(), "a tenant's usage disagrees with its blocks"

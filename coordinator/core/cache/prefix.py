@@ -15,7 +15,7 @@ import numpy as np
 import numpy.typing as npt
 
 from ..waits import Waits, prefix_of
-from .blocks import FREE, BlockIds, Blocks
+from .blocks import FREE, NO_BLOCKS, BlockIds, Blocks
 from .hashing import BlockHasher, Hashes
 
 Tokens = npt.NDArray[np.int32]
@@ -124,13 +124,13 @@ class PrefixIndex:
                 if block is None:
                     break
                 found.append(block)
+        if not found:
+            return NO_BLOCKS
         ids = np.array(found, np.int64)
         return ids[: self._verified(salt, tokens, ids)]
 
     def _verified(self, salt: int, tokens: Tokens, ids: BlockIds) -> int:
         """How many leading candidates hold exactly these tokens after exactly these parents."""
-        if not ids.size:
-            return 0
         size, store = self._blocks.block_size, self._store
         keys = ids | self._blocks.generation[ids].astype(np.int64) << 32
         parents = np.concatenate([[root_key(salt)], keys[:-1]])
@@ -214,9 +214,9 @@ class PrefixIndex:
         nothing has changed.
         """
         store, hashes, new = self._store, values.tolist(), ids.tolist()
-        if self._blocks.indexed[ids].any() or not self._by_hash.keys().isdisjoint(hashes):
+        if np.count_nonzero(self._blocks.indexed[ids]) or not self._by_hash.keys().isdisjoint(hashes):
             return False
-        assert (self._blocks.state[ids] != FREE).all(), "a free block cannot be indexed"
+        assert not np.count_nonzero(self._blocks.state[ids] == FREE), "a free block cannot be indexed"
         before = len(self._by_hash)
         self._by_hash.update(zip(hashes, new, strict=True))
         if len(self._by_hash) < before + len(hashes):
@@ -267,12 +267,12 @@ class PrefixIndex:
         assert all(not isinstance(own, dict) or len(own) > 1 for own in self._children.values()), "an only child's form"
         assert sorted(block for _, block in listed) == sorted(ids.tolist()), "children"
         assert all(store.parent[block] == parent for parent, block in listed), "a child is under the wrong parent"
-        for block in ids.tolist():
-            parent = int(store.parent[block])
-            if parent < 0 or self.alive(parent):
-                start = -parent - 1 if parent < 0 else int(store.hash[parent & 0xFFFFFFFF])
-                expected = int(self._hasher.extend(np.array([start], np.uint64), store.tokens[block][None])[0])
-                assert expected == int(store.hash[block]), "an entry's hash is not the hash of its content"
+        ids = ids[self.all_alive(store.parent[ids])]
+        parents = store.parent[ids]
+        above = store.hash[np.where(parents < 0, 0, parents & 0xFFFFFFFF)]
+        starts = np.where(parents < 0, (-parents - 1).astype(np.uint64), above)
+        expected = self._hasher.extend(starts, store.tokens[ids])
+        assert expected.tolist() == store.hash[ids].tolist(), "an entry's hash is not the hash of its content"
 
 
 def _items(contents: npt.NDArray[np.int32]) -> npt.NDArray[np.void]:

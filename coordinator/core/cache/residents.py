@@ -88,7 +88,7 @@ class Residents:
         self.largest_pool = max(self.largest_pool, blocks)
         self.model, self.vocab_size = ready.model, ready.model.vocab_size
         self.indexing.kinds |= ready.wants_kinds  # what its siblings compute both ways alike is then told apart too
-        self.blocks.changed.append(slice(base, base + blocks))
+        self.blocks.changed.append(np.arange(base, base + blocks))
         return group
 
     def drop_group(self, group: Group) -> Slots:
@@ -105,7 +105,7 @@ class Residents:
         blocks.generation[ids] += 1
         blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
         blocks.indexed[ids] = False
-        blocks.changed.append(ids)
+        blocks.changed.append(np.arange(pool.base, pool.base + pool.count))
         self._forget_kv(slots)
         s.step_done(group.number, np.iinfo(np.int64).max)
         s.read_step[s.read_pool == group.number] = 0

@@ -32,7 +32,7 @@ class Zeroing:
         """The tenant may write the blocks from now on: [n] distinct."""
         local = ids - self._base
         foreign = self._writer[local] != tenant
-        if foreign.any():
+        if np.count_nonzero(foreign):
             self._writer[local[foreign]] = tenant
             self._owed.update(dict.fromkeys(ids[foreign].tolist()))
 

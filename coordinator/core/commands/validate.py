@@ -89,10 +89,9 @@ def _check_salt(salt: str) -> None:
 
 def tokens(field: str, values: npt.NDArray[np.int32], vocabulary: int) -> None:
     """Raises InvalidRequest naming `field` where a token id is outside the vocabulary."""
-    if not values.size:
-        return
-    lowest, highest = int(values.min()), int(values.max())
-    if lowest < 0 or highest >= vocabulary:
+    # Taken as unsigned, a negative number is a large one.
+    if np.count_nonzero(values.view(np.uint32) >= vocabulary):
+        lowest, highest = int(values.min()), int(values.max())
         wrong = lowest if lowest < 0 else highest
         raise InvalidRequest(field, f"token id {wrong} is outside the vocabulary of {vocabulary}")
 

@@ -95,8 +95,10 @@ class Choice:
         slot = s.slot_of.get(request.sequence_id, NO_SLOT)
         if slot != NO_SLOT:
             tokens = cache.indexing.contents(s.tokens[slot, : s.length[slot]])
-        else:
+        elif request.tokens.size:
             tokens = cache.indexing.contents(np.concatenate([request.prompt, generated(request.tokens)]))
+        else:
+            tokens = request.prompt
         if request.hashes is None:
             request.hashes = cache.indexing.hashes(request.salt, tokens)
         return cache.plan_placement(group, request.salt, tokens, request.hashes)

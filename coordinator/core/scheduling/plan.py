@@ -87,12 +87,13 @@ class Scheduler:
         left = np.where(target < rows.limit[mine], target - s.scheduled[mine], 0)
         if not np.count_nonzero(left > 0) and not group.copies:
             return None
-        prefilling = bool(left.max(initial=0) > 1)
+        several = left > 1
+        prefilling = bool(np.count_nonzero(several))
         decodes = self._decodes(group, mine[left == 1], prefilling)
         counts = np.ones(decodes.size, np.int64)
         slots = decodes
         if prefilling:
-            slots, counts = self._prefills(group, mine[left > 1], decodes, counts)
+            slots, counts = self._prefills(group, mine[several], decodes, counts)
         # Preemption on behalf of a later row may have taken an earlier one.
         alive = s.running[slots] & (s.pool[slots] == group.number)
         slots, counts = slots[alive], counts[alive]
@@ -162,7 +163,7 @@ class Scheduler:
             slots = slots[np.argsort(self._rows.order[slots], kind="stable")][:most]
         start = s.scheduled[slots]
         short = s.length[slots] + s.pending[slots] >= s.used[slots] * s.block_size
-        short[self._cache.unwritable(slots, start, start + 1)[0]] = True
+        short[self._cache.unwritable(slots, start)[0]] = True
         if not np.count_nonzero(short):
             return np.sort(slots)  # most rows of most steps write into a block that they have
         served = self._with_blocks(group, slots[short])
@@ -372,7 +373,8 @@ class Scheduler:
         if not slots.size:
             return NO_INT32
         s = self._cache.sequences
-        decodes = slots.size if int(counts.max()) == 1 else int(np.argmax(counts > 1))  # they come first
+        (chunks,) = (counts > 1).nonzero()
+        decodes = int(chunks[0]) if chunks.size else slots.size  # they come first
         own = slots[:decodes]
         inside = np.minimum(starts[:decodes], s.context_tokens_max - 1)
         ones = self._fed(group, s.tokens[own, inside])

@@ -60,8 +60,11 @@ class RunningRows:
         self.fresh[slot] = fresh
 
     def stopped(self, rows: Slots, tokens: npt.NDArray[np.int32]) -> npt.NDArray[np.bool_] | None:
-        """Which of [n] tokens is a stop token of its row; None where no row has any."""
+        """Which of [n] tokens is a stop token of its row; None where none is."""
         if not self._stops_most:
             return None
-        found: npt.NDArray[np.bool_] = (self.stops[rows, : self._stops_most] == tokens[:, None]).any(axis=1)
+        same = self.stops[rows, : self._stops_most] == tokens[:, None]
+        if not np.count_nonzero(same):
+            return None
+        found: npt.NDArray[np.bool_] = same.any(axis=1)
         return found

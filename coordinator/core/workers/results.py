@@ -116,10 +116,14 @@ class StepResults:
         """Keeps them with the requests that asked; returns what of them is to be streamed."""
         s = self._cache.sequences
         asked = np.flatnonzero(self._admission.rows.tops[rows])
+        counts, ends = tops.counts.tolist(), np.cumsum(tops.counts).tolist()
         for i in asked.tolist():
-            record, top = self._requests.live[int(s.request[rows[i]])].tops, tops.pick(np.array([i]))
+            record, told = self._requests.live[int(s.request[rows[i]])].tops, slice(ends[i] - counts[i], ends[i])
             assert record is not None
-            record.add(top.tokens, top.logprobs)
+            record.add(tops.tokens[told], tops.logprobs[told])
+            counts[i] = 0
+        if not any(counts):
+            return tops  # nobody else was given any
         wanted = np.full(rows.size, -1)
         wanted[asked] = asked
         return tops.pick(wanted)
