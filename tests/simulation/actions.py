@@ -7,6 +7,7 @@ answered makes the action do nothing, so any action may be left out of a scenari
 
 from __future__ import annotations
 
+from bisect import bisect
 from collections.abc import Iterator
 from itertools import accumulate
 from random import Random
@@ -154,6 +155,7 @@ class Drawer:
             yield (0, "connect", f"c{i}", False)
         mix = {verb: weight for verb, weight in MIX.items() if not (self._settings.deadly and verb in DEATHS)}
         verbs, weights = list(mix), list(accumulate(mix.values()))
+        total, last = float(weights[-1]), len(verbs) - 1
         parameters = {verb: getattr(self, f"_{verb}") for verb in verbs}
         while True:
             at_us += int(self._random.expovariate(1.0) * self._settings.gap_us)
@@ -182,7 +184,7 @@ class Drawer:
                     at_us = action[0]
                     yield action
                 continue
-            verb = self._random.choices(verbs, cum_weights=weights)[0]
+            verb = verbs[bisect(weights, self._random.random() * total, 0, last)]  # what `choices` does
             yield (at_us, verb, *parameters[verb]())
 
     # ----------------------------------------------------------------------------------------------------- parameters

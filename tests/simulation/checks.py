@@ -43,9 +43,17 @@ class Checker:
         """The machine was made anew where that one's was: the same steps are under way."""
         self._flying, self._payers = before._flying, before._payers
 
+    def lengths(self) -> None:
+        """Every sequence holds the blocks of its length, and KV for no more than its tokens."""
+        s = self._machine.cache.sequences
+        tokens = s.length + s.pending
+        needed = (tokens + (s.block_size - 1)) // s.block_size
+        assert _every(s.used == needed * (s.pool >= 0)), "blocks held disagree with a length"
+        assert _every((s.computed <= s.scheduled) & (s.scheduled <= tokens)), "KV beyond the tokens"
+
     def light(self) -> None:
         """Design section 3, 1 to 5, in two dozen numpy calls: holders are counted exactly, states agree with counts,
-        every pool adds up, free lists hold free blocks once each, and every sequence holds the blocks of its length."""
+        every pool adds up, and free lists hold free blocks once each."""
         s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
         used = self._columns < s.used[:, None]
         holders = np.bincount(s.table[used], minlength=self._blocks)
@@ -54,18 +62,15 @@ class Checker:
         assert _every(holders == blocks.refcount), f"holders {holders.tolist()}, counts {blocks.refcount.tolist()}"
         referenced, is_free = blocks.state == REFERENCED, blocks.state == FREE
         assert _every(referenced == (holders > 0)), "a state disagrees with its count"
-        tokens = s.length + s.pending
-        needed = (tokens + (s.block_size - 1)) // s.block_size
-        assert _every(s.used == needed * (s.pool >= 0)), "blocks held disagree with a length"
-        assert _every((s.computed <= s.scheduled) & (s.scheduled <= tokens)), "KV beyond the tokens"
         if blocks.external or self._payers:
             self._charged()
         for group in self._machine.cache.groups.values():
             pool = group.pool
-            listed = np.bincount(pool._stack[: pool.free], minlength=self._blocks)
-            assert _every(is_free >= listed), "a free list holds a block twice, or one that is not free"
             states = blocks.state[pool.base : pool.base + pool.count].tobytes()  # a byte for each block
             assert states.count(FREE) == pool.free, "free"
+            listed = pool._stack[: pool.free]
+            assert len(set(listed.tolist())) == pool.free, "a free list holds a block twice"
+            assert _every(is_free[listed]), "a free list holds a block that is not free"
             assert states.count(CACHED) == pool.cached, "cached"
             assert states.count(QUARANTINED) == pool.quarantined, "quarantined"
             if group.sent:
@@ -94,16 +99,18 @@ class Checker:
     def planned(self, group: Any, step: Step) -> None:
         """Each block that a new step writes has one holder and is not indexed. Keeps in mind what it touches."""
         s, blocks = self._machine.cache.sequences, self._machine.cache.blocks
-        ends = step.starts + step.counts
-        first, last = step.starts // s.block_size, (ends - 1) // s.block_size
-        read = self._columns <= last[:, None]
-        table = s.table[step.slots]
-        ids = table[read & (self._columns >= first[:, None])]
-        assert _every(blocks.refcount[ids] == 1), f"step {step.step_id} writes a block that another one holds"
-        assert not _some(blocks.indexed[ids]), f"step {step.step_id} writes a block of the prefix index"
-        copied = step.copies.reshape(-1, 3)[:, :2].ravel()
+        touched: list[int] = []
+        written: list[int] = []
+        rows = zip(s.table[step.slots].tolist(), step.starts.tolist(), step.counts.tolist(), strict=True)
+        for row, start, count in rows:
+            end = -(-(start + count) // s.block_size)
+            touched += row[:end]
+            written += row[start // s.block_size : end]
+        assert _every(blocks.refcount[written] == 1), f"step {step.step_id} writes a block that another one holds"
+        assert not _some(blocks.indexed[written]), f"step {step.step_id} writes a block of the prefix index"
+        copies = step.copies.tolist()
         flying = self._flying.setdefault(group.epoch, deque())
-        flying.append((step.step_id, np.concatenate([table[read], copied])))
+        flying.append((step.step_id, np.array([*touched, *copies[0::3], *copies[1::3]], np.int64)))
         if self._writers is not None:
             self._writers.planned(group, step)
 
@@ -128,9 +135,10 @@ class Checker:
         """What readers see is what the core knows."""
         s, blocks, tables = self._machine.cache.sequences, self._machine.cache.blocks, self._tables
         assert not _some(tables.row_version & 1 != 0), "a row was left open"
-        assert _every(tables.row_length == s.length), "a length is not published"
-        assert _every(tables.row_blocks == s.used), "a count of blocks is not published"
-        assert _every(tables.row_sequence == s.id), "a sequence id is not published"
+        # As lists: there are few, and numpy would make other types of them first.
+        assert tables.row_length.tolist() == s.length.tolist(), "a length is not published"
+        assert tables.row_blocks.tolist() == s.used.tolist(), "a count of blocks is not published"
+        assert tables.row_sequence.tolist() == s.id.tolist(), "a sequence id is not published"
         wrong = (tables.block_table != s.table) & (self._columns < s.used[:, None])
         assert not _some(wrong), f"row {np.argwhere(wrong)[0][0]} is published with other blocks"
         assert _every(tables.block_refcount == blocks.refcount), "a reference count is not published"

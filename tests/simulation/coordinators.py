@@ -8,6 +8,7 @@ All that ends with the process is here. What others know and remember, the clock
 
 from __future__ import annotations
 
+import os
 from functools import partial
 from pathlib import Path
 from random import Random
@@ -23,6 +24,7 @@ from coordinator.core.events import (
     Effect,
     Event,
     FromClient,
+    FromWorker,
     Restarted,
     ToClient,
     Turn,
@@ -58,14 +60,18 @@ if TYPE_CHECKING:
     from tests.simulation.world import World
 
 # So often it is tried out whether what a turn left undone would have been done by another one: two comparisons each.
-PROBE_EVERY = 16
+# Oftener before a turn that is due by itself: that is when something was too early, or nobody was told.
+PROBE_EVERY, PROBE_DUE_EVERY = 32, 8
 # So many of these also compare right after asking when something is due; the others see it at their end, unless the
 # turn undid what asking did.
 ASK_EVERY = 8
 COMPARE_EVERY = 32
+# After so many turns it is asked whether somebody waits for what is there: who does, mostly does for longer.
+WAITS_EVERY = 3
 SAME_INSTANT_MAX = 32
 REPLACED_US = 5_000
 NO_END = -1
+NO_CHANGES = (0, (0, 0, 0))
 
 
 class WatchedMachine(Machine):
@@ -88,6 +94,14 @@ class WatchedMachine(Machine):
         return super().gauges(now_us, journal)
 
 
+class SparseTables(TablesWriter):
+    """The real tables. Most of the file stays empty, and there is room: it is not asked for page by page."""
+
+    @staticmethod
+    def _make_room(handle: int, size: int) -> None:
+        os.ftruncate(handle, size)
+
+
 class SimulatedCoordinator:
     """Machine, tables and loop of one process, between the world's two networks. It tells the world's books."""
 
@@ -104,18 +118,19 @@ class SimulatedCoordinator:
         self._probes = 0
         self._turn_planned = False
         self._due_us = self._turned_us = self._turns_at_once = 0
-        self._mark = (0, 0, 0)
+        self._mark = NO_CHANGES
         self._flushed = self._unpublished = False
         self.death: Death | None = None  # how the next turn ends
         self.up, self.dead = True, False
         self._books: Books | None = None  # as they were when the turn began that dies before it is written
         self._effects_left = NO_END
         self.journal = journal
-        machine.__class__ = WatchedMachine
+        if type(machine) is Machine:  # it comes from a journal
+            machine.__class__ = WatchedMachine
         self.machine = cast(WatchedMachine, machine)
         self.machine.watcher = self
         fill = partial(publish, machine, now_us=world.clock.now_us)
-        self.tables = TablesWriter(folder / "tables", settings.geometry(), machine.boot, fill)
+        self.tables = SparseTables(folder / "tables", settings.geometry(), machine.boot, fill)
         self.loop = TurnLoop(
             self.machine,
             self.tables,
@@ -174,10 +189,10 @@ class SimulatedCoordinator:
 
     def begins(self, event: Event) -> None:
         """An event is about to be applied."""
-        self._cause = event
-        if isinstance(event, Turn):
+        self._cause, kind = event, type(event)
+        if kind is Turn:
             self._ledger.presence.passes(self._clock.now_us)
-        elif isinstance(event, Restarted):
+        elif kind is Restarted:
             self._ledger.restarts(self._clock.now_us)
         self._ledger.isolation.before(event, self.machine.requests.finished)
 
@@ -188,8 +203,15 @@ class SimulatedCoordinator:
         if world.recording is not None:
             world.recording.applied(self.machine, event, now_us, applied)
         world.events += 1
-        if isinstance(event, FromClient):
+        if isinstance(event, Turn):
+            ledger.left(now_us)
+            self._flushed = True
+            ledger.dues.turn(now_us)
+            self.checker.turned(now_us)
+        elif isinstance(event, FromClient):
             self._replied(event, applied.effects, before)
+        elif isinstance(event, FromWorker):
+            pass
         elif isinstance(event, ClientCame):
             ledger.isolation.came(event)
             ledger.came(event.client, event.session)
@@ -203,11 +225,6 @@ class SimulatedCoordinator:
         elif isinstance(event, Restarted):
             ledger.left(now_us)
             self._progress.disturbed()
-        elif isinstance(event, Turn):
-            ledger.left(now_us)
-            self._flushed = True
-            ledger.dues.turn(now_us)
-            self.checker.turned(now_us)
         self._check()
 
     def _replied(self, event: FromClient, effects: list[Effect], before: Snapshot) -> None:
@@ -227,12 +244,13 @@ class SimulatedCoordinator:
     def _check(self) -> None:
         cache = self.machine.cache
         s = cache.sequences
-        rows = len(s.changed_rows) + len(s.changed_lengths)
-        mark = (rows, len(s.changed_cells), len(cache.blocks.changed))
+        mark = (len(s.changed_lengths), (len(s.changed_rows), len(s.changed_cells), len(cache.blocks.changed)))
         if mark != self._mark:  # whatever touches a row or a block says so, or it would not be published
-            self._mark = mark
-            self.checker.light()
-            self._generations.check()
+            (_, before), self._mark = self._mark, mark
+            self.checker.lengths()
+            if mark[1] != before:  # where only lengths change, no block does
+                self.checker.light()
+                self._generations.check()
         if self._world.events % self._world.full_check_every == 0:
             self.checker.full()
             self._ledger.isolation.explained(self.machine.explainer, self.machine.requests.live)
@@ -259,8 +277,9 @@ class SimulatedCoordinator:
 
     def _within_limits(self, step: Step) -> None:
         settings = self._world.settings
-        if step.slots.size > settings.step_rows_max or int(step.counts.sum()) > settings.step_tokens_max:
-            raise Violation(f"step {step.step_id} has {step.slots.size} rows of {int(step.counts.sum())} tokens")
+        tokens = sum(step.counts.tolist())
+        if step.slots.size > settings.step_rows_max or tokens > settings.step_tokens_max:
+            raise Violation(f"step {step.step_id} has {step.slots.size} rows of {tokens} tokens")
         if len(set(step.slots.tolist())) != step.slots.size:
             raise Violation(f"step {step.step_id} names a slot twice")
 
@@ -354,10 +373,10 @@ class SimulatedCoordinator:
         world, now_us = self._world, self._clock.now_us
         if self.dead:
             return
-        if world.turns % PROBE_EVERY == 0 or now_us >= self._due_us:
+        if world.turns % (PROBE_DUE_EVERY if now_us >= self._due_us else PROBE_EVERY) == 0:
             self._probe(max(self._turned_us, min(now_us, self._due_us - 1)))
         self._turn_planned = False
-        self._mark = (0, 0, 0)
+        self._mark = NO_CHANGES
         self._flushed = self._unpublished = self.published = False
         world.turns += 1
         self._ledger.dues.late(now_us)
@@ -370,9 +389,10 @@ class SimulatedCoordinator:
         self._turned_us, before_us = now_us, self._turned_us
         if self._flushed:
             self._ledger.telling.turn_ends(self.machine.clients)
-        self._progress.turned(now_us)
+        if world.turns % WAITS_EVERY == 0:
+            self._progress.turned(now_us)
         # A change that nobody told of shows in the next turn that tells of one.
-        if self._mark != (0, 0, 0) and not self._unpublished:
+        if self._mark != NO_CHANGES and not self._unpublished:
             self.checker.published()
         if world.trace is not None:
             world.trace.append(f"{now_us:>9} turn {world.turns}: {digest(self.machine)}")

@@ -86,7 +86,7 @@ class Isolation:
     def before(self, event: Any, finished: Mapping[int, Request]) -> None:
         """What an event must leave alone."""
         self._others = []
-        if isinstance(event, FromClient) and isinstance(event.message, PurgeFinished):
+        if type(event) is FromClient and type(event.message) is PurgeFinished:
             self._others = [i for i, request in finished.items() if self.hides(event.client, request.tenant_name)]
 
     def replied(self, event: FromClient, reply: Message) -> None:

@@ -105,9 +105,9 @@ class Ledger:
         if isinstance(reply, Accepted):
             self._accepted(client, command, reply, now_us)
             return
-        book = getattr(self, f"_{type(reply).__name__.lower()}", None)
+        book = _BOOKS.get(type(reply))
         if book is not None:
-            book(client, command, reply)
+            book(self, client, command, reply)
 
     def _accepted(self, client: int, command: Any, reply: Accepted, now_us: int) -> None:
         if not isinstance(command, Submit) or reply.count != command.count:
@@ -419,3 +419,16 @@ class Ledger:
         expected = oracle.tokens[offset : offset + len(tokens)]
         if tokens != expected or offset + len(tokens) > oracle.answer_size:
             raise Violation(f"request {request_id} generated {tokens} at {offset}; the oracle says {expected}")
+
+
+_BOOKS: dict[type[Message], Callable[[Ledger, int, Any, Any], None]] = {
+    Attached: Ledger._attached,
+    Refused: Ledger._refused,
+    RequestInfo: Ledger._requestinfo,
+    Stats: Ledger._stats,
+    SequenceInfo: Ledger._sequenceinfo,
+    Appended: Ledger._appended,
+    Forked: Ledger._forked,
+    SequenceTokens: Ledger._sequencetokens,
+    Removed: Ledger._removed,
+}

@@ -7,16 +7,21 @@ token anywhere in the context gives another continuation, so any corruption of a
 from __future__ import annotations
 
 import hashlib
-
-import numpy as np
-import numpy.typing as npt
+import struct
+from itertools import accumulate
+from operator import mul
 
 MASK = (1 << 64) - 1
 CONTEXT_MAX = 1024
-WEIGHTS: npt.NDArray[np.uint64] = np.frombuffer(
-    hashlib.shake_256(b"simulated model").digest(8 * CONTEXT_MAX), "<u8"
-) | np.uint64(1)
-_WEIGHTS = WEIGHTS.tolist()
+_WEIGHTS: list[int] = [
+    weight | 1 for (weight,) in struct.iter_unpack("<Q", hashlib.shake_256(b"simulated model").digest(8 * CONTEXT_MAX))
+]
+_SUMS = [0, *accumulate(_WEIGHTS)]
+
+
+def fingerprint_of(tokens: list[int]) -> int:
+    """What stands for a context: the sum of each token plus 1, by the weight of its place."""
+    return (sum(map(mul, tokens, _WEIGHTS)) + _SUMS[len(tokens)]) & MASK
 
 
 def choose(fingerprint: int, seed: int, generated: int, vocabulary: int) -> int:

@@ -34,7 +34,7 @@ class Clock:
     def at(self, when_us: int, call: Call) -> None:
         """Plans a call; never in the past."""
         self._planned += 1
-        heapq.heappush(self._heap, (max(when_us, self.now_us), self._planned, call))
+        heapq.heappush(self._heap, (max(self.now_us, when_us), self._planned, call))
 
     def after(self, delay_us: int, call: Call) -> None:
         """Plans a call `delay_us` from now."""

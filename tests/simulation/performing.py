@@ -28,7 +28,7 @@ from kvforge.protocol.messages import (
     Submit,
     UnrefBlock,
 )
-from tests.simulation.actions import COORDINATOR, Action
+from tests.simulation.actions import COORDINATOR, DEATHS, MIX, Action
 from tests.simulation.clients import PROBE
 from tests.simulation.settings import tenant_of
 
@@ -49,6 +49,7 @@ class Performer:
 
     def __init__(self, world: World) -> None:
         self._world = world
+        self._verbs = {verb: getattr(self, f"_{verb}") for verb in MIX if verb not in DEATHS}
         self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
         self._tenants: dict[str, str] = {}  # of requests on no sequence
 
@@ -65,7 +66,7 @@ class Performer:
             return
         client = self._world.clients.get(who)
         if client is not None:
-            getattr(self, f"_{verb}")(client, *parameters)
+            self._verbs[verb](client, *parameters)
 
     @staticmethod
     def _worker(worker: Any, verb: str, parameters: list[Any]) -> None:

@@ -52,6 +52,9 @@ class Presence:
 
     def passes(self, now_us: int) -> None:
         """Time does: some have been away for too long."""
+        if not self._away:
+            self.leaving = {}
+            return
         self.leaving = {client: leased for client, (until_us, leased) in self._away.items() if until_us <= now_us}
 
     def answered_before(self, client: int, command: Message, reply: Message) -> bool:

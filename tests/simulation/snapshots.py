@@ -12,6 +12,7 @@ import copyreg
 import io
 import pickle
 from collections import OrderedDict, deque
+from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -56,6 +57,8 @@ class Finder(pickle.Pickler):
         kind = type(value)
         if kind is np.ndarray:
             return list, (value.dtype,)
+        if _kind(kind) == PART:
+            return list, (_attributes(value),)
         if not issubclass(kind, NAMED):
             return NotImplemented
         owner = getattr(value, "__self__", None)
@@ -65,20 +68,19 @@ class Finder(pickle.Pickler):
 class Known:
     """Objects that have numbers, and what is in them.
 
-    attributes: of the parts of the machine. values: what else can be changed; constants cannot.
+    parts: of the machine. values: what else can be changed; constants cannot.
     """
 
     def __init__(self, found: list[Any]) -> None:
         of_kind: dict[str, list[Any]] = {PART: [], FROZEN: [], ARRAY: [], NAME: [], OTHER: []}
         for value in found:
             of_kind[_kind(type(value))].append(value)
-        parts, frozen, named = of_kind[PART], of_kind[FROZEN], of_kind[NAME]
+        self.parts, frozen, named = of_kind[PART], of_kind[FROZEN], of_kind[NAME]
         self.arrays = [value for value in of_kind[ARRAY] if value.flags.c_contiguous]
         owners = {id(owner): owner for value in named if not _is_alone(owner := getattr(value, "__self__", None))}
         fields = [getattr(value, name) for value in frozen for name in value.__struct_fields__]
-        self.attributes = [vars(part) for part in parts]
         self.values = [value for value in (*fields, *owners.values()) if not isinstance(value, CONSTANT)]
-        self.objects = [*parts, *frozen, *self.arrays, *named]
+        self.objects = [*self.parts, *frozen, *self.arrays, *named]
 
 
 class Snapshots:
@@ -111,13 +113,13 @@ class Snapshots:
     def _find(self) -> None:
         machine = self._machine
         if self._lasting is None:
-            self._lasting = Known([machine, *_found(machine.__dict__, None), *self._reducers, bytes, list, dict])
+            self._lasting = Known([machine, *_found(_attributes(machine), None), *self._reducers, bytes, list, dict])
             self._lasting_memo = _memo(self._lasting.objects)
         self._renewed, lasting = True, self._lasting
         passing = Known(_found((self._machine.cache.groups, self._machine.workers), self._lasting_memo))
         self._objects = [*lasting.objects, *passing.objects]  # kept: while it lives its id is nobody else's
         self._memo = _memo(self._objects)
-        self._attributes = [*lasting.attributes, *passing.attributes]
+        self._parts = [*lasting.parts, *passing.parts]
         self._values = [*lasting.values, *passing.values]
         self._arrays = [*lasting.arrays, *passing.arrays]
 
@@ -134,7 +136,7 @@ class Snapshots:
         pickler = pickle.Pickler(file, 5)
         pickler.memo, pickler.dispatch_table = self._memo, self._reducers
         try:
-            pickler.dump((list(map(list, map(dict.values, self._attributes))), self._values))
+            pickler.dump((list(map(_attributes, self._parts)), self._values))
             return file.getvalue(), b"".join(self._arrays)
         finally:
             requests.finished, machine.clients, requests.refused_total = finished, clients, refused_total
@@ -175,6 +177,26 @@ def _kind(cls: type) -> str:
     own = cls.__module__.startswith("coordinator.") and cls.__dictoffset__ != 0
     is_part = own and not any("__slots__" in vars(base) for base in cls.__mro__)
     return PART if is_part or issubclass(cls, Machine) else OTHER  # a machine: whichever class it is of
+
+
+def _attributes(part: Any) -> tuple[Any, ...]:
+    """What is in a part. It is not asked for its `__dict__`: Python makes one when it is, and from then on whatever
+    looks at the part's attributes takes longer."""
+    found: tuple[Any, ...] = _of_class(part)(part)
+    return found
+
+
+_GETTERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
+
+
+def _of_class(part: Any) -> Callable[[Any], tuple[Any, ...]]:
+    """All parts of a class have the attributes that the first of them had."""
+    getter = _GETTERS.get(type(part))
+    if getter is None:
+        names = list(vars(part))
+        # One name more, so that a tuple is what comes of a single one too.
+        getter = _GETTERS[type(part)] = attrgetter(*names, "__class__")
+    return getter
 
 
 def _is_alone(owner: Any) -> bool:

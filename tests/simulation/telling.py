@@ -109,7 +109,11 @@ class Telling:
     def news(self, client: int, stream: Stream, lost: bool, now_us: int) -> None:
         """The ends and the notices of a Stream, which are all that is owed to the client."""
         self._lost_us.pop(client, None)
-        owed = self._owed.pop(client, None) or Owed()
+        owed = self._owed.pop(client, None)
+        if owed is None:
+            if not (stream.ended or stream.taken or stream.paused or lost):
+                return  # as most of them
+            owed = Owed()
         ended = Counter(end.request_id for end in stream.ended)
         if (ended, Counter(stream.taken), set(stream.paused)) != (owed.ended, owed.taken, owed.paused):
             told = f"ended {list(ended)}, paused {stream.paused}, taken {stream.taken}"

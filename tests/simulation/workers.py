@@ -10,10 +10,12 @@ differs from the oracle's.
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 from pathlib import Path
 from random import Random
-from typing import Any, Protocol
+from typing import Protocol
 
+import msgspec
 import numpy as np
 import numpy.typing as npt
 
@@ -34,7 +36,7 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.tables import TablesReader
-from tests.simulation.model import DEADLY, WEIGHTS, Oracle, choose, poison, tops_of
+from tests.simulation.model import CONTEXT_MAX, DEADLY, Oracle, choose, fingerprint_of, poison, tops_of
 from tests.simulation.network import Clock, Connection, SimulatedPeers
 from tests.simulation.settings import Settings
 
@@ -42,6 +44,7 @@ RETRY_US = 3_000
 REBORN_US = 5_000
 ANSWERS_KEPT = 16  # more than may be under way
 PIDS = 100_000
+POSITIONS = list(range(CONTEXT_MAX))
 
 
 class Died(Exception):
@@ -73,14 +76,16 @@ class Host(Protocol):
 
 
 class KvMemory:
-    """Blocks of (token, position) cells, garbage at first. Block ids are global, from `base` on."""
+    """Blocks of (token, position) cells, garbage at first. Block ids are global, from `base` on.
+
+    In lists: of a few dozen cells numpy would take longer, however it is asked.
+    """
 
     def __init__(self, base: int, blocks: int, block_size: int, random: Random) -> None:
         self.base, self.blocks, self.block_size = base, blocks, block_size
         cells = blocks * block_size
-        self._tokens = np.array([random.randrange(1 << 16) for _ in range(cells)], np.int64)
-        self._positions = np.full(cells, -1, np.int64)
-        self._inside = np.arange(block_size)  # a block
+        self._tokens = [random.randrange(1 << 16) for _ in range(cells)]
+        self._positions = [-1] * cells
 
     def copy(self, triples: npt.NDArray[np.int32]) -> None:
         """Copies leading cells of blocks: all reads before all writes, as a device may do it."""
@@ -94,7 +99,7 @@ class KvMemory:
                 raise Violation(f"a copy of {count} tokens in blocks of {size}")
             start = self._cell(source)
             cells = slice(start, start + count)
-            read.append((self._cell(target), count, self._tokens[cells].copy(), self._positions[cells].copy()))
+            read.append((self._cell(target), count, self._tokens[cells], self._positions[cells]))
         for start, count, tokens, positions in read:
             self._tokens[start : start + count] = tokens
             self._positions[start : start + count] = positions
@@ -103,46 +108,42 @@ class KvMemory:
         """Nothing is left in the blocks: whoever still reads them finds out."""
         for block in blocks.tolist():
             start = self._cell(block)
-            self._tokens[start : start + self.block_size] = 0
-            self._positions[start : start + self.block_size] = -1
+            self._tokens[start : start + self.block_size] = [0] * self.block_size
+            self._positions[start : start + self.block_size] = [-1] * self.block_size
 
     def _cell(self, block: int) -> int:
         if not self.base <= block < self.base + self.blocks:
             raise Violation(f"block {block} is not of this worker's pool")
         return (block - self.base) * self.block_size
 
-    def cells(self, table: npt.NDArray[np.int64]) -> npt.NDArray[np.int64]:
-        """Cells of every position that rows of block ids hold: [rows, width * block_size] int64."""
-        local = table - self.base
-        grid = local[:, :, None] * self.block_size + self._inside
-        return grid.reshape(table.shape[0], -1)
-
-    def write(self, cells: npt.NDArray[np.int64], positions: npt.NDArray[np.int64], tokens: Any) -> None:
-        """New KV of all rows of a step: no cell twice."""
-        listed = cells.tolist()
-        if listed and not 0 <= min(listed) <= max(listed) < self._tokens.size:
-            raise Violation("a block table names a block outside the pool")
-        if len(set(listed)) != len(listed):
+    def write(self, rows: Iterable[tuple[list[int], int, int]], tokens: list[int]) -> None:
+        """New KV of all rows of a step, for positions [start, end) of (block ids, start, end): no cell twice."""
+        at = [
+            (self._cell(ids[p // self.block_size]) + p % self.block_size, p)
+            for ids, *ends in rows
+            for p in range(*ends)
+        ]
+        if len({cell for cell, _ in at}) != len(at):
             raise Violation("two rows of a step write the same cell")
-        self._tokens[cells] = tokens
-        self._positions[cells] = positions
+        for (cell, position), token in zip(at, tokens, strict=True):
+            self._tokens[cell] = token
+            self._positions[cell] = position
 
-    def read(
-        self, cells: npt.NDArray[np.int64], wanted: npt.NDArray[np.bool_], counting: npt.NDArray[np.bool_]
-    ) -> npt.NDArray[np.int64]:
-        """Tokens at positions 0, 1, ... of each row where `wanted`; [rows, positions] both.
+    def read(self, ids: list[int], end: int, counting: bool) -> list[int]:
+        """Tokens at positions 0, 1, ... of a row of block ids, until `end`.
 
-        counting: [rows], whether the row's outcome matters; one that does not may find anything, but only in the pool.
+        counting: whether the row's outcome matters; one that does not may find anything, but only in the pool.
         """
-        inside = cells * wanted
-        if np.count_nonzero(inside.view(np.uint64) >= self._tokens.size):  # a negative number is a large one
-            raise Violation("a block table names a block outside the pool")
-        wrong = (self._positions[inside] != np.arange(cells.shape[1])) & wanted & counting[:, None]
-        if np.count_nonzero(wrong):
-            row, position = np.argwhere(wrong)[0].tolist()
-            found = int(self._positions[inside[row, position]])
-            raise Violation(f"row {row} attends at position {position} to KV of position {found} (-1: garbage)")
-        return self._tokens[inside]
+        tokens: list[int] = []
+        positions: list[int] = []
+        for block in ids[: -(-end // self.block_size)]:
+            start = self._cell(block)
+            tokens += self._tokens[start : start + self.block_size]
+            positions += self._positions[start : start + self.block_size]
+        if counting and positions[:end] != POSITIONS[:end]:
+            position, found = next((p, found) for p, found in enumerate(positions) if p != found)
+            raise Violation(f"a row attends at position {position} to KV of position {found} (-1: garbage)")
+        return tokens[:end]
 
 
 class Row:
@@ -343,28 +344,24 @@ class SimulatedWorker:
             self._rows[begin.slot] = Row(begin)
         if not step.slots.size:
             return StepResult(step_id=step.step_id, epoch=self._epoch, duration_us=took_us)
-        ends = (step.starts + step.counts).astype(np.int64)
-        width = -(-max(ends.tolist()) // size)
-        table, _, _ = self._reader.rows(step.slots, width)
-        cells = memory.cells(table.astype(np.int64))
-        rows = np.arange(step.slots.size).repeat(step.counts)
-        before = step.counts.cumsum() - step.counts
-        positions = np.arange(rows.size) - before[rows] + step.starts[rows]
-        memory.write(cells[rows, positions], positions, self._resolved(step, rows))
-        wanted = np.arange(cells.shape[1]) < ends[:, None]
+        starts, counts = step.starts.tolist(), step.counts.tolist()
+        ends = [start + count for start, count in zip(starts, counts, strict=True)]
+        table, _, _ = self._reader.rows(step.slots, -(-max(ends) // size))
+        rows: list[list[int]] = table.tolist()
+        memory.write(zip(rows, starts, ends, strict=True), self._resolved(step))
         counting = [self._host.counts(self._rows[slot].request_id) for slot in step.slots.tolist()]
-        found = memory.read(cells, wanted, np.array(counting))
-        weighed = (found.astype(np.uint64) + np.uint64(1)) * WEIGHTS[: cells.shape[1]]
-        fingerprints = np.add.reduce(weighed * wanted, axis=1).tolist()
-        poisons = ((found == poison(self._host.settings.vocabulary)) & wanted).sum(axis=1).tolist()
+        found = [memory.read(*row) for row in zip(rows, ends, counting, strict=True)]
+        bad = poison(self._host.settings.vocabulary)
+        poisons = [tokens.count(bad) for tokens in found]
         if self._host.settings.deadly and any(c and p >= DEADLY for c, p in zip(counting, poisons, strict=True)):
             raise Died
-        return self._sampled(step, ends.tolist(), counting, fingerprints, [p > 0 for p in poisons], took_us)
+        fingerprints = list(map(fingerprint_of, found))
+        return self._sampled(step, ends, counting, fingerprints, [p > 0 for p in poisons], took_us)
 
-    def _resolved(self, step: Step, rows: npt.NDArray[np.int64]) -> list[int]:
+    def _resolved(self, step: Step) -> list[int]:
         tokens: list[int] = step.tokens.tolist()
         if -1 in tokens:
-            slots = step.slots.tolist()
+            slots, rows = step.slots.tolist(), np.arange(step.slots.size).repeat(step.counts).tolist()
             for i, token in enumerate(tokens):
                 if token == -1:
                     row = self._rows[slots[rows[i]]]
@@ -403,8 +400,7 @@ class SimulatedWorker:
                 slots.append(slot)
                 chosen.append(row.last)
                 tops.append(tops_of(row.last, row.tops, vocabulary))
-        pairs = [pair for row_tops in tops for pair in row_tops]
-        return StepResult(
+        result = StepResult(
             step_id=step.step_id,
             epoch=self._epoch,
             errors=tuple(errors),
@@ -412,7 +408,13 @@ class SimulatedWorker:
             slots=np.array(slots, np.int32),
             tokens=np.array(chosen, np.int32),
             logprobs=-np.array(chosen, np.float32),
-            top_counts=np.array([len(row_tops) for row_tops in tops] if pairs else (), np.int32),
+        )
+        pairs = [pair for row_tops in tops for pair in row_tops]
+        if not pairs:
+            return result
+        return msgspec.structs.replace(
+            result,
+            top_counts=np.array([len(row_tops) for row_tops in tops], np.int32),
             top_tokens=np.array([token for token, _ in pairs], np.int32),
             top_logprobs=np.array([logprob for _, logprob in pairs], np.float32),
         )

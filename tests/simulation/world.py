@@ -15,7 +15,6 @@ from pathlib import Path
 from random import Random
 
 from coordinator.core.events import Boot
-from coordinator.core.machine import Machine
 from coordinator.core.requests.lifecycle import Request
 from coordinator.outbox import Sent
 from kvforge.protocol import codec
@@ -23,7 +22,7 @@ from kvforge.protocol.messages import CLIENT_REPLIES, WORKER_REPLIES, Message, W
 from tests.simulation.actions import Action
 from tests.simulation.calm import Calm
 from tests.simulation.clients import SimulatedClient
-from tests.simulation.coordinators import SimulatedCoordinator
+from tests.simulation.coordinators import SimulatedCoordinator, WatchedMachine
 from tests.simulation.dying import Books, Death, DyingJournal, cut, next_life
 from tests.simulation.ledger import Ledger
 from tests.simulation.model import Oracle
@@ -34,7 +33,10 @@ from tests.simulation.settings import Settings
 from tests.simulation.workers import SimulatedWorker, Violation
 
 # The light checks run after every event; the core's own, which cost as much as ten events, now and then.
-FULL_CHECK_EVERY = 64
+FULL_CHECK_EVERY = 128
+# A coordinator that went through more records than this before it was there makes a snapshot at once: the next one does
+# not go through them again.
+REPLAYED_MAX = 16
 
 
 class World:
@@ -60,7 +62,7 @@ class World:
         self._pools: set[tuple[str, int]] = set()
         journal = self._first_journal() if settings.crash_gap_us else None
         self.coordinator = SimulatedCoordinator(
-            self, Machine(self.boot, self.clock.now_us), folder, self._entropy, journal
+            self, WatchedMachine(self.boot, self.clock.now_us), folder, self._entropy, journal
         )
         self.clients = {
             name: SimulatedClient(name, self.client_side, seed, self, lasting=settings.crash_gap_us > 0 and i % 3 < 2)
@@ -112,6 +114,8 @@ class World:
         journal = DyingJournal(self._folder / "state", found.number)
         self.coordinator = SimulatedCoordinator(self, found.machine, self._folder, self._entropy, journal)
         self.coordinator.goes_on(before)
+        if found.records > REPLAYED_MAX:
+            cut(journal, found.machine, found.now_us, found.numbers)
         self.clock.after(back_us, self._rise)
 
     def kept_pool(self, name: str, epoch: int) -> bool:
@@ -158,7 +162,10 @@ class World:
 
     def id_of(self, label: str) -> int | None:
         """What a label turned out to be, whoever was told."""
-        return next((c.ids[label] for c in self.clients.values() if label in c.ids), None)
+        for client in self.clients.values():
+            if label in client.ids:
+                return client.ids[label]
+        return None
 
     def oracle(self, request_id: int) -> Oracle:
         """What a request must generate."""
