@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import gc
+import logging
 import resource
 import signal
 import socket
@@ -56,6 +57,7 @@ def serve(settings: Settings, listener: socket.socket, access: Access, counted: 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:  # a stream is a descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
+    logging.getLogger("uvicorn.error").addFilter(_untraced)
     server = _Server(config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         loop = runner.get_loop()
@@ -70,6 +72,13 @@ def serve(settings: Settings, listener: socket.socket, access: Access, counted: 
         if watchdog.every_us:
             loop.call_soon(_feed, loop, watchdog)
         runner.run(server.serve([listener]))
+
+
+def _untraced(record: logging.LogRecord) -> bool:
+    """A stream that has not ended within `drain_s` is cut off, which uvicorn has said: that is no fault of the code."""
+    if record.exc_info and isinstance(record.exc_info[1], asyncio.CancelledError):
+        record.msg, record.args, record.exc_info = "a request was cut off as the gateway ended", (), None
+    return True
 
 
 def _freeze() -> None:

@@ -1,6 +1,6 @@
 """python -m tests.chaos --minutes 10 --seed 1: real processes that are killed and stopped; nothing is lost.
 
-A coordinator, two workers on the CPU with a tiny model, a gateway, twenty clients in five processes, four of them over
+A coordinator, two workers with a tiny model, a gateway, twenty clients in five processes, four of them over
 HTTP. The same seed draws the same misfortunes and requests; when what meets what is the machine's. Prints a report as
 JSON, and exits with 1 where it has faults.
 """
@@ -28,8 +28,13 @@ def main() -> int:
     parser.add_argument("--json", type=Path, help="write the report there too")
     parser.add_argument("--quiet", action="store_true", help="say nothing of each misfortune")
     parser.add_argument("--plant", choices=sorted(FAULTS), default="", help="a fault of the product, to see it found")
+    parser.add_argument("--device", default="cpu", help="of the workers: cpu, cuda, hip or auto [cpu]")
+    parser.add_argument(
+        "--dtype", default="float32", help="in which they compute: the promise is one for all [float32]"
+    )
     options = parser.parse_args()
-    report = Driver(options.minutes, options.seed, _silent if options.quiet else _say, options.plant).run()
+    tell = _silent if options.quiet else _say
+    report = Driver(options.minutes, options.seed, tell, options.plant, options.device, options.dtype).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:
         document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}

@@ -70,9 +70,19 @@ replay_ms_max = 300
 class Driver:
     """One run. `faults`: all that must not be, in words."""
 
-    def __init__(self, minutes: float, seed: int, tell: Callable[[str], None], fault: str = "") -> None:
-        """minutes: of misfortunes. tell: gets each in words. fault: one of `planted`, to see that it is found."""
+    def __init__(
+        self,
+        minutes: float,
+        seed: int,
+        tell: Callable[[str], None],
+        fault: str = "",
+        device: str = "cpu",
+        dtype: str = "float32",
+    ) -> None:
+        """minutes: of misfortunes. tell: gets each in words. fault: one of `planted`, to see that it is found. device,
+        dtype: the workers'."""
         self._minutes, self._seed, self._tell = minutes, seed, tell
+        self._computing = {"device": device, "dtype": dtype}
         self._planted = fault
         self.faults: list[str] = []
         self._struck: Counter[str] = Counter()
@@ -81,7 +91,7 @@ class Driver:
 
     def run(self) -> dict[str, Any]:
         """Returns the report; what went wrong is in its `faults`."""
-        with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG) as cluster:
+        with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG, **self._computing) as cluster:
             tokenizer.write(cluster.model)
             kv = cluster.start(*WORKERS)
             self._known = cases.answered(kv, cases.draw(self._seed))
@@ -108,7 +118,7 @@ class Driver:
                 if self.faults:
                     kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
                     self._tell(f"logs, notes and journal: {kept}")
-        return {**self._report, "faults": self.faults}
+        return {**self._computing, **self._report, "faults": self.faults}
 
     def _cluster_of(self, **options: Any) -> Cluster:
         return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)
@@ -174,6 +184,10 @@ class Driver:
                 workers = (await kv.health()).workers
                 serving = {worker.pid for worker in workers if worker.state == "ready"}
                 self._processes.serving({*serving, self._processes.lives[COORDINATOR][-1].pid})
+        with suppress(OSError, TimeoutError):
+            async with asyncio.timeout(LOOK_TIMEOUT_S):
+                if (pid := await self._processes.gateway_serves()) is not None:
+                    self._processes.serving({pid})
 
     async def _serving(self, kv: AsyncClient) -> bool:
         health = await kv.health()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import os
 import signal
@@ -79,6 +80,17 @@ class Processes:
     def begin(self, member: str) -> None:
         """The process that the cluster has started in this place."""
         self.lives.setdefault(member, []).append(Life(self._pid(member), None))
+
+    async def gateway_serves(self) -> int | None:
+        """The gateway's process where it says that it serves a model: it has read a tokenizer and all that it takes."""
+        pid = self.lives[GATEWAY][-1].pid
+        reader, writer = await asyncio.open_connection(*self._listener.getsockname()[:2])
+        try:
+            writer.write(b"GET /health HTTP/1.0\r\n\r\n")
+            answer = await reader.readline()
+        finally:
+            writer.close()
+        return pid if b" 200 " in answer else None
 
     def start_gateway(self) -> None:
         """The first one, and the next in its place."""
@@ -254,7 +266,7 @@ class Processes:
         now = monotonic()
         for member, lives in self.lives.items():
             asks = member in self.clients and self._has_asked(member)
-            if (asks or member == GATEWAY or lives[-1].pid in pids) and lives[-1].serves_since is None:
+            if (asks or lives[-1].pid in pids) and lives[-1].serves_since is None:
                 lives[-1].serves_since = now
 
     def _has_asked(self, member: str) -> bool:

@@ -34,6 +34,7 @@ from coordinator.core.machine import Machine
 from coordinator.core.rights import Access
 from kvforge.protocol.errors import GpuError, KvforgeError, restore
 from kvforge.protocol.messages import (
+    GENERATED,
     Accepted,
     Append,
     Attach,
@@ -207,7 +208,7 @@ class FakeWorker:
         table, size = self.machine.cache.sequences.table[slot].tolist(), self.machine.limits.cache.block_size
         context = self.kv[table[(start - 1) // size], (start - 1) % size] if start else 1
         for position, token in enumerate(tokens, start):
-            context = fingerprint(context, token)
+            context = fingerprint(context, token % GENERATED)
             self.kv[table[position // size], position % size] = context
         return context
 
@@ -218,7 +219,10 @@ class Driver:
     full: clients that take no Stream: each is reported back as lost, as the shell does.
     streamed: what was streamed of each request, whoever read it; read: (token, log-probability) by (client, request).
     ended: the last end that was told of a request. told: (client, "paused" or "taken", request), in order.
+    wants_kinds: of the workers that register from now on.
     """
+
+    wants_kinds = False
 
     worker_type: type[FakeWorker] = FakeWorker
 
@@ -352,6 +356,7 @@ class Driver:
             kv_dtype="float32",
             device="cpu",
             zeroes=True,
+            wants_kinds=self.wants_kinds,
         )
 
     def lose(self, worker: FakeWorker) -> None:

@@ -29,7 +29,14 @@ class Cluster:
     """Processes by name: "coordinator", "w0", "w1", ... Everything is gone when the `with` block ends."""
 
     def __init__(
-        self, *, model: Path | None = None, blocks: int = 128, coordinator: str = "", worker: str = ""
+        self,
+        *,
+        model: Path | None = None,
+        blocks: int = 128,
+        coordinator: str = "",
+        worker: str = "",
+        device: str = "cpu",
+        dtype: str = "float32",
     ) -> None:
         # Short: a socket's path holds 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))
@@ -37,6 +44,7 @@ class Cluster:
         self._model = model
         self._blocks = blocks
         self._coordinator_extra, self._worker_extra = coordinator, worker
+        self._device, self._dtype = device, dtype
         self._processes: dict[str, subprocess.Popen[bytes] | Child] = {}
         self._stack = ExitStack()
         self.model = model if model is not None else tiny_model(self.folder)
@@ -77,7 +85,8 @@ class Cluster:
         load_format = "auto" if self._model is not None else "dummy"
         config.write_text(
             f'name = "{name}"\nruntime_dir = "{self.runtime}"\nmodel = "{self.model}"\nload_format = "{load_format}"\n'
-            f'dtype = "float32"\ndevice = "cpu"\nthreads = 1\nblocks = {self._blocks}\n{self._worker_extra}{extra}'
+            f'dtype = "{self._dtype}"\ndevice = "{self._device}"\nthreads = 1\nblocks = {self._blocks}\n'
+            f"{self._worker_extra}{extra}"
         )
         self._start(name, "worker", config)
 

@@ -34,7 +34,7 @@ CUT_SHARE = 0.5
 # How often somebody gives up a request right before it: then a step under way has rows that have ended.
 CANCEL_SHARE = 0.4
 # How often somebody asks on, with an answer in the prompt, where prompts and answers are not computed alike.
-TALK_SHARE = 0.06
+TALK, TALK_SHARE = "talk", 0.06
 COORDINATOR = "k"
 # verb: weight
 MIX = {
@@ -137,7 +137,7 @@ class Drawer:
                 self._requests += 1
                 client = f"c{random.randrange(self._settings.clients)}"
                 text = tuple(random.randrange(self._settings.vocabulary - 1) for _ in range(random.randint(1, 4)))
-                yield (action[0], "talk", client, f"r{self._requests}", earlier, text, random.randint(1, 6))
+                yield (action[0], TALK, client, f"r{self._requests}", earlier, text, random.randint(1, 6))
 
     def _death(self, at_us: int) -> Action:
         """The coordinator dies, or its journal is cut."""

@@ -36,7 +36,7 @@ from coordinator.core.requests.deadlines import Deadlines
 from coordinator.core.requests.lifecycle import RequestTable
 from coordinator.core.requests.streams import Streams
 from coordinator.core.requests.top_logprobs import TopRecord, Tops
-from coordinator.core.scheduling import admission, choice, endings, plan, preemption
+from coordinator.core.scheduling import admission, endings, plan, preemption
 from coordinator.core.scheduling.admission import Admission
 from coordinator.core.scheduling.choice import Choice
 from coordinator.core.scheduling.endings import Endings
@@ -814,12 +814,6 @@ def kinds_not_told_apart_in_hits() -> list[Patch]:
 def computed_again_as_a_prompt() -> list[Patch]:
     """What a preempted request has generated is computed again as if it had come from outside."""
     return [(admission, "generated", lambda tokens: tokens)]
-
-
-@fault
-def looked_for_as_a_prompt() -> list[Patch]:
-    """What a preempted request has generated is looked for as if it had come from outside."""
-    return [(choice, "generated", lambda tokens: tokens)]
 
 
 @fault

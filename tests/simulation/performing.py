@@ -28,7 +28,7 @@ from kvforge.protocol.messages import (
     Submit,
     UnrefBlock,
 )
-from tests.simulation.actions import COORDINATOR, DEATHS, MIX, Action
+from tests.simulation.actions import COORDINATOR, DEATHS, MIX, TALK, Action
 from tests.simulation.clients import PROBE
 from tests.simulation.settings import tenant_of
 
@@ -49,7 +49,7 @@ class Performer:
 
     def __init__(self, world: World) -> None:
         self._world = world
-        self._verbs = {verb: getattr(self, f"_{verb}") for verb in MIX if verb not in DEATHS}
+        self._verbs = {verb: getattr(self, f"_{verb}") for verb in (*MIX, TALK) if verb not in DEATHS}
         self._keyed: dict[str, tuple[tuple[str, ...], dict[str, Any]]] = {}
         self._tenants: dict[str, str] = {}  # of requests on no sequence
 

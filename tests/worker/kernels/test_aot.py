@@ -43,12 +43,12 @@ SHARED_KIB = {"sm_75": 64, "sm_80": 163, "sm_86": 99, "sm_89": 99, "sm_90": 227,
 # of more than 128 on gfx1100, whose matrix instructions take every operand twice, and for float32, which has no matrix
 # instructions there.
 LOCAL_BYTES_MAX = {"gfx90a": 0, "gfx942": 0, "gfx950": 0, "gfx1100": 96, "gfx1201": 0}
-LOCAL_BYTES_MAX_LARGE = LOCAL_BYTES_MAX | {"gfx1100": 384}
+LOCAL_BYTES_MAX_LARGE = LOCAL_BYTES_MAX | {"gfx1100": 384, "gfx1201": 96}
 LOCAL_BYTES_MAX_FLOAT32 = LOCAL_BYTES_MAX | {"gfx1100": 640, "gfx1201": 640}
 # NVIDIA's have 255: a few numbers go to memory where heads are large, or a tile was tuned on a device ("": elsewhere).
 NVIDIA_LOCAL_BYTES_MAX = {
-    "decode": {"sm_90": 160, "": 48},
-    "prefill": {"sm_90": 64, "": 32},
+    "decode": {"sm_90": 232, "": 96},  # the most in float32, and of 32 query heads of a quantised KV head
+    "prefill": {"sm_90": 72, "": 32},
     "hopper": {"": 48},  # of the copying warp, which has few registers
     "write": {"": 16},
     "rotary": {"": 32},  # digits of pi, for cos and sin of large angles

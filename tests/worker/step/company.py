@@ -1,5 +1,6 @@
-"""Requests in random company: with whatever else runs, cut into chunks, thrown out and computed again, behind a prefix
-that another one computed. What each says must be, bit by bit, what it says alone.
+"""Requests in random company: with whatever else runs, cut into chunks, thrown out and computed again, behind what
+another one computed, forked from another one, and on a worker that dies. What each says must be, bit by bit, what it
+says alone.
 
     python -m tests.worker.step.company --requests 10000 [--seed 0] [--dtype bfloat16] [--kv-dtype auto]
 """
@@ -17,6 +18,7 @@ from random import Random
 
 import numpy as np
 import numpy.typing as npt
+import torch
 
 from kvforge.protocol.messages import GENERATED, RowStart, Sampling, Step
 from worker.attention.pool import KvPool
@@ -47,8 +49,8 @@ Said = list[tuple[int, int]]  # each token, and the bits of its log-probability
 
 @dataclass(eq=False)
 class Request:
-    """said: so far. computed: tokens whose KV is there. blocks: of its table, the first `shared` of which are not its
-    own."""
+    """said: so far, the first `inherited` of them by another one. computed: tokens whose KV is there. blocks: of its
+    table. story: of each of its steps, for whoever looks for a difference."""
 
     number: int
     prompt: list[int]
@@ -59,7 +61,7 @@ class Request:
     slot: int = -1
     computed: int = 0
     blocks: list[int] = field(default_factory=list)
-    shared: int = 0
+    inherited: int = 0
     story: list[tuple[int, ...]] = field(default_factory=list)
 
     @property
@@ -96,71 +98,131 @@ class Company:
 
     def __init__(self, model: LoadedModel, random: Random, rows_max: int, tokens_max: int, graph_rows_max: int) -> None:
         self._random, self.rows_max, self.tokens_max = random, rows_max, tokens_max
+        self._model, self._graph_rows_max = model, graph_rows_max
         context = model.info.context_tokens_max
         self.pool = KvPool(model.geometry, rows_max * (context // BLOCK_SIZE) // 4, model.device)
+        self._steps = self.evictions = self.hits = self.copies = self.forks = self.deaths = 0
+        self._start()
+
+    def _start(self) -> None:
+        """A worker's life: nothing is in its pool, which is worse than nothing."""
+        for tensor in self.pool.tensors():
+            if tensor.is_floating_point() and tensor.element_size() > 1:
+                tensor.fill_(float("nan"))
+            else:
+                tensor.view(torch.int8).random_(-100, 100)
         self._free = list(range(self.pool.blocks))
-        self._slots = list(range(rows_max))
+        self._slots = list(range(self.rows_max))
         self._holders = [0] * self.pool.blocks
         self._begins: list[Request] = []
+        self._owed: list[int] = []  # copies of blocks
         self.runner = Runner(
-            model,
+            self._model,
             self.pool,
-            slots_max=rows_max,
-            step_tokens_max=tokens_max,
-            step_rows_max=rows_max,
-            graph_rows_max=graph_rows_max,
+            slots_max=self.rows_max,
+            step_tokens_max=self.tokens_max,
+            step_rows_max=self.rows_max,
+            graph_rows_max=self._graph_rows_max,
         )
-        self.steps = self.evictions = self.hits = 0
 
-    def play(self, requests: list[Request]) -> None:
-        """Runs them all to their end, in random company, order and pieces."""
-        waiting, running = list(requests), []
+    def play(self, requests: list[Request], forks: int = 0, deaths: int = 0) -> list[Request]:
+        """Runs them all to their end, in random company, order and pieces; and so many forks of them, which are
+        returned. deaths: of the worker."""
+        waiting, running, forked = list(requests), [], list[Request]()
+        dues = [len(requests) * (death + 1) // (deaths + 1) for death in range(deaths)]  # of how many that have ended
+        ended = 0
         while waiting or running:
             while waiting and self._slots and self._random.random() < 0.5 and self._room(waiting[-1]):
                 running.append(waiting.pop())
                 self._begin(running[-1], running)
             if not running:
                 continue
-            if self._random.random() < 0.1:
+            if self._random.random() < 0.1 and not self._owed:
                 thrown = self._random.choice(running)
                 self._end(thrown)
                 self._begin(thrown, [])
                 self.evictions += 1
+            if dues and ended >= dues[0]:
+                self._die(running)
+                dues.pop(0)
+            elif len(forked) < forks and self._random.random() < forks / len(requests):
+                fork = self._fork(running, len(requests) + len(forked))
+                forked += [fork] if fork is not None else []
+                running += [fork] if fork is not None else []
             self._step(running)
             for request in [one for one in running if len(one.said) == one.wanted]:
                 self._end(request)
                 running.remove(request)
+                ended += 1
+        return forked
 
     def _room(self, request: Request) -> bool:
         return len(self._free) >= -(-(len(request.prompt) + request.wanted) // BLOCK_SIZE)
 
+    def _die(self, running: list[Request]) -> None:
+        """The worker, and all KV with it."""
+        self.runner.close()
+        self._start()
+        for request in running:
+            self._begin(request, [])
+        self.deaths += 1
+
+    def _fork(self, running: list[Request], number: int) -> Request | None:
+        """Of one that has said something: over the same blocks, with draws of its own from here on."""
+        here = [one for one in running if one.said and one.computed >= len(one.prompt) and one not in self._begins]
+        parents = [one for one in here if len(one.said) < one.wanted]
+        if not parents or not self._slots:
+            return None
+        parent = self._random.choice(parents)
+        fork = Request(number, parent.prompt, parent.wanted, self._random.getrandbits(60), 1.0, list(parent.said))
+        fork.inherited = len(fork.said)
+        if not self._room(fork):
+            return None
+        # The last token is computed once more: from there on it goes its own way.
+        self._take(fork, parent, min(parent.computed, len(fork.tokens) - 1))
+        self.forks += 1
+        return fork
+
     def _begin(self, request: Request, beside: list[Request]) -> None:
         """Takes a slot and blocks, the first ones from another prompt where that has computed them."""
-        request.slot, request.computed, request.shared = self._slots.pop(), 0, 0
-        request.blocks = []
-        best = max((self._common(request, other) for other in beside if other is not request), default=0, key=int)
-        donor = next((other for other in beside if other is not request and self._common(request, other) == best), None)
-        if best and donor is not None and self._random.random() < 0.7:
-            request.blocks = donor.blocks[:best]
-            request.shared, request.computed = best, best * BLOCK_SIZE
+        donors = [(self._common(request, other), other) for other in beside if other is not request]
+        best, donor = max(donors, default=(0, request), key=lambda each: each[0])
+        if best and self._random.random() < 0.7:
+            if self._random.random() < 0.5:
+                best = best // BLOCK_SIZE * BLOCK_SIZE
+            self._take(request, donor, best)
             self.hits += 1
-        needed = -(-(len(request.prompt) + request.wanted) // BLOCK_SIZE) - len(request.blocks)
+        else:
+            self._take(request, request, 0)
+
+    def _take(self, request: Request, donor: Request, tokens: int) -> None:
+        """A slot, the donor's blocks for the first `tokens` tokens, copied where one of them is not whole, and others
+        for the rest."""
+        if self._owed:  # one copy a step: two might be of each other
+            tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
+        request.slot, request.computed = self._slots.pop(), tokens
+        whole, rest = divmod(tokens, BLOCK_SIZE)
+        source = donor.blocks[whole] if rest else -1
+        request.blocks = donor.blocks[:whole]
         for block in request.blocks:
             self._holders[block] += 1
-        for _ in range(needed):
+        for _ in range(-(-(len(request.prompt) + request.wanted) // BLOCK_SIZE) - whole):
             block = self._free.pop(self._random.randrange(len(self._free)))
             self._holders[block] = 1
             request.blocks.append(block)
+        if rest:
+            self._owed += [source, request.blocks[whole], rest]
+            self.copies += 1
         self._begins.append(request)
 
     def _common(self, request: Request, other: Request) -> int:
-        """Blocks of both prompts that are the same and computed, with one token at least left to compute."""
-        most = min(len(request.prompt) - 1, len(other.prompt), other.computed) // BLOCK_SIZE
-        for block in range(most):
-            inside = slice(block * BLOCK_SIZE, (block + 1) * BLOCK_SIZE)
-            if request.prompt[inside] != other.prompt[inside]:
-                return block
-        return most
+        """Tokens of both prompts that are the same and computed, with one token at least left to compute. Of those that
+        another one was only given, nothing: it may be owed a copy itself."""
+        if other in self._begins:
+            return 0
+        most = min(len(request.prompt) - 1, len(other.prompt), other.computed)
+        pairs = zip(request.prompt[:most], other.prompt[:most], strict=True)
+        return next((place for place, (mine, its) in enumerate(pairs) if mine != its), most)
 
     def _end(self, request: Request) -> None:
         for block in request.blocks:
@@ -183,7 +245,7 @@ class Company:
                 rows.append((request, count))
                 room -= count
         begins = tuple(request.start for request in self._begins)
-        self._begins = []
+        copies, self._begins, self._owed = self._owed, [], []
         starts = [request.computed for request, _ in rows]
         counts = [count for _, count in rows]
         mark = GENERATED if self.runner.model.wants_kinds else 0
@@ -195,8 +257,9 @@ class Company:
             used = request.blocks[:width]
             tables[row, : len(used)] = used
         step = Step(
-            self.steps,
+            self._steps,
             begins=begins,
+            copies=_int32(copies),
             slots=_int32([request.slot for request, _ in rows]),
             starts=_int32(starts),
             counts=_int32(counts),
@@ -205,14 +268,21 @@ class Company:
         )
         outcome = self.runner.run(step, tables)
         assert not outcome.errors, outcome.errors
-        self.steps += 1
+        self._steps += 1
         for request, count in rows:
-            request.story.append((request.computed, count, len(tokens), len(rows), sum(samples), request.shared))
+            request.story.append((request.computed, count, len(tokens), len(rows), sum(samples)))
             request.computed += count
         by_slot = {request.slot: request for request, _ in rows}
         bits = outcome.logprobs.view(np.int32).tolist()
         for slot, token, logprob in zip(outcome.slots.tolist(), outcome.tokens.tolist(), bits, strict=True):
             by_slot[slot].said.append((token, logprob))
+
+    def told(self) -> str:
+        """What happened, for people."""
+        return (
+            f"{self._steps} steps, {self.evictions} thrown out and computed again, {self.hits} behind what another one "
+            f"computed, {self.copies} copies of a part of a block, {self.forks} forks, {self.deaths} deaths"
+        )
 
     def close(self) -> None:
         self.runner.close()
@@ -226,8 +296,9 @@ class Alone(Company):
         super().__init__(model, Random(0), 4, model.info.context_tokens_max, graph_rows_max)
 
     def say(self, request: Request) -> Said:
-        """What it says."""
+        """What it says, behind what it inherited."""
         again = Request(request.number, request.prompt, request.wanted, request.seed, request.temperature)
+        again.said = request.said[: request.inherited]
         self._begin(again, [])
         while len(again.said) < again.wanted:
             self._whole(again)
@@ -253,7 +324,7 @@ def _int32(numbers: list[int]) -> npt.NDArray[np.int32]:
     return np.array(numbers, np.int32)
 
 
-def compare(company: Company, alone: Alone, requests: list[Request]) -> str:
+def compare(alone: Alone, requests: list[Request]) -> str:
     """The first difference; "" where there is none."""
     for request in requests:
         expected = alone.say(request)
@@ -266,10 +337,20 @@ def compare(company: Company, alone: Alone, requests: list[Request]) -> str:
     return ""
 
 
-def wide_model(folder: Path, device: Device, dtype: str, kv_dtype: str = "auto", **fields: object) -> LoadedModel:
+def wide_model(
+    folder: Path, device: Device, dtype: str, kv_dtype: str = "auto", weight_dtype: str = "auto", **fields: object
+) -> LoadedModel:
     """A model of random weights in SHAPE."""
     (folder / "config.json").write_text(json.dumps(SHAPE | fields))
-    return load_model(folder, load_format="dummy", dtype=dtype, device=device, block_size=BLOCK_SIZE, kv_dtype=kv_dtype)
+    return load_model(
+        folder,
+        load_format="dummy",
+        dtype=dtype,
+        device=device,
+        block_size=BLOCK_SIZE,
+        kv_dtype=kv_dtype,
+        weight_dtype=weight_dtype,
+    )
 
 
 def main() -> None:
@@ -290,11 +371,10 @@ def main() -> None:
     requests = [draw(random, number, prefixes, 1500, vocabulary) for number in range(options.requests)]
     company, alone = Company(model, random, 96, 4096, 96), Alone(model, graph_rows_max=4)
     began = time.monotonic()
-    company.play(requests)
+    requests += company.play(requests, forks=options.requests // 5, deaths=options.requests // 100)
     tokens = sum(len(request.said) for request in requests)
-    print(f"{len(requests)} requests, {tokens} tokens in {company.steps} steps: {time.monotonic() - began:.1f} s")
-    print(f"{company.evictions} thrown out and computed again, {company.hits} behind another one's blocks", flush=True)
-    problem = compare(company, alone, requests)
+    print(f"{len(requests)} requests, {tokens} tokens: {time.monotonic() - began:.1f} s; {company.told()}", flush=True)
+    problem = compare(alone, requests)
     print(problem or "each says what it says alone, bit by bit", f"{time.monotonic() - began:.1f} s")
     raise SystemExit(1 if problem else 0)
 

@@ -1,0 +1,109 @@
+"""What a request says is bit by bit what it says alone, whatever ran beside it and whatever became of its KV."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from random import Random
+
+import pytest
+import torch
+
+from kvforge.protocol.errors import KvforgeError
+from tests.worker.step.company import Alone, Company, Request, compare, draw, wide_model
+from worker.device.device import Device, open_device
+from worker.loading.model import LoadedModel
+
+NARROW = {
+    "hidden_size": 256,
+    "intermediate_size": 704,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "head_dim": 64,
+    "vocab_size": 4000,
+}
+ON_CPU = [
+    ("llama", "float32", "auto", "auto"),
+    ("llama", "float32", "int8", "auto"),
+    ("llama", "float32", "fp8", "auto"),
+    ("llama", "bfloat16", "auto", "auto"),
+    ("llama", "float16", "auto", "auto"),
+    ("llama", "float32", "auto", "int8"),
+    ("qwen3", "float32", "float16", "auto"),
+    ("qwen2", "float32", "auto", "auto"),
+    ("mistral", "float32", "auto", "auto"),
+]
+FIELDS: dict[str, dict[str, object]] = {"mistral": {"sliding_window": 48}}
+ON_GPU = [
+    (kind, dtype, kv_dtype, "auto")
+    for kind in ("llama", "qwen3")
+    for dtype in ("bfloat16", "float16", "float32")
+    for kv_dtype in ("auto", "int8", "fp8")
+]
+
+
+def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
+    """Marks it, and skips it where there is none."""
+    return pytest.mark.gpu(pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")(test))
+
+
+def difference(model: LoadedModel, count: int, seed: int, rows_max: int, longest: int) -> tuple[str, Company]:
+    """The first one between company and solitude, "" if there is none; and what happened."""
+    random = Random(seed)
+    vocabulary = model.vocab_size
+    prefixes = [[random.randrange(vocabulary) for _ in range(random.randint(20, 120))] for _ in range(3)]
+    requests: list[Request] = [draw(random, number, prefixes, longest, vocabulary) for number in range(count)]
+    graph_rows_max = 0 if model.device.computes_on_cores else rows_max
+    company = Company(model, random, rows_max, 256, graph_rows_max)
+    alone = Alone(model, graph_rows_max=min(4, graph_rows_max))
+    try:
+        requests += company.play(requests, forks=count // 4, deaths=2)
+        return compare(alone, requests), company
+    finally:
+        company.close()
+        alone.close()
+
+
+def served(folder: Path, device: Device, case: tuple[str, str, str, str], **fields: object) -> LoadedModel:
+    """The case's model. Skips where this device does not take it."""
+    model_type, dtype, kv_dtype, weight_dtype = case
+    try:
+        fields |= FIELDS.get(model_type, {})
+        return wide_model(folder, device, dtype, kv_dtype, weight_dtype, model_type=model_type, **fields)
+    except KvforgeError as error:
+        pytest.skip(f"{device.name}: {error}")
+
+
+@pytest.mark.parametrize("case", ON_CPU, ids="-".join)
+def test_company_changes_no_bit(tmp_path: Path, case: tuple[str, str, str, str]) -> None:
+    model = served(tmp_path, open_device("cpu"), case, **NARROW)
+    if model.unsteady:
+        pytest.skip(f"not promised here: {model.unsteady}")
+    problem, company = difference(model, 16, seed=1, rows_max=12, longest=200)
+    assert not problem, problem
+    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("case", ON_GPU, ids="-".join)
+def test_company_changes_no_bit_on_a_gpu(tmp_path: Path, case: tuple[str, str, str, str]) -> None:
+    model = served(tmp_path, open_device("auto"), case)
+    assert not model.unsteady, "the promise is made for this model"
+    problem, company = difference(model, 100, seed=2, rows_max=40, longest=700)
+    assert not problem, problem
+    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
+
+
+def test_a_model_that_transformers_runs_is_promised_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("worker.loading.load.is_known", lambda *_: False)
+    monkeypatch.setattr("worker.loading.load.fuse", lambda *_: None)
+    model = served(tmp_path, open_device("cpu"), ("llama", "float32", "auto", "auto"), **NARROW)
+    assert model.fused is None
+    assert "transformers' own" in model.unsteady
+    assert model.info.determinism == f"not promised: {model.unsteady}"
+    assert not model.wants_kinds
+
+
+def test_fast_is_said_to_be_fast(tmp_path: Path) -> None:
+    model = served(tmp_path, open_device("cpu", steady=False), ("llama", "float32", "auto", "auto"), **NARROW)
+    assert model.info.determinism == "fast" and not model.wants_kinds
