@@ -90,12 +90,12 @@ class HostDecoder:
         token_ids, positions: [rows] int64, contiguous. batch: of decodes alone, at most ROWS_MAX, none of them padding.
         """
         decoder, rows = self._decoder, batch.tokens
-        table, counted, dtype = decoder.table, row_count(rows), decoder.final_norm.dtype
+        table, counted, _dtype = decoder.table, row_count(rows), decoder.final_norm.dtype
         if isinstance(table, PackedTable):
             table, token_ids = table.rows(token_ids), self._order
         (_, hidden), code = table.shape, CODES[table.dtype]
         # What lies in the rows behind is of earlier steps: it does not change the bits of those that are wanted.
-        normed = self._normed[: max(counted, least_rows(hidden, dtype))]
+        normed = self._normed[: max(counted, least_rows(hidden))]
         threads = threads_for(rows * hidden / NUMBERS_PER_US)
         norm = decoder.layers[0].input_norm.data_ptr()
         into = self._residual.data_ptr(), normed.data_ptr(), rows, hidden, code
@@ -110,12 +110,12 @@ class HostDecoder:
             if norms is not None:
                 self._norm_heads.run(threads, norms, projected=product.data_ptr())
             self._attention.run(index, product.data_ptr())
-            product = output(attended[: max(counted, least_rows(attended.shape[1], dtype))])
+            product = output(attended[: max(counted, least_rows(attended.shape[1]))])
             self._add_attended.run(threads, index, addend=product.data_ptr())
             product = gate_up(normed)
             gating = threads_for(rows * product.shape[1] / NUMBERS_PER_US)
             self._gate.run(gating, index, source=product.data_ptr())
-            product = down(inner[: max(counted, least_rows(inner.shape[1], dtype))])
+            product = down(inner[: max(counted, least_rows(inner.shape[1]))])
             self._add_inner.run(threads, index, addend=product.data_ptr())
         return self._normed[:rows]
 

@@ -3,8 +3,8 @@
 oneDNN compiles each product anew for each number of rows, and keeps a quarter of a megabyte or more of it for ever: a
 worker of a model with four shapes of weights grew by 2 GB once steps had had every number of tokens up to 512. So rows
 of zeros are put behind those that are wanted, an eighth of them at most. What is beside a row does not change its bits.
-Nor does how many there are, but for a single row of float32 and of more than LONG numbers, which oneDNN sums in another
-order: it gets a row of zeros as well.
+Nor does how many there are, but for a single row of more than LONG numbers, which oneDNN sums in another order (where
+that is rounded to 16 bits it shows in one number of ten thousand): it gets a row of zeros as well.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ def row_count(rows: int) -> int:
     return -(-rows // step) * step
 
 
-def least_rows(k: int, dtype: torch.dtype) -> int:
+def least_rows(k: int) -> int:
     """How many rows of k numbers a product must have at least."""
-    return 2 if k > LONG and dtype == torch.float32 else 1
+    return 2 if k > LONG else 1
 
 
 def padded(x: torch.Tensor) -> torch.Tensor:
     """x [rows, k] with rows of zeros behind it, [`row_count(rows)`, k]; itself where there are none to add."""
     rows, k = x.shape  # len(x) asks Python's code of torch
-    missing = max(row_count(rows), least_rows(k, x.dtype)) - rows
+    missing = max(row_count(rows), least_rows(k)) - rows
     return pad(x, (0, 0, 0, missing)) if missing else x

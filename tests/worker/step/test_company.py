@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
 from pathlib import Path
 from random import Random
@@ -12,8 +13,10 @@ import torch
 from kvforge.protocol.errors import KvforgeError
 from tests.worker.step.company import Alone, Company, Request, compare, draw, wide_model
 from worker.device.device import Device, open_device
+from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
 
+CASES = json.loads((Path(__file__).parents[2] / "data" / "smollm2_sample.json").read_text(encoding="utf-8"))["cases"]
 NARROW = {
     "hidden_size": 256,
     "intermediate_size": 704,
@@ -107,3 +110,20 @@ def test_a_model_that_transformers_runs_is_promised_nothing(tmp_path: Path, monk
 def test_fast_is_said_to_be_fast(tmp_path: Path) -> None:
     model = served(tmp_path, open_device("cpu", steady=False), ("llama", "float32", "auto", "auto"), **NARROW)
     assert model.info.determinism == "fast" and not model.wants_kinds
+
+
+@pytest.mark.model
+def test_the_held_prompts_have_one_answer_in_bfloat16(smollm2_path: Path) -> None:
+    """A real model's, in 16 bits: alone, in company, thrown out, forked, on a worker that dies."""
+    model = load_model(smollm2_path, dtype="bfloat16", device=open_device("cpu"), block_size=16)
+    if model.unsteady:
+        pytest.skip(f"not promised here: {model.unsteady}")
+    requests = [Request(i, case["prompt_tokens"], 10, 7, 0.0) for i, case in enumerate(CASES)]
+    company, alone = Company(model, Random(3), 4, 256, 0), Alone(model)
+    try:
+        forked = company.play(requests, forks=2, deaths=1)
+        assert compare(alone, requests + forked) == ""
+        assert company.evictions and company.deaths, company.told()
+    finally:
+        company.close()
+        alone.close()
