@@ -10,7 +10,7 @@ from unittest.mock import patch
 
 import torch
 
-from worker.attention import selftest
+from worker.attention import decode_plan, selftest
 from worker.attention.interface import AttentionOptions
 from worker.attention.triton_attention import TritonAttention
 from worker.kernels import selftest as layers_selftest
@@ -25,6 +25,7 @@ BF16, F16, F32, I8, FP8 = torch.bfloat16, torch.float16, torch.float32, torch.in
 DECODES = ((0, 0), (0, 1), (1, -1), (3, 2), (12, 5))
 PREFILLS = ((0, 0, 3), (1, -1, 2), (2, 3, 40), (0, 0, 20))
 FEW_DECODES, FEW_PREFILLS = ((0, 0), (12, 5)), ((0, 0, 3), (1, 3, 18))
+STEADY_MIN = 64  # keys of a part at least: so these are cut as longer ones are elsewhere
 MULTIPROCESSORS, FEW_MULTIPROCESSORS = 64, 4  # rows are split over many of them, and are many for few
 KERNELS = ("write", "rotary write", "decode", "decode of many rows", "padded decode", "prefill", "mixed-batch")
 # model's and pool's dtype, query heads, KV heads, head size, options
@@ -68,9 +69,10 @@ def _attend(
     emulated: Emulated,
 ) -> str:
     device = emulated.device(FEW_MULTIPROCESSORS if kernel == "decode of many rows" else MULTIPROCESSORS)
-    with patch.object(selftest, "_DECODES", rows[0]), patch.object(selftest, "_PREFILLS", rows[1]):
+    rows_of = patch.multiple(selftest, _DECODES=rows[0], _PREFILLS=rows[1])
+    with rows_of, patch.object(decode_plan, "STEADY_MIN", STEADY_MIN):
         found = dict(selftest._checks(TritonAttention(device), device, shape, dtype, kv_dtype, block_size=16))
-    return found[kernel]()
+        return found[kernel]()
 
 
 def layers(quick: bool, whole: bool) -> Iterator[tuple[str, Run]]:
