@@ -116,7 +116,7 @@ class Cluster:
     def _start(self, name: str, module: str, config: Path) -> None:
         arguments, environment = ["--config", str(config)], {**os.environ, "OMP_NUM_THREADS": "1"}
         path = self.folder / f"{name}.log"
-        if module == "worker":
+        if module == "worker" and self._device == "cpu":  # a driver's threads, or a device's handles, are not forked
             self._processes[name] = nursery().start(arguments, path, environment)
             return
         with path.open("ab") as log:

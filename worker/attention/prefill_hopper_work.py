@@ -4,10 +4,10 @@ Slots that a row cannot reach are never looked at, because 0 x NaN is NaN. Such 
 token of the row that any query sees, or after its last one: in the row's first or last *chunk* of CHUNK slots (a block,
 or as much of it as one step takes). The box that is copied is moved by as many slots, out of the block, and the copy
 engine fills what lies outside of it with zeros: the chunk's tokens then lie further back or forth than they should
-(`prefill_hopper._mask` knows), and its other places hold zeros. (Where chunks are parts of a block, a last chunk that
-is not the first of its block holds tokens of the chunk before it there, and there is no window; they are masked.) A
-chunk that the row does not reach at all is read from beyond the last block: all zeros. What was copied into a workspace
-is not moved: `prefill_copy` lays zeros there.
+(`prefill_hopper._mask` knows), and its other places hold zeros. Where chunks are parts of a block, those places hold
+tokens of the chunk next to it in the block instead: the row reaches them, because a window is longer than a block
+(`prefill_plan.hopper_problem`), and they are masked. A chunk that the row does not reach at all is read from beyond the
+last block: all zeros. What was copied into a workspace is not moved: `prefill_copy` lays zeros there.
 """
 
 # No `from __future__ import annotations`: the annotations of an aggregate are looked at.
@@ -46,7 +46,7 @@ def constants(
         "PACK": pack,
         "SHARE": heads // pack // kv_heads,
         "BLOCK": block_size,
-        "CHUNK": min(block_size, CHUNK_MAX if paged and not options.window else keys),
+        "CHUNK": min(block_size, CHUNK_MAX if paged else keys),
         "KEYS": keys,
         "HEAD": head_size,
         "HEAD_PAD": max(COLUMNS, triton.next_power_of_2(head_size)),

@@ -11,7 +11,6 @@ from worker.kernels import SLAB
 from worker.kernels.steady import unsteady_products
 
 from .model import LoadedModel
-from .probe import bound_options
 
 log = logging.getLogger("worker")
 FAST = "determinism = 'fast'"
@@ -37,8 +36,6 @@ def made_steady(model: LoadedModel) -> str:
         return f"the layers of {model.info.architecture} are transformers' own, whose sums depend on the number of rows"
     if isinstance(model.context.attention, ReferenceAttention):
         return "attention in plain torch sums in an order that depends on the rows of a step"
-    if not device.computes_on_cores and any(options.window for options in bound_options(model.module)):
-        return "of layers with a sliding window it has not been seen on a GPU yet"
     problem = unsteady_products(fused, device)
     slabbed = getattr(fused.operations, "slab", None)
     if problem and slabbed == 0:

@@ -3,6 +3,7 @@ another one computed, forked from another one, and on a worker that dies. What e
 says alone.
 
     python -m tests.worker.step.company --requests 10000 [--seed 0] [--dtype bfloat16] [--kv-dtype auto]
+        [--model-type llama] [--window 0] [--block-size 16]
 """
 
 from __future__ import annotations
@@ -27,7 +28,6 @@ from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
 from worker.step.runner import Runner
 
-BLOCK_SIZE = 16
 # Wide enough for every kind of product and attention: parts of rows, tiles of our kernels and torch's own.
 SHAPE = {
     "model_type": "llama",
@@ -100,7 +100,8 @@ class Company:
         self._random, self.rows_max, self.tokens_max = random, rows_max, tokens_max
         self._model, self._graph_rows_max = model, graph_rows_max
         context = model.info.context_tokens_max
-        self.pool = KvPool(model.geometry, rows_max * (context // BLOCK_SIZE) // 4, model.device)
+        self._block_size = model.geometry.block_size
+        self.pool = KvPool(model.geometry, rows_max * (context // self._block_size) // 4, model.device)
         self._steps = self.evictions = self.hits = self.copies = self.forks = self.deaths = 0
         self._start()
 
@@ -157,7 +158,7 @@ class Company:
         return forked
 
     def _room(self, request: Request) -> bool:
-        return len(self._free) >= -(-(len(request.prompt) + request.wanted) // BLOCK_SIZE)
+        return len(self._free) >= -(-(len(request.prompt) + request.wanted) // self._block_size)
 
     def _die(self, running: list[Request]) -> None:
         """The worker, and all KV with it."""
@@ -189,7 +190,7 @@ class Company:
         best, donor = max(donors, default=(0, request), key=lambda each: each[0])
         if best and self._random.random() < 0.7:
             if self._random.random() < 0.5:
-                best = best // BLOCK_SIZE * BLOCK_SIZE
+                best = best // self._block_size * self._block_size
             self._take(request, donor, best)
             self.hits += 1
         else:
@@ -199,14 +200,14 @@ class Company:
         """A slot, the donor's blocks for the first `tokens` tokens, copied where one of them is not whole, and others
         for the rest."""
         if self._owed:  # one copy a step: two might be of each other
-            tokens = tokens // BLOCK_SIZE * BLOCK_SIZE
+            tokens = tokens // self._block_size * self._block_size
         request.slot, request.computed = self._slots.pop(), tokens
-        whole, rest = divmod(tokens, BLOCK_SIZE)
+        whole, rest = divmod(tokens, self._block_size)
         source = donor.blocks[whole] if rest else -1
         request.blocks = donor.blocks[:whole]
         for block in request.blocks:
             self._holders[block] += 1
-        for _ in range(-(-(len(request.prompt) + request.wanted) // BLOCK_SIZE) - whole):
+        for _ in range(-(-(len(request.prompt) + request.wanted) // self._block_size) - whole):
             block = self._free.pop(self._random.randrange(len(self._free)))
             self._holders[block] = 1
             request.blocks.append(block)
@@ -251,7 +252,7 @@ class Company:
         mark = GENERATED if self.runner.model.wants_kinds else 0
         tokens = [token for request, count in rows for token in request.marked(mark)[request.computed :][:count]]
         samples = [int(request.computed + count == len(request.tokens)) for request, count in rows]
-        width = max(-(-(start + count) // BLOCK_SIZE) for start, count in zip(starts, counts, strict=True))
+        width = max(-(-(start + count) // self._block_size) for start, count in zip(starts, counts, strict=True))
         tables = np.zeros((len(rows), width), np.int32)
         for row, (request, _) in enumerate(rows):
             used = request.blocks[:width]
@@ -338,7 +339,13 @@ def compare(alone: Alone, requests: list[Request]) -> str:
 
 
 def wide_model(
-    folder: Path, device: Device, dtype: str, kv_dtype: str = "auto", weight_dtype: str = "auto", **fields: object
+    folder: Path,
+    device: Device,
+    dtype: str,
+    kv_dtype: str = "auto",
+    weight_dtype: str = "auto",
+    block_size: int = 16,
+    **fields: object,
 ) -> LoadedModel:
     """A model of random weights in SHAPE."""
     (folder / "config.json").write_text(json.dumps(SHAPE | fields))
@@ -347,7 +354,7 @@ def wide_model(
         load_format="dummy",
         dtype=dtype,
         device=device,
-        block_size=BLOCK_SIZE,
+        block_size=block_size,
         kv_dtype=kv_dtype,
         weight_dtype=weight_dtype,
     )
@@ -360,12 +367,20 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--model-type", default="llama", help="llama, or qwen3: norms of heads")
+    parser.add_argument("--model-type", default="llama", help="llama, qwen3: norms of heads, or mistral")
+    parser.add_argument("--window", type=int, default=0, help="tokens that a query of mistral's layers sees [0: all]")
+    parser.add_argument("--block-size", type=int, default=16)
     options = parser.parse_args()
     random, device = Random(options.seed), open_device("auto")
     with tempfile.TemporaryDirectory() as folder:
-        model = wide_model(Path(folder), device, options.dtype, options.kv_dtype, model_type=options.model_type)
-    print(f"{device.name}, {options.dtype}, KV {options.kv_dtype}: {model.unsteady or 'batch-invariant'}")
+        fields = {"model_type": options.model_type} | ({"sliding_window": options.window} if options.window else {})
+        model = wide_model(
+            Path(folder), device, options.dtype, options.kv_dtype, block_size=options.block_size, **fields
+        )
+    print(
+        f"{device.name}, {options.model_type}, {options.dtype}, KV {options.kv_dtype}, blocks of {options.block_size}, "
+        f"window {options.window}: {model.unsteady or 'batch-invariant'}"
+    )
     vocabulary = int(SHAPE["vocab_size"])  # type: ignore[call-overload]
     prefixes = [[random.randrange(vocabulary) for _ in range(random.randint(20, 600))] for _ in range(5)]
     requests = [draw(random, number, prefixes, 1500, vocabulary) for number in range(options.requests)]

@@ -42,7 +42,7 @@ ON_GPU = [
     for kind in ("llama", "qwen3")
     for dtype in ("bfloat16", "float16", "float32")
     for kv_dtype in ("auto", "int8", "fp8")
-]
+] + [("mistral", dtype, kv_dtype, "auto") for dtype in ("bfloat16", "float32") for kv_dtype in ("auto", "int8")]
 
 
 def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
@@ -71,7 +71,7 @@ def served(folder: Path, device: Device, case: tuple[str, str, str, str], **fiel
     """The case's model. Skips where this device does not take it."""
     model_type, dtype, kv_dtype, weight_dtype = case
     try:
-        fields |= FIELDS.get(model_type, {})
+        fields = FIELDS.get(model_type, {}) | fields
         return wide_model(folder, device, dtype, kv_dtype, weight_dtype, model_type=model_type, **fields)
     except KvforgeError as error:
         pytest.skip(f"{device.name}: {error}")
@@ -83,6 +83,18 @@ def test_company_changes_no_bit(tmp_path: Path, case: tuple[str, str, str, str])
     if model.unsteady:
         pytest.skip(f"not promised here: {model.unsteady}")
     problem, company = difference(model, 16, seed=1, rows_max=12, longest=200)
+    assert not problem, problem
+    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("block_size", [32, 128])
+def test_windows_over_large_blocks_change_no_bit(tmp_path: Path, block_size: int) -> None:
+    """The window's first token lies anywhere in its block, and no row's lies where another's does."""
+    case = ("mistral", "bfloat16", "auto", "auto")
+    model = served(tmp_path, open_device("auto"), case, block_size=block_size, sliding_window=block_size + 37)
+    assert not model.unsteady, "the promise is made for this model"
+    problem, company = difference(model, 100, seed=3, rows_max=40, longest=700)
     assert not problem, problem
     assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
 
