@@ -22,6 +22,8 @@ BATCH_INVARIANT, FAST = DETERMINISMS = ("batch-invariant", "fast")
 CPU_KV_BYTES = 512 << 20
 GPU_FREE_SHARE = 0.96
 WATCH_US, WATCH_CORES_MIN = 200, 4
+RANKS_MAX = 64
+COLLECTIVES = ("auto", "gloo", "nccl")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,6 +49,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     determinism: batch-invariant: a request's tokens and log-probabilities do not depend on what is computed beside it;
     fast: they may, in their last bits. `kvforge health` says whether it holds for the model.
     graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: of batches of up to so many rows.
+    ranks: processes that compute the model together, each with a part of it (tensor parallel): all of them have the
+    same name, and each a rank of its own, from 0 on. collectives: by what they exchange numbers: nccl (RCCL on AMD,
+    where each has a GPU of its own), gloo (through the host's memory), or (auto) nccl on GPUs.
     context_tokens_max: the longest sequence, prompt and answer; 0: what the model is said to have. More than that is
     possible only as far as its rotary embedding is scaled for it.
     seed: of random weights. log_level: debug, info, warning or error. log_format: text, or json: one document a line.
@@ -74,6 +79,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     threads: int = 0
     seed: int = 0
     context_tokens_max: int = 0
+    ranks: int = 1
+    rank: int = 0
+    collectives: str = "auto"
     coordinator_wait_s: float = 60.0
     watch_us: int = -1
     log_level: str = "info"
@@ -89,6 +97,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         logs.check(self.log_level, self.log_format)
         named = {"attention": ATTENTIONS, "kernels": KERNELS, "determinism": DETERMINISMS, "graphs": GRAPHS}
         named["weight_dtype"] = choices.WEIGHT_DTYPES
+        named["collectives"] = COLLECTIVES
         for field, known in named.items():
             if getattr(self, field) not in known:
                 raise InvalidConfiguration(field, f"must be one of {', '.join(known)}")
@@ -99,6 +108,10 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         for field in ("kv_bytes", "blocks", "threads", "device_index", "seed", "context_tokens_max"):
             if getattr(self, field) < 0:
                 raise InvalidConfiguration(field, f"must be 0 or more, not {getattr(self, field)}")
+        if not 1 <= self.ranks <= RANKS_MAX:
+            raise InvalidConfiguration("ranks", f"must be 1 to {RANKS_MAX}, not {self.ranks}")
+        if not 0 <= self.rank < self.ranks:
+            raise InvalidConfiguration("rank", f"must be 0 to {self.ranks - 1} where ranks is {self.ranks}")
         if self.watch_us < -1:
             raise InvalidConfiguration("watch_us", f"must be -1 (choose) or more, not {self.watch_us}")
         if self.kv_bytes and self.blocks:

@@ -20,14 +20,13 @@ from kvforge.protocol.errors import InvalidConfiguration, WorkerError
 from .device import Device
 
 log = logging.getLogger(__name__)
-BACKENDS = ("auto", "gloo", "nccl")
 # For all to have come, and for each to have done its part of a step. A coordinator ends a group that hangs long before.
 MEETING_S, STEP_S = 300, 3600
 TEXT_MAX = 1 << 16
 
 
 class Ranks:
-    """One process's place among them. Nothing here is asked of a process that is alone: then there is no such object."""
+    """One process's place among them. A process that computes alone has no such object."""
 
     def __init__(self, rank: int, count: int, device: Device, backend: str = "auto") -> None:
         """rank: from 0. count: of processes. backend: gloo (through the host's memory), nccl (RCCL on AMD), or auto."""
@@ -46,7 +45,7 @@ class Ranks:
         """
         self._place = place
         try:
-            store = dist.FileStore(str(place), self.count)
+            store = dist.FileStore(str(place), self.count)  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=MEETING_S))
             dist.init_process_group(
                 self._backend, store=store, rank=self.rank, world_size=self.count, timeout=timedelta(seconds=STEP_S)
@@ -72,7 +71,7 @@ class Ranks:
         # As octets: not every library knows every dtype.
         octets = sent.view(torch.uint8) if sent.dim() else sent.view(1).view(torch.uint8)
         found = torch.empty((self.count, *octets.shape), dtype=torch.uint8, device=octets.device)
-        dist.all_gather_into_tensor(found.flatten(), octets.flatten(), group=self._group)
+        dist.all_gather(list(found.unbind()), octets, group=self._group)
         gathered = found.view(part.dtype).view(self.count, *part.shape)
         return gathered.to(part.device) if through_host else gathered
 

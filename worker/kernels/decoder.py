@@ -10,6 +10,7 @@ import torch
 
 from worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
 from worker.attention.pool import KvPool
+from worker.device.ranks import Ranks
 
 from . import LayerOperations
 
@@ -45,6 +46,8 @@ class FusedDecoder:
     """A whole decoder: embedding, layers, final norm and vocabulary head.
 
     table: [vocab, hidden]. head: [vocab, hidden]. frequencies: [head_size / 2] float32. epsilon: of every norm.
+    ranks: those that hold the other heads and the other numbers between two products, where there are several: then
+    what this one computes of a sum is one part of it. head_is_split: the head has this rank's share of the vocabulary.
     """
 
     operations: LayerOperations
@@ -56,6 +59,8 @@ class FusedDecoder:
     frequencies: torch.Tensor
     rotary_scaling: float
     epsilon: float
+    ranks: Ranks | None = None
+    head_is_split: bool = False
 
     def product_weights(self) -> Iterator[torch.Tensor]:
         """Every weight that is multiplied with, the head last."""
@@ -79,16 +84,23 @@ class FusedDecoder:
         Every shape follows from the arguments' shapes, and nothing waits for the device: it can be captured in a graph.
         """
         ops = self.operations
-        normed = ops.decode(self, token_ids, positions, batch, pool)
+        normed = ops.decode(self, token_ids, positions, batch, pool) if self.ranks is None else None
         if normed is None:
             normed = self._layers(token_ids, positions, batch, pool)
         if logit_tokens is not None:
             normed = normed.index_select(0, logit_tokens)
+        shares = self.ranks.count if self.ranks is not None and self.head_is_split else 1
         if logits is None:
-            logits = torch.empty((len(normed), len(self.head.weight)), dtype=torch.float32, device=normed.device)
+            width = shares * len(self.head.weight)
+            logits = torch.empty((len(normed), width), dtype=torch.float32, device=normed.device)
         if len(normed) == 0:  # prefill of chunks that end nobody's prompt
             return logits
-        return ops.linear(normed, self.head.weight, self.head.bias, logits)
+        if self.ranks is None or shares == 1:
+            return ops.linear(normed, self.head.weight, self.head.bias, logits)
+        share = torch.empty((len(normed), len(self.head.weight)), dtype=torch.float32, device=normed.device)
+        gathered = self.ranks.gather(ops.linear(normed, self.head.weight, self.head.bias, share))
+        logits.view(len(normed), shares, -1).copy_(gathered.transpose(0, 1))
+        return logits
 
     def _layers(
         self, token_ids: torch.Tensor, positions: torch.Tensor, batch: PagedBatch, pool: KvPool
@@ -102,12 +114,17 @@ class FusedDecoder:
             cache = pool.layers[index]
             query = self.project(layer, normed, (cos, sin), cache, batch)
             attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
-            addend = ops.linear_parts(attended, layer.output.weight, layer.output.bias)
+            addend = self._of_all(ops.linear_parts(attended, layer.output.weight, layer.output.bias))
             normed = ops.add_norm(addend, residual, layer.inner_norm, self.epsilon)
             inner = ops.gated(normed, layer.gate_up.weight, layer.gate_up.bias)
-            addend = ops.linear_parts(inner, layer.down.weight, layer.down.bias)
+            addend = self._of_all(ops.linear_parts(inner, layer.down.weight, layer.down.bias))
             normed = ops.add_norm(addend, residual, next_norm, self.epsilon)
         return normed
+
+    def _of_all(self, parts: torch.Tensor) -> torch.Tensor:
+        """The parts of a sum [parts, tokens, n], and behind them those of the other ranks, in their order: whoever adds
+        them up adds up all of them at once."""
+        return parts if self.ranks is None else self.ranks.gather(parts).flatten(0, 1)
 
     def project(
         self,

@@ -10,6 +10,7 @@ import transformers
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
 from worker.device.device import Device, as_worker_error
+from worker.device.ranks import Ranks
 
 from .configuration import sentence
 from .gguf import noted_names
@@ -22,15 +23,31 @@ from .source import Source
 NO_MEMORY = ("not enough memory", "can't allocate memory", "out of memory")
 
 
-def build(source: Source, config: Any, dtype: torch.dtype, device: Device, progress: Progress, seed: int) -> Any:
+def build(
+    source: Source,
+    config: Any,
+    dtype: torch.dtype,
+    device: Device,
+    progress: Progress,
+    seed: int,
+    ranks: Ranks | None = None,
+) -> Any:
     """The transformers model with its weights, in eval mode, on `device`, with eager attention.
 
+    ranks: this process's place among those that compute it together: its part alone is read (see `split`).
     progress is called with 0 to 1. Errors: UnsupportedModel, which names the tensors that are missing, left over, of
     another shape or not finite; ModelNotFound (files unreadable); WorkerError or GpuError (no memory).
     """
     with bars_to(progress) as bars, less_of_torch():
         try:
-            module = _dummy(config, dtype, device, seed) if source.format == "dummy" else _load(source, config, dtype)
+            if ranks is not None:
+                from .split import build_split  # imports accelerate
+
+                module = build_split(source, config, dtype, device, ranks, progress, seed)
+            elif source.format == "dummy":
+                module = _dummy(config, dtype, device, seed)
+            else:
+                module = _load(source, config, dtype)
             module = module.to(device.torch_device).eval()
         except OSError as error:
             raise ModelNotFound(str(source.path), f"its weights cannot be read: {sentence(error)}") from error

@@ -37,6 +37,11 @@ def fingerprint(module: Any, dtype: str) -> str:
     return digest.hexdigest()
 
 
+def joined_digest(digests: list[str]) -> str:
+    """Of a model whose parts several ranks hold: of theirs, in order."""
+    return hashlib.sha256(" ".join(digests).encode()).hexdigest()
+
+
 def _plain(value: Any) -> Any:
     """A set has another order in each process."""
     return sorted(map(str, value)) if isinstance(value, set | frozenset) else str(value)

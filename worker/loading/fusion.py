@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from worker.attention import AttentionOptions, PagedAttention
+from worker.device.ranks import Ranks
 from worker.device.target import HEAD_UNIT
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, LayerOperations
 from worker.kernels.decoder import FusedDecoder, FusedLayer, Projection
@@ -52,16 +53,18 @@ def fuse(
     operations: LayerOperations,
     attention: PagedAttention,
     packer: Packer | None = None,
+    ranks: Ranks | None = None,
 ) -> FusedDecoder | None:
     """The fused form of a transformers model, which then shares its weights; None where the table does not know it.
 
     options: of each layer, in order. packer: what makes the weights that `operations` multiply (see `quantisation`);
     the others are given up one by one, and nobody else may hold them, as a former fused form does. None: they are taken
-    as they are. Errors: those of `packer`.
+    as they are. ranks: those that hold the other parts of the weights (see `split`). Errors: those of `packer`.
     """
     if not is_known(module):
         return None
     decoder, config = module.model, module.config
+    split = len(module.lm_head.weight) < module.get_input_embeddings().num_embeddings
     head, table = _head(module, packer)  # first: later the module does not tell how large it was
     layers = tuple(_fuse_layer(layer, each, packer) for layer, each in zip(decoder.layers, options, strict=True))
     return FusedDecoder(
@@ -74,6 +77,8 @@ def fuse(
         frequencies=decoder.rotary_emb.inv_freq.float(),
         rotary_scaling=float(decoder.rotary_emb.attention_scaling),
         epsilon=float(config.rms_norm_eps),
+        ranks=ranks,
+        head_is_split=split,
     )
 
 
@@ -104,7 +109,7 @@ def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable |
         return _join(module, ("lm_head",), packer), None
     packed = packer.pack(weight, [module.lm_head])
     if (table := table_of(packed, weight)) is not None:
-        module.lm_head = PackedRows(packed, slice(0, len(weight)), bias)
+        module.lm_head = _in_place_of(module.lm_head, PackedRows(packed, slice(0, len(weight)), bias))
         module.model.embed_tokens = PackedEmbedding(table)
         return Projection(packed, bias), table
     whole = sum(each.nbytes for each in module.parameters())
@@ -147,9 +152,16 @@ def _join(owner: Any, names: Sequence[str], packer: Packer | None) -> Projection
         rows = slice(first, first + part.out_features)
         first = rows.stop
         if packed is not None:
-            setattr(owner, name, PackedRows(packed, rows, None if bias is None else bias[rows]))
+            setattr(owner, name, _in_place_of(part, PackedRows(packed, rows, None if bias is None else bias[rows])))
         elif len(parts) > 1:
             part.weight = torch.nn.Parameter(weight[rows], requires_grad=False)
             if bias is not None:
                 part.bias = torch.nn.Parameter(bias[rows], requires_grad=False)
     return Projection(weight if packed is None else packed, bias)
+
+
+def _in_place_of(part: Any, other: torch.nn.Module) -> torch.nn.Module:
+    """`other`, around which as much is done as around the part that it replaces (see `split`)."""
+    other._forward_hooks.update(part._forward_hooks)
+    other._forward_pre_hooks.update(part._forward_pre_hooks)
+    return other

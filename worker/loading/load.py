@@ -15,6 +15,7 @@ from kvforge.protocol.messages import ModelInfo
 from worker.attention import choose_attention
 from worker.attention.pool import KV_DTYPES, KvGeometry
 from worker.device.device import Device
+from worker.device.ranks import Ranks
 from worker.device.targets import check_dtypes
 from worker.kernels import PlainOperations, choose_operations
 from worker.kernels.packed import QUANTISED_WAY_OUT, WAY_OUT, PackedOperations
@@ -23,7 +24,7 @@ from worker.kernels.registry import Serving, check_kernels
 from .build import build
 from .configuration import model_dtype, read_config
 from .determinism import made_steady, told
-from .fingerprint import fingerprint
+from .fingerprint import fingerprint, joined_digest
 from .fusion import fuse, is_known
 from .model import ForwardContext, LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
@@ -50,6 +51,7 @@ def load_model(
     progress: Progress = lambda _phase, _fraction: None,
     seed: int = 0,
     context_tokens_max: int = 0,
+    ranks: Ranks | None = None,
 ) -> LoadedModel:
     """Loads a model and proves that what will run computes what transformers' own layers and attention do.
 
@@ -58,6 +60,7 @@ def load_model(
     weight_dtype: in how many bits weights stay (see `loading.quantisation`).
     kv_dtype: a name in `KV_DTYPES`, or auto (that of the weights). attention: see `choose_attention`. seed: of
     dummy weights. context_tokens_max: positions to serve, 0: what the model is said to have (see `loading.rope`).
+    ranks: this process's place among those that compute the model together, all of which load it at the same time.
     progress(phase, fraction): phase is a few words, fraction of the whole load from 0 to 1, never falling.
     Errors: ModelNotFound; UnsupportedModel, which names the architecture; InvalidConfiguration (load_format, dtype,
     weight_dtype, kv_dtype, attention, block_size, context_tokens_max); KernelError where one is wrong or does not
@@ -79,7 +82,7 @@ def load_model(
         chosen = choose_attention(device, attention)
 
         progress("loading weights", 0.05)
-        module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed)
+        module = build(found, config, torch_dtype, device, lambda p, f: progress(p, 0.05 + 0.8 * f), seed, ranks)
 
     if quantisation is not None and not is_known(module):
         _refuse_quantising(weight_dtype, type(module).__name__)
@@ -87,6 +90,8 @@ def load_model(
 
     progress("checking weights", 0.87)
     digest = fingerprint(module, dtype_name if quantisation is None else f"{dtype_name} {quantisation.digest}")
+    if ranks is not None:
+        digest = joined_digest(ranks.texts(digest))
     progress("checking attention", 0.9)
     context = ForwardContext(chosen)
     shapes = bind_layers(module, context, served_tokens, device)
@@ -95,7 +100,8 @@ def load_model(
     kinds = bound_shapes(module, shapes)
     operations = choose_operations(device, torch_dtype)
     packs = isinstance(operations, PackedOperations)
-    fused = fuse(module, bound_options(module), PlainOperations() if packs else operations, context.attention)
+    first = PlainOperations() if packs else operations
+    fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks)
     vocab_size = int(module.get_input_embeddings().num_embeddings)
     checked = replace(fused, operations=operations) if fused is not None else None  # plain products until it is packed
     check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked))
@@ -124,6 +130,7 @@ def load_model(
         context=context,
         accepts_logits_to_keep="logits_to_keep" in inspect.signature(module.forward).parameters,
         fused=fused,
+        ranks=ranks,
     )
     with device.errors("comparing the model with transformers' own"):
         try:
@@ -140,6 +147,8 @@ def load_model(
         model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
     with device.errors("comparing products of few tokens with those of many"):
         problem = made_steady(model)
+        if ranks is not None:
+            problem = next(filter(None, ranks.texts(problem)), "")
         info = structs.replace(info, determinism=told(problem))
         model = replace(model, info=info, unsteady=problem)
     device.release_cached()
@@ -154,7 +163,8 @@ def _packed(model: LoadedModel, operations: PackedOperations, packer: Packer, re
     with transformers' own layers over the numbers that they stand for. What these are was checked one by one.
     """
     with model.device.errors("packing weights"):
-        fused = fuse(model.module, bound_options(model.module), operations, model.context.attention, packer)
+        options = bound_options(model.module)
+        fused = fuse(model.module, options, operations, model.context.attention, packer, model.ranks)
         model.device.release_cached()
         model = replace(model, fused=fused)
         try:

@@ -20,6 +20,7 @@ from kvforge.protocol.messages import ModelInfo
 from worker.attention import AttentionOptions, PagedAttention, PagedBatch
 from worker.attention.pool import KvGeometry, KvPool
 from worker.device.device import Device
+from worker.device.ranks import Ranks
 from worker.kernels.decoder import FusedDecoder
 from worker.kernels.packed import is_packed
 
@@ -79,7 +80,8 @@ class LoadedModel:
     info: what the worker announces. geometry: what its KV blocks hold. vocab_size: token ids are below it (the size of
     the input embedding). module: the transformers model; nothing but this class calls it. fused: what runs in its
     place, with the same weights, where its layers are known (see `fusion`). unsteady: why a row's bits may depend on
-    the rows beside it; "" where they do not.
+    the rows beside it; "" where they do not. ranks: this process's place where several compute it together: each of
+    them makes every pass, in the same order, or none can.
     """
 
     info: ModelInfo
@@ -92,6 +94,7 @@ class LoadedModel:
     accepts_logits_to_keep: bool
     fused: FusedDecoder | None = None
     unsteady: str = ""
+    ranks: Ranks | None = None
 
     @property
     def wants_kinds(self) -> bool:

@@ -17,6 +17,7 @@ from worker.attention.pool import KvPool
 from worker.config import FAST, WorkerConfig
 from worker.cores import Cores
 from worker.device.device import Device, open_device
+from worker.device.ranks import Ranks
 from worker.loading import Progress
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
@@ -44,6 +45,7 @@ class Engine:
         )
         self._accounts = Accounts(self.device)
         self._progress = progress
+        self.ranks = self._meet(welcome)
         self.model: LoadedModel = load_model(
             find_model(config),
             load_format=config.load_format,
@@ -56,6 +58,7 @@ class Engine:
             progress=progress,
             seed=config.seed,
             context_tokens_max=config.context_tokens_max,
+            ranks=self.ranks,
         )
         self.device.release_cached()
         self._accounts.weights = weight_bytes(self.model)
@@ -113,9 +116,23 @@ class Engine:
         with contextlib.suppress(RuntimeError):
             self.runner.close()
             self.pool.close()
+        if self.ranks is not None:
+            self.ranks.close()
+
+    def _meet(self, welcome: WorkerWelcome) -> Ranks | None:
+        """The other processes of the group, once all are here. Errors: WorkerError, InvalidConfiguration."""
+        config = self.config
+        if config.ranks == 1:
+            return None
+        ranks = Ranks(config.rank, config.ranks, self.device, config.collectives)
+        self._progress("meeting the other ranks", 0.0)
+        ranks.meet(config.runtime_path / f"meeting-{welcome.meeting}")
+        return ranks
 
     @property
     def _graph_rows(self) -> int:
+        if self.ranks is not None and not self.ranks.capturable:
+            return 0
         wanted = self.config.graphs == "on" or (self.config.graphs == "auto" and self.device.gains_from_graphs)
         return self.config.graph_rows_max if wanted else 0
 

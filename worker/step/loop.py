@@ -56,7 +56,7 @@ from worker.cores import Cores, Place
 from .engine import Engine
 from .link import Link
 from .patience import Patience
-from .runner import STEPS_UNDER_WAY_MAX, PendingStep, Runner
+from .runner import STEPS_UNDER_WAY_MAX, OutOfStep, PendingStep, Runner
 
 REPLY_WAIT_S = 10.0
 TABLES_GONE_S = 1.0  # for the end of a connection to be heard of, after the tables of who was there are gone
@@ -340,7 +340,11 @@ class Worker:
             tables = tables - base
         runner.meter.read_ns += time.monotonic_ns() - started_ns
         step = pool_local(step, base)
-        self._under_way.append((step.step_id, runner.launch(step, tables)))
+        try:
+            self._under_way.append((step.step_id, runner.launch(step, tables)))
+        except OutOfStep as error:
+            self._link.send(WorkerFailed(error=ErrorInfo.of(error)))
+            raise
         self._last_step = step.step_id
         self._patience.begin(len(self._under_way))
         if log.isEnabledFor(logging.DEBUG):

@@ -43,6 +43,10 @@ STEPS_UNDER_WAY_MAX = 2
 __all__ = ["STEPS_UNDER_WAY_MAX", "PendingStep", "Runner", "StepOutcome"]
 
 
+class OutOfStep(WorkerError):
+    """One of several ranks failed where the others did not: all of them have to begin anew."""
+
+
 class Runner:
     """Runs steps of one model over one pool. Not thread-safe: a worker has one thread.
 
@@ -105,7 +109,8 @@ class Runner:
 
         step: as its docstring says, except that `copies` and `zeros` name pool-local blocks. tables: [rows, width]
         int32, row r the block table of step row r, pool-local ids; entries past a row's tokens are not read.
-        Never raises for what a step holds: every fault becomes the RowError of the rows it concerns.
+        Never raises for what a step holds: every fault becomes the RowError of the rows it concerns. Raises OutOfStep
+        where several ranks compute together and this one's pass failed: none of them can go on.
         At most STEPS_UNDER_WAY_MAX steps may be launched and not finished.
         """
         assert len(self._under_way) < STEPS_UNDER_WAY_MAX, "finish a step before launching another"
@@ -129,6 +134,8 @@ class Runner:
                 self._zero(step.zeros)
             if fault is None:
                 self._carry_out(step, tables, pending)
+        except OutOfStep:
+            raise
         except Exception as error:  # noqa: BLE001 - no memory for the step's own arrays, or the device is lost
             self._lost(pending, error)
         if not pending.waiting or self.shaping.ready(pending):
@@ -260,6 +267,7 @@ class Runner:
         try:
             launched = self.graphs.launch(rows)
         except Exception as error:  # noqa: BLE001 - what was queued cannot be taken back
+            self._keep_in_step(error)
             failure = as_worker_error(error, "a decode graph", self.model.device)
             pending.errors.update((slot, failure) for slot in rows.slots.tolist())
             return
@@ -274,6 +282,7 @@ class Runner:
         try:
             logits, sampled = self._forward(rows)
         except Exception as error:  # noqa: BLE001 - any failure of foreign model code must spare the other rows
+            self._keep_in_step(error)
             device = self.model.device
             if len(rows) == 1 or not device.survives():
                 failure = (
@@ -287,6 +296,13 @@ class Runner:
             return
         if len(sampled):
             self._sample(logits, sampled, pending)
+
+    def _keep_in_step(self, error: Exception) -> None:
+        """A rank that has not made a pass that others have made exchanges other numbers than they do from then on."""
+        ranks = self.model.ranks
+        if ranks is not None:
+            told = f"{type(error).__name__}: {error}"
+            raise OutOfStep(f"rank {ranks.rank} of {ranks.count} could not do its part of a step: {told}") from error
 
     def _forward(self, rows: Rows) -> tuple[torch.Tensor, Int32Array]:
         """Logits [sampled, vocab] float32 device, and the slots [sampled] int32 host they belong to."""

@@ -1,0 +1,157 @@
+"""What several ranks say is what one process says, whatever the plan; and no rank holds more than its part."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+from safetensors.torch import save_file
+
+from tests.worker.loading.several import say, several
+from worker.device.device import open_device
+from worker.loading.load import load_model
+
+BASE: dict[str, Any] = {
+    "vocab_size": 256,
+    "hidden_size": 64,
+    "intermediate_size": 128,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "initializer_range": 0.2,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+    "pad_token_id": 0,
+}
+EXPERTS = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+# Each for a style of its plan, or what is special of it.
+MODELS: dict[str, dict[str, Any]] = {
+    "llama": {"attention_bias": True, "mlp_bias": True},  # columns, rows, gathered head; biases of sums are added once
+    "qwen2": {"num_key_value_heads": 1},  # fewer K and V heads than ranks: both hold the one
+    "qwen3": {"tie_word_embeddings": True, "head_dim": 16},  # a head that is rows of the embedding, norms of heads
+    "phi3": {},  # gathered outputs, split inputs
+    "mixtral": {"num_local_experts": 4},  # experts, stored one by one under other names
+    "qwen3_moe": {"head_dim": 16, **EXPERTS},
+    "gemma2": {"head_dim": 16},
+    "olmo2": {},  # norms over all heads
+    "odd": {"vocab_size": 255},  # a head that two cannot divide
+}
+FUSED = ("llama", "qwen2", "qwen3", "odd")
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Of each kind a model with weights."""
+    made = {}
+    for kind, fields in MODELS.items():
+        model_type = "llama" if kind == "odd" else kind
+        config = transformers.AutoConfig.for_model(model_type, **{**BASE, **fields})
+        torch.manual_seed(1)
+        module = transformers.AutoModelForCausalLM.from_config(config)
+        for name, parameter in module.named_parameters():
+            if name.endswith("bias"):
+                torch.nn.init.normal_(parameter, std=0.2)
+        made[kind] = tmp_path_factory.mktemp(kind)
+        module.save_pretrained(made[kind])
+    return made
+
+
+@pytest.fixture(scope="module")
+def of_two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    """By kind, what each of two ranks says."""
+    told = several(2, list(folders.values()), tmp_path_factory.mktemp("meeting") / "here", "float32", "dtype")
+    return {kind: [rank[place] for rank in told] for place, kind in enumerate(folders)}
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_two_ranks_say_what_one_says(
+    kind: str, folders: dict[str, Path], of_two: dict[str, list[dict[str, Any]]]
+) -> None:
+    alone, (first, second) = say(folders[kind], "float32", "dtype", None), of_two[kind]
+    assert "error" not in first, first
+    assert first["said"] == second["said"], "both draw the same tokens, with the same bits"
+    assert [[token for token, _ in each] for each in first["said"]] == [
+        [token for token, _ in each] for each in alone["said"]
+    ]
+    assert first["fused"] == second["fused"] == alone["fused"] == (kind in FUSED)
+    assert first["determinism"] == alone["determinism"]
+    assert first["fingerprint"] == second["fingerprint"] != alone["fingerprint"]
+
+
+@pytest.mark.parametrize("kind", ["llama", "mixtral"])
+def test_a_rank_holds_its_part_alone(
+    kind: str, folders: dict[str, Path], of_two: dict[str, list[dict[str, Any]]]
+) -> None:
+    """Everything but the embedding and the norms is cut in two."""
+    whole = sum(each.numel() for each in load(folders[kind]).parameters())
+    shared = sum(
+        each.numel() for name, each in load(folders[kind]).named_parameters() if "norm" in name or "embed" in name
+    )
+    for rank in of_two[kind]:
+        if not rank["fused"]:  # packed weights are none of the module's
+            assert rank["numbers"] <= shared + (whole - shared) // 2 + 4 * BASE["hidden_size"] * 4
+    expected = MODELS[kind].get("num_key_value_heads", 2) // 2
+    assert {rank["kv_heads"] for rank in of_two[kind]} == {expected}
+
+
+def load(folder: Path) -> Any:
+    """transformers' own."""
+    return transformers.AutoModelForCausalLM.from_pretrained(folder)
+
+
+def test_weights_in_int8_and_16_bits(folders: dict[str, Path], tmp_path: Path) -> None:
+    """The same weights in fewer bits: each rank quantises its part."""
+    for number, (dtype, weight_dtype) in enumerate((("float32", "int8"), ("bfloat16", "dtype"))):
+        told = several(2, [folders["qwen3"]], tmp_path / f"meeting{number}", dtype, weight_dtype)
+        first, second = (rank[0] for rank in told)
+        assert "error" not in first, first
+        assert first["said"] == second["said"]
+
+
+def test_what_cannot_be_split_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
+    fields = {**BASE, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    odd = tmp_path / "odd"
+    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **fields)).save_pretrained(
+        odd
+    )
+    fields = {**BASE, "n_embd": 64, "n_head": 4, "n_layer": 2}
+    unplanned = tmp_path / "unplanned"
+    config = transformers.AutoConfig.for_model("gpt2", **fields)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(unplanned)
+    broken = tmp_path / "broken"
+    broken.mkdir()
+    for file in folders["llama"].iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    config = broken / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    told = several(2, [odd, unplanned, broken], tmp_path / "meeting", "float32", "dtype")
+    for rank in told:
+        errors = [each.get("error", "") for each in rank]
+        assert "k_proj has 3 K and V heads, which 2 ranks cannot divide: 3 could" in errors[0]
+        assert "no plan for splitting it" in errors[1]
+        assert "missing: model.layers.2" in errors[2]
+
+
+@pytest.mark.model
+def test_a_real_model_of_three_ranks(smollm2_path: Path, tmp_path: Path) -> None:
+    """SmolLM2-135M has 9 heads and 3 of K and V, its head is its embedding."""
+    folder = tmp_path / "safetensors"
+    plain = open_device("cpu", kernels=False)  # nothing is packed
+    module = load_model(smollm2_path, dtype="float32", device=plain, block_size=16).module
+    kept = {name: each.bfloat16() for name, each in module.state_dict().items() if name != "lm_head.weight"}
+    folder.mkdir()
+    save_file(kept, folder / "model.safetensors", {"format": "pt"})
+    config = module.config.to_dict()
+    del config["quantization_config"], module
+    (folder / "config.json").write_text(json.dumps(config, default=str))
+    alone = say(folder, "float32", "dtype", None)
+    told = several(3, [folder], tmp_path / "meeting", "float32", "dtype")
+    for rank in told:
+        assert [[token for token, _ in each] for each in rank[0]["said"]] == [
+            [token for token, _ in each] for each in alone["said"]
+        ]
+        assert rank[0]["kv_heads"] == 1 and rank[0]["fused"]

@@ -1,0 +1,253 @@
+"""A transformers model of which this process has one rank's part: built without weights, cut, and then filled.
+
+Of each tensor no more is read than the part, so no rank ever holds the whole model. What the plan (`slices`) says is
+exchanged between modules is exchanged by hooks on them, for layers that transformers runs; fused layers do it
+themselves (`kernels.decoder`), and share the weights.
+"""
+
+from __future__ import annotations
+
+import re
+from contextlib import ExitStack
+from typing import Any
+
+import torch
+import transformers
+from accelerate import init_empty_weights
+from safetensors import safe_open
+from torch.nn.functional import embedding
+
+from kvforge.models.files import stored_tensors
+from kvforge.protocol.errors import UnsupportedModel
+from worker.device.device import Device
+from worker.device.ranks import Ranks
+
+from .progress import Progress
+from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, judge
+from .slices import EXPERTS, GATHERED, ROWS, SPLIT, VOCABULARY, Cut, Slices, slices_of, stored_names
+from .source import Source
+
+# Experts that are stored one by one, and the parameter that holds all of them.
+JOINED = {"gate_up_proj": (("gate_proj", "up_proj"), ("w1", "w3")), "down_proj": (("down_proj",), ("w2",))}
+STD = 0.02  # of random weights, where a configuration does not say
+
+
+def build_split(
+    source: Source, config: Any, dtype: torch.dtype, device: Device, ranks: Ranks, progress: Progress, seed: int
+) -> Any:
+    """As `build.build`, of one rank's part. Errors: UnsupportedModel; what cannot be split is named."""
+    if source.format == "gguf":
+        problem = "a GGUF file is read as a whole: several ranks take a folder with safetensors"
+        raise UnsupportedModel(source.name, problem)
+    if getattr(config, "quantization_config", None) is not None:
+        raise UnsupportedModel(source.name, "its weights are packed by a quantization_config, and cannot be split")
+    with init_empty_weights(include_buffers=False):
+        module = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
+        )
+    mine = slices_of(module, ranks.rank, ranks.count)
+    tied = _tied(module)
+    for name, parameter in list(module.named_parameters(remove_duplicate=False)):
+        shape = mine.cut(name).shape(tuple(parameter.shape))
+        _put(module, name, torch.nn.Parameter(torch.empty(shape, dtype=dtype, device="meta"), requires_grad=False))
+    if source.format == "dummy":
+        _make_up(module, config, mine, tied, dtype, device, seed)
+    else:
+        _read(module, source, mine, tied, dtype, device, progress)
+        _read_generation(module, source)
+    for copy, original in tied.items():
+        cut, of = mine.cut(copy), module.get_parameter(original)
+        _put(module, copy, of if cut.is_whole else torch.nn.Parameter(cut.of(of), requires_grad=False))
+    if source.format != "dummy":
+        check_finite(module, source.name)
+    for name in mine.first_only:
+        if ranks.rank:
+            parent, _, last = name.rpartition(".")
+            setattr(module.get_submodule(parent), last, None)
+    _fit(module, mine)
+    _exchange(module, mine, ranks)
+    return module.to(device.torch_device).eval()
+
+
+def _put(module: Any, name: str, parameter: torch.nn.Parameter) -> None:
+    parent, _, last = name.rpartition(".")
+    module.get_submodule(parent)._parameters[last] = parameter
+
+
+def _tied(module: Any) -> dict[str, str]:
+    """Names of parameters that are another one, and that one's. Where the configuration ties nothing, none."""
+    config = module.config
+    if not getattr(config, "tie_word_embeddings", False) and not getattr(
+        config.get_text_config(decoder=True), "tie_word_embeddings", False
+    ):
+        return {}
+    table = next(name for name, part in module.named_modules() if part is module.get_input_embeddings())
+    head = module.get_output_embeddings()
+    found = [name for name, part in module.named_modules() if part is head and head is not None]
+    return {f"{name}.weight": f"{table}.weight" for name in found}
+
+
+# ------------------------------------------------------------------------------------------------------------- weights
+
+
+def _read(
+    module: Any,
+    source: Source,
+    mine: Slices,
+    tied: dict[str, str],
+    dtype: torch.dtype,
+    device: Device,
+    progress: Progress,
+) -> None:
+    """Fills every parameter with its part of what is stored. Errors: UnsupportedModel, which names tensors."""
+    stored = stored_tensors(source.model_files)
+    check_experts(stored, source.name)
+    report, used = LoadReport(), set()
+    named = [(name, each) for name, each in module.named_parameters() if name not in tied]
+    with ExitStack() as stack:
+        files = {}
+        for path in source.model_files.weights:
+            file = files[path] = stack.enter_context(safe_open(path, framework="pt", device="cpu"))
+            assert file is not None
+        of = {name: file for file in files.values() for name in file.keys()}  # noqa: SIM118 - it is no dictionary
+        for number, (name, parameter) in enumerate(named):
+            progress("reading weights", number / len(named))
+            cut = mine.cut(name)
+            found = _found(name, cut, of)
+            if found is None:
+                report.missing.add(name)
+                continue
+            used.update(found[0])
+            if found[1].shape != parameter.shape:
+                report.mismatched.add((name, tuple(found[1].shape), tuple(parameter.shape)))
+                continue
+            filled = found[1].to(dtype=dtype).to(device.torch_device)
+            _put(module, name, torch.nn.Parameter(filled, requires_grad=False))
+    ignored = [re.compile(each) for each in module._keys_to_ignore_on_load_unexpected or ()]
+    copies = {each for name in tied for each in stored_names(name)}
+    report.unused = {
+        name for name in stored if name not in used | copies and not any(each.search(name) for each in ignored)
+    }
+    judge(report, source.name)
+    check_unpacked(module, stored, source.name)
+
+
+def _found(name: str, cut: Cut, of: dict[str, Any]) -> tuple[list[str], torch.Tensor] | None:
+    """The names of the tensors that a parameter is stored as, and its part of them; None where it is not there."""
+    for stored in stored_names(name):
+        if stored in of:
+            return [stored], cut.of(of[stored].get_slice(stored))
+        path, _, last = stored.rpartition(".")
+        for parts in JOINED.get(last, ()):
+            experts = sorted(
+                {int(match["number"]) for each in of if (match := EXPERT.match(each)) and match["experts"] == path}
+            )
+            names = [[f"{path}.{number}.{part}.weight" for part in parts] for number in experts]
+            if names and all(each in of for expert in names for each in expert):
+                joined = [torch.cat(_parts(cut, expert, of)) for expert in names]
+                return [each for expert in names for each in expert], torch.stack(joined)
+    return None
+
+
+def _parts(cut: Cut, names: list[str], of: dict[str, Any]) -> list[torch.Tensor]:
+    """Of one expert: its part of each of the weights that are joined. cut: of all experts' in one."""
+    if cut.is_whole:
+        return [of[name].get_slice(name)[...] for name in names]
+    one = Cut(cut.dimension - 1, cut.ranges[:1])  # the same of each
+    return [one.of(of[name].get_slice(name)) for name in names]
+
+
+def _read_generation(module: Any, source: Source) -> None:
+    """What generation_config.json says, as `from_pretrained` would read it: which tokens end an answer."""
+    if (source.folder / "generation_config.json").is_file():
+        module.generation_config = transformers.GenerationConfig.from_pretrained(source.folder, local_files_only=True)
+
+
+def _make_up(
+    module: Any,
+    config: Any,
+    mine: Slices,
+    tied: dict[str, str],
+    dtype: torch.dtype,
+    device: Device,
+    seed: int,
+) -> None:
+    """Random weights, of which each rank has its part: one tensor after the other, whole only while it is cut."""
+    std = float(getattr(config.get_text_config(decoder=True), "initializer_range", STD))
+    with device.random_state():
+        for number, (name, parameter) in enumerate(list(module.named_parameters())):
+            if name in tied:
+                continue
+            shape = mine.whole.get(name, tuple(parameter.shape))
+            torch.manual_seed((seed << 20) + number)
+            if len(shape) > 1:
+                made = torch.empty(shape, dtype=dtype, device=device.torch_device).normal_(std=std)
+            else:
+                fill = torch.zeros if name.endswith("bias") else torch.ones
+                made = fill(shape, dtype=dtype, device=device.torch_device)
+            part = mine.cut(name).of(made).clone()
+            _put(module, name, torch.nn.Parameter(part, requires_grad=False))
+
+
+# ----------------------------------------------------------------------------------------------------------- computing
+
+
+def _fit(module: Any, mine: Slices) -> None:
+    """What modules say of their sizes is that of their part."""
+    for path in mine.styles:
+        part = module.get_submodule(path)
+        if isinstance(part, torch.nn.Linear):
+            part.out_features, part.in_features = part.weight.shape
+    config = module.config.get_text_config(decoder=True)
+    kv_heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    for path, part in module.named_modules():
+        if kv_heads % mine.count and f"{path}.k_proj" in mine.styles and hasattr(part, "num_key_value_groups"):
+            part.num_key_value_groups = part.num_key_value_groups * kv_heads // mine.count  # of the one head here
+
+
+def _exchange(module: Any, mine: Slices, ranks: Ranks) -> None:
+    """Hooks that do between modules what the plan says."""
+
+    def summed(_part: Any, _given: Any, output: Any) -> Any:
+        if isinstance(output, tuple):
+            return (_sum(ranks, output[0]), *output[1:])
+        return _sum(ranks, output)
+
+    def joined(_part: Any, _given: Any, output: torch.Tensor) -> torch.Tensor:
+        return torch.cat(tuple(ranks.gather(output)), -1)
+
+    def narrowed(_part: Any, given: tuple[Any, ...]) -> tuple[Any, ...]:
+        width = given[0].shape[-1] // ranks.count
+        return (given[0].narrow(-1, ranks.rank * width, width), *given[1:])
+
+    for path, style in mine.styles.items():
+        part = module.get_submodule(path)
+        if style in (ROWS, EXPERTS, *SPLIT):
+            part.register_forward_hook(summed)
+        if style in SPLIT:
+            part.register_forward_pre_hook(narrowed)
+        if style in GATHERED:
+            part.register_forward_hook(joined)
+        if style == VOCABULARY:
+            _look_up(part, mine.cut(f"{path}.weight"), ranks)
+
+
+def _look_up(part: Any, cut: Cut, ranks: Ranks) -> None:
+    """A table of which each rank has some rows: what it has not is zero, and the sum is the row."""
+    start, stop = cut.ranges[0]
+
+    def forward(tokens: torch.Tensor) -> torch.Tensor:
+        here = (tokens >= start) & (tokens < stop)
+        rows = embedding(torch.where(here, tokens - start, 0), part.weight)
+        return _sum(ranks, rows * here[..., None].to(rows.dtype))
+
+    part.forward = forward
+
+
+def _sum(ranks: Ranks, part: torch.Tensor) -> torch.Tensor:
+    """Of all ranks', in their order, in float32."""
+    parts = ranks.gather(part)
+    total = parts[0].float()
+    for each in parts[1:]:
+        total = total + each.float()
+    return total.to(part.dtype)
