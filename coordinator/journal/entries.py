@@ -33,7 +33,7 @@ from ..core.rights import Access
 
 # Raised whenever the same events make another state than before, or a state is made of other objects. A journal is for
 # the code that wrote it: one of another version is refused.
-STATE_VERSION = 10
+STATE_VERSION = 11
 Frame = bytes | memoryview
 HEAD = struct.Struct("<BBHQqQ")  # kind, flag, frames, peer, time in microseconds, one more number
 _LENGTH = struct.Struct("<I")

@@ -29,6 +29,7 @@ UP_OPTIONS = (
     "model",
     "model_config",
     "workers",
+    "tensor_parallel",
     "devices",
     "threads",
     "drain_s",
@@ -70,8 +71,11 @@ def add(subparsers: Any) -> None:
     )
     parser.add_argument("--model", help=f"{MODEL}, a file, a folder or a Hugging Face name [{MODEL}]")
     parser.add_argument("--workers", type=int, metavar="N", help="[1]")
+    parser.add_argument(
+        "--tensor-parallel", type=int, metavar="N", help="processes that compute the model together, of each worker [1]"
+    )
     parser.add_argument("--device", choices=choices.DEVICES, help="[auto]")
-    parser.add_argument("--devices", metavar="LIST", help="device index of each worker, like 0,1 [0,1,2,...]")
+    parser.add_argument("--devices", metavar="LIST", help="device index of each process, like 0,1 [0,1,2,...]")
     parser.add_argument("--dtype", choices=choices.DTYPES, help="of weights and activations [auto]")
     parser.add_argument(
         "--weight-dtype",
@@ -127,7 +131,8 @@ def _fill_in(options: argparse.Namespace, file: UpFile) -> None:
     """What the options do not say, the file does, else the defaults."""
     if options.model is not None or options.model_config is not None:
         file = msgspec.structs.replace(file, model=None, model_config=None)
-    defaults = {"workers": 1, "drain_s": DRAIN_S, "stop_s": STOP_S, "log_level": "info", "log_format": "text"}
+    defaults: dict[str, Value] = {"workers": 1, "tensor_parallel": 1, "drain_s": DRAIN_S, "stop_s": STOP_S}
+    defaults |= {"log_level": "info", "log_format": "text"}
     for name in UP_OPTIONS:
         if getattr(options, name) is None:
             said = getattr(file, name)
@@ -150,6 +155,9 @@ def check(options: argparse.Namespace, file: UpFile) -> None:
             raise InvalidConfiguration(f"--{option.replace('_', '-')}", f"is {value}; it must be at least 1")
     if not 1 <= options.workers <= WORKERS_MAX:
         raise InvalidConfiguration("--workers", f"is {options.workers}; it must be 1 to {WORKERS_MAX}")
+    if not 1 <= options.tensor_parallel <= WORKERS_MAX // options.workers:
+        problem = f"is {options.tensor_parallel}; it must be 1 to {WORKERS_MAX}, all workers' processes together"
+        raise InvalidConfiguration("--tensor-parallel", problem)
     if any(device < 0 for device in options.devices or ()):
         raise InvalidConfiguration("--devices", "are indices from 0")
     if options.threads is not None:
@@ -222,6 +230,7 @@ def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Setti
         model=model,
         runtime_dir=parsing.runtime_dir(options),
         workers=options.workers,
+        tensor_parallel=options.tensor_parallel,
         threads=options.threads,
         http=http_of(options),
         devices=tuple(options.devices or ()),

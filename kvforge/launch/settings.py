@@ -35,8 +35,9 @@ class Settings:
     that differ from the children's defaults.
 
     worker_module: what is run as a worker, where it is another one than kvforge's own (`python -m loadtest.fleet`).
-    devices: the device index of each worker in turn; empty: worker i takes device i. threads: CPU threads of each
-    worker; None: the cores, shared out; a worker alone counts them itself, for a control group may have a quota.
+    tensor_parallel: processes of each worker, its ranks, which compute the model together.
+    devices: the device index of each process in turn; empty: process i takes device i. threads: CPU threads of each
+    process; None: the cores, shared out; one alone counts them itself, for a control group may have a quota.
     drain_s: how long running requests may take to end when asked to stop; stop_s: how long the processes may take after
     that.
     """
@@ -44,6 +45,7 @@ class Settings:
     model: Path
     runtime_dir: Path
     workers: int = 1
+    tensor_parallel: int = 1
     worker_module: str = "worker"
     threads: int | None = None
     devices: tuple[int, ...] = ()
@@ -72,14 +74,30 @@ class Settings:
         sections = {"limits": self.limits, "cache": self.cache, "schedule": self.schedule}
         return toml(top, {**sections, "quotas": self.quotas, "tcp": self.tcp, "access": self.access})
 
-    def worker_file(self, index: int) -> str:
-        """Text of the configuration of worker `index`."""
-        shared = max(1, len(os.sched_getaffinity(0)) // self.workers) if self.workers > 1 else 0
+    @property
+    def processes(self) -> int:
+        """Of all workers together."""
+        return self.workers * self.tensor_parallel
+
+    def worker_of(self, process: int) -> str:
+        """The name of the worker that a process is, or is a rank of."""
+        return f"worker-{process // self.tensor_parallel}"
+
+    def process_name(self, process: int) -> str:
+        """What it is called in what is said of it, and its log."""
+        rank = f".{process % self.tensor_parallel}" if self.tensor_parallel > 1 else ""
+        return f"{self.worker_of(process)}{rank}"
+
+    def worker_file(self, process: int) -> str:
+        """Text of the configuration of one process of the workers."""
+        shared = max(1, len(os.sched_getaffinity(0)) // self.processes) if self.processes > 1 else 0
+        ranks: dict[str, Value] = {"ranks": self.tensor_parallel, "rank": process % self.tensor_parallel}
         top: dict[str, Value] = {
-            "name": f"worker-{index}",
+            "name": self.worker_of(process),
+            **(ranks if self.tensor_parallel > 1 else {}),
             "runtime_dir": _path(self.runtime_dir),
             "model": str(self.model),
-            "device_index": self.devices[index % len(self.devices)] if self.devices else index,
+            "device_index": self.devices[process % len(self.devices)] if self.devices else process,
             "threads": self.threads if self.threads is not None else shared,
             "log_level": self.log_level,
             "log_format": self.log_format,

@@ -54,7 +54,8 @@ class Supervisor:
         self._folder = PrivateFolder(settings.runtime_dir)
         self._client: Client | None = None
         self.coordinator: Child | None = None
-        self.workers: list[Child] = []
+        self.workers: list[Child] = []  # each rank of each
+        self._worker_of: dict[str, str] = {}
         self.gateway: Child | None = None
         self._listener: socket.socket | None = None
 
@@ -65,9 +66,10 @@ class Supervisor:
             if settings.log_dir is not None:
                 _make_log_dir(settings.log_dir)
             self.coordinator = self._child("coordinator", "coordinator", settings.coordinator_file())
-            for index in range(settings.workers):
-                name = f"worker-{index}"
-                self.workers.append(self._child(name, settings.worker_module, settings.worker_file(index)))
+            for process in range(settings.processes):
+                name = settings.process_name(process)
+                self._worker_of[name] = settings.worker_of(process)
+                self.workers.append(self._child(name, settings.worker_module, settings.worker_file(process)))
             if settings.http is not None:
                 self.gateway = self._make_gateway(settings.http)
             for child in self.children:
@@ -126,7 +128,7 @@ class Supervisor:
             return None
         ready = {worker.name for worker in health.workers if worker.state == "ready"}
         for child in self.children:
-            child.served |= child is self.coordinator or child.name in ready
+            child.served |= child is self.coordinator or self._worker_of.get(child.name) in ready
         return health
 
     def look(self) -> None:
@@ -139,10 +141,11 @@ class Supervisor:
         if health is None or not health.ready:
             return False
         ready = {worker.name for worker in health.workers if worker.state == "ready"}
-        return all(child.given_up or child.name in ready for child in self.workers)
+        return all(child.given_up or self._worker_of[child.name] in ready for child in self.workers)
 
     def wait_ready(self, progress: Callable[[Health], None]) -> int:
         """Turns until all workers serve; returns their number. Raises Stopped, Interrupted."""
+        ranks = self.settings.tensor_parallel
         while True:
             self.turn(STARTING_TURN_S)
             self._signals.check()
@@ -150,7 +153,7 @@ class Supervisor:
             if health is not None:
                 progress(health)
             if self.is_ready(health) and self._gateway_serves():
-                return sum(not child.given_up for child in self.workers)
+                return sum(not child.given_up for child in self.workers) // ranks
 
     def drain(self) -> None:
         """Stops admission and waits until what runs has ended: at most `drain_s`, or until one more signal."""
@@ -208,6 +211,8 @@ class Supervisor:
             child.given_up = True
         else:
             child.plan_restart()
+        if child.given_up:
+            self._give_up_with(child)
         if not child.given_up:
             assert child.restart_at is not None, "an end is followed by a restart or by giving up"
             self._say(f"{child.name} ended ({how}); it is started again in {child.restart_at - monotonic():.1f} s")
@@ -216,6 +221,14 @@ class Supervisor:
         if child in (self.coordinator, self.gateway) or all(worker.given_up for worker in self.workers):
             raise Stopped(status if status in (USAGE, UNAVAILABLE) else FAILED, problem)
         self._say(problem)
+
+    def _give_up_with(self, child: Child) -> None:
+        """A worker of which one rank cannot serve cannot: the others would wait for it."""
+        worker = self._worker_of.get(child.name)
+        for other in self.workers:
+            if other is not child and worker is not None and self._worker_of[other.name] == worker:
+                other.given_up, other.restart_at = True, None
+                other.send(signal.SIGTERM)
 
     def _end(self, *, at_once: bool) -> None:
         """Stops every child and removes what is ours. Asked to end a second time, it kills."""

@@ -12,7 +12,7 @@ from kvforge.protocol.errors import InvalidConfiguration
 from .settings import Setting, Value
 
 # What `up` gives each worker itself.
-OURS = ("name", "runtime_dir", "endpoint", "server_key", "key_file", "log_level", "log_format")
+OURS = ("name", "runtime_dir", "endpoint", "server_key", "key_file", "ranks", "rank", "log_level", "log_format")
 
 
 class UpFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -24,6 +24,7 @@ class UpFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     model: str | None = None
     model_config: str | None = None
     workers: int | None = None
+    tensor_parallel: int | None = None
     devices: tuple[int, ...] | None = None
     threads: int | None = None
     drain_s: float | None = None

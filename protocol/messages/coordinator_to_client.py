@@ -293,7 +293,7 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
 
     steps: how many it has done; since_step_us: how long it has worked on the oldest one it was sent, 0 where on none.
     device_bytes: its device's memory in bytes by purpose, and kernels: what serves, as in WorkerReady; empty until it
-    is ready.
+    is ready. rank, ranks: which process of the worker it is, where several compute one model together.
     """
 
     name: str
@@ -305,6 +305,8 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     since_step_us: int = 0
     device_bytes: dict[str, int] = msgspec.field(default_factory=dict)
     kernels: dict[str, str] = msgspec.field(default_factory=dict)
+    rank: int = 0
+    ranks: int = 1
 
 
 class Health(Message, frozen=True, tag="health"):

@@ -28,6 +28,13 @@ class WorkerWelcome(Message, frozen=True, tag="worker_welcome"):
     epoch: int = 0
 
 
+class Meeting(Message, frozen=True, tag="meeting"):
+    """All ranks of a worker are connected: they meet under a name that no other ranks have had. None loads a model
+    before that."""
+
+    name: str
+
+
 class PoolRegistered(Message, frozen=True, tag="pool_registered"):
     """The worker's blocks are [base_block, base_block + blocks) in tables and copies. Results must name `epoch`.
 
@@ -107,4 +114,4 @@ class Stop(Message, frozen=True, tag="stop"):
     reason: str = ""
 
 
-WORKER_REPLIES = WorkerWelcome | PoolRegistered | Step | Refused | Stop
+WORKER_REPLIES = WorkerWelcome | Meeting | PoolRegistered | Step | Refused | Stop

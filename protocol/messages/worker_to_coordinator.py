@@ -24,6 +24,8 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     boot, epoch: of the coordinator and the registration under which it holds its pool, where it has one; then it goes
     on with it if the coordinator does, and `watches` says again what WorkerReady said.
     token: what it read in the coordinator's runtime folder (`protocol.token`); who comes over a network has a key.
+    rank, ranks: where several processes compute one model together over one pool, which one this is (from 0), and how
+    many; all of them have the same name. When all are connected each is sent `Meeting`.
     """
 
     rid: int
@@ -35,6 +37,8 @@ class WorkerHello(Message, frozen=True, tag="worker_hello"):
     epoch: int = 0
     watches: bool = False
     token: str = ""
+    rank: int = 0
+    ranks: int = 1
 
 
 class WorkerLoading(Message, frozen=True, tag="worker_loading"):

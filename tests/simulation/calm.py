@@ -81,7 +81,7 @@ class Calm:
 
     def _all_ready(self) -> bool:
         groups = self._machine.cache.groups.values()
-        return len(groups) == len(self._world.workers) and not any(group.away for group in groups)
+        return len(groups) == len(self._world.settings.workers) and not any(group.away for group in groups)
 
     def _all_read(self) -> bool:
         return not any(client.readings.unfinished() for client in self._world.clients.values())

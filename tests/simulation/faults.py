@@ -43,8 +43,10 @@ from coordinator.core.scheduling.endings import Endings
 from coordinator.core.scheduling.plan import Scheduler
 from coordinator.core.scheduling.queue import WaitingQueue
 from coordinator.core.waits import Waits
+from coordinator.core.workers import teams
 from coordinator.core.workers.reports import WorkerReports
 from coordinator.core.workers.results import StepResults
+from coordinator.core.workers.teams import Team
 
 Patch = tuple[Any, str, Any]
 FAULTS: dict[str, Callable[[], list[Patch]]] = {}
@@ -712,6 +714,50 @@ def tops_lost_in_a_replay() -> list[Patch]:
 def tenant_charge_lost() -> list[Patch]:
     """Generated tokens are not charged to their tenants."""
     return [(WaitingQueue, "charge_each", lambda self, tenants: None)]
+
+
+# ------------------------------------------------------------------------------------------------------- several ranks
+
+
+@fault
+def settled_by_the_first_rank() -> list[Patch]:
+    """A step counts when rank 0 has answered it: the others may still read what is given away then."""
+
+    def settled(self: Team) -> Any:
+        for waiting in self.results[1:]:
+            waiting.clear()
+        return self.results[0].popleft() if self.results[0] else None
+
+    return [(Team, "settled", settled)]
+
+
+@fault
+def ranks_that_disagree_believed() -> list[Patch]:
+    """What rank 0 has drawn is told, whatever the others have."""
+    return [(teams, "_difference", lambda _one, _other: "")]
+
+
+@fault
+def group_outlives_a_rank() -> list[Patch]:
+    """A rank that dies is waited for by the others, which hold the pool."""
+
+    def end_others(self: WorkerReports, worker: Any, team: Team, _goodbye: bool, _why: str) -> None:
+        worker.group = None
+        team.members.pop(worker.rank, None)
+
+    return [(WorkerReports, "_end_others", end_others)]
+
+
+@fault
+def steps_for_the_first_rank_alone() -> list[Patch]:
+    """The others are told of none."""
+    real = WorkerReports._register_ranks
+
+    def register_ranks(self: WorkerReports, team: Team, group: Group) -> None:
+        real(self, team, group)
+        group.others = ()
+
+    return [(WorkerReports, "_register_ranks", register_ranks)]
 
 
 # ---------------------------------------------------------------------------------------------------- workers that fail

@@ -15,7 +15,8 @@ from coordinator.core.commands.sessions import Sessions
 from coordinator.core.events import Boot, ClientCame, ClientGone, FromClient, ToWorker
 from coordinator.core.machine import Machine
 from coordinator.core.workers import reports
-from coordinator.core.workers.reports import Worker, WorkerReports
+from coordinator.core.workers.reports import WorkerReports
+from coordinator.core.workers.worker import Worker
 from coordinator.journal import entries, log, records, recovery, snapshot
 from coordinator.journal.log import Journal
 from coordinator.turn import TurnLoop
@@ -177,6 +178,34 @@ def stale_epoch_accepted() -> list[Patch]:
         real(self, number, message)
 
     return [(WorkerReports, "_worker_hello", worker_hello)]
+
+
+@fault
+def rank_of_an_earlier_life_accepted() -> list[Patch]:
+    """A rank that has lost its pool is taken for the one that had it."""
+
+    def rank_hello(self: WorkerReports, number: int, message: Any) -> None:
+        team = self._teams.get(message.name)
+        member = team.members.get(message.rank) if team is not None else None
+        if team is not None and member is not None and member.group is not None and member.group.away:
+            self._rank_back(team, member.group, member, number, message.rid)
+            return
+        real(self, number, message)
+
+    real = WorkerReports._rank_hello
+    return [(WorkerReports, "_rank_hello", rank_hello)]
+
+
+@fault
+def group_goes_on_with_the_first_rank_that_is_back() -> list[Patch]:
+    """The others are not waited for."""
+
+    def rank_back(self: WorkerReports, team: Any, group: Any, worker: Worker, number: int, rid: int) -> None:
+        team.back = set(range(team.count))
+        real(self, team, group, worker, number, rid)
+
+    real = WorkerReports._rank_back
+    return [(WorkerReports, "_rank_back", rank_back)]
 
 
 @fault

@@ -55,12 +55,13 @@ class Performer:
 
     def perform(self, action: Action) -> None:
         """Does it, or nothing where it makes no sense any more."""
-        _, verb, who, *parameters = action
+        at_us, verb, who, *parameters = action
         if who == COORDINATOR:
             getattr(self._world, verb)(*parameters)
             return
         if who.startswith("w"):
-            worker = self._world.workers.get(who)
+            ranks = [label for label in self._world.workers if label.partition(".")[0] == who]
+            worker = self._world.workers.get(ranks[at_us % len(ranks)] if ranks else who)
             if worker is not None:
                 self._worker(worker, verb, parameters)
             return

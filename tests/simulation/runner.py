@@ -17,7 +17,7 @@ import msgspec
 
 from tests.simulation.actions import Action, Drawer, text
 from tests.simulation.replay import Left
-from tests.simulation.settings import Settings, draw_settings, with_crashes, with_kinds
+from tests.simulation.settings import Settings, draw_settings, with_crashes, with_kinds, with_ranks
 from tests.simulation.shrink import shrink
 from tests.simulation.world import FULL_CHECK_EVERY, World
 
@@ -42,7 +42,7 @@ class Outcome(msgspec.Struct):
 def drawn(seed: int) -> tuple[Settings, Drawer]:
     """The world and the actions of a seed."""
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
-    settings = with_kinds(settings, Random(f"kinds/{seed}"))
+    settings = with_ranks(with_kinds(settings, Random(f"kinds/{seed}")), Random(f"ranks/{seed}"))
     return settings, Drawer(settings, Random(f"actions/{seed}"), Random(f"deaths/{seed}"))
 
 

@@ -15,6 +15,7 @@ TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
 CRASHES_SHARE = KINDS_SHARE = 0.4  # of the worlds
+RANKS_SHARE = 0.3
 
 
 def tenant_of(holder: str) -> str:
@@ -32,6 +33,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     bound: clients that act for one tenant alone; c0, which gives all back at the end, is none.
     zeroes: blocks that change tenant are zeroed first.
     kinds: workers compute generated tokens in another way than prompts, and so their KV is not the same.
+    ranks: processes of each worker that compute together; none: one of each.
     crash_gap_us: between two deaths of the coordinator, on average; 0: it never dies, writes no journal, and its
     clients have no sessions.
     """
@@ -73,6 +75,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     bound: dict[str, str] = {}
     zeroes: bool = False
     kinds: bool = False
+    ranks: tuple[int, ...] = ()
     crash_gap_us: int = 0
     reattach_us: int = 10_000_000
 
@@ -80,6 +83,15 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     def mark(self) -> int:
         """What a generated token has more than its id, as workers see and keep it."""
         return GENERATED if self.kinds else 0
+
+    def ranks_of(self, worker: int) -> int:
+        """Processes of a worker."""
+        return self.ranks[worker] if self.ranks else 1
+
+    @property
+    def processes(self) -> int:
+        """Of all workers."""
+        return sum(self.ranks) or len(self.workers)
 
     @property
     def context(self) -> int:
@@ -98,7 +110,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             sequences_max=self.sequences_max,
             blocks_max=self.blocks_max,
             blocks_per_sequence_max=self.context_blocks,
-            pools_max=len(self.workers) + 1,
+            pools_max=self.processes + 1,
             tenants_max=len(TENANTS) + 2,
             queue_max=self.queue_max,
             finished_max=self.finished_max,
@@ -132,7 +144,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
             blocks=self.blocks_max,
             blocks_per_sequence=self.context_blocks,
             block_size=self.block_size,
-            pools=len(self.workers) + 1,
+            pools=self.processes + 1,
         )
 
 
@@ -199,6 +211,13 @@ def with_crashes(settings: Settings, random: Random, share: float = CRASHES_SHAR
 def with_kinds(settings: Settings, random: Random, share: float = KINDS_SHARE) -> Settings:
     """The same world; in a share of them generated tokens are not computed as prompts are."""
     return msgspec.structs.replace(settings, kinds=random.random() < share)
+
+
+def with_ranks(settings: Settings, random: Random, share: float = RANKS_SHARE) -> Settings:
+    """The same world; in a share of them some workers are several processes."""
+    if random.random() >= share:
+        return settings
+    return msgspec.structs.replace(settings, ranks=tuple(random.choice((1, 2, 2, 3)) for _ in settings.workers))
 
 
 def _draw_quotas(random: Random, pool: int, context_blocks: int) -> dict[str, Quota]:

@@ -12,7 +12,7 @@ from tests.simulation.actions import Drawer
 from tests.simulation.faults import FAULTS, plant
 from tests.simulation.faults_of_death import FAULTS_OF_DEATH
 from tests.simulation.runner import Outcome, drawn, play, run_seed
-from tests.simulation.settings import Settings, with_crashes
+from tests.simulation.settings import Settings, with_crashes, with_ranks
 
 EVENTS = 800
 MORTAL_EVENTS = 1200
@@ -80,6 +80,10 @@ LIKELY = {
     "row_of_an_earlier_run_accepted": 1,
     "settled_a_step_early": 1,
     "quarantine_skipped": 1,
+    "settled_by_the_first_rank": 4,
+    "group_outlives_a_rank": 14,
+    "ranks_that_disagree_believed": 16,
+    "steps_for_the_first_rank_alone": 22,
 }
 # A world for what the drawn ones hardly meet: many rows in a pool that is too small for them, and floors.
 CROWDED = Settings(
@@ -104,9 +108,11 @@ def run_crowded(seed: int) -> Outcome:
     return play(seed, CROWDED, drawer.actions(), EVENTS, check_every=4)
 
 
-def run_mortal(seed: int) -> Outcome:
-    """The world of a seed, and in it the coordinator dies whether it does in the drawn one or not. Nobody talks on."""
-    settings = replace(drawn(seed)[0], kinds=False)
+def run_mortal(seed: int, name: str) -> Outcome:
+    """The world of a seed, and in it the coordinator dies whether it does in the drawn one or not. Nobody talks on. For
+    a fault of ranks some workers have several."""
+    settings = replace(drawn(seed)[0], kinds=False, ranks=())
+    settings = with_ranks(settings, Random(f"ranks/{seed}"), share=1.0 if "rank" in name else 0.0)
     mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
     drawer = Drawer(mortal, Random(f"actions/{seed}"), Random(f"deaths/{seed}"))
     return play(seed, mortal, drawer.actions(), MORTAL_EVENTS)
@@ -137,13 +143,13 @@ def test_the_simulator_finds_a_planted_fault_of_who_goes_on(name: str) -> None:
     likely = LIKELY.get(name, 0)
     seeds = (likely, *(seed for seed in range(MORTAL_SEEDS_MAX) if seed != likely))
     with plant(name, FAULTS_OF_DEATH):
-        found = next((seed for seed in seeds if run_mortal(seed).error), None)
+        found = next((seed for seed in seeds if run_mortal(seed, name).error), None)
     assert found is not None, f"{name} went unnoticed for {MORTAL_SEEDS_MAX} seeds"
 
 
 def test_mortals_without_faults_pass_the_same_seeds() -> None:
     for seed in range(MORTALS_SOUND):
-        outcome = run_mortal(seed)
+        outcome = run_mortal(seed, "rank" if seed % 2 else "")
         assert not outcome.error, f"seed {seed}: {outcome.error}\n{outcome.where}"
 
 

@@ -22,6 +22,7 @@ import numpy.typing as npt
 from kvforge.protocol import codec
 from kvforge.protocol.messages import (
     ErrorInfo,
+    Meeting,
     Message,
     ModelInfo,
     PoolRegistered,
@@ -30,6 +31,7 @@ from kvforge.protocol.messages import (
     RowStart,
     Step,
     StepResult,
+    Stop,
     WorkerHello,
     WorkerLoading,
     WorkerReady,
@@ -67,6 +69,9 @@ class Host(Protocol):
 
     def kept_pool(self, name: str, epoch: int) -> bool:
         """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
+
+    def met(self, name: str, epoch: int, meeting: str) -> None:
+        """A rank has a pool of that epoch, and had met the others under that name."""
 
     def counts(self, request_id: int) -> bool:
         """Whether a row of the request can still count: its client's sequence may have gone on without it."""
@@ -157,14 +162,20 @@ class Row:
 
 
 class SimulatedWorker:
-    """One worker process, through deaths and returns: each life begins with an empty pool.
+    """One worker process, or one rank of several of a name, through deaths and returns: each life begins with an empty
+    pool.
 
     Where the coordinator's process dies it keeps its pool, works on, and comes back with both, and with the results
     that were not acknowledged.
     """
 
-    def __init__(self, name: str, blocks: int, host: Host, peers: SimulatedPeers, seed: str) -> None:
+    def __init__(
+        self, name: str, blocks: int, host: Host, peers: SimulatedPeers, seed: str, rank: int = 0, ranks: int = 1
+    ) -> None:
         self.name, self.blocks = name, blocks
+        self.rank, self.ranks = rank, ranks
+        self.label = f"{name}.{rank}" if rank else name
+        self._meeting = ""
         self.lives = 0
         self.garble = ""
         self.hangs = False
@@ -173,17 +184,25 @@ class SimulatedWorker:
         self._host, self._peers, self._seed = host, peers, seed
 
     def replaced(self, back_after_us: int) -> None:
-        """It is ended because it seems to hang: rightly, unless it has done and told all that it was given."""
+        """It is ended because it seems to hang: rightly, unless it has done and told all that it was given, and no
+        other rank could have kept it waiting."""
         told_us = self._host.clock.now_us - 2 * self._host.settings.turn_us
         busy = self.hangs or self._working or self._steps
-        if self.connection is not None and self.connection.last_us < told_us and self._registered and not busy:
+        alone = self.ranks == 1
+        if (
+            alone
+            and self.connection is not None
+            and self.connection.last_us < told_us
+            and self._registered
+            and not busy
+        ):
             raise Violation(f"{self.name} has done all that it was given, and is replaced")
         self.kill(back_after_us)
 
     @property
     def pid(self) -> int:
         """Another one in each life."""
-        return PIDS * (1 + int(self.name[1:])) + self.lives
+        return PIDS * (1 + int(self.name[1:])) + PIDS // 10 * self.rank + self.lives
 
     def start(self) -> None:
         """A new life."""
@@ -191,9 +210,9 @@ class SimulatedWorker:
             return
         self.alive = True
         self.lives += 1
-        self._random = Random(f"{self._seed}/{self.name}/{self.lives}")
+        self._random = Random(f"{self._seed}/{self.label}/{self.lives}")
         self.hangs = False
-        self._boot, self._pools = "", 0
+        self._boot, self._pools, self._meeting = "", 0, ""
         self._empty()
         self._connect()
 
@@ -210,7 +229,8 @@ class SimulatedWorker:
     def _connect(self) -> None:
         self._registered = False
         self.connection = self._peers.connect(self._random, self._receive, lost=self._lost)
-        self._send(WorkerHello(rid=1, name=self.name, pid=self.pid, boot=self._boot, epoch=self._epoch))
+        ours = {"boot": self._boot, "epoch": self._epoch, "rank": self.rank, "ranks": self.ranks}
+        self._send(WorkerHello(rid=1, name=self.name, pid=self.pid, **ours))
 
     def _lost(self) -> None:
         """The coordinator's process has died."""
@@ -243,7 +263,10 @@ class SimulatedWorker:
             self._welcome(message)
         elif isinstance(message, PoolRegistered):
             self._pool_registered(message)
-        elif isinstance(message, Refused):
+        elif isinstance(message, Meeting):
+            self._meeting = message.name
+            self._load()
+        elif isinstance(message, Refused | Stop):
             self.kill(RETRY_US)
 
     def _pool_registered(self, message: PoolRegistered) -> None:
@@ -253,21 +276,27 @@ class SimulatedWorker:
         elif message.epoch != self._epoch:
             raise Violation(f"{self.name} has a pool of epoch {self._epoch}, and is told {message.epoch}")
         self._registered = True
+        if self.ranks > 1:
+            self._host.met(self.name, self._epoch, self._meeting)
         for answer in self._answers:
             if answer.step_id > message.done:
                 self._send(answer)
         self._work()
 
     def _welcome(self, message: WorkerWelcome) -> None:
-        settings = self._host.settings
         if message.epoch:
             self._reader = TablesReader(Path(message.tables_path), message.boot)
             return  # what it holds is known there
-        if self._epoch and self._host.kept_pool(self.name, self._epoch):
+        if self._epoch and self.ranks == 1 and self._host.kept_pool(self.name, self._epoch):
             raise Violation(f"{self.name} came back with its pool in time, and is told to begin anew")
         self._empty()
         self._boot = message.boot
         self._reader = TablesReader(Path(message.tables_path), message.boot)
+        if self.ranks == 1:
+            self._load()
+
+    def _load(self) -> None:
+        settings = self._host.settings
         self._send(WorkerLoading(phase="reading", progress=0.5))
         model = ModelInfo(
             name="hash",
@@ -318,6 +347,9 @@ class SimulatedWorker:
 
     def _garbled(self, result: StepResult) -> StepResult:
         how, self.garble = self.garble, ""
+        if how == "vocabulary" and result.tokens.size and self.ranks > 1:  # what the other ranks alone can tell
+            other = (result.tokens + 1) % self._host.settings.vocabulary
+            return msgspec.structs.replace(result, tokens=other.astype(np.int32))
         if how == "vocabulary" and result.tokens.size:
             wrong = result.tokens + self._host.settings.vocabulary
             return StepResult(result.step_id, result.epoch, (), 0, result.slots, wrong, result.logprobs)

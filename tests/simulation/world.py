@@ -69,9 +69,12 @@ class World:
             for i, name in enumerate(f"c{i}" for i in range(settings.clients))
         }
         self.workers = {
-            f"w{i}": SimulatedWorker(f"w{i}", blocks, self, self.worker_side, seed)
+            worker.label: worker
             for i, blocks in enumerate(settings.workers)
+            for rank in range(settings.ranks_of(i))
+            for worker in [SimulatedWorker(f"w{i}", blocks, self, self.worker_side, seed, rank, settings.ranks_of(i))]
         }
+        self._meetings: dict[tuple[str, int], str] = {}
         for client in self.clients.values():
             client.duplicate_share = settings.duplicate_share
         self._performer = Performer(self)
@@ -121,6 +124,11 @@ class World:
     def kept_pool(self, name: str, epoch: int) -> bool:
         """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
         return (name, epoch) in self._pools and self.clock.now_us < self._rose_us + self.settings.reattach_us
+
+    def met(self, name: str, epoch: int, meeting: str) -> None:
+        """A rank holds a pool: all that hold it have met each other."""
+        if self._meetings.setdefault((name, epoch), meeting) != meeting:
+            raise Violation(f"a rank of {name} is in a pool with others that it has not met")
 
     def _rise(self) -> None:
         self._rose_us = self.clock.now_us

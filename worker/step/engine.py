@@ -6,6 +6,7 @@ The model is loaded and the pool made once, for the first coordinator; a runner 
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import logging
 import time
 
@@ -34,9 +35,15 @@ class Engine:
     """Made once in a worker's life, when the first coordinator has said its limits."""
 
     def __init__(
-        self, config: WorkerConfig, welcome: WorkerWelcome, progress: Progress, cores: Cores | None = None
+        self,
+        config: WorkerConfig,
+        welcome: WorkerWelcome,
+        progress: Progress,
+        cores: Cores | None = None,
+        meeting: str = "",
     ) -> None:
-        """Loads the model and makes the pool; `progress` is told. Errors: those of load_model, KvPool and Runner."""
+        """Loads the model and makes the pool; `progress` is told. meeting: the name under which several ranks meet.
+        Errors: those of load_model, KvPool and Runner, WorkerError where a rank does not come."""
         if cores is not None or config.threads:
             torch.set_num_threads(config.threads if cores is None else cores.threads)
         self.config, self._cores = config, cores
@@ -45,7 +52,7 @@ class Engine:
         )
         self._accounts = Accounts(self.device)
         self._progress = progress
-        self.ranks = self._meet(welcome)
+        self.ranks = self._meet(meeting)
         self.model: LoadedModel = load_model(
             find_model(config),
             load_format=config.load_format,
@@ -119,14 +126,18 @@ class Engine:
         if self.ranks is not None:
             self.ranks.close()
 
-    def _meet(self, welcome: WorkerWelcome) -> Ranks | None:
+    def _meet(self, meeting: str) -> Ranks | None:
         """The other processes of the group, once all are here. Errors: WorkerError, InvalidConfiguration."""
         config = self.config
         if config.ranks == 1:
             return None
         ranks = Ranks(config.rank, config.ranks, self.device, config.collectives)
         self._progress("meeting the other ranks", 0.0)
-        ranks.meet(config.runtime_path / f"meeting-{welcome.meeting}")
+        ours = f"meeting-{hashlib.sha256(config.name.encode()).hexdigest()[:12]}"
+        if config.rank == 0:
+            for left in config.runtime_path.glob(f"{ours}-*"):  # by ranks that were killed
+                left.unlink(missing_ok=True)
+        ranks.meet(config.runtime_path / f"{ours}-{meeting}")
         return ranks
 
     @property

@@ -36,6 +36,7 @@ from kvforge.protocol.errors import (
 from kvforge.protocol.messages import (
     ErrorInfo,
     Int32Array,
+    Meeting,
     Message,
     PoolRegistered,
     Refused,
@@ -142,6 +143,8 @@ class Worker:
             epoch=self._pool_at.epoch,
             watches=self._watches,
             token=token.read(self.config.runtime_path),  # another one after each start of the coordinator
+            rank=self.config.rank,
+            ranks=self.config.ranks,
         )
         reply = self._ask(hello)
         return reply if isinstance(reply, WorkerWelcome) else None
@@ -182,14 +185,31 @@ class Worker:
         self._answered.clear()
         self._last_step, self._pool_at = 0, NO_POOL
         if self._engine is None:
+            meeting = self._wait_for_ranks() if self.config.ranks > 1 else ""
+            if meeting is None:
+                return False
             working(f"loading {self.config.model}", LOADING_S_MAX)
             cores = replace(self._cores, others=self._place.others())  # others may have started meanwhile
-            self._engine = Engine(self.config, welcome, self._report_progress, cores)
+            self._engine = Engine(self.config, welcome, self._report_progress, cores, meeting)
             if not self._engine.device.computes_on_cores:
                 self._place.close()
         else:
             self._engine.adopt(welcome)
         return self._map_tables(welcome)
+
+    def _wait_for_ranks(self) -> str | None:
+        """Where the ranks of this worker meet, once all are there, however long that takes. None where the connection
+        ended or we are to stop."""
+        log.info("rank %d of %d: waiting for the others", self.config.rank, self.config.ranks)
+        while self._same_connection():
+            working("waiting for the other ranks", LOADING_S_MAX)
+            message = self._link.receive(IDLE_WAIT_MS)
+            if isinstance(message, Meeting):
+                return message.name
+            if isinstance(message, Refused):
+                raise restore(message.error.code, message.error.message, message.error.fields)
+            self._stopping |= isinstance(message, Stop)
+        return None
 
     def _map_tables(self, welcome: WorkerWelcome) -> bool:
         """False where the coordinator that named them went away, and its tables with it.
@@ -211,7 +231,7 @@ class Worker:
 
     @property
     def _watches(self) -> bool:
-        return self.config.watched_us > 0
+        return self.config.watched_us > 0 and self.config.ranks == 1
 
     def _come_back(self, welcome: WorkerWelcome) -> bool:
         """The coordinator's process is another one and knows the pool: what is in it counts, and steps under way go on.

@@ -66,6 +66,7 @@ class Group:
     """One worker and its pool, from its WorkerReady to its death. By its `epoch` its results are told from those of an
     earlier life.
 
+    worker: the connection of its process. others: those of its other ranks, each of which does every step too.
     running: rows that run. steady: they decode, step after step; None where the next step may not follow from the last.
     left_step: the last step in which a row may be that has left since.
     copies: the block copies that the next step must carry, even if it has no rows: target -> (source, tokens).
@@ -79,6 +80,7 @@ class Group:
 
     def __init__(self, number: int, worker: int, name: str, epoch: int, pool: Pool, ready: WorkerReady) -> None:
         self.number, self.worker, self.name, self.epoch = number, worker, name, epoch
+        self.others: tuple[int, ...] = ()
         self.pool, self.index, self.model = pool, pool.index, ready.model
         self.bytes_per_block, self.kv_dtype, self.wants_kinds = ready.bytes_per_block, ready.kv_dtype, ready.wants_kinds
         self.sent: deque[SentStep] = deque()

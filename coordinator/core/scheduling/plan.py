@@ -53,6 +53,8 @@ class Scheduler:
         while True:
             while (step := self.plan(group)) is not None:
                 self._effects.append(ToWorker(group.worker, step))
+                for rank in group.others:
+                    self._effects.append(ToWorker(rank, step))
                 if len(group.sent) >= self._limits.steps_in_flight_max:
                     return
             if group.sent or not group.skip_step():

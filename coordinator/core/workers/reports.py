@@ -11,17 +11,17 @@ from kvforge.protocol.errors import Conflict, Field, KvforgeError, ProtocolError
 from kvforge.protocol.messages import (
     ERROR_TEXT_MAX,
     ErrorInfo,
+    Meeting,
     Message,
     PoolRegistered,
     Refused,
     StepResult,
+    Stop,
     WorkerFailed,
-    WorkerHealth,
     WorkerHello,
     WorkerLoading,
     WorkerReady,
 )
-from kvforge.protocol.meters import NAME_LENGTH_MAX, WorkerFacts
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
@@ -33,47 +33,8 @@ from ..requests.lifecycle import NO_SLOT, Request, RequestTable
 from ..scheduling.admission import Admission
 from ..scheduling.endings import Endings
 from .results import StepResults
-
-
-class Worker:
-    """A connected worker process, from its hello to its end."""
-
-    def __init__(self, number: int, name: str, pid: int) -> None:
-        self.number, self.name, self.pid = number, name, pid
-        self.phase, self.progress = "connecting", 0.0
-        self.device_bytes: dict[str, int] = {}
-        self.kernels: dict[str, str] = {}
-        self.group: Group | None = None
-        self.away_until_us = 0  # where its group is away
-
-    def health(self, now_us: int) -> WorkerHealth:
-        """What `kvforge status` shows."""
-        state = "ready" if self.group else "loading" if self.phase != "connecting" else "connecting"
-        return WorkerHealth(
-            name=self.name,
-            pid=self.pid,
-            state=state,
-            phase=self.phase,
-            progress=self.progress,
-            steps=self.group.steps_total - len(self.group.sent) if self.group else 0,
-            since_step_us=working_us(self.group, now_us),
-            device_bytes=self.device_bytes,
-            kernels=self.kernels,
-        )
-
-    def facts(self) -> WorkerFacts:
-        """What monitors are told."""
-        group = self.group
-        told = self.health(0)
-        return WorkerFacts(
-            name=self.name[:NAME_LENGTH_MAX],
-            pid=self.pid,
-            state="away" if group is not None and group.away else told.state,
-            pool=group.number if group is not None else -1,
-            block_bytes=group.bytes_per_block if group is not None else 0,
-            kv_dtype=group.kv_dtype[:NAME_LENGTH_MAX] if group is not None else "",
-            device_bytes=self.device_bytes,
-        )
+from .teams import Team, check_rank
+from .worker import Worker, working_us
 
 
 class WorkerReports:
@@ -96,6 +57,7 @@ class WorkerReports:
         self._timeout_us = microseconds(cache.limits.schedule.step_timeout_s)
         self._boot, self._reattach_us = boot, microseconds(cache.limits.bounds.reattach_s)
         self.workers: dict[int, Worker] = {}
+        self._teams: dict[str, Team] = {}  # by name, of workers of several ranks
         self.ended: dict[str, str] = {}  # by name: how a worker went, who is not back; the last one is last
         self._ended_max = cache.limits.bounds.pools_max
         self.registered_total = self.returned_total = self.left_total = self.lost_total = 0
@@ -111,13 +73,16 @@ class WorkerReports:
     def pass_time(self) -> None:
         """Workers that have worked on one step for too long are given up, and their processes ended."""
         for worker in list(self.workers.values()):
+            if worker.number not in self.workers:
+                continue  # a rank of one that has just ended
             if worker.group is not None and worker.group.away:
                 if worker.away_until_us <= self._clock.now_us:
                     self.gone(worker.number, False)
                 continue
             since_us = working_us(worker.group, self._clock.now_us)
             if since_us > self._timeout_us:
-                reason = f"worker {worker.name} has done no step for {since_us / 1e6:.3g} s while one was due"
+                reason = f"worker {worker.name}{self._lagging(worker)} has done no step for {since_us / 1e6:.3g} s"
+                reason += " while one was due"
                 self._log("error", f"{reason}: it is replaced", "worker_hung", worker)
                 self._drop_worker(worker.number, reason)
                 self._effects.append(ReplaceWorker(worker.number, worker.pid, reason))
@@ -161,6 +126,10 @@ class WorkerReports:
     def _worker_hello(self, number: int, message: WorkerHello) -> None:
         if number in self.workers:
             raise ProtocolError("worker_hello was sent twice")
+        check_rank(message)
+        if message.ranks > 1 or message.name in self._teams:
+            self._rank_hello(number, message)
+            return
         same = next((worker for worker in self.workers.values() if worker.name == message.name), None)
         if same is not None and same.group is not None and same.group.away:
             if message.boot == self._boot and message.epoch == same.group.epoch:
@@ -174,6 +143,61 @@ class WorkerReports:
         self.ended.pop(message.name, None)
         self._log("info", "worker connected", "worker_connected", worker, pid=message.pid)
 
+    def _rank_hello(self, number: int, message: WorkerHello) -> None:
+        """One of several ranks comes. When all are here they are told where to meet: a name that no others had."""
+        name, rank, team = message.name, message.rank, self._teams.get(message.name)
+        group = next(iter(team.members.values())).group if team is not None else None
+        if team is not None and group is not None and group.away:
+            if (message.boot, message.epoch, message.ranks) == (self._boot, group.epoch, team.count):
+                if rank in team.back:
+                    raise Conflict(f"rank {rank} of worker {name!r} is connected already: give each a rank of its own")
+                self._rank_back(team, group, team.members[rank], number, message.rid)
+                return
+            self.gone(next(iter(team.members.values())).number, False)  # these are its successors
+            team = None
+        if team is None:
+            if any(worker.name == name for worker in self.workers.values()):
+                raise Conflict(f"a worker named {name!r} is connected already: give each worker its own name")
+            team = Team(name, message.ranks)
+        if message.ranks != team.count:
+            raise Conflict(f"worker {name!r} has {team.count} ranks, and one came that says {message.ranks}")
+        if rank in team.members:
+            raise Conflict(f"rank {rank} of worker {name!r} is connected already: give each a rank of its own")
+        self._teams[name] = team
+        worker = self.workers[number] = team.members[rank] = Worker(number, name, message.pid, rank, team.count)
+        self.ended.pop(name, None)
+        self._log("info", "worker connected", "worker_connected", worker, pid=message.pid, rank=rank)
+        self._tell_waiting(team)
+        if not team.missing:
+            meeting = Meeting(name=f"{self._boot}-{number}")
+            self._effects.extend(ToWorker(member.number, meeting) for member in team.members.values())
+
+    def _tell_waiting(self, team: Team) -> None:
+        """What is shown of ranks that have not met."""
+        missing = ", ".join(map(str, team.missing))
+        for member in team.members.values():
+            member.phase = f"waiting for rank {missing} of {team.count}" if missing else "meeting the other ranks"
+            self.changed.add(member.number)
+
+    def _rank_back(self, team: Team, group: Group, worker: Worker, number: int, rid: int) -> None:
+        """A rank goes on under another number. What it has answered since is heard at once; steps are sent again when
+        all are back."""
+        del self.workers[worker.number]
+        self.workers[number] = worker
+        worker.number = number
+        self.changed.add(number)
+        team.back.add(worker.rank)
+        self._effects.append(ToWorker(number, _registered(group, rid, team.done[worker.rank])))
+        if len(team.back) < team.count:
+            return
+        group.worker, group.others = team.members[0].number, team.others
+        group.away, group.result_us = False, self._clock.now_us
+        self.returned_total += 1
+        self._cache.waits.wake_all()
+        self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
+        for sent in group.sent:
+            self._effects.extend(ToWorker(each, sent.message) for each in (group.worker, *group.others))
+
     def restarted(self, gone_us: int) -> None:
         """No worker is connected any more. Those that hold a pool may come back with all that is in it.
 
@@ -184,10 +208,16 @@ class WorkerReports:
             if request.slot != NO_SLOT:
                 self._admission.rows.set_fresh(request.slot, True)
         for worker in list(self.workers.values()):
+            if worker.number not in self.workers:
+                continue  # a rank of one that has just ended
             if worker.group is None:
+                if worker.ranks > 1:
+                    self._teams[worker.name].back.clear()
                 self.gone(worker.number, False)
             else:
                 worker.group.away, worker.away_until_us = True, self._clock.now_us + self._reattach_us
+                if worker.ranks > 1:
+                    self._teams[worker.name].back.clear()
                 self.changed.add(worker.number)
 
     def _come_back(self, worker: Worker, group: Group, number: int, rid: int) -> None:
@@ -218,28 +248,72 @@ class WorkerReports:
                 f"worker {worker.name!r} serves {message.model.name!r} ({message.model.fingerprint[:12]}), "
                 f"the others serve {model.name!r} ({model.fingerprint[:12]}): all must serve the same"
             )
-        group = worker.group = self._cache.add_group(worker.number, worker.name, message)
         worker.phase, worker.progress = "ready", 1.0
-        self.registered_total += 1
-        self.changed.add(worker.number)
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels
-        self._effects.append(ToWorker(worker.number, _registered(group, message.rid)))
+        self.changed.add(worker.number)
+        team = self._teams[worker.name] if worker.ranks > 1 else None
+        if team is not None:
+            announced = self._rank_ready(worker, team, message)
+            if announced is None:
+                return
+            worker, message = team.members[0], announced
+        group = worker.group = self._cache.add_group(worker.number, worker.name, message)
+        self.registered_total += 1
+        if team is not None:
+            self._register_ranks(team, group)
+        else:
+            self._effects.append(ToWorker(worker.number, _registered(group, message.rid)))
         facts: dict[str, Field] = {"blocks": message.blocks, "model": message.model.name, "device": message.device}
         self._log("info", "worker ready", "worker_ready", worker, **facts)
         if model is None:
             self._commands.recheck()
+
+    def _rank_ready(self, worker: Worker, team: Team, message: WorkerReady) -> WorkerReady | None:
+        """What all ranks announce together; None while one of them is still loading."""
+        if worker.rank in team.ready:
+            raise ProtocolError(f"worker {worker.name}: worker_ready was sent twice by rank {worker.rank}")
+        if team.missing:
+            raise ProtocolError(f"worker {worker.name}: rank {worker.rank} is ready before all ranks have come")
+        team.ready[worker.rank] = message
+        return team.announced() if len(team.ready) == team.count else None
+
+    def _register_ranks(self, team: Team, group: Group) -> None:
+        group.others = team.others
+        team.begin(group.last_step)
+        for rank in range(team.count):
+            member = team.members[rank]
+            member.group = group
+            self.changed.add(member.number)
+            self._effects.append(ToWorker(member.number, _registered(group, team.ready[rank].rid)))
+
+    def _rank_result(self, worker: Worker, team: Team, group: Group, message: StepResult) -> None:
+        """A step counts when all ranks have answered it."""
+        if not team.answer(worker.rank, message):
+            step, rank = message.step_id, worker.rank
+            self._log("warning", f"worker {worker.name}: stale result of step {step} of rank {rank} ignored")
+            return
+        while group.sent and (settled := team.settled()) is not None:
+            self._settle(group, settled)
 
     def _step_result(self, worker: Worker, message: StepResult) -> None:
         group = worker.group
         if group is None or message.epoch != group.epoch:
             self._log("warning", f"worker {worker.name}: result of step {message.step_id} of another epoch ignored")
             return
+        if worker.ranks > 1:
+            self._rank_result(worker, self._teams[worker.name], group, message)
+            return
         if not group.sent or message.step_id < group.sent[0].step_id:
             self._log("warning", f"worker {worker.name}: stale result of step {message.step_id} ignored")
             return
         if message.step_id != group.sent[0].step_id:
             raise ProtocolError(f"step {group.sent[0].step_id} is due, the result names step {message.step_id}")
+        self._settle(group, message)
+
+    def _settle(self, group: Group, message: StepResult) -> None:
         sent = group.sent[0]
+        if message.step_id != sent.step_id:
+            raise ProtocolError(f"step {sent.step_id} is due, the result names step {message.step_id}")
         self._results.apply(group, message)
         group.step_took(sent.prefill_tokens, message.duration_us)
         group.result_us = self._clock.now_us
@@ -262,6 +336,8 @@ class WorkerReports:
         if worker is None:
             return
         self.changed.add(number)
+        if worker.ranks > 1:
+            self._end_others(worker, self._teams[worker.name], goodbye, why)
         self.left_total += goodbye
         self.lost_total += not goodbye
         requests = worker.group.running if worker.group is not None else 0
@@ -282,6 +358,36 @@ class WorkerReports:
             self._admission.requeue(request)
             if suspected:
                 self._count_crash(request, worker.name)
+
+    def _end_others(self, worker: Worker, team: Team, goodbye: bool, why: str) -> None:
+        """With one rank all are gone. The others may wait for it in the middle of a step: their processes are ended."""
+        if team.leave(worker.rank):
+            self._tell_waiting(team)
+            if not team.members:
+                del self._teams[team.name]
+            return
+        del self._teams[team.name]
+        reason = f"rank {worker.rank} of {team.count} of worker {team.name} {'left' if goodbye else 'was lost'}{why}"
+        for rank, other in team.members.items():
+            if other is worker:
+                continue
+            del self.workers[other.number]
+            self.changed.add(other.number)
+            if rank not in team.back:
+                continue  # it is away itself
+            told: Message
+            told = Stop(reason=reason) if goodbye else Refused(rid=0, error=ErrorInfo.of(WorkerError(reason)))
+            self._effects.append(ToWorker(other.number, told))
+            self._effects.append(DropWorker(other.number, reason))
+            if not goodbye:
+                self._effects.append(ReplaceWorker(other.number, other.pid, reason))
+
+    def _lagging(self, worker: Worker) -> str:
+        """Which of several ranks have not done the step that is due."""
+        if worker.ranks == 1 or worker.group is None:
+            return ""
+        team = self._teams[worker.name]
+        return f" (rank {', '.join(map(str, team.lagging(worker.group.sent[0].step_id)))} of {team.count})"
 
     def _note_end(self, worker: Worker, how: str) -> None:
         self.ended.pop(worker.name, None)
@@ -312,13 +418,8 @@ class WorkerReports:
         self._effects.append(Log(level, text, event, {**name, **facts}))
 
 
-def _registered(group: Group, rid: int) -> PoolRegistered:
-    done = group.sent[0].step_id - 1 if group.sent else group.last_step
+def _registered(group: Group, rid: int, done: int = -1) -> PoolRegistered:
+    """done: the last step whose result is here; -1: the one before those under way."""
+    if done < 0:
+        done = group.sent[0].step_id - 1 if group.sent else group.last_step
     return PoolRegistered(rid=rid, epoch=group.epoch, base_block=group.pool.base, pool=group.number, done=done)
-
-
-def working_us(group: Group | None, now_us: int) -> int:
-    """How long the worker of a group has worked on the step that is due; 0 where none is."""
-    if group is None or not group.sent or group.away:
-        return 0
-    return now_us - max(group.sent[0].sent_us, group.result_us)

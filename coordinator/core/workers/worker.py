@@ -1,0 +1,59 @@
+"""A worker's process, as the coordinator sees it."""
+
+from __future__ import annotations
+
+from kvforge.protocol.messages import WorkerHealth
+from kvforge.protocol.meters import NAME_LENGTH_MAX, WorkerFacts
+
+from ..cache.groups import Group
+
+
+class Worker:
+    """A connected worker process, from its hello to its end; where ranks is more than 1, one of those of its name."""
+
+    def __init__(self, number: int, name: str, pid: int, rank: int = 0, ranks: int = 1) -> None:
+        self.number, self.name, self.pid = number, name, pid
+        self.rank, self.ranks = rank, ranks
+        self.phase, self.progress = "connecting", 0.0
+        self.device_bytes: dict[str, int] = {}
+        self.kernels: dict[str, str] = {}
+        self.group: Group | None = None
+        self.away_until_us = 0  # where its group is away
+
+    def health(self, now_us: int) -> WorkerHealth:
+        """What `kvforge status` shows."""
+        state = "ready" if self.group else "loading" if self.phase != "connecting" else "connecting"
+        return WorkerHealth(
+            name=self.name,
+            pid=self.pid,
+            state=state,
+            phase=self.phase,
+            progress=self.progress,
+            steps=self.group.steps_total - len(self.group.sent) if self.group else 0,
+            since_step_us=working_us(self.group, now_us),
+            device_bytes=self.device_bytes,
+            kernels=self.kernels,
+            rank=self.rank,
+            ranks=self.ranks,
+        )
+
+    def facts(self) -> WorkerFacts:
+        """What monitors are told. Of several ranks the first one has the pool."""
+        group = self.group if self.rank == 0 else None
+        told = self.health(0)
+        return WorkerFacts(
+            name=self.name[:NAME_LENGTH_MAX],
+            pid=self.pid,
+            state="away" if self.group is not None and self.group.away else told.state,
+            pool=group.number if group is not None else -1,
+            block_bytes=group.bytes_per_block if group is not None else 0,
+            kv_dtype=group.kv_dtype[:NAME_LENGTH_MAX] if group is not None else "",
+            device_bytes=self.device_bytes,
+        )
+
+
+def working_us(group: Group | None, now_us: int) -> int:
+    """How long the worker of a group has worked on the step that is due; 0 where none is."""
+    if group is None or not group.sent or group.away:
+        return 0
+    return now_us - max(group.sent[0].sent_us, group.result_us)
