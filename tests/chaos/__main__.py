@@ -32,9 +32,11 @@ def main() -> int:
     parser.add_argument(
         "--dtype", default="float32", help="in which they compute: the promise is one for all [float32]"
     )
+    parser.add_argument("--ranks", action="store_true", help="the workers are the ranks of one, each with its part")
     options = parser.parse_args()
     tell = _silent if options.quiet else _say
-    report = Driver(options.minutes, options.seed, tell, options.plant, options.device, options.dtype).run()
+    computing = (options.device, options.dtype)
+    report = Driver(options.minutes, options.seed, tell, options.plant, *computing, together=options.ranks).run()
     print(json.dumps(report, indent=1))
     if options.json is not None:
         document = {"title": TITLE, "machine": machine(), "versions": versions(), "results": report}

@@ -78,12 +78,15 @@ class Driver:
         fault: str = "",
         device: str = "cpu",
         dtype: str = "float32",
+        *,
+        together: bool = False,
     ) -> None:
         """minutes: of misfortunes. tell: gets each in words. fault: one of `planted`, to see that it is found. device,
-        dtype: the workers'."""
+        dtype: the workers'. together: they are the ranks of one worker."""
         self._minutes, self._seed, self._tell = minutes, seed, tell
         self._computing = {"device": device, "dtype": dtype}
         self._planted = fault
+        self._together = together
         self.faults: list[str] = []
         self._struck: Counter[str] = Counter()
         self._sizes: dict[str, Any] = {}
@@ -91,7 +94,8 @@ class Driver:
 
     def run(self) -> dict[str, Any]:
         """Returns the report; what went wrong is in its `faults`."""
-        with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG, **self._computing) as cluster:
+        ranks = len(WORKERS) if self._together else 1
+        with self._cluster_of(blocks=BLOCKS, coordinator=CONFIG, ranks=ranks, **self._computing) as cluster:
             tokenizer.write(cluster.model)
             kv = cluster.start(*WORKERS)
             self._known = cases.answered(kv, cases.draw(self._seed))
@@ -108,7 +112,7 @@ class Driver:
             }
             self._cluster = cluster
             self._ledger = Ledger(self._known)
-            self._processes = Processes(cluster, WORKERS, CLIENTS, options)
+            self._processes = Processes(cluster, WORKERS, CLIENTS, options, self._together)
             try:
                 asyncio.run(self._run())
             except (KvforgeError, AssertionError, subprocess.TimeoutExpired) as error:
@@ -118,7 +122,7 @@ class Driver:
                 if self.faults:
                     kept = shutil.copytree(cluster.folder, f"{cluster.folder}-failed", ignore=_no_sockets)
                     self._tell(f"logs, notes and journal: {kept}")
-        return {**self._computing, **self._report, "faults": self.faults}
+        return {**self._computing, "ranks_of_one": self._together, **self._report, "faults": self.faults}
 
     def _cluster_of(self, **options: Any) -> Cluster:
         return planted.PlantedCluster(self._planted, **options) if self._planted else Cluster(**options)

@@ -25,6 +25,7 @@ from .sizes import Sample, Span, sample
 CLIENT_END_S = 90.0
 GATEWAY_END_S = 20.0
 LEFT_TAKEN_UP_MAX = 5
+ENDS_WITH_S = 30.0  # at most so long after one rank the others end
 # A process that has served so long has all that it needs, by its name's first letter: what a worker computes with is
 # compiled when it is needed first.
 WARM_S = {"c": 5.0, "g": 15.0, "h": 5.0, "w": 10.0, "p": 5.0}
@@ -56,9 +57,16 @@ class Processes:
     """Coordinator and workers of a cluster, and client processes. `faults`: ends that nobody asked for."""
 
     def __init__(
-        self, cluster: Cluster, workers: tuple[str, ...], clients: tuple[str, ...], client: dict[str, Any]
+        self,
+        cluster: Cluster,
+        workers: tuple[str, ...],
+        clients: tuple[str, ...],
+        client: dict[str, Any],
+        together: bool = False,
     ) -> None:
-        """client: the options of each client process, as `client` has them."""
+        """client: the options of each client process, as `client` has them. together: the workers are the ranks of one:
+        where one of them was struck, the others end too."""
+        self._together, self._struck = together, float("-inf")
         self.cluster, self.workers, self.clients = cluster, workers, clients
         self._client = client
         self._popen: dict[str, subprocess.Popen[bytes]] = {}
@@ -163,6 +171,8 @@ class Processes:
     def strike(self, misfortune: Misfortune) -> None:
         """Does it. A stopped process goes on, a dead one is started again, by `tend`."""
         now = monotonic()
+        if any(member in self.workers for member in misfortune.members):
+            self._struck = now
         for member in misfortune.members:
             if misfortune.kind == STOP:
                 if member not in self.stopped and self._poll(member) is None:
@@ -215,7 +225,8 @@ class Processes:
         asked = {-number for number in life.ended_by_us} | ({0} if signal.SIGTERM in life.ended_by_us else set())
         if since is not None or any(absence.member == member for absence in self.absences[-3:]):
             asked.add(-signal.SIGKILL)  # one from which nothing came is replaced
-        if status not in asked:
+        with_others = self._together and member in self.workers and monotonic() - self._struck < ENDS_WITH_S
+        if status not in asked and not with_others:
             self.faults.append(f"{member} (process {life.pid}) ended by itself, status {status}")
         if member == COORDINATOR:
             self.cluster.start_coordinator()

@@ -37,14 +37,16 @@ class Cluster:
         worker: str = "",
         device: str = "cpu",
         dtype: str = "float32",
+        ranks: int = 1,
     ) -> None:
+        """ranks: so many workers are one, which each computes a part of: "w0" is its rank 0."""
         # Short: a socket's path holds 107 bytes.
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-", dir="/tmp"))
         self.runtime = self.folder / "r"
         self._model = model
         self._blocks = blocks
         self._coordinator_extra, self._worker_extra = coordinator, worker
-        self._device, self._dtype = device, dtype
+        self._device, self._dtype, self._ranks = device, dtype, ranks
         self._processes: dict[str, subprocess.Popen[bytes] | Child] = {}
         self._stack = ExitStack()
         self.model = model if model is not None else tiny_model(self.folder)
@@ -83,8 +85,14 @@ class Cluster:
         """Starts a worker; it registers when its model is loaded. extra: more of its configuration."""
         config = self.folder / f"{name}.toml"
         load_format = "auto" if self._model is not None else "dummy"
+        called = name
+        if self._ranks > 1:
+            number = int(name[1:])
+            called = f"w{number // self._ranks}"
+            extra += f'ranks = {self._ranks}\nrank = {number % self._ranks}\ncollectives = "gloo"\n'
         config.write_text(
-            f'name = "{name}"\nruntime_dir = "{self.runtime}"\nmodel = "{self.model}"\nload_format = "{load_format}"\n'
+            f'name = "{called}"\nruntime_dir = "{self.runtime}"\nmodel = "{self.model}"\n'
+            f'load_format = "{load_format}"\n'
             f'dtype = "{self._dtype}"\ndevice = "{self._device}"\nthreads = 1\nblocks = {self._blocks}\n'
             f"{self._worker_extra}{extra}"
         )
