@@ -76,7 +76,7 @@ def _check(config: WorkerConfig, model: str) -> int:
 
     device = open_device(config.device, config.device_index)
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
-    place = {"name": config.name, "runtime_dir": str(config.runtime_path)}
+    place = {"name": config.name, "rank": config.rank, "ranks": config.ranks, "runtime_dir": str(config.runtime_path)}
     print(json.dumps({**place, **device.described, "model": model, **versions}))
     return OK
 

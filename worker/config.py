@@ -49,9 +49,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     determinism: batch-invariant: a request's tokens and log-probabilities do not depend on what is computed beside it;
     fast: they may, in their last bits. `kvforge health` says whether it holds for the model.
     graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: of batches of up to so many rows.
-    ranks: processes that compute the model together, each with a part of it (tensor parallel): all of them have the
-    same name, and each a rank of its own, from 0 on. collectives: by what they exchange numbers: nccl (RCCL on AMD,
-    where each has a GPU of its own), gloo (through the host's memory), or (auto) nccl on GPUs.
+    ranks: processes that compute the model together, each with a part of it (tensor parallel); all have one name.
+    rank: which of them this is, from 0 on. collectives: by what they exchange numbers: nccl (RCCL on AMD, where each
+    has a GPU of its own), gloo (through the host's memory), or (auto) nccl on GPUs.
     context_tokens_max: the longest sequence, prompt and answer; 0: what the model is said to have. More than that is
     possible only as far as its rotary embedding is scaled for it.
     seed: of random weights. log_level: debug, info, warning or error. log_format: text, or json: one document a line.

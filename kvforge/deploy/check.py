@@ -106,18 +106,27 @@ def _check_workers(places: Places, user: Account | None) -> list[Finding]:
     if not found:
         return [wrong(f"no worker is configured in {places.configuration}", f"{INSTALL} --worker gpu0")]
     findings: list[Finding] = []
-    names: dict[str, Path] = {}
+    names: dict[tuple[str, int], Path] = {}
+    ranks: dict[str, set[int]] = {}
     for instance, path in found:
         meaning, told = _meaning(places, "worker", path, user)
         findings += told
         if meaning is None:
             continue
         findings += check_devices(instance, str(meaning["kind"]), user)
-        if (other := names.setdefault(str(meaning["name"]), path)) != path:
-            findings.append(wrong(f"{other} and {path} have one name", "give each worker its own `name`"))
+        name, rank, count = str(meaning["name"]), int(meaning["rank"]), int(meaning["ranks"])
+        if (other := names.setdefault((name, rank), path)) != path:
+            way_out = "give each worker its own `name`, or each rank of one its own `rank`"
+            findings.append(wrong(f"{other} and {path} have one name", way_out))
+        missing = ranks.setdefault(name, set(range(count)))
+        missing.discard(rank)
         if Path(meaning["runtime_dir"]) != RUNTIME_DIR:
             told_dir = f"{path}: runtime_dir is {meaning['runtime_dir']}, the coordinator's is {RUNTIME_DIR}"
             findings.append(wrong(told_dir, f'set runtime_dir = "{RUNTIME_DIR}"'))
+    for name, missing in ranks.items():
+        if missing:
+            absent = f"of worker {name!r} rank {', '.join(map(str, sorted(missing)))} is not configured"
+            findings.append(wrong(absent, f"its ranks wait for it: give it a file in {places.configuration}"))
     return findings
 
 

@@ -10,6 +10,7 @@ UNITS = (
     "kvforge.target",
     "kvforge-coordinator.service",
     "kvforge-worker@.service",
+    "kvforge-group@.target",
     "kvforge-drain.service",
     "kvforge-gateway.service",
 )

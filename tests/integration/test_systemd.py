@@ -45,12 +45,16 @@ def settings(unit: str) -> dict[str, list[str]]:
 def test_systemd_accepts_the_units(tmp_path: Path) -> None:
     if shutil.which("systemd-analyze") is None:
         pytest.skip("systemd-analyze is not installed")
-    for unit in [*SERVICES, "kvforge.target"]:
+    for unit in [*SERVICES, "kvforge.target", "kvforge-group@.target"]:
         # What the units start is installed later, and verify looks whether it is there.
         text = (DEPLOY / unit).read_text().replace("/opt/kvforge/.venv/bin/python", sys.executable)
         (tmp_path / unit).write_text(text)
     (tmp_path / "kvforge-worker@a.service").write_text((tmp_path / "kvforge-worker@.service").read_text())
-    paths = [str(tmp_path / name) for name in (*SERVICES, "kvforge-worker@a.service", "kvforge.target")]
+    for name in ("kvforge-worker@a-0.service", "kvforge-worker@a-1.service"):
+        (tmp_path / name).write_text((tmp_path / "kvforge-worker@.service").read_text())
+    (tmp_path / "kvforge-group@a.target").write_text((tmp_path / "kvforge-group@.target").read_text())
+    targets = ("kvforge.target", "kvforge-group@a.target")
+    paths = [str(tmp_path / name) for name in (*SERVICES, "kvforge-worker@a.service", *targets)]
     done = subprocess.run(
         ["systemd-analyze", "verify", "--man=no", "--recursive-errors=no", *paths],
         capture_output=True,

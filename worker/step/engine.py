@@ -12,6 +12,7 @@ import time
 
 import torch
 
+from kvforge.models.store import default_cache_dir
 from kvforge.protocol.errors import ProtocolError
 from kvforge.protocol.messages import WorkerWelcome
 from worker.attention.pool import KvPool
@@ -133,11 +134,14 @@ class Engine:
             return None
         ranks = Ranks(config.rank, config.ranks, self.device, config.collectives)
         self._progress("meeting the other ranks", 0.0)
-        ours = f"meeting-{hashlib.sha256(config.name.encode()).hexdigest()[:12]}"
+        # Of the user's own: the runtime folder is the coordinator's, and under systemd nobody else writes there.
+        folder = default_cache_dir() / "meetings"
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        ours = hashlib.sha256(f"{config.runtime_path}\n{config.name}".encode()).hexdigest()[:16]
         if config.rank == 0:
-            for left in config.runtime_path.glob(f"{ours}-*"):  # by ranks that were killed
+            for left in folder.glob(f"{ours}-*"):  # by ranks that were killed
                 left.unlink(missing_ok=True)
-        ranks.meet(config.runtime_path / f"{ours}-{meeting}")
+        ranks.meet(folder / f"{ours}-{meeting}")
         return ranks
 
     @property

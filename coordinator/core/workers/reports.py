@@ -16,7 +16,6 @@ from kvforge.protocol.messages import (
     PoolRegistered,
     Refused,
     StepResult,
-    Stop,
     WorkerFailed,
     WorkerHello,
     WorkerLoading,
@@ -148,12 +147,13 @@ class WorkerReports:
         name, rank, team = message.name, message.rank, self._teams.get(message.name)
         group = next(iter(team.members.values())).group if team is not None else None
         if team is not None and group is not None and group.away:
+            if rank in team.back:
+                raise Conflict(f"rank {rank} of worker {name!r} is connected already: give each a rank of its own")
             if (message.boot, message.epoch, message.ranks) == (self._boot, group.epoch, team.count):
-                if rank in team.back:
-                    raise Conflict(f"rank {rank} of worker {name!r} is connected already: give each a rank of its own")
                 self._rank_back(team, group, team.members[rank], number, message.rid)
                 return
-            self.gone(next(iter(team.members.values())).number, False)  # these are its successors
+            lost = team.members[rank] if rank in team.members else team.members[0]
+            self.gone(lost.number, False)  # this is its successor, and has nothing of what it held
             team = None
         if team is None:
             if any(worker.name == name for worker in self.workers.values()):
@@ -375,8 +375,8 @@ class WorkerReports:
             self.changed.add(other.number)
             if rank not in team.back:
                 continue  # it is away itself
-            told: Message
-            told = Stop(reason=reason) if goodbye else Refused(rid=0, error=ErrorInfo.of(WorkerError(reason)))
+            # A fault, also where it left on purpose: whoever keeps them running starts them again.
+            told = Refused(rid=0, error=ErrorInfo.of(WorkerError(reason)))
             self._effects.append(ToWorker(other.number, told))
             self._effects.append(DropWorker(other.number, reason))
             if not goodbye:

@@ -31,6 +31,8 @@ MEANING = {
         "runtime_dir": "/run/kvforge",
         "kind": "cpu",
         "name": "cpu",
+        "rank": 0,
+        "ranks": 1,
         "model": "m",
         "device": "CPU",
         "torch": "2",
@@ -121,6 +123,24 @@ def test_settings_and_units_belong_together(
 def test_two_workers_of_one_name_are_found(places: Places) -> None:
     shutil.copy(places.configuration / "worker-cpu.toml", places.configuration / "worker-other.toml")
     assert [finding.what.endswith("have one name") for finding in bad(check(places))] == [True]
+
+
+@needs_systemd
+def test_a_rank_that_is_not_configured_is_found(places: Places, monkeypatch: pytest.MonkeyPatch) -> None:
+    shutil.copy(places.configuration / "worker-cpu.toml", places.configuration / "worker-other.toml")
+
+    def ranks(python: Path, user: Account | None, *arguments: str) -> Outcome:
+        done = answers(python, user, *arguments)
+        rank = int(any("worker-other" in each for each in arguments))
+        return Outcome(
+            done.status, done.output.replace('"rank": 0, "ranks": 1', f'"rank": {rank}, "ranks": {count}'), ""
+        )
+
+    monkeypatch.setattr(checks, "_run", ranks)
+    count = 2
+    assert bad(check(places)) == []
+    count = 3
+    assert [finding.what for finding in bad(check(places))] == ["of worker 'cpu' rank 2 is not configured"]
 
 
 @needs_systemd
