@@ -44,6 +44,7 @@ from tests.simulation.settings import Settings
 
 RETRY_US = 3_000
 REBORN_US = 5_000
+LOOKS_US = 200
 ANSWERS_KEPT = 16  # more than may be under way
 PIDS = 100_000
 POSITIONS = list(range(CONTEXT_MAX))
@@ -72,6 +73,9 @@ class Host(Protocol):
 
     def met(self, name: str, epoch: int, meeting: str) -> None:
         """A rank has a pool of that epoch, and had met the others under that name."""
+
+    def others(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
+        """The ranks that have met with this one and are alive."""
 
     def counts(self, request_id: int) -> bool:
         """Whether a row of the request can still count: its client's sequence may have gone on without it."""
@@ -175,7 +179,7 @@ class SimulatedWorker:
         self.name, self.blocks = name, blocks
         self.rank, self.ranks = rank, ranks
         self.label = f"{name}.{rank}" if rank else name
-        self._meeting = ""
+        self.meeting = ""
         self.lives = 0
         self.garble = ""
         self.hangs = False
@@ -212,7 +216,7 @@ class SimulatedWorker:
         self.lives += 1
         self._random = Random(f"{self._seed}/{self.label}/{self.lives}")
         self.hangs = False
-        self._boot, self._pools, self._meeting = "", 0, ""
+        self._boot, self._pools, self.meeting = "", 0, ""
         self._empty()
         self._connect()
 
@@ -223,10 +227,14 @@ class SimulatedWorker:
         self._rows: dict[int, Row] = {}
         self._steps: deque[Step] = deque()
         self._answers: deque[StepResult] = deque(maxlen=ANSWERS_KEPT)
-        self._working = self._registered = False
+        self._working = self._registered = self._stands = False
+        self._begun = 0
         self._reader: TablesReader | None = None
 
     def _connect(self) -> None:
+        if self._stands:
+            self._lost()
+            return
         self._registered = False
         self.connection = self._peers.connect(self._random, self._receive, lost=self._lost)
         ours = {"boot": self._boot, "epoch": self._epoch, "rank": self.rank, "ranks": self.ranks}
@@ -264,7 +272,7 @@ class SimulatedWorker:
         elif isinstance(message, PoolRegistered):
             self._pool_registered(message)
         elif isinstance(message, Meeting):
-            self._meeting = message.name
+            self.meeting = message.name
             self._load()
         elif isinstance(message, Refused | Stop):
             self.kill(RETRY_US)
@@ -277,7 +285,7 @@ class SimulatedWorker:
             raise Violation(f"{self.name} has a pool of epoch {self._epoch}, and is told {message.epoch}")
         self._registered = True
         if self.ranks > 1:
-            self._host.met(self.name, self._epoch, self._meeting)
+            self._host.met(self.name, self._epoch, self.meeting)
         for answer in self._answers:
             if answer.step_id > message.done:
                 self._send(answer)
@@ -287,6 +295,9 @@ class SimulatedWorker:
         if message.epoch:
             self._reader = TablesReader(Path(message.tables_path), message.boot)
             return  # what it holds is known there
+        if self.meeting:
+            self.kill(RETRY_US)  # another rank may stand in a step that this one will never get
+            return
         if self._epoch and self.ranks == 1 and self._host.kept_pool(self.name, self._epoch):
             raise Violation(f"{self.name} came back with its pool in time, and is told to begin anew")
         self._empty()
@@ -318,10 +329,27 @@ class SimulatedWorker:
         self._working = True
         took_us = 1 + int(self._random.random() * self._host.settings.step_us)
         life = self.lives, self._pools
+        self._begun = self._steps[0].step_id
         self._host.clock.after(took_us, lambda: self._finish(life, took_us))
+
+    def _waits_for_others(self, life: tuple[int, int], took_us: int) -> bool:
+        """Whether this rank stands in the middle of a step until another one has begun it: it does nothing else then,
+        and says nothing. Where another one is gone it dies of that."""
+        if self.ranks == 1:
+            return False
+        others = self._host.others(self)
+        if len(others) < self.ranks - 1:
+            self.kill(REBORN_US)
+            return True
+        self._stands = any(other._begun < self._begun for other in others)
+        if self._stands:
+            self._host.clock.after(LOOKS_US, lambda: self._finish(life, took_us))
+        return self._stands
 
     def _finish(self, life: tuple[int, int], took_us: int) -> None:
         if not self.alive or life != (self.lives, self._pools) or self.hangs:
+            return
+        if self._waits_for_others(life, took_us):
             return
         self._working = False
         if self._unknown():
@@ -348,7 +376,7 @@ class SimulatedWorker:
     def _garbled(self, result: StepResult) -> StepResult:
         how, self.garble = self.garble, ""
         if how == "vocabulary" and result.tokens.size and self.ranks > 1:  # what the other ranks alone can tell
-            other = (result.tokens + 1) % self._host.settings.vocabulary
+            other = (result.tokens + 1 + self.rank) % self._host.settings.vocabulary
             return msgspec.structs.replace(result, tokens=other.astype(np.int32))
         if how == "vocabulary" and result.tokens.size:
             wrong = result.tokens + self._host.settings.vocabulary

@@ -125,6 +125,14 @@ class World:
         """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
         return (name, epoch) in self._pools and self.clock.now_us < self._rose_us + self.settings.reattach_us
 
+    def others(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
+        """The ranks that have met with this one and are alive."""
+        return [
+            each
+            for each in self.workers.values()
+            if each is not worker and each.name == worker.name and each.alive and each.meeting == worker.meeting
+        ]
+
     def met(self, name: str, epoch: int, meeting: str) -> None:
         """A rank holds a pool: all that hold it have met each other."""
         if self._meetings.setdefault((name, epoch), meeting) != meeting:

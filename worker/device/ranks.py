@@ -44,6 +44,7 @@ class Ranks:
         Raises WorkerError where one does not come.
         """
         self._place = place
+        log.info("rank %d of %d: meeting the others at %s", self.rank, self.count, place)
         try:
             store = dist.FileStore(str(place), self.count)  # type: ignore[attr-defined]
             store.set_timeout(timedelta(seconds=MEETING_S))

@@ -138,10 +138,11 @@ class Engine:
         folder = default_cache_dir() / "meetings"
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         ours = hashlib.sha256(f"{config.runtime_path}\n{config.name}".encode()).hexdigest()[:16]
-        if config.rank == 0:
-            for left in folder.glob(f"{ours}-*"):  # by ranks that were killed
+        place = folder / f"{ours}-{meeting}"
+        for left in folder.glob(f"{ours}-*") if config.rank == 0 else ():
+            if left != place:  # of ranks that were killed; the others may be at this one already
                 left.unlink(missing_ok=True)
-        ranks.meet(folder / f"{ours}-{meeting}")
+        ranks.meet(place)
         return ranks
 
     @property

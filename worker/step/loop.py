@@ -31,6 +31,7 @@ from kvforge.protocol.errors import (
     KvforgeError,
     ProtocolError,
     Unavailable,
+    WorkerError,
     restore,
 )
 from kvforge.protocol.messages import (
@@ -193,6 +194,12 @@ class Worker:
             self._engine = Engine(self.config, welcome, self._report_progress, cores, meeting)
             if not self._engine.device.computes_on_cores:
                 self._place.close()
+        elif self.config.ranks > 1:
+            # Another one may stand in the middle of a step that this one will never get.
+            raise WorkerError(
+                f"rank {self.config.rank} of {self.config.ranks}: the coordinator knows nothing of this worker's pool, "
+                "and ranks begin anew together"
+            )
         else:
             self._engine.adopt(welcome)
         return self._map_tables(welcome)

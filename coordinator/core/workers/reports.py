@@ -180,14 +180,15 @@ class WorkerReports:
             self.changed.add(member.number)
 
     def _rank_back(self, team: Team, group: Group, worker: Worker, number: int, rid: int) -> None:
-        """A rank goes on under another number. What it has answered since is heard at once; steps are sent again when
-        all are back."""
+        """A rank goes on under another number, and at once: another one may stand in the middle of a step that this one
+        has not got yet, and cannot come back before. No step is planned until all are back."""
         del self.workers[worker.number]
         self.workers[number] = worker
         worker.number = number
         self.changed.add(number)
         team.back.add(worker.rank)
         self._effects.append(ToWorker(number, _registered(group, rid, team.done[worker.rank])))
+        self._effects.extend(ToWorker(number, sent.message) for sent in group.sent)
         if len(team.back) < team.count:
             return
         group.worker, group.others = team.members[0].number, team.others
@@ -195,8 +196,6 @@ class WorkerReports:
         self.returned_total += 1
         self._cache.waits.wake_all()
         self._log("info", "worker is back", "worker_back", worker, steps=len(group.sent))
-        for sent in group.sent:
-            self._effects.extend(ToWorker(each, sent.message) for each in (group.worker, *group.others))
 
     def restarted(self, gone_us: int) -> None:
         """No worker is connected any more. Those that hold a pool may come back with all that is in it.

@@ -1,0 +1,80 @@
+"""Real processes that compute one model together: what they say is what one says, whichever of them dies."""
+
+from __future__ import annotations
+
+import signal
+
+import pytest
+
+from kvforge import Client, Request, Sampling
+
+from .cluster import Cluster
+from .test_cluster import wait_empty
+
+TOKENS, REQUESTS = 120, 4
+NAMES = ("w0", "w1")
+
+
+def submit(kv: Client, number: int) -> Request:
+    """Every other one greedy, the others drawn by a seed."""
+    sampling = Sampling(temperature=0.0) if number % 2 else Sampling(temperature=1.0, seed=number)
+    return kv.submit([number, 2, 3], max_tokens=TOKENS, sampling=sampling, salt=str(number))
+
+
+@pytest.fixture(scope="module")
+def whole() -> list[tuple[int, ...]]:
+    """What two ranks say undisturbed."""
+    with Cluster(ranks=2) as cluster:
+        kv = cluster.start(*NAMES)
+        return [submit(kv, i).result(60).tokens for i in range(REQUESTS)]
+
+
+def test_each_rank_is_shown_and_their_pool_is_one() -> None:
+    with Cluster(ranks=2) as cluster:
+        cluster.start_coordinator()
+        kv = cluster.client()
+        cluster.start_worker("w1")
+        while not (workers := kv.health().workers) or not workers[0].phase.startswith("waiting"):
+            pass
+        assert (workers[0].rank, workers[0].ranks, workers[0].phase) == (1, 2, "waiting for rank 0 of 2")
+        cluster.start_worker("w0")
+        cluster.wait_workers(kv, 2)
+        pids = {worker.rank: worker.pid for worker in kv.health().workers}
+        assert pids == {0: cluster.pid("w0"), 1: cluster.pid("w1")}
+        assert len(kv.stats().pools) == 1
+        assert len(submit(kv, 1).result(60).tokens) == TOKENS
+        wait_empty(kv)
+
+
+@pytest.mark.parametrize("struck", NAMES)
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGSTOP, signal.SIGTERM])
+def test_with_one_rank_all_end_and_no_token_changes(
+    struck: str, number: signal.Signals, whole: list[tuple[int, ...]]
+) -> None:
+    other = NAMES[1 - NAMES.index(struck)]
+    with Cluster(ranks=2, coordinator="[limits]\nsilence_s = 2\n") as cluster:
+        kv = cluster.start(*NAMES)
+        running = [submit(kv, i) for i in range(REQUESTS)]
+        for request in running:
+            next(iter(request))
+        cluster.signal(struck, number)
+        assert cluster.end(struck) == (0 if number == signal.SIGTERM else -signal.SIGKILL)
+        assert cluster.end(other) != 0, "whoever keeps it running starts it again"
+        for name in NAMES:
+            cluster.start_worker(name)
+        assert [request.result(60).tokens for request in running] == whole
+        assert wait_empty(kv).requests.failed_total == 0
+
+
+def test_a_coordinator_that_dies_finds_them_as_they_were(whole: list[tuple[int, ...]]) -> None:
+    with Cluster(ranks=2) as cluster:
+        kv = cluster.start(*NAMES)
+        running = [submit(kv, i) for i in range(REQUESTS)]
+        for request in running:
+            next(iter(request))
+        cluster.kill("coordinator")
+        cluster.start_coordinator()
+        assert [request.result(60).tokens for request in running] == whole
+        rows = [kv.status(request.id) for request in running]
+        assert [row.preemptions for row in rows] == [0] * REQUESTS, "nothing was computed again"
+        assert [cluster.status(name) for name in NAMES] == [None, None]
