@@ -32,7 +32,7 @@ class Sockets:
         self._topic = settings.topic.encode()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._paths: list[Path] = []
-        self._stirred = False
+        self._stirred = self._answered = False
         self._replay: zmq.Socket[bytes] | None = None
         try:
             self._pub = self._context.socket(zmq.PUB)
@@ -83,8 +83,9 @@ class Sockets:
     def asked(self) -> list[Asked]:
         """What came in since: not more than a turn has room for. What is no question is passed over."""
         found: list[Asked] = []
-        if self._replay is None or not self._stirred:
+        if self._replay is None or not (self._stirred or self._answered):
             return found
+        self._answered = False
         for _ in range(REQUESTS_A_TURN):
             try:
                 frames = self._replay.recv_multipart(zmq.NOBLOCK)
@@ -100,7 +101,7 @@ class Sockets:
     def answer(self, who: bytes, number: bytes, payload: bytes) -> bool | None:
         """One batch for one that asked. False: it has no room for now; None: it is gone."""
         assert self._replay is not None
-        self._stirred = True  # to send may take the sign that something came
+        self._answered = True  # to send may take the sign that something came
         try:
             self._replay.send_multipart((who, b"", number, payload), zmq.NOBLOCK)
         except zmq.Again:

@@ -1,7 +1,8 @@
 """The stream of batches: numbered, sent once a turn, and kept for a while for those who missed some.
 
 A batch has the next number whatever becomes of it; nobody is waited for. Numbers go on over a restart, since they begin
-with the microsecond of the start, and no process tells a batch a microsecond: so a subscriber of the process before sees a gap, asks for what it missed, and is told.
+with the microsecond of the start, and no process tells a batch a microsecond: so a subscriber of the process before
+sees a gap, asks for what it missed, and is told.
 
 Told anew is everything: all pools cleared, then all that is there. That happens at the start, and when somebody asks
 for what is not kept any more: from then on whoever begins at `_whole`, the number of its first batch, gets right,
@@ -26,7 +27,7 @@ from .settings import KvEventsSection
 END = (-1).to_bytes(8, "big", signed=True)
 REQUESTS_MAX = 16
 ANSWERS_A_TURN = 64
-TRIES_MAX = 100  # turns in which somebody who asked takes nothing
+STUCK_S = 5.0  # somebody who asked and takes nothing for so long has to ask again
 ANEW_S = 10.0  # it is not told anew more often because somebody asks
 log = logging.getLogger("coordinator")
 
@@ -52,10 +53,10 @@ class Post(Protocol):
 
 
 class _Answer:
-    """next: the number of the batch that comes next. tries: turns in which it took none."""
+    """next: the number of the batch that comes next. took_s: when it took one last."""
 
-    def __init__(self, who: bytes, first: int) -> None:
-        self.who, self.next, self.tries = who, first, 0
+    def __init__(self, who: bytes, first: int, now_s: float) -> None:
+        self.who, self.next, self.took_s = who, first, now_s
 
 
 class EventStream:
@@ -80,10 +81,10 @@ class EventStream:
             self._tell_anew()
         elif changes:
             self._send(changes)
-        for asked in self._post.asked():
-            self._ask(asked)
+        self._hear()
         if self._answers:
             self._serve()
+            self._hear()
         return bool(self._answers)
 
     def _tell_anew(self) -> None:
@@ -112,6 +113,10 @@ class EventStream:
     def _oldest(self) -> int:
         return self._next - len(self._kept)
 
+    def _hear(self) -> None:
+        for asked in self._post.asked():
+            self._ask(asked)
+
     def _ask(self, asked: Asked) -> None:
         """What was before everything was told anew nobody needs. Where too many ask at once, they have to ask again."""
         if len(self._answers) >= REQUESTS_MAX:
@@ -120,7 +125,7 @@ class EventStream:
         if first < self._oldest and self._now_s() - self._told_s >= ANEW_S:
             self._tell_anew()
             first = self._whole
-        self._answers.append(_Answer(asked.who, first))
+        self._answers.append(_Answer(asked.who, first, self._now_s()))
 
     def _serve(self) -> None:
         """Each of them gets as much as it takes, and together no more than a turn has room for."""
@@ -138,7 +143,6 @@ class EventStream:
             if taken is None or (taken and over):
                 return False
             if not taken:
-                answer.tries += 1
-                return answer.tries < TRIES_MAX
-            answer.next, answer.tries = answer.next + 1, 0
+                return abs(self._now_s() - answer.took_s) < STUCK_S
+            answer.next, answer.took_s = answer.next + 1, self._now_s()
         return True
