@@ -116,9 +116,7 @@ class Mirror:
                 for value in event.block_hashes:
                     assert isinstance(value, int)
                     del held[value]
-            else:  # a router that knows no ranks clears all of them
-                others = [rank for rank, own in self.blocks.items() if own and own is not held]
-                assert not others or not held, "cleared, and another rank holds something"
+            else:
                 held.clear()
 
     def check(self, machine: Machine, plain_tenant: str = "default") -> None:
@@ -144,27 +142,22 @@ def _store(held: dict[int, Known], event: BlockStored | NamedStored) -> None:
 
 
 def hittable(machine: Machine, group: Group, plain_salt: int) -> dict[int, Known]:
-    """Every entry of a pool that a prompt can hit, from the roots on, found without the core's own walk."""
-    blocks, store = machine.cache.blocks, machine.cache.store
-    pool, found = group.pool, dict[int, tuple[int, Known]]()
-    ids = pool.base + np.flatnonzero(blocks.indexed[pool.base : pool.base + pool.count])
-    left = {int(block) for block in ids if store.tokens[block].max() < GENERATED}
-    more = True
-    while more:
-        more = False
-        for block in sorted(left):
-            above = int(store.parent[block])
-            if above < 0:
-                salt = -above - 1
-                parent, name = None, None if salt == plain_salt else salt_name(salt)
-            elif above in found:
-                parent, known = found[above]
-                name = known.name
-            else:
-                continue
-            key = block | int(blocks.generation[block]) << 32
-            value = int(store.hash[block])
-            found[key] = value, Known(parent, tuple(store.tokens[block].tolist()), name)
-            left.discard(block)
-            more = True
-    return dict(found.values())
+    """Every entry of a pool that a prompt can hit, from the roots on, found without what the core knows of children."""
+    blocks, store, pool = machine.cache.blocks, machine.cache.store, group.pool
+    ids = pool.base + blocks.indexed[pool.base : pool.base + pool.count].nonzero()[0]
+    keys = (ids | blocks.generation[ids].astype(np.int64) << 32).tolist()
+    rows = zip(keys, store.parent[ids].tolist(), store.hash[ids].tolist(), store.tokens[ids].tolist(), strict=True)
+    after: dict[int, list[tuple[int, int, list[int]]]] = {}
+    for key, above, value, tokens in rows:
+        if max(tokens) < GENERATED:
+            after.setdefault(above, []).append((key, value, tokens))
+    found: dict[int, Known] = {}
+    left: list[tuple[int, int | None, str | None]] = [
+        (root, None, None if -root - 1 == plain_salt else salt_name(-root - 1)) for root in after if root < 0
+    ]
+    while left:
+        above, parent, name = left.pop()
+        for key, value, tokens in after.get(above, ()):
+            found[value] = Known(parent, tuple(tokens), name)
+            left.append((key, value, name))
+    return found

@@ -91,8 +91,8 @@ class Format:
         hashes = change.hashes
         if isinstance(change, Removed):
             return self._packed(REMOVED, (hashes, MEDIUM))
-        tokens, size = change.tokens.ravel().tolist(), change.tokens.shape[1]
-        parent, salt = change.parent, change.salt
+        parent, salt, tokens = change.parent, change.salt, change.tokens
+        size = len(tokens) // len(hashes)
         if salt == self._plain_salt:
             return self._packed(STORED, (hashes, parent, tokens, size, None, MEDIUM, None))
         name = salt_name(salt)
@@ -136,4 +136,6 @@ def _cut(changes: Iterable[Change]) -> Iterator[Change]:
                 yield Removed(change.pool, change.hashes[part])
             else:
                 parent = change.hashes[first - 1] if first else change.parent
-                yield Stored(change.pool, change.salt, parent, change.hashes[part], change.tokens[part])
+                size = len(change.tokens) // len(change.hashes)
+                tokens = change.tokens[part.start * size : part.stop * size]
+                yield Stored(change.pool, change.salt, parent, change.hashes[part], tokens)

@@ -30,14 +30,14 @@ class Stored(NamedTuple):
     """Blocks of a pool that can be hit now, each after the one before it.
 
     salt: of the chain's root. parent: the hash of the entry that the first one follows; None: it begins a prompt.
-    hashes: [n]. tokens: [n, block_size] int32, ids of the vocabulary.
+    hashes: [n]. tokens: [n * block_size], ids of the vocabulary.
     """
 
     pool: int
     salt: int
     parent: int | None
     hashes: list[int]
-    tokens: Tokens
+    tokens: list[int]
 
 
 class Removed(NamedTuple):
@@ -126,10 +126,14 @@ class IndexChanges:
     # ----------------------------------------------------------------------------------------------- what it comes to
 
     def _tell_added(self, added: _Added, changes: list[Change]) -> None:
-        """Entry by entry would be slow: they come in runs, of one prompt each."""
+        """Entry by entry would be slow. A prompt's follow each other; those of a decode step, one of each sequence, do
+        not, nor is the parent of one among the others."""
         keys, parents = added.keys, added.parents
         cuts = (np.flatnonzero(parents[1:] != keys[:-1]) + 1).tolist()
         of_prompts = np.maximum.reduce(added.contents, axis=1) < GENERATED
+        if len(cuts) == keys.size - 1:
+            self._tell_each(added, of_prompts, changes)
+            return
         for first, end in zip([0, *cuts], [*cuts, keys.size], strict=True):
             told = end if of_prompts[first:end].all() else first + int(np.argmin(of_prompts[first:end]))
             above = int(parents[first])
@@ -139,9 +143,33 @@ class IndexChanges:
             blocks, run = keys[first:told] & BLOCK, slice(first, told)
             self._key[blocks], self._hash[blocks], self._salt[blocks] = keys[run], added.hashes[run], salt
             self._told += told - first
-            pool = int(self._pool[blocks[0]])
-            hashes = added.hashes[run].tolist()
-            changes.append(Stored(pool, salt, parent, hashes, added.contents[run] & _TOKEN))
+            pool, hashes = int(self._pool[blocks[0]]), added.hashes[run].tolist()
+            changes.append(Stored(pool, salt, parent, hashes, (added.contents[run] & _TOKEN).ravel().tolist()))
+
+    def _tell_each(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
+        """Those none of which follows another one of them."""
+        parents = added.parents
+        roots = parents < 0
+        above = np.where(roots, 0, parents & BLOCK)
+        (told,) = (of_prompts & (roots | (self._key[above] == parents))).nonzero()
+        if not told.size:
+            return
+        keys, hashes, roots, above = added.keys[told], added.hashes[told], roots[told], above[told]
+        blocks = keys & BLOCK
+        salts = np.where(roots, -parents[told] - 1, self._salt[above])
+        from_above = self._hash[above].tolist()
+        self._key[blocks], self._hash[blocks], self._salt[blocks] = keys, hashes, salts
+        self._told += told.size
+        for pool, salt, root, parent, value, tokens in zip(
+            self._pool[blocks].tolist(),
+            salts.tolist(),
+            roots.tolist(),
+            from_above,
+            hashes.tolist(),
+            (added.contents[told] & _TOKEN).tolist(),
+            strict=True,
+        ):
+            changes.append(Stored(pool, salt, None if root else parent, [value], tokens))
 
     def _of(self, key: int) -> tuple[int | None, int]:
         """Hash and salt of what was told under a key."""
