@@ -12,7 +12,7 @@ from coordinator.core.machine import Machine
 from coordinator.kv_events.format import salt_name
 from kvforge.protocol.messages import GENERATED
 
-# As vllm/distributed/kv_events.py declares them, in 0.23 (events are arrays) and since (events are maps).
+# Fields and forms of vllm/distributed/kv_events.py, up to 0.23 (events are arrays) and since (events are maps).
 
 
 class EventBatch(msgspec.Struct, array_like=True, omit_defaults=True, gc=False):

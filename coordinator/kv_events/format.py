@@ -2,8 +2,8 @@
 
 A batch is a MessagePack array: time in Unix seconds, events, data-parallel rank. An event is of one of two forms, of
 the same fields: as "array", tag and values in order, it is what vLLM 0.23 publishes; as "map", tag under `type` and
-values by name, what vLLM has published since (vllm-project/vllm#42892; 0.26 was compared). vLLM has an index for each
-data-parallel rank: here each pool has, and its number is the rank.
+values by name, what vLLM has published since (vllm-project/vllm#42892; recorded batches of 0.26). vLLM has an index
+for each data-parallel rank: here each pool has, and its number is the rank.
 
 Blocks of a chain that is not the plain one carry a name of its salt where vLLM's carry that of an adapter (`lora_name`,
 `lora_id`), since every router keeps those apart, and in `extra_keys` of a first block, where vLLM has a cache salt. The
