@@ -12,8 +12,9 @@ import argparse
 import gc
 import subprocess
 import sys
+from collections import deque
 from collections.abc import Callable
-from time import perf_counter_ns
+from time import perf_counter_ns, time
 
 import numpy as np
 
@@ -25,10 +26,12 @@ from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.prefix import PrefixIndex, PrefixStore
 from coordinator.core.cache.tenants import Tenants
 from coordinator.core.clock import Clock
-from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, Turn
+from coordinator.core.events import Boot, ClientCame, Effect, FromClient, FromWorker, ToWorker, Turn
 from coordinator.core.limits import Bounds, Limits
 from coordinator.core.machine import Machine
 from coordinator.core.waits import Waits
+from coordinator.kv_events.settings import KvEventsSection
+from coordinator.kv_events.stream import Asked, EventStream
 from kvforge.protocol.messages import (
     Accepted,
     Cancel,
@@ -36,17 +39,20 @@ from kvforge.protocol.messages import (
     ModelInfo,
     RemoveSequences,
     SequenceInfo,
+    Step,
     Submit,
     WorkerHello,
     WorkerReady,
 )
 
+from . import control_plane
 from .report import report
 
 VOCABULARY = 100_000
 PROMPT_TOKENS = 8192
 SEQUENCE_TOKENS = 1000
 ADMITTED_TOKENS = 2048
+DECODED_ROWS, DECODED_PROMPT = 256, 512
 
 
 def median_us(action: Callable[[], object], seconds: float) -> float:
@@ -150,6 +156,71 @@ def admissions(seconds: float) -> tuple[float, float]:
     return float(np.median(times[False])) / 1000, float(np.median(times[True])) / 1000
 
 
+class Nobody:
+    """Where batches of KV events go: they are made, and nobody reads them or asks for any."""
+
+    def publish(self, number: bytes, payload: bytes) -> None:
+        """Forgets it."""
+
+    def asked(self) -> list[Asked]:
+        """Nothing."""
+        return []
+
+    def answer(self, who: bytes, number: bytes, payload: bytes) -> bool | None:
+        """To nobody."""
+        del who, number, payload
+        return None
+
+
+class Decodes:
+    """A core and a worker that answers at once: prompts of 512 tokens, then decodes of which each fills a 16th of the
+    rows' blocks. told: what enters the prefix index is told as KV events, too."""
+
+    def __init__(self, steps: int, told: bool) -> None:
+        bounds = control_plane.limits(DECODED_ROWS, steps, DECODED_PROMPT)
+        core, self._answerer = Machine(Boot("benchmark", b"key", bounds), 0), control_plane.Answerer()
+        self._core, self._now_us = core, 1
+        core.apply(ClientCame(2), 0)
+        core.apply(FromWorker(1, WorkerHello(rid=1, name="w", pid=1)), 0)
+        core.apply(FromWorker(1, control_plane.ready(bounds)), 0)
+        for message in control_plane.submissions(DECODED_ROWS, steps, DECODED_PROMPT):
+            core.apply(FromClient(2, message, 1), 0)
+        self._stream = EventStream(core, Nobody(), KvEventsSection(), time) if told else None
+        self._pending = deque(self._steps(core.apply(Turn(), 1).effects))
+
+    @staticmethod
+    def _steps(effects: list[Effect]) -> list[Step]:
+        return [e.message for e in effects if isinstance(e, ToWorker) and isinstance(e.message, Step)]
+
+    def step(self) -> int | None:
+        """A result and the turn after it, in nanoseconds; None where the step was not all decodes."""
+        step = self._pending.popleft()
+        event = FromWorker(1, self._answerer.answer(step, 1))
+        self._now_us += 1000
+        started = perf_counter_ns()
+        self._core.apply(event, self._now_us)
+        effects = self._core.apply(Turn(), self._now_us).effects
+        if self._stream is not None:
+            self._stream.turned()
+        ended = perf_counter_ns()
+        self._pending += self._steps(effects)
+        forget_changes(self._core.cache)
+        return ended - started if step.slots.size == DECODED_ROWS and step.counts.max() == 1 else None
+
+
+def decodes(steps: int) -> tuple[float, float]:
+    """A decode step of 256 rows in the core, without KV events and with them, in turns. Returns mean microseconds: only
+    some steps have something to tell."""
+    worlds = Decodes(steps, told=False), Decodes(steps, told=True)
+    taken: tuple[list[int], list[int]] = [], []
+    while len(taken[1]) < steps:
+        for world, times in zip(worlds, taken, strict=True):
+            if (ns := world.step()) is not None:
+                times.append(ns)
+    off, on = (float(np.mean(np.sort(times)[: int(len(times) * 0.99)])) / 1000 for times in taken)
+    return off, on
+
+
 def allocations(seconds: float, bulk: int) -> float:
     """A million blocks allocated and freed, so many at a time. Returns nanoseconds for each of the two million."""
     count, size, waits = 1 << 20, 16, Waits()
@@ -177,6 +248,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--json", help="write the results here too")
     parser.add_argument("--seconds", type=float, default=2.0, help="how long to repeat each measurement")
+    parser.add_argument("--decodes", type=int, default=2000, help="decode steps with and without KV events")
     parser.add_argument("--seeds", type=int, default=100, help="seeds to simulate (0: leave it out)")
     options = parser.parse_args()
     gc.disable()
@@ -184,12 +256,17 @@ def main() -> None:
     hit, miss = prefix_lookups(options.seconds)
     each = {bulk: allocations(options.seconds, bulk) for bulk in (256, 4096)}
     admitted, admitted_cached = admissions(options.seconds)
+    silent, told = decodes(options.decodes)
     rows: list[list[object]] = [
         ["create + remove of a 1,000-token sequence", f"{created:.1f} us", "100 us"],
         ["look up 8,192 tokens, all cached", f"{hit:.1f} us", "1000 us"],
         ["look up 8,192 tokens, none cached", f"{miss:.1f} us", "1000 us"],
         [f"admit a prompt of {ADMITTED_TOKENS:,} tokens, none cached", f"{admitted:.1f} us", "150 us"],
         [f"admit a prompt of {ADMITTED_TOKENS:,} tokens, all cached", f"{admitted_cached:.1f} us", "150 us"],
+    ]
+    rows += [
+        [f"decode step of {DECODED_ROWS} rows, no KV events (mean)", f"{silent:.1f} us", ""],
+        ["the same with KV events", f"{told:.1f} us, x {told / silent:.3f}", ""],
     ]
     for bulk, ns in each.items():
         rows.append([f"allocate or free a block, {bulk:,} at a time", f"{ns:.1f} ns", "50 ns"])
@@ -200,6 +277,8 @@ def main() -> None:
         "allocate_or_free_ns": each,
         "admit_us": admitted,
         "admit_cached_us": admitted_cached,
+        "decode_us": silent,
+        "decode_kv_events_us": told,
     }
     if options.seeds:
         results["simulator"] = simulated(options.seeds)

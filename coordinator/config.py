@@ -18,6 +18,7 @@ from .access import AccessSection, TcpSection
 from .connection import Room
 from .core.limits import DURATION_S_MAX, Bounds, CacheLimits, Count, Limits, Quota, Range, ScheduleLimits, Section
 from .journal.log import DURABILITIES
+from .kv_events.settings import KvEventsSection
 from .peers import PeerLimits
 from .turn import TurnLimits
 
@@ -95,6 +96,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     quotas: dict[str, dict[str, int | float]] = {}
     tcp: TcpSection = TcpSection()
     access: AccessSection = AccessSection()
+    kv_events: KvEventsSection = KvEventsSection()
 
     def __post_init__(self) -> None:
         logs.check(self.log_level, self.log_format)
@@ -111,6 +113,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         self.journal.check("journal")
         self.limits.check("limits")
         self.schedule.check("schedule")
+        self.kv_events.check("kv_events")
         self.core_limits()
         access.check(self.tcp, self.access)
 

@@ -40,6 +40,8 @@ from kvforge.protocol.transport import (
 from . import access
 from .config import CoordinatorConfig, geometry
 from .garbage import GarbageCollector
+from .kv_events.sockets import Sockets
+from .kv_events.stream import EventStream
 from .life import Life
 from .peers import WORKER, Peers
 from .publish import publish
@@ -147,6 +149,7 @@ class Server:
             config.limits,
             *kept,
             self._gate,
+            self._listeners(),
         )
         if life.again:
             self._turns.restarted(self._now_us())
@@ -156,6 +159,7 @@ class Server:
 
         Raises InvalidConfiguration.
         """
+        self._telling: Sockets | None = None
         self._sides: list[Peers] = []
         config, runtime = self.config, self.runtime
         gate = self._gate = access.Gate("", config.access)
@@ -166,10 +170,24 @@ class Server:
         self.workers = Peers(doors, self._next_number, config.worker_limits(), WORKER, self._silent)
         self._sides.append(self.workers)
 
+        self._telling = Sockets(config.kv_events) if config.kv_events.publish else None
+
+    def _listeners(self) -> EventStream | None:
+        """Those who are told what the prefix indexes hold."""
+        telling = self._telling
+        if telling is None:
+            return None
+        if (descriptor := telling.watched()) is not None:
+            self._epoll.register(descriptor, select.EPOLLIN)
+            self._stirs[descriptor] = telling.stir
+        return EventStream(self.machine, telling, self.config.kv_events, time.time)
+
     def _next_number(self) -> int:
         return self._life.next_number()
 
     def _close_doors(self) -> None:
+        if self._telling is not None:
+            self._telling.close()
         for peers in self._sides:
             peers.close()
         for name in (CLIENT_SOCKET, WORKER_SOCKET):
@@ -263,7 +281,8 @@ class Server:
             stir = self._stirs.get(descriptor)
             if stir is not None:
                 stir()
-        return self.clients.waiting or self.workers.waiting
+        asked = self._telling is not None and self._telling.waiting
+        return asked or self.clients.waiting or self.workers.waiting
 
     def _let_leave(self, peers: Peers, wait_ns: int) -> None:
         """They get a moment to read what was sent last, and to go; it is over when the last of them has left."""

@@ -111,6 +111,13 @@ class Writer(Protocol):
         """Writes what was noted since the last call."""
 
 
+class Listeners(Protocol):
+    """Those who are told what the prefix indexes hold: what `coordinator.kv_events.stream.EventStream` is."""
+
+    def turned(self) -> bool:
+        """A turn is over and written. Returns whether somebody waits for more than it took."""
+
+
 class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The core's bounds, those of one turn, and those of the connections that it admits.
 
@@ -143,7 +150,8 @@ class TurnLoop:
     """What happens in one turn. Time and entropy (64 bit, for seeds) come from the caller.
 
     clock_us: says how long clients have been served in this turn. processes: ends worker processes that hang; None:
-    nobody does. journal: what enters is written there; None: nowhere. gate: who is let in; None: everybody.
+    nobody does. journal: what enters is written there; None: nowhere. gate: who is let in; None: everybody. listeners:
+    are told what the prefix indexes hold; None: nobody is.
     """
 
     def __init__(
@@ -158,12 +166,13 @@ class TurnLoop:
         processes: Processes | None = None,
         journal: Writer | None = None,
         gate: Gate | None = None,
+        listeners: Listeners | None = None,
     ) -> None:
         self.machine, self.tables = machine, tables
         self.clients, self.workers = clients, workers
         self._entropy, self._clock_us, self._limits, self._processes = entropy, clock_us, limits, processes
         self._journal, self._unwritten = journal, False
-        self._gate = gate or Gate()
+        self._gate, self._listeners = gate or Gate(), listeners
         self._outbox = Outbox(clients, limits.client_backlog_max)
         self._watching: set[int] = set()  # workers that look for their steps in shared memory too
         self._mail: dict[int, Mail] = {}
@@ -202,6 +211,8 @@ class TurnLoop:
         self._carry_out()
         self.clients.flush()
         due_us = now_us + BEAT_US
+        if self._listeners is not None and self._listeners.turned():
+            due_us = now_us + RETRY_US
         if self._core_due_us is not None:
             due_us = min(due_us, self._core_due_us)
         for peers in (self.clients, self.workers):

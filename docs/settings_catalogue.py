@@ -18,6 +18,7 @@ import msgspec
 from coordinator import access
 from coordinator.config import CoordinatorConfig
 from coordinator.core.limits import Quota, Range
+from coordinator.kv_events.settings import KvEventsSection
 from gateway import config as gateway
 from worker.config import WorkerConfig
 
@@ -33,6 +34,7 @@ FILES: tuple[tuple[str, tuple[tuple[str, type[msgspec.Struct]], ...]], ...] = (
             ("access.local", access.Rights),
             ("access.clients.NAME", access.ClientEntry),
             ("access.workers.NAME", access.WorkerEntry),
+            ("kv_events", KvEventsSection),
         ),
     ),
     ("worker.toml", (("", WorkerConfig),)),

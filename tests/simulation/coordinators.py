@@ -52,6 +52,7 @@ from tests.simulation.checks import Checker, Generations
 from tests.simulation.digest import digest
 from tests.simulation.dying import AFTER, Books, Crash, Death, DyingJournal, copied
 from tests.simulation.likeness import likeness
+from tests.simulation.mirroring import Mirrored
 from tests.simulation.progress import Progress
 from tests.simulation.snapshots import NOTHING, Snapshot, Snapshots
 from tests.simulation.workers import Violation
@@ -142,6 +143,7 @@ class SimulatedCoordinator:
             self,
             journal,
             world.ledger.isolation,
+            Mirrored(machine, world.router, lambda: world.clock.now_us),
         )
         self.checker, self._generations = Checker(self.machine, self.tables), Generations(self.machine)
         self._progress = Progress(self.machine, settings)

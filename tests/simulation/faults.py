@@ -14,7 +14,9 @@ import numpy as np
 
 from coordinator import publish as publishing
 from coordinator import turn as turns
+from coordinator.core.cache import changes
 from coordinator.core.cache.cache import Cache
+from coordinator.core.cache.changes import IndexChanges
 from coordinator.core.cache.groups import Group
 from coordinator.core.cache.hashing import BlockHasher
 from coordinator.core.cache.holders import who_holds
@@ -866,3 +868,23 @@ def computed_again_as_a_prompt() -> list[Patch]:
 def marks_not_sent() -> list[Patch]:
     """Workers that want to know what was generated are not told."""
     return [(Scheduler, "_fed", lambda self, group, tokens: unmarked(tokens))]
+
+
+@fault
+def what_follows_stays_in_mirrors() -> list[Patch]:
+    """Mirrors are told of an entry that leaves the index, and not that what follows it cannot be hit any more."""
+    original = IndexChanges.removed
+    return [(IndexChanges, "removed", lambda self, keys: original(self, keys[:1]))]
+
+
+@fault
+def generated_tokens_told_as_a_prompts() -> list[Patch]:
+    """Mirrors are told of blocks that no prompt can hit, since their tokens are of the other kind."""
+    return [(changes, "GENERATED", 1 << 31)]
+
+
+@fault
+def lost_pool_stays_in_mirrors() -> list[Patch]:
+    """A worker is gone, and mirrors go on to believe in its blocks."""
+    original = IndexChanges._tell_pool
+    return [(IndexChanges, "_tell_pool", lambda self, pool, told: original(self, pool, told if not pool.gone else []))]

@@ -5,11 +5,12 @@ The same as in `faults`, for worlds in which it dies (test_bites.py).
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 
+from coordinator.core.cache.changes import Change, Cleared
 from coordinator.core.commands.requests import RequestCommands
 from coordinator.core.commands.sessions import Sessions
 from coordinator.core.events import Boot, ClientCame, ClientGone, FromClient, ToWorker
@@ -19,6 +20,7 @@ from coordinator.core.workers.reports import WorkerReports
 from coordinator.core.workers.worker import Worker
 from coordinator.journal import entries, log, records, recovery, snapshot
 from coordinator.journal.log import Journal
+from coordinator.kv_events.stream import EventStream
 from coordinator.turn import TurnLoop
 from kvforge.protocol.messages import PoolRegistered
 from tests.simulation.faults import Patch
@@ -273,3 +275,14 @@ def born_otherwise() -> list[Patch]:
         return real(event, now_us, frames)
 
     return [(log, "pack", pack)]
+
+
+@fault
+def mirrors_go_on_over_a_restart() -> list[Patch]:
+    """The next process tells what it has without clearing what mirrors know of the one before."""
+    original = EventStream._send
+
+    def send(self: EventStream, changes: Iterable[Change]) -> None:
+        original(self, [change for change in changes if not isinstance(change, Cleared)])
+
+    return [(EventStream, "_send", send)]

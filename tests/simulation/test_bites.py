@@ -26,6 +26,8 @@ LIKELY = {
     "kinds_not_told_apart_in_hits": 11,
     "computed_again_as_a_prompt": 18,
     "marks_not_sent": 1,
+    "what_follows_stays_in_mirrors": 1,
+    "generated_tokens_told_as_a_prompts": 1,
     "copy_one_token_short": 2,
     "slot_reused_early": 1,
     "appended_token_lost": 3,

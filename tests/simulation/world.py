@@ -25,6 +25,7 @@ from tests.simulation.clients import SimulatedClient
 from tests.simulation.coordinators import SimulatedCoordinator, WatchedMachine
 from tests.simulation.dying import Books, Death, DyingJournal, cut, next_life
 from tests.simulation.ledger import Ledger
+from tests.simulation.mirroring import Router
 from tests.simulation.model import Oracle
 from tests.simulation.network import Clock, Delays, SimulatedPeers
 from tests.simulation.performing import Performer
@@ -60,6 +61,7 @@ class World:
         self.boot = Boot("b" * 32, hashlib.blake2b(seed.encode()).digest()[:32], settings.limits())
         self._folder = folder
         self._pools: set[tuple[str, int]] = set()
+        self.router = Router()
         journal = self._first_journal() if settings.crash_gap_us else None
         self.coordinator = SimulatedCoordinator(
             self, WatchedMachine(self.boot, self.clock.now_us), folder, self._entropy, journal

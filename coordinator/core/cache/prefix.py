@@ -16,6 +16,7 @@ import numpy.typing as npt
 
 from ..waits import Waits, prefix_of
 from .blocks import FREE, NO_BLOCKS, BlockIds, Blocks
+from .changes import IndexChanges
 from .hashing import BlockHasher, Hashes
 
 Tokens = npt.NDArray[np.int32]
@@ -23,23 +24,28 @@ PARTIAL_CANDIDATES_MAX = 16
 
 
 class PrefixStore:
-    """What the entries of all pools keep per block: struct-of-arrays indexed by global block id."""
+    """What the entries of all pools keep per block: struct-of-arrays indexed by global block id.
+
+    changed: what those who mirror the indexes are to be told; None: nobody does.
+    """
 
     def __init__(self, blocks_max: int, block_size: int) -> None:
         self.hash = np.zeros(blocks_max, np.uint64)
         self.parent = np.zeros(blocks_max, np.int64)
         self.tokens = np.zeros((blocks_max, block_size), np.int32)
+        self.changed: IndexChanges | None = None
         self._show()
 
     def _show(self) -> None:
         self.contents = _items(self.tokens)
 
     def __getstate__(self) -> dict[str, Any]:
-        return {name: value for name, value in vars(self).items() if name != "contents"}
+        return {name: value for name, value in vars(self).items() if name not in ("contents", "changed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy shows its own tokens: a hit must never be compared with another store's."""
+        """A copy shows its own tokens: a hit must never be compared with another store's. Nobody mirrors it."""
         self.__dict__.update(state)
+        self.changed = None
         self._show()
 
 
@@ -175,6 +181,9 @@ class PrefixIndex:
         self._by_hash[value] = block
         self._add_child(parent, block)
         self._blocks.indexed[block] = True
+        if store.changed is not None:
+            key = np.array([self.key(block)])
+            store.changed.added(key, np.array([parent]), np.array([value], np.uint64), tokens[None])
         self._tell((value,))
         return self.key(block)
 
@@ -226,6 +235,8 @@ class PrefixIndex:
         store.hash[ids], store.parent[ids], store.contents[ids] = values, parents, _items(contents)
         self._add_children(parents.tolist(), new)
         self._blocks.indexed[ids] = True
+        if store.changed is not None:
+            store.changed.added(self.keys(ids), parents, values, contents)
         self._tell(hashes)
         return True
 
@@ -237,6 +248,8 @@ class PrefixIndex:
     def remove(self, block: int) -> None:
         """Takes a block's entry out of the index (the block itself stays as it is)."""
         assert self._blocks.indexed[block]
+        if self._store.changed is not None:
+            self._store.changed.removed(self._chains([block]))
         self._blocks.indexed[block] = False
         del self._by_hash[int(self._store.hash[block])]
         parent = int(self._store.parent[block])
@@ -247,6 +260,31 @@ class PrefixIndex:
         del siblings[block]
         if len(siblings) == 1:
             self._children[parent] = next(iter(siblings))
+
+    # ------------------------------------------------------------------------------------------------------- mirrors
+
+    def _chains(self, blocks: list[int]) -> list[int]:
+        """The keys of entries and of all that follow them, each behind the one that it follows."""
+        keys: list[int] = []
+        children, left = self._children, blocks
+        while left:
+            keys.append(self.key(left.pop()))
+            after = children.get(keys[-1])
+            if after is not None:
+                left += after if isinstance(after, dict) else (after,)
+        return keys
+
+    def reachable(self) -> npt.NDArray[np.int64]:
+        """The keys of all entries that can be hit, each behind the one that it follows: [n] int64."""
+        roots = [own for key, own in self._children.items() if key < 0]
+        first = [block for own in roots for block in (own if isinstance(own, dict) else (own,))]
+        return np.array(self._chains(first), np.int64)
+
+    def tell_all(self, changed: IndexChanges) -> None:
+        """Notes everything that can be hit, as if it had just come."""
+        keys = self.reachable()
+        ids, store = keys & 0xFFFFFFFF, self._store
+        changed.added(keys, store.parent[ids], store.hash[ids], store.tokens[ids])
 
     # ---------------------------------------------------------------------------------------------------- invariants
 

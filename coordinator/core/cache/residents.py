@@ -17,6 +17,7 @@ from ..clock import Clock
 from ..limits import Limits
 from ..waits import Waits, eviction_of
 from .blocks import NO_BLOCKS, BlockIds, Blocks
+from .changes import IndexChanges
 from .eviction import Eviction
 from .groups import Group
 from .hashing import BlockHasher, Hashes
@@ -84,6 +85,8 @@ class Residents:
         pool = Pool(self.clock, self.blocks, self.tenants, self.waits, index, self._epochs, base, blocks, zeroing)
         group = Group(number, worker, name, self._epochs, pool, ready)
         self.groups[number] = group
+        if self.store.changed is not None:
+            self.store.changed.pool(number, base, blocks)
         self.waits.wake_all()
         self.largest_pool = max(self.largest_pool, blocks)
         self.model, self.vocab_size = ready.model, ready.model.vocab_size
@@ -105,6 +108,8 @@ class Residents:
         blocks.generation[ids] += 1
         blocks.state[ids] = blocks.owner[ids] = blocks.touch[ids] = 0
         blocks.indexed[ids] = False
+        if self.store.changed is not None:
+            self.store.changed.pool(group.number, pool.base, pool.count, gone=True)
         blocks.changed.append(np.arange(pool.base, pool.base + pool.count))
         self._forget_kv(slots)
         s.step_done(group.number, np.iinfo(np.int64).max)
@@ -113,6 +118,14 @@ class Residents:
         del self.groups[group.number]
         self.waits.wake_all()
         return slots
+
+    def tell_changes(self) -> IndexChanges:
+        """From now on what enters and leaves the prefix indexes is noted, and first all that is there."""
+        changed = self.store.changed = IndexChanges(self.blocks.refcount.size)
+        for group in self.groups.values():
+            changed.pool(group.number, group.pool.base, group.pool.count)
+            group.index.tell_all(changed)
+        return changed
 
     def group_of_block(self, block_id: int) -> Group:
         """The group whose pool has the block. Raises BlockNotFound."""
