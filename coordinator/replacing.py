@@ -1,4 +1,4 @@
-"""Ends worker processes that are alive and do nothing. Never waits for one.
+"""Ends worker processes that are alive and do nothing, or nothing that counts. Never waits for one.
 
 A worker's process is known by a pidfd, opened while its connection is there: a descriptor stands for one process and
 never for another that was given the same id later, so a late signal reaches that process or nobody. The id is what the
@@ -65,9 +65,11 @@ class Replacer:
         """Has the process write its stack to its own log, and kills it `GRACE_S` later."""
         pidfd = self._pidfds.pop(worker, None)
         if pidfd is None:
-            log.error("worker process %d hangs (%s) and cannot be ended from here: end it yourself", pid, reason)
+            log.error("worker process %d must end (%s) and cannot be ended from here: end it yourself", pid, reason)
             return
-        log.error("worker process %d hangs (%s): it is killed in %g s, its stack is in its log", pid, reason, GRACE_S)
+        log.error(
+            "worker process %d must end (%s): it is killed in %g s, its stack is in its log", pid, reason, GRACE_S
+        )
         if _signal(pidfd, pid, signal.SIGUSR1):
             self._kills.append(Kill(now_us + int(GRACE_S * 1e6), pid, pidfd))
         else:

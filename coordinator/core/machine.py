@@ -370,7 +370,7 @@ class Machine:
             return None
         workers.changed.clear()
         tenants.changed.clear()
-        return statistics.facts(self.cache, (worker.facts() for worker in self.workers.values()))
+        return statistics.facts(self.cache, workers.facts())
 
     def all_is_news(self) -> None:
         """Nobody was told anything yet."""

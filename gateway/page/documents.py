@@ -56,7 +56,7 @@ def workers(health: Health) -> Document:
     """Workers, and those that are gone."""
     rows = [
         {
-            "name": worker.name,
+            "name": worker.title,
             "pid": worker.pid,
             "state": worker.state,
             "phase": worker.phase,
@@ -65,7 +65,7 @@ def workers(health: Health) -> Document:
             "memory": worker.device_bytes,
             "kernels": {what: kernel[:TEXT_MAX] for what, kernel in worker.kernels.items()},
         }
-        for worker in sorted(health.workers, key=lambda worker: by_name(worker.name))[:WORKERS_MAX]
+        for worker in sorted(health.workers, key=lambda worker: by_name(worker.title))[:WORKERS_MAX]
     ]
     gone = {name: how[:TEXT_MAX] for name, how in list(health.gone.items())[:WORKERS_MAX]}
     return {"rows": rows, "gone": gone}

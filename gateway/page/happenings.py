@@ -81,14 +81,14 @@ class Happenings:
         return f" after {(now_ms - self._gone_ms) / 1000:.1f} s" if self._gone_ms else ""
 
     def _workers(self, stood: Health, health: Health, now_ms: int) -> None:
-        before = {worker.name: worker for worker in stood.workers}
+        before = {(worker.name, worker.rank): worker for worker in stood.workers}
         for name, how in health.gone.items():
             if stood.gone.get(name) != how:
                 self._tell(now_ms, BAD, f"{name} is gone: {how}")
         for worker in health.workers:
-            known = before.get(worker.name)
+            known = before.get((worker.name, worker.rank))
             if worker.state == "ready" and (known is None or known.state != "ready" or known.pid != worker.pid):
-                self._tell(now_ms, GOOD, f"{worker.name} is ready (process {worker.pid})")
+                self._tell(now_ms, GOOD, f"{worker.title} is ready (process {worker.pid})")
 
     def _count(self, before: Stats, stats: Stats, now_ms: int) -> None:
         for name, (level, what) in COUNTED.items():

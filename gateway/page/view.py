@@ -82,7 +82,7 @@ def summary(view: View) -> Summary:
 def _serving(view: View, health: Health, work: str) -> Summary:
     gone = tuple(f"{name}: {how}" for name, how in health.gone.items())
     loading = tuple(
-        f"{worker.name} is {worker.state}: {worker.phase} {worker.progress:.0%}".replace(":  ", ": ")
+        f"{worker.title} is {worker.state}: {worker.phase} {worker.progress:.0%}".replace(":  ", ": ")
         for worker in health.workers
         if worker.state != "ready"
     )

@@ -53,7 +53,7 @@ def _show(health: Health) -> None:
     if health.model is not None:
         printing.print_model(health.model)
     for worker in health.workers:
-        print(f"  {worker.name}{printing.rank_of(worker)}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
+        print(f"  {worker.title}  pid {worker.pid}  {worker.state}  {_doing(worker)}".rstrip())
         printing.print_device_bytes(worker)
         printing.print_kernels(worker)
     for name, how in health.gone.items():

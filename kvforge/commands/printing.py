@@ -53,11 +53,6 @@ def size(count: int) -> str:
     return f"{value:.4g} {unit}"
 
 
-def rank_of(worker: WorkerHealth) -> str:
-    """What stands behind a worker's name where it is several processes."""
-    return f" rank {worker.rank} of {worker.ranks}" if worker.ranks > 1 else ""
-
-
 def print_device_bytes(worker: WorkerHealth) -> None:
     """The line below a worker's own that says what its device's memory is for, once it is known."""
     if worker.device_bytes:

@@ -41,9 +41,9 @@ class Progress:
         """Every worker's loading."""
         for worker in health.workers:
             if worker.state == "ready":
-                self.step(worker.name, "ready", 0.0)
+                self.step(worker.title, "ready", 0.0)
             else:
-                self.step(worker.name, worker.phase or worker.state, worker.progress)
+                self.step(worker.title, worker.phase or worker.state, worker.progress)
 
     def close(self) -> None:
         """Ends the moving line."""

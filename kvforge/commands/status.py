@@ -48,5 +48,5 @@ def _show(health: Health) -> None:
         printing.print_model(health.model)
     for worker in health.workers:
         doing = f"{worker.phase} {100 * worker.progress:.0f} %" if worker.state == "loading" else ""
-        print(f"  {worker.name}{printing.rank_of(worker)}  pid {worker.pid}  {worker.state}  {doing}".rstrip())
+        print(f"  {worker.title}  pid {worker.pid}  {worker.state}  {doing}".rstrip())
         printing.print_device_bytes(worker)

@@ -308,6 +308,11 @@ class WorkerHealth(msgspec.Struct, frozen=True, kw_only=True):
     rank: int = 0
     ranks: int = 1
 
+    @property
+    def title(self) -> str:
+        """What people call it: its name, and which rank it is where there are several."""
+        return self.name if self.ranks == 1 else f"{self.name} rank {self.rank}"
+
 
 class Health(Message, frozen=True, tag="health"):
     """live: the loop turns (it answered). ready: a request submitted now would be served. reason: why not.

@@ -285,3 +285,17 @@ def test_a_rank_that_does_not_come_back_in_time_ends_the_group() -> None:
     d.advance(5_000_000)
     d.turn()
     assert not d.machine.cache.groups and d.dropped(back) == (True, True)
+
+
+def test_monitors_are_told_of_one_worker() -> None:
+    d = Ranks()
+    first, second = d.hello(0), d.hello(1)
+    for worker, size in ((first, 100), (second, 20)):
+        values = {name: getattr(d.ready(worker), name) for name in WorkerReady.__struct_fields__}
+        d.apply(FromWorker(worker.number, WorkerReady(**(values | {"device_bytes": {"weights": size}}))))
+    d.machine.all_is_news()
+    news = d.machine.news()
+    assert news is not None
+    assert [(each.name, each.device_bytes, each.pool) for each in news.workers] == [("w", {"weights": 120}, 0)]
+    (group,) = d.machine.cache.groups.values()
+    assert news.workers[0].block_bytes == 2 * group.bytes_per_block

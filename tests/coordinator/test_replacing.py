@@ -121,7 +121,7 @@ def test_a_hung_process_writes_its_stack_and_is_killed_a_little_later(
     told = [(record.levelname, record.getMessage()) for record in caplog.records]
     assert told[0] == (
         "ERROR",
-        f"worker process {hung.pid} hangs (no step for 60 s): it is killed in 1 s, its stack is in its log",
+        f"worker process {hung.pid} must end (no step for 60 s): it is killed in 1 s, its stack is in its log",
     )
 
 
@@ -162,7 +162,8 @@ def test_a_process_that_ended_before_or_meanwhile_is_fine(
     replacer.replace(WORKER + 1, hung.pid, "no step", GRACE_US)
     assert replacer.act(GRACE_US) is None
     assert descriptors() == set()
-    assert [record.getMessage().partition("(")[0] for record in caplog.records] == [f"worker process {hung.pid} hangs "]
+    told = [record.getMessage().partition("(")[0] for record in caplog.records]
+    assert told == [f"worker process {hung.pid} must end "]
 
 
 def test_what_is_known_of_a_worker_goes_with_it(replacer: Replacer, hung: Hung) -> None:
@@ -194,7 +195,7 @@ def test_ids_that_mean_something_else_are_never_signalled(
     replacer.replace(WORKER, pid, "no step", 0)
     assert replacer.act(2) is None
     assert [record.getMessage() for record in caplog.records] == [
-        f"worker process {pid} hangs (no step) and cannot be ended from here: end it yourself"
+        f"worker process {pid} must end (no step) and cannot be ended from here: end it yourself"
     ]
 
 

@@ -141,7 +141,7 @@ def test_a_worker_that_stands_still_is_killed_and_its_successor_serves(folder: P
         running.expect("ready: 1 worker")
         before = pid_of(folder, "worker-0")
         os.kill(before, signal.SIGSTOP)
-        running.expect(f"worker process {before} hangs (nothing came from it for 2 s)")
+        running.expect(f"worker process {before} must end (nothing came from it for 2 s)")
         with client(folder) as kv:
             health = kv.health()
             assert not health.ready
@@ -356,3 +356,31 @@ def test_a_wrong_kernel_ends_it_once_with_the_way_out_which_works(folder: Path) 
             assert kv.health().workers[0].kernels["layers"] == "plain torch: kernels = 'reference'"
         running.signal(signal.SIGTERM)
         assert running.end() == 0
+
+
+def test_one_model_by_two_processes_which_are_started_again_together(folder: Path) -> None:
+    """`--tensor-parallel 2`: what cannot be split ends it once, by name; a killed rank takes the other with it."""
+    model = tiny_model(folder)
+    config = (model / "config.json").read_text()
+    odd = json.loads(config) | {"hidden_size": 48, "num_attention_heads": 3, "num_key_value_heads": 3, "head_dim": 16}
+    (model / "config.json").write_text(json.dumps(odd))
+    ranks = ("--tensor-parallel", "2", "--dtype", "float32")
+    with up(folder, *ranks) as running:
+        running.expect("q_proj has 3 attention heads, which 2 ranks cannot divide: 3 could")
+        assert running.end() == 3
+    (model / "config.json").write_text(config)
+    with up(folder, *ranks) as running:
+        running.expect("ready: 1 worker,")
+        with client(folder, timeout_s=READY_S) as kv:
+            before = {worker.rank: worker.pid for worker in kv.health().workers}
+            assert set(before) == {0, 1}
+            whole = kv.submit([1, 2, 3], max_tokens=40, sampling=GREEDY).result(READY_S).tokens
+            request = kv.submit([1, 2, 3], max_tokens=40, sampling=GREEDY, salt="another")
+            next(iter(request))
+            os.kill(before[1], signal.SIGKILL)
+            assert request.result(READY_S).tokens == whole
+            after = {worker.rank: worker.pid for worker in kv.health().workers}
+            assert set(after) == {0, 1} and not set(after.values()) & set(before.values())
+        running.signal(signal.SIGTERM)
+        assert running.end() == 0
+    assert_nothing_left(folder)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -21,6 +21,7 @@ from kvforge.protocol.messages import (
     WorkerLoading,
     WorkerReady,
 )
+from kvforge.protocol.meters import WorkerFacts
 
 from ..cache.cache import Cache
 from ..cache.groups import Group
@@ -103,6 +104,14 @@ class WorkerReports:
     def totals(self) -> tuple[int, int, int, int]:
         """Workers that registered a pool, came back to theirs, left, and were lost, since the service began."""
         return self.registered_total, self.returned_total, self.left_total, self.lost_total
+
+    def facts(self) -> Iterator[WorkerFacts]:
+        """What monitors are told: of several ranks one row, so that a name stands for one thing."""
+        for worker in self.workers.values():
+            if worker.ranks == 1:
+                yield worker.facts()
+            elif worker.rank == min(self._teams[worker.name].members):
+                yield worker.facts(self._teams[worker.name].members.values())
 
     def apply(self, event: FromWorker) -> None:
         """Applies one message of a worker."""

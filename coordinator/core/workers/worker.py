@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from kvforge.protocol.messages import WorkerHealth
 from kvforge.protocol.meters import NAME_LENGTH_MAX, WorkerFacts
 
@@ -37,18 +39,22 @@ class Worker:
             ranks=self.ranks,
         )
 
-    def facts(self) -> WorkerFacts:
-        """What monitors are told. Of several ranks the first one has the pool."""
-        group = self.group if self.rank == 0 else None
+    def facts(self, ranks: Iterable[Worker] = ()) -> WorkerFacts:
+        """What monitors are told. ranks: all of them, where it is the first of several: they are told as one."""
+        group = self.group
         told = self.health(0)
+        device_bytes: dict[str, int] = {}
+        for each in ranks or (self,):
+            for purpose, size in each.device_bytes.items():
+                device_bytes[purpose] = device_bytes.get(purpose, 0) + size
         return WorkerFacts(
             name=self.name[:NAME_LENGTH_MAX],
             pid=self.pid,
             state="away" if self.group is not None and self.group.away else told.state,
             pool=group.number if group is not None else -1,
-            block_bytes=group.bytes_per_block if group is not None else 0,
+            block_bytes=group.bytes_per_block * self.ranks if group is not None else 0,
             kv_dtype=group.kv_dtype[:NAME_LENGTH_MAX] if group is not None else "",
-            device_bytes=self.device_bytes,
+            device_bytes=device_bytes,
         )
 
 

@@ -182,7 +182,7 @@ class View:
         for worker in health.workers:
             state = worker.state if worker.state != "loading" else f"{worker.phase} {worker.progress:.0%}"
             purposes = [f"{name} {printing.size(held)}" for name, held in worker.device_bytes.items()]
-            text = f"  {printable(worker.name)} {printable(state)}, {worker.steps} steps"
+            text = f"  {printable(worker.title)} {printable(state)}, {worker.steps} steps"
             lines.append(Text(", ".join([text, *purposes])))
         lines += [Text(printable(f"  {name}: {how}"), "yellow") for name, how in health.gone.items()]
         return lines

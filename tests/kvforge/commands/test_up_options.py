@@ -123,7 +123,18 @@ def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> N
 
     whole = CoordinatorConfig()
     sections = {"limits": whole.limits, "cache": whole.cache, "schedule": whole.schedule}
-    ours = ("name", "model", "runtime_dir", "endpoint", "server_key", "key_file", "log_level", "log_format")
+    ours = (
+        "name",
+        "model",
+        "runtime_dir",
+        "endpoint",
+        "server_key",
+        "key_file",
+        "ranks",
+        "rank",
+        "log_level",
+        "log_format",
+    )
     tables = {name: {key: getattr(value, key) for key in value.__struct_fields__} for name, value in sections.items()}
     worker = WorkerConfig(name="w", model="m")
     tables["worker"] = {key: getattr(worker, key) for key in worker.__struct_fields__ if key not in ours}

@@ -53,3 +53,13 @@ def test_the_cores_are_shared_out_and_a_worker_alone_counts_them_itself() -> Non
     assert threads(workers=2) == [max(1, cores // 2)] * 2
     assert threads(workers=64) == [max(1, cores // 64)] * 64
     assert threads(workers=2, threads=1) == [1, 1]
+
+
+def test_each_rank_of_a_worker_has_its_file_and_its_device() -> None:
+    from worker.config import WorkerConfig
+
+    settings = Settings(model=Path("/m"), runtime_dir=Path("/run/x"), workers=2, tensor_parallel=2)
+    made = [convert(tomllib.loads(settings.worker_file(at)), WorkerConfig) for at in range(settings.processes)]
+    told = [(each.name, each.rank, each.ranks, each.device_index) for each in made]
+    assert told == [("worker-0", 0, 2, 0), ("worker-0", 1, 2, 1), ("worker-1", 0, 2, 2), ("worker-1", 1, 2, 3)]
+    assert [settings.process_name(at) for at in range(4)] == ["worker-0.0", "worker-0.1", "worker-1.0", "worker-1.1"]
