@@ -54,6 +54,9 @@ class Ranks:
         except (RuntimeError, ValueError) as error:
             raise WorkerError(f"rank {self.rank} of {self.count} could not meet the others: {error}") from error
         self._group = dist.group.WORLD
+        self.gather(torch.zeros(1, device=self._device.torch_device))
+        if self._backend == "gloo":  # nobody looks there any more; NCCL does
+            self._leave_place()
         log.info("rank %d of %d: all are here, over %s", self.rank, self.count, self._backend)
 
     @property
@@ -93,5 +96,8 @@ class Ranks:
             self._group = None
             with contextlib.suppress(RuntimeError):
                 dist.destroy_process_group()
+        self._leave_place()
+
+    def _leave_place(self) -> None:
         if self._place is not None and self.rank == 0:
             self._place.unlink(missing_ok=True)
