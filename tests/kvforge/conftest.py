@@ -26,5 +26,5 @@ def fake(folder: Path) -> Iterator[Running]:
 
 @pytest.fixture
 def kv(fake: Running) -> Iterator[Client]:
-    with Client(fake.endpoint, timeout_s=5, stream_timeout_s=10) as client:
+    with Client(fake.endpoint, timeout_s=30, stream_timeout_s=60) as client:
         yield client

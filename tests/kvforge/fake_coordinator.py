@@ -190,7 +190,7 @@ class Fake:
             case m.Goodbye():
                 self.greeted.discard(peer)
                 for job in self.jobs.values():
-                    if job.peer == peer and not job.reason and not job.detached:
+                    if job.peer == peer and job.reason in ("", "hanging") and not job.detached:
                         job.reason = "cancelled"
 
     def welcome(self, peer: bytes, message: m.Hello) -> None:

@@ -111,7 +111,7 @@ def test_company_changes_no_bit_on_a_gpu(tmp_path: Path, case: tuple[str, str, s
 
 def test_a_model_that_transformers_runs_is_promised_nothing(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("worker.loading.load.is_known", lambda *_: False)
-    monkeypatch.setattr("worker.loading.load.fuse", lambda *_: None)
+    monkeypatch.setattr("worker.loading.load.fuse", lambda *_, **__: None)
     model = served(tmp_path, open_device("cpu"), ("llama", "float32", "auto", "auto"), **NARROW)
     assert model.fused is None
     assert "transformers' own" in model.unsteady
