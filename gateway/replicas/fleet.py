@@ -12,9 +12,8 @@ from typing import Any
 
 from gateway.config import Replica as Place
 from kvforge.client.options import RequestOptions
-from kvforge.protocol.errors import CoordinatorUnavailable, DeadlineExceeded, KvforgeError
-from kvforge.protocol.messages import Health, Int32Array, PrefixFound
-from kvforge.routing import Offer, Router
+from kvforge.protocol.messages import Health, Int32Array
+from kvforge.routing import Router, ask_and_choose
 
 from .replica import Replica
 from .stream import MovingStream
@@ -85,36 +84,11 @@ class Fleet:
     ) -> Replica | None:
         """See `Replicas`."""
         able = [replica for replica in self.replicas if self._serves(replica) and replica.name not in without]
-        if len(able) < 2:
-            return able[0] if able else None
-        question = self._router.ask()
-        try:
-            asked = {asyncio.ensure_future(self._ask(replica, prompt, options)): replica for replica in able}
-            try:
-                await asyncio.wait(asked, timeout=self._answer_s)
-            finally:
-                for task in asked:
-                    task.cancel()
-            offers: dict[str, Offer] = {}
-            for task, replica in asked.items():
-                if not task.done() or task.cancelled():
-                    replica.silent()
-                elif isinstance(answer := task.result(), PrefixFound):
-                    offers[replica.name] = Offer(question, answer)
-                elif not isinstance(answer, CoordinatorUnavailable | DeadlineExceeded):
-                    return replica  # what is wrong with the question is wrong with the request, and it says what
-            name = self._router.choose(len(prompt), offers, session=session, without=without)
-            return self._by_name[name] if name is not None else None
-        finally:
-            self._router.close(question)
-
-    async def _ask(self, replica: Replica, prompt: Int32Array, options: RequestOptions) -> PrefixFound | KvforgeError:
-        try:
-            return await replica.client.find_prefix(
-                prompt, tenant=options.tenant, salt=options.salt, key=options.key, timeout_s=self._answer_s
-            )
-        except KvforgeError as error:
-            return error
+        clients = {replica.name: replica.client for replica in able}
+        chosen = await ask_and_choose(self._router, clients, prompt, options, answer_s=self._answer_s, session=session)
+        for name in chosen.silent:
+            self._by_name[name].silent()
+        return self._by_name[chosen.name] if chosen.name is not None else None
 
     def _serves(self, replica: Replica) -> bool:
         """Whether it is ready, with the model of the first that is."""

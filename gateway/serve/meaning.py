@@ -43,10 +43,11 @@ def look(settings: Settings) -> None:
 def meaning(settings: Settings) -> dict[str, Any]:
     """For `--check`, and so for `kvforge deploy check`."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    replicas = {name: replica.coordinator for name, replica in settings.replicas.items()}
     return {
         "runtime_dir": "" if settings.endpoint or settings.replicas else str(settings.folder),
         "coordinator": settings.coordinator if not settings.replicas else "",
-        "replicas": {name: replica.coordinator for name, replica in settings.replicas.items()},
+        **({"replicas": replicas} if replicas else {}),
         "address": f"http://{host}:{settings.port}",
         "processes": settings.processes,
         "keys": len(settings.keys),

@@ -66,9 +66,8 @@ class Replicas:
         return {name: client.stats().requests.accepted_total for name, client in self.clients.items()}
 
     def ask(self, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
-        answer = httpx.post(
-            f"{self.gateway.url}/v1/completions", json=body(prompt, **fields), headers=headers, timeout=60
-        )
+        url = f"{self.gateway.url}/v1/completions"
+        answer = httpx.post(url, json=body(prompt, **fields), headers=headers, timeout=60)
         assert answer.status_code == 200, answer.text
         return dict(answer.json())
 
