@@ -5,8 +5,8 @@
 Three loads through the harness (`kvforge loadtest --no-model --replicas 8 --policy P`): agents' sessions, each of whose
 turns begins with the one before; one prompt that all requests begin with; and prompts that share nothing. Coordinators,
 their clients and the router are the real ones, each replica a process of its own; steps take SLOWER times as long as on
-an H200, so that eight of them fit on two cores, and sessions are SHORTER, with as much less memory for their KV.
-Goodput is the harness's: requests a second that finished within the objective.
+an H200, so that eight of them fit on two cores, and sessions are a twentieth as long, with as much less memory for
+their KV. Goodput is the harness's: requests a second that finished within the objective.
 """
 
 from __future__ import annotations
@@ -23,11 +23,22 @@ from kvforge.routing import POLICIES
 
 from .report import report
 
-REPLICAS, SLOWER, SHORTER = 8, 8.0, 0.05
-BLOCKS = 2656  # 0.05 of what an H200 has room for
+REPLICAS, SLOWER = 8, 8.0
+BLOCKS = 2656  # 0.05 of what an H200 has room for, as the lengths of the sessions
 OBJECTIVE = "ttft=2s,itl=200ms"
 LOADS: dict[str, list[str]] = {
-    "agents": ["--trace", "claude-code", "--closed", "48", "--length-scale", str(SHORTER), "--think-scale", "0.1"],
+    "agents": [
+        "--trace",
+        "claude-code",
+        "--rate",
+        "10",
+        "--requests",
+        "96",
+        "--length-scale",
+        "0.05",
+        "--think-scale",
+        "0.05",
+    ],
     "one hot prefix": ["--rate", "40", "--prefix", "6000", "--input", "lognormal:200,0.5", "--output", "64"],
     "no sharing": ["--rate", "18", "--input", "lognormal:1000,1.0", "--output", "64"],
 }

@@ -45,7 +45,7 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
 class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One of [replicas.NAME]: a coordinator with its workers.
 
-    runtime_dir, endpoint (one of the two), server_key, key_file: as at the top of the file.
+    runtime_dir, endpoint, server_key, key_file: as at the top of the file; one of the first two is given.
     """
 
     runtime_dir: str = ""

@@ -25,7 +25,8 @@ class RunSpec:
 
     load: the fields of `LoadOptions` that are not as usual. target: one of KINDS. endpoint, server_key, key_file: of a
     coordinator, as for `kvforge.Client`. endpoints: of several, from which `policy` chooses. http: the fields of
-    `HttpOptions`, but `clients`. tokenizer: makes token ids of prompts that are texts: a path or a model's name. closed: with arrivals, at most so many sessions are under way;
+    `HttpOptions`, but `clients`. tokenizer: makes token ids of prompts that are texts: a path or a model's name.
+    closed: with arrivals, at most so many sessions are under way;
     else as in `load`. clients: connections of the whole run. processes: None: as many as the planned rate needs.
     timeout_s: from when a request is due to its end. concurrency_max: requests under way at once. seed: of the draws.
     proof_s: so long the null server is driven at the same rate first; 0: not at all.
