@@ -26,7 +26,7 @@ from .report import report
 REPLICAS, SLOWER = 8, 8.0
 BLOCKS = 2656  # 0.05 of what an H200 has room for, as the lengths of the sessions
 OBJECTIVE = "ttft=2s,itl=200ms"
-LOADS: dict[str, list[str]] = {
+LOADS = {
     "agents": [
         "--trace",
         "claude-code",
@@ -40,6 +40,7 @@ LOADS: dict[str, list[str]] = {
         "0.05",
     ],
     "one hot prefix": ["--rate", "40", "--prefix", "6000", "--input", "lognormal:200,0.5", "--output", "64"],
+    "one hot prefix, busy": "--rate 32 --prefix 6000 --input lognormal:1000,0.5 --output 64",
     "no sharing": ["--rate", "18", "--input", "lognormal:1000,1.0", "--output", "64"],
 }
 HEADER = ("load", "seed", "policy", "goodput/s", "finished/s", "ttft p50", "ttft p99", "itl p99", "cached")
@@ -48,7 +49,7 @@ HEADER = ("load", "seed", "policy", "goodput/s", "finished/s", "ttft p50", "ttft
 def run(load: str, policy: str, seed: int, seconds: float) -> dict[str, Any]:
     """One run of the harness. What its document says, in short."""
     with tempfile.TemporaryDirectory() as folder:
-        command = [sys.executable, "-m", "loadtest", *LOADS[load], "--no-model", "h200-8b", "--policy", policy]
+        command = [sys.executable, "-m", "loadtest", *LOADS[load].split(), "--no-model", "h200-8b", "--policy", policy]
         command += ["--replicas", str(REPLICAS), "--time-scale", str(SLOWER), "--blocks", str(BLOCKS)]
         command += ["--duration", str(seconds), "--slo", OBJECTIVE, "--timeout", str(seconds), "--seed", str(seed)]
         command += ["--no-proof", "--quiet", "--out", folder]
@@ -76,12 +77,12 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--seconds", type=float, default=60.0)
     parser.add_argument("--seeds", default="0")
-    parser.add_argument("--loads", default=",".join(LOADS))
+    parser.add_argument("--loads", default=";".join(LOADS))
     parser.add_argument("--json")
     options = parser.parse_args()
     results, rows = [], []
     for seed in map(int, options.seeds.split(",")):
-        for load in options.loads.split(","):
+        for load in options.loads.split(";"):
             for policy in reversed(POLICIES):
                 result = run(load, policy, seed, options.seconds)
                 results.append(result)

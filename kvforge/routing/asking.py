@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from kvforge.client.aio import AsyncClient
 from kvforge.client.options import RequestOptions
-from kvforge.protocol.errors import CoordinatorUnavailable, DeadlineExceeded, KvforgeError
+from kvforge.protocol.errors import CoordinatorUnavailable, DeadlineExceeded, KvforgeError, ProtocolError
 from kvforge.protocol.messages import Int32Array, PrefixFound
 
 from .router import Offer, Router
@@ -55,7 +55,7 @@ async def ask_and_choose(
                 silent.append(name)
             elif isinstance(answer := task.result(), PrefixFound):
                 offers[name] = Offer(question, answer)
-            elif isinstance(answer, DeadlineExceeded):
+            elif isinstance(answer, DeadlineExceeded | ProtocolError):  # the latter: it is too old to know the question
                 silent.append(name)
             elif not isinstance(answer, CoordinatorUnavailable):
                 return Chosen(name)  # what is wrong with the question is wrong with the request, and it says what

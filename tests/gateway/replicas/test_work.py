@@ -288,7 +288,7 @@ def test_several_answers_move_together_and_what_has_ended_stays() -> None:
 def test_who_gives_up_ends_it_wherever_it_is() -> None:
     async def test() -> None:
         both = Both()
-        made, told = start(both)
+        made, _ = start(both)
         made.streams[0].cancel()
         await settle()
         assert not both.a.given
