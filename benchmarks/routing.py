@@ -27,21 +27,10 @@ REPLICAS, SLOWER = 8, 8.0
 BLOCKS = 2656  # 0.05 of what an H200 has room for, as the lengths of the sessions
 OBJECTIVE = "ttft=2s,itl=200ms"
 LOADS = {
-    "agents": [
-        "--trace",
-        "claude-code",
-        "--rate",
-        "10",
-        "--requests",
-        "96",
-        "--length-scale",
-        "0.05",
-        "--think-scale",
-        "0.05",
-    ],
-    "one hot prefix": ["--rate", "40", "--prefix", "6000", "--input", "lognormal:200,0.5", "--output", "64"],
-    "one hot prefix, busy": "--rate 32 --prefix 6000 --input lognormal:1000,0.5 --output 64",
-    "no sharing": ["--rate", "18", "--input", "lognormal:1000,1.0", "--output", "64"],
+    "agents": "--trace claude-code --rate 10 --requests 96 --length-scale 0.05 --think-scale 0.05",
+    "one hot prefix": "--rate 40 --prefix 6000 --input 6050:6350 --output 64",
+    "one hot prefix, busy": "--rate 32 --prefix 6000 --input 6500:7500 --output 64",
+    "no sharing": "--rate 18 --input lognormal:1000,1.0 --output 64",
 }
 HEADER = ("load", "seed", "policy", "goodput/s", "finished/s", "ttft p50", "ttft p99", "itl p99", "cached")
 
