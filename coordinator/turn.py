@@ -32,6 +32,7 @@ from kvforge.protocol.messages import (
     PROTOCOL_VERSION_MIN,
     WORKER_MESSAGES,
     ErrorInfo,
+    FindPrefix,
     Goodbye,
     Hello,
     Message,
@@ -227,7 +228,7 @@ class TurnLoop:
 
         frames: those of its message.
         """
-        if self._journal is not None:
+        if self._journal is not None and not _only_asks(event):
             self._journal.note(event, self._now_us, frames)
             self._unwritten = True
         effects, self._core_due_us = self.machine.apply(event, self._now_us)
@@ -455,6 +456,11 @@ class TurnLoop:
             step_rows_max=limits.schedule.step_rows_max,
             epoch=group.epoch if group is not None else 0,
         )
+
+
+def _only_asks(event: Event) -> bool:
+    """What changes nothing whatever it says, and comes once for each request of every replica: nothing to be kept."""
+    return isinstance(event, FromClient) and isinstance(event.message, FindPrefix)
 
 
 def _refusal(kind: str, number: int | None, error: KvforgeError, message: Message | None) -> Refused:

@@ -38,7 +38,7 @@ FILES: tuple[tuple[str, tuple[tuple[str, type[msgspec.Struct]], ...]], ...] = (
         ),
     ),
     ("worker.toml", (("", WorkerConfig),)),
-    ("gateway.toml", (("", gateway.Settings), ("keys.NAME", gateway.Key))),
+    ("gateway.toml", (("", gateway.Settings), ("replicas.NAME", gateway.Replica), ("keys.NAME", gateway.Key))),
 )
 UNITS = {
     "_per_minute": "a minute",

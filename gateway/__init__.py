@@ -6,6 +6,6 @@ does.
 
 Rooms, each importing from those below it alone: `serve` (processes on one port, the command), `app` (which path leads
 where), `openai` and `anthropic` (the two APIs), `metrics`, `page` (the live page), `generate` (one answer as it comes),
-`chat` (conversations to token ids), `parse` (text to content, reasoning and tool calls), `http` (bodies, streams,
-errors), `access` (keys, rights, rates), `config`.
+`replicas` (several coordinators), `chat` (conversations to token ids), `parse` (text to content, reasoning and tool
+calls), `http` (bodies, streams, errors), `access` (keys, rights, rates), `config`.
 """

@@ -28,6 +28,7 @@ from gateway.metrics.routes import routes as metrics
 from gateway.metrics.shared import Counts
 from gateway.openai.routes import OpenAI
 from gateway.page.routes import routes as page
+from gateway.replicas.fleet import Fleet
 from kvforge import __version__
 from kvforge.client.aio import AsyncClient
 from kvforge.protocol.configuration import expand
@@ -52,10 +53,15 @@ def make_app(
             tokenizer.use_chat_template(expand(settings.chat_template).read_text())
         return Prompts(tokenizer, Hygiene(settings.strip, settings.move))
 
-    client = AsyncClient(
-        settings.coordinator, server_key=settings.server_key or None, key_file=settings.key_file or None
-    )
-    service = Service(client, prompts, settings.names, settings.tool_format, settled)
+    fleet = None
+    if settings.replicas:
+        fleet = Fleet(settings.replicas, answer_s=settings.answer_s, lost_s=settings.failover_s)
+        client = fleet.replicas[0].client  # the live page shows the first
+    else:
+        client = AsyncClient(
+            settings.coordinator, server_key=settings.server_key or None, key_file=settings.key_file or None
+        )
+    service = Service(fleet or client, prompts, settings.names, settings.tool_format, settled)
     guard = Guard(access)
 
     @asynccontextmanager
@@ -71,7 +77,10 @@ def make_app(
 
     async def health(request: Request) -> Response:  # noqa: ARG001
         ready = not service.reason
-        return JSONResponse({"ready": ready, "reason": service.reason}, 200 if ready else 503)
+        told = {"ready": ready, "reason": service.reason}
+        if fleet is not None:
+            told["replicas"] = fleet.told()
+        return JSONResponse(told, 200 if ready else 503)
 
     async def version(request: Request) -> Response:  # noqa: ARG001
         return JSONResponse({"version": __version__})
@@ -92,7 +101,7 @@ def make_app(
         *Anthropic(service, settings).routes(guard),
     ]
     counts = Counts([route.path for route in routes if "{" not in route.path], counted)
-    source = None if settings.endpoint else Source(settings.folder)
+    source = None if settings.endpoint or settings.replicas else Source(settings.folder)
     routes += metrics(source, counts, may_see_tenants=lambda request: bool(access.caller(request.headers, SEE)))
     app = Starlette(
         routes=routes,

@@ -18,6 +18,7 @@ from kvforge.protocol.transport import client_endpoint, default_runtime_dir
 
 GENERATE, SEE, ADMIN = RIGHTS = ("generate", "see", "admin")
 PROCESSES_MAX = 64
+REPLICAS_MAX = 256
 # What Claude Code writes before its system prompt: a hash that differs in each call.
 BILLING = r"^x-anthropic-billing-header:[^\n]*\n*"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
@@ -41,12 +42,31 @@ class Key(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     expires: datetime | None = None
 
 
+class Replica(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of [replicas.NAME]: a coordinator with its workers.
+
+    runtime_dir, endpoint, server_key, key_file: as at the top of the file; one of the first two is given.
+    """
+
+    runtime_dir: str = ""
+    endpoint: str = ""
+    server_key: str = ""
+    key_file: str = ""
+
+    @property
+    def coordinator(self) -> str:
+        """Where it is."""
+        return self.endpoint or client_endpoint(expand(self.runtime_dir))
+
+
 class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Everything a gateway can be told.
 
     runtime_dir: where the coordinator's socket is. endpoint: `tcp://HOST:PORT` of one that is reached over a network.
     server_key: the coordinator's public key then. key_file: this gateway's own keys then.
     host, port: where to serve; port 0: any that is free. processes: how many serve that one port.
+    answer_s: so long a replica has to say what it holds of a prompt; who does not is left out until it is heard of.
+    failover_s: after so long without a replica its requests are computed by another.
     names: what requests may call the model; the first is what it is called in lists. Empty: as the worker calls it.
     tokenizer: a path or a name; "": where the worker has its model. chat_template: a Jinja file in place of the model's
     own. tool_format: how the model writes calls of tools; "": as its chat template says.
@@ -67,6 +87,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     host: str = "127.0.0.1"
     port: int = 8000
     processes: int = 1
+    replicas: dict[str, Replica] = {}
+    answer_s: float = 0.5
+    failover_s: float = 3.0
     names: tuple[str, ...] = ()
     tokenizer: str = ""
     chat_template: str = ""
@@ -96,7 +119,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         for name in ("body_bytes_max", "head_bytes_max"):
             if getattr(self, name) < 1024:
                 raise InvalidConfiguration(name, f"is {getattr(self, name)}; it must be at least 1024")
-        for name in ("head_s", "body_s", "keep_alive_s", "write_s", "drain_s"):
+        for name in ("head_s", "body_s", "keep_alive_s", "write_s", "drain_s", "answer_s", "failover_s"):
             if not 0 < getattr(self, name) <= 86_400:
                 raise InvalidConfiguration(name, "must be more than 0 and at most 86400 seconds")
         for name in ("strip", "move"):
@@ -107,6 +130,14 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
                     raise InvalidConfiguration(f"{name}[{at}]", f"is no regular expression: {error}") from None
         for name, key in self.keys.items():
             _check(f"keys.{name}", key)
+        for name, replica in self.replicas.items():
+            if bool(replica.endpoint) == bool(replica.runtime_dir):
+                raise InvalidConfiguration(f"replicas.{name}", "needs one of endpoint and runtime_dir, and not both")
+        if len(self.replicas) > REPLICAS_MAX:
+            raise InvalidConfiguration("replicas", f"has {len(self.replicas)}; there may be {REPLICAS_MAX}")
+        given = [name for name in ("endpoint", "server_key", "key_file") if getattr(self, name)]
+        if self.replicas and given:
+            raise InvalidConfiguration(given[0], "is given, and [replicas] too, which say where each coordinator is")
         if not self.keys and not self.open and not is_local(self.host):
             problem = f"is {self.host}, which others reach too, and there are no [keys]"
             raise InvalidConfiguration("host", f"{problem}: make one with `kvforge keys api`, or set open = true")
@@ -124,6 +155,9 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return expand(self.runtime_dir) if self.runtime_dir else default_runtime_dir().absolute()
 
 
+TABLES: dict[str, type[Key | Replica]] = {"keys": Key, "replicas": Replica}
+
+
 def is_local(host: str) -> bool:
     """Whether only this machine can reach it."""
     try:
@@ -139,15 +173,16 @@ def load_settings(path: Path | None) -> Settings:
     try:
         return load(path, Settings)
     except InvalidConfiguration as error:
-        if not str(error.field).startswith("keys[...]"):
+        table, several, _ = str(error.field).partition("[...]")
+        if not several or table not in TABLES:
             raise
         # Of a table of tables msgspec does not say which.
-        for name, values in tomllib.loads(path.read_text(encoding="utf-8"))["keys"].items():
+        for name, values in tomllib.loads(path.read_text(encoding="utf-8"))[table].items():
             try:
-                convert(values, Key)
+                convert(values, TABLES[table])
             except InvalidConfiguration as wrong:
                 problem = wrong.message.removeprefix(f"{wrong.field}: ")
-                raise InvalidConfiguration(f"keys.{name}.{wrong.field}", problem) from None
+                raise InvalidConfiguration(f"{table}.{name}.{wrong.field}", problem) from None
         raise
 
 

@@ -25,6 +25,7 @@ from kvforge.protocol.messages import (
     Drain,
     ErrorInfo,
     Explain,
+    FindPrefix,
     FinishAt,
     Fork,
     GetBlock,
@@ -49,6 +50,7 @@ from .cache.cache import Cache
 from .cache.invariants import check_cache
 from .clock import Clock
 from .commands.blocks import BlockCommands
+from .commands.finding import Finding
 from .commands.guard import Guard
 from .commands.requests import RequestCommands
 from .commands.sequences import SequenceCommands
@@ -83,7 +85,7 @@ from .workers.results import StepResults
 
 ROUNDS_MAX = 16  # of one turn; what follows even then is done by the next one, after what has arrived meanwhile
 # What only reads makes nothing possible for anybody, and needs no turn.
-READING = (Explain, GetBlock, GetHealth, GetRequest, GetSequence, GetStats, GetTokens, ListRequests)
+READING = (Explain, FindPrefix, GetBlock, GetHealth, GetRequest, GetSequence, GetStats, GetTokens, ListRequests)
 DRAIN_MS_MAX = 7 * 24 * 3600 * 1000
 
 
@@ -137,6 +139,7 @@ class Machine:
             FinishAt: asked.finish_at,
             GetRequest: asked.info,
             GetHealth: self._get_health,
+            FindPrefix: self._find_prefix,
             Append: self.sequences.append,
             GetSequence: self.sequences.info,
             GetTokens: self.sequences.read,
@@ -285,6 +288,9 @@ class Machine:
             draining=self.draining,
             gone=self._reports.ended.copy(),
         )
+
+    def _find_prefix(self, message: FindPrefix) -> Message:
+        return Finding(self.cache, self.requests, self.admission).find(message, draining=self.draining)
 
     def _why_not_ready(self) -> str:
         if self.draining:

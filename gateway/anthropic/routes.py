@@ -15,7 +15,7 @@ from gateway.generate.service import Service
 from gateway.http import body
 from gateway.http.errors import anthropic_error
 from gateway.http.guard import Guard
-from gateway.http.keys import Key
+from gateway.http.keys import Key, session_of
 from gateway.http.stream import EventStream, Failing, wanted
 from kvforge.protocol.errors import KvforgeError
 
@@ -43,7 +43,7 @@ class Anthropic:
         what = messages.wanted_of(asked, model, caller, key.name)
         bell = Bell()
         async with AsyncExitStack() as stack:
-            generation = await stack.enter_async_context(self._service.start(what, bell))
+            generation = await stack.enter_async_context(self._service.start(what, bell, session_of(request.headers)))
             stack.callback(charge, caller, [generation])
             if not asked.stream:
                 return await wanted(request, self._whole(generation, asked.model))

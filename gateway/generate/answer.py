@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from gateway.parse.events import Arguments, Content, Event, Reasoning
-from kvforge.client.aio import AsyncStream
+from gateway.replicas.stream import Stream
 from kvforge.protocol.errors import Conflict
 from kvforge.text.stop import StopText
 from kvforge.text.tokenizer import TextStream
@@ -54,7 +54,7 @@ class Answer:
     def __init__(
         self,
         index: int,
-        stream: AsyncStream,
+        stream: Stream,
         text: TextStream,
         *,
         stops: Sequence[str] = (),

@@ -10,11 +10,11 @@ import asyncio
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Protocol, Self
 
 from gateway.access import Caller
 from gateway.parse.events import Event
-from kvforge.client.aio import AsyncStream, AsyncStreams
+from gateway.replicas.stream import Stream
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.messages import Int32Array
 from kvforge.text.tokenizer import TextStream
@@ -37,6 +37,14 @@ class Wanted:
     resume: int = 0
 
 
+class Streams(Protocol):
+    """Where requests are submitted: one coordinator's `AsyncStreams`, or several."""
+
+    def samples(
+        self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
+    ) -> Sequence[Stream]: ...
+
+
 @dataclass(frozen=True, slots=True)
 class Usage:
     """Counts of tokens. cached: of the prompt's, those that were not computed."""
@@ -54,7 +62,7 @@ class Whole:
     index: int
     events: list[Event]
     reason: str
-    stream: AsyncStream
+    stream: Stream
     stopped_by: str = ""
 
 
@@ -83,7 +91,7 @@ class Bell:
 class Generation:
     """Used with `async with`, which ends what still runs. bell: is rung when `take` may have something."""
 
-    def __init__(self, streams: AsyncStreams, wanted: Wanted, bell: Bell) -> None:
+    def __init__(self, streams: Streams, wanted: Wanted, bell: Bell) -> None:
         self._bell = bell
         self._left = wanted.count
         self._kept = wanted.options.kept

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 from gateway.chat.prompts import Prompts
 from gateway.parse import Format, choose
+from gateway.replicas.fleet import Fleet
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, NotReady
 from kvforge.protocol.messages import Health, ModelInfo
@@ -39,18 +40,24 @@ class Model:
 
 
 class Service:
-    """One coordinator, seen from one process. `serving` keeps it up to date while it runs. settled: is called when a
-    model, the first or another one, is there with its tokenizer."""
+    """Whoever serves, seen from one process. `serving` keeps it up to date while it runs. settled: is called when a
+    model, the first or another one, is there with its tokenizer.
+
+    client: of the one coordinator; or `fleet`: several. Of one that is gone for a moment the requests wait for it;
+    where no replica is ready, nothing is served: it is for them to stand in for each other.
+    """
 
     def __init__(
         self,
-        client: AsyncClient,
+        client: AsyncClient | Fleet,
         prompts: Callable[[ModelInfo], Prompts],
         names: tuple[str, ...] = (),
         tool_format: str = "",
         settled: Callable[[], None] = lambda: None,
     ) -> None:
-        self.client, self._tool_format, self._settled = client, tool_format, settled
+        self.fleet = client if isinstance(client, Fleet) else None
+        self._client = client if isinstance(client, AsyncClient) else None
+        self._tool_format, self._settled = tool_format, settled
         self._make_prompts, self._names = prompts, names
         self._model: Model | None = None
         self._streams: AsyncStreams | None = None
@@ -63,15 +70,22 @@ class Service:
         """Raises NotReady where none is known yet."""
         if self._model is None:
             raise NotReady(f"no model is served yet: {self._reason}")
+        if self.fleet is not None and (reason := self.fleet.reason):
+            raise NotReady(f"no replica serves: {reason}")
         return self._model
 
     @property
     def reason(self) -> str:
         """Why a request would not be served now; "" where it would."""
+        if self.fleet is not None and self._model is not None:
+            return self.fleet.reason
         return self._reason
 
-    def start(self, wanted: Wanted, bell: Bell) -> Generation:
-        """Submits. Raises NotReady, or what the coordinator turned this gateway away with."""
+    def start(self, wanted: Wanted, bell: Bell, session: str = "") -> Generation:
+        """Submits. session: what belongs together. Raises NotReady, or what the coordinator turned this gateway away
+        with."""
+        if self.fleet is not None:
+            return Generation(self.fleet.of(session), wanted, bell)
         if self._streams is None:
             raise NotReady(f"no model is served yet: {self._reason}")
         return Generation(self._streams, wanted, bell)
@@ -82,6 +96,8 @@ class Service:
 
     async def serving(self) -> None:
         """Looks what is served, now and then, until it is cancelled."""
+        if self.fleet is not None:
+            await self._serving_several(self.fleet)
         try:
             while True:
                 try:
@@ -94,10 +110,30 @@ class Service:
                 with suppress(KvforgeError):
                     self._streams.close()
 
+    async def _serving_several(self, fleet: Fleet) -> None:
+        watching = asyncio.ensure_future(fleet.watch())
+        try:
+            while True:
+                await fleet.news.wait()
+                fleet.news.clear()
+                if (health := fleet.health) is not None:
+                    self._take(health)
+                else:
+                    self._say(fleet.reason)
+        finally:
+            watching.cancel()
+            with suppress(asyncio.CancelledError):
+                await watching
+
     async def _look(self) -> None:
-        self.health = health = await self.client.health()
+        assert self._client is not None, "one of several looks for itself"
+        health = await self._client.health()
         if self._streams is None:
-            self._streams = AsyncStreams(self.client)
+            self._streams = AsyncStreams(self._client)
+        self._take(health)
+
+    def _take(self, health: Health) -> None:
+        self.health = health
         if health.model is not None and (self._model is None or health.model != self._model.info):
             names = tuple(dict.fromkeys((*self._names, health.model.name)))
             prompts = self._make_prompts(health.model)

@@ -9,6 +9,13 @@ from kvforge.protocol.errors import InvalidRequest
 
 KEY_HEADER = "idempotency-key"
 RESUME_HEADER = "last-event-id"
+SESSION_HEADER = "x-session-id"
+SESSION_LENGTH_MAX = 256
+
+
+def session_of(headers: Mapping[str, str]) -> str:
+    """What the caller says that the request belongs to, or "": among several replicas such requests go together."""
+    return headers.get(SESSION_HEADER, "")[:SESSION_LENGTH_MAX]
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,7 +9,7 @@ from gateway.access import Caller
 from gateway.config import Settings
 from gateway.generate.generation import Generation, Usage
 from gateway.generate.service import Model
-from gateway.http.keys import Key
+from gateway.http.keys import Key, session_of
 from kvforge import Sampling
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import InvalidRequest
@@ -30,6 +30,7 @@ class Call:
     model: Model
     model_name: str
     key: Key
+    session: str = ""
 
     @classmethod
     def of(cls, headers: Mapping[str, str], caller: Caller, settings: Settings, model: Model, asked: Asked) -> Call:
@@ -37,7 +38,7 @@ class Call:
         if asked.model:
             model.check(asked.model)
         key = Key.of(headers, _whole(asked))
-        return cls(caller, settings, model, asked.model or model.names[0], key)
+        return cls(caller, settings, model, asked.model or model.names[0], key, session_of(headers))
 
     @property
     def resume(self) -> int:

@@ -13,7 +13,7 @@ from gateway.generate.answer import Piece
 from gateway.generate.generation import Generation, Wanted, Whole
 from gateway.generate.service import Model
 from gateway.parse.events import Content, Event
-from kvforge.client.aio import AsyncStream
+from gateway.replicas.stream import Stream
 from kvforge.client.arguments import SAMPLES_MAX, token_array
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
@@ -144,7 +144,7 @@ class Completions:
             choice["prompt_token_ids"] = prompt.ids.tolist()
         return choice
 
-    def logs(self, stream: AsyncStream, start: int, end: int, offset: int) -> tuple[dict[str, Any], int]:
+    def logs(self, stream: Stream, start: int, end: int, offset: int) -> tuple[dict[str, Any], int]:
         """The log-probabilities of tokens [start, end), and where in the text the next one begins."""
         prompts, tops = self.call.model.prompts, bool(self.logprobs)
         return logprobs.of_completion(prompts, stream, start, end, tops=tops, offset=offset)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from typing import Any
 
 from gateway.chat.prompts import Prompts
-from kvforge.client.aio import AsyncStream
+from gateway.replicas.stream import Stream
 
 
-def of_chat(prompts: Prompts, stream: AsyncStream, start: int, end: int) -> dict[str, Any]:
+def of_chat(prompts: Prompts, stream: Stream, start: int, end: int) -> dict[str, Any]:
     """Of a choice's tokens [start, end)."""
     content = []
     for at in range(start, end):
@@ -18,7 +18,7 @@ def of_chat(prompts: Prompts, stream: AsyncStream, start: int, end: int) -> dict
 
 
 def of_completion(
-    prompts: Prompts, stream: AsyncStream, start: int, end: int, *, tops: bool, offset: int
+    prompts: Prompts, stream: Stream, start: int, end: int, *, tops: bool, offset: int
 ) -> tuple[dict[str, Any], int]:
     """Of a choice's tokens [start, end), and where the text goes on. tops: those of the most likely ones were asked
     for. offset: in characters, where the first begins."""

@@ -90,7 +90,9 @@ class OpenAI:
         work = make(call, asked)
         bell = Bell()
         async with AsyncExitStack() as stack:
-            generations = [await stack.enter_async_context(self._service.start(one, bell)) for one in work.wanted]
+            generations = [
+                await stack.enter_async_context(self._service.start(one, bell, call.session)) for one in work.wanted
+            ]
             stack.callback(charge, caller, generations)
             if not asked.stream:
                 return await wanted(request, self._whole(work, generations))

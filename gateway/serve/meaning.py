@@ -22,6 +22,10 @@ def look(settings: Settings) -> None:
     choose("", settings.tool_format)
     if settings.endpoint and not settings.endpoint.startswith("ipc://"):
         network.host_and_port(settings.endpoint, "endpoint")
+    for name, replica in settings.replicas.items():
+        if replica.endpoint and not replica.endpoint.startswith("ipc://"):
+            network.host_and_port(replica.endpoint, f"replicas.{name}.endpoint")
+        network.proof_for(replica.coordinator, replica.server_key or None, replica.key_file or None)
     network.proof_for(settings.coordinator, settings.server_key or None, settings.key_file or None)
     if not settings.chat_template:
         return
@@ -39,9 +43,11 @@ def look(settings: Settings) -> None:
 def meaning(settings: Settings) -> dict[str, Any]:
     """For `--check`, and so for `kvforge deploy check`."""
     host = f"[{settings.host}]" if ":" in settings.host else settings.host
+    replicas = {name: replica.coordinator for name, replica in settings.replicas.items()}
     return {
-        "runtime_dir": "" if settings.endpoint else str(settings.folder),
-        "coordinator": settings.coordinator,
+        "runtime_dir": "" if settings.endpoint or settings.replicas else str(settings.folder),
+        "coordinator": settings.coordinator if not settings.replicas else "",
+        **({"replicas": replicas} if replicas else {}),
         "address": f"http://{host}:{settings.port}",
         "processes": settings.processes,
         "keys": len(settings.keys),

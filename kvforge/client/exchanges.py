@@ -22,6 +22,7 @@ from kvforge.protocol.messages import (
     Drain,
     Explain,
     Explanation,
+    FindPrefix,
     FinishAt,
     Fork,
     Forked,
@@ -34,6 +35,7 @@ from kvforge.protocol.messages import (
     Health,
     ListRequests,
     Message,
+    PrefixFound,
     Purged,
     PurgeFinished,
     RefBlock,
@@ -208,6 +210,16 @@ def stats() -> Exchange[Stats]:
 def health() -> Exchange[Health]:
     """Whether a request would be served, and the workers."""
     return Exchange(lambda rid: GetHealth(rid=rid), Health, _itself)
+
+
+def find_prefix(
+    prompt: Sequence[int] | np.ndarray[Any, Any], tenant: str, salt: str, key: str
+) -> Exchange[PrefixFound]:
+    """What a request would find."""
+    ids = token_array("prompt", prompt)
+    return Exchange(
+        lambda rid: FindPrefix(rid=rid, tenant=tenant, salt=salt, key=key, prompt=ids), PrefixFound, _itself
+    )
 
 
 def drain(deadline_s: float | None) -> Exchange[None]:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from kvforge.protocol.errors import InvalidRequest
+from kvforge.routing import POLICIES, PREFIX
 from loadtest.load.arrivals import FORMS
 from loadtest.load.options import PROMPTS, RANDOM
 from loadtest.load.traces import NAMES
@@ -92,6 +93,9 @@ def _where(group: argparse._ArgumentGroup) -> None:
         help="start workers that only take their time: h200-8b, h200-70b or a file",
     )
     add("--workers", type=_count, default=1, metavar="N", help="so many of these [1]")
+    add("--blocks", type=int, default=0, metavar="N", help="KV blocks of each [what its memory has room for]")
+    add("--replicas", type=_count, default=1, metavar="N", help="so many coordinators, each with its workers [1]")
+    add("--policy", choices=POLICIES, default=PREFIX, help=f"which of the replicas gets a request [{PREFIX}]")
     add("--time-scale", type=float, default=1.0, metavar="F", help="they take F times as long [1]")
     add(
         "--kill", action="append", default=[], metavar="WHO:TIME", help="worker:10s,coordinator:30s or worker:every=20s"
@@ -136,6 +140,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
         raise InvalidRequest("out", f"{options.out} is a file; it must be a folder, or not be there yet")
     if options.url is None and (options.model or options.text or options.no_extra or options.api != "completions"):
         raise InvalidRequest("url", "is missing: --model, --api, --text and --no-extra are of the server that it names")
+    if options.replicas > 1 and options.no_model is None:
+        raise InvalidRequest("replicas", "is for --no-model; a gateway over replicas that run is measured with --url")
+    if options.replicas > 1 and options.kill:
+        raise InvalidRequest("kill", "is for one coordinator and its workers, not for --replicas")
     if options.kill and options.url is not None:
         raise InvalidRequest("kill", "is for kvforge's own processes on this machine, not for the server at --url")
     return options

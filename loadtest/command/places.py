@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import AsyncIterator
-from contextlib import asynccontextmanager
-from dataclasses import dataclass, field
+from contextlib import AsyncExitStack, asynccontextmanager
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from kvforge import AsyncClient, Health
@@ -24,7 +24,7 @@ class Place:
     """Where requests go. vocab: token ids are below it. context_max: of the model; None: not known.
 
     source: where a tokenizer may be loaded from, or "". model: as the document names it. http: fields of `HttpOptions`.
-    fleet: that was started for the run.
+    fleet: that was started for the run. endpoints: of several replicas, which the driver chooses from by `policy`.
     """
 
     target: str
@@ -37,6 +37,8 @@ class Place:
     model: dict[str, Any] = field(default_factory=dict)
     http: dict[str, Any] = field(default_factory=dict)
     fleet: Fleet | None = None
+    endpoints: tuple[str, ...] = ()
+    policy: str = ""
 
     def client(self) -> AsyncClient:
         """A connection to the coordinator, for questions."""
@@ -49,8 +51,19 @@ async def place(options: argparse.Namespace) -> AsyncIterator[Place]:
     if options.url is not None:
         yield await _over_http(options)
     elif options.no_model is not None:
-        async with Fleet(options.no_model, workers=options.workers, time_scale=options.time_scale) as fleet:
-            yield await _coordinator(options, fleet.endpoint, fleet)
+        async with AsyncExitStack() as stack:
+            fleets = [
+                Fleet(options.no_model, workers=options.workers, blocks=options.blocks, time_scale=options.time_scale)
+                for _ in range(options.replicas)
+            ]
+            for fleet in fleets:  # one after the other: each takes a core while it starts
+                await stack.enter_async_context(fleet)
+            found = await _coordinator(options, fleets[0].endpoint, fleets[0])
+            if len(fleets) > 1:
+                endpoints = tuple(fleet.endpoint for fleet in fleets)
+                model = {**found.model, "replicas": len(fleets), "policy": options.policy}
+                found = replace(found, endpoints=endpoints, policy=options.policy, model=model)
+            yield found
     else:
         endpoint = options.endpoint
         if endpoint is None and options.runtime_dir is not None:

@@ -7,6 +7,7 @@ from dataclasses import asdict
 from typing import Any
 
 from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable, UnsupportedModel
+from kvforge.routing import PREFIX
 from loadtest.drive.spec import RunSpec
 from loadtest.load.options import RANDOM, LoadOptions
 
@@ -55,6 +56,8 @@ def run_spec(options: argparse.Namespace, place: Place) -> RunSpec:
         load=asdict(load),
         target=place.target,
         endpoint=place.endpoint,
+        endpoints=list(place.endpoints),
+        policy=place.policy or PREFIX,
         server_key=place.server_key,
         key_file=place.key_file,
         http=place.http,

@@ -73,16 +73,16 @@ class CoordinatorTarget:
     def send(self, ask: Ask, outcome: Outcome, start: float, ended: Callable[[Outcome], None]) -> Callable[[], None]:
         """See `Target`."""
         streams = self._streams[ask.client % len(self._streams)]
-        one = _One(outcome, start, ended, streams, self._deadlines)
+        one = Following(outcome, start, ended, streams, self._deadlines)
         try:
-            options = _options(ask.output_tokens, ask.tenant, ask.temperature, ask.seed if ask.temperature else 0)
+            options = options_of(ask.output_tokens, ask.tenant, ask.temperature, ask.seed if ask.temperature else 0)
             one.follow(streams.submit(ask.prompt, options, one.changed), ask.until)
         except KvforgeError as error:
             one.failed(error)
         return one.interrupt
 
 
-class _One:
+class Following:
     """One request under way; it writes its outcome."""
 
     __slots__ = ("_deadlines", "_ended", "_entry", "_outcome", "_seen", "_start", "_stream", "_streams")
@@ -157,7 +157,7 @@ class _One:
 
 
 @lru_cache(OPTIONS_MAX)
-def _options(output_tokens: int, tenant: str, temperature: float, seed: int) -> RequestOptions:
+def options_of(output_tokens: int, tenant: str, temperature: float, seed: int) -> RequestOptions:
     """Everything but the prompt. Raises InvalidRequest."""
     sampling = Sampling(temperature=temperature, seed=seed, ignore_eos=True)
     return RequestOptions(max_tokens=output_tokens, sampling=sampling, tenant=tenant)

@@ -35,7 +35,7 @@ async def measure(
     processes = needed(spec, workload)
     async with AsyncExitStack() as stack:
         observer = None
-        if spec.target == KVFORGE:
+        if spec.target == KVFORGE and not spec.endpoints:
             observer = Observer(spec.endpoint, server_key=spec.server_key, key_file=spec.key_file)
             stack.push_async_callback(observer.close)
             await observer.open()

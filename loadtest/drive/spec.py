@@ -7,6 +7,7 @@ from functools import cache, partial
 from typing import TYPE_CHECKING, Any
 
 from kvforge.protocol.errors import InvalidRequest
+from kvforge.routing import PREFIX
 from loadtest.load.build import Load, LoadOptions, build
 from loadtest.load.texts import Encode
 
@@ -23,8 +24,9 @@ class RunSpec:
     """One run: a load, whom it is sent to, and how. `dataclasses.asdict` of it is JSON.
 
     load: the fields of `LoadOptions` that are not as usual. target: one of KINDS. endpoint, server_key, key_file: of a
-    coordinator, as for `kvforge.Client`. http: the fields of `HttpOptions`, but `clients`. tokenizer: makes token ids
-    of prompts that are texts: a path or a model's name. closed: with arrivals, at most so many sessions are under way;
+    coordinator, as for `kvforge.Client`. endpoints: of several, from which `policy` chooses. http: the fields of
+    `HttpOptions`, but `clients`. tokenizer: makes token ids of prompts that are texts: a path or a model's name.
+    closed: with arrivals, at most so many sessions are under way;
     else as in `load`. clients: connections of the whole run. processes: None: as many as the planned rate needs.
     timeout_s: from when a request is due to its end. concurrency_max: requests under way at once. seed: of the draws.
     proof_s: so long the null server is driven at the same rate first; 0: not at all.
@@ -33,6 +35,8 @@ class RunSpec:
     load: dict[str, Any]
     target: str = KVFORGE
     endpoint: str | None = None
+    endpoints: list[str] = field(default_factory=list)
+    policy: str = PREFIX
     server_key: str | None = None
     key_file: str | None = None
     http: dict[str, Any] = field(default_factory=dict)
@@ -87,6 +91,10 @@ class RunSpec:
         """Whom the process of `plan` sends to. Raises InvalidRequest, Unavailable."""
         clients = plan.part(self.clients)
         if self.target == KVFORGE:
+            if self.endpoints:
+                from .replicas import ReplicasTarget
+
+                return ReplicasTarget(self.endpoints, self.policy)
             from .coordinator import CoordinatorTarget
 
             return CoordinatorTarget(self.endpoint, clients=clients, server_key=self.server_key, key_file=self.key_file)

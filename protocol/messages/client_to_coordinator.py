@@ -120,6 +120,21 @@ class GetHealth(Message, frozen=True, tag="get_health"):
     rid: int
 
 
+class FindPrefix(Message, frozen=True, tag="find_prefix"):
+    """Asks what a Submit of this prompt would find here now, and what is before it. Changes nothing.
+
+    tenant, salt: as in Submit. key: whether this command's requests are here already; "": not asked. prompt:
+    [prompt_tokens] int32.
+    """
+
+    FRAMES = (("prompt", "<i4"),)
+    rid: int
+    tenant: str = "default"
+    salt: str = ""
+    key: str = ""
+    prompt: Int32Array = NO_INT32
+
+
 class CreateSequence(Message, frozen=True, tag="create_sequence"):
     """A sequence of the client's own. tokens: [length] int32, may be empty.
 
@@ -237,6 +252,7 @@ CLIENT_MESSAGES = (
     | ListRequests
     | GetStats
     | GetHealth
+    | FindPrefix
     | CreateSequence
     | Append
     | Fork

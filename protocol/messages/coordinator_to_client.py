@@ -330,6 +330,28 @@ class Health(Message, frozen=True, tag="health"):
     gone: dict[str, str] = msgspec.field(default_factory=dict)
 
 
+class PrefixFound(Message, frozen=True, tag="prefix_found"):
+    """Answer to FindPrefix: of this instant, and not guessed.
+
+    ready, draining: as in Health; more is said where it is ready alone. cached_tokens: of the prompt, those whose KV is
+    there. queued_tokens: of the prompts that wait or are being computed, those not computed yet; where a waiting one
+    would find some of its tokens is not looked for. running, pending: requests that run, and that wait. rows_free:
+    how many more may run. room_tokens: for so many tokens the emptiest pool has blocks, evicting what nobody holds.
+    known: the key's requests are here.
+    """
+
+    rid: int
+    ready: bool
+    draining: bool = False
+    cached_tokens: int = 0
+    queued_tokens: int = 0
+    running: int = 0
+    pending: int = 0
+    rows_free: int = 0
+    room_tokens: int = 0
+    known: bool = False
+
+
 class Ended(msgspec.Struct, frozen=True, kw_only=True):
     """The end of one request, sent once to whoever streams it.
 
@@ -388,6 +410,7 @@ CLIENT_REPLIES = (
     | RequestList
     | Stats
     | Health
+    | PrefixFound
     | Stream
     | SequenceInfo
     | Appended

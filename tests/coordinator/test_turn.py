@@ -44,6 +44,7 @@ from kvforge.protocol.messages import (
     CLIENT_REPLIES,
     WORKER_REPLIES,
     Done,
+    FindPrefix,
     GetStats,
     Goodbye,
     Hello,
@@ -284,6 +285,23 @@ def test_what_the_last_effect_of_a_turn_made_the_core_be_told_is_written_with_it
     records = list(read(memoryview(first.read_bytes()), 1, first.name))
     assert [type(entry.event) for found in records for entry in Reader().entries(found.payload)][-1] is ClientFull
     assert second.read_bytes() == b""
+
+
+def test_what_only_asks_is_answered_and_not_written(bench: Bench, tmp_path: Path) -> None:
+    """A gateway asks all of its replicas about every prompt."""
+    journal = bench.loop._journal = Journal(tmp_path, 1)
+    bench.clients.known.add(1)
+    for rid in (7, 8):
+        bench.clients.arrive(1, FindPrefix(rid=rid, prompt=np.arange(1000, dtype=np.int32)))
+    bench.turn()
+    assert rids(bench.clients.take(1)) == [7, 8]
+    bench.clients.arrive(1, GetStats(rid=9))
+    bench.turn()
+    journal.close()
+    (segment,) = segments(tmp_path).values()
+    records = list(read(memoryview(segment.read_bytes()), 1, segment.name))
+    events = [entry.event for found in records for entry in Reader().entries(found.payload)]
+    assert [type(event.message) for event in events if isinstance(event, FromClient)] == [GetStats]
 
 
 def test_a_reply_waits_behind_what_waits_even_if_it_could_be_sent(bench: Bench) -> None:

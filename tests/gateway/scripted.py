@@ -190,7 +190,7 @@ class Service:
         self.reason = ""
         self._streams = Streams(script, spoken)
 
-    def start(self, wanted: Wanted, bell: Bell) -> Generation:
+    def start(self, wanted: Wanted, bell: Bell, session: str = "") -> Generation:
         """See the original."""
         return Generation(cast(AsyncStreams, self._streams), wanted, bell)
 

@@ -20,6 +20,7 @@ from kvforge.protocol.messages import (
     CreateSequence,
     Drain,
     Explain,
+    FindPrefix,
     FinishAt,
     Fork,
     GetBlock,
@@ -47,6 +48,7 @@ from .validate import own_salt
 # What is not named here anybody may say.
 RIGHT_FOR: dict[type[Message], str] = {
     Submit: SUBMIT,
+    FindPrefix: SUBMIT,
     Cancel: SUBMIT,
     FinishAt: SUBMIT,
     PurgeFinished: SUBMIT,
@@ -89,11 +91,11 @@ class Guard:
         right = RIGHT_FOR.get(type(message))
         if right is not None and right not in access.rights and ADMIN not in access.rights:
             raise NotAllowed(right, f"{type(message).__name__} asks for it")
-        if isinstance(message, Submit | CreateSequence | RefBlock):
+        if isinstance(message, Submit | FindPrefix | CreateSequence | RefBlock):
             message = self._for_its_tenant(access, message)
         if access.sees:
             self._check_named(access.sees, message)
-            if isinstance(message, Submit | CreateSequence) and message.salt:
+            if isinstance(message, Submit | FindPrefix | CreateSequence) and message.salt:
                 # A hit would tell that somebody else had the same text, to whoever guesses the salt.
                 message = msgspec.structs.replace(message, salt=own_salt(access.sees, message.salt))
         if is_costly(message) and (access.requests_max or access.tokens_per_s):

@@ -51,6 +51,10 @@ class IdempotencyKeys:
             raise KeyReused(message.key, entry.request_id)
         return entry
 
+    def knows(self, tenant: str, key: str) -> bool:
+        """Whether the key stands for requests, whatever they ask for."""
+        return (tenant, key) in self._entries
+
     def add(self, tenant: str, message: Submit, request_id: int) -> IdempotencyKey:
         """The key now stands for `message.count` requests from `request_id` on."""
         entry = IdempotencyKey(tenant, message.key, _digest(message), request_id, message.count, message.count)

@@ -14,6 +14,7 @@ from kvforge.protocol.messages import (
     BlockInfo,
     Explanation,
     Health,
+    PrefixFound,
     RequestInfo,
     RequestList,
     SequenceInfo,
@@ -233,6 +234,20 @@ class AsyncClient:
         `device_bytes` of one is its device's memory in bytes by purpose (weights, pool, graphs, other).
         """
         return await self._calls.call(exchanges.health(), timeout_s)
+
+    async def find_prefix(
+        self,
+        prompt: Sequence[int] | np.ndarray[Any, Any],
+        *,
+        tenant: str = "default",
+        salt: str = "",
+        key: str = "",
+        timeout_s: float | None = None,
+    ) -> PrefixFound:
+        """What a request with this prompt would find cached now, and how much work is before it: for whoever chooses
+        between coordinators. Changes nothing. key: whether the requests of this key are there. Raises InvalidRequest.
+        """
+        return await self._calls.call(exchanges.find_prefix(prompt, tenant, salt, key), timeout_s)
 
     async def tables(self, *, timeout_s: float | None = None) -> Tables:
         """The shared tables of the coordinator that this client is connected to: to be read without a message.

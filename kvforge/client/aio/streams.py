@@ -175,6 +175,11 @@ class AsyncStreams:
         self.calls.link.wakers.add(self._flush)
 
     @property
+    def connected(self) -> bool:
+        """Whether there is a connection now; else what is submitted waits for one."""
+        return self.calls.session.welcome is not None
+
+    @property
     def came_at(self) -> float:
         """When the message was received of which streams are told now, on time.monotonic: the same for all of them."""
         return self.calls.link.came_at

@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import csv
+import json
+from pathlib import Path
 
 import pytest
 
 from kvforge import AsyncClient, AsyncRequest, Sampling
 from kvforge.protocol.errors import InvalidRequest, Unavailable
+from kvforge.routing import POLICIES, PREFIX
+from loadtest.command.main import main
 from loadtest.fleet.fleet import Fleet
 
 GREEDY = Sampling(temperature=0.0)
@@ -57,3 +62,26 @@ def test_a_fleet_that_cannot_start_says_why() -> None:
         Fleet(workers=0)
     with pytest.raises(InvalidRequest, match="--config: has a section 'journal'"):
         Fleet(coordinator_settings={"journal": {}})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_several_replicas_are_chosen_from(policy: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All requests begin alike, and come one by one: who is asked finds where they are held, who takes turns does not
+    before it has been everywhere."""
+    monkeypatch.setattr("loadtest.report.folder.pictures", lambda found: [])
+    command = ["--no-model", "h200-8b", "--time-scale", "0", "--blocks", "512", "--replicas", "3", "--policy", policy]
+    command += ["--closed", "1", "--requests", "9", "--prefix", "64", "--input", "20", "--output", "4"]
+    main([*command, "--quiet", "--no-proof", "--out", str(tmp_path)])
+    found = json.loads((tmp_path / "result.json").read_text())
+    assert found["all"]["requests"]["finished"] == 9
+    assert found["model"]["replicas"] == 3 and found["model"]["policy"] == policy
+    missed = sum(not int(row["cached_tokens"]) for row in csv.DictReader((tmp_path / "requests.csv").open()))
+    assert missed == (1 if policy == PREFIX else 3)
+
+
+@pytest.mark.parametrize(
+    "options", [["--replicas", "2", "--rate", "1"], ["--no-model", "--replicas", "2", "--kill", "worker:1s"]]
+)
+def test_replicas_are_of_fleets_that_nobody_kills(options: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(options.split()) == 2
+    assert "--replicas" in capsys.readouterr().err

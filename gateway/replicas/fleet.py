@@ -1,0 +1,112 @@
+"""The replicas together: what a client of one coordinator is for a gateway, for several.
+
+Nothing that it decides by outlives the answers that it asked for: a gateway that starts knows at its first request what
+one that has run for a year knows.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from gateway.config import Replica as Place
+from kvforge.client.options import RequestOptions
+from kvforge.protocol.messages import Health, Int32Array
+from kvforge.routing import Router, ask_and_choose
+
+from .replica import Replica
+from .stream import MovingStream
+from .work import Work
+
+
+class Fleet:
+    """answer_s: so long a replica has to answer what it holds; one that does not is left out until it is heard of.
+    lost_s: so long without an answer, its requests are computed elsewhere."""
+
+    def __init__(self, places: Mapping[str, Place], *, answer_s: float, lost_s: float) -> None:
+        self._answer_s = answer_s
+        self.replicas = [Replica(name, place, lost_s) for name, place in places.items()]
+        self._router = Router([replica.name for replica in self.replicas])
+        self._by_name = {replica.name: replica for replica in self.replicas}
+        self.news = asyncio.Event()
+
+    @property
+    def health(self) -> Health | None:
+        """Of the first one that is ready: all that get requests serve the same model."""
+        return next((replica.health for replica in self.replicas if replica.ready), None)
+
+    @property
+    def reason(self) -> str:
+        """Why no request would be served now; "": one would."""
+        if any(map(self._serves, self.replicas)):
+            return ""
+        return "; ".join(f"{replica.name}: {self.why_not(replica)}" for replica in self.replicas)
+
+    def why_not(self, replica: Replica) -> str:
+        """Why it gets nothing; "": it does."""
+        if replica.reason:
+            return replica.reason
+        if not replica.ready:
+            return "its connection was lost"
+        return "" if self._serves(replica) else "it serves another model than the first that is ready"
+
+    def told(self) -> dict[str, Any]:
+        """For /health: each of them."""
+        return {
+            replica.name: {"ready": not (reason := self.why_not(replica)), "reason": reason}
+            for replica in self.replicas
+        }
+
+    async def watch(self) -> None:
+        """Looks after all of them until it is cancelled."""
+        async with asyncio.TaskGroup() as group:
+            for replica in self.replicas:
+                group.create_task(replica.watch(self.news.set))
+
+    def of(self, session: str) -> Session:
+        """Where the requests of a session are submitted. "": they have nothing to do with each other."""
+        return Session(self, session)
+
+    def samples(
+        self,
+        prompt: Int32Array,
+        count: int,
+        options: RequestOptions,
+        changed: Callable[[], None],
+        session: str = "",
+    ) -> tuple[MovingStream, ...]:
+        """As `AsyncStreams.samples`. session: what goes together."""
+        return Work(self, prompt, count, options, changed, session).streams
+
+    async def choose(
+        self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
+    ) -> Replica | None:
+        """See `Replicas`."""
+        able = [replica for replica in self.replicas if self._serves(replica) and replica.name not in without]
+        clients = {replica.name: replica.client for replica in able}
+        chosen = await ask_and_choose(self._router, clients, prompt, options, answer_s=self._answer_s, session=session)
+        for name in chosen.silent:
+            self._by_name[name].silent()
+        return self._by_name[chosen.name] if chosen.name is not None else None
+
+    def _serves(self, replica: Replica) -> bool:
+        """Whether it is ready, with the model of the first that is."""
+        if not replica.ready or replica.health is None or replica.health.model is None:
+            return False
+        first = self.health
+        assert first is not None, "one is ready"
+        return first.model is not None and first.model.fingerprint == replica.health.model.fingerprint
+
+
+class Session:
+    """The replicas, for requests that belong together."""
+
+    def __init__(self, fleet: Fleet, name: str) -> None:
+        self._fleet, self._name = fleet, name
+
+    def samples(
+        self, prompt: Int32Array, count: int, options: RequestOptions, changed: Callable[[], None]
+    ) -> tuple[MovingStream, ...]:
+        """As `AsyncStreams.samples`."""
+        return self._fleet.samples(prompt, count, options, changed, self._name)

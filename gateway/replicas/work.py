@@ -1,0 +1,203 @@
+"""One Submit, wherever it runs: placed, watched, and placed again where its replica is lost or hands it back.
+
+The gateway fixes the seed before the first submission: of a request with a key it follows from that, so that another
+gateway, or this one after a restart, submits the same; of one without it is drawn. So whoever computes it draws the
+same tokens.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import secrets
+from collections.abc import Callable
+from dataclasses import replace
+from time import monotonic
+from typing import Protocol
+
+from kvforge import Sampling
+from kvforge.client.aio import AsyncStream
+from kvforge.client.options import RequestOptions
+from kvforge.protocol.errors import (
+    CapacityExceeded,
+    CoordinatorUnavailable,
+    Draining,
+    InternalError,
+    KvforgeError,
+    NotReady,
+    QueueFull,
+    RequestNotFound,
+    StateLost,
+)
+from kvforge.protocol.messages import Int32Array
+from kvforge.routing import seed_of
+
+from .replica import Replica
+from .stream import MovingStream
+
+# The replica is gone, or gives the request back: it is computed elsewhere.
+LOST = (CoordinatorUnavailable, Draining, NotReady, RequestNotFound, StateLost)
+# Refused at the door: another one may have room.
+FULL = (*LOST, CapacityExceeded, QueueFull)
+MOVES_MAX = 16
+WAIT_S, AGAIN_S = 30.0, 0.1
+
+
+class Replicas(Protocol):
+    """Whoever chooses."""
+
+    async def choose(
+        self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
+    ) -> Replica | None:
+        """The replica that gets it, to be used before anything else is waited for; None: there is none."""
+
+    @property
+    def reason(self) -> str:
+        """Why there is none."""
+
+
+class Work:
+    """The requests of one Submit. changed: is called when there is news of any of them, never from within a call."""
+
+    def __init__(
+        self,
+        replicas: Replicas,
+        prompt: Int32Array,
+        count: int,
+        options: RequestOptions,
+        changed: Callable[[], None],
+        session: str,
+    ) -> None:
+        self._replicas, self._prompt, self._session = replicas, prompt, session
+        self._options, self._changed = seeded(options), changed
+        self.streams = tuple(MovingStream(self._given_up) for _ in range(count))
+        self._at: Replica | None = None
+        self._moves = 0
+        self._tried: frozenset[str] = frozenset()
+        self._refused: KvforgeError | None = None  # what it was refused with first
+        self._looking: asyncio.Handle | None = None
+        self._placing: asyncio.Task[None] | None = None
+        self._place(frozenset())
+
+    def evicted(self, reason: str) -> None:
+        """See `Guest`."""
+        self._move(CoordinatorUnavailable(f"the replica does not answer: {reason}"))
+
+    # --------------------------------------------------------------------------------------------------------- placing
+
+    def _place(self, without: frozenset[str]) -> None:
+        if self._placing is None:
+            self._placing = asyncio.ensure_future(self._placed(without))
+
+    async def _placed(self, without: frozenset[str]) -> None:
+        """Submits it somewhere. Where it ran already, it is worth waiting until there is somebody."""
+        deadline = monotonic() + (WAIT_S if self._accepted else 0.0)
+        try:
+            while not await self._try(without):
+                if monotonic() >= deadline:
+                    raise self._refused or NotReady(f"no replica serves: {self._replicas.reason}")
+                await asyncio.sleep(AGAIN_S)
+                without = frozenset()
+        except KvforgeError as failure:
+            self._placing = None
+            self._fail(failure)
+        except Exception as failure:  # noqa: BLE001 - else whoever waits would wait for ever
+            self._placing = None
+            self._fail(InternalError(f"the gateway could not place the request: {failure!r}"))
+
+    async def _try(self, without: frozenset[str]) -> bool:
+        replica = await self._replicas.choose(self._prompt, self._options, self._session, without)
+        if replica is None:
+            return False
+        self._placing = None
+        if not any(stream.wanted and not stream.done for stream in self.streams) and not self._options.kept:
+            return True
+        inner = replica.streams.samples(self._prompt, len(self.streams), self._options, self._look_soon)
+        self._at = replica
+        replica.guests[self] = None
+        for stream, own in zip(self.streams, inner, strict=True):
+            self._give(stream, own)
+        self._drop_if_over()
+        return True
+
+    def _give(self, stream: MovingStream, own: AsyncStream) -> None:
+        if stream.wanted and not stream.done:
+            stream.follow(own)
+        elif self._options.kept:
+            own.leave()
+        else:
+            own.cancel()
+
+    # --------------------------------------------------------------------------------------------------------- reading
+
+    def _look_soon(self) -> None:
+        """Once for all that came together."""
+        if self._looking is None:
+            self._looking = asyncio.get_running_loop().call_soon(self._look)
+
+    def _look(self) -> None:
+        self._looking = None
+        news = False
+        for stream in self.streams:
+            news |= stream.look()
+        broken = next((error for stream in self.streams if (error := stream.broken) is not None), None)
+        if broken is not None:
+            if isinstance(broken, LOST if self._accepted else FULL):
+                self._move(broken)
+            else:
+                for stream in self.streams:
+                    if (error := stream.broken) is not None:
+                        stream.fail(error)
+                news = True
+        self._drop_if_over()
+        if news:
+            self._changed()
+
+    def _move(self, error: KvforgeError) -> None:
+        """It leaves its replica."""
+        if (at := self._at) is None or self._placing is not None:
+            return
+        at.guests.pop(self, None)
+        self._at = None
+        for stream in self.streams:
+            stream.part(kept=self._options.kept)
+        self._moves += 1
+        if self._moves > MOVES_MAX:
+            self._fail(error)
+        elif self._accepted:
+            self._place(frozenset({at.name}))
+        else:
+            self._refused = self._refused or error
+            self._tried |= {at.name}
+            self._place(self._tried)
+
+    def _fail(self, error: KvforgeError) -> None:
+        for stream in self.streams:
+            stream.fail(error)
+        self._drop_if_over()
+        self._changed()
+
+    @property
+    def _accepted(self) -> bool:
+        return any(stream.accepted for stream in self.streams)
+
+    # ------------------------------------------------------------------------------------------------------------ ends
+
+    def _given_up(self) -> None:
+        if not any(stream.wanted for stream in self.streams) and self._placing is not None and not self._options.kept:
+            self._placing.cancel()
+            self._placing = None
+        self._drop_if_over()
+
+    def _drop_if_over(self) -> None:
+        if self._at is not None and all(stream.done or not stream.wanted for stream in self.streams):
+            self._at.guests.pop(self, None)
+            self._at = None
+
+
+def seeded(options: RequestOptions) -> RequestOptions:
+    """The same with a seed that any replica is told."""
+    sampling = options.sampling if options.sampling is not None else Sampling()
+    if sampling.seed is not None:
+        return options
+    seed = seed_of(options.tenant, options.key) if options.key else secrets.randbits(64)
+    return replace(options, sampling=replace(sampling, seed=seed))

@@ -1,0 +1,214 @@
+"""A gateway over real replicas of a tiny model: who gets what, and what is noticed when one dies."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import select
+import signal
+import time
+import urllib.error
+import urllib.request
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+
+from kvforge import Client
+from kvforge.routing import seed_of
+from tests.chaos import tokenizer
+from tests.gateway.served import Gateway
+from tests.integration.cluster import Cluster
+
+NAMES = ("a", "b", "c")
+DEADLINE_S = 60.0
+LONG = 300
+
+
+class Replicas:
+    """Three of them, and a gateway."""
+
+    def __init__(self, stack: ExitStack, folder: Path) -> None:
+        self.clusters = {name: stack.enter_context(Cluster(blocks=512)) for name in NAMES}
+        self.clients: dict[str, Client] = {}
+        for name, cluster in self.clusters.items():
+            tokenizer.write(cluster.model)
+            cluster.start_coordinator()
+            cluster.start_worker("w0")
+            self.clients[name] = cluster.client()
+        for client in self.clients.values():
+            client.wait_ready(DEADLINE_S)
+        places = "".join(f'[replicas.{n}]\nruntime_dir = "{c.runtime}"\n' for n, c in self.clusters.items())
+        runtime = self.clusters["a"].runtime
+        self.gateway = stack.enter_context(Gateway(runtime, folder, f'names = ["tiny"]\nfailover_s = 1.0\n{places}'))
+        self.wait(lambda: all(one["ready"] for one in self.health()["replicas"].values()))
+
+    def health(self) -> dict[str, Any]:
+        try:
+            with urllib.request.urlopen(f"{self.gateway.url}/health", timeout=5) as answer:  # noqa: S310 - ours
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            return dict(json.load(error))
+
+    def wait(self, wanted: Callable[[], bool]) -> None:
+        deadline = time.monotonic() + DEADLINE_S
+        while not wanted():
+            assert time.monotonic() < deadline, self.health()
+            select.select([], [], [], 0.05)
+
+    def ready(self, name: str) -> bool:
+        return bool(self.health()["replicas"][name]["ready"])
+
+    def accepted(self) -> dict[str, int]:
+        return {name: client.stats().requests.accepted_total for name, client in self.clients.items()}
+
+    def ask(self, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> dict[str, Any]:
+        url = f"{self.gateway.url}/v1/completions"
+        answer = httpx.post(url, json=body(prompt, **fields), headers=headers, timeout=60)
+        assert answer.status_code == 200, answer.text
+        return dict(answer.json())
+
+    def tokens(self, prompt: list[int], headers: dict[str, str] | None = None, **fields: Any) -> list[int]:
+        """Of an answer that nobody disturbs."""
+        return list(self.ask(prompt, headers, **fields)["choices"][0]["token_ids"])
+
+
+def body(prompt: list[int], **fields: Any) -> dict[str, Any]:
+    fixed = {"temperature": 0.8, "seed": 7, "max_tokens": 8, "ignore_eos": True, "return_token_ids": True}
+    return {"prompt": prompt, **fixed, **fields}
+
+
+@pytest.fixture
+def served(tmp_path: Path) -> Iterator[Replicas]:
+    with ExitStack() as stack:
+        yield Replicas(stack, tmp_path)
+
+
+def prompt_of(number: int, length: int = 40) -> list[int]:
+    return [3 + (7 * number + at * (1 + number % 5)) % 250 for at in range(length)]
+
+
+async def streamed(url: str, asked: dict[str, Any], headers: dict[str, str]) -> AsyncIterator[list[int]]:
+    """The tokens of an answer as they come."""
+    async with (
+        httpx.AsyncClient(timeout=DEADLINE_S) as http,
+        http.stream("POST", f"{url}/v1/completions", json={**asked, "stream": True}, headers=headers) as stream,
+    ):
+        assert stream.status_code == 200, await stream.aread()
+        async for line in stream.aiter_lines():
+            if line.startswith("data: {"):
+                said = json.loads(line[6:])
+                assert "error" not in said, said
+                for choice in said["choices"]:
+                    yield choice.get("token_ids") or []
+
+
+async def under_load(
+    served: Replicas, asked: list[tuple[dict[str, Any], dict[str, str]]], misfortune: Callable[[], None], after: int
+) -> list[list[int]]:
+    """The answers, where something happens when so many of their tokens have come."""
+    came = 0
+    struck = False
+
+    async def one(each: dict[str, Any], headers: dict[str, str]) -> list[int]:
+        nonlocal came, struck
+        tokens: list[int] = []
+        async for more in streamed(served.gateway.url, each, headers):
+            tokens += more
+            came += len(more)
+            if came >= after and not struck:
+                struck = True
+                misfortune()
+        return tokens
+
+    answers = await asyncio.gather(*(one(*each) for each in asked))
+    assert struck
+    return list(answers)
+
+
+def test_a_prompt_goes_where_it_is_held_and_others_are_spread(served: Replicas) -> None:
+    shared = prompt_of(1, 400)
+    first = served.ask(shared)
+    assert first["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
+    home = [name for name, count in served.accepted().items() if count]
+    assert len(home) == 1
+    for at in range(4):
+        again = served.ask([*shared, *prompt_of(50 + at, 16)])
+        assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 384
+    assert [name for name, count in served.accepted().items() if count] == home
+    for at in range(6):
+        served.ask(prompt_of(2 + at, 64))
+    assert all(served.accepted().values())
+
+
+@pytest.mark.parametrize("how", ["killed", "hung", "drained"])
+def test_a_replica_that_is_lost_under_load_loses_nothing_and_changes_no_token(served: Replicas, how: str) -> None:
+    asked: list[tuple[dict[str, Any], dict[str, str]]] = []
+    for at in range(12):
+        fields: dict[str, Any] = {"seed": at, "max_tokens": LONG}
+        headers = {"idempotency-key": f"k{at}"} if at % 2 else {}
+        if at % 4 == 1:
+            fields["seed"] = None  # follows from the key
+        asked.append((body(prompt_of(at), **fields), headers))
+    victim = served.clusters["a"]
+
+    running: list[int] = []
+
+    def misfortune() -> None:
+        running.append(served.clients["a"].stats().requests.running)
+        if how == "killed":
+            victim.kill("coordinator")
+            victim.kill("w0")
+        elif how == "hung":
+            victim.signal("coordinator", signal.SIGSTOP)
+        else:
+            served.clients["a"].drain(deadline_s=0.001)
+
+    answers = asyncio.run(under_load(served, asked, misfortune, 400))
+    assert running[0] > 0, "nobody was there to be disturbed"
+    if how == "hung":
+        served.wait(lambda: not served.ready("a"))
+        victim.signal("coordinator", signal.SIGCONT)
+        served.wait(lambda: served.ready("a"))
+    else:
+        assert not served.ready("a") and served.ready("b") and served.health()["ready"]
+    for at, (each, _) in enumerate(asked):
+        seed = each["seed"] if each["seed"] is not None else seed_of("default", f"k{at}")
+        expected = served.tokens(each["prompt"], max_tokens=LONG, seed=seed)
+        assert answers[at] == expected, f"answer {at}"
+
+
+def test_a_gateway_that_was_killed_finds_the_request_again(served: Replicas) -> None:
+    prompt, headers = prompt_of(3), {"idempotency-key": "again"}
+    asked = {**body(prompt, max_tokens=LONG, seed=None), "stream": True}
+    got: list[int] = []
+    with httpx.stream("POST", f"{served.gateway.url}/v1/completions", json=asked, headers=headers) as stream:
+        try:
+            for line in stream.iter_lines():
+                if line.startswith("data: {"):
+                    got += json.loads(line[6:])["choices"][0].get("token_ids") or []
+                    if len(got) >= 20:
+                        served.gateway.kill()
+        except httpx.RemoteProtocolError:
+            pass
+    served.gateway.start(served.gateway.port)
+    before = served.accepted()
+    again = served.tokens(prompt, headers, max_tokens=LONG, seed=None)
+    assert served.accepted() == before, "it is the same request, where it is"
+    assert again[: len(got)] == got and len(again) == LONG
+
+
+def test_nothing_is_said_to_be_served_where_nobody_serves(served: Replicas) -> None:
+    for cluster in served.clusters.values():
+        cluster.kill("coordinator")
+    served.wait(lambda: not served.health()["ready"])
+    for path in ("/v1/models", "/health"):
+        assert httpx.get(f"{served.gateway.url}{path}").status_code == 503
+    answer = httpx.post(f"{served.gateway.url}/v1/completions", json=body(prompt_of(1)))
+    assert answer.status_code == 503
+    served.clusters["b"].start_coordinator()
+    served.wait(lambda: served.ready("b"))
+    assert served.tokens(prompt_of(1))
