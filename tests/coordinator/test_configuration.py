@@ -233,6 +233,7 @@ def test_no_module_of_the_core_imports_the_outside_world(path: Path) -> None:
         "dataclasses",
         "hashlib",
         "heapq",
+        "itertools",
         "math",
         "typing",
         "msgspec",

@@ -75,13 +75,20 @@ def test_several_replicas_are_chosen_from(policy: str, tmp_path: Path, monkeypat
     found = json.loads((tmp_path / "result.json").read_text())
     assert found["all"]["requests"]["finished"] == 9
     assert found["model"]["replicas"] == 3 and found["model"]["policy"] == policy
-    missed = sum(not int(row["cached_tokens"]) for row in csv.DictReader((tmp_path / "requests.csv").open()))
+    rows = csv.DictReader((tmp_path / "requests.csv").read_text().splitlines())
+    missed = sum(not int(row["cached_tokens"]) for row in rows)
     assert missed == (1 if policy == PREFIX else 3)
 
 
 @pytest.mark.parametrize(
-    "options", [["--replicas", "2", "--rate", "1"], ["--no-model", "--replicas", "2", "--kill", "worker:1s"]]
+    ("options", "why"),
+    [
+        (["--replicas", "2", "--rate", "1"], "replicas: is for --no-model"),
+        (["--no-model", "--replicas", "2", "--kill", "worker:1s"], "kill: is for one coordinator"),
+    ],
 )
-def test_replicas_are_of_fleets_that_nobody_kills(options: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(options.split()) == 2
-    assert "--replicas" in capsys.readouterr().err
+def test_replicas_are_of_fleets_that_nobody_kills(
+    options: list[str], why: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(options) == 2
+    assert why in capsys.readouterr().err

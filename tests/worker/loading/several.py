@@ -1,6 +1,6 @@
 """One of several ranks, as a process: loads each of some models with the others, and tells what it says.
 
-    python -m tests.worker.loading.several RANK COUNT MEETING DTYPE WEIGHT_DTYPE FOLDER ...
+    python -m tests.worker.loading.several RANK COUNT MEETING ASKED DTYPE/WEIGHT_DTYPE/FOLDER ...
 
 Prints one line of JSON for each model: what it said, or the error.
 """
@@ -26,7 +26,7 @@ ASKED = 3
 WAIT_S = 240
 
 
-def say(folder: Path, dtype: str, weight_dtype: str, ranks: Ranks | None) -> dict[str, Any]:
+def say(folder: Path, dtype: str, weight_dtype: str, ranks: Ranks | None = None, asked: int = ASKED) -> dict[str, Any]:
     """What a model answers to some prompts: tokens, and the bits of their log-probabilities; and what it is."""
     device = open_device("cpu")
     try:
@@ -36,9 +36,9 @@ def say(folder: Path, dtype: str, weight_dtype: str, ranks: Ranks | None) -> dic
     alone = Alone(model)
     try:
         said = []
-        for number in range(ASKED):
+        for number in range(asked):
             prompt = [(7 * number + 3 * place) % 250 + 3 for place in range(20 + number)]
-            said.append(alone.say(Request(number, prompt, 12, 5, 0.8 if number == ASKED - 1 else 0.0)))
+            said.append(alone.say(Request(number, prompt, 12, 5, 0.8 if number == asked - 1 else 0.0)))
     finally:
         alone.close()
     held = sum(each.numel() for each in model.module.parameters())
@@ -53,13 +53,14 @@ def say(folder: Path, dtype: str, weight_dtype: str, ranks: Ranks | None) -> dic
 
 
 def several(
-    count: int, folders: list[Path], meeting: Path, dtype: str, weight_dtype: str
+    count: int, models: list[tuple[Path, str, str]], meeting: Path, asked: int = ASKED
 ) -> list[list[dict[str, Any]]]:
-    """Of each rank, what `say` returns of each model."""
+    """Of each rank, what `say` returns of each model. models: folder, dtype and weight_dtype."""
     command = [sys.executable, "-m", __name__]
+    named = [f"{dtype}/{weight_dtype}/{folder}" for folder, dtype, weight_dtype in models]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(count), str(meeting), dtype, weight_dtype, *map(str, folders)],
+            [*command, str(rank), str(count), str(meeting), str(asked), *named],
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -76,13 +77,14 @@ def several(
 
 
 def main() -> None:
-    rank, count, meeting, dtype, weight_dtype, *folders = sys.argv[1:]
+    rank, count, meeting, asked, *models = sys.argv[1:]
     torch.set_num_threads(1)
     ranks = Ranks(int(rank), int(count), open_device("cpu"))
     ranks.meet(Path(meeting))
     try:
-        for folder in folders:
-            print(json.dumps(say(Path(folder), dtype, weight_dtype, ranks)), flush=True)
+        for model in models:
+            dtype, weight_dtype, folder = model.split("/", 2)
+            print(json.dumps(say(Path(folder), dtype, weight_dtype, ranks, int(asked))), flush=True)
     finally:
         ranks.close()
 

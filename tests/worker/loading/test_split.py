@@ -62,16 +62,37 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 @pytest.fixture(scope="module")
 def of_two(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
-    """By kind, what each of two ranks says."""
-    told = several(2, list(folders.values()), tmp_path_factory.mktemp("meeting") / "here", "float32", "dtype")
-    return {kind: [rank[place] for rank in told] for place, kind in enumerate(folders)}
+    """By kind, what each of two ranks says. One pair of processes loads them all: starting them takes the longest."""
+    models = {kind: (folder, "float32", "dtype") for kind, folder in folders.items()}
+    models |= {name: (folder, "float32", "dtype") for name, folder in hopeless(folders, tmp_path_factory).items()}
+    models |= {"int8": (folders["qwen3"], "float32", "int8"), "bfloat16": (folders["qwen3"], "bfloat16", "dtype")}
+    told = several(2, list(models.values()), tmp_path_factory.mktemp("meeting") / "here")
+    return {kind: [rank[place] for rank in told] for place, kind in enumerate(models)}
+
+
+def hopeless(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """Models that two ranks cannot load."""
+    fields = {**BASE, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
+    odd_heads = tmp_path_factory.mktemp("odd_heads")
+    config = transformers.AutoConfig.for_model("llama", **fields)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(odd_heads)
+    fields = {**BASE, "n_embd": 64, "n_head": 4, "n_layer": 2}
+    unplanned = tmp_path_factory.mktemp("unplanned")
+    config = transformers.AutoConfig.for_model("gpt2", **fields)
+    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(unplanned)
+    broken = tmp_path_factory.mktemp("broken")
+    for file in folders["llama"].iterdir():
+        (broken / file.name).write_bytes(file.read_bytes())
+    config = broken / "config.json"
+    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
+    return {"odd_heads": odd_heads, "unplanned": unplanned, "broken": broken}
 
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_two_ranks_say_what_one_says(
     kind: str, folders: dict[str, Path], of_two: dict[str, list[dict[str, Any]]]
 ) -> None:
-    alone, (first, second) = say(folders[kind], "float32", "dtype", None), of_two[kind]
+    alone, (first, second) = say(folders[kind], "float32", "dtype"), of_two[kind]
     assert "error" not in first, first
     assert first["said"] == second["said"], "both draw the same tokens, with the same bits"
     assert [[token for token, _ in each] for each in first["said"]] == [
@@ -103,37 +124,25 @@ def load(folder: Path) -> Any:
     return transformers.AutoModelForCausalLM.from_pretrained(folder)
 
 
-def test_weights_in_int8_and_16_bits(folders: dict[str, Path], tmp_path: Path) -> None:
+@pytest.mark.parametrize("kind", ["int8", "bfloat16"])
+def test_weights_in_fewer_bits(kind: str, of_two: dict[str, list[dict[str, Any]]]) -> None:
     """The same weights in fewer bits: each rank quantises its part."""
-    for number, (dtype, weight_dtype) in enumerate((("float32", "int8"), ("bfloat16", "dtype"))):
-        told = several(2, [folders["qwen3"]], tmp_path / f"meeting{number}", dtype, weight_dtype)
-        first, second = (rank[0] for rank in told)
-        assert "error" not in first, first
-        assert first["said"] == second["said"]
+    first, second = of_two[kind]
+    assert "error" not in first, first
+    assert first["said"] == second["said"]
 
 
-def test_what_cannot_be_split_is_named(folders: dict[str, Path], tmp_path: Path) -> None:
-    fields = {**BASE, "num_attention_heads": 6, "num_key_value_heads": 3, "hidden_size": 96}
-    odd = tmp_path / "odd"
-    transformers.AutoModelForCausalLM.from_config(transformers.AutoConfig.for_model("llama", **fields)).save_pretrained(
-        odd
-    )
-    fields = {**BASE, "n_embd": 64, "n_head": 4, "n_layer": 2}
-    unplanned = tmp_path / "unplanned"
-    config = transformers.AutoConfig.for_model("gpt2", **fields)
-    transformers.AutoModelForCausalLM.from_config(config).save_pretrained(unplanned)
-    broken = tmp_path / "broken"
-    broken.mkdir()
-    for file in folders["llama"].iterdir():
-        (broken / file.name).write_bytes(file.read_bytes())
-    config = broken / "config.json"
-    config.write_text(config.read_text().replace('"num_hidden_layers": 2', '"num_hidden_layers": 3'))
-    told = several(2, [odd, unplanned, broken], tmp_path / "meeting", "float32", "dtype")
-    for rank in told:
-        errors = [each.get("error", "") for each in rank]
-        assert "k_proj has 3 K and V heads, which 2 ranks cannot divide: 3 could" in errors[0]
-        assert "no plan for splitting it" in errors[1]
-        assert "missing: model.layers.2" in errors[2]
+@pytest.mark.parametrize(
+    ("kind", "why"),
+    [
+        ("odd_heads", "k_proj has 3 K and V heads, which 2 ranks cannot divide: 3 could"),
+        ("unplanned", "no plan for splitting it"),
+        ("broken", "missing: model.layers.2"),
+    ],
+)
+def test_what_cannot_be_split_is_named(kind: str, why: str, of_two: dict[str, list[dict[str, Any]]]) -> None:
+    for rank in of_two[kind]:
+        assert why in rank.get("error", "")
 
 
 @pytest.mark.model
@@ -148,8 +157,8 @@ def test_a_real_model_of_three_ranks(smollm2_path: Path, tmp_path: Path) -> None
     config = module.config.to_dict()
     del config["quantization_config"], module
     (folder / "config.json").write_text(json.dumps(config, default=str))
-    alone = say(folder, "float32", "dtype", None)
-    told = several(3, [folder], tmp_path / "meeting", "float32", "dtype")
+    alone = say(folder, "float32", "dtype", asked=2)
+    told = several(3, [(folder, "float32", "dtype")], tmp_path / "meeting", asked=2)
     for rank in told:
         assert [[token for token, _ in each] for each in rank[0]["said"]] == [
             [token for token, _ in each] for each in alone["said"]
