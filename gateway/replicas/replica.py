@@ -6,7 +6,6 @@ import asyncio
 import logging
 from collections.abc import Callable
 from contextlib import suppress
-from time import monotonic
 from typing import Protocol
 
 from gateway.config import Replica as Place
@@ -77,7 +76,7 @@ class Replica:
             await self.client.close()
 
     async def _look(self) -> None:
-        began = monotonic()
+        began = asyncio.get_running_loop().time()
         try:
             health = await self.client.health()
             if self._streams is None:
@@ -85,7 +84,7 @@ class Replica:
         except KvforgeError as error:
             self._silent_since = began if self._silent_since is None else self._silent_since
             self._say(error.message)
-            if monotonic() - self._silent_since >= self._lost_s:
+            if asyncio.get_running_loop().time() - self._silent_since >= self._lost_s:
                 self._evict(error.message)
             return
         self.health, self._silent_since = health, None

@@ -11,7 +11,6 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from time import monotonic
 from typing import Protocol
 
 from kvforge import Sampling
@@ -84,16 +83,17 @@ class Work:
 
     # --------------------------------------------------------------------------------------------------------- placing
 
-    def _place(self, without: frozenset[str]) -> None:
+    def _place(self, without: frozenset[str], in_s: float = 0.0) -> None:
         if self._placing is None:
-            self._placing = asyncio.ensure_future(self._placed(without))
+            self._placing = asyncio.ensure_future(self._placed(without, in_s))
 
-    async def _placed(self, without: frozenset[str]) -> None:
+    async def _placed(self, without: frozenset[str], in_s: float) -> None:
         """Submits it somewhere. Where it ran already, it is worth waiting until there is somebody."""
-        deadline = monotonic() + (WAIT_S if self._accepted else 0.0)
+        await asyncio.sleep(in_s)
+        deadline = asyncio.get_running_loop().time() + (WAIT_S if self._accepted else 0.0)
         try:
             while not await self._try(without):
-                if monotonic() >= deadline:
+                if asyncio.get_running_loop().time() >= deadline:
                     raise self._refused or NotReady(f"no replica serves: {self._replicas.reason}")
                 await asyncio.sleep(AGAIN_S)
                 without = frozenset()
@@ -141,7 +141,7 @@ class Work:
             news |= stream.look()
         broken = next((error for stream in self.streams if (error := stream.broken) is not None), None)
         if broken is not None:
-            if isinstance(broken, LOST if self._accepted else FULL):
+            if isinstance(broken, FULL):
                 self._move(broken)
             else:
                 for stream in self.streams:
@@ -160,11 +160,14 @@ class Work:
         self._at = None
         for stream in self.streams:
             stream.part(kept=self._options.kept)
-        self._moves += 1
+        # What was accepted is not refused any more: where all queues are full it waits for a place, for as long as its
+        # reader does.
+        waits = self._accepted and isinstance(error, QueueFull)
+        self._moves += not waits
         if self._moves > MOVES_MAX:
             self._fail(error)
         elif self._accepted:
-            self._place(frozenset({at.name}))
+            self._place(frozenset({at.name}), AGAIN_S if waits else 0.0)
         else:
             self._refused = self._refused or error
             self._tried |= {at.name}
