@@ -11,11 +11,14 @@ from __future__ import annotations
 import argparse
 import faulthandler
 import json
+import logging
 import os
 import signal
 import sys
+import traceback
 from contextlib import closing
 from pathlib import Path
+from typing import NoReturn
 
 from kvforge.models.store import default_cache_dir
 from kvforge.protocol import logs
@@ -81,6 +84,17 @@ def _check(config: WorkerConfig, model: str) -> int:
     return OK
 
 
+def leave(status: int) -> NoReturn:
+    """Ends this process."""
+    ranks = sys.modules.get("worker.device.ranks")  # torch takes seconds to import
+    if ranks is not None and ranks.must_leave_at_once():
+        logging.shutdown()
+        sys.stdout.flush()
+        sys.stderr.flush()
+        os._exit(status)
+    sys.exit(status)
+
+
 # What may be over when this worker is started again: a device, or which other workers are connected.
 PASSING = WorkerError, InternalError, Conflict, CapacityExceeded
 
@@ -97,4 +111,9 @@ def _fail(error: KvforgeError) -> int:
 if __name__ == "__main__":
     # A coordinator that finds this worker hung asks for its stack before it kills it.
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
-    sys.exit(main())
+    try:
+        status = main()
+    except Exception:  # noqa: BLE001 - told as Python tells it
+        traceback.print_exc()
+        status = FAILED
+    leave(status)

@@ -51,7 +51,8 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: of batches of up to so many rows.
     ranks: processes that compute the model together, each with a part of it (tensor parallel); all have one name.
     rank: which of them this is, from 0 on. collectives: by what they exchange numbers: nccl (RCCL on AMD, where each
-    has a GPU of its own), gloo (through the host's memory), or (auto) nccl on GPUs.
+    has a GPU of its own), gloo (through the host's memory), or auto: on GPUs nccl, and where that gives the same bits
+    through each other's memory, which is faster.
     context_tokens_max: the longest sequence, prompt and answer; 0: what the model is said to have. More than that is
     possible only as far as its rotary embedding is scaled for it.
     seed: of random weights. log_level: debug, info, warning or error. log_format: text, or json: one document a line.

@@ -89,7 +89,10 @@ class Cluster:
         if self._ranks > 1:
             number = int(name[1:])
             called = f"w{number // self._ranks}"
-            extra += f'ranks = {self._ranks}\nrank = {number % self._ranks}\ncollectives = "gloo"\n'
+            extra += f"ranks = {self._ranks}\nrank = {number % self._ranks}\n"
+            # Each has a GPU of its own, if there are as many; else they share one.
+            several = self._device != "cpu" and self._ranks <= _gpus()
+            extra += f"device_index = {number % self._ranks}\n" if several else 'collectives = "gloo"\n'
         config.write_text(
             f'name = "{called}"\nruntime_dir = "{self.runtime}"\nmodel = "{self.model}"\n'
             f'load_format = "{load_format}"\n'
@@ -165,3 +168,10 @@ class Cluster:
         """Resident memory of a member."""
         statm = Path(f"/proc/{self.pid(name)}/statm").read_text(encoding="ascii")
         return int(statm.split()[1]) * os.sysconf("SC_PAGE_SIZE")
+
+
+def _gpus() -> int:
+    """How many there are. torch takes seconds to import: only who asks for GPUs pays."""
+    import torch
+
+    return torch.cuda.device_count()

@@ -11,12 +11,13 @@ import torch
 
 from worker.attention import KvLayer
 from worker.device.copies import copy_numbers
+from worker.device.exchange import Peers
 from worker.device.target import HEAD_CLASSES, Target
 from worker.kernels import HIDDEN_MAX
 from worker.sampling.kernels import PIECE, choose_tokens, feed_tokens
 from worker.sampling.sampler import COLUMNS, WORD_BITS
 
-from . import activation, norm, rotary
+from . import activation, exchange, norm, rotary
 from .aot import BF16, DTYPE_NAMES, F16, F32, FAR_BYTES, Configuration, numbers, once
 from .linear import OTHER_PARTS_MAX, choose_tiles, linear_parts
 from .project import HEAD_SIZES, project
@@ -37,6 +38,7 @@ BLOCKS = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() -
 HIDDEN = BLOCKS
 HEADS = tuple(size for head in HEAD_CLASSES for size in (head, head - 8))
 PARTS = (1, 2, 3, OTHER_PARTS_MAX)
+RANKS = (2, 4, 8)
 FAR = (False, True)  # whether a weight, K and V, or the logits take 2 GiB or more: nothing else does
 VOCABS = tuple(size for pieces in (1, 2, 4, 8, 16, 32, 64) for size in (PIECE * pieces, PIECE * pieces - 5))
 COPIED = (1, 16, 17)  # numbers
@@ -54,7 +56,10 @@ def _both(target: Target) -> tuple[Target, Target]:
 
 
 def project_configurations(target: Target) -> list[Configuration]:
-    made = (_project(*each) for each in product(_both(target), NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR))
+    inner = (4096, 128) if target.hopper else (4096,)  # of one step: less is asked ahead
+    made = (
+        _project(*each) for each in product(_both(target), NARROW, TOKENS, HEAD_SIZES, (False, True), FAR, FAR, inner)
+    )
     return once(each for each in made if each is not None)
 
 
@@ -76,6 +81,17 @@ def _many_parts(target: Target) -> Iterator[tuple[int, int]]:
         tiles = choose_tiles(1, narrowest, 128 * steps, target, divisible=True, gated=False)
         if tiles is not None and tiles.parts > OTHER_PARTS_MAX:
             yield hidden, tiles.parts
+
+
+def exchange_configurations(target: Target) -> list[Configuration]:
+    """Of two ranks in every dtype and size, of more in one. Other numbers of ranks are compiled where they meet."""
+    made = [(dtype, hidden, 2) for dtype, hidden in product(FLOATS, HIDDEN)]
+    made += [(BF16, 4096, ranks) for ranks in RANKS[1:]]
+    return once(_exchanged(target, *each) for each in made)
+
+
+def join_configurations(target: Target) -> list[Configuration]:
+    return once(_joined(target, *each) for each in product(RANKS, (64128, 1001)))
 
 
 def head_norm_configurations(target: Target) -> list[Configuration]:
@@ -144,9 +160,9 @@ def _product(
 
 
 def _project(
-    target: Target, dtype: torch.dtype, tokens: int, head_size: int, biased: bool, far: bool, far_cache: bool
+    target: Target, dtype: torch.dtype, tokens: int, head_size: int, biased: bool, far: bool, far_cache: bool, k: int
 ) -> Configuration | None:
-    k, heads, kv_heads = 4096, 4, 1
+    heads, kv_heads = 4, 1
     tiles = choose_tiles(tokens, 6 * head_size, k, target, divisible=False, gated=False)
     if tiles is None:
         return None
@@ -185,6 +201,27 @@ def _sum(target: Target, dtype: torch.dtype, hidden: int, added: torch.dtype, pa
         f"sum of {parts} {DTYPE_NAMES[added]}, norm {DTYPE_NAMES[dtype]} {hidden}",
         lambda: norm.add_norm(addend, residual, weight, 1e-5, target.chained, target.warp_size),
     )
+
+
+def _peers(ranks: int) -> Peers:
+    addresses, flags = numbers(ranks, dtype=torch.int64), numbers(ranks, dtype=torch.int64)
+    return Peers(0, ranks, addresses, flags, numbers(1, dtype=torch.int32))
+
+
+def _exchanged(target: Target, dtype: torch.dtype, hidden: int, ranks: int) -> Configuration:
+    residual, weight = numbers(1, hidden, dtype=dtype), numbers(hidden, dtype=dtype)
+    how = (target.chained, target.warp_size, target.multiprocessors)
+    return _configuration(
+        target,
+        f"exchange of {ranks} ranks, norm {DTYPE_NAMES[dtype]} {hidden}",
+        lambda: exchange.add_norm_of_ranks(_peers(ranks), residual, weight, 1e-5, *how),
+    )
+
+
+def _joined(target: Target, ranks: int, share: int) -> Configuration:
+    output = numbers(1, ranks * share, dtype=F32)
+    label = f"join of {ranks} ranks {share}"
+    return _configuration(target, label, lambda: exchange.join_of_ranks(_peers(ranks), output, target.multiprocessors))
 
 
 def _head_norm(target: Target, dtype: torch.dtype, head: int, heads: int) -> Configuration:

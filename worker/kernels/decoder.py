@@ -10,6 +10,7 @@ import torch
 
 from worker.attention import AttentionOptions, KvLayer, PagedAttention, PagedBatch
 from worker.attention.pool import KvPool
+from worker.device.exchange import ATTENTION, INNER, LOGITS
 from worker.device.ranks import Ranks
 
 from . import LayerOperations
@@ -97,9 +98,17 @@ class FusedDecoder:
             return logits
         if self.ranks is None or shares == 1:
             return ops.linear(normed, self.head.weight, self.head.bias, logits)
-        share = torch.empty((len(normed), len(self.head.weight)), dtype=torch.float32, device=normed.device)
-        gathered = self.ranks.gather(ops.linear(normed, self.head.weight, self.head.bias, share))
-        logits.view(len(normed), shares, -1).copy_(gathered.transpose(0, 1))
+        return self._joined(self.ranks, normed, logits)
+
+    def _joined(self, ranks: Ranks, normed: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
+        """The logits of all ranks' shares of the vocabulary, side by side."""
+        shape, head = (len(normed), len(self.head.weight)), self.head
+        place = ranks.shared.place(LOGITS, shape, torch.float32) if ranks.shared is not None else None
+        share = torch.empty(shape, dtype=torch.float32, device=normed.device) if place is None else place
+        self.operations.linear(normed, head.weight, head.bias, share)
+        if place is not None and ranks.shared is not None:
+            return ranks.shared.join(LOGITS, logits)
+        logits.view(len(normed), ranks.count, -1).copy_(ranks.gather(share).transpose(0, 1))
         return logits
 
     def _layers(
@@ -114,17 +123,28 @@ class FusedDecoder:
             cache = pool.layers[index]
             query = self.project(layer, normed, (cos, sin), cache, batch)
             attended = self.attention.attend(query, cache, batch, layer.options).flatten(1)
-            addend = self._of_all(ops.linear_parts(attended, layer.output.weight, layer.output.bias))
-            normed = ops.add_norm(addend, residual, layer.inner_norm, self.epsilon)
+            normed = self._add(ATTENTION, attended, layer.output, residual, layer.inner_norm)
             inner = ops.gated(normed, layer.gate_up.weight, layer.gate_up.bias)
-            addend = self._of_all(ops.linear_parts(inner, layer.down.weight, layer.down.bias))
-            normed = ops.add_norm(addend, residual, next_norm, self.epsilon)
+            normed = self._add(INNER, inner, layer.down, residual, next_norm)
         return normed
 
-    def _of_all(self, parts: torch.Tensor) -> torch.Tensor:
-        """The parts of a sum [parts, tokens, n], and behind them those of the other ranks, in their order: whoever adds
-        them up adds up all of them at once."""
-        return parts if self.ranks is None else self.ranks.gather(parts).flatten(0, 1)
+    def _add(
+        self, which: int, x: torch.Tensor, projection: Projection, residual: torch.Tensor, norm: torch.Tensor
+    ) -> torch.Tensor:
+        """The norm of residual + x weight^T [tokens, hidden], which residual then is.
+
+        Of several ranks, each one's product is one part of the sum. It is rounded, whatever computes it: so the bits
+        are those of any number of tokens. which: the place where ranks exchange it.
+        """
+        ops, ranks, weight, bias = self.operations, self.ranks, projection.weight, projection.bias
+        if ranks is None:
+            return ops.add_norm(ops.linear_parts(x, weight, bias), residual, norm, self.epsilon)
+        shape = (len(residual), residual.shape[1])
+        place = ranks.shared.place(which, shape, residual.dtype) if ranks.shared is not None else None
+        part = ops.linear(x, weight, bias, place)
+        if place is not None and ranks.shared is not None:
+            return ranks.shared.add_norm(which, residual, norm, self.epsilon)
+        return ops.add_norm(ranks.gather(part), residual, norm, self.epsilon)
 
     def project(
         self,

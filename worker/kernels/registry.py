@@ -39,7 +39,7 @@ class Serving:
     """What is going to serve, as far as kernels depend on it.
 
     shapes: of the layers' attention. dtype: of the model; kv_dtype: of the pool. fused: None where the layers run
-    through transformers. remembered_in: see `attention.selftest.self_test`.
+    through transformers. remembered_in: see `attention.selftest.self_test`. ranks: processes that compute it together.
     """
 
     device: Device
@@ -51,6 +51,7 @@ class Serving:
     vocab_size: int
     fused: FusedDecoder | None
     remembered_in: Path | None = None
+    ranks: int = 1
 
 
 @dataclass(frozen=True)
@@ -120,6 +121,13 @@ def _layers(serving: Serving) -> None:
         layer_test(serving.fused, serving.device)
 
 
+def _exchange(serving: Serving) -> None:
+    if serving.fused is not None and serving.ranks > 1 and serving.device.runs_kernels:
+        from .exchange_selftest import exchange_test
+
+        exchange_test(serving.fused, serving.device, serving.ranks)
+
+
 def _quantising(serving: Serving) -> None:
     if serving.fused is not None and "int8" in map(weight_kind, serving.fused.product_weights()):
         quantising_test(serving.device, serving.dtype)
@@ -148,6 +156,8 @@ KERNELS = (
     Kernel("worker.kernels.norm", "embed_norm_kernel", PlainOperations.embed, _layers, "embed"),
     Kernel("worker.kernels.norm", "add_norm_kernel", PlainOperations.add_norm, _layers, "sum"),
     Kernel("worker.kernels.norm", "head_norm_kernel", PlainOperations.head_norm, _layers, "head_norm"),
+    Kernel("worker.kernels.exchange", "add_norm_of_ranks_kernel", PlainOperations.add_norm, _exchange, "exchange"),
+    Kernel("worker.kernels.exchange", "join_of_ranks_kernel", torch.cat, _exchange, "join"),
     Kernel("worker.kernels.rotary", "rotary_kernel", PlainOperations.rotary, _layers, "rotary"),
     Kernel("worker.kernels.activation", "silu_mul_kernel", PlainOperations.gated, _layers, "silu"),
     Kernel("worker.kernels.linear", "linear_kernel", PlainOperations.linear, _layers, "linear"),

@@ -71,7 +71,8 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
     def summed(projection: Projection) -> _Product:
         def run(x: torch.Tensor) -> tuple[torch.Tensor, ...]:
             residual = torch.ones((len(x), hidden), dtype=table.dtype, device=table.device)
-            addend = ops.linear_parts(x, projection.weight, projection.bias)
+            weight, bias = projection.weight, projection.bias
+            addend = ops.linear_parts(x, weight, bias) if fused.ranks is None else ops.linear(x, weight, bias)[None]
             return ops.add_norm(addend, residual, layer.inner_norm, fused.epsilon), residual
 
         return run

@@ -104,7 +104,8 @@ def load_model(
     fused = fuse(module, bound_options(module), first, context.attention, ranks=ranks)
     vocab_size = int(module.get_input_embeddings().num_embeddings)
     checked = replace(fused, operations=operations) if fused is not None else None  # plain products until it is packed
-    check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked))
+    count = ranks.count if ranks is not None else 1
+    check_kernels(Serving(device, chosen, kinds, torch_dtype, stored, block_size, vocab_size, checked, ranks=count))
     del checked
     device.release_cached()
     architecture = type(module).__name__

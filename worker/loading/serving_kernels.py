@@ -30,6 +30,8 @@ def serving_kernels(model: LoadedModel) -> dict[str, str]:
         "sampling": _sampling(model),
         "determinism": model.info.determinism,
     }
+    if model.ranks is not None:
+        told["ranks"] = model.ranks.describe()
     return {what: kernel[:LENGTH_MAX] for what, kernel in told.items()}
 
 

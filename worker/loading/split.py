@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import re
 from contextlib import ExitStack
+from math import prod
 from typing import Any
 
 import torch
@@ -174,19 +175,20 @@ def _make_up(
 ) -> None:
     """Random weights, of which each rank has its part: one tensor after the other, whole only while it is cut."""
     std = float(getattr(config.get_text_config(decoder=True), "initializer_range", STD))
+    named = [(name, each) for name, each in module.named_parameters() if name not in tied]
+    shapes = {name: mine.whole.get(name, tuple(parameter.shape)) for name, parameter in named}
+    # One piece of memory for all of them: else the parts settle in the gaps between, and nothing fills those again.
+    room = torch.empty(max(prod(shape) for shape in shapes.values()), dtype=dtype, device=device.torch_device)
     with device.random_state():
-        for number, (name, parameter) in enumerate(list(module.named_parameters())):
-            if name in tied:
-                continue
-            shape = mine.whole.get(name, tuple(parameter.shape))
+        for number, (name, parameter) in enumerate(named):
             torch.manual_seed((seed << 20) + number)
-            if len(shape) > 1:
-                made = torch.empty(shape, dtype=dtype, device=device.torch_device).normal_(std=std)
+            made = room[: prod(shapes[name])].view(shapes[name])
+            if made.dim() > 1:
+                made.normal_(std=std)
             else:
-                fill = torch.zeros if name.endswith("bias") else torch.ones
-                made = fill(shape, dtype=dtype, device=device.torch_device)
-            part = mine.cut(name).of(made).clone()
-            _put(module, name, torch.nn.Parameter(part, requires_grad=False))
+                made.fill_(0.0 if name.endswith("bias") else 1.0)
+            part = torch.empty(parameter.shape, dtype=dtype, device=device.torch_device)
+            _put(module, name, torch.nn.Parameter(part.copy_(mine.cut(name).of(made)), requires_grad=False))
 
 
 # ----------------------------------------------------------------------------------------------------------- computing

@@ -20,6 +20,7 @@ from worker.config import FAST, WorkerConfig
 from worker.cores import Cores
 from worker.device.device import Device, open_device
 from worker.device.ranks import Ranks
+from worker.kernels.sharing import share_memory
 from worker.loading import Progress
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
@@ -70,6 +71,11 @@ class Engine:
         )
         self.device.release_cached()
         self._accounts.weights = weight_bytes(self.model)
+        if self.ranks is not None:
+            progress("sharing memory with the other ranks", 1.0)
+            rows_max = min(welcome.step_rows_max, welcome.slots_max)
+            with self.device.errors("sharing memory with the other ranks"):
+                share_memory(self.ranks, self.model.fused, self.device, welcome.step_tokens_max, rows_max)
         progress("making the KV pool", 1.0)
         blocks = pool_blocks(config, self.model, welcome, self._graph_rows)
         self.pool = KvPool(self.model.geometry, blocks, self.device)
@@ -120,10 +126,12 @@ class Engine:
         return self._accounts.report(self.pool)
 
     def close(self) -> None:
-        """Gives all memory but the weights' back. A device that is lost gives nothing."""
-        with contextlib.suppress(RuntimeError):
-            self.runner.close()
-            self.pool.close()
+        """Gives all memory but the weights' back. A device that is lost gives nothing; nor does that of one of several
+        ranks, which may be waiting for another one that has ended: the process's end does."""
+        if self.ranks is None or not self.ranks.capturable:
+            with contextlib.suppress(RuntimeError):
+                self.runner.close()
+                self.pool.close()
         if self.ranks is not None:
             self.ranks.close()
 

@@ -102,7 +102,7 @@ class DecodeGraphs:
         """Captures all, the largest first, for at most about `seconds`. What fails is told in the log, and left out."""
         deadline = time.monotonic() + seconds
         for size in reversed(self.sizes):
-            if time.monotonic() > deadline:
+            if not self._agreed(time.monotonic() <= deadline):
                 log.info(
                     "%d of %d decode graphs are left for later", len(self._sizes) - self.captured, len(self._sizes)
                 )
@@ -160,8 +160,22 @@ class DecodeGraphs:
         """The bucket, captured now if it was not. None where that fails: its size is then left out from now on."""
         if size in self._buckets:
             return self._buckets[size]
+        bucket = self._try_to_capture(size)
+        if self._agreed(bucket is not None):
+            assert bucket is not None
+            self._buckets[size] = bucket
+        elif size in self._sizes:
+            self._sizes.remove(size)  # another rank has none
+        return self._buckets.get(size)
+
+    def _agreed(self, mine: bool) -> bool:
+        """Whether all ranks say so: each runs the same graphs, or none of them would meet the others."""
+        ranks = self._model.ranks
+        return mine if ranks is None else ranks.agreed(mine)
+
+    def _try_to_capture(self, size: int) -> _Bucket | None:
         try:
-            self._buckets[size] = self._capture(size)
+            return self._capture(size)
         except Exception as error:  # noqa: BLE001 - models are foreign code, and some wait for the device
             # The driver's own lack of memory, for the graph itself, comes as another class.
             if isinstance(error, torch.OutOfMemoryError) or "out of memory" in str(error):
@@ -171,7 +185,7 @@ class DecodeGraphs:
             else:
                 log.warning("decodes run without graphs: capturing failed: %s: %s", type(error).__name__, error)
                 self._sizes.clear()
-        return self._buckets.get(size)
+        return None
 
     def _capture(self, size: int) -> _Bucket:
         model, state, device = self._model, self._state, self._model.device

@@ -16,6 +16,8 @@ import signal
 import socket as sockets
 import time
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
 from types import FrameType
@@ -191,7 +193,8 @@ class Worker:
                 return False
             working(f"loading {self.config.model}", LOADING_S_MAX)
             cores = replace(self._cores, others=self._place.others())  # others may have started meanwhile
-            self._engine = Engine(self.config, welcome, self._report_progress, cores, meeting)
+            with _ending_at_once() if meeting else nullcontext():
+                self._engine = Engine(self.config, welcome, self._report_progress, cores, meeting)
             if not self._engine.device.computes_on_cores:
                 self._place.close()
         elif self.config.ranks > 1:
@@ -445,6 +448,18 @@ class Worker:
         if self._stopping:
             raise InternalError("stopped by a second signal")
         self._stopping = True
+
+
+@contextmanager
+def _ending_at_once() -> Iterator[None]:
+    """A signal to stop ends the process: it may be waiting, in a library, for a rank that is stopped itself and will
+    not come. There is nothing yet that would be lost."""
+    kept = {number: signal.signal(number, signal.SIG_DFL) for number in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        yield
+    finally:
+        for number, handler in kept.items():
+            signal.signal(number, handler)
 
 
 def pool_local(step: Step, base: int) -> Step:

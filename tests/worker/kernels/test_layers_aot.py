@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from random import Random
+from typing import Any
 
 import pytest
 import torch
@@ -12,9 +13,12 @@ pytest.importorskip("triton")
 
 from worker.attention import KvLayer
 from worker.device.device import Device
+from worker.device.exchange import ATTENTION, LOGITS, PROGRAMS_MAX, Peers
 from worker.device.targets import TARGETS
 from worker.kernels import HEAD_SIZE_MAX, HIDDEN_MAX, fused
 from worker.kernels.aot import Configuration
+from worker.kernels.aot_layers import RANKS
+from worker.kernels.exchange import Shared
 from worker.kernels.fused import FusedOperations
 from worker.kernels.registry import KERNELS
 from worker.kernels.specialise import recorded
@@ -78,3 +82,20 @@ def operate(operations: FusedOperations, random: Random) -> None:
     gated = operations.gated(normed, made(2 * inner, hidden), bias(2 * inner))
     operations.add_norm(operations.linear_parts(gated, made(hidden, inner), bias(hidden)), residual, weight, 1e-5)
     operations.linear(normed, made(500, hidden), bias(500), torch.empty((tokens, 500)))
+    places: Any = _Places(random.choice(RANKS) if dtype == torch.bfloat16 and hidden == 4096 else 2)
+    shared = Shared(places, operations._target, operations.overlap)
+    shared.add_norm(ATTENTION, residual, weight, 1e-5)
+    shared.join(LOGITS, torch.empty((tokens, 2 * random.randint(1, 70000))))
+
+
+class _Places:
+    """An exchange's, on the default device."""
+
+    bytes = 0
+
+    def __init__(self, ranks: int) -> None:
+        self.ranks = ranks
+
+    def peers(self, which: int, polls_max: int) -> Peers:
+        addresses = torch.zeros(self.ranks, dtype=torch.int64)
+        return Peers(0, self.ranks, addresses, addresses, torch.zeros(PROGRAMS_MAX, dtype=torch.int32), polls_max)

@@ -182,7 +182,7 @@ def serving(
         attention = choose_attention(DEVICE, "triton")
         float16 = torch.float16
         fused = replace(fused, operations=FusedOperations(DEVICE))
-        return Serving(DEVICE, attention, shapes, float16, float16, 8, 5000, fused, tmp_path / "remembered")
+        return Serving(DEVICE, attention, shapes, float16, float16, 8, 5000, fused, tmp_path / "remembered", ranks=2)
 
     return make
 

@@ -1,8 +1,9 @@
 """One of several ranks, as a process: loads each of some models with the others, and tells what it says.
 
-    python -m tests.worker.loading.several RANK COUNT MEETING ASKED DTYPE/WEIGHT_DTYPE/FOLDER ...
+    python -m tests.worker.loading.several RANK COUNT MEETING ASKED DEVICE/COLLECTIVES/COMPANY MODEL ...
 
-Prints one line of JSON for each model: what it said, or the error.
+MODEL is DTYPE/WEIGHT_DTYPE/FOLDER. Prints one line of JSON for each: what it said, or the error. Of a folder without
+weights they are random. COMPANY: so many requests run in random company too, and each is compared with itself alone.
 """
 
 from __future__ import annotations
@@ -12,35 +13,65 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from random import Random
 from typing import Any
 
 import torch
 
 from kvforge.protocol.errors import KvforgeError
-from tests.worker.step.company import Alone, Request
-from worker.device.device import open_device
+from tests.worker.step.company import Alone, Company, Request, compare, draw
+from worker.device.device import Device, open_device
 from worker.device.ranks import Ranks
+from worker.kernels.sharing import share_memory
 from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
 
 ASKED = 3
+COMPANY_TOKENS, COMPANY_ROWS = 256, 24  # of a step
 WAIT_S = 240
 
 
-def say(folder: Path, dtype: str, weight_dtype: str, ranks: Ranks | None = None, asked: int = ASKED) -> dict[str, Any]:
+def say(
+    folder: Path,
+    dtype: str,
+    weight_dtype: str,
+    ranks: Ranks | None = None,
+    asked: int = ASKED,
+    device: Device | None = None,
+    company: int = 0,
+) -> dict[str, Any]:
     """What a model answers to some prompts: tokens, and the bits of their log-probabilities; and what it is."""
-    device = open_device("cpu")
+    device = open_device("cpu") if device is None else device
+    load_format = "auto" if any(folder.glob("*.safetensors")) else "dummy"
     try:
-        model = load_model(folder, dtype=dtype, weight_dtype=weight_dtype, device=device, block_size=16, ranks=ranks)
+        model = load_model(
+            folder,
+            load_format=load_format,
+            dtype=dtype,
+            weight_dtype=weight_dtype,
+            device=device,
+            block_size=16,
+            ranks=ranks,
+        )
     except KvforgeError as error:
         return {"error": str(error)}
-    alone = Alone(model)
+    unshared = "" if ranks is None else ranks.unshared
+    if ranks is not None:
+        share_memory(ranks, model.fused, device, COMPANY_TOKENS, COMPANY_ROWS)
+    exchanged = ranks.describe() if ranks is not None else ""
+    alone = Alone(model, 0 if device.computes_on_cores else 4)
+    differs = ""
     try:
         said = []
         for number in range(asked):
             prompt = [(7 * number + 3 * place) % 250 + 3 for place in range(20 + number)]
             said.append(alone.say(Request(number, prompt, 12, 5, 0.8 if number == asked - 1 else 0.0)))
+        if company:
+            differs = in_company(model, alone, company)
     finally:
         alone.close()
+        if ranks is not None:
+            ranks.shared, ranks.unshared = None, unshared  # those were of this model
     held = sum(each.numel() for each in model.module.parameters())
     return {
         "said": said,
@@ -49,18 +80,42 @@ def say(folder: Path, dtype: str, weight_dtype: str, ranks: Ranks | None = None,
         "fused": model.fused is not None,
         "kv_heads": model.geometry.layers[0].kv_heads,
         "numbers": held,
+        "company": differs,
+        "ranks": exchanged,
     }
 
 
+def in_company(model: LoadedModel, alone: Alone, count: int) -> str:
+    """The first difference between requests in random company and each of them alone; "": none. The ranks of one model
+    draw the same company: what is random of it depends on nothing that they compute."""
+    random = Random(1)
+    prefixes = [[random.randrange(model.vocab_size) for _ in range(random.randint(20, 120))] for _ in range(3)]
+    requests = [draw(random, number, prefixes, 700, model.vocab_size) for number in range(count)]
+    graph_rows_max = 0 if model.device.computes_on_cores else COMPANY_ROWS
+    company = Company(model, random, COMPANY_ROWS, COMPANY_TOKENS, graph_rows_max)
+    try:
+        requests += company.play(requests, forks=count // 4, deaths=1)
+        return compare(alone, requests)
+    finally:
+        company.close()
+
+
 def several(
-    count: int, models: list[tuple[Path, str, str]], meeting: Path, asked: int = ASKED
+    count: int,
+    models: list[tuple[Path, str, str]],
+    meeting: Path,
+    asked: int = ASKED,
+    device: str = "cpu",
+    collectives: str = "auto",
+    company: int = 0,
 ) -> list[list[dict[str, Any]]]:
-    """Of each rank, what `say` returns of each model. models: folder, dtype and weight_dtype."""
+    """Of each rank, what `say` returns of each model. models: folder, dtype and weight_dtype. device: "cuda": each rank
+    has a GPU of its own."""
     command = [sys.executable, "-m", __name__]
     named = [f"{dtype}/{weight_dtype}/{folder}" for folder, dtype, weight_dtype in models]
     ranks = [
         subprocess.Popen(
-            [*command, str(rank), str(count), str(meeting), str(asked), *named],
+            [*command, *map(str, (rank, count, meeting, asked)), f"{device}/{collectives}/{company}", *named],
             stdout=subprocess.PIPE,
             env={**os.environ, "OMP_NUM_THREADS": "1"},
         )
@@ -77,14 +132,17 @@ def several(
 
 
 def main() -> None:
-    rank, count, meeting, asked, *models = sys.argv[1:]
+    rank, count, meeting, asked, how, *models = sys.argv[1:]
+    kind, collectives, company = how.split("/")
     torch.set_num_threads(1)
-    ranks = Ranks(int(rank), int(count), open_device("cpu"))
+    device = open_device(kind, 0 if kind == "cpu" else int(rank))
+    ranks = Ranks(int(rank), int(count), device, collectives)
     ranks.meet(Path(meeting))
     try:
         for model in models:
             dtype, weight_dtype, folder = model.split("/", 2)
-            print(json.dumps(say(Path(folder), dtype, weight_dtype, ranks, int(asked))), flush=True)
+            told = say(Path(folder), dtype, weight_dtype, ranks, int(asked), device, int(company))
+            print(json.dumps(told), flush=True)
     finally:
         ranks.close()
 

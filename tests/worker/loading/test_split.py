@@ -41,6 +41,7 @@ MODELS: dict[str, dict[str, Any]] = {
     "odd": {"vocab_size": 255},  # a head that two cannot divide
 }
 FUSED = ("llama", "qwen2", "qwen3", "odd")
+ON_GPUS = ("llama", "qwen2", "phi3", "mixtral", "odd")  # what a GPU does otherwise than a CPU: each way to exchange
 
 
 @pytest.fixture(scope="module")
@@ -101,6 +102,30 @@ def test_two_ranks_say_what_one_says(
     assert first["fused"] == second["fused"] == alone["fused"] == (kind in FUSED)
     assert first["determinism"] == alone["determinism"]
     assert first["fingerprint"] == second["fingerprint"] != alone["fingerprint"]
+
+
+@pytest.fixture(scope="module")
+def of_two_gpus(folders: dict[str, Path], tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[dict[str, Any]]]:
+    models = [(folders[kind], "float32", "dtype") for kind in ON_GPUS]
+    told = several(2, models, tmp_path_factory.mktemp("meeting") / "gpus", device="cuda")
+    return {kind: [rank[place] for rank in told] for place, kind in enumerate(ON_GPUS)}
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+@pytest.mark.parametrize("kind", ON_GPUS)
+def test_two_gpus_say_what_one_says(
+    kind: str, folders: dict[str, Path], of_two_gpus: dict[str, list[dict[str, Any]]]
+) -> None:
+    """The fused through each other's memory, those that transformers runs by the library."""
+    alone, (first, second) = say(folders[kind], "float32", "dtype", device=open_device("cuda")), of_two_gpus[kind]
+    assert "error" not in first, first
+    assert first["said"] == second["said"], "both draw the same tokens, with the same bits"
+    assert [[token for token, _ in each] for each in first["said"]] == [
+        [token for token, _ in each] for each in alone["said"]
+    ]
+    assert first["fused"] == second["fused"] == alone["fused"] == (kind in FUSED)
+    assert ("each other's memory" in first["ranks"]) == (kind in FUSED), first["ranks"]
 
 
 @pytest.mark.parametrize("kind", ["llama", "mixtral"])

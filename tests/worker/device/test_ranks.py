@@ -1,0 +1,98 @@
+"""The end of a process that computes with others: it waits for none of them."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from worker.device.device import open_device
+from worker.device.ranks import Ranks
+from worker.step.loop import _ending_at_once
+
+END_S = 60
+MET = """
+import atexit, logging, sys, time
+import torch.distributed as dist
+from pathlib import Path
+from worker.__main__ import leave
+from worker.device.device import open_device
+from worker.device.ranks import Ranks
+ranks = Ranks(0, 1, open_device("cpu"))
+ranks.meet(Path(sys.argv[1]))
+ranks._backend = sys.argv[2]  # nccl: as on a GPU
+ranks.close()
+atexit.register(lambda: (print("farewell"), time.sleep(0)))
+print("closed", flush=True)
+leave(7)
+"""
+
+
+@pytest.mark.parametrize(("backend", "said"), [("nccl", ["closed"]), ("gloo", ["closed", "farewell"])])
+def test_ranks_on_gpus_leave_without_farewell(backend: str, said: list[str], tmp_path: Path) -> None:
+    """What is registered for the end may wait for the others; the status is told all the same."""
+    place = tmp_path / "meeting"
+    ended = subprocess.run(
+        [sys.executable, "-c", MET, str(place), backend], capture_output=True, text=True, timeout=END_S, check=False
+    )
+    assert ended.returncode == 7, ended.stderr
+    assert ended.stdout.split() == said
+    assert not place.exists(), "rank 0 leaves nothing where they met"
+
+
+def test_memory_is_handed_over_where_all_ranks_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """systemd gives each service a folder for temporary files of its own (PrivateTmp)."""
+    seen = []
+
+    def exchange(*_: object) -> object:
+        process = [sys.executable, "-c", "import tempfile; print(tempfile.gettempdir())"]
+        seen.append(subprocess.run(process, capture_output=True, text=True, check=True).stdout.strip())
+        return None
+
+    monkeypatch.setattr("worker.device.ranks.Exchange", exchange)
+    monkeypatch.setenv("TMPDIR", str(tmp_path / "own"))
+    place = tmp_path / "shared"
+    place.mkdir()
+    ranks = Ranks(0, 2, open_device("cpu"))
+    ranks._place = place / "meeting"
+    ranks.exchange((1, 1, 1))
+    assert seen == [str(place)] and os.environ["TMPDIR"] == str(tmp_path / "own")
+    monkeypatch.delenv("TMPDIR")
+    ranks.exchange((1, 1, 1))
+    assert "TMPDIR" not in os.environ
+
+
+BLOCKED = """
+import ctypes, sys
+import signal
+from worker.step.loop import _ending_at_once
+asked = []
+signal.signal(signal.SIGTERM, lambda *_: asked.append(1))
+with _ending_at_once():
+    print("waits", flush=True)
+    while True:
+        ctypes.CDLL(None).sleep(60)  # as a library does: Python's handlers would never end it
+"""
+
+
+def test_a_rank_that_waits_for_another_ends_when_it_is_told_to() -> None:
+    """While it loads: it may wait for one that is stopped."""
+    with subprocess.Popen([sys.executable, "-c", BLOCKED], stdout=subprocess.PIPE) as process:
+        assert process.stdout is not None
+        try:
+            assert process.stdout.readline() == b"waits\n"
+            process.send_signal(signal.SIGTERM)
+            assert process.wait(END_S) == -signal.SIGTERM
+        finally:
+            process.kill()
+
+
+def test_its_own_handlers_are_back_afterwards() -> None:
+    before = signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)
+    with _ending_at_once():
+        assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+    assert (signal.getsignal(signal.SIGTERM), signal.getsignal(signal.SIGINT)) == before

@@ -1,0 +1,204 @@
+"""What ranks on GPUs read of each other: the kernels, with all ranks' memory in one process; and what two GPUs do."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from tests.worker.loading.several import several
+from worker.attention.triton_attention import is_interpreted
+from worker.device.device import open_device
+from worker.device.exchange import ATTENTION, INNER, LOGITS, PROGRAMS_MAX, Exchange, Peers
+from worker.kernels import PlainOperations, sharing
+from worker.kernels.exchange import add_norm_of_ranks, join_of_ranks
+from worker.kernels.exchange_selftest import Pretended
+
+DEVICE = open_device("auto")
+PLACE = DEVICE.torch_device
+runs_kernels = pytest.mark.skipif(
+    not DEVICE.runs_kernels and not is_interpreted(), reason="needs a GPU or the interpreter"
+)
+two_gpus = pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two GPUs")
+interpreted = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning:triton.*")
+
+
+def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """NaN lies behind it."""
+    numbers = torch.full((shape[0] + 2, *shape[1:]), float("nan"), dtype=dtype, device=PLACE)
+    numbers[: shape[0]].normal_()
+    return numbers[: shape[0]]
+
+
+def summed(peers: Peers, residual: torch.Tensor, weight: torch.Tensor, multiprocessors: int = 2) -> torch.Tensor:
+    return add_norm_of_ranks(peers, residual, weight, 1e-5, False, 32, multiprocessors)
+
+
+@runs_kernels
+@interpreted
+@pytest.mark.parametrize("count", [2, 3, 8])
+@pytest.mark.parametrize("tokens", [1, 5, 11])  # fewer than programs, and more
+def test_all_ranks_parts_are_added_up_in_their_order(count: int, tokens: int) -> None:
+    torch.manual_seed(count * tokens)
+    dtype = torch.float16  # the interpreter does not round to bfloat16 as GPUs do
+    parts = [random(tokens, 200, dtype=dtype) for _ in range(count)]
+    before, weight = random(tokens, 200, dtype=dtype), random(200, dtype=dtype)
+    wanted_residual = before.clone()
+    wanted = PlainOperations().add_norm(torch.stack(parts), wanted_residual, weight, 1e-5)
+    for rank in range(count):
+        pretended, residual = Pretended(parts, rank), before.clone()
+        got = summed(pretended.peers, residual, weight)
+        assert torch.equal(residual, wanted_residual), "sums are rounded as plain torch rounds them"
+        torch.testing.assert_close(got, wanted, rtol=2e-3, atol=2e-3)
+        programs = min(tokens, 4)
+        assert pretended.flags[:, :programs, rank].eq(1).all(), "every rank was told by every program"
+        assert pretended.flags[:, programs:, rank].max() <= 0, "and by no other"
+        assert pretended.peers.meetings[:programs].eq(1).all()
+
+
+@runs_kernels
+@interpreted
+@pytest.mark.parametrize("meeting", [7, (1 << 31) - 1, -(1 << 31), -(1 << 31) + 1])
+def test_meetings_are_counted_beyond_the_largest_number(meeting: int) -> None:
+    """After a day and a half of steps."""
+    parts = [random(1, 64) for _ in range(2)]
+    before = (meeting - 1 + (1 << 31)) % (1 << 32) - (1 << 31)
+    pretended = Pretended(parts, 0)
+    pretended.flags[0, :, :2] = meeting
+    pretended.flags[0, :, 0] = before
+    pretended.peers.meetings.fill_(before)
+    residual = torch.zeros((1, 64), device=PLACE)
+    summed(pretended.peers, residual, torch.ones(64, device=PLACE))
+    assert torch.equal(residual, parts[0] + parts[1])
+    assert int(pretended.peers.meetings[0]) == meeting and int(pretended.flags[1, 0, 0]) == meeting
+
+
+@runs_kernels
+@interpreted
+def test_a_rank_that_does_not_come_is_not_waited_for_longer_than_said() -> None:
+    """At a start; while it serves the coordinator ends a worker whose step takes too long."""
+    parts = [random(1, 64) for _ in range(2)]
+    pretended = Pretended(parts, 0)
+    pretended.flags[0, :, 1] = 0  # it has met us never
+    summed(pretended.peers, torch.zeros((1, 64), device=PLACE), torch.ones(64, device=PLACE))
+    assert int(pretended.flags[1, 0, 0]) == 1, "it was told nevertheless"
+
+
+@runs_kernels
+@interpreted
+@pytest.mark.parametrize(("count", "tokens", "share"), [(2, 3, 5000), (3, 1, 77), (8, 2, 16)])
+def test_shares_are_joined_side_by_side(count: int, tokens: int, share: int) -> None:
+    parts = [random(tokens, share) for _ in range(count)]
+    output = torch.full((tokens, count * share), float("nan"), device=PLACE)
+    pretended = Pretended(parts, 1)
+    assert torch.equal(join_of_ranks(pretended.peers, output, 2), torch.cat(parts, 1))
+
+
+def test_a_place_has_room_for_what_it_was_made_for_and_no_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    made = exchange(monkeypatch, (2 * 8 * 64, 2 * 8 * 64, 4 * 3 * 100))
+    place = made.place(ATTENTION, (8, 64), torch.bfloat16)
+    assert place is not None and place.shape == (8, 64) and place.is_contiguous()
+    assert made.place(ATTENTION, (9, 64), torch.bfloat16) is None
+    assert made.place(LOGITS, (3, 100), torch.float32) is not None
+    places = [made.place(which, (1, 64), torch.bfloat16) for which in (ATTENTION, INNER, LOGITS)]
+    for number, each in enumerate(places):
+        assert each is not None
+        each.fill_(number)
+        assert made.peers(number).addresses[0] == each.data_ptr() and each.data_ptr() % 256 == 0
+    assert [float(each[0, 0]) for each in places if each is not None] == [0, 1, 2], "none lies in another"
+    assert made.peers(ATTENTION).meetings is made.peers(LOGITS).meetings, "one count of meetings for all places"
+    assert len(made.peers(ATTENTION).meetings) == PROGRAMS_MAX
+
+
+def exchange(monkeypatch: pytest.MonkeyPatch, sizes: tuple[int, int, int]) -> Exchange:
+    """With one rank, on the CPU."""
+    from torch.distributed import _symmetric_memory as symmetric
+
+    def rendezvous(memory: torch.Tensor, group: Any) -> Any:
+        return SimpleNamespace(buffer_ptrs=[memory.data_ptr()])
+
+    def empty(size: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        room = torch.empty(size + 256, dtype=dtype, device=device)
+        return room[-room.data_ptr() % 256 :][:size]
+
+    monkeypatch.setattr(symmetric, "empty", empty)
+    monkeypatch.setattr(symmetric, "rendezvous", rendezvous)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda _: None)
+    return Exchange(0, 1, None, torch.device("cpu"), sizes)
+
+
+class Ranks:
+    """Two ranks as one of them sees them. said: what the other says to each question in turn."""
+
+    def __init__(self, unshared: str = "", said: tuple[str, ...] = ("", "")) -> None:
+        self.count, self.rank, self.unshared, self._said = 2, 0, unshared, list(said)
+        self.shared: Any = None
+
+    def texts(self, text: str) -> list[str]:
+        return [text, self._said.pop(0)]
+
+
+@pytest.mark.parametrize(
+    ("made", "said", "difference", "why"),
+    [
+        (True, ("", ""), "", ""),
+        (False, ("", ""), "", "no such memory"),
+        (True, ("the other has none", ""), "", "the other has none"),
+        (True, ("", ""), "other bits", "other bits"),
+        (True, ("", "other bits there"), "", "other bits there"),
+    ],
+)
+def test_if_one_rank_cannot_none_of_them_does(
+    made: bool, said: tuple[str, ...], difference: str, why: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def share(*_: Any) -> Any:
+        if not made:
+            raise RuntimeError("no such memory\nand where it was looked for")
+        return SimpleNamespace(bytes=1 << 20)
+
+    monkeypatch.setattr(sharing, "_share", share)
+    monkeypatch.setattr(sharing, "_difference", lambda *_: difference)
+    ranks, fused = Ranks(said=said), SimpleNamespace()
+    assert sharing.share_memory(ranks, fused, open_device("cpu"), 8, 4) == why  # type: ignore[arg-type]
+    assert (ranks.shared is None) == bool(why) and ranks.unshared == why
+
+
+def test_who_is_told_to_use_the_library_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sharing, "_share", lambda *_: pytest.fail("nothing is tried"))
+    ranks: Any = Ranks("collectives = 'nccl'")
+    assert sharing.share_memory(ranks, None, open_device("cpu"), 8, 4) == "collectives = 'nccl'"
+
+
+@pytest.mark.gpu
+@two_gpus
+def test_two_gpus_say_what_one_says_and_company_changes_no_bit(wide_folders: dict[str, Path], tmp_path: Path) -> None:
+    """In random company, with ranks that read each other's memory, and with ranks that use the library: the same bits
+    in any company, and the same from both."""
+    models = [(folder, "bfloat16", "dtype") for folder in wide_folders.values()]
+    told = {
+        how: several(2, models, tmp_path / how, device="cuda", collectives=how, company=60) for how in ("auto", "nccl")
+    }
+    for how, ranks in told.items():
+        for first, second in zip(*ranks, strict=True):
+            assert "error" not in first, first
+            assert first["said"] == second["said"]
+            assert not first["company"] and not second["company"], how
+            assert ("each other's memory" in first["ranks"]) == (how == "auto"), first["ranks"]
+    assert [each["said"] for each in told["auto"][0]] == [each["said"] for each in told["nccl"][0]]
+
+
+@pytest.fixture
+def wide_folders(tmp_path: Path, write_config: Callable[..., Path]) -> dict[str, Path]:
+    """Configurations wide enough for each kind of product; weights are random."""
+    from tests.worker.step.company import SHAPE
+
+    made = {}
+    for kind in ("llama", "qwen3"):
+        made[kind] = write_config(**(SHAPE | {"model_type": kind}))
+    return made

@@ -1,0 +1,211 @@
+"""What ranks exchange between two products, read by each rank out of the memory of all others (see `device.exchange`).
+
+A sum is read and added up in the order of ranks by the very kernel that goes on with it: one launch, and each number
+comes over the wire once. (One-shot all-reduce; fused as in FlashInfer and vLLM, but in a fixed order.) Every program
+says that it is here, in the flags of all ranks, and waits until all have said so: what its rank wrote for the others
+was written by the kernel before it, so it is there. Numbers are rounded where `norm` rounds them.
+"""
+
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Exchange, Peers
+from worker.device.overlap import launch_options, let_next_start, wait_for_inputs
+from worker.device.target import HEAD_UNIT, Target, in_units
+
+from .norm import _normed, block_of, warps_of
+
+_UNIT, _RANKS_MAX = tl.constexpr(HEAD_UNIT), tl.constexpr(RANKS_MAX)
+PROGRAMS_A_PROCESSOR = 2
+COPY_BLOCK = 4096  # numbers of the logits that a program copies at a time
+
+
+@triton.jit
+def _meet(flags, meetings, rank, polls_max, RANKS: tl.constexpr, PEERS: tl.constexpr):
+    """All ranks' programs of this number have come so far, and all that their ranks wrote before is there.
+
+    PEERS: a power of two that is not less than RANKS.
+    """
+    program = tl.program_id(0)
+    peers = tl.arange(0, PEERS)
+    there = peers < RANKS
+    meeting = tl.load(meetings + program) + 1
+    of_all = tl.load(flags + peers, mask=there, other=0).to(tl.pointer_type(tl.int32))
+    told = tl.zeros([PEERS], tl.int32) + meeting
+    tl.atomic_xchg(of_all + program * _RANKS_MAX + rank, told, mask=there, sem="release", scope="sys")
+    mine = tl.load(flags + rank).to(tl.pointer_type(tl.int32)) + program * _RANKS_MAX
+    nothing = tl.zeros([PEERS], tl.int32)
+    missing, polls = 1, 0
+    while missing > 0:
+        seen = tl.atomic_add(mine + peers, nothing, mask=there, sem="acquire", scope="sys")
+        # Numbers of meetings begin anew behind the largest.
+        missing = tl.sum(tl.where(there & (seen - meeting < 0), 1, 0), axis=0)
+        polls += 1
+        if polls == polls_max:
+            missing = 0
+    tl.store(meetings + program, meeting)
+
+
+@triton.jit(do_not_specialize=["hidden", "rank", "tokens", "polls_max"])
+def add_norm_of_ranks_kernel(
+    addresses,
+    flags,
+    meetings,
+    residual,
+    weight,
+    output,
+    rank,
+    polls_max,
+    tokens,
+    hidden,
+    epsilon,
+    RANKS: tl.constexpr,
+    PEERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    OVERLAP: tl.constexpr,
+):
+    """Grid: [programs], each of which takes every so many tokens. See `add_norm_of_ranks`. hidden: in units."""
+    let_next_start(OVERLAP)
+    hidden = hidden * _UNIT
+    columns = tl.arange(0, BLOCK)
+    inside = columns < hidden
+    w = tl.load(weight + columns, mask=inside, other=0.0)
+    wait_for_inputs(OVERLAP)
+    first = tl.program_id(0)
+    before = tl.load(residual + tl.cast(first, tl.int64) * hidden + columns, mask=inside, other=0.0)
+    _meet(flags, meetings, rank, polls_max, RANKS, PEERS)
+    for row in range(first, tokens, tl.num_programs(0)):
+        place = tl.cast(row, tl.int64) * hidden + columns
+        if row != first:
+            before = tl.load(residual + place, mask=inside, other=0.0)
+        total = tl.zeros([BLOCK], tl.float32)
+        for peer in tl.static_range(RANKS):
+            part = tl.load(addresses + peer).to(tl.pointer_type(residual.dtype.element_ty))
+            part = tl.multiple_of(part, 16)
+            # Past the caches of this processor, which know nothing of what others write.
+            total += tl.load(part + place, mask=inside, other=0.0, cache_modifier=".cg").to(tl.float32)
+        total = total.to(before.dtype).to(tl.float32) + before.to(tl.float32)
+        after = total.to(before.dtype)
+        tl.store(residual + place, after, mask=inside)
+        normed = _normed(after.to(tl.float32), w, hidden, epsilon)
+        tl.store(output + place, normed.to(output.dtype.element_ty), mask=inside)
+
+
+@triton.jit(do_not_specialize=["rank", "tokens", "polls_max"])
+def join_of_ranks_kernel(
+    addresses,
+    flags,
+    meetings,
+    output,
+    rank,
+    polls_max,
+    tokens,
+    share,
+    RANKS: tl.constexpr,
+    PEERS: tl.constexpr,
+    BLOCK: tl.constexpr,
+):
+    """Grid: [programs], each of which takes every so many blocks of tokens' shares. See `join_of_ranks`."""
+    _meet(flags, meetings, rank, polls_max, RANKS, PEERS)
+    blocks = tl.cdiv(share, BLOCK)
+    for index in range(tl.program_id(0), tokens * blocks, tl.num_programs(0)):
+        row = tl.cast(index // blocks, tl.int64)
+        columns = (index % blocks) * BLOCK + tl.arange(0, BLOCK)
+        inside = columns < share
+        for peer in tl.static_range(RANKS):
+            part = tl.load(addresses + peer).to(tl.pointer_type(output.dtype.element_ty))
+            part = tl.multiple_of(part, 16)
+            numbers = tl.load(part + row * share + columns, mask=inside, other=0.0, cache_modifier=".cg")
+            tl.store(output + (row * RANKS + peer) * share + columns, numbers, mask=inside)
+
+
+def add_norm_of_ranks(
+    peers: Peers,
+    residual: torch.Tensor,
+    weight: torch.Tensor,
+    epsilon: float,
+    overlap: bool,
+    warp_size: int,
+    multiprocessors: int,
+) -> torch.Tensor:
+    """residual += the sum of what stands at the place of each rank, in their order; returns the norm of that, new.
+
+    residual: [tokens, hidden], contiguous, as large as what each rank has written at its place, in its dtype.
+    """
+    count, hidden = residual.shape
+    output = torch.empty_like(residual)
+    block = block_of(hidden)
+    add_norm_of_ranks_kernel[(_programs(count, multiprocessors),)](
+        peers.addresses,
+        peers.flags,
+        peers.meetings,
+        residual,
+        weight,
+        output,
+        peers.rank,
+        peers.polls_max,
+        count,
+        *in_units(hidden),
+        epsilon,
+        RANKS=peers.count,
+        PEERS=triton.next_power_of_2(peers.count),
+        BLOCK=block,
+        num_warps=warps_of(block, warp_size),
+        **launch_options(overlap),
+    )
+    return output
+
+
+def join_of_ranks(peers: Peers, output: torch.Tensor, multiprocessors: int) -> torch.Tensor:
+    """output [tokens, ranks x share], contiguous: what stands at each rank's place [tokens, share], side by side."""
+    count, width = output.shape
+    share = width // peers.count
+    blocks = count * triton.cdiv(share, COPY_BLOCK)
+    join_of_ranks_kernel[(_programs(blocks, multiprocessors),)](
+        peers.addresses,
+        peers.flags,
+        peers.meetings,
+        output,
+        peers.rank,
+        peers.polls_max,
+        count,
+        share,
+        RANKS=peers.count,
+        PEERS=triton.next_power_of_2(peers.count),
+        BLOCK=COPY_BLOCK,
+        num_warps=8,
+    )
+    return output
+
+
+def _programs(work: int, multiprocessors: int) -> int:
+    """As many as are sure to run at the same time, or as there is work for: each waits for its likes of other ranks."""
+    return min(work, PROGRAMS_A_PROCESSOR * multiprocessors, PROGRAMS_MAX)
+
+
+class Shared:
+    """What the ranks of one model exchange through each other's memory, at the places of an `Exchange`."""
+
+    def __init__(self, exchange: Exchange, target: Target, overlap: bool) -> None:
+        self._exchange, self._target, self._overlap = exchange, target, overlap
+        self.bytes = exchange.bytes
+
+    def place(self, which: int, shape: tuple[int, int], dtype: torch.dtype) -> torch.Tensor | None:
+        """Where this rank's part goes, `shape` dtype; None: there is no room for it, on no rank."""
+        return self._exchange.place(which, shape, dtype)
+
+    def add_norm(
+        self, which: int, residual: torch.Tensor, weight: torch.Tensor, epsilon: float, polls_max: int = 0
+    ) -> torch.Tensor:
+        """As `LayerOperations.add_norm`, of what all ranks have written at that place."""
+        peers, target = self._exchange.peers(which, polls_max), self._target
+        return add_norm_of_ranks(
+            peers, residual, weight, epsilon, self._overlap, target.warp_size, target.multiprocessors
+        )
+
+    def join(self, which: int, output: torch.Tensor, polls_max: int = 0) -> torch.Tensor:
+        """output [tokens, ranks x share]: what all ranks have written at that place [tokens, share]."""
+        return join_of_ranks(self._exchange.peers(which, polls_max), output, self._target.multiprocessors)

@@ -1,0 +1,86 @@
+"""The kernels that read the memory of all ranks against plain torch, before there is any other rank.
+
+The places of all of them, and their flags, are memory of this one: what is asked here is whether the kernels are right.
+Whether the memory of real peers is, `sharing` asks.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import TYPE_CHECKING
+
+import torch
+
+from worker.device.check import require_right
+from worker.device.device import WAY_OUT, Device
+from worker.device.exchange import PROGRAMS_MAX, RANKS_MAX, Peers
+from worker.device.targets import current_target
+
+from .exchange import add_norm_of_ranks, join_of_ranks
+from .plain import PlainOperations
+from .selftest import TOLERANCE
+
+if TYPE_CHECKING:
+    from .decoder import FusedDecoder
+
+TOKENS = (1, 21)
+SHARE = 5000  # more than a program joins at a time
+
+
+class Pretended:
+    """All ranks' places and flags in one's memory, while this is kept. Every other rank has met this one before."""
+
+    def __init__(self, parts: list[torch.Tensor], rank: int, meeting: int = 1) -> None:
+        """parts: what stands at the places of the ranks, each contiguous. meeting: the number of the next one."""
+        device, count, self._parts = parts[0].device, len(parts), parts
+        self.flags = torch.zeros((count, PROGRAMS_MAX, RANKS_MAX), dtype=torch.int32, device=device)
+        self.flags[rank, :, :count] = meeting
+        self.flags[rank, :, rank] = meeting - 1
+        addresses = torch.tensor([part.data_ptr() for part in parts], dtype=torch.int64, device=device)
+        flags = torch.tensor([each.data_ptr() for each in self.flags], dtype=torch.int64, device=device)
+        meetings = torch.full((PROGRAMS_MAX,), meeting - 1, dtype=torch.int32, device=device)
+        self.peers = Peers(rank, count, addresses, flags, meetings, polls_max=1000)
+
+
+@torch.inference_mode()
+def exchange_test(fused: FusedDecoder, device: Device, ranks: int) -> None:
+    """Errors: KernelError names the kernel and the shape; GpuError."""
+    count = min(ranks, RANKS_MAX)
+    for tokens in TOKENS:
+        shape = f"{tokens} tokens of {count} ranks, {str(fused.table.dtype).removeprefix('torch.')}"
+        require_right(device, "exchange", shape, partial(_compare_sum, fused, device, count, tokens), WAY_OUT)
+        require_right(device, "join", shape, partial(_compare_joined, fused, device, count, tokens), WAY_OUT)
+
+
+def _compare_sum(fused: FusedDecoder, device: Device, count: int, tokens: int) -> str:
+    table, weight, epsilon = fused.table, fused.final_norm, fused.epsilon
+    hidden, target, plain = table.shape[1], current_target(device), PlainOperations()
+    generator = torch.Generator(table.device).manual_seed(0)
+    parts = [_random((tokens, hidden), table, generator) for _ in range(count)]
+    residual = _random((tokens, hidden), table, generator)
+    expected = residual.clone()
+    want = plain.add_norm(torch.stack(parts), expected, weight, epsilon)
+    pretended = Pretended(parts, count - 1)
+    how = (False, target.warp_size, target.multiprocessors)
+    got = add_norm_of_ranks(pretended.peers, residual, weight, epsilon, *how)
+    for ours, theirs in ((got, want), (residual, expected)):
+        difference = float((ours.float() - theirs.float()).abs().max() / theirs.float().abs().max().clamp_min(1e-6))
+        if not difference <= TOLERANCE[table.dtype]:
+            return f"it differs from the reference by {difference:.1e} of the largest number"
+    return ""
+
+
+def _compare_joined(fused: FusedDecoder, device: Device, count: int, tokens: int) -> str:
+    generator = torch.Generator(fused.table.device).manual_seed(1)
+    parts = [_random((tokens, SHARE), fused.table, generator).float() for _ in range(count)]
+    output = torch.full((tokens, count * SHARE), float("nan"), device=fused.table.device)
+    pretended = Pretended(parts, 0)
+    join_of_ranks(pretended.peers, output, current_target(device).multiprocessors)
+    return "" if torch.equal(output, torch.cat(parts, 1)) else "it is not what the ranks gave"
+
+
+def _random(shape: tuple[int, int], like: torch.Tensor, generator: torch.Generator) -> torch.Tensor:
+    """NaN lies behind it."""
+    numbers = torch.full((shape[0] + 3, shape[1]), float("nan"), dtype=like.dtype, device=like.device)
+    numbers[: shape[0]].normal_(generator=generator)
+    return numbers[: shape[0]]
