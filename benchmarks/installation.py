@@ -48,11 +48,13 @@ class Installation:
         worker: Mapping[str, Value] | None = None,
         limits: Mapping[str, Value] | None = None,
         more: Callable[[Path], Mapping[str, Mapping[str, Any]]] | None = None,
+        ranks: int = 1,
     ) -> None:
         """context_tokens: the longest sequence; blocks: of the pool; schedule, limits: settings of those sections.
         more: other sections of the coordinator's, for an installation in a folder.
 
         worker: settings of the worker in place of the tiny model's on a CPU; `blocks` is then the most it may have.
+        ranks: processes of the worker, each on a device of its own where there are GPUs.
         """
         self.folder = Path(tempfile.mkdtemp(prefix="kvf-bench-"))
         self.runtime = self.folder / "r"
@@ -79,20 +81,23 @@ class Installation:
             "blocks": blocks,
         }
         settings: Mapping[str, Value] = tiny if worker is None else worker
-        worker_file = toml({"name": "w0", "runtime_dir": runtime, "load_format": "dummy", **settings}, {})
-        self.children = [
-            self._child("coordinator", coordinator, temporary),
-            self._child("worker", worker_file, temporary),
-        ]
+        place: dict[str, Value] = {"name": "w0", "runtime_dir": runtime, "load_format": "dummy"}
+        self.children = [self._child("coordinator", "coordinator", coordinator, temporary)]
+        for rank in range(ranks):
+            own: dict[str, Value] = {} if ranks == 1 else {"ranks": ranks, "rank": rank}
+            if ranks > 1 and settings.get("device") != "cpu":
+                own["device_index"] = rank
+            file = toml({**place, **settings, **own}, {})
+            self.children.append(self._child("worker", f"worker{rank or ''}", file, temporary))
 
-    def _child(self, name: str, config: str, temporary: Path) -> Child:
+    def _child(self, module: str, name: str, config: str, temporary: Path) -> Child:
         file = self.folder / f"{name}.toml"
         file.write_text(config, encoding="utf-8")
         # On a leash: it ends with this process, even where that is killed.
-        return Child(name, ["-m", name, "--config", str(file)], temporary, print, self.folder / f"{name}.log")
+        return Child(name, ["-m", module, "--config", str(file)], temporary, print, self.folder / f"{name}.log")
 
     def log_of(self, name: str) -> str:
-        """What the process of that name ("coordinator" or "worker") has written so far."""
+        """What the process of that name ("coordinator", "worker", of other ranks "worker1") has written so far."""
         path = self.folder / f"{name}.log"
         return path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
 

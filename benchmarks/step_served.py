@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 
+from .installation import Installation
 from .step_plan import BLOCK_SIZE, VOCABULARY, WARM_STEPS, Plan, Save
 
 READY_S = 240
@@ -19,8 +20,22 @@ def measure_served(plan: Plan, save: Save) -> dict[str, Any]:
     """By batch: ms of a step as the client sees it, mean context, the worker's idle share."""
     from kvforge import Client
 
-    from .installation import Installation
+    found: dict[str, Any] = {}
+    with open_served(plan) as installation:
+        try:
+            with Client(installation.endpoint, timeout_s=60.0, stream_timeout_s=120.0) as kv:
+                wait_ready(kv, installation)
+                for batch in plan.batches:
+                    found[str(batch)] = served_batch(kv, installation, plan, batch)
+                    print(f"served {batch}: {found[str(batch)]}", file=sys.stderr, flush=True)
+                    save(found)
+        finally:
+            print(installation.log_of("worker"), file=sys.stderr, flush=True)
+    return found
 
+
+def open_served(plan: Plan, ranks: int = 1, tokens_min: int = 0) -> Installation:
+    """Coordinator and worker for a plan; the worker of so many ranks. tokens_min: sequences may be so long."""
     rows = max(plan.batches)
     schedule: dict[str, float] = {
         "step_rows_max": rows,
@@ -32,24 +47,18 @@ def measure_served(plan: Plan, save: Save) -> dict[str, Any]:
     if plan.tiny:
         worker |= {"device": "cpu", "dtype": "float32", "threads": 1, "graphs": "on"}
         worker["blocks"] = rows * plan.context_max // BLOCK_SIZE
-    installation = Installation(
-        context_tokens=plan.context_max, blocks=1 << 20, schedule=schedule, sequences=rows + 8, worker=worker
+    return Installation(
+        context_tokens=max(plan.context_max, tokens_min),
+        blocks=1 << 20,
+        schedule=schedule,
+        sequences=rows + 8,
+        worker=worker,
+        ranks=ranks,
     )
-    found: dict[str, Any] = {}
-    with installation:
-        try:
-            with Client(installation.endpoint, timeout_s=60.0, stream_timeout_s=120.0) as kv:
-                _wait_ready(kv, installation)
-                for batch in plan.batches:
-                    found[str(batch)] = _served_batch(kv, installation, plan, batch)
-                    print(f"served {batch}: {found[str(batch)]}", file=sys.stderr, flush=True)
-                    save(found)
-        finally:
-            print(installation.log_of("worker"), file=sys.stderr, flush=True)
-    return found
 
 
-def _wait_ready(kv: Any, installation: Any) -> None:
+def wait_ready(kv: Any, installation: Installation) -> None:
+    """Returns when it serves. Raises RuntimeError where it does not come to that."""
     from kvforge.protocol.errors import KvforgeError
 
     deadline = monotonic() + READY_S
@@ -64,7 +73,8 @@ def _wait_ready(kv: Any, installation: Any) -> None:
     raise RuntimeError("the worker does not become ready")
 
 
-def _served_batch(kv: Any, installation: Any, plan: Plan, batch: int) -> dict[str, Any]:
+def served_batch(kv: Any, installation: Installation, plan: Plan, batch: int) -> dict[str, Any]:
+    """What steps of so many rows take, as the client sees them."""
     from kvforge import Sampling
 
     rng = np.random.default_rng(batch)
@@ -118,7 +128,7 @@ def _served_batch(kv: Any, installation: Any, plan: Plan, batch: int) -> dict[st
     }
 
 
-def _worker_lines(installation: Any, start: int) -> list[str]:
+def _worker_lines(installation: Installation, start: int) -> list[str]:
     """The meter's lines that the worker wrote once it was idle."""
     deadline = monotonic() + 6.0
     while monotonic() < deadline:
