@@ -53,6 +53,7 @@ NVIDIA_LOCAL_BYTES_MAX = {
     "write": {"": 16},
     "rotary": {"": 32},  # digits of pi, for cos and sin of large angles
     "sum of 4": {"sm_120": 16},  # 16 numbers of 16,384 a thread
+    "exchange": {"": 40},  # the same in float32, with what it says to the other ranks
     "linear": {"": 16},
     "choice: scan": {"": 8},
 }
