@@ -90,15 +90,13 @@ def _serve(options: argparse.Namespace, settings: Settings, listener: socket.soc
         rates = SharedRates(shared)
         access = Access(settings, rates)
 
-        def read_keys(number: int, frame: object) -> None:  # noqa: ARG001
-            try:
-                access.use(settings_of(options))
-            except KvforgeError as error:
-                print(f"gateway: the keys stay as they were: {error}", file=sys.stderr)
+        def again() -> Settings:
+            changed = settings_of(options)
+            look(changed)
+            return changed
 
-        signal.signal(signal.SIGHUP, read_keys)
         try:
-            serve(settings, listener, access, shared.with_name("requests"))
+            serve(settings, listener, access, shared.with_name("requests"), again)
         finally:
             rates.close()
     return OK
