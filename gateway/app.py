@@ -38,12 +38,16 @@ from kvforge.text.tokenizer import Tokenizer
 
 
 def make_app(
-    settings: Settings, access: Access, counted: Path | None = None, settled: Callable[[], None] = lambda: None
+    settings: Settings,
+    access: Access,
+    counted: Path | None = None,
+    settled: Callable[[], None] = lambda: None,
+    patience_s: float = 0.0,
 ) -> Starlette:
     """The application of one process; its connection is made when it starts, and ends with it.
 
     counted: the file in which all processes of this port count requests; None: there is but this one. settled: is
-    called when a model is there with its tokenizer.
+    called when a model is there with its tokenizer. patience_s: so long nobody is listened to before that is so.
     `state.ending` is set where the process is to end: then the streams end that would not end by themselves.
     `state.use(settings)` takes other replicas; it raises InvalidConfiguration where those make another kind of gateway.
     """
@@ -69,6 +73,9 @@ def make_app(
     async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001
         looking = asyncio.ensure_future(service.serving())
         try:
+            if patience_s:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(service.ready(), patience_s)
             yield
         finally:
             looking.cancel()

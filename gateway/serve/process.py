@@ -40,16 +40,21 @@ class _Server(uvicorn.Server):
 
 
 def serve(
-    settings: Settings, listener: socket.socket, access: Access, counted: Path | None, again: Callable[[], Settings]
+    settings: Settings,
+    listener: socket.socket,
+    access: Access,
+    counted: Path | None,
+    again: Callable[[], Settings],
+    patience_s: float = 0.0,
 ) -> None:
-    """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`. counted: as in `make_app`.
+    """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`. counted, patience_s: as in `make_app`.
 
     again: reads the settings, of which [keys] and [replicas] are taken at SIGHUP. Raises KvforgeError: then all stays
     as it was.
     """
     early: list[int] = []
     signal.signal(signal.SIGHUP, lambda number, _: early.append(number))  # until the loop is there that can do it
-    app = make_app(settings, access, counted, _freeze)
+    app = make_app(settings, access, counted, _freeze, patience_s)
     config = uvicorn.Config(
         app,
         http=protocol_of(settings),

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import os
 import secrets
 import signal
 import sys
@@ -86,7 +87,8 @@ class Keeper:
         elif self._drain is not None and told.phase not in (DRAINING, STOPPED, FAILED):
             # It has not heard of it yet: so what runs there is not known to have ended.
             told = msgspec.structs.replace(told, phase=DRAINING, running=max(1, told.running))
-        return encode(msgspec.structs.replace(told, failed_s=failed_s, node=self._node, life=self._life))
+        pids = {**told.pids, "keeper": os.getpid(), "program": self._child.pid}
+        return encode(msgspec.structs.replace(told, failed_s=failed_s, node=self._node, life=self._life, pids=pids))
 
     async def order(self, said: bytes) -> None:
         """Passes it on; a program that is started later hears it, too."""

@@ -35,6 +35,7 @@ from .link import Link
 
 ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
 LOOK_S, ASK_S = 0.5, 1.0
+PATIENCE_S = 30.0  # until then who connects waits for a model to be known, and is not turned away
 DRAIN_S, KILL_S = 30.0, 5.0  # the first as gateway.toml has it by default
 EVERY_HOST = ("0.0.0.0", "::", "")  # noqa: S104 - compared with
 
@@ -188,6 +189,7 @@ class Gateway:
         self._count += 1
         command = [str(ENTRY), "gateway", "--config", str(self._folder.path / "gateway.toml")]
         command += ["--host", self._file.gateways.host, "--listen", str(self._listener.fileno())]
+        command += ["--patience", str(PATIENCE_S)]
         name = "gateway" if self._count == 1 else f"gateway-{self._count}"
         self._child = Child(name, command, self._folder.temporary, _say, descriptors=(self._listener.fileno(),))
         self._child.start()

@@ -28,6 +28,7 @@ class Link:
     def __init__(self, descriptor: int) -> None:
         self._socket = socket.socket(fileno=descriptor)
         self._socket.setblocking(False)
+        self._came: list[Order] = []  # with the first one
 
     def fileno(self) -> int:
         """Readable where an order has come."""
@@ -36,14 +37,15 @@ class Link:
     def begin(self, wait_s: float) -> Begin:
         """What comes first. Raises DeadlineExceeded."""
         if select.select([self._socket], [], [], wait_s)[0]:
-            for order in self.orders():
-                if isinstance(order, Begin):
-                    return order
+            came = self.orders()
+            if came and isinstance(came[0], Begin):
+                self._came = came[1:]
+                return came[0]
         raise DeadlineExceeded(f"the keeper has said nothing within {wait_s:g} s")
 
     def orders(self) -> list[Order]:
         """Those that have come. What is none is passed over: a keeper of another version sent it."""
-        came: list[Order] = []
+        came, self._came = self._came, []
         with suppress(BlockingIOError, ConnectionError):
             while said := self._socket.recv(DOCUMENT_BYTES_MAX):
                 with suppress(msgspec.ValidationError, msgspec.DecodeError):
