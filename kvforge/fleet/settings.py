@@ -10,6 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
+from kvforge.launch.settings import WORKERS_MAX
 from kvforge.launch.up_file import OURS, UpFile
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import InvalidConfiguration
@@ -167,8 +168,8 @@ def _check_up(up: UpFile) -> None:
     if (up.model is None) == (up.model_config is None):
         raise InvalidConfiguration("up.model", "is required, or up.model_config for random weights, and not both")
     for name in ("workers", "tensor_parallel"):
-        if not 1 <= (getattr(up, name) or 1) <= 64:
-            raise InvalidConfiguration(f"up.{name}", "must be 1 to 64")
+        if (given := getattr(up, name)) is not None and not 1 <= given <= WORKERS_MAX:
+            raise InvalidConfiguration(f"up.{name}", f"must be 1 to {WORKERS_MAX}")
 
 
 def _check_sizes(file: FleetFile) -> None:
