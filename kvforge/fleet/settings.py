@@ -52,24 +52,26 @@ class Replicas(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 class Autoscale(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """[autoscale]: as many replicas as keep the time that requests wait in the queue within bounds.
 
-    replicas_min, replicas_max: never fewer, never more. queue_s_up: where requests wait longer than this, for
-    `up_after_s` without a break, there are more: in proportion, at most twice as many. queue_s_down: where they wait
-    less, for `down_after_s`, there is one fewer. pause_s: so long after a change there is no other.
+    replicas_min, replicas_max: never fewer, never more. queue_up_s: where requests wait longer than this, on average of
+    the replicas, there are more: in proportion, at most twice as many. up_after_s: for so long they must do that,
+    without a break. queue_down_s: where they wait less, there is one fewer. down_after_s: for so long they must do
+    that. pause_s: so long after a change there is no other.
     """
 
     replicas_min: Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)] = 1
     replicas_max: Annotated[int, msgspec.Meta(ge=1, le=REPLICAS_MAX)]
-    queue_s_up: Wait = 2.0
-    queue_s_down: Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)] = 0.1
+    queue_up_s: Wait = 2.0
+    queue_down_s: Annotated[float, msgspec.Meta(ge=0, le=WAIT_S_MAX)] = 0.1
     up_after_s: Wait = 10.0
     down_after_s: Wait = 300.0
     pause_s: Wait = 60.0
 
 
 class Gateways(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """[gateways]: how many, on different nodes where that is possible, and where each serves.
+    """[gateways]: how many, and where each serves.
 
-    host, port: on its node; port 0: any that is free, which `kvforge fleet status` shows. cpus: of its node.
+    count: so many, on different nodes where that is possible. cpus: of its node. host, port: on its node; port 0: any
+    that is free, which `kvforge fleet status` shows.
     """
 
     count: Number = 1
@@ -83,8 +85,11 @@ GATEWAY_OURS = ("runtime_dir", "endpoint", "server_key", "key_file", "host", "po
 
 
 class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """fleet.toml. name: of the fleet, one of several in a cluster. [up]: what each replica is, as in the file of
-    `kvforge up --config`. [gateway]: what each gateway is, as in gateway.toml."""
+    """fleet.toml. [up]: what each replica is, as in the file of `kvforge up --config`. [gateway]: what each gateway is,
+    as in gateway.toml.
+
+    name: of the fleet, one of several in a cluster.
+    """
 
     name: str = "fleet"
     replicas: Replicas = Replicas()
@@ -180,9 +185,9 @@ def _check_sizes(file: FleetFile) -> None:
         if scale.replicas_min > scale.replicas_max:
             problem = f"is {scale.replicas_min}, more than replicas_max = {scale.replicas_max}"
             raise InvalidConfiguration("autoscale.replicas_min", problem)
-        if scale.queue_s_down >= scale.queue_s_up:
-            problem = f"is {scale.queue_s_down:g}; below queue_s_up = {scale.queue_s_up:g}, or it would go up and down"
-            raise InvalidConfiguration("autoscale.queue_s_down", problem)
+        if scale.queue_down_s >= scale.queue_up_s:
+            problem = f"is {scale.queue_down_s:g}; below queue_up_s = {scale.queue_up_s:g}, or it would go up and down"
+            raise InvalidConfiguration("autoscale.queue_down_s", problem)
     if own.surge == 0 and file.count == 1:
         problem = "is 0, and there may be one replica: nobody would serve while another takes its place"
         raise InvalidConfiguration("replicas.surge", problem)

@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from kvforge.protocol.errors import KvforgeError
 
-from ..deciding import Memory, Stop, View, Wanted, decide
+from ..deciding import Memory, Stop, View, Wanted, decide, words
 from ..settings import REPLICAS_MAX, FleetFile, parse
 from ..told import DRAINING, REPLICA, STOPPED, Seen, Status
 from . import store
@@ -114,16 +114,17 @@ class Controller:
         wanted = Wanted(file, spec.count, spec.ended, self._again)
         fresh = [secrets.token_hex(3) for _ in range(CREATED_MAX)]
         decision, self._memory = decide(wanted, view, self._memory, monotonic(), fresh)
-        self._again = False
         if spec.ended and not view.replicas and not view.gateways:
             store.remove(self._fleet)
             return
         if store.get(self._fleet) != spec:
             self._news.set()  # something else is wanted meanwhile: it is decided anew
             return
+        self._again = False
         if not spec.ended and decision.count != (file.count if spec.count is None else spec.count):
             store.put(self._fleet, spec := msgspec.structs.replace(spec, count=decision.count))
-        self._status = self._seen(view, decision.count, file, spec, tuple(decision.sentences))
+        begun = [words(action) for action in decision.actions]
+        self._status = self._seen(view, decision.count, file, spec, (*decision.sentences, *begun))
         self._restore(file, spec)
         stopped = {action.name for action in decision.actions if isinstance(action, Stop)}
         places = {name: place for name, place in self._watch.places.items() if name not in stopped}
@@ -144,8 +145,6 @@ class Controller:
                 self._hands.create(member, file, spec)
 
     def _seen(self, view: View, count: int, file: FleetFile, spec: Spec, sentences: tuple[str, ...]) -> Status:
-        if len(view.replicas) != count and not sentences and not spec.ended:
-            sentences = (f"there are {len(view.replicas)} replicas, and {count} are wanted",)
         return Status(
             fleet=self._fleet,
             count=count,

@@ -32,13 +32,13 @@ def scaled(
     if not settled or not queues_s:
         return count, replace(memory, above_s=None, below_s=None)
     wait_s = sum(queues_s) / len(queues_s)
-    above_s = _since(wait_s > rule.queue_s_up, memory.above_s, now_s)
-    below_s = _since(wait_s < rule.queue_s_down or wait_s == 0.0, memory.below_s, now_s)
+    above_s = _since(wait_s > rule.queue_up_s, memory.above_s, now_s)
+    below_s = _since(wait_s < rule.queue_down_s or wait_s == 0.0, memory.below_s, now_s)
     memory = replace(memory, above_s=above_s, below_s=below_s)
     if memory.changed_s is not None and now_s - memory.changed_s < rule.pause_s:
         return count, memory
     if above_s is not None and now_s - above_s >= rule.up_after_s:
-        wanted = min(2 * count, math.ceil(count * wait_s / rule.queue_s_up), rule.replicas_max)
+        wanted = min(2 * count, math.ceil(count * wait_s / rule.queue_up_s), rule.replicas_max)
         return (wanted, Memory(changed_s=now_s)) if wanted > count else (count, memory)
     if below_s is not None and now_s - below_s >= rule.down_after_s and count > rule.replicas_min:
         return count - 1, Memory(changed_s=now_s)

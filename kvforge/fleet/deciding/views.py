@@ -101,6 +101,15 @@ class Remove:
 Action = Create | Drain | Stop | Remove
 
 
+def words(action: Action) -> str:
+    """What is done, for people."""
+    if isinstance(action, Create):
+        return f"{action.kind} {action.name} is to come"
+    if isinstance(action, Drain):
+        return f"{action.name} takes nothing new, and what runs there may take {action.deadline_s:g} s"
+    return f"{action.kind} {action.name} {'ends' if isinstance(action, Stop) else 'is gone'}"
+
+
 @dataclass(slots=True)
 class Decision:
     """actions, in order. count: replicas that are wanted now. sentences: why it is not as it should be."""

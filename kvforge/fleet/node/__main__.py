@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 
 from kvforge.process.ending import Interrupted, Stopped
@@ -25,6 +26,7 @@ def main() -> int:
     parser.add_argument("kind", choices=KINDS)
     parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
     options = parser.parse_args()
+    _be_nobodys_guest(options.kind)
     link = Link(options.link)
     with Signals() as signals:
         try:
@@ -37,6 +39,19 @@ def main() -> int:
             link.tell(Told(phase=FAILED, reason=str(error)))
             print(f"{options.kind}: {error}", file=sys.stderr, flush=True)
             return error.status if isinstance(error, Stopped) else status_of(error)
+        finally:
+            link.close()
+
+
+def _be_nobodys_guest(kind: str) -> None:
+    """Ray lets its workers wait for all else that wants a processor: a coordinator that does makes everybody wait."""
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    if nice > 0:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        except OSError:
+            problem = f"it runs at niceness {nice}, which Ray gave it and this user may not lower"
+            print(f"{kind}: {problem}: start Ray with RAY_worker_niceness=0", file=sys.stderr, flush=True)
 
 
 if __name__ == "__main__":

@@ -34,6 +34,10 @@ class Link:
         """Readable where an order has come."""
         return self._socket.fileno()
 
+    def close(self) -> None:
+        """Nobody is heard any more."""
+        self._socket.close()
+
     def begin(self, wait_s: float) -> Begin:
         """What comes first. Raises DeadlineExceeded."""
         if select.select([self._socket], [], [], wait_s)[0]:

@@ -52,7 +52,7 @@ class RayCluster:
                 stderr=log,
                 cwd=ROOT,
                 text=True,
-                env={**os.environ, MARK: str(folder), "RAY_USAGE_STATS_ENABLED": "0"},
+                env={**os.environ, MARK: str(folder), "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
             )
         self.address = ""
 

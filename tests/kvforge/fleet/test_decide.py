@@ -206,7 +206,7 @@ def test_the_end_is_that_of_gateways_and_then_of_replicas() -> None:
 
 # ------------------------------------------------------------------------------------------------------------ scaling
 
-SCALED = "[autoscale]\nreplicas_min = 1\nreplicas_max = 5\nqueue_s_up = 2.0\nqueue_s_down = 0.1\n"
+SCALED = "[autoscale]\nreplicas_min = 1\nreplicas_max = 5\nqueue_up_s = 2.0\nqueue_down_s = 0.1\n"
 SCALED += "up_after_s = 10.0\ndown_after_s = 100.0\npause_s = 60.0"
 
 

@@ -12,17 +12,18 @@ from contextlib import suppress
 from pathlib import Path
 from time import monotonic
 
+import httpx
 import pytest
 
 from kvforge.fleet.told import READY, Seen, Status
 from tests.chaos import tokenizer
-from tests.integration.running import tiny_model
+from tests.integration.running import Process, tiny_model
 
-from .load import TOKENS, Load
+from .load import TOKENS, Load, body, streamed
 from .raylets import RayCluster
 
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'kvforge[ray]'")
-DEADLINE_S = 50.0
+DEADLINE_S = 90.0
 LONG = 1200
 FLEET = "tested"
 
@@ -36,12 +37,20 @@ class Story:
         tokenizer.write(self.model)
         self.file = folder / "fleet.toml"
         self.status = Status(fleet=FLEET)
+        self._last: list[str] = []
+        self._began = monotonic()
 
-    def write(self, *, count: int = 3, replicas: str = "", worker: str = "", limits: str = "") -> str:
+    def note(self, load: Load, what: str) -> None:
+        """For people, with `pytest -s`."""
+        print(f"{monotonic() - self._began:6.1f} s  {what}; {dict(load.counts)}", flush=True)
+
+    def write(
+        self, *, count: int = 3, replicas: str = "", worker: str = "", limits: str = "", names: str = '["tiny"]'
+    ) -> str:
         """The file; returns its name."""
         self.file.write_text(
             f'name = "{FLEET}"\n[replicas]\ncount = {count}\nfolder = "{self.folder}/nodes"\n{replicas}\n'
-            f'[gateways]\ncount = 2\nport = 0\n[gateway]\nnames = ["tiny"]\nfailover_s = 1.0\n'
+            f"[gateways]\ncount = 2\nport = 0\n[gateway]\nnames = {names}\nfailover_s = 1.0\n"
             f'[up]\nmodel = "{self.model}"\nthreads = 1\nstop_s = 5.0\n[up.limits]\n{limits}\n'
             f'[up.worker]\nload_format = "dummy"\ndevice = "cpu"\ndtype = "float32"\nblocks = 512\n{worker}\n'
         )
@@ -49,14 +58,21 @@ class Story:
 
     def urls(self) -> list[str]:
         """Of gateways that serve, as far as is known."""
-        return [one.told.url for one in self.status.gateways if one.told.url] or self._last
+        return self._last
+
+    async def command(self, *arguments: str) -> str:
+        """`kvforge fleet`, to its end."""
+        with Process("fleet", *arguments, RAY_ADDRESS=self.cluster.address) as process:
+            status = await asyncio.to_thread(process.end)
+            assert status == 0, process.text
+            return process.text
 
     async def until(self, wanted: Callable[[Status], bool]) -> Status:
         """Looks until it is so."""
         deadline = monotonic() + DEADLINE_S
         while True:
             self.status = await asyncio.to_thread(self.cluster.status, FLEET)
-            self._last = [one.told.url for one in self.status.gateways if one.told.url] or getattr(self, "_last", [])
+            self._last = [one.told.url for one in self.status.gateways if one.told.url] or self._last
             if wanted(self.status):
                 return self.status
             assert monotonic() < deadline, self.status
@@ -89,66 +105,131 @@ def test_every_part_of_a_fleet_is_killed_under_load_and_nothing_is_lost(folder: 
 
 
 async def told(story: Story) -> None:
-    cluster = story.cluster
-    began = monotonic()
-
-    def note(what: str) -> None:
-        print(f"{monotonic() - began:6.1f} s  {what}; {dict(load.counts)}")
-
-    cluster.ask("up", story.write())
+    """The story: each part is killed, then the fleet shrinks, changes, cannot change, and ends."""
+    with pytest.raises(AssertionError, match="the cluster has no node with 1 GPU and 2 CPUs for a replica"):
+        story.cluster.ask("up", story.write(replicas="rank_gpus = 1"))
+    story.cluster.ask("up", story.write())
     await story.until(lambda status: status.serves)
-    load = Load(story.urls, clients=8)
+    load = Load(story.urls, clients=6)
     async with load:
-        await load.more(8)
-        note("all serve")
-
-        victim = story.ready()[0]
-        kill(victim.told.pids["coordinator"], victim.told.pids["worker-0"])
-        await load.more(8)
-        note("the processes of a replica were killed")
-
-        before = story.status.pid
-        kill(before)
-        await load.more(8)
-        await story.until(lambda status: status.pid != before and status.serves)
-        note("the controller was killed, and both are back")
-
-        gateway = story.status.gateways[0]
-        kill(gateway.told.pids["gateway"])
-        await load.more(8)
-        note("the process of a gateway was killed")
-
-        victim = story.ready()[0]
-        kill(victim.told.pids["keeper"])
-        await load.more(8)
-        await story.until(
-            lambda status: status.serves and victim.told.life not in [s.told.life for s in status.replicas]
-        )
-        note("the actor of a replica was killed, and it is back")
+        story.note(load, "all serve")
+        await what_dies_is_replaced(story, load)
+        await a_node_dies(story, load)
         again = load.counts["again"]
-
-        gateway = story.status.gateways[0]
-        kill(gateway.told.pids["keeper"])
-        await load.more(8)
-        await story.until(
-            lambda status: status.serves and gateway.told.life not in [s.told.life for s in status.gateways]
-        )
-        note("the actor of a gateway was killed, and it is back")
-
-        nodes = {one.told.node for one in story.status.replicas}
-        assert len(nodes) == 2, "5 cores hold two replicas of two cores"
-        lost = story.status.replicas[0].told.node
-        cluster.ask("kill_node", lost)
-        await load.more(8)
-        await story.until(lambda status: any("no node has 2 CPUs free" in words for words in status.sentences))
-        cluster.ask("add_node", 5)
-        await story.until(lambda status: status.serves)
-        assert lost not in {one.told.node for one in (*story.status.replicas, *story.status.gateways)}
-        note("the raylet of a node was killed, and all serve elsewhere")
-
+        await it_shrinks(story)
+        story.note(load, "two replicas have left")
+        await it_changes(story, load)
+        assert load.counts["again"] == again, "no request has failed since"
+        await its_gateways_change(story, load)
     assert not load.faults, load.faults
-    print(f"{dict(load.counts)}; asked again before a gateway's actor was killed: {again}")
     assert load.counts["tokens"] == TOKENS * load.counts["done"]
-    cluster.ask("down", FLEET)
-    await story.until(lambda status: status.ended and not status.replicas and not status.gateways)
-    cluster.ask("close", FLEET)
+    await story.command("down", "--name", FLEET)
+
+
+async def what_dies_is_replaced(story: Story, load: Load) -> None:
+    """Four replicas' and gateways' parts, and the controller; while one is away the others are killed."""
+    await load.more(6)
+    victim = story.ready()[0]
+    kill(victim.told.pids["coordinator"], victim.told.pids["worker-0"])
+    await load.more(6)
+    story.note(load, "the processes of a replica were killed")
+
+    before = story.status.pid
+    kill(before)
+    await load.more(6)
+    await story.until(lambda status: status.pid != before and status.serves)
+    story.note(load, "the controller was killed, and both are back")
+
+    gateway = story.status.gateways[0]
+    kill(gateway.told.pids["gateway"])
+    await load.more(6)
+    await story.until(lambda status: status.serves)
+    story.note(load, "the process of a gateway was killed, and is back")
+
+    killed = story.ready()[1], story.status.gateways[1]
+    kill(*(one.told.pids["keeper"] for one in killed))
+    await load.more(6)
+    lives = {one.told.life for one in killed}
+    await story.until(lambda status: status.serves and not lives & lives_of(status))
+    assert {one.name for one in killed} <= {one.name for one in (*story.status.replicas, *story.status.gateways)}
+    story.note(load, "the actors of a replica and of a gateway were killed, and are back")
+
+
+async def a_node_dies(story: Story, load: Load) -> None:
+    """What was on it is placed elsewhere, as far as there is room."""
+    nodes = {one.told.node for one in story.status.replicas}
+    assert len(nodes) == 2, "5 cores hold two replicas of two cores"
+    lost = story.status.replicas[0].told.node
+    story.cluster.ask("kill_node", lost)
+    await load.more(6)
+    await story.until(lambda status: any("no node has 2 CPUs free" in words for words in status.sentences))
+    story.cluster.ask("add_node", 5)
+    await story.until(lambda status: status.serves)
+    assert lost not in {one.told.node for one in (*story.status.replicas, *story.status.gateways)}
+    story.note(load, "the raylet of a node was killed, and all serve elsewhere")
+
+
+async def it_shrinks(story: Story) -> None:
+    """With long requests on every replica: those that leave end them first."""
+    async with httpx.AsyncClient(timeout=DEADLINE_S) as http:
+        url, begun = story.urls()[0], asyncio.Event()
+
+        async def long(case: int) -> list[int]:
+            tokens: list[int] = []
+            async for more in streamed(http, url, body(case, LONG)):
+                tokens += more
+                begun.set()
+            return tokens
+
+        undisturbed = [await long(case) for case in range(2)]
+        begun.clear()
+        running = [asyncio.create_task(long(at % 2)) for at in range(6)]
+        await begun.wait()
+        story.cluster.ask("scale", FLEET, 1)
+        await story.until(lambda status: status.serves and status.count == 1)
+        assert await asyncio.gather(*running) == undisturbed * 3
+
+
+async def it_changes(story: Story, load: Load) -> None:
+    """A replica of another revision takes the place of the one that is there; one that cannot start does not."""
+    (before,) = story.status.replicas
+    await story.command("up", story.write(count=3, limits="queue_max = 999"))
+    await story.until(lambda status: status.serves)
+    assert len(story.status.replicas) == 1, "the number that was said stays"
+    assert before.revision != story.status.replicas[0].revision == story.status.revision
+    await load.more(6)
+    story.note(load, "another revision has taken its place")
+
+    good = story.status.replicas
+    story.cluster.ask("up", story.write(limits="queue_max = 999", worker='kernels = "nonsense"'))
+    stands = "the update stands still, and the old replicas go on"
+    await story.until(lambda status: stands in status.sentences)
+    assert [(one.name, one.told.phase) for one in story.status.replicas if one.name == good[0].name] == [
+        (good[0].name, READY)
+    ]
+    assert any(
+        "cannot start: worker-0 cannot serve (exit status 2): kernels" in said for said in story.status.sentences
+    )
+    await load.more(6)
+    story.cluster.ask("up", story.write(limits="queue_max = 999"))
+    await story.until(lambda status: status.serves)
+    assert [one.name for one in story.status.replicas] == [good[0].name]
+    story.note(load, "a revision that cannot start has changed nothing")
+
+
+async def its_gateways_change(story: Story, load: Load) -> None:
+    """They take other settings where they are, at their ports."""
+    urls = story.urls()
+    story.cluster.ask("up", story.write(limits="queue_max = 999", names='["tiny", "small"]'))
+    async with httpx.AsyncClient(timeout=DEADLINE_S) as http, asyncio.timeout(DEADLINE_S):
+        for url in urls:
+            while len((await http.get(f"{url}/v1/models")).json()["data"]) != 2:
+                await asyncio.sleep(0.1)
+    await load.more(6)
+    await story.until(lambda status: status.serves)
+    assert story.urls() == urls
+    story.note(load, "the gateways have other settings")
+
+
+def lives_of(status: Status) -> set[str]:
+    return {one.told.life for one in (*status.replicas, *status.gateways)}

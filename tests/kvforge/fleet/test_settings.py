@@ -18,7 +18,7 @@ def test_the_example_is_one_and_takes_what_it_says() -> None:
     assert file.name == "llama" and file.count == 4 and file.ranks == 2 and parse(text) == file
     assert file.bundle == {"CPU": 10.0, "GPU": 2.0} and file.gateway_bundle == {"CPU": 1.0}
     scaled = text.replace("count = 4  ", "", 1).replace("# [autoscale]", "[autoscale]")
-    for name in ("replicas_min", "replicas_max", "queue_s_up", "queue_s_down", "up_after_s", "down_after_s", "pause_s"):
+    for name in ("replicas_min", "replicas_max", "queue_up_s", "queue_down_s", "up_after_s", "down_after_s", "pause_s"):
         scaled = scaled.replace(f"# {name}", name)
     rule = parse(scaled.replace("                         # or [autoscale]", "")).autoscale
     assert rule is not None and (rule.replicas_min, rule.replicas_max) == (2, 8)
@@ -41,7 +41,7 @@ def test_the_example_is_one_and_takes_what_it_says() -> None:
         (f"[replicas]\ncount = 2\n[autoscale]\nreplicas_max = 3\n{UP}", "replicas.count"),
         (f"[autoscale]\nreplicas_min = 1\n{UP}", "autoscale.replicas_max"),
         (f"[autoscale]\nreplicas_min = 4\nreplicas_max = 3\n{UP}", "autoscale.replicas_min"),
-        (f"[autoscale]\nreplicas_max = 3\nqueue_s_down = 2.0\n{UP}", "autoscale.queue_s_down"),
+        (f"[autoscale]\nreplicas_max = 3\nqueue_down_s = 2.0\n{UP}", "autoscale.queue_down_s"),
         (f"[gateways]\nport = 70000\n{UP}", "gateways.port"),
         (f"{UP}[gateway]\nport = 1", "gateway.port"),
         (f"{UP}[gateway.replicas.a]\nendpoint = 'x'", "gateway.replicas"),
@@ -65,6 +65,13 @@ def test_only_what_makes_other_replicas_makes_another_revision() -> None:
         assert parse(text).revision != base.revision
         assert parse(text).gateway_revision == base.gateway_revision
     assert parse(f"{UP}[gateway]\nnames = ['a']").gateway_revision == base.gateway_revision, "taken by those that are"
+
+
+def test_what_the_page_shows_is_a_file() -> None:
+    page = (ROOT / "docs" / "fleet.md").read_text(encoding="utf-8")
+    (text,) = (block for block in page.split("```toml\n")[1:] if block.startswith("# fleet.toml"))
+    file = parse(text.partition("```")[0])
+    assert file.count == 4 and set(file.gateway) == {"names", "keys"}
 
 
 def test_a_file_that_cannot_be_read_is_named(tmp_path: Path) -> None:
