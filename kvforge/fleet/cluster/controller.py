@@ -81,9 +81,8 @@ class Controller:
     def _kept(self, old: Spec, new: Spec) -> int | None:
         """The number that was decided stays where it still may; another number in the file goes before it."""
         before, now = parse(old.text), parse(new.text)
-        same = (
-            before.autoscale is not None if now.autoscale is not None else before.replicas.count == now.replicas.count
-        )
+        scaled = before.autoscale is not None, now.autoscale is not None
+        same = scaled[0] == scaled[1] and before.replicas.count == now.replicas.count
         return old.count if same and not old.ended else None
 
     def _changed(self) -> None:

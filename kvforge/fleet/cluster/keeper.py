@@ -101,6 +101,8 @@ class Keeper:
             self._stopped_at = monotonic()
             if not self._child.running:
                 self._end()
+            elif self._told.phase == STARTING:
+                self._child.send(signal.SIGTERM)  # it may be busy with its model, and hear of it when that is there
         self._send(order)
 
     def _start(self) -> None:

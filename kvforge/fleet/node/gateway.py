@@ -60,6 +60,8 @@ class Gateway:
     def run(self) -> int:
         """Returns where it was told to stop; nothing is left of it then. Raises KvforgeError, Stopped, Interrupted."""
         self._folder.claim()
+        # Whoever is started inherits that: a process that cannot read its file again yet must not end by being told to.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
         own = self._file.gateways
         try:
             self._listener = self._listen(own.host, own.port)
@@ -218,6 +220,8 @@ class Gateway:
         ready = said is not None and bool(said.get("ready"))
         self._served |= ready
         reason = "" if ready else self._why_not(said)
+        if replicas and self._child is not None and set(replicas) != set(self._places):
+            self._hup = True  # it was told, and did not hear it yet
         self._link.tell(
             Told(
                 phase=READY if ready else UNREADY if self._served else STARTING,

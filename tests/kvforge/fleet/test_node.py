@@ -12,15 +12,17 @@ from pathlib import Path
 import pytest
 
 from coordinator.config import CoordinatorConfig
+from kvforge import Sampling
 from kvforge.fleet.node.folder import LOCK, SWEPT_S, Folder, reserve
 from kvforge.fleet.node.link import Link, pair
-from kvforge.fleet.node.queue import WINDOW_S, QueueTime
+from kvforge.fleet.node.queue import WINDOW_S, QueueTime, begun_and_waited
 from kvforge.fleet.node.replica import model_of, settings_of
 from kvforge.fleet.settings import FleetFile, parse
 from kvforge.fleet.told import READY, Begin, Drain, Place, Stop, Told, Use, encode, told_of
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import DeadlineExceeded, InternalError, InvalidConfiguration, Unavailable
+from tests.integration.cluster import Cluster
 
 BEGIN = Begin(name="a", address="127.0.0.1", text="", public="p")
 LOCAL = "127.0.0.1"
@@ -175,3 +177,18 @@ def test_where_nobody_begins_the_wait_is_as_long_as_that_lasts() -> None:
     assert queue.look(31.0, 1, 4_500_000, 0) == 0.0
     assert queue.look(32.0, 0, 0, 0) == 0.0, "a coordinator that counts anew"
     assert queue.look(33.0, 1, 2_000_000, 0) == 2.0
+
+
+def test_a_real_coordinator_counts_what_is_looked_at() -> None:
+    """One place, and three who want it: all begin, and two of them have waited."""
+    with Cluster(coordinator="[limits]\nsequences_max = 1\n") as cluster:
+        kv = cluster.start("w0")
+        assert begun_and_waited(kv.tables().numbers()) == (0, 0)
+        greedy = Sampling(temperature=0.0, ignore_eos=True)
+        requests = [kv.submit([1, 2, 3 + at], max_tokens=60, sampling=greedy) for at in range(3)]
+        next(iter(requests[0]))
+        assert begun_and_waited(kv.tables().numbers())[0] < 3 and kv.stats().requests.pending
+        results = [request.result(60.0) for request in requests]
+        begun, waited_us = begun_and_waited(kv.tables().numbers())
+        assert begun == 3
+        assert waited_us >= sum(result.timings.queue_us for result in results[1:]) > 0
