@@ -1,4 +1,4 @@
-"""Kills parts of a fleet on Ray for as long as you want, under load: `python -m tests.kvforge.fleet --minutes 10 --seed 1`.
+"""Kills parts of a fleet on Ray, under load, for as long as you want: `python -m tests.kvforge.fleet --minutes 10`.
 
 What it kills follows from the seed; when, from how long the fleet takes to be whole again. It ends with the first token
 that is another one, the first request that fails, or a fleet that does not come back.
