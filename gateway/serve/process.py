@@ -86,7 +86,7 @@ def serve(
                 app.state.use(changed)
                 access.use(changed)
             except KvforgeError as error:
-                print(f"gateway: keys and replicas stay as they were: {error}", file=sys.stderr, flush=True)
+                print(f"gateway: the keys stay as they were, and the replicas: {error}", file=sys.stderr, flush=True)
 
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)

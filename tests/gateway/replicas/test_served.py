@@ -235,7 +235,9 @@ def test_replicas_come_and_go_while_streams_are_open(served: Replicas) -> None:
     served.file.write_text('names = ["tiny"]\n')
     served.gateway.process.send_signal(signal.SIGHUP)
     served.wait(
-        lambda: "keys and replicas stay as they were: replicas: " in (served.file.parent / "gateway.log").read_text()
+        lambda: (
+            "keys stay as they were, and the replicas: replicas: " in (served.file.parent / "gateway.log").read_text()
+        )
     )
     assert served.health()["ready"]
 

@@ -42,7 +42,7 @@ async def told(story: Story) -> None:
         story.cluster.ask("up", story.write(replicas="rank_gpus = 1"))
     story.cluster.ask("up", story.write())
     await story.until(lambda status: status.serves)
-    load = Load(story.urls, clients=6)
+    load = Load(story.urls, clients=4)
     async with load:
         story.note(load, "all serve")
         await what_dies_is_replaced(story, load)
@@ -60,26 +60,26 @@ async def told(story: Story) -> None:
 
 async def what_dies_is_replaced(story: Story, load: Load) -> None:
     """Four replicas' and gateways' parts, and the controller; while one is away the others are killed."""
-    await load.more(6)
+    await load.more(4)
     victim = story.ready()[0]
     kill(victim.told.pids["coordinator"], victim.told.pids["worker-0"])
-    await load.more(6)
+    await load.more(4)
     story.note(load, "the processes of a replica were killed")
 
     before = story.status.pid
     kill(before)
-    await load.more(6)
+    await load.more(4)
     await story.until(lambda status: status.pid != before and status.serves)
     story.note(load, "the controller was killed, and both are back")
 
     gateway = story.status.gateways[0]
     kill(gateway.told.pids["gateway"])
-    await load.more(6)
+    await load.more(4)
     story.note(load, "the process of a gateway was killed")
 
     killed = story.ready()[1], gateway
     kill(*(one.told.pids["keeper"] for one in killed))
-    await load.more(6)
+    await load.more(4)
     lives = {one.told.life for one in killed}
     await story.until(lambda status: status.serves and not lives & lives_of(status))
     assert {one.name for one in killed} <= {one.name for one in (*story.status.replicas, *story.status.gateways)}
@@ -92,7 +92,7 @@ async def a_node_dies(story: Story, load: Load) -> None:
     assert len(nodes) == 2, "5 cores hold two replicas of two cores"
     lost = story.status.replicas[0].told.node
     story.cluster.ask("kill_node", lost)
-    await load.more(6)
+    await load.more(4)
     await story.until(lambda status: any("no node has 2 CPUs free" in words for words in status.sentences))
     story.cluster.ask("add_node", 5)
     await story.until(lambda status: status.serves)
@@ -128,7 +128,7 @@ async def it_changes(story: Story, load: Load) -> None:
     await story.until(lambda status: status.serves)
     assert len(story.status.replicas) == 1, "the number that was said stays"
     assert before.revision != story.status.replicas[0].revision == story.status.revision
-    await load.more(6)
+    await load.more(4)
     story.note(load, "another revision has taken its place")
 
     good = story.status.replicas
@@ -141,7 +141,7 @@ async def it_changes(story: Story, load: Load) -> None:
     assert any(
         "cannot start: worker-0 cannot serve (exit status 2): kernels" in said for said in story.status.sentences
     )
-    await load.more(6)
+    await load.more(4)
     story.cluster.ask("up", story.write(limits="queue_max = 999"))
     await story.until(lambda status: status.serves)
     assert [one.name for one in story.status.replicas] == [good[0].name]
@@ -156,7 +156,7 @@ async def its_gateways_change(story: Story, load: Load) -> None:
         for url in urls:
             while "small" not in [model["id"] for model in (await http.get(f"{url}/v1/models")).json()["data"]]:
                 await asyncio.sleep(0.1)
-    await load.more(6)
+    await load.more(4)
     await story.until(lambda status: status.serves)
     assert story.urls() == urls
     story.note(load, "the gateways have other settings")
