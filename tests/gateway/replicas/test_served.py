@@ -254,6 +254,22 @@ def test_no_worker_is_left_and_nothing_is_said_to_be_served(served: Replicas) ->
     served.wait(lambda: httpx.get(f"{served.gateway.url}/v1/models").status_code == 200)
 
 
+def test_rank_0_is_dead_and_nothing_is_said_to_be_served(tmp_path: Path) -> None:
+    """The other rank lives, and so does the coordinator."""
+    with Cluster(blocks=512, ranks=2) as cluster:
+        tokenizer.write(cluster.model)
+        cluster.start("w0", "w1")
+        place = f'names = ["tiny"]\n[replicas.a]\nruntime_dir = "{cluster.runtime}"\n'
+        with Gateway(cluster.runtime, tmp_path, place) as gateway:
+            assert httpx.get(f"{gateway.url}/v1/models").status_code == 200
+            cluster.kill("w0")
+            deadline = time.monotonic() + DEADLINE_S
+            while httpx.get(f"{gateway.url}/v1/models").status_code != 503:
+                assert time.monotonic() < deadline
+                select.select([], [], [], 0.05)
+            assert httpx.get(f"{gateway.url}/health").status_code == 503
+
+
 def test_nothing_is_said_to_be_served_where_nobody_serves(served: Replicas) -> None:
     for cluster in served.clusters.values():
         cluster.kill("coordinator")

@@ -53,7 +53,17 @@ async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[
             story.note(load, f"{what} of {one.name}")
             await load.more(clients)
             await story.until(lambda status: status.serves)
+        # Whoever waits a moment waits too long; and nobody waits when nobody asks.
+        rule = "replicas_min = 1\nreplicas_max = 4\nqueue_up_s = 1e-6\nqueue_down_s = 0.0\nup_after_s = 1.0"
+        scale = f"[autoscale]\n{rule}\ndown_after_s = 2.0\npause_s = 1.0"
+        story.cluster.ask("up", story.write(scale=scale))
+        await story.until(lambda status: status.serves and status.count == 1)
+        story.note(load, "one replica, as [autoscale] begins")
+        await story.until(lambda status: status.serves and status.count > 1)
+        story.note(load, f"{story.status.count} replicas, by how long requests wait")
     assert not load.faults, load.faults
+    await story.until(lambda status: status.serves and status.count == 1)
+    story.note(load, "one replica, when nobody waits")
     await story.command("down", "--name", FLEET)
     return done + load.counts
 

@@ -38,12 +38,20 @@ class Story:
         print(f"{monotonic() - self._began:6.1f} s  {what}; {dict(load.counts)}", flush=True)
 
     def write(
-        self, *, count: int = 3, replicas: str = "", worker: str = "", limits: str = "", names: str = '["tiny"]'
+        self,
+        *,
+        count: int = 3,
+        scale: str = "",
+        replicas: str = "",
+        worker: str = "",
+        limits: str = "",
+        names: str = '["tiny"]',
     ) -> str:
-        """The file; returns its name."""
+        """The file; returns its name. scale: [autoscale] in place of `count`."""
+        size = "" if scale else f"count = {count}"
         self.file.write_text(
-            f'name = "{FLEET}"\n[replicas]\ncount = {count}\nfolder = "{self.folder}/nodes"\n{replicas}\n'
-            f"[gateways]\ncount = 2\nport = 0\n[gateway]\nnames = {names}\nfailover_s = 1.0\n"
+            f'name = "{FLEET}"\n[replicas]\n{size}\nfolder = "{self.folder}/nodes"\n{replicas}\n'
+            f"{scale}\n[gateways]\ncount = 2\nport = 0\n[gateway]\nnames = {names}\nfailover_s = 1.0\n"
             f'[up]\nmodel = "{self.model}"\nthreads = 1\nstop_s = 5.0\n[up.limits]\n{limits}\n'
             f'[up.worker]\nload_format = "dummy"\ndevice = "cpu"\ndtype = "float32"\nblocks = 512\n{worker}\n'
         )
