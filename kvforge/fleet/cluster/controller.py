@@ -16,7 +16,7 @@ from ray.exceptions import RayError
 
 from kvforge.protocol.errors import KvforgeError
 
-from ..deciding import Memory, Stop, View, Wanted, decide, words
+from ..deciding import Memory, Stop, View, Wanted, carried, decide, words
 from ..settings import REPLICAS_MAX, FleetFile, parse
 from ..told import DRAINING, REPLICA, STOPPED, Seen, Status
 from . import store
@@ -51,7 +51,8 @@ class Controller:
         new = msgspec.msgpack.decode(said, type=Spec)
         old = store.get(self._fleet)
         if old is not None:
-            new = msgspec.structs.replace(new, public=old.public, secret=old.secret, count=self._kept(old, new))
+            count = None if old.ended else carried(parse(old.text), old.count, parse(new.text))
+            new = msgspec.structs.replace(new, public=old.public, secret=old.secret, count=count)
         store.put(self._fleet, new)
         self._changed()
         self._again = True
@@ -77,13 +78,6 @@ class Controller:
         if (spec := store.get(self._fleet)) is not None:
             store.put(self._fleet, msgspec.structs.replace(spec, ended=True))
         self._changed()
-
-    def _kept(self, old: Spec, new: Spec) -> int | None:
-        """The number that was decided stays where it still may; another number in the file goes before it."""
-        before, now = parse(old.text), parse(new.text)
-        scaled = before.autoscale is not None, now.autoscale is not None
-        same = scaled[0] == scaled[1] and before.replicas.count == now.replicas.count
-        return old.count if same and not old.ended else None
 
     def _changed(self) -> None:
         self._status = msgspec.structs.replace(self._status, sentences=("something else is wanted since a moment ago",))

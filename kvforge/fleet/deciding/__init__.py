@@ -4,12 +4,12 @@ Its law: the same input gives the same output. It imports no clock, no randomnes
 and names come in. It remembers nothing but since when the queue is long or short: a controller that starts anew decides
 as the one before it would, and is at most slower to grow or shrink.
 
-From outside: `decide`, with `View`, `Wanted`, `Memory`; `words` of an action, and `reason_for_no_room`.
+From outside: `decide`, with `View`, `Wanted`, `Memory`; `carried`, `words` of an action, and `reason_for_no_room`.
 """
 
 from .decide import decide
 from .room import reason_for_no_room
-from .scaling import Memory
+from .scaling import Memory, carried
 from .views import Action, Create, Decision, Drain, Gateway, Remove, Replica, Stop, View, Wanted, words
 
 __all__ = [
@@ -24,6 +24,7 @@ __all__ = [
     "Stop",
     "View",
     "Wanted",
+    "carried",
     "decide",
     "reason_for_no_room",
     "words",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass, replace
 
-from ..settings import Autoscale
+from ..settings import Autoscale, FleetFile
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,6 +43,15 @@ def scaled(
     if below_s is not None and now_s - below_s >= rule.down_after_s and count > rule.replicas_min:
         return count - 1, Memory(changed_s=now_s)
     return count, memory
+
+
+def carried(before: FleetFile, count: int | None, now: FleetFile) -> int | None:
+    """The number of replicas that stays where another file is used: `count`, where one was decided or said. None: what
+    the new file says."""
+    if now.autoscale is not None:  # it begins with those that are there, as far as it may
+        return before.count if count is None else count
+    said_otherwise = before.autoscale is not None or before.replicas.count != now.replicas.count
+    return None if said_otherwise else count
 
 
 def _since(holds: bool, before: float | None, now_s: float) -> float | None:

@@ -21,13 +21,14 @@ from .load import Load
 from .raylets import RayCluster
 from .story import FLEET, Story, kill
 
+LIMITS = "sequences_max = 1"  # so that requests wait for each other
 CORES = 5  # of a node: two replicas of two, and a gateway
 
 
 async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[str]:
     """Returns what was done how often."""
     rng, done = random.Random(seed), Counter[str]()
-    story.cluster.ask("up", story.write())
+    story.cluster.ask("up", story.write(limits=LIMITS))
     await story.until(lambda status: status.serves)
     load = Load(story.urls, clients)
     until = monotonic() + seconds
@@ -54,13 +55,11 @@ async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[
             await load.more(clients)
             await story.until(lambda status: status.serves)
         # Whoever waits a moment waits too long; and nobody waits when nobody asks.
-        rule = "replicas_min = 1\nreplicas_max = 4\nqueue_up_s = 1e-6\nqueue_down_s = 0.0\nup_after_s = 1.0"
+        rule = "replicas_min = 1\nreplicas_max = 4\nqueue_up_s = 1e-4\nqueue_down_s = 0.0\nup_after_s = 1.0"
         scale = f"[autoscale]\n{rule}\ndown_after_s = 2.0\npause_s = 1.0"
-        story.cluster.ask("up", story.write(scale=scale))
-        await story.until(lambda status: status.serves and status.count == 1)
-        story.note(load, "one replica, as [autoscale] begins")
-        await story.until(lambda status: status.serves and status.count > 1)
-        story.note(load, f"{story.status.count} replicas, by how long requests wait")
+        story.cluster.ask("up", story.write(scale=scale, limits=LIMITS))
+        await story.until(lambda status: status.serves and status.count == 4)
+        story.note(load, "a fourth replica, by how long requests wait")
     assert not load.faults, load.faults
     await story.until(lambda status: status.serves and status.count == 1)
     story.note(load, "one replica, when nobody waits")

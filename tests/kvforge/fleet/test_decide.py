@@ -22,6 +22,7 @@ from kvforge.fleet.deciding import (
     Stop,
     View,
     Wanted,
+    carried,
     decide,
     reason_for_no_room,
 )
@@ -260,6 +261,15 @@ def test_nothing_is_scaled_while_somebody_starts_and_bounds_that_change_hold_at_
     file = file_of("", rest=SCALED.replace("replicas_min = 1", "replicas_min = 3"))
     decision, _ = decide(Wanted(file, 2), View(), Memory(), 0.0, NAMES)
     assert decision.count == 3 == len(decision.actions)
+
+
+def test_a_number_that_was_said_stays_until_a_file_says_another() -> None:
+    two, three, scaled = file_of(), file_of("count = 3"), file_of("", rest=SCALED)
+    assert carried(two, 5, file_of(model="other")) == 5 and carried(two, None, two) is None
+    assert carried(two, 5, three) is None, "the file says it"
+    assert carried(two, 5, scaled) == 5 and carried(three, None, scaled) == 3, "it begins with those that are there"
+    assert carried(scaled, 4, file_of("", rest=SCALED, model="other")) == 4
+    assert carried(scaled, 4, two) is None
 
 
 # -------------------------------------------------------------------------------------------------------- whole ways
