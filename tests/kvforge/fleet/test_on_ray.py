@@ -71,6 +71,7 @@ async def what_dies_is_replaced(story: Story, load: Load) -> None:
     await load.more(4)
     await story.until(lambda status: status.pid != before and status.serves)
     story.note(load, "the controller was killed, and both are back")
+    assert not load.counts["again"], "no client has noticed"
 
     gateway = story.status.gateways[0]
     kill(gateway.told.pids["gateway"])
