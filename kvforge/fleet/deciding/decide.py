@@ -134,7 +134,7 @@ def _end(wanted: Wanted, view: View, decision: Decision) -> None:
             if not one.leaving:
                 decision.leave(one, wanted.file)
         if ones:
-            decision.sentences.append(f"{len(ones)} {_kind(ones[0])}s leave")
+            decision.sentences.append(f"{len(ones)} {_kind(ones[0])}{'s' if len(ones) > 1 else ''} to leave")
             return
 
 

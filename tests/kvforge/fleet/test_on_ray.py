@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import importlib.util
 import tempfile
+import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -55,6 +56,7 @@ async def told(story: Story) -> None:
         await its_gateways_change(story, load)
     assert not load.faults, load.faults
     assert load.counts["tokens"] == TOKENS * load.counts["done"]
+    nothing_secret_is_logged(story)
     await story.command("down", "--name", FLEET)
 
 
@@ -161,6 +163,16 @@ async def its_gateways_change(story: Story, load: Load) -> None:
     await story.until(lambda status: status.serves)
     assert story.urls() == urls
     story.note(load, "the gateways have other settings")
+
+
+def nothing_secret_is_logged(story: Story) -> None:
+    """Not in Ray's logs either, where all that is said comes together."""
+    keys = list(story.folder.glob("nodes/*/*/own.key"))
+    secrets = {str(tomllib.loads(key.read_text())["secret"]) for key in keys}
+    assert len(keys) == 3 and len(secrets) == 2, "a replica's own, and one for both gateways"
+    logs = [path for path in story.cluster.ray.glob("session_*/logs/**/*") if path.is_file()]
+    assert any("serving clients that [access] names" in path.read_text(errors="replace") for path in logs)
+    assert not [path for path in logs if any(secret in path.read_text(errors="replace") for secret in secrets)]
 
 
 def lives_of(status: Status) -> set[str]:
