@@ -21,7 +21,7 @@ $(VENV)/.ready: pyproject.toml
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (torch first: a few minutes on a new machine)"
 	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[worker,gateway,terminal,loadtest,docs,dev]"
+	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[worker,gateway,terminal,loadtest,ray,docs,dev]"
 	@touch $@
 
 venv: $(VENV)/.ready

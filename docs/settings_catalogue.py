@@ -20,6 +20,7 @@ from coordinator.config import CoordinatorConfig
 from coordinator.core.limits import Quota, Range
 from coordinator.kv_events.settings import KvEventsSection
 from gateway import config as gateway
+from kvforge.fleet import settings as fleet
 from worker.config import WorkerConfig
 
 PAGE = Path(__file__).with_name("settings.md")
@@ -39,6 +40,15 @@ FILES: tuple[tuple[str, tuple[tuple[str, type[msgspec.Struct]], ...]], ...] = (
     ),
     ("worker.toml", (("", WorkerConfig),)),
     ("gateway.toml", (("", gateway.Settings), ("replicas.NAME", gateway.Replica), ("keys.NAME", gateway.Key))),
+    (
+        "fleet.toml",
+        (
+            ("", fleet.FleetFile),
+            ("replicas", fleet.Replicas),
+            ("autoscale", fleet.Autoscale),
+            ("gateways", fleet.Gateways),
+        ),
+    ),
 )
 UNITS = {
     "_per_minute": "a minute",
@@ -80,6 +90,8 @@ def meanings(cls: type[msgspec.Struct]) -> dict[str, str]:
 
 def _kind(hint: object) -> str:
     """A type in words, with the range that it is held to."""
+    if type(None) in (either := typing.get_args(hint)):
+        return _kind(either[0])
     if typing.get_origin(hint) is typing.Annotated:
         plain, *bounds = typing.get_args(hint)
         return _kind(plain) + "".join(map(_range, bounds))
@@ -93,7 +105,11 @@ def _range(bound: object) -> str:
         least, most = _number(bound.least), _number(bound.most)
         return f", at least {least}" if bound.most == math.inf else f", {least} to {most}"
     assert isinstance(bound, msgspec.Meta)
-    return f", at least {_number(bound.ge or 0)}"
+    most = next((at for at in (bound.le, bound.lt and bound.lt - 1) if at is not None), None)
+    if bound.gt is not None:
+        return f", above {_number(bound.gt)}" + (f", at most {_number(most)}" if most is not None else "")
+    least = _number(bound.ge or 0)
+    return f", {least} to {_number(most)}" if most is not None else f", at least {least}"
 
 
 def _number(value: float) -> str:
@@ -118,6 +134,9 @@ def _table(section: str, cls: type[msgspec.Struct]) -> Iterator[str]:
     for field in msgspec.structs.fields(cls):
         if isinstance(field.default, msgspec.Struct) or typing.get_origin(hints[field.name]) is dict:
             continue  # a table of its own
+        either = [each for each in typing.get_args(hints[field.name]) if isinstance(each, type)]
+        if any(issubclass(each, msgspec.Struct) for each in either):
+            continue  # one that need not be there
         if field.default is msgspec.NODEFAULT and field.default_factory is not msgspec.NODEFAULT:
             continue  # likewise
         kind, unit = _kind(hints[field.name]), _unit(field.name)

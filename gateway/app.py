@@ -32,19 +32,24 @@ from gateway.replicas.fleet import Fleet
 from kvforge import __version__
 from kvforge.client.aio import AsyncClient
 from kvforge.protocol.configuration import expand
-from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
 from kvforge.protocol.messages import ModelInfo
 from kvforge.text.tokenizer import Tokenizer
 
 
 def make_app(
-    settings: Settings, access: Access, counted: Path | None = None, settled: Callable[[], None] = lambda: None
+    settings: Settings,
+    access: Access,
+    counted: Path | None = None,
+    settled: Callable[[], None] = lambda: None,
+    patience_s: float = 0.0,
 ) -> Starlette:
     """The application of one process; its connection is made when it starts, and ends with it.
 
     counted: the file in which all processes of this port count requests; None: there is but this one. settled: is
-    called when a model is there with its tokenizer.
+    called when a model is there with its tokenizer. patience_s: so long nobody is listened to before that is so.
     `state.ending` is set where the process is to end: then the streams end that would not end by themselves.
+    `state.use(settings)` takes other replicas; it raises InvalidConfiguration where those make another kind of gateway.
     """
 
     def prompts(info: ModelInfo) -> Prompts:
@@ -53,27 +58,40 @@ def make_app(
             tokenizer.use_chat_template(expand(settings.chat_template).read_text())
         return Prompts(tokenizer, Hygiene(settings.strip, settings.move))
 
-    fleet = None
+    served: Fleet | AsyncClient
     if settings.replicas:
-        fleet = Fleet(settings.replicas, answer_s=settings.answer_s, lost_s=settings.failover_s)
-        client = fleet.replicas[0].client  # the live page shows the first
+        served = Fleet(settings.replicas, answer_s=settings.answer_s, lost_s=settings.failover_s)
     else:
-        client = AsyncClient(
+        served = AsyncClient(
             settings.coordinator, server_key=settings.server_key or None, key_file=settings.key_file or None
         )
-    service = Service(fleet or client, prompts, settings.names, settings.tool_format, settled)
+    fleet = served if isinstance(served, Fleet) else None
+    service = Service(served, prompts, settings.names, settings.tool_format, settled)
     guard = Guard(access)
 
     @asynccontextmanager
     async def lifespan(app: Starlette) -> AsyncIterator[None]:  # noqa: ARG001
         looking = asyncio.ensure_future(service.serving())
         try:
+            if patience_s:
+                with suppress(TimeoutError):
+                    await asyncio.wait_for(service.ready(), patience_s)
             yield
         finally:
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
-            await client.close()
+            if isinstance(served, AsyncClient):
+                await served.close()  # a fleet closes what it has opened
+
+    def shown() -> AsyncClient:
+        return served.replicas[0].client if isinstance(served, Fleet) else served
+
+    def use(new: Settings) -> None:
+        if bool(new.replicas) != (fleet is not None):
+            raise InvalidConfiguration("replicas", "are served, or one coordinator is: the other takes a restart")
+        if fleet is not None:
+            fleet.use(new.replicas)
 
     async def health(request: Request) -> Response:  # noqa: ARG001
         ready = not service.reason
@@ -94,7 +112,7 @@ def make_app(
         return bool(app.state.ending)
 
     routes = [
-        *page(client, allowed=lambda request, right: access.caller(request.headers, right), ending=ending),
+        *page(shown, allowed=lambda request, right: access.caller(request.headers, right), ending=ending),
         Route("/health", health, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         *OpenAI(service, settings).routes(guard),
@@ -109,7 +127,7 @@ def make_app(
         exception_handlers={404: unknown, 405: unknown},
         middleware=[Middleware(Counting, counts=counts), *_cors(settings)],
     )
-    app.state.ending = False
+    app.state.ending, app.state.use = False, use
     return app
 
 

@@ -7,6 +7,7 @@ call must carry a header and a type that no form can send, and come from the ori
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Callable
 from time import monotonic
 from typing import Annotated
 from urllib.parse import urlsplit
@@ -44,7 +45,7 @@ _CANCEL, _DRAIN = msgspec.json.Decoder(Cancel), msgspec.json.Decoder(Drain)
 class Explaining:
     """Questions of all viewers, so many a second at most: a pointer that wanders over the map asks about each block."""
 
-    def __init__(self, client: AsyncClient) -> None:
+    def __init__(self, client: Callable[[], AsyncClient]) -> None:
         self._client = client
         self._asked: deque[float] = deque(maxlen=EXPLAINED_PER_S)
 
@@ -63,10 +64,10 @@ class Explaining:
             raise QueueFull(EXPLAINED_PER_S, round(1000 * left_s) + 1, "this page, for a second,")
         self._asked.append(now)
         if name == "block":
-            return await self._client.explain(block=int(value))
+            return await self._client().explain(block=int(value))
         if name == "request":
-            return await self._client.explain(request=int(value))
-        return await self._client.explain(tenant=value)
+            return await self._client().explain(request=int(value))
+        return await self._client().explain(tenant=value)
 
 
 async def cancel(client: AsyncClient, request: Request) -> None:

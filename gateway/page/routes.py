@@ -25,8 +25,10 @@ Allowed = Callable[[Request, str], object]
 Handler = Callable[[Request], Awaitable[Response]]
 
 
-def routes(client: AsyncClient, *, allowed: Allowed, ending: Callable[[], bool] = lambda: False) -> list[Route]:
-    """Of the page at `/`. client: whose coordinator is shown; it has to see every tenant, and to be open as long.
+def routes(
+    client: Callable[[], AsyncClient], *, allowed: Allowed, ending: Callable[[], bool] = lambda: False
+) -> list[Route]:
+    """Of the page at `/`. client: whose coordinator is shown now; it has to see every tenant, and to be open as long.
 
     allowed(request, right): raises NotAllowed where whoever sent the request has not the right to SEE what is served,
     or to act as ADMIN. The files themselves hold nothing and are for everybody: a browser cannot send a key with them.
@@ -47,12 +49,12 @@ def routes(client: AsyncClient, *, allowed: Allowed, ending: Callable[[], bool] 
 
     async def cancel(request: Request) -> Response:
         allowed(request, ADMIN)
-        await actions.cancel(client, request)
+        await actions.cancel(client(), request)
         return _json({})
 
     async def drain(request: Request) -> Response:
         allowed(request, ADMIN)
-        await actions.drain(client, request)
+        await actions.drain(client(), request)
         return _json({})
 
     return [

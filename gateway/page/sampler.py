@@ -74,9 +74,9 @@ class Viewer:
 
 
 class Sampler:
-    """One for each process."""
+    """One for each process. client: of the coordinator that is shown now."""
 
-    def __init__(self, client: AsyncClient, ending: Callable[[], bool]) -> None:
+    def __init__(self, client: Callable[[], AsyncClient], ending: Callable[[], bool]) -> None:
         self._client, self.ending = client, ending
         self._tables: Tables | None = None
         self._map, self._board, self._history = BlockMap(), Board(), History()
@@ -160,7 +160,7 @@ class Sampler:
 
     async def _ask(self) -> None:
         """What the tables do not say. Raises what the client does."""
-        kv, view = self._client, self._view
+        kv, view = self._client(), self._view
         health = await kv.health(timeout_s=ANSWER_S)
         stats = await kv.stats(timeout_s=ANSWER_S)
         listed = await self._list()
@@ -188,7 +188,7 @@ class Sampler:
         """As many of the newest requests as the coordinator lists, whose `limits.list_max` may be lower than ours."""
         while True:
             try:
-                return await self._client.requests(self._listed_max, timeout_s=ANSWER_S)
+                return await self._client().requests(self._listed_max, timeout_s=ANSWER_S)
             except InvalidRequest:
                 if self._listed_max == 1:
                     raise
@@ -197,7 +197,7 @@ class Sampler:
     async def _open_tables(self) -> None:
         self._tables, self._map_problem = None, ""
         try:
-            self._tables = await self._client.tables(timeout_s=ANSWER_S)
+            self._tables = await self._client().tables(timeout_s=ANSWER_S)
         except Unavailable as error:
             self._map_problem = error.message
 
@@ -208,7 +208,7 @@ class Sampler:
         found = []
         for tenant in most:
             with suppress(NotFound):  # it has ended meanwhile
-                told = await self._client.explain(request=oldest[tenant], timeout_s=ANSWER_S)
+                told = await self._client().explain(request=oldest[tenant], timeout_s=ANSWER_S)
                 if "limit" in told.facts:
                     found.append(Waiting(tenant, pending.get(tenant, 0), str(told.facts["limit"])))
         return tuple(found)

@@ -25,10 +25,10 @@ class Fleet:
     lost_s: so long without an answer, its requests are computed elsewhere."""
 
     def __init__(self, places: Mapping[str, Place], *, answer_s: float, lost_s: float) -> None:
-        self._answer_s = answer_s
+        self._answer_s, self._lost_s = answer_s, lost_s
         self.replicas = [Replica(name, place, lost_s) for name, place in places.items()]
-        self._router = Router([replica.name for replica in self.replicas])
-        self._by_name = {replica.name: replica for replica in self.replicas}
+        self._router = Router(places)
+        self._watching: asyncio.TaskGroup | None = None
         self.news = asyncio.Event()
 
     @property
@@ -60,9 +60,29 @@ class Fleet:
 
     async def watch(self) -> None:
         """Looks after all of them until it is cancelled."""
-        async with asyncio.TaskGroup() as group:
+        async with asyncio.TaskGroup() as self._watching:
             for replica in self.replicas:
-                group.create_task(replica.watch(self.news.set))
+                self._watch(replica)
+            await asyncio.Event().wait()  # a group of which all have left is not over: others may come
+
+    def use(self, places: Mapping[str, Place]) -> None:
+        """From now on it is these; at least one. Streams on one that is not among them go on there until they end, or
+        until it hands them back or is lost: it gets nothing new."""
+        assert places, "a gateway of replicas stays one"
+        staying = {replica.name: replica for replica in self.replicas if places.get(replica.name) == replica.place}
+        for replica in self.replicas:
+            if replica.name not in staying:
+                replica.leave()
+        coming = {name: Replica(name, place, self._lost_s) for name, place in places.items() if name not in staying}
+        self.replicas = [(staying | coming)[name] for name in places]
+        self._router.use(places)
+        for replica in coming.values():
+            self._watch(replica)
+        self.news.set()
+
+    def _watch(self, replica: Replica) -> None:
+        if self._watching is not None:  # else `watch` begins with all of them
+            self._watching.create_task(replica.watch(self.news.set))
 
     def of(self, session: str) -> Session:
         """Where the requests of a session are submitted. "": they have nothing to do with each other."""
@@ -83,12 +103,18 @@ class Fleet:
         self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
     ) -> Replica | None:
         """See `Replicas`."""
-        able = [replica for replica in self.replicas if self._serves(replica) and replica.name not in without]
-        clients = {replica.name: replica.client for replica in able}
-        chosen = await ask_and_choose(self._router, clients, prompt, options, answer_s=self._answer_s, session=session)
-        for name in chosen.silent:
-            self._by_name[name].silent()
-        return self._by_name[chosen.name] if chosen.name is not None else None
+        while True:
+            able = {r.name: r for r in self.replicas if self._serves(r) and r.name not in without}
+            clients = {name: replica.client for name, replica in able.items()}
+            chosen = await ask_and_choose(
+                self._router, clients, prompt, options, answer_s=self._answer_s, session=session
+            )
+            for name in chosen.silent:
+                able[name].silent()
+            if chosen.name is None:
+                return None
+            if not (replica := able[chosen.name]).leaving:  # else it was taken off the list meanwhile
+                return replica
 
     def _serves(self, replica: Replica) -> bool:
         """Whether it is ready, with the model of the first that is."""

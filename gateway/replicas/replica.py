@@ -27,12 +27,14 @@ class Guest(Protocol):
 
 class Replica:
     """health: what it said last. reason: why it gets nothing now; "": it does. guests: what is under way there.
+    leaving: it is not one of the replicas any more, and stays for its guests.
 
     lost_s: after so long without an answer it is given up, until it answers again.
     """
 
     def __init__(self, name: str, place: Place, lost_s: float) -> None:
-        self.name, self._lost_s = name, lost_s
+        self.name, self.place, self._lost_s = name, place, lost_s
+        self.leaving = False
         self.client = AsyncClient(
             place.coordinator,
             connect_timeout_s=CONNECT_S,
@@ -62,10 +64,15 @@ class Replica:
         """It did not answer in time: it is left out until it does."""
         self._say("it does not answer")
 
+    def leave(self) -> None:
+        """It gets nothing new; who is there stays until it has ended, or is handed back."""
+        self.leaving = True
+
     async def watch(self, looked: Callable[[], None]) -> None:
-        """Looks after it until it is cancelled. looked: is called when there is news."""
+        """Looks after it until it is cancelled, or has left and nobody is there. looked: is called when there is
+        news."""
         try:
-            while True:
+            while not self.leaving or self.guests:
                 await self._look()
                 looked()
                 await asyncio.sleep(LOOK_S)

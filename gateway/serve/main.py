@@ -45,6 +45,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="say what the settings mean here, as JSON, and end")
     parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # the descriptor of a socket that listens
     parser.add_argument("--rates", type=Path, help=argparse.SUPPRESS)
+    # Who connects waits so long, until a model is known; it is for a socket that others keep open.
+    parser.add_argument("--patience", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:
         settings = settings_of(options)
@@ -90,15 +92,13 @@ def _serve(options: argparse.Namespace, settings: Settings, listener: socket.soc
         rates = SharedRates(shared)
         access = Access(settings, rates)
 
-        def read_keys(number: int, frame: object) -> None:  # noqa: ARG001
-            try:
-                access.use(settings_of(options))
-            except KvforgeError as error:
-                print(f"gateway: the keys stay as they were: {error}", file=sys.stderr)
+        def again() -> Settings:
+            changed = settings_of(options)
+            look(changed)
+            return changed
 
-        signal.signal(signal.SIGHUP, read_keys)
         try:
-            serve(settings, listener, access, shared.with_name("requests"))
+            serve(settings, listener, access, shared.with_name("requests"), again, options.patience)
         finally:
             rates.close()
     return OK
@@ -180,6 +180,8 @@ def _passed(options: argparse.Namespace) -> list[str]:
     for name in ("config", "runtime_dir", "host", "port"):
         if (value := getattr(options, name)) is not None:
             given += [f"--{name.replace('_', '-')}", str(value)]
+    if options.patience:
+        given += ["--patience", str(options.patience)]
     for name in options.names or ():
         given += ["--name", name]
     return given

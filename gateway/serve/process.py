@@ -9,7 +9,7 @@ import resource
 import signal
 import socket
 import sys
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -19,6 +19,7 @@ from gateway.access import Access
 from gateway.app import make_app
 from gateway.config import Settings
 from kvforge.launch.listener import BACKLOG
+from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.notify import Watchdog, notify
 
 from .protocol import protocol_of
@@ -38,9 +39,22 @@ class _Server(uvicorn.Server):
         notify("READY=1")
 
 
-def serve(settings: Settings, listener: socket.socket, access: Access, counted: Path | None = None) -> None:
-    """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`. counted: as in `make_app`."""
-    app = make_app(settings, access, counted, _freeze)
+def serve(
+    settings: Settings,
+    listener: socket.socket,
+    access: Access,
+    counted: Path | None,
+    again: Callable[[], Settings],
+    patience_s: float = 0.0,
+) -> None:
+    """Serves until SIGTERM or SIGINT; then streams may end within `drain_s`. counted, patience_s: as in `make_app`.
+
+    again: reads the settings, of which [keys] and [replicas] are taken at SIGHUP. Raises KvforgeError: then all stays
+    as it was.
+    """
+    early: list[int] = []
+    signal.signal(signal.SIGHUP, lambda number, _: early.append(number))  # until the loop is there that can do it
+    app = make_app(settings, access, counted, _freeze, patience_s)
     config = uvicorn.Config(
         app,
         http=protocol_of(settings),
@@ -66,8 +80,19 @@ def serve(settings: Settings, listener: socket.socket, access: Access, counted: 
             server.force_exit = server.should_exit
             server.should_exit = app.state.ending = True
 
+        def read_again() -> None:
+            try:
+                changed = again()
+                app.state.use(changed)
+                access.use(changed)
+            except KvforgeError as error:
+                print(f"gateway: the keys stay as they were, and the replicas: {error}", file=sys.stderr, flush=True)
+
         for number in (signal.SIGTERM, signal.SIGINT):
             loop.add_signal_handler(number, end)
+        loop.add_signal_handler(signal.SIGHUP, read_again)
+        if early:
+            loop.call_soon(read_again)
         watchdog = Watchdog()
         if watchdog.every_us:
             loop.call_soon(_feed, loop, watchdog)

@@ -23,6 +23,7 @@ from . import (
     demo,
     deploy,
     drain,
+    fleet,
     generate,
     health,
     keys,
@@ -40,7 +41,7 @@ from . import (
 
 COMMANDS = (
     *(pull, up, generate, chat, attach, status, health, stats, top, requests, cancel, drain, replay, loadtest),
-    *(keys, demo, deploy, version),
+    *(keys, fleet, demo, deploy, version),
 )
 DEBUG = "KVFORGE_DEBUG"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a write to standard output may say

@@ -58,6 +58,11 @@ class Child:
         return self._process is not None
 
     @property
+    def pid(self) -> int:
+        """Of the process; 0 where none runs."""
+        return self._process.pid if self._process is not None else 0
+
+    @property
     def output(self) -> int:
         """Descriptor to poll for output; -1 if there is none."""
         return self._output

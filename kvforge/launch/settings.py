@@ -6,6 +6,7 @@ import json
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
+from datetime import datetime
 from pathlib import Path
 from typing import Any
 
@@ -125,12 +126,14 @@ def _table(name: str, table: Mapping[str, Any]) -> list[str]:
     return lines
 
 
-def toml_value(key: str, value: Value | list[str]) -> str:
+def toml_value(key: str, value: Value | list[str] | datetime) -> str:
     """A scalar or a list as TOML has it. Raises InvalidConfiguration naming `key` for text that TOML cannot hold."""
     if isinstance(value, list):
         return f"[{', '.join(toml_value(key, item) for item in value)}]"
     if isinstance(value, bool):
         return "true" if value else "false"
+    if isinstance(value, datetime):
+        return value.isoformat()
     if not isinstance(value, str):
         return repr(value)
     try:

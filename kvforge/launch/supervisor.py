@@ -100,18 +100,19 @@ class Supervisor:
             self._client = Client(self.endpoint, timeout_s=ASK_TIMEOUT_S, connect_timeout_s=ASK_CONNECT_S)
         return self._client
 
-    def turn(self, wait_s: float, *, restart: bool = True) -> None:
-        """Waits for output, an end or a signal, at most `wait_s`; then does what is due.
+    def turn(self, wait_s: float, *, restart: bool = True, also: tuple[int, ...] = ()) -> None:
+        """Waits for output, an end or a signal, at most `wait_s`; then does what is due. also: descriptors that end the
+        wait when they can be read.
 
         Raises Stopped when what is left cannot serve.
         """
         due = [child.restart_at for child in self.children if child.restart_at is not None]
         wait_s = max(0.0, min([wait_s, *(at - monotonic() for at in due)]))
         outputs = {child.output: child for child in self.children if child.output >= 0}
-        for ready in select.select([self._signals.fileno(), *outputs], [], [], wait_s)[0]:
+        for ready in select.select([self._signals.fileno(), *outputs, *also], [], [], wait_s)[0]:
             if ready == self._signals.fileno():
                 self._signals.clear()
-            else:
+            elif ready in outputs:
                 outputs[ready].read()
         for child in self.children:
             if (status := child.ended()) is not None and restart:

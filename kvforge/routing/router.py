@@ -56,6 +56,12 @@ class Router:
         self._decided: dict[str, deque[tuple[int, int]]] = {name: deque() for name in self.names}
         self._turn = 0
 
+    def use(self, names: Iterable[str]) -> None:
+        """Others are there from now on; of those that stay, it remembers what was decided."""
+        self.names = tuple(names)
+        self._decided = {name: self._decided.get(name, deque()) for name in self.names}
+        self._turn %= len(self.names)
+
     def ask(self) -> int:
         """The number of a question that is put to the replicas now. `close` it, whatever becomes of it."""
         number = self._last = next(self._numbers)

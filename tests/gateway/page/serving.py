@@ -73,7 +73,7 @@ async def serving(
     """The page of the coordinator in a runtime folder, at the address that this gives."""
     async with AsyncClient(client_endpoint(runtime), connect_timeout_s=timeout_s, timeout_s=timeout_s) as client:
         app = Starlette(
-            routes=[*routes(client, allowed=allowed), Route("/v1/chat/completions", chat, methods=["POST"])]
+            routes=[*routes(lambda: client, allowed=allowed), Route("/v1/chat/completions", chat, methods=["POST"])]
         )
         config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=1, lifespan="off", ws="none")
         server = uvicorn.Server(config)

@@ -59,7 +59,7 @@ class Torn:
 def test_viewers_are_bounded_ask_once_and_the_last_one_ends_the_looking() -> None:
     async def run() -> None:
         client, ending = Silent(), list[int]()
-        looking = Sampler(client, lambda: bool(ending))  # type: ignore[arg-type]
+        looking = Sampler(lambda: client, lambda: bool(ending))  # type: ignore[arg-type]
         with ExitStack() as viewers:
             first, *_ = [viewers.enter_context(looking.watching({})) for _ in range(sampler.VIEWERS_MAX)]
             with pytest.raises(QueueFull) as full, looking.watching({}):
@@ -81,7 +81,8 @@ def test_viewers_are_bounded_ask_once_and_the_last_one_ends_the_looking() -> Non
 
 def test_tables_that_cannot_be_read_end_nothing() -> None:
     async def run() -> None:
-        looking = Sampler(Torn(), lambda: False)  # type: ignore[arg-type]
+        torn = Torn()
+        looking = Sampler(lambda: torn, lambda: False)  # type: ignore[arg-type]
         with looking.watching({}) as viewer:
             told = b""
             while told.count(b"event: summary") < 1 or b"All is well" not in told:

@@ -41,10 +41,20 @@ class Replicas:
             self.clients[name] = cluster.client()
         for client in self.clients.values():
             client.wait_ready(DEADLINE_S)
-        places = "".join(f'[replicas.{n}]\nruntime_dir = "{c.runtime}"\n' for n, c in self.clusters.items())
+        self.file = folder / "gateway.toml"
         runtime = self.clusters["a"].runtime
-        self.gateway = stack.enter_context(Gateway(runtime, folder, f'names = ["tiny"]\nfailover_s = 1.0\n{places}'))
+        self.gateway = stack.enter_context(Gateway(runtime, folder, self.settings(*NAMES)))
         self.wait(lambda: all(one["ready"] for one in self.health()["replicas"].values()))
+
+    def settings(self, *names: str) -> str:
+        places = "".join(f'[replicas.{name}]\nruntime_dir = "{self.clusters[name].runtime}"\n' for name in names)
+        return f'names = ["tiny"]\nfailover_s = 1.0\n{places}'
+
+    def use(self, *names: str) -> None:
+        """Gives the gateway another list of replicas, and returns when it has it."""
+        self.file.write_text(self.settings(*names))
+        self.gateway.process.send_signal(signal.SIGHUP)
+        self.wait(lambda: tuple(self.health()["replicas"]) == names)
 
     def health(self) -> dict[str, Any]:
         try:
@@ -199,6 +209,65 @@ def test_a_gateway_that_was_killed_finds_the_request_again(served: Replicas) -> 
     again = served.tokens(prompt, headers, max_tokens=LONG, seed=None)
     assert served.accepted() == before, "it is the same request, where it is"
     assert again[: len(got)] == got and len(again) == LONG
+
+
+def test_replicas_come_and_go_while_streams_are_open(served: Replicas) -> None:
+    asked = [(body(prompt_of(at), seed=at, max_tokens=LONG), {}) for at in range(6)]
+    here: list[int] = []
+    gone = served.clients["a"]
+
+    def misfortune() -> None:
+        here.append(gone.stats().requests.running)
+        served.use("c", "b")
+
+    answers = asyncio.run(under_load(served, asked, misfortune, 100))
+    assert here[0] > 0 and len({len(answer) for answer in answers}) == 1
+    stats = gone.stats().requests
+    assert stats.cancelled_total == 0 and stats.failed_total == 0, "who was there stays to the end"
+    before = served.accepted()
+    for at, (each, _) in enumerate(asked):
+        assert answers[at] == served.tokens(each["prompt"], seed=at, max_tokens=LONG), f"answer {at}"
+    assert served.accepted()["a"] == before["a"], "and nothing new goes there"
+    served.wait(lambda: gone.stats().clients == 1)
+    served.use("a")
+    served.wait(lambda: served.ready("a"))
+    assert served.tokens(prompt_of(9)) and served.accepted()["a"] == before["a"] + 1
+    served.file.write_text('names = ["tiny"]\n')
+    served.gateway.process.send_signal(signal.SIGHUP)
+    served.wait(
+        lambda: (
+            "keys stay as they were, and the replicas: replicas: " in (served.file.parent / "gateway.log").read_text()
+        )
+    )
+    assert served.health()["ready"]
+
+
+def test_no_worker_is_left_and_nothing_is_said_to_be_served(served: Replicas) -> None:
+    """The coordinators answer, and nobody computes."""
+    for name, cluster in served.clusters.items():
+        cluster.kill("w0")
+        served.wait(lambda name=name: not served.ready(name))  # type: ignore[misc]
+    served.wait(lambda: not served.health()["ready"])
+    answer = httpx.get(f"{served.gateway.url}/v1/models")
+    assert answer.status_code == 503 and "no worker is connected" in answer.text
+    served.clusters["c"].start_worker("w0")
+    served.wait(lambda: httpx.get(f"{served.gateway.url}/v1/models").status_code == 200)
+
+
+def test_rank_0_is_dead_and_nothing_is_said_to_be_served(tmp_path: Path) -> None:
+    """The other rank lives, and so does the coordinator."""
+    with Cluster(blocks=512, ranks=2) as cluster:
+        tokenizer.write(cluster.model)
+        cluster.start("w0", "w1")
+        place = f'names = ["tiny"]\n[replicas.a]\nruntime_dir = "{cluster.runtime}"\n'
+        with Gateway(cluster.runtime, tmp_path, place) as gateway:
+            assert httpx.get(f"{gateway.url}/v1/models").status_code == 200
+            cluster.kill("w0")
+            deadline = time.monotonic() + DEADLINE_S
+            while httpx.get(f"{gateway.url}/v1/models").status_code != 503:
+                assert time.monotonic() < deadline
+                select.select([], [], [], 0.05)
+            assert httpx.get(f"{gateway.url}/health").status_code == 503
 
 
 def test_nothing_is_said_to_be_served_where_nobody_serves(served: Replicas) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import tomllib
+from datetime import UTC, datetime
 from pathlib import Path
 
 import pytest
@@ -19,6 +20,11 @@ def test_toml_survives_any_text() -> None:
     assert tomllib.loads(text) == {"a": nasty, "n": 3, "f": 0.5, "t": {"k": "v"}}
     with pytest.raises(errors.InvalidConfiguration):
         toml({"a": "\udc80"}, {})
+
+
+def test_toml_holds_dates_as_the_gateway_reads_them() -> None:
+    expires = datetime(2030, 1, 2, 3, 4, 5, tzinfo=UTC)
+    assert tomllib.loads(toml({}, {"keys": {"ada": {"expires": expires}}})) == {"keys": {"ada": {"expires": expires}}}
 
 
 def test_the_children_accept_what_is_written_for_them() -> None:

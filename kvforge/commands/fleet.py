@@ -1,0 +1,146 @@
+"""kvforge fleet: replicas and gateways in an existing Ray cluster."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from time import monotonic, sleep
+from typing import TYPE_CHECKING, Any
+
+from kvforge.fleet.settings import load_fleet
+from kvforge.fleet.told import READY, Seen, Status
+from kvforge.protocol.errors import DeadlineExceeded
+from kvforge.protocol.exits import FAILED, OK
+
+from . import printing
+
+if TYPE_CHECKING:
+    from kvforge.fleet.cluster.fleet import Fleet
+
+WAIT_S, DOWN_WAIT_S = 600.0, 900.0
+LOOK_S = 0.3
+NAME = "fleet"
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand and its own."""
+    parser = subparsers.add_parser(
+        "fleet", help="Replicas and gateways in a Ray cluster.", description="Replicas and gateways in a Ray cluster."
+    )
+    commands = parser.add_subparsers(metavar="WHAT", required=True)
+    up = _add(commands, "up", _up, "Bring a fleet up, or make one that is there what the file says now.")
+    up.add_argument("file", type=Path, metavar="FILE", help="fleet.toml")
+    _add_wait(up, WAIT_S, "for all of it to serve")
+    status = _add(commands, "status", _status, "Say how a fleet is: exit status 0 where all of it serves, else 1.")
+    status.add_argument("--json", action="store_true", help="print one JSON document")
+    scale = _add(commands, "scale", _scale, "Have so many replicas; those that leave end what runs there first.")
+    scale.add_argument("count", type=int, metavar="N")
+    _add_wait(scale, WAIT_S, "for that")
+    _add_wait(_add(commands, "down", _down, "Drain a fleet, and leave nothing of it."), DOWN_WAIT_S, "for that")
+
+
+def _add(commands: Any, name: str, run: Callable[[argparse.Namespace], int], summary: str) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(name, help=summary, description=summary)
+    parser.set_defaults(run=run)
+    parser.add_argument(
+        "--address", metavar="HOST:PORT", help="of the cluster's head [RAY_ADDRESS, else this machine's]"
+    )
+    if name != "up":
+        parser.add_argument("--name", default=NAME, help=f"of the fleet [{NAME}]")
+    return parser
+
+
+def _add_wait(parser: argparse.ArgumentParser, wait_s: float, what: str) -> None:
+    parser.add_argument(
+        "--wait", type=float, default=wait_s, metavar="SECONDS", help=f"wait so long {what}; 0: not at all [{wait_s:g}]"
+    )
+
+
+def _in_cluster(options: argparse.Namespace, name: str, use: Callable[[Fleet], int]) -> int:
+    """Ray is imported where a fleet is meant, and nowhere else. Raises Unavailable."""
+    from kvforge.fleet.cluster.joining import joined
+
+    with joined(options.address):
+        from kvforge.fleet.cluster.fleet import Fleet
+
+        return use(Fleet(name))
+
+
+def _up(options: argparse.Namespace) -> int:
+    file, text = load_fleet(options.file)
+
+    def use(fleet: Fleet) -> int:
+        fleet.up(file, text)
+        status = _wait(fleet, options.wait, lambda status: status.serves)
+        _show(status)
+        return OK
+
+    return _in_cluster(options, file.name, use)
+
+
+def _status(options: argparse.Namespace) -> int:
+    def use(fleet: Fleet) -> int:
+        status = fleet.status()
+        printing.print_json(status) if options.json else _show(status)
+        return OK if status.serves else FAILED
+
+    return _in_cluster(options, options.name, use)
+
+
+def _scale(options: argparse.Namespace) -> int:
+    def use(fleet: Fleet) -> int:
+        fleet.scale(options.count)
+        _show(_wait(fleet, options.wait, lambda status: status.serves))
+        return OK
+
+    return _in_cluster(options, options.name, use)
+
+
+def _down(options: argparse.Namespace) -> int:
+    def use(fleet: Fleet) -> int:
+        fleet.down()
+        if options.wait:
+            _wait(fleet, options.wait, lambda status: status.ended and not status.replicas and not status.gateways)
+            fleet.close()
+        return OK
+
+    return _in_cluster(options, options.name, use)
+
+
+def _wait(fleet: Fleet, wait_s: float, done: Callable[[Status], bool]) -> Status:
+    """Until it is so. What it waits for is said on standard error. Raises DeadlineExceeded."""
+    deadline, said = monotonic() + wait_s, ""
+    while True:
+        status = fleet.status()
+        if done(status) or not wait_s:
+            return status
+        words = "; ".join(status.sentences)
+        if words and words != said:
+            said = words
+            printing.say(words)
+        if monotonic() >= deadline:
+            raise DeadlineExceeded(f"not after {wait_s:g} s, and it goes on: {said or 'see `kvforge fleet status`'}")
+        sleep(LOOK_S)
+
+
+def _show(status: Status) -> None:
+    if status.ended:
+        print(f"{status.fleet} ends")
+    ready = sum(one.told.phase == READY for one in status.replicas)
+    print(f"{status.fleet}: {ready} of {status.count} replicas serve")
+    rows = [_row(one, one.told.place.endpoint if one.told.place is not None else "") for one in status.replicas]
+    if rows:
+        printing.print_table(("replica", "revision", "state", "running", "waiting", "queue s", "where"), rows)
+    for one in status.gateways:
+        reason = f": {one.told.reason}" if one.told.reason else ""
+        print(f"gateway {one.name}  {one.told.phase}  {one.told.url}{reason}".rstrip())
+    for sentence in status.sentences:
+        print(sentence)
+    sys.stdout.flush()
+
+
+def _row(one: Seen, where: str) -> tuple[object, ...]:
+    told = one.told
+    return one.name, one.revision, told.phase, told.running, told.pending, f"{told.queue_s:.2f}", where

@@ -1,0 +1,112 @@
+"""What was decided, done: placement groups and actors made and removed, orders passed on."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+from contextlib import suppress
+from typing import Any
+
+import ray
+import ray.util
+from ray.exceptions import RayError
+from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+from ..deciding import Action, Create, Remove, Stop
+from ..deciding import Drain as DrainAction
+from ..settings import FleetFile
+from ..told import REPLICA, Begin, Drain, Order, Place, Use, encode
+from ..told import Stop as StopOrder
+from .keeper import Keeper
+from .names import Member, namespace
+from .store import Spec
+from .watching import Watch
+
+ANSWER_S = 5.0
+log = logging.getLogger(__name__)
+
+
+class Hands:
+    """Of one controller."""
+
+    def __init__(self, fleet: str, watch: Watch) -> None:
+        self._namespace, self._watch = namespace(fleet), watch
+        self._used: dict[str, tuple[str, str, dict[str, Place]]] = {}  # by gateway: what its keeper was told
+
+    async def do(self, action: Action, file: FleetFile, spec: Spec) -> None:
+        """Does it. What cannot be done now is decided again at the next look.
+
+        Raises RayError, TimeoutError, ValueError.
+        """
+        log.info("%s", action)
+        if isinstance(action, Create):
+            self.create(Member(action.kind, action.name, action.revision), file, spec)
+            return
+        member = next(one for one in self._watch.members if one.name == action.name)
+        if isinstance(action, Remove) or (isinstance(action, Stop) and self._watch.died(member)):
+            self._remove(member)
+        elif isinstance(action, Stop):
+            await self._order(member, StopOrder())
+        elif isinstance(action, DrainAction):
+            await self._order(member, Drain(deadline_s=action.deadline_s))
+
+    def create(self, member: Member, file: FleetFile, spec: Spec) -> None:
+        """Its placement group, if it has none yet, and its actor."""
+        begin = Begin(name=member.name, address="", text=spec.text, public=spec.public)
+        cls = ray.remote(Keeper)
+        shared = {
+            "name": member.actor,
+            "namespace": self._namespace,
+            "lifetime": "detached",
+            "max_restarts": -1,
+            "get_if_exists": True,
+        }
+        if member.kind != REPLICA:
+            begin = Begin(name=member.name, address="", text=spec.text, public=spec.public, secret=spec.secret)
+            bundle = file.gateway_bundle
+            cls.options(num_cpus=bundle.get("CPU", 0), scheduling_strategy="SPREAD", **shared).remote(
+                member.kind, encode(begin)
+            )
+            return
+        bundle = file.bundle
+        group = self._group(member)
+        if group is None:
+            # One bundle: its coordinator and all ranks of its workers, which are never on two nodes.
+            name = f"{self._namespace}/{member.actor}"
+            group = ray.util.placement_group([bundle], strategy="STRICT_PACK", name=name, lifetime="detached")
+        others = {name: amount for name, amount in bundle.items() if name not in ("CPU", "GPU")}
+        cls.options(
+            num_cpus=bundle.get("CPU", 0),
+            num_gpus=bundle.get("GPU", 0),
+            resources=others or None,
+            scheduling_strategy=PlacementGroupSchedulingStrategy(group, placement_group_bundle_index=0),
+            **shared,
+        ).remote(member.kind, encode(begin))
+
+    async def tell_gateways(self, spec: Spec, places: dict[str, Place], lives: dict[Member, str]) -> None:
+        """Each gateway has these replicas, and this file. lives: of their keepers."""
+        if not places:
+            return  # a gateway of replicas stays one: those that it has come back, or others come
+        for member, life in lives.items():
+            told = (life, spec.text, places)
+            if self._used.get(member.name) != told:
+                with suppress(RayError, TimeoutError, ValueError):
+                    await self._order(member, Use(text=spec.text, places=places))
+                    self._used[member.name] = told
+
+    async def _order(self, member: Member, order: Order) -> None:
+        handle = self._watch.handle(member)
+        await asyncio.wait_for(handle.order.remote(encode(order)), ANSWER_S)
+
+    def _group(self, member: Member) -> Any:
+        with suppress(ValueError):
+            return ray.util.get_placement_group(f"{self._namespace}/{member.actor}")
+        return None
+
+    def _remove(self, member: Member) -> None:
+        with suppress(ValueError):
+            ray.kill(self._watch.handle(member), no_restart=True)
+        if (group := self._group(member)) is not None:
+            ray.util.remove_placement_group(group)
+        self._watch.forget(member)
+        self._used.pop(member.name, None)

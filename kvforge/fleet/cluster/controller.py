@@ -1,0 +1,150 @@
+"""The controller: looks, has it decided, and does it, again and again.
+
+A detached actor by a fixed name. Killed, Ray starts it again, and it finds its fleet by the names of its actors.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+from time import monotonic
+
+import msgspec
+from ray.exceptions import RayError
+
+from kvforge.protocol.errors import KvforgeError
+
+from ..deciding import Memory, Stop, View, Wanted, carried, decide, words
+from ..settings import REPLICAS_MAX, FleetFile, parse
+from ..told import DRAINING, REPLICA, STOPPED, Seen, Status
+from . import store
+from .acting import Hands
+from .store import Spec
+from .watching import Watch
+
+TURN_S = 0.5
+CREATED_MAX = 32  # at a turn
+log = logging.getLogger(__name__)
+
+
+class Controller:
+    """Of one fleet. All that changes it goes through here: so nobody else writes its document."""
+
+    async def __init__(self, fleet: str) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._fleet = fleet
+        self._watch = Watch(fleet)
+        self._hands = Hands(fleet, self._watch)
+        self._memory = Memory()
+        self._again = False
+        self._status = Status(fleet=fleet, sentences=("its controller starts",))
+        self._news = asyncio.Event()
+        self._running = asyncio.ensure_future(self._run())
+
+    async def status(self) -> bytes:
+        """How the fleet is: a `Status`."""
+        return msgspec.json.encode(self._status)
+
+    async def use(self, said: bytes) -> None:
+        """From now on the fleet is this `Spec`. Who cannot start is tried anew."""
+        new = msgspec.msgpack.decode(said, type=Spec)
+        old = store.get(self._fleet)
+        if old is not None:
+            count = None if old.ended else carried(parse(old.text), old.count, parse(new.text))
+            new = msgspec.structs.replace(new, public=old.public, secret=old.secret, count=count)
+        store.put(self._fleet, new)
+        self._changed()
+        self._again = True
+
+    async def scale(self, count: int) -> str:
+        """So many replicas. Returns why not; "": there will be."""
+        spec = store.get(self._fleet)
+        if spec is None or spec.ended:
+            return "there is no such fleet, or it ends"
+        if (rule := parse(spec.text).autoscale) is not None:
+            bounds = f"between replicas_min = {rule.replicas_min} and replicas_max = {rule.replicas_max}"
+            return f"this fleet scales itself, {bounds}: change [autoscale] and bring it up again"
+        if not 1 <= count <= REPLICAS_MAX:
+            return f"{count} replicas: there may be 1 to {REPLICAS_MAX}; `kvforge fleet down` ends the fleet"
+        if count == 1 and parse(spec.text).replicas.surge == 0:
+            return "one replica, and replicas.surge = 0: nobody would serve while another takes its place"
+        store.put(self._fleet, msgspec.structs.replace(spec, count=count))
+        self._changed()
+        return ""
+
+    async def end(self) -> None:
+        """The fleet drains, and is no more."""
+        if (spec := store.get(self._fleet)) is not None:
+            store.put(self._fleet, msgspec.structs.replace(spec, ended=True))
+        self._changed()
+
+    def _changed(self) -> None:
+        self._status = msgspec.structs.replace(self._status, sentences=("something else is wanted since a moment ago",))
+        self._news.set()
+
+    async def _run(self) -> None:
+        while True:
+            try:
+                await self._turn()
+            except (RayError, KvforgeError, TimeoutError, ValueError, OSError) as error:
+                log.warning("the fleet is looked at again: %r", error)
+            except Exception:
+                log.exception("the fleet is looked at again")
+            self._news.clear()
+            try:
+                await asyncio.wait_for(self._news.wait(), TURN_S)
+            except TimeoutError:
+                continue
+
+    async def _turn(self) -> None:
+        spec = store.get(self._fleet)
+        if spec is None:
+            self._status = Status(fleet=self._fleet, ended=True, pid=os.getpid())
+            return
+        file = parse(spec.text)
+        view = await self._watch.look(file)
+        wanted = Wanted(file, spec.count, spec.ended, self._again)
+        fresh = [secrets.token_hex(3) for _ in range(CREATED_MAX)]
+        decision, self._memory = decide(wanted, view, self._memory, monotonic(), fresh)
+        if spec.ended and not view.replicas and not view.gateways:
+            store.remove(self._fleet)
+            return
+        if store.get(self._fleet) != spec:
+            self._news.set()  # something else is wanted meanwhile: it is decided anew
+            return
+        self._again = False
+        if not spec.ended and decision.count != (file.count if spec.count is None else spec.count):
+            store.put(self._fleet, spec := msgspec.structs.replace(spec, count=decision.count))
+        begun = [words(action) for action in decision.actions]
+        self._status = self._seen(view, decision.count, file, spec, (*decision.sentences, *begun))
+        self._restore(file, spec)
+        stopped = {action.name for action in decision.actions if isinstance(action, Stop)}
+        places = {name: place for name, place in self._watch.places.items() if name not in stopped}
+        lives = {
+            member: gateway.told.life
+            for gateway in view.gateways
+            for member in self._watch.members
+            if member.name == gateway.name and gateway.told.life and gateway.phase not in (DRAINING, STOPPED)
+        }
+        await self._hands.tell_gateways(spec, places, lives)
+        for action in decision.actions:
+            await self._hands.do(action, file, spec)
+
+    def _restore(self, file: FleetFile, spec: Spec) -> None:
+        """Who has a placement group and no actor: the controller died between the two."""
+        for member, there in self._watch.members.items():
+            if member.kind == REPLICA and not there.actor and not self._watch.died(member) and not spec.ended:
+                self._hands.create(member, file, spec)
+
+    def _seen(self, view: View, count: int, file: FleetFile, spec: Spec, sentences: tuple[str, ...]) -> Status:
+        return Status(
+            fleet=self._fleet,
+            count=count,
+            revision=file.revision,
+            ended=spec.ended,
+            sentences=sentences,
+            replicas=tuple(Seen(name=one.name, revision=one.revision, told=one.told) for one in view.replicas),
+            gateways=tuple(Seen(name=one.name, revision=one.revision, told=one.told) for one in view.gateways),
+            pid=os.getpid(),
+        )

@@ -1,0 +1,175 @@
+"""The actor of one replica or gateway: starts its program on this node, and starts it again when it dies.
+
+It passes on what the program says and what it is to do, and knows nothing of either. Killed, it takes the program with
+it, which hangs on its leash; Ray starts another one, on the same node if that is there.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import secrets
+import signal
+import sys
+import tempfile
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+
+import msgspec
+import ray
+import ray.util
+
+from kvforge.launch.child import Child
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.exits import OK, USAGE
+
+from ..node.folder import Folder
+from ..node.link import pair
+from ..settings import parse
+from ..told import (
+    DOCUMENT_BYTES_MAX,
+    DRAINING,
+    FAILED,
+    READY,
+    STARTING,
+    STOPPED,
+    Begin,
+    Drain,
+    Order,
+    Stop,
+    Told,
+    Use,
+    encode,
+    order_of,
+    told_of,
+)
+
+ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
+TURN_S = 0.1
+# A program that does not end by itself so long after it was told to is killed.
+STOP_S_MAX = 120.0
+log = logging.getLogger(__name__)
+
+
+class Keeper:
+    """Lives in a process of Ray's, on its event loop. Documents are as in `told`."""
+
+    async def __init__(self, kind: str, begin: bytes) -> None:  # type: ignore[misc]  # Ray awaits it
+        self._kind = kind
+        order = order_of(begin)
+        assert isinstance(order, Begin), "the first order"
+        self._begin = msgspec.structs.replace(order, address=ray.util.get_node_ip_address())
+        self._life = secrets.token_hex(4)
+        self._node = ray.get_runtime_context().get_node_id()
+        self._ours, self._theirs = pair()
+        command = [str(ENTRY), "kvforge.fleet.node", kind, "--link", str(self._theirs.fileno())]
+        self._child = Child(
+            f"{kind} {self._begin.name}",
+            command,
+            Path(tempfile.gettempdir()),
+            _say,
+            descriptors=(self._theirs.fileno(),),
+        )
+        self._told = Told(phase=STARTING, reason="its program starts")
+        self._failed_at = self._stopped_at = 0.0
+        self._drain: Drain | None = None
+        self._start()
+        self._keeping = asyncio.ensure_future(self._keep())
+
+    async def look(self) -> bytes:
+        """How it is."""
+        told = self._told
+        failed_s = monotonic() - self._failed_at if self._failed_at else 0.0
+        if self._stopped_at and told.phase != STOPPED:
+            told = msgspec.structs.replace(told, phase=DRAINING, running=0, pending=0)
+        elif self._drain is not None and told.phase not in (DRAINING, STOPPED, FAILED):
+            # It has not heard of it yet: so what runs there is not known to have ended.
+            told = msgspec.structs.replace(told, phase=DRAINING, running=max(1, told.running))
+        pids = {**told.pids, "keeper": os.getpid(), "program": self._child.pid}
+        return encode(msgspec.structs.replace(told, failed_s=failed_s, node=self._node, life=self._life, pids=pids))
+
+    async def order(self, said: bytes) -> None:
+        """Passes it on; a program that is started later hears it, too."""
+        order = order_of(said)
+        if isinstance(order, Use):
+            self._begin = msgspec.structs.replace(self._begin, text=order.text, places=order.places)
+        elif isinstance(order, Drain):
+            self._drain = self._drain or order
+        elif isinstance(order, Stop) and not self._stopped_at:
+            self._stopped_at = monotonic()
+            if not self._child.running:
+                self._end()
+            elif self._told.phase == STARTING:
+                self._child.send(signal.SIGTERM)  # it may be busy with its model, and hear of it when that is there
+        self._send(order)
+
+    def _start(self) -> None:
+        with suppress(BlockingIOError):  # what the one before has not read is not for its successor
+            while self._theirs.recv(DOCUMENT_BYTES_MAX):
+                pass
+        self._child.start()
+        self._send(self._begin)
+        if self._drain is not None:
+            self._send(self._drain)
+
+    def _send(self, order: Order) -> None:
+        with suppress(BlockingIOError):
+            self._ours.send(encode(order))
+
+    async def _keep(self) -> None:
+        while True:
+            self._child.read()
+            self._hear()
+            if (status := self._child.ended()) is not None:
+                self._hear()
+                self._on_end(status)
+            elif self._child.restart_at is not None and self._child.restart_at <= monotonic() and not self._stopped_at:
+                self._start()
+            if self._stopped_at and self._child.running and monotonic() - self._stopped_at > STOP_S_MAX:
+                self._child.send(signal.SIGKILL)
+            await asyncio.sleep(TURN_S)
+
+    def _hear(self) -> None:
+        with suppress(BlockingIOError):
+            while said := self._ours.recv(DOCUMENT_BYTES_MAX):
+                with suppress(msgspec.ValidationError, msgspec.DecodeError):
+                    self._told = told_of(said)
+                self._child.served |= self._told.phase == READY
+
+    def _on_end(self, status: int) -> None:
+        """Told to stop, it is over; else it starts again, unless that would be the same again."""
+        told = self._told
+        if self._stopped_at:
+            self._end()
+            return
+        how = f"exit status {status}" if status >= 0 else f"killed by {signal.Signals(-status).name}"
+        reason = told.reason if told.phase == FAILED else f"its program ended ({how}): {self._child.last_words()}"
+        if status in (OK, USAGE):
+            self._child.given_up = True
+        else:
+            self._child.plan_restart()
+        if self._child.given_up:
+            self._failed_at = monotonic()
+            self._told = Told(phase=FAILED, reason=reason, place=told.place)
+            log.error("%s cannot serve: %s", self._child.name, reason)
+            return
+        assert self._child.restart_at is not None, "it is started again"
+        again_s = self._child.restart_at - monotonic()
+        log.warning("%s: %s; it is started again in %.1f s", self._child.name, reason, again_s)
+        self._told = Told(phase=STARTING, reason=f"{reason} (again in {again_s:.1f} s)", place=told.place, url=told.url)
+
+    def _end(self) -> None:
+        """It is over. A program that was killed, or could not start, has left its folder."""
+        if self._told.phase != STOPPED:
+            with suppress(KvforgeError):
+                folder = Folder(parse(self._begin.text), self._begin.name)
+                folder.claim()
+                folder.remove()
+        self._told = Told(phase=STOPPED)
+
+
+def _say(line: str) -> None:
+    """Into Ray's log of this actor."""
+    print(line, file=sys.stderr, flush=True)

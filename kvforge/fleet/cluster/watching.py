@@ -1,0 +1,128 @@
+"""What is there of a fleet: found by the names of actors and placement groups, and asked of each."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Mapping
+from time import monotonic
+from typing import Any, NamedTuple
+
+import ray
+import ray.util
+from ray.exceptions import ActorDiedError, RayError
+
+from ..deciding import Gateway, Replica, View, reason_for_no_room
+from ..deciding.room import wanted
+from ..settings import FleetFile
+from ..told import FAILED, PLACING, REPLICA, SILENT, STARTING, Place, Told, told_of
+from .names import Member, member_of, namespace
+
+ANSWER_S = 2.0
+PLACED = "CREATED"
+GONE = "REMOVED"
+
+
+class There(NamedTuple):
+    """actor: whether there is one. placed: the state of its placement group; "": it has none."""
+
+    actor: bool
+    placed: str
+
+
+class Watch:
+    """Looks, again and again. It remembers since when nothing was heard of somebody, and who died at once."""
+
+    def __init__(self, fleet: str) -> None:
+        self._fleet, self._namespace = fleet, namespace(fleet)
+        self._seen: dict[Member, float] = {}
+        self._heard: dict[Member, float] = {}
+        self._dead: dict[Member, tuple[str, float]] = {}
+        self.places: dict[str, Place] = {}  # the last that each replica said
+        self.members: dict[Member, There] = {}
+
+    async def look(self, file: FleetFile) -> View:
+        """How all of them are."""
+        self.members = self._find()
+        self._forget()
+        told = await asyncio.gather(*(self._ask(member, there, file) for member, there in self.members.items()))
+        replicas: list[Replica] = []
+        gateways: list[Gateway] = []
+        for member, said in zip(self.members, told, strict=True):
+            silent_s = monotonic() - self._heard.get(member, self._seen[member]) if said.phase == SILENT else 0.0
+            if member.kind == REPLICA:
+                replicas.append(Replica(member.name, member.revision, said, silent_s))
+                if said.place is not None:
+                    self.places[member.name] = said.place
+            else:
+                gateways.append(Gateway(member.name, member.revision, said, silent_s))
+        names = {replica.name for replica in replicas}
+        self.places = {name: place for name, place in self.places.items() if name in names}
+        return View(tuple(replicas), tuple(gateways))
+
+    def died(self, member: Member) -> bool:
+        """Whether its actor could not live: there is nobody to be told anything."""
+        return member in self._dead
+
+    def forget(self, member: Member) -> None:
+        """It is removed."""
+        self._dead.pop(member, None)
+
+    def handle(self, member: Member) -> Any:
+        """Its actor. Raises ValueError where it is gone."""
+        return ray.get_actor(member.actor, namespace=self._namespace)
+
+    def _find(self) -> dict[Member, There]:
+        found: dict[Member, There] = {}
+        for each in ray.util.list_named_actors(all_namespaces=True):
+            if each["namespace"] == self._namespace and (member := member_of(each["name"])) is not None:
+                found[member] = There(actor=True, placed="")
+        start = f"{self._namespace}/"
+        for group in ray.util.placement_group_table().values():
+            name = str(group["name"])
+            if not name.startswith(start) or group["state"] == GONE:
+                continue
+            if (member := member_of(name.removeprefix(start))) is not None:
+                found[member] = There(actor=member in found, placed=str(group["state"]))
+        for member in self._dead:
+            found.setdefault(member, There(actor=False, placed=""))
+        return dict(sorted(found.items()))
+
+    def _forget(self) -> None:
+        now = monotonic()
+        self._seen = {member: self._seen.get(member, now) for member in self.members}
+        self._heard = {member: at for member, at in self._heard.items() if member in self.members}
+
+    async def _ask(self, member: Member, there: There, file: FleetFile) -> Told:
+        if member in self._dead:
+            reason, at = self._dead[member]
+            return Told(phase=FAILED, reason=reason, failed_s=monotonic() - at)
+        if member.kind == REPLICA and there.placed != PLACED:
+            return Told(phase=PLACING, reason=self._no_room(file.bundle, "a replica"))
+        try:
+            said: bytes = await asyncio.wait_for(self.handle(member).look.remote(), ANSWER_S)
+        except ActorDiedError as error:
+            if member not in self._heard:  # it could not even begin
+                self._dead[member] = (_last_line(error), monotonic())
+            return self._unheard(member, file)
+        except (RayError, TimeoutError, ValueError):
+            return self._unheard(member, file)
+        self._heard[member] = monotonic()
+        return told_of(said)
+
+    def _unheard(self, member: Member, file: FleetFile) -> Told:
+        if member in self._heard:
+            return Told(phase=SILENT, reason="its node or its keeper is gone, or slow")
+        age_s = monotonic() - self._seen[member]
+        reason = "" if member.kind == REPLICA else self._no_room(file.gateway_bundle, "a gateway")
+        return Told(phase=STARTING, reason=reason or "its keeper starts", age_s=age_s)
+
+    def _no_room(self, bundle: Mapping[str, float], what: str) -> str:
+        nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+        return reason_for_no_room(bundle, nodes, what) or (
+            f"no node has {wanted(bundle)} free for {what}: others have them" if what == "a replica" else ""
+        )
+
+
+def _last_line(error: Exception) -> str:
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    return f"its keeper cannot live: {lines[-1] if lines else error!r}"

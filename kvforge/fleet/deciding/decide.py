@@ -1,0 +1,142 @@
+"""The decision: what to do now, one look at a time.
+
+Laws, which tests go through: no replica that serves is drained while fewer than are wanted would be left, but where
+`surge` is 0 and others take their place; one at a time leaves for a successor, which every gateway knows before; who
+leaves ends only when nothing runs there, or after `drain_s`; what was decided already is not undone by looking again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from ..told import DRAINING, FAILED, GATEWAY, READY, REPLICA, STARTING, STOPPED
+from .scaling import Memory, scaled
+from .views import ON_THE_WAY, Decision, Gateway, Remove, Replica, Stop, View, Wanted, order_of_leaving
+
+# Handed back at the deadline, requests are gone a moment later.
+GRACE_S = 5.0
+
+
+def decide(wanted: Wanted, view: View, memory: Memory, now_s: float, names: Sequence[str]) -> tuple[Decision, Memory]:
+    """What to do. names: for those that are to be created, as many as may be created at once."""
+    decision = Decision(list(names))
+    if wanted.ended:
+        _end(wanted, view, decision)
+        return decision, memory
+    staying = [one for one in view.replicas if not one.leaving]
+    new = [one for one in staying if one.revision == wanted.file.revision]
+    old = [one for one in staying if one.revision != wanted.file.revision]
+    decision.count, memory = _count(wanted, view, new, now_s, memory)
+    _see_off(wanted, view.replicas, decision)
+    _try_again(wanted, view.replicas, decision)
+    if old:
+        _update(wanted, view, new, old, decision)
+    else:
+        _keep(wanted, new, decision)
+    _gateways(wanted, view.gateways, decision)
+    return decision, memory
+
+
+def _count(wanted: Wanted, view: View, new: list[Replica], now_s: float, memory: Memory) -> tuple[int, Memory]:
+    """How many replicas there are to be."""
+    count = wanted.file.count if wanted.count is None else wanted.count
+    rule = wanted.file.autoscale
+    if rule is None:
+        return count, memory
+    settled = len(new) == len(view.replicas) == count and all(one.phase == READY for one in new)
+    return scaled(rule, count, tuple(one.told.queue_s for one in new), now_s, memory, settled=settled)
+
+
+def _see_off(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> None:
+    """Those that leave already."""
+    for one in ones:
+        if one.phase == STOPPED:
+            decision.act(Remove(_kind(one), one.name))
+        elif one.phase == DRAINING:
+            left, limit_s = one.told.running + one.told.pending, wanted.file.replicas.drain_s + GRACE_S
+            if not left or one.told.draining_s >= limit_s:
+                decision.act(Stop(_kind(one), one.name))
+            else:
+                decision.sentences.append(f"{one.name} leaves: {left} requests run there")
+
+
+def _try_again(wanted: Wanted, ones: Sequence[Replica], decision: Decision) -> None:
+    """Those that could not start give their places to others, after a while."""
+    own = wanted.file.replicas
+    for one in ones:
+        if one.phase == FAILED:
+            decision.sentences.append(f"{one.name} cannot start: {one.told.reason}")
+            if wanted.again or one.told.failed_s >= own.retry_s:
+                decision.act(Stop(_kind(one), one.name))
+        elif one.phase == STARTING and one.told.age_s >= own.start_s:
+            decision.say(one, f"{one.name}, after {one.told.age_s:.0f} s, is")
+            decision.act(Stop(_kind(one), one.name))
+
+
+def _keep(wanted: Wanted, new: list[Replica], decision: Decision) -> None:
+    """As many as are wanted. Of too many those leave first that do not serve, so that those that stay do."""
+    for _ in range(decision.count - len(new)):
+        decision.create(REPLICA, wanted.file.revision)
+    leaving = sorted(new, key=order_of_leaving)[: max(0, len(new) - decision.count)]
+    for one in leaving:
+        decision.leave(one, wanted.file)
+    for one in new:
+        if one.phase in ON_THE_WAY and one not in leaving:
+            decision.say(one, f"{one.name} is")
+
+
+def _update(wanted: Wanted, view: View, new: list[Replica], old: list[Replica], decision: Decision) -> None:
+    """The new ones take the place of the old, one at a time."""
+    useless = [one for one in old if one.serves_nobody]
+    for one in useless:
+        decision.leave(one, wanted.file)
+    if any(one.phase == FAILED for one in new):
+        decision.sentences.append("the update stands still, and the old replicas go on")
+        return
+    coming = [one for one in new if one.phase in ON_THE_WAY]
+    unknown = [one for one in new if one.phase == READY and not view.known(one)]
+    for one in coming:
+        decision.say(one, f"the update waits for {one.name}, which is")
+    decision.sentences += [f"the update waits for {one.name}, which not all gateways know yet" for one in unknown]
+    if coming or unknown or useless or any(one.leaving for one in view.replicas):
+        return
+    there, surge = len(new) + len(old), wanted.file.replicas.surge
+    if len(new) < decision.count and there < decision.count + surge:
+        decision.create(REPLICA, wanted.file.revision)
+    else:
+        decision.leave(min(old, key=order_of_leaving), wanted.file)
+
+
+def _gateways(wanted: Wanted, gateways: Sequence[Gateway], decision: Decision) -> None:
+    """As many as are wanted. One that is to be another leaves first, for both may want the same port; one at a time."""
+    revision, count = wanted.file.gateway_revision, wanted.file.gateways.count
+    _see_off(wanted, gateways, decision)
+    _try_again(wanted, gateways, decision)
+    staying = [one for one in gateways if not one.leaving]
+    for _ in range(count - len(gateways)):
+        decision.create(GATEWAY, revision)
+    for one in sorted(staying, key=order_of_leaving)[: max(0, len(staying) - count)]:
+        decision.leave(one, wanted.file)
+    for one in staying:
+        if one.phase in ON_THE_WAY:
+            decision.say(one, f"{one.name} is")
+    old = [one for one in staying if one.revision != revision]
+    settled = len(staying) == len(gateways) == count
+    if old and settled and all(one.phase == READY for one in staying if one not in old):
+        decision.leave(min(old, key=order_of_leaving), wanted.file)
+
+
+def _end(wanted: Wanted, view: View, decision: Decision) -> None:
+    """Nothing is to be left: first who takes requests goes, then who computes them."""
+    for ones in (view.gateways, view.replicas):
+        _see_off(wanted, ones, decision)
+        for one in ones:
+            if not one.leaving:
+                decision.leave(one, wanted.file)
+        if ones:
+            decision.sentences.append(f"{len(ones)} {_kind(ones[0])}{'s' if len(ones) > 1 else ''} to leave")
+            return
+
+
+def _kind(one: Replica) -> str:
+    return GATEWAY if isinstance(one, Gateway) else REPLICA

@@ -1,0 +1,58 @@
+"""One program of a fleet on this node: `entry.py kvforge.fleet.node replica --link 7`, started by its keeper."""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+
+from kvforge.process.ending import Interrupted, Stopped
+from kvforge.process.signals import Signals
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.exits import status_of
+
+from ..told import FAILED, KINDS, REPLICA, Told
+from .gateway import Gateway
+from .link import Link
+from .replica import Replica
+
+BEGIN_S = 30.0
+
+
+def main() -> int:
+    """Runs until it is told to stop, cannot serve, or is signalled. Returns the exit status, as `protocol.exits` has
+    it; why it ended is said over the link, and by the last line of its output."""
+    parser = argparse.ArgumentParser(prog="kvforge.fleet.node", description=__doc__)
+    parser.add_argument("kind", choices=KINDS)
+    parser.add_argument("--link", type=int, required=True, metavar="DESCRIPTOR")
+    options = parser.parse_args()
+    _be_nobodys_guest(options.kind)
+    link = Link(options.link)
+    with Signals() as signals:
+        try:
+            begin = link.begin(BEGIN_S)
+            program = Replica(link, begin, signals) if options.kind == REPLICA else Gateway(link, begin, signals)
+            return program.run()
+        except Interrupted as interrupted:
+            return interrupted.status
+        except (KvforgeError, Stopped) as error:
+            link.tell(Told(phase=FAILED, reason=str(error)))
+            print(f"{options.kind}: {error}", file=sys.stderr, flush=True)
+            return error.status if isinstance(error, Stopped) else status_of(error)
+        finally:
+            link.close()
+
+
+def _be_nobodys_guest(kind: str) -> None:
+    """Ray lets its workers wait for all else that wants a processor: a coordinator that does makes everybody wait."""
+    nice = os.getpriority(os.PRIO_PROCESS, 0)
+    if nice > 0:
+        try:
+            os.setpriority(os.PRIO_PROCESS, 0, 0)
+        except OSError:
+            problem = f"it runs at niceness {nice}, which Ray gave it and this user may not lower"
+            print(f"{kind}: {problem}: start Ray with RAY_worker_niceness=0", file=sys.stderr, flush=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,267 @@
+"""A gateway on this node: `python -m gateway` over the fleet's replicas, at one port for as long as its keeper lives.
+
+The socket that listens is this program's: whatever becomes of the process that serves it, who connects meanwhile waits
+there. Other replicas are told to that process by SIGHUP; for other settings another process takes its place on the same
+socket, while the streams of the first one end.
+"""
+
+from __future__ import annotations
+
+import json
+import select
+import signal
+import socket
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from typing import Any
+
+from kvforge.launch.child import Child
+from kvforge.launch.listener import listening, url_of
+from kvforge.launch.settings import toml
+from kvforge.process.ending import Stopped
+from kvforge.process.signals import Signals
+from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.exits import OK, UNAVAILABLE, USAGE
+
+from ..settings import parse
+from ..told import DRAINING, READY, STARTING, STOPPED, UNREADY, Begin, Stop, Told, Use
+from .folder import Folder
+from .link import Link
+
+ENTRY = Path(sys.modules["kvforge"].__file__ or "").parent / "launch" / "entry.py"
+LOOK_S, ASK_S = 0.5, 1.0
+PATIENCE_S = 30.0  # until then who connects waits for a model to be known, and is not turned away
+DRAIN_S, KILL_S = 30.0, 5.0  # the first as gateway.toml has it by default
+EVERY_HOST = ("0.0.0.0", "::", "")  # noqa: S104 - compared with
+
+
+class Gateway:
+    """One, from its start to its end."""
+
+    def __init__(self, link: Link, begin: Begin, signals: Signals) -> None:
+        self._link, self._begin, self._signals = link, begin, signals
+        self._text, self._places = begin.text, dict(begin.places)
+        self._file = parse(begin.text)
+        self._folder = Folder(self._file, begin.name)
+        self._began = self._look_at = monotonic()
+        self._listener: socket.socket | None = None
+        self._child: Child | None = None
+        self._leaving: list[Child] = []  # their streams end
+        self._started_with = self._written = ""  # what the process was started with, without replicas; its file
+        self._count = 0
+        self._hup = self._stopping = self._served = False
+        self._kill_at = 0.0
+
+    def run(self) -> int:
+        """Returns where it was told to stop; nothing is left of it then. Raises KvforgeError, Stopped, Interrupted."""
+        self._folder.claim()
+        # Whoever is started inherits that: a process that cannot read its file again yet must not end by being told to.
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+        own = self._file.gateways
+        try:
+            self._listener = self._listen(own.host, own.port)
+            self._folder.keep_port(self._listener.getsockname()[1])
+            self._folder.put_keys(self._begin.public, self._begin.secret)
+            while not (self._stopping and self._all_ended()):
+                self._turn()
+        finally:
+            for child in self._children:
+                child.send(signal.SIGKILL)
+                child.wait(monotonic() + KILL_S)
+            if self._listener is not None:
+                self._listener.close()
+        self._folder.remove()
+        self._link.tell(Told(phase=STOPPED))
+        return OK
+
+    def _listen(self, host: str, port: int) -> socket.socket:
+        """At its port: the one it had, where any will do. Raises KvforgeError."""
+        if not port and self._folder.port:
+            with suppress(KvforgeError):
+                return listening(host, self._folder.port, "gateways.port")
+        return listening(host, port, "gateways.port")
+
+    @property
+    def url(self) -> str:
+        """Where it is reached from elsewhere."""
+        assert self._listener is not None, "asked while it runs"
+        host = self._file.gateways.host
+        shown = self._begin.address if host in EVERY_HOST else host
+        return url_of(f"[{shown}]" if ":" in shown else shown, self._listener)
+
+    # ------------------------------------------------------------------------------------------------------ one turn
+
+    @property
+    def _children(self) -> list[Child]:
+        return [*([self._child] if self._child is not None else []), *self._leaving]
+
+    def _all_ended(self) -> bool:
+        return not any(child.running for child in self._children)
+
+    def _turn(self) -> None:
+        """Waits for something, and does what is due. Raises Stopped where no process of it can serve."""
+        outputs = {child.output: child for child in self._children if child.output >= 0}
+        waiting = [self._signals.fileno(), self._link.fileno(), *outputs]
+        for ready in select.select(waiting, [], [], max(0.0, self._look_at - monotonic()))[0]:
+            if ready == self._signals.fileno():
+                self._signals.clear()
+            elif ready in outputs:
+                outputs[ready].read()
+        self._signals.check()
+        for order in self._link.orders():
+            self._do(order)
+        self._tend()
+        if monotonic() >= self._look_at:
+            self._look()
+            self._look_at = monotonic() + LOOK_S
+
+    def _do(self, order: object) -> None:
+        if isinstance(order, Use):
+            self._text, self._places = order.text, order.places
+            self._file = parse(order.text)
+            self._look_at = 0.0
+        elif isinstance(order, Stop) and not self._stopping:
+            self._stopping = True
+            self._kill_at = monotonic() + self._drain_s + KILL_S
+            for child in self._children:
+                child.send(signal.SIGTERM)
+            self._look_at = 0.0
+
+    @property
+    def _drain_s(self) -> float:
+        return float(self._file.gateway.get("drain_s", DRAIN_S))
+
+    def _tend(self) -> None:
+        if self._stopping:
+            for child in self._children:
+                child.ended()
+                if monotonic() >= self._kill_at:
+                    child.send(signal.SIGKILL)
+            return
+        for leaving in list(self._leaving):
+            if leaving.ended() is not None or not leaving.running:
+                self._leaving.remove(leaving)
+        if self._places:
+            self._write()
+        serving = self._child
+        if serving is None:
+            return
+        if (status := serving.ended()) is not None:
+            if status in (USAGE, UNAVAILABLE):
+                raise Stopped(status, serving.last_words())
+            serving.plan_restart()
+            if serving.given_up:
+                raise Stopped(UNAVAILABLE, f"it ends again and again: {serving.last_words()}")
+        elif serving.restart_at is not None and serving.restart_at <= monotonic():
+            serving.start()
+
+    # ------------------------------------------------------------------------------------------------- what it serves
+
+    def _write(self) -> None:
+        """Its file is as it should be, and somebody serves by it."""
+        settings = toml(*_parted(self._file.gateway))
+        text = settings + toml({}, {"replicas": self._tables()})
+        if settings != self._started_with or self._child is None:
+            self._put(text)
+            self._succeed(settings)
+        elif text != self._written:
+            self._put(text)
+            self._hup = True
+        if self._hup and self._child is not None and self._child.served:  # before that it would be ended by a signal
+            self._child.send(signal.SIGHUP)
+            self._hup = False
+
+    def _put(self, text: str) -> None:
+        whole = self._folder.path / "gateway.toml.new"
+        whole.write_text(text, encoding="utf-8")
+        whole.replace(self._folder.path / "gateway.toml")
+        self._written = text
+
+    def _succeed(self, settings: str) -> None:
+        """Another process serves the socket; the one before it ends when its streams have."""
+        assert self._listener is not None, "it listens"
+        if self._child is not None:
+            self._child.send(signal.SIGTERM)
+            self._leaving.append(self._child)
+        self._count += 1
+        command = [str(ENTRY), "gateway", "--config", str(self._folder.path / "gateway.toml")]
+        command += ["--host", self._file.gateways.host, "--listen", str(self._listener.fileno())]
+        command += ["--patience", str(PATIENCE_S)]
+        name = "gateway" if self._count == 1 else f"gateway-{self._count}"
+        self._child = Child(name, command, self._folder.temporary, _say, descriptors=(self._listener.fileno(),))
+        self._child.start()
+        self._started_with, self._hup = settings, False
+
+    def _tables(self) -> dict[str, dict[str, str]]:
+        key_file = str(self._folder.path / "own.key")
+        return {
+            name: {"endpoint": place.endpoint, "server_key": place.server_key, "key_file": key_file}
+            for name, place in sorted(self._places.items())
+        }
+
+    # -------------------------------------------------------------------------------------------------- what it says
+
+    def _look(self) -> None:
+        self._folder.touch()
+        age_s = monotonic() - self._began
+        pids = {child.name: child.pid for child in self._children if child.pid}
+        if self._stopping:
+            self._link.tell(Told(phase=DRAINING, age_s=age_s, url=self.url, pids=pids))
+            return
+        said = self._health()
+        if said is not None and self._child is not None:
+            self._child.served = True
+        replicas: dict[str, dict[str, Any]] = said.get("replicas", {}) if said is not None else {}
+        ready = said is not None and bool(said.get("ready"))
+        self._served |= ready
+        reason = "" if ready else self._why_not(said)
+        if replicas and self._child is not None and set(replicas) != set(self._places):
+            self._hup = True  # it was told, and did not hear it yet
+        self._link.tell(
+            Told(
+                phase=READY if ready else UNREADY if self._served else STARTING,
+                reason=reason,
+                age_s=age_s,
+                url=self.url,
+                ready=tuple(name for name, each in replicas.items() if each["ready"]),
+                used=tuple(replicas),
+                pids=pids,
+            )
+        )
+
+    def _why_not(self, said: Mapping[str, Any] | None) -> str:
+        if not self._places:
+            return "there is no replica yet"
+        return str(said.get("reason")) if said is not None else "it does not answer yet"
+
+    def _health(self) -> dict[str, Any] | None:
+        """What /health says; None: nothing."""
+        if self._child is None or not self._child.running:
+            return None
+        assert self._listener is not None, "it listens"
+        host = self._file.gateways.host
+        url = f"{url_of(f'[{host}]' if ':' in host else host, self._listener)}/health"
+        try:
+            with urllib.request.urlopen(url, timeout=ASK_S) as answer:  # noqa: S310 - ours
+                return dict(json.load(answer))
+        except urllib.error.HTTPError as error:
+            with suppress(ValueError, OSError):
+                return dict(json.load(error))
+        except (OSError, ValueError):
+            pass
+        return None
+
+
+def _parted(table: Mapping[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """The values of a document, and its tables."""
+    tables = {name: value for name, value in table.items() if isinstance(value, Mapping)}
+    return {name: value for name, value in table.items() if name not in tables}, tables
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)

@@ -1,0 +1,87 @@
+"""Kills parts of a fleet on Ray, under load, for as long as you want: `python -m tests.kvforge.fleet --minutes 10`.
+
+What it kills follows from the seed; when, from how long the fleet takes to be whole again. It ends with the first token
+that is another one, the first request that fails, or a fleet that does not come back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import random
+import sys
+import tempfile
+from collections import Counter
+from pathlib import Path
+from time import monotonic
+
+from kvforge.fleet.told import Seen
+
+from .load import Load
+from .raylets import RayCluster
+from .story import FLEET, Story, kill
+
+LIMITS = "sequences_max = 1"  # so that requests wait for each other
+CORES = 5  # of a node: two replicas of two, and a gateway
+
+
+async def run(story: Story, seconds: float, seed: int, clients: int) -> Counter[str]:
+    """Returns what was done how often."""
+    rng, done = random.Random(seed), Counter[str]()
+    story.cluster.ask("up", story.write(limits=LIMITS))
+    await story.until(lambda status: status.serves)
+    load = Load(story.urls, clients)
+    until = monotonic() + seconds
+    async with load:
+        while monotonic() < until and not load.faults:
+            await load.more(clients)
+            what = rng.choice(("processes", "program", "actor", "controller", "node"))
+            one: Seen = rng.choice((*story.status.replicas, *story.status.gateways))
+            pids = dict(one.told.pids)
+            ours = {"keeper": pids.pop("keeper"), "program": pids.pop("program")}
+            if what == "processes":
+                kill(*pids.values())
+            elif what == "program":
+                kill(ours["program"])
+            elif what == "actor":
+                kill(ours["keeper"])
+            elif what == "controller":
+                kill(story.status.pid)
+            else:
+                story.cluster.ask("kill_node", one.told.node)
+                story.cluster.ask("add_node", CORES)
+            done[what] += 1
+            story.note(load, f"{what} of {one.name}")
+            await load.more(clients)
+            await story.until(lambda status: status.serves)
+        # Whoever waits a moment waits too long; and nobody waits when nobody asks.
+        rule = "replicas_min = 1\nreplicas_max = 4\nqueue_up_s = 1e-4\nqueue_down_s = 0.0\nup_after_s = 1.0"
+        scale = f"[autoscale]\n{rule}\ndown_after_s = 2.0\npause_s = 1.0"
+        story.cluster.ask("up", story.write(scale=scale, limits=LIMITS))
+        await story.until(lambda status: status.serves and status.count == 4)
+        story.note(load, "a fourth replica, by how long requests wait")
+    assert not load.faults, load.faults
+    await story.until(lambda status: status.serves and status.count == 1)
+    story.note(load, "one replica, when nobody waits")
+    await story.command("down", "--name", FLEET)
+    return done + load.counts
+
+
+def main() -> int:
+    """Returns the exit status: 0 where nothing was lost and nothing changed."""
+    parser = argparse.ArgumentParser(prog="python -m tests.kvforge.fleet", description=__doc__)
+    parser.add_argument("--minutes", type=float, default=10.0)
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--clients", type=int, default=6)
+    options = parser.parse_args()
+    with (
+        tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as folder,
+        RayCluster(Path(folder), CORES, CORES) as ray,
+    ):
+        counts = asyncio.run(run(Story(Path(folder), ray), 60 * options.minutes, options.seed, options.clients))
+    print(f"nothing was lost and nothing changed: {dict(counts)}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

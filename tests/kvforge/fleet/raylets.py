@@ -1,0 +1,195 @@
+"""A Ray cluster of several nodes on this machine, in a process of its own: `python -m tests.kvforge.fleet.raylets`.
+
+It is told what to do by lines of JSON and answers each with one: so that tests import nothing of Ray, whose threads,
+warnings and ends are its own. `RayCluster` is the tests' side.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import shutil
+import signal
+import subprocess
+import sys
+import traceback
+from contextlib import suppress
+from pathlib import Path
+from time import monotonic
+from types import TracebackType
+from typing import Any, Self
+
+import msgspec
+
+from kvforge.fleet.told import Status
+from tests.integration.running import wait_gone
+
+ROOT = Path(__file__).parents[3]
+ANSWER_S, END_S = 120.0, 60.0
+MARK = "KVFORGE_TESTED_IN"  # in the environment of all that is started here, and of their children
+STORE_BYTES = 80_000_000
+# A node that is lost is noticed within two seconds, and not within a quarter of a minute.
+SYSTEM = {
+    "health_check_initial_delay_ms": 1000,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 1000,
+    "health_check_failure_threshold": 3,
+}
+
+
+class RayCluster:
+    """Is gone when the `with` block ends, with all that ran in it. cpus: of each node but the head, which has none."""
+
+    def __init__(self, folder: Path, *cpus: int) -> None:
+        self._folder = folder
+        self.ray = folder / "ray"
+        with (folder / "ray.log").open("ab") as log:
+            self._process = subprocess.Popen(
+                [sys.executable, "-m", __name__, str(self.ray), *map(str, cpus)],
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                cwd=ROOT,
+                text=True,
+                env={**os.environ, MARK: str(folder), "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
+            )
+        self.address = ""
+
+    def __enter__(self) -> Self:
+        self.address = str(self._heard())
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        assert self._process.stdin is not None and self._process.stdout is not None
+        with suppress(OSError):
+            self._process.stdin.close()
+        try:
+            self._process.wait(END_S)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        self._process.stdout.close()
+        if error is not None:
+            self._show_logs()
+        shutil.rmtree(self.ray, ignore_errors=True)
+        left = self.processes()
+        for pid in left:
+            with suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGKILL)
+        wait_gone(*left)
+        assert error is not None or not left, left
+
+    def ask(self, what: str, *arguments: Any) -> Any:
+        """What a method of `_Cluster` returns."""
+        assert self._process.stdin is not None
+        self._process.stdin.write(json.dumps([what, *arguments]) + "\n")
+        self._process.stdin.flush()
+        return self._heard()
+
+    def status(self, fleet: str) -> Status:
+        """How a fleet is."""
+        return msgspec.convert(self.ask("status", fleet), Status)
+
+    def processes(self) -> dict[int, str]:
+        """All that were started in it and run, by their marks."""
+        found = {}
+        for entry in Path("/proc").iterdir():
+            if entry.name.isdigit() and int(entry.name) != os.getpid():
+                with suppress(OSError):
+                    if f"{MARK}={self._folder}\0".encode() in (entry / "environ").read_bytes() + b"\0":
+                        found[int(entry.name)] = (entry / "cmdline").read_bytes().replace(b"\0", b" ").decode()
+        return found
+
+    def _heard(self) -> Any:
+        assert self._process.stdout is not None
+        deadline = monotonic() + ANSWER_S
+        while True:
+            ready = select.select([self._process.stdout], [], [], max(0.0, deadline - monotonic()))[0]
+            line = self._process.stdout.readline() if ready else ""
+            assert line, f"no answer within {ANSWER_S} s: {(self._folder / 'ray.log').read_text()[-4000:]}"
+            if line.startswith("@"):  # else it is Ray's
+                said = json.loads(line[1:])
+                assert "error" not in said, said["error"]
+                return said["answer"]
+
+    def _show_logs(self) -> None:
+        print((self._folder / "ray.log").read_text()[-4000:])
+        for log in sorted(self.ray.glob("session_*/logs/worker-*.err")):
+            print(f"--- {log.name}\n{log.read_text(errors='replace')[-3000:]}")
+
+
+class _Cluster:
+    """The process's own side."""
+
+    def __init__(self, temporary: str, *cpus: str) -> None:
+        from ray.cluster_utils import Cluster
+
+        head = {"num_cpus": 0, "include_dashboard": False, "object_store_memory": STORE_BYTES, "temp_dir": temporary}
+        self._cluster = Cluster(initialize_head=True, head_node_args={**head, "_system_config": SYSTEM})
+        self._nodes: list[Any] = []
+        for count in cpus:
+            self.add_node(int(count))
+        from kvforge.fleet.cluster.joining import joined
+
+        self._joined = joined(self._cluster.address)
+        self._joined.__enter__()
+
+    def address(self) -> str:
+        return str(self._cluster.address)
+
+    def add_node(self, cpus: int) -> str:
+        """Returns what Ray calls it."""
+        self._nodes.append(self._cluster.add_node(num_cpus=cpus, object_store_memory=STORE_BYTES, wait=True))
+        return str(self._nodes[-1].node_id)
+
+    def kill_node(self, node: str) -> None:
+        """kill -9 of its raylet."""
+        victim = next(each for each in self._nodes if each.node_id == node)
+        raylet = victim.all_processes["raylet"][0].process
+        raylet.kill()
+        raylet.wait(END_S)  # its workers look whether it is there, and one that nobody has waited for is
+
+    def __getattr__(self, name: str) -> Any:
+        """Of a fleet: its name first."""
+        from kvforge.fleet.cluster.fleet import Fleet
+
+        def call(fleet: str, *arguments: Any) -> Any:
+            return getattr(Fleet(fleet), name)(*arguments)
+
+        return call
+
+    def up(self, path: str) -> None:
+        """Without waiting."""
+        from kvforge.fleet.cluster.fleet import Fleet
+        from kvforge.fleet.settings import load_fleet
+
+        file, text = load_fleet(Path(path))
+        Fleet(file.name).up(file, text)
+
+    def end(self) -> None:
+        self._joined.__exit__(None, None, None)
+        self._cluster.shutdown()
+
+
+def main() -> None:
+    """Until its input ends."""
+    cluster = _Cluster(*sys.argv[1:])
+    _say({"answer": cluster.address()})
+    for line in sys.stdin:
+        what, *arguments = json.loads(line)
+        try:
+            answer = getattr(cluster, what)(*arguments)
+            _say({"answer": msgspec.to_builtins(answer)})
+        except Exception as error:  # noqa: BLE001 - the test is told
+            traceback.print_exc()
+            _say({"error": f"{type(error).__name__}: {error}"})
+    cluster.end()
+
+
+def _say(document: dict[str, Any]) -> None:
+    print(f"@{json.dumps(document)}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
