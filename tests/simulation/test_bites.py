@@ -9,6 +9,7 @@ from msgspec.structs import replace
 
 from coordinator.core.limits import Quota
 from tests.simulation.actions import Drawer
+from tests.simulation.draws import Draws
 from tests.simulation.faults import FAULTS, plant
 from tests.simulation.faults_of_death import FAULTS_OF_DEATH
 from tests.simulation.runner import Outcome, drawn, play, run_seed
@@ -106,7 +107,7 @@ IN_A_CROWD = {"floor_spares_nobody"}
 
 def run_crowded(seed: int) -> Outcome:
     """The crowded world, with actions drawn from the seed."""
-    drawer = Drawer(CROWDED, Random(f"crowded/{seed}"))
+    drawer = Drawer(CROWDED, Draws(f"crowded/{seed}"))
     return play(seed, CROWDED, drawer.actions(), EVENTS, check_every=4)
 
 
@@ -116,7 +117,7 @@ def run_mortal(seed: int, name: str) -> Outcome:
     settings = replace(drawn(seed)[0], kinds=False, ranks=())
     settings = with_ranks(settings, Random(f"ranks/{seed}"), share=1.0 if "rank" in name else 0.0)
     mortal = settings if settings.crash_gap_us else with_crashes(settings, Random(f"mortal/{seed}"), share=1.0)
-    drawer = Drawer(mortal, Random(f"actions/{seed}"), Random(f"deaths/{seed}"))
+    drawer = Drawer(mortal, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
     return play(seed, mortal, drawer.actions(), MORTAL_EVENTS)
 
 

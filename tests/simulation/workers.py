@@ -38,6 +38,7 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.tables import TablesReader
+from tests.simulation.draws import Draws
 from tests.simulation.model import CONTEXT_MAX, DEADLY, Oracle, choose, fingerprint_of, poison, tops_of
 from tests.simulation.network import Clock, Connection, SimulatedPeers
 from tests.simulation.settings import Settings
@@ -214,7 +215,7 @@ class SimulatedWorker:
             return
         self.alive = True
         self.lives += 1
-        self._random = Random(f"{self._seed}/{self.label}/{self.lives}")
+        self._random = Draws(f"{self._seed}/{self.label}/{self.lives}")
         self.hangs = False
         self._boot, self._pools, self.meeting = "", 0, ""
         self._empty()
