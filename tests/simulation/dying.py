@@ -62,9 +62,7 @@ def copied(ledger: Ledger, progress: Progress, checker: Checker, machine: Machin
 
     What is never changed in place is shared too, and what holds numbers alone is copied at once.
     """
-    oracles = [booked.oracle for booked in ledger.requests.values()]
-    texts = [sequence.tokens for sequence in ledger.sequences.values()]
-    memo: dict[int, Any] = {id(one): one for one in (*shared, machine, *oracles, *texts, *ledger.keys.values())}
+    memo: dict[int, Any] = {id(one): one for one in (*shared, machine, *ledger.keys.values())}
     memo |= {id(numbers): numbers.copy() for numbers in (ledger.prompt_sizes, *ledger.prefixes.values())}
     return Books(*deepcopy((ledger, progress, checker), memo), likeness(machine))
 
