@@ -81,6 +81,7 @@ class Known:
         fields = [getattr(value, name) for value in frozen for name in value.__struct_fields__]
         self.values = [value for value in (*fields, *owners.values()) if not isinstance(value, CONSTANT)]
         self.objects = [*self.parts, *frozen, *self.arrays, *named]
+        self.getters = list(map(_of_class, self.parts))
 
 
 class Snapshots:
@@ -120,6 +121,7 @@ class Snapshots:
         self._objects = [*lasting.objects, *passing.objects]  # kept: while it lives its id is nobody else's
         self._memo = _memo(self._objects)
         self._parts = [*lasting.parts, *passing.parts]
+        self._getters = [*lasting.getters, *passing.getters]
         self._values = [*lasting.values, *passing.values]
         self._arrays = [*lasting.arrays, *passing.arrays]
 
@@ -136,7 +138,7 @@ class Snapshots:
         pickler = pickle.Pickler(file, 5)
         pickler.memo, pickler.dispatch_table = self._memo, self._reducers
         try:
-            pickler.dump((list(map(_attributes, self._parts)), self._values))
+            pickler.dump(([get(part) for get, part in zip(self._getters, self._parts, strict=True)], self._values))
             return file.getvalue(), b"".join(self._arrays)
         finally:
             requests.finished, machine.clients, requests.refused_total = finished, clients, refused_total

@@ -164,7 +164,8 @@ class Telling:
         self.gone(client)
         for booked in self._requests.values():
             booked.paused |= booked.reader == client
-            booked.before = [before for before in booked.before if before[0] != client]
+            if booked.before:
+                booked.before = [before for before in booked.before if before[0] != client]
 
     def forget(self) -> None:
         """Nothing is owed to anybody any more."""
