@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 BEFORE, TORN, AFTER = "before", "torn", "after"
 WHOLE = 1000
+INVARIANTS_EVERY = 4
 
 
 class Crash(Exception):
@@ -97,7 +98,8 @@ def next_life(folder: Path, before: Books) -> Recovered:
     cut_torn(found)
     if (made := likeness(found.machine)) != before.likeness:
         raise Violation(f"the journal makes state {made}, and {before.likeness} was the last that counted")
-    found.machine.check_invariants()
+    if found.number % INVARIANTS_EVERY == 0:  # they held where it was made from, and it is the same
+        found.machine.check_invariants()
     return found
 
 

@@ -9,6 +9,7 @@ from copy import deepcopy
 import msgspec
 import pytest
 
+from coordinator.core.cache import changes as index_changes
 from coordinator.core.cache.changes import Change, Cleared, IndexChanges, Removed, Stored
 from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.prefix import PrefixIndex
@@ -18,6 +19,13 @@ from tests.coordinator.driver import Driver
 from tests.mirror import DECODERS, Mirror
 
 PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
+
+
+@pytest.fixture(autouse=True, params=["one by one", "together"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries are told in one of two ways, by their number: both of them come to the same."""
+    if request.param == "together":
+        monkeypatch.setattr(index_changes, "FEW", 0)
 
 
 class Listener:
