@@ -19,12 +19,13 @@ from coordinator.journal import snapshot
 from coordinator.journal.entries import STATE_VERSION
 from coordinator.journal.log import Journal, remove_before, segments
 from coordinator.journal.recovery import Recovered, cut_torn, recover
-from tests.simulation.digest import WATCHERS
+from tests.simulation.attributes import attributes
 from tests.simulation.likeness import likeness
 from tests.simulation.workers import Violation
 
 if TYPE_CHECKING:
     from tests.simulation.checks import Checker
+    from tests.simulation.coordinators import WatchedMachine
     from tests.simulation.ledger import Ledger
     from tests.simulation.progress import Progress
 
@@ -104,12 +105,12 @@ def next_life(folder: Path, before: Books) -> Recovered:
 
 
 @contextmanager
-def alone(machine: Machine) -> Iterator[None]:
+def alone(machine: WatchedMachine) -> Iterator[None]:
     """The machine inside the block is an ordinary one, and nobody watches it."""
     kind = machine.__class__
-    removed: list[tuple[Any, str, Any]] = []
-    for part in (machine, machine.scheduler, machine.endings, machine.admission, machine.admission.waiting):
-        removed += [(part, name, vars(part).pop(name)) for name in WATCHERS & vars(part).keys()]
+    removed = [(part, name, getattr(part, name)) for part, name in machine.watcher.between]
+    for part, name, _ in removed:
+        delattr(part, name)
     machine.__class__ = Machine
     try:
         yield
@@ -119,10 +120,10 @@ def alone(machine: Machine) -> Iterator[None]:
             setattr(part, name, value)
 
 
-def cut(journal: Journal, machine: Machine, now_us: int, numbers: int) -> None:
+def cut(journal: Journal, machine: WatchedMachine, now_us: int, numbers: int) -> None:
     """A snapshot, as a child writes it; what came before it is removed."""
     first = journal.rotate()
     head = snapshot.Head(version=STATE_VERSION, now_us=now_us, numbers=numbers)
     with alone(machine):
-        snapshot.write(journal.folder / snapshot.STATE.format(first), machine, head)
+        snapshot.write(journal.folder / snapshot.STATE.format(first), machine, head, attributes)
     remove_before(journal.folder, first, durable=False)

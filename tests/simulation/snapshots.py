@@ -12,7 +12,6 @@ import copyreg
 import io
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -27,6 +26,7 @@ from coordinator.core.requests.idempotency import IdempotencyKey
 from coordinator.core.requests.lifecycle import Request
 from coordinator.core.waits import Wait
 from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
+from tests.simulation.attributes import getter
 
 # What pickle says nothing of but a name.
 CONSTANT = (int, float, str, bytes, bool, type(None))
@@ -58,7 +58,7 @@ class Finder(pickle.Pickler):
         if kind is np.ndarray:
             return list, (value.dtype,)
         if _kind(kind) == PART:
-            return list, (_attributes(value),)
+            return list, (getter(value)(value),)
         if not issubclass(kind, NAMED):
             return NotImplemented
         owner = getattr(value, "__self__", None)
@@ -81,7 +81,7 @@ class Known:
         fields = [getattr(value, name) for value in frozen for name in value.__struct_fields__]
         self.values = [value for value in (*fields, *owners.values()) if not isinstance(value, CONSTANT)]
         self.objects = [*self.parts, *frozen, *self.arrays, *named]
-        self.getters = list(map(_of_class, self.parts))
+        self.getters = list(map(getter, self.parts))
 
 
 class Snapshots:
@@ -114,7 +114,9 @@ class Snapshots:
     def _find(self) -> None:
         machine = self._machine
         if self._lasting is None:
-            self._lasting = Known([machine, *_found(_attributes(machine), None), *self._reducers, bytes, list, dict])
+            self._lasting = Known(
+                [machine, *_found(getter(machine)(machine), None), *self._reducers, bytes, list, dict]
+            )
             self._lasting_memo = _memo(self._lasting.objects)
         self._renewed, lasting = True, self._lasting
         passing = Known(_found((self._machine.cache.groups, self._machine.workers), self._lasting_memo))
@@ -179,26 +181,6 @@ def _kind(cls: type) -> str:
     own = cls.__module__.startswith("coordinator.") and cls.__dictoffset__ != 0
     is_part = own and not any("__slots__" in vars(base) for base in cls.__mro__)
     return PART if is_part or issubclass(cls, Machine) else OTHER  # a machine: whichever class it is of
-
-
-def _attributes(part: Any) -> tuple[Any, ...]:
-    """What is in a part. It is not asked for its `__dict__`: Python makes one when it is, and from then on whatever
-    looks at the part's attributes takes longer."""
-    found: tuple[Any, ...] = _of_class(part)(part)
-    return found
-
-
-_GETTERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
-
-
-def _of_class(part: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """All parts of a class have the attributes that the first of them had."""
-    getter = _GETTERS.get(type(part))
-    if getter is None:
-        names = list(vars(part))
-        # One name more, so that a tuple is what comes of a single one too.
-        getter = _GETTERS[type(part)] = attrgetter(*names, "__class__")
-    return getter
 
 
 def _is_alone(owner: Any) -> bool:

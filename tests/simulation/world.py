@@ -120,7 +120,7 @@ class World:
         self.coordinator = SimulatedCoordinator(self, found.machine, self._folder, self._entropy, journal)
         self.coordinator.goes_on(before)
         if found.records > REPLAYED_MAX:
-            cut(journal, found.machine, found.now_us, found.numbers)
+            cut(journal, self.coordinator.machine, found.now_us, found.numbers)
         self.clock.after(back_us, self._rise)
 
     def kept_pool(self, name: str, epoch: int) -> bool:

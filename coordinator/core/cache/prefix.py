@@ -44,7 +44,8 @@ class PrefixStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy shows its own tokens: a hit must never be compared with another store's. Nobody mirrors it."""
-        self.__dict__.update(state)
+        for name, value in state.items():  # one by one: `coordinator.journal.snapshot` says why
+            setattr(self, name, value)
         self.changed = None
         self._show()
 
@@ -74,7 +75,8 @@ class PrefixIndex:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        for name, value in state.items():  # one by one: `coordinator.journal.snapshot` says why
+            setattr(self, name, value)
         ids = state["_by_hash"]
         self._by_hash = dict(zip(self._store.hash[ids].tolist(), ids.tolist(), strict=True))
         parents, only, several = state["_children"]
