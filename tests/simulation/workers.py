@@ -234,7 +234,10 @@ class SimulatedWorker:
 
     def _connect(self) -> None:
         if self._stands:
-            self._lost()
+            if self.hangs and len(self._host.others(self)) < self.ranks - 1:
+                self.kill(REBORN_US)  # it would find out in `_finish` that another one is gone, if it got there
+            else:
+                self._lost()
             return
         self._registered = False
         self.connection = self._peers.connect(self._random, self._receive, lost=self._lost)
