@@ -13,7 +13,7 @@ from __future__ import annotations
 import types
 import typing
 from collections.abc import Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import msgpack
 import msgspec
@@ -29,8 +29,6 @@ ITEMS_MAX = 1 << 16
 DEPTH_MAX = 12
 # Packs what a message nests too, and plain values in a quarter of the time that msgpack takes.
 _pack = msgspec.msgpack.Encoder().encode
-
-M = TypeVar("M", bound=Message)
 
 
 class InvalidMessage(InvalidRequest):
@@ -56,7 +54,9 @@ def encode(message: Message) -> list[bytes | memoryview]:
         sizes.append(size)
         if size:
             sent = len(sizes)
-            parts.append(array.tobytes() if array.dtype == dtype else array.astype(dtype).tobytes())
+            # Most are of the very type: to compare two takes longer.
+            same = array.dtype is dtype or array.dtype == dtype
+            parts.append(array.tobytes() if same else array.astype(dtype).tobytes())
     if not parts:
         return [_pack(body)]
     body["n"] = sizes[:sent]  # a peer that is older than the last arrays does not know them
@@ -80,7 +80,7 @@ class Decoder:
         if not frames or len(frames) > FRAMES_MAX:
             raise ProtocolError(f"a message has 1 to {FRAMES_MAX} frames, this one has {len(frames)}")
         body = self._body(frames[0])
-        tag = body.pop("t", None)
+        tag = body.get("t")
         cls = self._classes.get(tag) if isinstance(tag, str) else None
         if cls is None:
             raise ProtocolError(f"unknown message tag {_shorten(tag)}; known here: {', '.join(sorted(self._classes))}")
@@ -92,7 +92,7 @@ class Decoder:
         if len(frames) > 1 or sizes:
             _arrays(cls, body, sizes, frames[1] if len(frames) > 1 else b"")
         try:
-            message: Message = _CONVERT[cls](body)
+            message: Message = msgspec.convert(body, cls)
         except (msgspec.ValidationError, OverflowError, RecursionError) as error:
             rid = body.get("rid")
             field, problem = _locate(str(error))
@@ -174,16 +174,6 @@ def _locate(problem: str) -> tuple[str, str]:
     return path.rstrip("`").lstrip(".") or "message", text
 
 
-def _converter(cls: type[M]) -> Any:
-    tag = _TAGS[cls]
-
-    def convert(body: dict[str, Any]) -> Message:
-        body["t"] = tag
-        return msgspec.convert(body, cls)
-
-    return convert
-
-
 def _all_messages(cls: type[Message]) -> list[type[Message]]:
     found: list[type[Message]] = []
     for child in cls.__subclasses__():
@@ -202,7 +192,6 @@ _ARRAYS: dict[type[Message], tuple[tuple[str, np.dtype[Any]], ...]] = {
 _EMPTY = {np.dtype(dtype): none for dtype, none in (("<i4", NO_INT32), ("<i8", NO_INT64), ("<f4", NO_FLOAT32))}
 _CONTAINERS = frozenset((dict, list, tuple))
 _TEXT = frozenset((str,))
-_CONVERT: dict[type[Message], Any] = {cls: _converter(cls) for cls in _TAGS}
 _STEP_MARK: bytes = msgpack.packb("t") + msgpack.packb(tag_of(Step))  # the first entry of a body, after its size
 assert len(set(_TAGS.values())) == len(_TAGS), "two messages share a tag"
 # Wide items first, so that every array in the frame starts at a multiple of its item's size.

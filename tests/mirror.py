@@ -146,10 +146,12 @@ def hittable(machine: Machine, group: Group, plain_salt: int) -> dict[int, Known
     blocks, store, pool = machine.cache.blocks, machine.cache.store, group.pool
     ids = pool.base + blocks.indexed[pool.base : pool.base + pool.count].nonzero()[0]
     keys = (ids | blocks.generation[ids].astype(np.int64) << 32).tolist()
-    rows = zip(keys, store.parent[ids].tolist(), store.hash[ids].tolist(), store.tokens[ids].tolist(), strict=True)
+    contents = store.tokens[ids]
+    of_prompts = (contents < GENERATED).all(axis=1).tolist()
+    rows = zip(keys, store.parent[ids].tolist(), store.hash[ids].tolist(), contents.tolist(), of_prompts, strict=True)
     after: dict[int, list[tuple[int, int, list[int]]]] = {}
-    for key, above, value, tokens in rows:
-        if max(tokens) < GENERATED:
+    for key, above, value, tokens, of_prompt in rows:
+        if of_prompt:
             after.setdefault(above, []).append((key, value, tokens))
     found: dict[int, Known] = {}
     left: list[tuple[int, int | None, str | None]] = [

@@ -49,8 +49,12 @@ def remove_before(folder: Path, number: int, durable: bool) -> None:
 
 
 def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
-    found = {path: path.name.removeprefix(prefix) for path in folder.glob(f"{prefix}*")}
-    return {int(number): path for path, number in sorted(found.items()) if number.isdecimal()}
+    if not folder.is_dir():
+        return {}
+    with os.scandir(folder) as there:  # of a few files pathlib would make many objects
+        found = sorted(entry.name for entry in there if entry.name.startswith(prefix))
+    numbers = [name.removeprefix(prefix) for name in found]
+    return {int(number): folder / name for name, number in zip(found, numbers, strict=True) if number.isdecimal()}
 
 
 class Journal:

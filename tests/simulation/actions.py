@@ -13,6 +13,7 @@ from itertools import accumulate
 from random import Random
 from typing import Any
 
+from tests.simulation.draws import Draws
 from tests.simulation.dying import AFTER, BEFORE, TORN, WHOLE
 from tests.simulation.model import DEADLY, poison
 from tests.simulation.settings import SAMPLES_MAX, TENANTS, Settings
@@ -104,8 +105,8 @@ class Drawer:
     """
 
     def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
-        self._settings, self._random, self._deaths = settings, random, deaths or Random("deaths")
-        self._talks = Random(f"talks/{settings.gap_us}/{settings.step_us}/{settings.workers}")
+        self._settings, self._random, self._deaths = settings, random, deaths or Draws("deaths")
+        self._talks = Draws(f"talks/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._requests = self._sequences = 0
         shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
         self._stems = shared

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from random import Random
 from typing import Any, Protocol
 
 from kvforge.protocol import codec
@@ -29,6 +28,7 @@ from kvforge.protocol.messages import (
     Submit,
     Welcome,
 )
+from tests.simulation.draws import Draws
 from tests.simulation.network import Clock, Connection, SimulatedPeers
 from tests.simulation.readings import Readings
 from tests.simulation.workers import Violation
@@ -78,7 +78,7 @@ class SimulatedClient:
         """A fresh connection, greeted. resume: the same process takes up what it was reading; else it is a new one."""
         if self.connection is None:
             self.connections += 1
-            self._random = Random(f"{self._seed}/{self.name}/{self.connections}")
+            self._random = Draws(f"{self._seed}/{self.name}/{self.connections}")
             self.connection = self._peers.connect(self._random, self._receive, int(self.name[1:]), self._lost)
             if self._lasting:
                 self._begin(self.connection, resume)

@@ -12,7 +12,7 @@ import os
 from functools import partial
 from pathlib import Path
 from random import Random
-from typing import TYPE_CHECKING, cast
+from typing import TYPE_CHECKING, Any, cast
 
 from coordinator.core.cache.groups import Group
 from coordinator.core.cache.placement import Placement
@@ -167,17 +167,21 @@ class SimulatedCoordinator:
 
     def _watch(self) -> None:
         """Puts itself between the parts of the core, to see what no message tells."""
-        machine = self.machine
-        self._plan, self._end = machine.scheduler.plan, machine.endings.end
-        self._start, self._add = machine.admission._start, machine.admission.waiting.add
-        machine.scheduler.plan = self._planned  # type: ignore[method-assign]
-        machine.endings.end = self._ended  # type: ignore[method-assign]
-        machine.admission._start = self._started  # type: ignore[method-assign]
-        machine.admission.waiting.add = self._added  # type: ignore[method-assign]
-        self._requeue = machine.admission.requeue
-        machine.admission.requeue = self._requeued  # type: ignore[method-assign]
-        self._make_way, self._asking = machine.scheduler._make_way, NO_SLOT
-        machine.scheduler._make_way = self._making_way  # type: ignore[method-assign]
+        machine, scheduler, admission = self.machine, self.machine.scheduler, self.machine.admission
+        self._plan, self._end, self._make_way = scheduler.plan, machine.endings.end, scheduler._make_way
+        self._start, self._add, self._requeue = admission._start, admission.waiting.add, admission.requeue
+        self._asking = NO_SLOT
+        put: list[tuple[Any, str, Any]] = [
+            (scheduler, "plan", self._planned),
+            (scheduler, "_make_way", self._making_way),
+            (machine.endings, "end", self._ended),
+            (admission, "_start", self._started),
+            (admission, "requeue", self._requeued),
+            (admission.waiting, "add", self._added),
+        ]
+        for part, name, mine in put:
+            setattr(part, name, mine)
+        self.between = [(machine, "watcher"), *((part, name) for part, name, _ in put)]
 
     def __reduce__(self) -> tuple[type[str], tuple[str]]:
         """Snapshots of the core end here: it holds references to whoever watches it."""

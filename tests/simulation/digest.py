@@ -18,12 +18,12 @@ from typing import Any
 import msgspec
 import numpy as np
 
+from tests.simulation.attributes import WATCHERS
+
 # Lists of what is still to be published: publishing the same twice is harmless. `watcher` is the simulator's own.
 PUBLISH_LISTS = frozenset({"changed", "changed_rows", "changed_lengths", "changed_cells", "watcher"})
 # A refusal is counted, its sender is known from then on, and time passes; nothing else may change.
 REFUSAL_COUNTERS = frozenset({"refused_total", "clients", "now_us"})
-# What the simulator puts between the parts of a machine.
-WATCHERS = frozenset({"watcher", "plan", "end", "_start", "add", "requeue", "_make_way"})
 _ATOMS = frozenset((int, float, str, bytes, bool, type(None)))
 # Tuples, which are quicker to ask about than unions that are made anew at each question.
 _SCALARS = (np.generic, enum.Enum)

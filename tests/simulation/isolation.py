@@ -189,6 +189,7 @@ class Writers:
         self._cache = machine.cache
         self._of: dict[int, npt.NDArray[np.int64]] = {}
         self._numbers: dict[str, int] = {}
+        self._salts: dict[str, int] = {}  # of prompts that name none
 
     def planned(self, group: Group, step: Step) -> None:
         """A step was planned: its tables are those that it will find."""
@@ -199,7 +200,9 @@ class Writers:
         writers[step.zeros - pool.base] = CLEAN
         for slot, end in zip(step.slots.tolist(), (step.starts + step.counts).tolist(), strict=True):
             name = self._cache.tenants.names[int(s.tenant[slot])]
-            if s.salt[slot] != self._cache.hasher.salt(f"tenant:{name}"):
+            if name not in self._salts:
+                self._salts[name] = self._cache.hasher.salt(f"tenant:{name}")
+            if s.salt[slot] != self._salts[name]:
                 continue
             tenant = self._numbers.setdefault(name, len(self._numbers) + 1)
             ids = s.blocks_of(slot)[: s.blocks_for(end)] - pool.base

@@ -55,6 +55,12 @@ class BookedSequence:
         self.request_id = 0
         self.removed = self.forked = False
 
+    def __deepcopy__(self, _memo: dict[int, Any]) -> BookedSequence:
+        """Nothing of it is ever changed in place."""
+        copied = object.__new__(BookedSequence)
+        copied.__dict__.update(self.__dict__)
+        return copied
+
 
 class BookedKey:
     """What a key stands for: everything that the command asked for, and the ids that it got."""

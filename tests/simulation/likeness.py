@@ -21,7 +21,8 @@ from typing import Any
 import msgspec
 import numpy as np
 
-from tests.simulation.digest import PUBLISH_LISTS, WATCHERS
+from tests.simulation.attributes import WATCHERS, attributes
+from tests.simulation.digest import PUBLISH_LISTS
 
 IGNORED = PUBLISH_LISTS | WATCHERS
 FUNCTIONS = (FunctionType, MethodType, BuiltinFunctionType, partial, type)
@@ -76,12 +77,11 @@ def _what_is_in(value: Any) -> Any:
         return in_slots(value)
     if isinstance(value, BaseException):
         return value.args
-    fields = vars(value)
-    return {
-        name: _without_order(item) if type(item) in _HOLDERS else item
-        for name, item in fields.items()
-        if name not in IGNORED
-    }
+    fields = attributes(value, IGNORED)
+    for name, item in fields.items():
+        if type(item) in _HOLDERS:
+            fields[name] = _without_order(item)
+    return fields
 
 
 _HOLDERS = frozenset((set, frozenset, dict))

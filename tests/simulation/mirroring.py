@@ -21,6 +21,7 @@ class Router:
 
     def __init__(self) -> None:
         self._mirror, self._last = Mirror(), -1
+        self._compared: list[bytes] = []  # what was there when it was compared last; nothing: it has been told of more
 
     def publish(self, number: bytes, payload: bytes) -> None:
         """The next batch."""
@@ -28,6 +29,7 @@ class Router:
         assert value > self._last, "numbers go back"
         self._last = value
         self._mirror.apply(payload)
+        self._compared = []
 
     def asked(self) -> list[Asked]:
         """It misses nothing."""
@@ -38,8 +40,20 @@ class Router:
         raise NotImplementedError
 
     def check(self, machine: Machine) -> None:
-        """It knows what can be hit."""
-        self._mirror.check(machine, TENANT)
+        """It knows what can be hit. Where neither side has changed since that was seen last, it is not looked again."""
+        there = _indexed(machine)
+        if there != self._compared:
+            self._mirror.check(machine, TENANT)
+            self._compared = there
+
+
+def _indexed(machine: Machine) -> list[bytes]:
+    """All that says what can be hit."""
+    cache = machine.cache
+    store, pools = cache.store, [(number, group.pool) for number, group in cache.groups.items()]
+    told = [b"%d %d %d" % (number, pool.base, pool.count) for number, pool in pools]
+    entries = (cache.blocks.indexed, cache.blocks.generation, store.parent, store.hash, store.tokens)
+    return [*told, *(array.tobytes() for array in entries)]
 
 
 class Mirrored:

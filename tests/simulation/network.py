@@ -90,7 +90,7 @@ class Connection:
     def send(self, frames: Frames) -> None:
         """To the coordinator."""
         if self.open:
-            parts = [bytes(frame) for frame in frames]
+            parts = list(map(bytes, frames))
             self._last_in = max(self._last_in, self._peers.arrival(self.random))
             self._peers.clock.at(self._last_in, lambda: self._peers.arrive(self, parts))
 
@@ -240,7 +240,7 @@ class SimulatedPeers:
 
     def _read(self, frames: Frames) -> Message:
         parts = _copied(frames)
-        message = self._foreseen.pop(parts, None)
+        message = self._foreseen.pop(parts, None) if self._foreseen else None
         return self._decoder.decode(parts) if message is None else message
 
     @property

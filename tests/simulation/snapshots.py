@@ -12,7 +12,6 @@ import copyreg
 import io
 import pickle
 from collections import OrderedDict, deque
-from collections.abc import Callable
 from functools import cache
 from operator import attrgetter
 from types import BuiltinFunctionType, FunctionType, MethodType, ModuleType
@@ -27,6 +26,7 @@ from coordinator.core.requests.idempotency import IdempotencyKey
 from coordinator.core.requests.lifecycle import Request
 from coordinator.core.waits import Wait
 from kvforge.protocol.messages import Grammar, RowStart, Sampling, Step
+from tests.simulation.attributes import getter
 
 # What pickle says nothing of but a name.
 CONSTANT = (int, float, str, bytes, bool, type(None))
@@ -58,7 +58,7 @@ class Finder(pickle.Pickler):
         if kind is np.ndarray:
             return list, (value.dtype,)
         if _kind(kind) == PART:
-            return list, (_attributes(value),)
+            return list, (getter(value)(value),)
         if not issubclass(kind, NAMED):
             return NotImplemented
         owner = getattr(value, "__self__", None)
@@ -81,6 +81,7 @@ class Known:
         fields = [getattr(value, name) for value in frozen for name in value.__struct_fields__]
         self.values = [value for value in (*fields, *owners.values()) if not isinstance(value, CONSTANT)]
         self.objects = [*self.parts, *frozen, *self.arrays, *named]
+        self.getters = list(map(getter, self.parts))
 
 
 class Snapshots:
@@ -113,13 +114,16 @@ class Snapshots:
     def _find(self) -> None:
         machine = self._machine
         if self._lasting is None:
-            self._lasting = Known([machine, *_found(_attributes(machine), None), *self._reducers, bytes, list, dict])
+            self._lasting = Known(
+                [machine, *_found(getter(machine)(machine), None), *self._reducers, bytes, list, dict]
+            )
             self._lasting_memo = _memo(self._lasting.objects)
         self._renewed, lasting = True, self._lasting
         passing = Known(_found((self._machine.cache.groups, self._machine.workers), self._lasting_memo))
         self._objects = [*lasting.objects, *passing.objects]  # kept: while it lives its id is nobody else's
         self._memo = _memo(self._objects)
         self._parts = [*lasting.parts, *passing.parts]
+        self._getters = [*lasting.getters, *passing.getters]
         self._values = [*lasting.values, *passing.values]
         self._arrays = [*lasting.arrays, *passing.arrays]
 
@@ -136,7 +140,7 @@ class Snapshots:
         pickler = pickle.Pickler(file, 5)
         pickler.memo, pickler.dispatch_table = self._memo, self._reducers
         try:
-            pickler.dump((list(map(_attributes, self._parts)), self._values))
+            pickler.dump(([get(part) for get, part in zip(self._getters, self._parts, strict=True)], self._values))
             return file.getvalue(), b"".join(self._arrays)
         finally:
             requests.finished, machine.clients, requests.refused_total = finished, clients, refused_total
@@ -177,26 +181,6 @@ def _kind(cls: type) -> str:
     own = cls.__module__.startswith("coordinator.") and cls.__dictoffset__ != 0
     is_part = own and not any("__slots__" in vars(base) for base in cls.__mro__)
     return PART if is_part or issubclass(cls, Machine) else OTHER  # a machine: whichever class it is of
-
-
-def _attributes(part: Any) -> tuple[Any, ...]:
-    """What is in a part. It is not asked for its `__dict__`: Python makes one when it is, and from then on whatever
-    looks at the part's attributes takes longer."""
-    found: tuple[Any, ...] = _of_class(part)(part)
-    return found
-
-
-_GETTERS: dict[type, Callable[[Any], tuple[Any, ...]]] = {}
-
-
-def _of_class(part: Any) -> Callable[[Any], tuple[Any, ...]]:
-    """All parts of a class have the attributes that the first of them had."""
-    getter = _GETTERS.get(type(part))
-    if getter is None:
-        names = list(vars(part))
-        # One name more, so that a tuple is what comes of a single one too.
-        getter = _GETTERS[type(part)] = attrgetter(*names, "__class__")
-    return getter
 
 
 def _is_alone(owner: Any) -> bool:

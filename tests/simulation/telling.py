@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Container
+from typing import Any
 
 from coordinator.core.requests.streams import RETRY_US
 from kvforge.protocol.messages import Ended, Stream
@@ -31,6 +32,13 @@ class BookedRequest:
         self.orphan_us = self.over_us = -1
         self.deadline_us = self.first_token_us = 0
         self.reason = ""
+
+    def __deepcopy__(self, _memo: dict[int, Any]) -> BookedRequest:
+        """All but `before` is never changed in place."""
+        copied = object.__new__(BookedRequest)
+        copied.__dict__.update(self.__dict__)
+        copied.before = [before.copy() for before in self.before]
+        return copied
 
 
 class Owed:
@@ -156,7 +164,8 @@ class Telling:
         self.gone(client)
         for booked in self._requests.values():
             booked.paused |= booked.reader == client
-            booked.before = [before for before in booked.before if before[0] != client]
+            if booked.before:
+                booked.before = [before for before in booked.before if before[0] != client]
 
     def forget(self) -> None:
         """Nothing is owed to anybody any more."""

@@ -14,6 +14,8 @@ import pytest
 
 from coordinator.core.machine import Machine
 from coordinator.core.requests.lifecycle import Request
+from tests.simulation.attributes import WATCHERS
+from tests.simulation.attributes import attributes as known
 from tests.simulation.coordinators import SimulatedCoordinator
 from tests.simulation.likeness import likeness
 from tests.simulation.runner import drawn
@@ -81,6 +83,15 @@ def attributes(value: Any) -> list[tuple[str, Any]]:
     if isinstance(value, Request):
         return [(name, getattr(value, name)) for name in Request.__slots__]
     return list(getattr(value, "__dict__", {}).items())
+
+
+def test_all_parts_of_a_class_have_the_same_attributes(busy: tuple[Machine, Snapshots]) -> None:
+    machine, _ = busy
+    parts = [part for part in objects(machine) if type(part).__module__.startswith("coordinator.")]
+    with_dictionary = [part for part in parts if hasattr(part, "__dict__")]
+    for part in with_dictionary:
+        assert vars(part).keys() - WATCHERS == known(part).keys(), type(part).__name__
+    assert len(with_dictionary) > 20
 
 
 @pytest.mark.parametrize("renewed", [False, True])

@@ -38,6 +38,7 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.tables import TablesReader
+from tests.simulation.draws import Draws
 from tests.simulation.model import CONTEXT_MAX, DEADLY, Oracle, choose, fingerprint_of, poison, tops_of
 from tests.simulation.network import Clock, Connection, SimulatedPeers
 from tests.simulation.settings import Settings
@@ -214,7 +215,7 @@ class SimulatedWorker:
             return
         self.alive = True
         self.lives += 1
-        self._random = Random(f"{self._seed}/{self.label}/{self.lives}")
+        self._random = Draws(f"{self._seed}/{self.label}/{self.lives}")
         self.hangs = False
         self._boot, self._pools, self.meeting = "", 0, ""
         self._empty()
@@ -233,7 +234,10 @@ class SimulatedWorker:
 
     def _connect(self) -> None:
         if self._stands:
-            self._lost()
+            if self.hangs and len(self._host.others(self)) < self.ranks - 1:
+                self.kill(REBORN_US)  # it would find out in `_finish` that another one is gone, if it got there
+            else:
+                self._lost()
             return
         self._registered = False
         self.connection = self._peers.connect(self._random, self._receive, lost=self._lost)

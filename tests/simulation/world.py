@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from random import Random
 
 from coordinator.core.events import Boot
 from coordinator.core.requests.lifecycle import Request
@@ -23,6 +22,7 @@ from tests.simulation.actions import Action
 from tests.simulation.calm import Calm
 from tests.simulation.clients import SimulatedClient
 from tests.simulation.coordinators import SimulatedCoordinator, WatchedMachine
+from tests.simulation.draws import Draws
 from tests.simulation.dying import Books, Death, DyingJournal, cut, next_life
 from tests.simulation.ledger import Ledger
 from tests.simulation.mirroring import Router
@@ -56,7 +56,7 @@ class World:
         self.ledger = Ledger(settings, self._known)
         self.delays = Delays(settings.short_us, settings.long_us, settings.long_share)
         self._numbers = 0
-        self._entropy = Random(f"{seed}/entropy")
+        self._entropy = Draws(f"{seed}/entropy")
         self.client_side, self.worker_side = self._sides()
         self.boot = Boot("b" * 32, hashlib.blake2b(seed.encode()).digest()[:32], settings.limits())
         self._folder = folder
@@ -120,7 +120,7 @@ class World:
         self.coordinator = SimulatedCoordinator(self, found.machine, self._folder, self._entropy, journal)
         self.coordinator.goes_on(before)
         if found.records > REPLAYED_MAX:
-            cut(journal, found.machine, found.now_us, found.numbers)
+            cut(journal, self.coordinator.machine, found.now_us, found.numbers)
         self.clock.after(back_us, self._rise)
 
     def kept_pool(self, name: str, epoch: int) -> bool:

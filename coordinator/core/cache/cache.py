@@ -90,7 +90,7 @@ class Cache(Residents):
         copy_rows, copy_columns = self._to_copy(slots, *self.unwritable(slots, start, end))
         if not copy_rows.size and not np.count_nonzero(more):
             return
-        needed = more + np.bincount(copy_rows, minlength=slots.size)
+        needed = more + np.bincount(copy_rows, minlength=slots.size) if copy_rows.size else more
         tenant, pools = int(s.tenant[slots[0]]), s.pool[slots]
         assert not np.count_nonzero(s.tenant[slots] != tenant)
         parts: list[tuple[Group, npt.NDArray[np.bool_], int]] = []
@@ -102,6 +102,9 @@ class Cache(Residents):
         for group, rows, count in parts:
             self.make_room(group, tenant, count, NO_BLOCKS, slots)
             fresh = group.pool.allocate(tenant, count)
+            if not copy_rows.size:  # most grow by a block, and copy none
+                self._extend(slots[rows], more[rows], fresh)
+                continue
             mine = rows[copy_rows]
             copies = int(np.count_nonzero(mine))
             cells = zip(slots[copy_rows[mine]].tolist(), copy_columns[mine].tolist(), fresh.tolist(), strict=False)

@@ -23,6 +23,7 @@ Tokens = npt.NDArray[np.int32]
 Keys = npt.NDArray[np.int64]
 BLOCK = 0xFFFFFFFF  # of a key: the block; the rest is its generation
 UNTOLD = -1
+FEW = 8  # of so many entries numpy takes longer than Python does for one after the other
 _TOKEN = np.int32(GENERATED - 1)
 
 
@@ -149,6 +150,9 @@ class IndexChanges:
     def _tell_each(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
         """Those none of which follows another one of them."""
         parents = added.parents
+        if parents.size <= FEW:
+            self._tell_few(added, of_prompts, changes)
+            return
         roots = parents < 0
         above = np.where(roots, 0, parents & BLOCK)
         (told,) = (of_prompts & (roots | (self._key[above] == parents))).nonzero()
@@ -170,6 +174,18 @@ class IndexChanges:
             strict=True,
         ):
             changes.append(Stored(pool, salt, None if root else parent, [value], tokens))
+
+    def _tell_few(self, added: _Added, of_prompts: npt.NDArray[np.bool_], changes: list[Change]) -> None:
+        """The same, one by one."""
+        columns = (added.keys, added.parents, added.hashes, added.contents & _TOKEN, of_prompts)
+        for key, above, value, tokens, told in zip(*(column.tolist() for column in columns), strict=True):
+            parent, salt = (None, -above - 1) if above < 0 else self._of(above)
+            if not told or salt == UNTOLD:
+                continue
+            block = key & BLOCK
+            self._key[block], self._hash[block], self._salt[block] = key, value, salt
+            self._told += 1
+            changes.append(Stored(int(self._pool[block]), salt, parent, [value], tokens))
 
     def _of(self, key: int) -> tuple[int | None, int]:
         """Hash and salt of what was told under a key."""

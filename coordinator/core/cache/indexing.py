@@ -44,13 +44,14 @@ class Indexing:
         s = self._sequences
         (slots,) = (s.pool == group.number).nonzero()
         new = s.computed[slots] // s.block_size - s.hashed[slots]
-        slots, new = slots[new > 0], new[new > 0]
-        if not slots.size:
+        filled = new > 0
+        if not np.count_nonzero(filled):
             return
+        slots, new = slots[filled], new[filled]
         simple = (new == 1) & group.index.all_alive(s.parent[slots])
-        if np.count_nonzero(simple):
+        if alike := np.count_nonzero(simple):
             self._one_each(group, slots[simple])
-        for slot in slots[~simple].tolist():
+        for slot in slots[~simple].tolist() if alike < slots.size else ():
             self.filled_by(group, slot)
 
     def _one_each(self, group: Group, slots: Slots) -> None:

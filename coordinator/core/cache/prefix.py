@@ -44,7 +44,8 @@ class PrefixStore:
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy shows its own tokens: a hit must never be compared with another store's. Nobody mirrors it."""
-        self.__dict__.update(state)
+        for name, value in state.items():  # one by one: `coordinator.journal.snapshot` says why
+            setattr(self, name, value)
         self.changed = None
         self._show()
 
@@ -74,7 +75,8 @@ class PrefixIndex:
         }
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        self.__dict__.update(state)
+        for name, value in state.items():  # one by one: `coordinator.journal.snapshot` says why
+            setattr(self, name, value)
         ids = state["_by_hash"]
         self._by_hash = dict(zip(self._store.hash[ids].tolist(), ids.tolist(), strict=True))
         parents, only, several = state["_children"]
@@ -181,9 +183,8 @@ class PrefixIndex:
         self._by_hash[value] = block
         self._add_child(parent, block)
         self._blocks.indexed[block] = True
-        if store.changed is not None:
-            key = np.array([self.key(block)])
-            store.changed.added(key, np.array([parent]), np.array([value], np.uint64), tokens[None])
+        if store.changed is not None:  # a block that was indexed before may have kept what follows it
+            self._note_added(store.changed, np.array(self._chains([block]), np.int64))
         self._tell((value,))
         return self.key(block)
 
@@ -233,10 +234,13 @@ class PrefixIndex:
                 self._by_hash.pop(value, None)
             return False
         store.hash[ids], store.parent[ids], store.contents[ids] = values, parents, _items(contents)
+        again = [] if store.changed is None else self._after(self.keys(ids).tolist())
         self._add_children(parents.tolist(), new)
         self._blocks.indexed[ids] = True
         if store.changed is not None:
             store.changed.added(self.keys(ids), parents, values, contents)
+            if again:
+                self._note_added(store.changed, np.array(self._chains(again), np.int64))
         self._tell(hashes)
         return True
 
@@ -274,6 +278,15 @@ class PrefixIndex:
                 left += after if isinstance(after, dict) else (after,)
         return keys
 
+    def _after(self, keys: list[int]) -> list[int]:
+        """The blocks that follow entries of these keys: they are not out of the index, though nothing hits them."""
+        after = [self._children[key] for key in keys if key in self._children]
+        return [block for own in after for block in (own if isinstance(own, dict) else (own,))]
+
+    def _note_added(self, changed: IndexChanges, keys: npt.NDArray[np.int64]) -> None:
+        ids, store = keys & 0xFFFFFFFF, self._store
+        changed.added(keys, store.parent[ids], store.hash[ids], store.tokens[ids])
+
     def reachable(self) -> npt.NDArray[np.int64]:
         """The keys of all entries that can be hit, each behind the one that it follows: [n] int64."""
         roots = [own for key, own in self._children.items() if key < 0]
@@ -282,9 +295,7 @@ class PrefixIndex:
 
     def tell_all(self, changed: IndexChanges) -> None:
         """Notes everything that can be hit, as if it had just come."""
-        keys = self.reachable()
-        ids, store = keys & 0xFFFFFFFF, self._store
-        changed.added(keys, store.parent[ids], store.hash[ids], store.tokens[ids])
+        self._note_added(changed, self.reachable())
 
     # ---------------------------------------------------------------------------------------------------- invariants
 

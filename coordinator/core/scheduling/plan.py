@@ -91,14 +91,15 @@ class Scheduler:
             return None
         several = left > 1
         prefilling = bool(np.count_nonzero(several))
+        preempted = self._requests.preemptions_total
         decodes = self._decodes(group, mine[left == 1], prefilling)
         counts = np.ones(decodes.size, np.int64)
         slots = decodes
         if prefilling:
             slots, counts = self._prefills(group, mine[several], decodes, counts)
-        # Preemption on behalf of a later row may have taken an earlier one.
-        alive = s.running[slots] & (s.pool[slots] == group.number)
-        slots, counts = slots[alive], counts[alive]
+        if self._requests.preemptions_total != preempted:  # on behalf of a later row, an earlier one may have been
+            alive = s.running[slots] & (s.pool[slots] == group.number)
+            slots, counts = slots[alive], counts[alive]
         if not slots.size and not group.copies:
             return None
         return self._send(group, slots, counts)
@@ -161,23 +162,28 @@ class Scheduler:
         most = self._limits.step_tokens_max
         if prefilling:  # decodes alone may not fill every step
             most -= 1 if most > 1 else group.next_step % 2
-        if slots.size > most:
+        too_many = slots.size > most
+        if too_many:
             slots = slots[np.argsort(self._rows.order[slots], kind="stable")][:most]
         start = s.scheduled[slots]
         short = s.length[slots] + s.pending[slots] >= s.used[slots] * s.block_size
-        short[self._cache.unwritable(slots, start)[0]] = True
+        copied, _ = self._cache.unwritable(slots, start)
+        short[copied] = True
         if not np.count_nonzero(short):
-            return np.sort(slots)  # most rows of most steps write into a block that they have
-        served = self._with_blocks(group, slots[short])
+            return np.sort(slots) if too_many else slots  # most rows of most steps write into a block that they have
+        asking = slots[short]
+        if copied.size:
+            asking = self._ready(group, asking, np.ones(asking.size, np.int64))
+        served = self._with_blocks(group, asking)
         return np.sort(np.concatenate([slots[~short], served]))
 
     def _with_blocks(self, group: Group, slots: Slots) -> Slots:
         """Gives blocks to rows that need one more, or one of their own; oldest first where not all fit."""
         s = self._cache.sequences
-        slots = self._ready(group, slots, np.ones(slots.size, np.int64))
         planned = [NO_SLOTS]
-        for tenant in sorted(set(s.tenant[slots].tolist())):
-            rows = slots[s.tenant[slots] == tenant]
+        tenants = sorted(set(s.tenant[slots].tolist()))
+        for tenant in tenants:
+            rows = slots[s.tenant[slots] == tenant] if len(tenants) > 1 else slots
             start, target = s.scheduled[rows], s.length[rows] + s.pending[rows] + 1
             try:
                 self._cache.reserve(rows, start, start + 1, target)
@@ -328,7 +334,8 @@ class Scheduler:
         """Commits the plan: counters move, and the step becomes a message."""
         s = self._cache.sequences
         starts = s.scheduled[slots]
-        known, target = s.length[slots], s.length[slots] + s.pending[slots]
+        known = s.length[slots]
+        target = known + s.pending[slots]
         samples = starts + counts == target
         tokens = self._inputs(group, slots, starts, counts, known)
         begins, history = self._begins(group)
@@ -385,7 +392,7 @@ class Scheduler:
         for slot, start, count, end in rest:
             tokens = self._fed(group, s.tokens[slot, start : min(start + count, end)])
             fed += [tokens, np.full(count - tokens.size, -1, np.int32)] if tokens.size < count else [tokens]
-        return np.concatenate(fed)
+        return np.concatenate(fed) if len(fed) > 1 else fed[0]
 
     def _begins(self, group: Group) -> tuple[tuple[RowStart, ...], npt.NDArray[np.int32]]:
         """The slots that change hands, and what of their tokens penalties and grammars begin after."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import pickle
 import shutil
@@ -159,6 +160,17 @@ def test_a_snapshot_and_what_follows_make_the_same_machine(seed: int, tmp_path: 
         assert (state_digest(found.machine), found.now_us) == (state_digest(whole.machine), written.now_us)
         found.machine.check_invariants()
         shutil.rmtree(cut)
+
+
+def test_a_machine_of_a_snapshot_looks_its_attributes_up_as_fast_as_a_new_one(tmp_path: Path) -> None:
+    """Python keeps them beside an object until it is given all at once, and in a dictionary from then on."""
+    machine, head = Machine(boot(), 0), snapshot.Head(version=STATE_VERSION, now_us=1, numbers=1)
+    names = vars(Machine(boot(), 0)).keys()
+    snapshot.write(tmp_path / "state", machine, head)
+    restored = snapshot.read(tmp_path / "state")[1].objects()
+    kept = [value.keys() for value in gc.get_referents(restored) if type(value) is dict]
+    assert names not in kept
+    assert vars(restored).keys() == names
 
 
 def test_a_damaged_snapshot_is_refused_wherever_it_is_damaged(tmp_path: Path) -> None:

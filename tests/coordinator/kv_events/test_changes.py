@@ -7,8 +7,10 @@ from collections.abc import Iterable
 from copy import deepcopy
 
 import msgspec
+import numpy as np
 import pytest
 
+from coordinator.core.cache import changes as index_changes
 from coordinator.core.cache.changes import Change, Cleared, IndexChanges, Removed, Stored
 from coordinator.core.cache.pool import Pool
 from coordinator.core.cache.prefix import PrefixIndex
@@ -18,6 +20,13 @@ from tests.coordinator.driver import Driver
 from tests.mirror import DECODERS, Mirror
 
 PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
+
+
+@pytest.fixture(autouse=True, params=["one by one", "together"])
+def way(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Entries are told in one of two ways, by their number: both of them come to the same."""
+    if request.param == "together":
+        monkeypatch.setattr(index_changes, "FEW", 0)
 
 
 class Listener:
@@ -90,6 +99,29 @@ def test_a_chain_that_is_broken_is_removed_with_its_first_block(make_pool: MakeP
     served(driver, [*PROMPT[:4], 7, 7, 7, 7, 7])
     listener.take()
     assert len(listener.mirror.blocks[0]) == 3
+
+
+@pytest.mark.parametrize("alone", [True, False])
+def test_what_follows_a_block_that_is_indexed_anew_is_told_again(make_pool: MakePool, alone: bool) -> None:
+    driver, _ = make_pool()
+    listener = Listener(driver)
+    served(driver, PROMPT)
+    listener.take()
+    cache = driver.machine.cache
+    index, store = cache.groups[0].index, cache.store
+    values = cache.indexing.hashes(cache.hasher.salt("tenant:default"), np.array(PROMPT, np.int32))
+    first = index.find(int(values[0]))
+    assert first is not None
+    parent, tokens = int(store.parent[first]), store.tokens[first].copy()
+    index.remove(first)
+    (removed,) = listener.take()
+    assert isinstance(removed, Removed) and removed.hashes == values.tolist()
+    if alone:
+        index.add(first, parent, int(values[0]), tokens)
+    else:
+        assert index.add_new(np.array([first]), np.array([parent]), values[:1], tokens[None])
+    listener.take()
+    assert listener.mirror.blocks[0].keys() == set(values.tolist())
 
 
 def test_tenants_and_salts_are_told_apart(make_pool: MakePool) -> None:
