@@ -16,6 +16,7 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from . import LayerOperations
+from .packed import is_packed
 
 STEP = 64  # numbers that torch's loops take at a time, at most: two vectors of 16-bit numbers on AVX-512
 GRAIN = 32768  # numbers from which on torch gives each of its threads a part
@@ -93,8 +94,8 @@ def product(
     operations: LayerOperations, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """x weight^T + bias [..., n]. x: [..., k]. weight: [n, k]. bias: [n]."""
-    if x.dtype != weight.dtype or weight.dim() != 2:
-        return functional.linear(x, weight, bias)
+    if x.dtype != weight.dtype:
+        return functional.linear(x, (weight.to_dense() if is_packed(weight) else weight).to(x.dtype), bias)
     shape = (*x.shape[:-1], weight.shape[0])
     if not x.numel():  # the head's, of a step that samples nothing
         return x.new_empty(shape)

@@ -2,8 +2,9 @@
 
 - Linear, and the Conv1D of GPT-2, multiply by `LayerOperations.linear`, with packed weights where these serve.
 - Activations round alike wherever a number stands (see `kernels.evenly`).
-- Routers and experts, and whatever else multiplies with weights of its own, run with the same put in the place of
-  torch's functions; experts one by one, each token's sum in their order.
+- Experts are computed one after the other (see `kernels.experts`).
+- Routers, and whatever else multiplies with weights of its own, run with the same put in the place of torch's
+  functions.
 - On a GPU norms that are written in torch take the mean of each row by itself.
 
 What else a model may do is not looked for here: `trial` runs it and compares.
@@ -22,7 +23,9 @@ from transformers.pytorch_utils import Conv1D
 from worker.device.device import Device
 from worker.kernels import LayerOperations
 from worker.kernels.evenly import Evenly, evenly, product
-from worker.kernels.packed import PackedOperations, PackedRows
+from worker.kernels.experts import Experts, Matrices
+from worker.kernels.packed import PackedOperations, PackedRows, is_packed
+from worker.kernels.packed_table import read_from, table_of
 
 ACTIVATIONS = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
 
@@ -47,8 +50,8 @@ class PackedLinear(PackedRows):
 
     def __init__(self, operations: PackedOperations, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(packed, slice(None), bias)
-        self._operations = operations
         self.out_features, self.in_features = packed.shape
+        self._product = partial(product, operations)
 
     @property
     def packed(self) -> torch.Tensor:
@@ -56,9 +59,7 @@ class PackedLinear(PackedRows):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., k]."""
-        if x.dtype != self._packed.dtype:
-            return super().forward(x)
-        return product(self._operations, x, self._packed, self.bias)
+        return self._product(x, self._packed, self.bias)
 
 
 @torch.no_grad()
@@ -67,39 +68,63 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
 
     Errors: those of `PackedOperations.pack`.
     """
-    packs = isinstance(operations, PackedOperations)
+    packing = operations if isinstance(operations, PackedOperations) else None
+    if packing is not None:
+        _pack_tied_head(module, packing)
     shared = _shared_weights(module)
-    for owner, name, part in list(_children(module)):
+    for owner, name in _places(module):
+        part = getattr(owner, name)
         if type(part) in (torch.nn.Linear, Conv1D):
-            packable = packs and part.weight.data_ptr() not in shared
-            setattr(owner, name, _linear(part, operations, packable))
-        elif isinstance(part, ACTIVATIONS) and not isinstance(part, torch.nn.Linear):
+            packs = packing is not None and part.weight.data_ptr() not in shared
+            setattr(owner, name, _linear(part, operations, packing if packs else None))
+        elif isinstance(part, ACTIVATIONS):
             part.forward = partial(evenly, part.forward)
-    _one_expert_after_the_other(module)
-    evened = {id(part): part for part in _with_weights_of_their_own(module)}
+    _separate_experts(module, operations, packing)
+    evened = list(_with_weights_of_their_own(module))
     if not device.computes_on_cores:
-        norms = [part for part in module.modules() if "Norm" in type(part).__name__ and not _is_torchs(part)]
-        evened |= {id(part): part for part in norms}
-    for part in evened.values():
+        evened += [part for part in module.modules() if _is_norm(part) and not _is_torchs(part)]
+    for part in evened:
         part.forward = _inside(Evenly(operations), part.forward)
 
 
-def _linear(part: Any, operations: LayerOperations, packable: bool) -> torch.nn.Module:
+def packed_weights(module: Any) -> Iterator[torch.Tensor]:
+    """What `make_rows_steady` has packed."""
+    for part in module.modules():
+        if isinstance(part, PackedLinear):
+            yield part.packed
+        elif isinstance(experts := part.__dict__.get("forward"), Experts):
+            yield from filter(is_packed, (*experts.up, *experts.down))
+
+
+def _linear(part: Any, operations: LayerOperations, packing: PackedOperations | None) -> torch.nn.Module:
     weight = part.weight.detach()
     if isinstance(part, Conv1D):
         weight = weight.t().contiguous()
     bias = None if part.bias is None else part.bias.detach()
-    if packable:
-        assert isinstance(operations, PackedOperations)
-        return PackedLinear(operations, operations.pack(weight), bias)
+    if packing is not None:
+        return PackedLinear(packing, packing.pack(weight), bias)
     return SteadyLinear(operations, weight, bias)
 
 
-def _children(module: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Each part, its owner, and its name there."""
-    for owner in module.modules():
-        for name, part in owner.named_children():
-            yield owner, name, part
+def _pack_tied_head(module: Any, packing: PackedOperations) -> None:
+    """Whose embedding is read out of it from then on, if it can be."""
+    head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
+    if type(head) is not torch.nn.Linear or not isinstance(embedding, torch.nn.Embedding):
+        return
+    weight = head.weight.detach()
+    if embedding.weight is not head.weight or embedding.max_norm is not None:
+        return
+    packed = packing.pack(weight)
+    if (table := table_of(packed, weight)) is None:
+        return
+    read_from(embedding, table)
+    bias = None if head.bias is None else head.bias.detach()
+    module.set_output_embeddings(PackedLinear(packing, packed, bias))
+
+
+def _places(module: Any) -> list[tuple[Any, str]]:
+    """Owner and name there of each part; not the parts, which may be given up."""
+    return [(owner, name) for owner in module.modules() for name, _ in owner.named_children()]
 
 
 def _shared_weights(module: Any) -> set[int]:
@@ -113,16 +138,31 @@ def _shared_weights(module: Any) -> set[int]:
     return {place for place in places if places.count(place) > 1}
 
 
-def _one_expert_after_the_other(module: Any) -> None:
-    """transformers' own loop, in which each has a product of its own: not all in one, whose sums depend on how many
-    tokens each of them got."""
+def _separate_experts(module: Any, operations: LayerOperations, packing: PackedOperations | None) -> None:
+    """Those that transformers computes all at once, in sums that depend on how many tokens each of them got."""
+    for part in module.modules():
+        if getattr(part, "is_transposed", True) or part.has_post_expert_norm or not hasattr(part, "_apply_gate"):
+            continue
+        up = "gate_up_proj" if part.has_gate else "up_proj"
+        biases = [getattr(part, f"{name}_bias", None) if part.has_bias else None for name in (up, "down_proj")]
+        matrices = [_matrices(part, name, packing) for name in (up, "down_proj")]
+        part.forward = Experts(part, operations, matrices[0], biases[0], matrices[1], biases[1])
     if module.get_experts_implementation()[""] != "eager":
-        module.set_experts_implementation("eager")
+        module.set_experts_implementation("eager")  # others do it one by one, too
+
+
+def _matrices(part: Any, name: str, packing: PackedOperations | None) -> Matrices:
+    """Of each expert; packed ones are no parameters any more."""
+    weights: torch.Tensor = getattr(part, name).detach()
+    if packing is None:
+        return weights
+    delattr(part, name)
+    return [packing.pack(weight) for weight in weights]
 
 
 def _with_weights_of_their_own(module: Any) -> Iterator[Any]:
-    """Parts that multiply with matrices which no Linear holds, or those that hold such parts: there the weights of what
-    experts give are made, and their sums."""
+    """Parts that multiply with matrices which no Linear holds, or those that hold such parts: it may be there that the
+    weights of experts are made of what a router gives."""
     bare = {id(part) for part in module.modules() if _has_matrices(part)}
     inside: set[int] = set()
     for part in module.modules():
@@ -134,9 +174,13 @@ def _with_weights_of_their_own(module: Any) -> Iterator[Any]:
 
 
 def _has_matrices(part: Any) -> bool:
-    if _is_torchs(part) or isinstance(part, (SteadyLinear, torch.nn.Embedding)):
+    if _is_torchs(part) or _is_norm(part) or isinstance(part, (SteadyLinear, PackedLinear, torch.nn.Embedding)):
         return False
     return any(each.dim() > 1 for each in part.parameters(recurse=False))
+
+
+def _is_norm(part: Any) -> bool:
+    return "Norm" in type(part).__name__
 
 
 def _is_torchs(part: Any) -> bool:
