@@ -76,7 +76,7 @@ class PackedEmbedding(torch.nn.Module):
 def read_from(part: Any, table: PackedTable) -> None:
     """An Embedding, of whichever class, gives up its weight: what it looks up comes from the table."""
 
-    def save(self: Any, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
+    def save(_self: Any, destination: dict[str, torch.Tensor], prefix: str, _keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = table.dense()
 
     kind = type(part)

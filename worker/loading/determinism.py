@@ -46,10 +46,9 @@ def made_steady(model: LoadedModel, operations: LayerOperations) -> str:
 
 
 def _unsteady(model: LoadedModel) -> str:
-    """What was found by trying; "" if nothing."""
+    """What was found by trying, by any of the ranks that compute the model together; "" if nothing."""
     if model.fused is not None:
-        return unsteady_products(model.fused, model.device)
-    if model.ranks is not None:
-        return f"the layers of {model.info.architecture} are transformers' own, cut in {model.ranks.count} parts"
-    problem = unsteady_rows(model)
-    return problem and f"the layers of {model.info.architecture} are transformers' own: {problem}"
+        problem = unsteady_products(model.fused, model.device)
+    elif problem := unsteady_rows(model):
+        problem = f"the layers of {model.info.architecture} are transformers' own: {problem}"
+    return problem if model.ranks is None else next(filter(None, model.ranks.texts(problem)), "")

@@ -146,13 +146,11 @@ def load_model(
         progress("packing weights", 0.95)
         fused, model = None, replace(model, fused=None)  # nothing may hold the unpacked ones
         model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
-    elif model.fused is None and device.steady and ranks is None:
+    elif model.fused is None and device.steady:
         progress("making rows independent", 0.95)
         _steadied(model, operations, reference)
     with device.errors("comparing products of few tokens with those of many"):
         problem = made_steady(model, operations)
-        if ranks is not None:
-            problem = next(filter(None, ranks.texts(problem)), "")
         info = structs.replace(info, determinism=told(problem))
         model = replace(model, info=info, unsteady=problem)
     device.release_cached()

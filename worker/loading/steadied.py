@@ -27,18 +27,21 @@ from worker.kernels.experts import Experts, Matrices
 from worker.kernels.packed import PackedOperations, PackedRows, is_packed
 from worker.kernels.packed_table import read_from, table_of
 
+from .fusion import in_place_of
+
 ACTIVATIONS = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
 
 
 class SteadyLinear(torch.nn.Module):
     """In the place of a Linear or a Conv1D: x weight^T + bias, of `operations`. weight: [n, k]. bias: [n]."""
 
-    def __init__(self, operations: LayerOperations, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+    def __init__(
+        self, operations: LayerOperations, weight: torch.nn.Parameter, bias: torch.nn.Parameter | None
+    ) -> None:
         super().__init__()
         self._operations = operations
         self.out_features, self.in_features = weight.shape
-        self.weight = torch.nn.Parameter(weight, requires_grad=False)
-        self.bias = None if bias is None else torch.nn.Parameter(bias, requires_grad=False)
+        self.weight, self.bias = weight, bias
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., k]."""
@@ -76,7 +79,7 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
         part = getattr(owner, name)
         if type(part) in (torch.nn.Linear, Conv1D):
             packs = packing is not None and part.weight.data_ptr() not in shared
-            setattr(owner, name, _linear(part, operations, packing if packs else None))
+            setattr(owner, name, in_place_of(part, _linear(part, operations, packing if packs else None)))
         elif isinstance(part, ACTIVATIONS):
             part.forward = partial(evenly, part.forward)
     _separate_experts(module, operations, packing)
@@ -97,13 +100,12 @@ def packed_weights(module: Any) -> Iterator[torch.Tensor]:
 
 
 def _linear(part: Any, operations: LayerOperations, packing: PackedOperations | None) -> torch.nn.Module:
-    weight = part.weight.detach()
+    weight: torch.nn.Parameter = part.weight
     if isinstance(part, Conv1D):
-        weight = weight.t().contiguous()
-    bias = None if part.bias is None else part.bias.detach()
-    if packing is not None:
-        return PackedLinear(packing, packing.pack(weight), bias)
-    return SteadyLinear(operations, weight, bias)
+        weight = torch.nn.Parameter(weight.t().contiguous(), requires_grad=False)
+    if packing is None:
+        return SteadyLinear(operations, weight, part.bias)
+    return PackedLinear(packing, packing.pack(weight), part.bias)
 
 
 def _pack_tied_head(module: Any, packing: PackedOperations) -> None:
@@ -111,15 +113,14 @@ def _pack_tied_head(module: Any, packing: PackedOperations) -> None:
     head, embedding = module.get_output_embeddings(), module.get_input_embeddings()
     if type(head) is not torch.nn.Linear or not isinstance(embedding, torch.nn.Embedding):
         return
-    weight = head.weight.detach()
-    if embedding.weight is not head.weight or embedding.max_norm is not None:
+    if embedding.weight is not head.weight or embedding.max_norm is not None or "forward" in vars(embedding):
         return
+    weight = head.weight.detach()
     packed = packing.pack(weight)
     if (table := table_of(packed, weight)) is None:
         return
     read_from(embedding, table)
-    bias = None if head.bias is None else head.bias.detach()
-    module.set_output_embeddings(PackedLinear(packing, packed, bias))
+    module.set_output_embeddings(in_place_of(head, PackedLinear(packing, packed, head.bias)))
 
 
 def _places(module: Any) -> list[tuple[Any, str]]:
