@@ -6,11 +6,12 @@ import logging
 
 import torch
 
-from worker.attention import ReferenceAttention
+from worker.attention import PLAIN
 from worker.kernels import SLAB, LayerOperations
 from worker.kernels.steady import unsteady_products
 
 from .model import LoadedModel
+from .probe import bound_options
 from .trial import unsteady_rows
 
 log = logging.getLogger("worker")
@@ -35,7 +36,7 @@ def made_steady(model: LoadedModel, operations: LayerOperations) -> str:
     device = model.device
     if not device.steady:
         return FAST
-    if isinstance(model.context.attention, ReferenceAttention):
+    if attends_in_plain_torch(model):
         return "attention in plain torch sums in an order that depends on the rows of a step"
     problem = _unsteady(model)
     if problem and getattr(operations, "slab", None) == 0:
@@ -43,6 +44,18 @@ def made_steady(model: LoadedModel, operations: LayerOperations) -> str:
         operations.slab = SLAB  # type: ignore[attr-defined]
         problem = _unsteady(model)
     return problem
+
+
+def attends_in_plain_torch(model: LoadedModel) -> bool:
+    """Whether a layer does: all of them, or those with heads that no kernel takes."""
+    geometry, attention = model.geometry, model.context.attention
+    return any(
+        told.startswith(PLAIN)
+        for shape, options in zip(geometry.layers, bound_options(model.module), strict=True)
+        for told in attention.describe(
+            shape.head_size, model.dtype, geometry.dtype.torch_dtype, geometry.block_size, options.window
+        )
+    )
 
 
 def _unsteady(model: LoadedModel) -> str:

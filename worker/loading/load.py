@@ -23,7 +23,7 @@ from worker.kernels.registry import Serving, check_kernels
 
 from .build import build
 from .configuration import model_dtype, read_config
-from .determinism import FAST_WAY_OUT, made_steady, told
+from .determinism import FAST_WAY_OUT, attends_in_plain_torch, made_steady, told
 from .fingerprint import fingerprint, joined_digest
 from .fusion import fuse, is_known
 from .model import ForwardContext, LoadedModel
@@ -146,7 +146,7 @@ def load_model(
         progress("packing weights", 0.95)
         fused, model = None, replace(model, fused=None)  # nothing may hold the unpacked ones
         model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
-    elif model.fused is None and device.steady:
+    elif model.fused is None and device.steady and not attends_in_plain_torch(model):
         progress("making rows independent", 0.95)
         _steadied(model, operations, reference)
     with device.errors("comparing products of few tokens with those of many"):
