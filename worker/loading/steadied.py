@@ -2,7 +2,8 @@
 
 - Linear, and the Conv1D of GPT-2, multiply by `LayerOperations.linear`, with packed weights where these serve.
 - Activations round alike wherever a number stands (see `kernels.evenly`).
-- Experts are computed one after the other (see `kernels.experts`).
+- On a CPU experts are computed one after the other (see `kernels.experts`); on a GPU that would be thousands of
+  launches, and they stay one product.
 - Routers, and whatever else multiplies with weights of its own, run with the same put in the place of torch's
   functions.
 - On a GPU norms that are written in torch take the mean of each row by itself.
@@ -82,7 +83,8 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
             setattr(owner, name, in_place_of(part, _linear(part, operations, packing if packs else None)))
         elif isinstance(part, ACTIVATIONS):
             part.forward = partial(evenly, part.forward)
-    _separate_experts(module, operations, packing)
+    if device.computes_on_cores:
+        _separate_experts(module, operations, packing)
     evened = list(_with_weights_of_their_own(module))
     if not device.computes_on_cores:
         evened += [part for part in module.modules() if _is_norm(part) and not _is_torchs(part)]

@@ -24,6 +24,7 @@ LADDER = (1, 2, 3, 5, 7, 16, 17, 33, 50, 65, 129)
 MORE = (192, 256, 300, 512)  # on a GPU
 SINGLES = 24
 OFFSET = 37  # rows before those that are compared: where a row stands is no matter either
+PLACES_MAX = 1 << 16
 HEAD_ROWS = 200  # tokens whose logits are computed, at most: of a large vocabulary they take the most memory
 
 _noted: list[tuple[str, torch.Tensor]] = []  # of the pass in progress: what it is, [tokens, ...]
@@ -52,27 +53,37 @@ def unsteady_rows(model: LoadedModel) -> str:
 
     Ranks that compute the model together all make the same passes, whatever they find.
     """
-    problem = ""
-    ladder = LADDER if model.device.computes_on_cores else LADDER + MORE
-    rows = max(ladder) + OFFSET
+    rows = max(_ladder(model)) + OFFSET
     generator = torch.Generator().manual_seed(rows)
-    most = min(model.info.context_tokens_max, 1 << 16)
-    places = torch.randint(most, (rows,), generator=generator).to(model.device.torch_device)
-    tokens = torch.randint(model.vocab_size, (rows,), generator=generator).to(model.device.torch_device)
+    places = torch.randint(min(model.info.context_tokens_max, PLACES_MAX), (rows,), generator=generator)
+    tokens = torch.randint(model.vocab_size, (rows,), generator=generator)
+    device = model.device.torch_device
     with _few_layers(model.module), _attention_left_out(model.module):
-        whole = _run(model, tokens, places)
-        for count in ladder:
-            for first in range(SINGLES) if count == 1 else (0, OFFSET):
-                few = slice(first, first + count)
-                got = _run(model, tokens[few], places[few])
-                for (name, part), (_, of) in zip(got, whole, strict=True):
-                    wanted = of[few]
-                    both = min(len(part), len(wanted))
-                    if not problem and not same_bits(part[:both], wanted[:both]):
-                        problem = f"{name} of {count} tokens has other bits than among {rows}"
-                if problem and model.ranks is None:
-                    return problem
+        try:
+            return _difference(model, tokens.to(device), places.to(device))
+        except Exception as error:  # noqa: BLE001 - foreign model code with fewer layers than it was made for
+            return f"a trial of a few layers failed: {type(error).__name__}: {error}"
+
+
+def _difference(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> str:
+    """The first between many tokens at once and a few of them."""
+    problem, whole = "", _run(model, tokens, places)
+    for count in _ladder(model):
+        for first in range(SINGLES) if count == 1 else (0, OFFSET):
+            few = slice(first, first + count)
+            got = _run(model, tokens[few], places[few])
+            for (name, part), (_, of) in zip(got, whole, strict=True):
+                wanted = of[few]
+                both = min(len(part), len(wanted))
+                if not problem and not same_bits(part[:both], wanted[:both]):
+                    problem = f"{name} of {count} tokens has other bits than among {len(tokens)}"
+            if problem and model.ranks is None:
+                return problem
     return problem
+
+
+def _ladder(model: LoadedModel) -> tuple[int, ...]:
+    return LADDER if model.device.computes_on_cores else LADDER + MORE
 
 
 def _run(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> list[tuple[str, torch.Tensor]]:

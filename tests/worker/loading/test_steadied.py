@@ -62,6 +62,19 @@ def test_a_row_that_depends_on_others_is_found_and_nothing_promised(tiny: Callab
     assert "of 17 tokens has other bits" in problem
 
 
+def test_a_model_that_cannot_be_tried_is_promised_nothing(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise IndexError("no layer 2")
+
+    monkeypatch.setattr("worker.loading.trial._run", fail)
+    model = tiny("phi3")
+    assert model.info.determinism == f"not promised: {model.unsteady}"
+    assert model.unsteady.endswith("own: a trial of a few layers failed: IndexError: no layer 2")
+    assert not model.wants_kinds
+
+
 def test_layers_of_one_kind_are_tried_once(tiny: Callable[..., LoadedModel]) -> None:
     """And come back in their order."""
     model = tiny("olmo2", num_hidden_layers=4)
