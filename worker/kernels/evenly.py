@@ -38,11 +38,11 @@ def evenly(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) ->
     """function(x), which computes each number from the one in its place. x: any shape, float."""
     if x.device.type != "cpu":
         return function(x)
-    flat = x.reshape(-1)  # in one piece: of what lies apart some functions are computed in another way
-    count = len(flat)
-    if missing := even_count(count, torch.get_num_threads()) - count:
-        return function(functional.pad(flat, (0, missing)))[:count].view(x.shape)
-    return function(flat).view(x.shape)
+    count = x.numel()
+    missing = even_count(count, torch.get_num_threads()) - count
+    if not missing:  # in one piece: of what lies apart some functions are computed in another way
+        return function(x.contiguous())
+    return function(functional.pad(x.reshape(-1), (0, missing)))[:count].view(x.shape)
 
 
 def mean_of_rows(x: torch.Tensor, dim: Any = None, keepdim: bool = False, **keywords: Any) -> torch.Tensor:

@@ -36,20 +36,27 @@ class Experts:
 
     def _all(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
         tokens, width = chosen.shape
-        by_place = chosen.reshape(-1)
+        if tokens == 1:
+            given = torch.cat([self._run(expert, x) for expert in chosen[0].tolist()])
+        else:
+            given = self._by_expert(x, chosen.reshape(-1), width)
+        weighted = given.view(tokens, width, -1) * weights[..., None]
+        total = weighted[:, 0].float()
+        for place in range(1, width):
+            total = total + weighted[:, place]
+        return total.to(x.dtype)
+
+    def _by_expert(self, x: torch.Tensor, by_place: torch.Tensor, width: int) -> torch.Tensor:
+        """What the expert of each place gives, [tokens x width, hidden]."""
         order = by_place.argsort(stable=True)
-        given = x.new_empty((tokens * width, x.shape[1]))
+        given = x.new_empty((len(by_place), x.shape[1]))
         first = 0
         for expert, count in enumerate(by_place.bincount().tolist()):
             if count:
                 places = order[first : first + count]
                 given[places] = self._run(expert, x[places // width])
                 first += count
-        weighted = given.view(tokens, width, -1) * weights[..., None]
-        total = weighted[:, 0].float()
-        for place in range(1, width):
-            total = total + weighted[:, place]
-        return total.to(x.dtype)
+        return given
 
     def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
         up = product(self.operations, x, self.up[expert], None if self.up_bias is None else self.up_bias[expert])

@@ -25,8 +25,9 @@ from worker.device.device import Device
 from worker.kernels import LayerOperations
 from worker.kernels.evenly import Evenly, evenly, product
 from worker.kernels.experts import Experts, Matrices
-from worker.kernels.packed import PackedOperations, PackedRows, is_packed
+from worker.kernels.packed import PackedOperations, PackedRows, is_packed, product_with
 from worker.kernels.packed_table import read_from, table_of
+from worker.kernels.row_counts import least_rows, row_count
 
 from .fusion import in_place_of
 
@@ -55,7 +56,8 @@ class PackedLinear(PackedRows):
     def __init__(self, operations: PackedOperations, packed: torch.Tensor, bias: torch.Tensor | None) -> None:
         super().__init__(packed, slice(None), bias)
         self.out_features, self.in_features = packed.shape
-        self._product = partial(product, operations)
+        self._operations, self._dtype = operations, packed.dtype
+        self._multiply = product_with(packed, bias)
 
     @property
     def packed(self) -> torch.Tensor:
@@ -63,7 +65,11 @@ class PackedLinear(PackedRows):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x: [..., k]."""
-        return self._product(x, self._packed, self.bias)
+        k = self.in_features
+        rows = x.numel() // k
+        if x.dtype is self._dtype and rows == row_count(rows) >= least_rows(k):  # nothing to do but this
+            return self._multiply(x)
+        return product(self._operations, x, self._packed, self.bias)
 
 
 @torch.no_grad()
