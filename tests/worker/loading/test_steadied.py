@@ -28,7 +28,7 @@ FUSED = ("llama", "llama MQA", "llama yarn", "qwen2", "qwen2 windows", "qwen3", 
 
 @pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in FUSED])
 def test_every_architecture_is_steady(name: str, tiny: Callable[..., LoadedModel]) -> None:
-    """Those that transformers runs; in 16 bits as well, where sums differ in few places."""
+    """Those that transformers runs."""
     model_type, fields = ARCHITECTURES[name]
     model = tiny(model_type, **fields)
     assert model.fused is None
