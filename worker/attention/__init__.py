@@ -22,9 +22,10 @@ from worker.device.device import Device
 
 from .batch import PagedBatch
 from .interface import AttentionOptions, KvLayer, PagedAttention
-from .reference import ReferenceAttention
+from .reference import PLAIN, ReferenceAttention
 
 __all__ = [
+    "PLAIN",
     "AttentionOptions",
     "KvLayer",
     "PagedAttention",

@@ -22,6 +22,7 @@ from .batch import IntArray, PagedBatch
 from .interface import AttentionOptions, KvLayer, check_attend, check_rotary, check_write
 from .quantised import as_bytes, dequantise, quantise
 
+PLAIN = "plain torch"  # what an implementation's description begins with where this one serves
 QUERY_TILE = 128
 DECODE_LENGTH_MIN = 256  # decodes shorter than this share one group: padding is cheaper than another pass
 
@@ -56,7 +57,7 @@ class ReferenceAttention:
     """See PagedAttention. Works on every device and for every head size, block size and group size."""
 
     def describe(self, *_: Any) -> tuple[str, str]:
-        return "plain torch", "plain torch"
+        return PLAIN, PLAIN
 
     def kv_slots(self, batch: PagedBatch) -> torch.Tensor:
         return batch.kv_slots_on_device

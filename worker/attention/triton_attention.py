@@ -33,7 +33,7 @@ from .prefill import paged_prefill
 from .prefill_copy import PAGE, PAGES_MAX, copy_groups, plan_copies, workspace_for
 from .prefill_plan import hopper_problem, plan_prefill, prefill_shape
 from .quantised import is_quantised
-from .reference import ReferenceAttention, rotate
+from .reference import PLAIN, ReferenceAttention, rotate
 from .write import write_kv
 
 _NOTHING = np.zeros(0, np.int32)
@@ -80,7 +80,7 @@ class TritonAttention:
         self, head_size: int, dtype: torch.dtype, kv_dtype: torch.dtype, block_size: int, window: int
     ) -> tuple[str, str]:
         if not supports(head_size):
-            reason = f"plain torch: no kernel takes heads of {head_size}"
+            reason = f"{PLAIN}: no kernel takes heads of {head_size}"
             return reason, reason
         decode = f"Triton, tiles for {self._target.name}"
         copied = is_quantised(kv_dtype) and not hopper_problem(dtype, dtype, head_size, PAGE, window, self._target)

@@ -157,7 +157,7 @@ def stored_bytes(tensor: torch.Tensor) -> int:
 
 
 def product_with(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`PackedOperations.product` with one weight, for x [row_count(tokens), k] (see `row_counts`): of as many rows."""
+    """`PackedOperations.product` with one weight, for x [..., k] of `row_count(tokens)` rows: of as many."""
     if isinstance(weight, QuantisedWeight):
         return partial(weight.product, bias=bias)
     if not weight.is_mkldnn:

@@ -22,7 +22,7 @@ INTEGERS = {4: torch.int32, 2: torch.int16}  # by which numbers are compared: Na
 
 
 class PackedTable(torch.Tensor):
-    """A table [n, k], to whoever asks for its shape and dtype; only `look_up` reads it."""
+    """A table [n, k], to whoever asks for its shape and dtype; only `look_up` and torch's embedding read it."""
 
     @staticmethod
     def __new__(cls, packed: torch.Tensor, *_: Any) -> Self:
@@ -35,6 +35,9 @@ class PackedTable(torch.Tensor):
 
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
+        if func is torch.ops.aten.embedding.default:
+            table, ids = args[:2]
+            return table.rows(ids.flatten()).view(*ids.shape, -1)
         raise TypeError(f"{func} takes no packed table")
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
@@ -68,6 +71,17 @@ class PackedEmbedding(torch.nn.Module):
     def _save_to_state_dict(self, destination: dict[str, torch.Tensor], prefix: str, keep_vars: bool) -> None:
         destination[f"{prefix}weight"] = self.weight
         super()._save_to_state_dict(destination, prefix, keep_vars)
+
+
+def read_from(part: Any, table: PackedTable) -> None:
+    """An Embedding, of whichever class, gives up its weight: what it looks up comes from the table."""
+
+    def save(_self: Any, destination: dict[str, torch.Tensor], prefix: str, _keep_vars: bool) -> None:
+        destination[f"{prefix}weight"] = table.dense()
+
+    kind = type(part)
+    del part._parameters["weight"]
+    part.__class__ = type(kind.__name__, (kind,), {"weight": table, "_save_to_state_dict": save})
 
 
 def look_up(tokens: torch.Tensor, table: torch.Tensor) -> torch.Tensor:

@@ -46,7 +46,7 @@ def unsteady_products(fused: FusedDecoder, device: Device) -> str:
             # Many single rows: rounded to 16 bits, another order shows in one number of ten thousand.
             for first in range(OFFSET + 1) if count == 1 else (0, OFFSET):
                 few = multiply(x[first : first + count])
-                if not all(map(_same, few, (part[first : first + count] for part in whole))):
+                if not all(map(same_bits, few, (part[first : first + count] for part in whole))):
                     return f"{name} of {count} tokens has other bits than among {rows}"
     return ""
 
@@ -88,6 +88,6 @@ def _products(fused: FusedDecoder, device: Device) -> Iterator[tuple[str, int, t
     yield "the head's product", hidden, HEAD_LADDER, logits
 
 
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
+def same_bits(one: torch.Tensor, other: torch.Tensor) -> bool:
     """Bit by bit: NaN is NaN, and 0 is not -0."""
     return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))

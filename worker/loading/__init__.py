@@ -11,6 +11,8 @@ lean.py         transformers, imported without what serving has no use for
 progress.py     what transformers draws on the terminal, as fractions
 model.py        the loaded model and its forward pass; fusion.py: the fused form of those whose layers are known
 probe.py        what each layer asks of attention; verification.py: does it compute what transformers' own does
+steadied.py     transformers' own layers, of parts that compute each row by itself; trial.py: whether they do
+determinism.py  what is promised of a model, and why not
 serving_kernels.py   which kernels serve it, for people
 load.py         all of it, in order
 

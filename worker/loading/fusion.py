@@ -109,7 +109,7 @@ def _head(module: Any, packer: Packer | None) -> tuple[Projection, PackedTable |
         return _join(module, ("lm_head",), packer), None
     packed = packer.pack(weight, [module.lm_head])
     if (table := table_of(packed, weight)) is not None:
-        module.lm_head = _in_place_of(module.lm_head, PackedRows(packed, slice(0, len(weight)), bias))
+        module.lm_head = in_place_of(module.lm_head, PackedRows(packed, slice(0, len(weight)), bias))
         module.model.embed_tokens = PackedEmbedding(table)
         return Projection(packed, bias), table
     whole = sum(each.nbytes for each in module.parameters())
@@ -152,7 +152,7 @@ def _join(owner: Any, names: Sequence[str], packer: Packer | None) -> Projection
         rows = slice(first, first + part.out_features)
         first = rows.stop
         if packed is not None:
-            setattr(owner, name, _in_place_of(part, PackedRows(packed, rows, None if bias is None else bias[rows])))
+            setattr(owner, name, in_place_of(part, PackedRows(packed, rows, None if bias is None else bias[rows])))
         elif len(parts) > 1:
             part.weight = torch.nn.Parameter(weight[rows], requires_grad=False)
             if bias is not None:
@@ -160,7 +160,7 @@ def _join(owner: Any, names: Sequence[str], packer: Packer | None) -> Projection
     return Projection(weight if packed is None else packed, bias)
 
 
-def _in_place_of(part: Any, other: torch.nn.Module) -> torch.nn.Module:
+def in_place_of(part: Any, other: torch.nn.Module) -> torch.nn.Module:
     """`other`, around which as much is done as around the part that it replaces (see `split`)."""
     other._forward_hooks.update(part._forward_hooks)
     other._forward_pre_hooks.update(part._forward_pre_hooks)

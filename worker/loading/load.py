@@ -17,13 +17,13 @@ from worker.attention.pool import KV_DTYPES, KvGeometry
 from worker.device.device import Device
 from worker.device.ranks import Ranks
 from worker.device.targets import check_dtypes
-from worker.kernels import PlainOperations, choose_operations
+from worker.kernels import LayerOperations, PlainOperations, choose_operations
 from worker.kernels.packed import QUANTISED_WAY_OUT, WAY_OUT, PackedOperations
 from worker.kernels.registry import Serving, check_kernels
 
 from .build import build
 from .configuration import model_dtype, read_config
-from .determinism import made_steady, told
+from .determinism import FAST_WAY_OUT, attends_in_plain_torch, made_steady, told
 from .fingerprint import fingerprint, joined_digest
 from .fusion import fuse, is_known
 from .model import ForwardContext, LoadedModel
@@ -33,6 +33,7 @@ from .quantisation import Packer, choose_quantisation
 from .rope import context_tokens
 from .sampling_defaults import model_sampling
 from .source import find_source
+from .steadied import make_rows_steady
 from .verification import Reference, verify
 
 log = logging.getLogger(__name__)
@@ -141,15 +142,16 @@ def load_model(
                 raise
             log.warning("%s; its layers are run one operation at a time", error)
             model = replace(model, fused=None)
-            verify(model)
+            reference = verify(model)
     if model.fused is not None and isinstance(operations, PackedOperations):
         progress("packing weights", 0.95)
         fused, model = None, replace(model, fused=None)  # nothing may hold the unpacked ones
         model = _packed(model, operations, Packer(operations, quantisation, found, model.module), reference)
+    elif model.fused is None and device.steady and not attends_in_plain_torch(model):
+        progress("making rows independent", 0.95)
+        _steadied(model, operations, reference)
     with device.errors("comparing products of few tokens with those of many"):
-        problem = made_steady(model)
-        if ranks is not None:
-            problem = next(filter(None, ranks.texts(problem)), "")
+        problem = made_steady(model, operations)
         info = structs.replace(info, determinism=told(problem))
         model = replace(model, info=info, unsteady=problem)
     device.release_cached()
@@ -174,6 +176,18 @@ def _packed(model: LoadedModel, operations: PackedOperations, packer: Packer, re
             what, way_out = ("quantised", QUANTISED_WAY_OUT) if packer.quantises else ("packed", WAY_OUT)
             raise KernelError(f"with {what} weights: {error}; {way_out}") from error
     return model
+
+
+def _steadied(model: LoadedModel, operations: LayerOperations, reference: Reference) -> None:
+    """Replaces parts of a model that was verified by others that compute each row by itself, and verifies it again.
+    Errors: KernelError, WorkerError."""
+    with model.device.errors("replacing parts of the model"):
+        make_rows_steady(model.module, operations, model.device)
+        model.device.release_cached()
+        try:
+            verify(model, reference)
+        except UnsupportedModel as error:
+            raise KernelError(f"with parts that compute each row by itself: {error}; {FAST_WAY_OUT}") from error
 
 
 def _refuse_quantising(weight_dtype: str, architecture: str) -> None:

@@ -9,6 +9,7 @@ computes in `verification`.
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -23,6 +24,8 @@ from worker.device.device import Device
 from worker.device.ranks import Ranks
 from worker.kernels.decoder import FusedDecoder
 from worker.kernels.packed import is_packed
+
+from .steadied import packed_weights
 
 ATTENTION_NAME = "kvforge_paged"
 BINDING = "kvforge_binding"
@@ -143,6 +146,12 @@ class LoadedModel:
         every = torch.arange(len(token_ids), device=token_ids.device)
         found = self._through_transformers(token_ids, positions, every, batch, pool)
         return found if logits is None else logits.copy_(found)
+
+    def packed_weights(self) -> Iterator[torch.Tensor]:
+        """Those that are no tensors of the module: packed, or quantised."""
+        if self.fused is None:
+            return packed_weights(self.module)
+        return filter(is_packed, self.fused.product_weights())
 
     @property
     def _head_is_packed(self) -> bool:

@@ -51,7 +51,8 @@ def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, st
 
 def _layers(model: LoadedModel) -> str:
     if model.fused is None:
-        return f"transformers' own: {model.info.architecture} is run one operation at a time"
+        told = f"transformers' own: {model.info.architecture} is run one operation at a time"
+        return f"{told}; oneDNN, weights packed at load" if any(True for _ in model.packed_weights()) else told
     if isinstance(model.fused.operations, PackedOperations):
         between = "; Numba between the products" if model.fused.operations.kernels else ""
         head = "" if is_packed(model.fused.head.weight) else "; the head, which is the embedding, in plain torch"

@@ -17,7 +17,7 @@ from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
 from worker.attention.pool import KvPool
 from worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
 from worker.device.device import Device
-from worker.kernels.packed import is_packed, stored_bytes
+from worker.kernels.packed import stored_bytes
 from worker.loading.model import LoadedModel
 
 from .graphs import bucket_sizes
@@ -77,8 +77,7 @@ def weight_bytes(model: LoadedModel) -> int:
     """Bytes of the model's parameters and buffers, each once however many layers share it, and of packed weights."""
     tensors = chain(model.module.parameters(), model.module.buffers())
     plain = sum({tensor.data_ptr(): tensor.nbytes for tensor in tensors}.values())
-    weights = model.fused.product_weights() if model.fused is not None else ()
-    return plain + sum(stored_bytes(weight) for weight in weights if is_packed(weight))
+    return plain + sum(map(stored_bytes, model.packed_weights()))
 
 
 def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:

@@ -45,7 +45,7 @@ def test_one_bit_of_one_row_is_found(
         return found
 
     monkeypatch.setattr(model.fused.operations, operation, off)
-    problem = made_steady(model)
+    problem = made_steady(model, model.fused.operations)
     assert problem.startswith(f"{named} of {ROWS_OFF} tokens has other bits")
 
 

@@ -1,0 +1,139 @@
+"""What takes the place of a transformers model's parts computes what they did, and the trial finds what does not."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from transformers.models.gemma3.modeling_gemma3 import Gemma3TextScaledWordEmbedding
+from transformers.models.mixtral.modeling_mixtral import MixtralConfig, MixtralExperts
+
+from tests.worker.loading.test_architectures import ARCHITECTURES
+from worker.device.device import open_device
+from worker.kernels import choose_operations
+from worker.kernels.experts import Experts
+from worker.kernels.packed import PackedOperations
+from worker.kernels.packed_table import read_from, table_of
+from worker.loading.determinism import made_steady
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
+from worker.loading.steadied import PackedLinear, SteadyLinear
+from worker.step.memory import weight_bytes
+
+FUSED = ("llama", "llama MQA", "llama yarn", "qwen2", "qwen2 windows", "qwen3", "mistral", "smollm3 without positions")
+
+
+@pytest.mark.parametrize("name", [name for name in ARCHITECTURES if name not in FUSED])
+def test_every_architecture_is_steady(name: str, tiny: Callable[..., LoadedModel]) -> None:
+    """Those that transformers runs."""
+    model_type, fields = ARCHITECTURES[name]
+    model = tiny(model_type, **fields)
+    assert model.fused is None
+    assert model.info.determinism == "batch-invariant"
+    assert not [part for part in model.module.modules() if type(part) is torch.nn.Linear]
+
+
+def test_fast_is_what_transformers_has(write_config: Callable[..., Path]) -> None:
+    folder = write_config("phi3")
+    device = open_device("cpu", steady=False)
+    model = load_model(folder, load_format="dummy", dtype="float32", device=device, block_size=4)
+    assert model.info.determinism == "fast"
+    assert type(model.module.lm_head) is torch.nn.Linear
+
+
+def test_a_row_that_depends_on_others_is_found_and_nothing_promised(tiny: Callable[..., LoadedModel]) -> None:
+    """Where there are 17 tokens, one number of one of them is a little larger."""
+    model = tiny("phi3")
+    operations = choose_operations(model.device, model.dtype)
+    assert made_steady(model, operations) == ""
+
+    def off(_part: Any, _given: Any, found: torch.Tensor) -> torch.Tensor:
+        if found.shape[1] == 17:
+            found[0, -1, 0] = torch.nextafter(found[0, -1, 0], torch.tensor(torch.inf))
+        return found
+
+    hook = model.module.model.layers[0].self_attn.qkv_proj.register_forward_hook(off)
+    problem = made_steady(model, operations)
+    hook.remove()
+    assert problem.startswith("the layers of Phi3ForCausalLM are transformers' own: the query of layer ")
+    assert "of 17 tokens has other bits" in problem
+
+
+def test_a_model_that_cannot_be_tried_is_promised_nothing(
+    tiny: Callable[..., LoadedModel], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*_: Any) -> None:
+        raise IndexError("no layer 2")
+
+    monkeypatch.setattr("worker.loading.trial._run", fail)
+    model = tiny("phi3")
+    assert model.info.determinism == f"not promised: {model.unsteady}"
+    assert model.unsteady.endswith("own: a trial of a few layers failed: IndexError: no layer 2")
+    assert not model.wants_kinds
+
+
+def test_layers_of_one_kind_are_tried_once(tiny: Callable[..., LoadedModel]) -> None:
+    """And come back in their order."""
+    model = tiny("olmo2", num_hidden_layers=4)
+    before = list(model.module.model.layers)
+    ran = []
+    for layer in before:
+        layer.register_forward_hook(lambda part, *_: ran.append(part))
+    assert made_steady(model, choose_operations(model.device, model.dtype)) == ""
+    assert set(map(id, ran)) == {id(before[0])}
+    assert list(model.module.model.layers) == before
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@torch.inference_mode()
+def test_experts_give_what_transformers_do(dtype: torch.dtype) -> None:
+    config = MixtralConfig(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "eager"
+    part = MixtralExperts(config).to(dtype)
+    for parameter in part.parameters():
+        parameter.normal_(std=0.2, generator=torch.Generator().manual_seed(1))
+    generator = torch.Generator().manual_seed(2)
+    x = torch.randn(29, 64, generator=generator).to(dtype)
+    weights, chosen = torch.topk(torch.randn(29, 4, generator=generator).softmax(-1), 2)
+    wanted = part(x, chosen, weights.to(dtype))
+    operations = choose_operations(open_device("cpu"), dtype)
+    ours = Experts(part, operations, part.gate_up_proj.detach(), None, part.down_proj.detach(), None)
+    got = ours(x, chosen, weights.to(dtype))
+    assert got.dtype == dtype
+    tolerance = 1e-5 if dtype == torch.float32 else 2e-2
+    assert float((got - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+@torch.inference_mode()
+def test_an_embedding_of_any_class_reads_a_packed_table() -> None:
+    operations = choose_operations(open_device("cpu"), torch.float32)
+    if not isinstance(operations, PackedOperations):
+        pytest.skip("nothing is packed on this CPU")
+    part = Gemma3TextScaledWordEmbedding(100, 64, 0, embed_scale=8.0)
+    weight = part.weight.detach().clone()
+    table = table_of(operations.pack(weight), weight)
+    if table is None:
+        pytest.skip("oneDNN lays weights out otherwise on this CPU")
+    ids = torch.tensor([[3, 99, 0, 3]])
+    wanted = part(ids)
+    read_from(part, table)
+    assert not list(part.parameters())
+    assert torch.equal(part(ids), wanted)
+    assert torch.equal(part.state_dict()["weight"], weight)
+    assert isinstance(part, Gemma3TextScaledWordEmbedding)
+
+
+def test_no_weight_is_held_twice(tiny: Callable[..., LoadedModel]) -> None:
+    """Of a tied head, of a head that is not, and of experts; all are counted."""
+    for name, tied in (("gemma2", True), ("phi3", False), ("mixtral", False)):
+        model_type, fields = ARCHITECTURES[name]
+        model = tiny(model_type, **{**fields, "tie_word_embeddings": tied, "vocab_size": 512})
+        plain = tiny(model_type, kernels=False, **{**fields, "tie_word_embeddings": tied, "vocab_size": 512})
+        numbers = sum(each.numel() for each in plain.module.parameters())
+        assert 4 * numbers <= weight_bytes(plain) < 4.2 * numbers
+        assert weight_bytes(model) <= 1.25 * weight_bytes(plain), name  # blocks are filled up, in a tiny model
+        linears = [part for part in model.module.modules() if isinstance(part, (PackedLinear, SteadyLinear))]
+        assert len(linears) > 4

@@ -1,0 +1,65 @@
+"""A mixture of experts in which no token's sum depends on the others: each expert has a product of its own, of the
+tokens that it got, and what a token's experts give is added up in the order in which the router named them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from . import LayerOperations
+from .evenly import product
+
+Matrices = torch.Tensor | Sequence[torch.Tensor]  # of the experts, each [n, k]
+
+
+@dataclass(frozen=True)
+class Experts:
+    """The forward pass of transformers' module of experts, which is asked for its gate and its activation alone.
+
+    up: [inner] or [2 x inner, the gate's too] rows of `hidden` numbers; down: [hidden, inner]. Biases: [experts, n].
+    """
+
+    part: Any
+    operations: LayerOperations
+    up: Matrices
+    up_bias: torch.Tensor | None
+    down: Matrices
+    down_bias: torch.Tensor | None
+
+    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        """x: [tokens, hidden]. chosen: [tokens, experts of each] int64. weights: as many. Returns [tokens, hidden]."""
+        with torch._C.DisableTorchFunction():  # what is put in their place outside costs time
+            return self._all(x, chosen, weights)
+
+    def _all(self, x: torch.Tensor, chosen: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
+        tokens, width = chosen.shape
+        if tokens == 1:
+            given = torch.cat([self._run(expert, x) for expert in chosen[0].tolist()])
+        else:
+            given = self._by_expert(x, chosen.reshape(-1), width)
+        weighted = given.view(tokens, width, -1) * weights[..., None]
+        total = weighted[:, 0].float()
+        for place in range(1, width):
+            total = total + weighted[:, place]
+        return total.to(x.dtype)
+
+    def _by_expert(self, x: torch.Tensor, by_place: torch.Tensor, width: int) -> torch.Tensor:
+        """What the expert of each place gives, [tokens x width, hidden]."""
+        order = by_place.argsort(stable=True)
+        given = x.new_empty((len(by_place), x.shape[1]))
+        first = 0
+        for expert, count in enumerate(by_place.bincount().tolist()):
+            if count:
+                places = order[first : first + count]
+                given[places] = self._run(expert, x[places // width])
+                first += count
+        return given
+
+    def _run(self, expert: int, x: torch.Tensor) -> torch.Tensor:
+        up = product(self.operations, x, self.up[expert], None if self.up_bias is None else self.up_bias[expert])
+        inner = self.part._apply_gate(up) if self.part.has_gate else self.part.act_fn(up)
+        bias = None if self.down_bias is None else self.down_bias[expert]
+        return product(self.operations, inner, self.down[expert], bias)

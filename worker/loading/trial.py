@@ -1,0 +1,145 @@
+"""Have a transformers model's rows the same bits whatever is beside them? Its own layers are run, and compared.
+
+One layer of each kind that it has, from the embedding to the head, for many tokens at once and for a few of them.
+Attention is left out: what it would be given is compared, and its place is taken by the query itself. Its kernels are
+steady by themselves, and tested for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import transformers
+
+from worker.kernels.steady import same_bits
+
+from .model import ATTENTION_NAME, BINDING, LoadedModel, use_attention
+
+TRIAL_NAME = "kvforge_trial"
+# One token by itself, of many; then a few, and as many as make products and loops go other ways.
+LADDER = (1, 2, 3, 5, 7, 16, 17, 33, 50, 65, 129)
+MORE = (192, 256, 300, 512)  # on a GPU
+SINGLES = 24
+OFFSET = 37  # rows before those that are compared: where a row stands is no matter either
+PLACES_MAX = 1 << 16
+HEAD_ROWS = 200  # tokens whose logits are computed, at most: of a large vocabulary they take the most memory
+
+_noted: list[tuple[str, torch.Tensor]] = []  # of the pass in progress: what it is, [tokens, ...]
+
+
+def _note(
+    module: torch.nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    _mask: torch.Tensor | None,
+    **_: Any,
+) -> tuple[torch.Tensor, None]:
+    """The function transformers calls instead of attention."""
+    layer = module.__dict__[BINDING].index
+    for name, given in (("the query", query), ("the key", key), ("the value", value)):
+        _noted.append((f"{name} of layer {layer}", given[0].transpose(0, 1).clone()))
+    return query.transpose(1, 2), None
+
+
+transformers.AttentionInterface.register(TRIAL_NAME, _note)
+
+
+def unsteady_rows(model: LoadedModel) -> str:
+    """What depends on the rows beside a row, for people; "" where nothing does that was tried.
+
+    Ranks that compute the model together all make the same passes, whatever they find.
+    """
+    rows = max(_ladder(model)) + OFFSET
+    generator = torch.Generator().manual_seed(rows)
+    places = torch.randint(min(model.info.context_tokens_max, PLACES_MAX), (rows,), generator=generator)
+    tokens = torch.randint(model.vocab_size, (rows,), generator=generator)
+    device = model.device.torch_device
+    with _few_layers(model.module), _attention_left_out(model.module):
+        try:
+            return _difference(model, tokens.to(device), places.to(device))
+        except Exception as error:  # noqa: BLE001 - foreign model code with fewer layers than it was made for
+            return f"a trial of a few layers failed: {type(error).__name__}: {error}"
+
+
+def _difference(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> str:
+    """The first between many tokens at once and a few of them."""
+    problem, whole = "", _run(model, tokens, places)
+    for count in _ladder(model):
+        for first in range(SINGLES) if count == 1 else (0, OFFSET):
+            few = slice(first, first + count)
+            got = _run(model, tokens[few], places[few])
+            for (name, part), (_, of) in zip(got, whole, strict=True):
+                wanted = of[few]
+                both = min(len(part), len(wanted))
+                if not problem and not same_bits(part[:both], wanted[:both]):
+                    problem = f"{name} of {count} tokens has other bits than among {len(tokens)}"
+            if problem and model.ranks is None:
+                return problem
+    return problem
+
+
+def _ladder(model: LoadedModel) -> tuple[int, ...]:
+    return LADDER if model.device.computes_on_cores else LADDER + MORE
+
+
+def _run(model: LoadedModel, tokens: torch.Tensor, places: torch.Tensor) -> list[tuple[str, torch.Tensor]]:
+    """What each layer would attend with, and the logits."""
+    _noted.clear()
+    keywords: dict[str, Any] = {}
+    if model.accepts_logits_to_keep:
+        keywords["logits_to_keep"] = torch.arange(min(len(tokens), HEAD_ROWS), device=tokens.device)
+    output = model.module(
+        input_ids=tokens[None], position_ids=places[None], use_cache=False, return_dict=True, **keywords
+    )
+    found = [*_noted, ("the logits", output.logits[0].float())]
+    _noted.clear()
+    return found
+
+
+@contextlib.contextmanager
+def _attention_left_out(module: Any) -> Iterator[None]:
+    use_attention(module, TRIAL_NAME)
+    try:
+        yield
+    finally:
+        use_attention(module, ATTENTION_NAME)
+
+
+@contextlib.contextmanager
+def _few_layers(module: Any) -> Iterator[None]:
+    """Inside, the model has one layer of each kind alone, where its layers lie in one list; else all of them."""
+    found = [
+        (owner, name, layers)
+        for owner in module.modules()
+        for name, layers in owner.named_children()
+        if isinstance(layers, torch.nn.ModuleList) and len(layers) > 1 and all(map(_attends, layers))
+    ]
+    if len(found) != 1:
+        yield
+        return
+    owner, name, layers = found[0]
+    kinds: dict[Any, Any] = {}
+    for layer in layers:
+        kinds.setdefault(_kind(layer), layer)
+    setattr(owner, name, torch.nn.ModuleList(kinds.values()))
+    try:
+        yield
+    finally:
+        setattr(owner, name, layers)
+
+
+def _attends(layer: Any) -> bool:
+    return any(BINDING in part.__dict__ for part in layer.modules())
+
+
+def _kind(layer: Any) -> tuple[Any, ...]:
+    """The same for layers that compute alike."""
+    parts = tuple(
+        (name, type(part), getattr(part, "in_features", 0), getattr(part, "out_features", 0))
+        for name, part in layer.named_modules()
+    )
+    return parts, tuple((name, tuple(weight.shape)) for name, weight in layer.named_parameters())
