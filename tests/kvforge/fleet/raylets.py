@@ -44,6 +44,7 @@ class RayCluster:
     def __init__(self, folder: Path, *cpus: int) -> None:
         self._folder = folder
         self.ray = folder / "ray"
+        self.ray.mkdir()
         with (folder / "ray.log").open("ab") as log:
             self._process = subprocess.Popen(
                 [sys.executable, "-m", __name__, str(self.ray), *map(str, cpus)],
@@ -52,7 +53,14 @@ class RayCluster:
                 stderr=log,
                 cwd=ROOT,
                 text=True,
-                env={**os.environ, MARK: str(folder), "RAY_USAGE_STATS_ENABLED": "0", "RAY_worker_niceness": "0"},
+                # All that Ray writes is below the folder, the address of its newest cluster too.
+                env={
+                    **os.environ,
+                    MARK: str(folder),
+                    "RAY_TMPDIR": str(folder),
+                    "RAY_USAGE_STATS_ENABLED": "0",
+                    "RAY_worker_niceness": "0",
+                },
             )
         self.address = ""
 
