@@ -18,6 +18,8 @@ from worker.device.device import Device
 from worker.device.exchange import ATTENTION, INNER, LOGITS, RANKS_MAX
 from worker.device.ranks import Ranks
 
+from .steady import same_bits
+
 if TYPE_CHECKING:
     from .decoder import FusedDecoder
     from .exchange import Shared
@@ -110,7 +112,7 @@ def _same_sums(fused: FusedDecoder, ranks: Ranks, shared: Shared, count: int) ->
         assert place is not None, "it was made for so many"
         place.copy_(part)
         found.append(shared.add_norm(which, residuals[1], norm, fused.epsilon, POLLS_MAX))
-    return all(map(_same, (*found, residuals[1]), (*wanted, residuals[0])))
+    return all(map(same_bits, (*found, residuals[1]), (*wanted, residuals[0])))
 
 
 def _same_logits(fused: FusedDecoder, ranks: Ranks, shared: Shared, count: int) -> bool:
@@ -128,8 +130,4 @@ def _same_logits(fused: FusedDecoder, ranks: Ranks, shared: Shared, count: int) 
     meeting.zero_()  # whoever writes logits again has to know that the others have read these
     residual = torch.zeros_like(meeting)
     shared.add_norm(ATTENTION, residual, fused.final_norm, fused.epsilon, POLLS_MAX)
-    return _same(found, wanted)
-
-
-def _same(one: torch.Tensor, other: torch.Tensor) -> bool:
-    return torch.equal(one.contiguous().view(torch.uint8), other.contiguous().view(torch.uint8))
+    return same_bits(found, wanted)

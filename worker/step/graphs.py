@@ -107,7 +107,8 @@ class DecodeGraphs:
                     "%d of %d decode graphs are left for later", len(self._sizes) - self.captured, len(self._sizes)
                 )
                 return
-            self._bucket(size)
+            if size in self._sizes:  # none are, once it is known that decodes run without
+                self._bucket(size)
 
     @torch.inference_mode()
     def capture_one(self, size: int) -> bool:
@@ -164,9 +165,12 @@ class DecodeGraphs:
         if self._agreed(bucket is not None):
             assert bucket is not None
             self._buckets[size] = bucket
-        elif size in self._sizes:
+            return bucket
+        if size in self._sizes:
             self._sizes.remove(size)  # another rank has none
-        return self._buckets.get(size)
+        if not self._agreed(bool(self._sizes)):
+            self._sizes.clear()  # one of them runs without graphs, and rows that fill one up would be its alone
+        return None
 
     def _agreed(self, mine: bool) -> bool:
         """Whether all ranks say so: each runs the same graphs, or none of them would meet the others."""

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import gc
 import json
+from collections import deque
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -21,7 +23,7 @@ from worker.attention.pool import KvPool
 from worker.device.device import Device, open_device
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
-from worker.step.graphs import bucket_sizes
+from worker.step.graphs import DecodeGraphs, bucket_sizes
 from worker.step.runner import PendingStep, Runner, StepOutcome
 
 SLOTS, WIDTH = 40, 8
@@ -375,3 +377,49 @@ def test_real_lack_of_memory_fails_rows_not_the_process(wide: LoadedModel) -> No
     assert decoding.decode([0]).errors == ()
     decoding.runner.close()
     decoding.pool.close()
+
+
+class OtherRank:
+    """What two ranks agree in, as one of them sees it. says: the other's part, question by question."""
+
+    def __init__(self, *says: bool) -> None:
+        self.says = deque(says)
+
+    def agreed(self, mine: bool) -> bool:
+        return mine & self.says.popleft()
+
+
+def graphs_beside(other: OtherRank, problems: dict[int, Exception]) -> DecodeGraphs:
+    """Of 2, 4 and 8 rows, without a model. problems: what the capture of a size ends with."""
+    graphs = DecodeGraphs.__new__(DecodeGraphs)
+    model: Any = SimpleNamespace(ranks=other, device=SimpleNamespace(release_cached=lambda: None))
+    graphs._model, graphs._sizes, graphs._buckets = model, [2, 4, 8], {}
+
+    def capture(size: int) -> Any:
+        if size in problems:
+            raise problems[size]
+        return size
+
+    graphs._capture = capture  # type: ignore[method-assign]
+    return graphs
+
+
+@pytest.mark.parametrize(
+    ("says", "problems", "left"),
+    [
+        ((True, True) * 3, {}, [2, 4, 8]),
+        # The other has no memory for 8 rows, but for those of the others.
+        ((True, False, True, *(True, True) * 2), {}, [2, 4]),
+        # It runs without graphs from then on, as 8 rows cannot be captured there at all.
+        ((True, False, False, True, True), {}, []),
+        ((True, True, True, True, True), {8: RuntimeError("it waits")}, []),
+        ((True, True, True, *(True, True) * 2), {8: torch.OutOfMemoryError("planted")}, [2, 4]),
+        ((False,), {}, [2, 4, 8]),  # its time is up: they are captured when they are needed
+    ],
+)
+def test_ranks_have_the_same_graphs(says: tuple[bool, ...], problems: dict[int, Exception], left: list[int]) -> None:
+    """A step of 7 rows that is one of 8 on one rank alone would have it wait for the other for ever."""
+    graphs = graphs_beside(OtherRank(*says), problems)
+    graphs.capture()
+    assert graphs._sizes == left
+    assert sorted(graphs._buckets) == (left if len(says) > 1 else [])
