@@ -33,6 +33,7 @@ SIZES = (
 )
 # Inner sizes of one step or two: what is asked ahead is less then. (Only Hopper asks ahead.)
 SHORT = tuple(product((4096, 16384, 1008, 1000, 16392), (64, 120, 128, 256)))
+SINGLE = ((1, 4096), (1, 1008), (1, 1000))  # gates of one number, which Triton makes a constant
 USES = ("whole", "wide", "parts", "gated")  # what comes of a product: as it is, float32, parts of a sum, or gated
 BLOCKS = tuple(1 << exponent for exponent in range(norm.BLOCK_MIN.bit_length() - 1, HIDDEN_MAX.bit_length()))
 HIDDEN = BLOCKS
@@ -47,7 +48,12 @@ COPIED = (1, 16, 17)  # numbers
 def linear_configurations(target: Target) -> list[Configuration]:
     """What can be launched of `linear_kernel` on `target`; the others likewise."""
     sizes = SIZES + SHORT if target.hopper else SIZES
-    made = (_product(*each) for each in product(_both(target), NARROW, TOKENS, sizes, USES, (False, True), FAR))
+    both = _both(target)
+    every = (
+        *product(both, NARROW, TOKENS, sizes, USES, (False, True), FAR),
+        *product(both, NARROW, TOKENS, SINGLE, ("whole",), (False, True), (False,)),
+    )
+    made = (_product(*each) for each in every)
     return once(each for each in made if each is not None)
 
 

@@ -114,7 +114,7 @@ def linear_kernel(
     inside_columns = columns < tokens
     begin = tl.program_id(1) * (STEPS * DEPTH)
     weight_rows = weight + rows[:, None].to(tl.int64) * k
-    up_rows = weight_rows + n.to(tl.int64) * k
+    up_rows = weight_rows + tl.cast(n, tl.int64) * k  # of one number n is no tensor
     x_rows = x + columns[:, None].to(tl.int64) * x_stride
     if PREFETCH > 0:
         lines = begin + tl.arange(0, DEPTH // 64) * 64  # a line of the cache holds 64 numbers of 16 bits

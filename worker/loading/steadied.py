@@ -2,8 +2,9 @@
 
 - Linear, and the Conv1D of GPT-2, multiply by `LayerOperations.linear`, with packed weights where these serve.
 - Activations round alike wherever a number stands (see `kernels.evenly`).
-- On a CPU experts are computed one after the other (see `kernels.experts`); on a GPU that would be thousands of
-  launches, and they stay one product.
+- On a CPU, and in float32, experts are computed one after the other (see `kernels.experts`). In 16 bits a GPU has one
+  kernel for all of them, whose sums depend on nothing else; in float32 torch computes them one after the other too, by
+  whatever kernel it takes for as many tokens as each got.
 - Routers, and whatever else multiplies with weights of its own, run with the same put in the place of torch's
   functions.
 - On a GPU norms that are written in torch take the mean of each row by itself.
@@ -89,8 +90,7 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
             setattr(owner, name, in_place_of(part, _linear(part, operations, packing if packs else None)))
         elif isinstance(part, ACTIVATIONS):
             part.forward = partial(evenly, part.forward)
-    if device.computes_on_cores:
-        _separate_experts(module, operations, packing)
+    _separate_experts(module, operations, packing, device)
     evened = list(_with_weights_of_their_own(module))
     if not device.computes_on_cores:
         evened += [part for part in module.modules() if _is_norm(part) and not _is_torchs(part)]
@@ -147,16 +147,22 @@ def _shared_weights(module: Any) -> set[int]:
     return {place for place in places if places.count(place) > 1}
 
 
-def _separate_experts(module: Any, operations: LayerOperations, packing: PackedOperations | None) -> None:
+def _separate_experts(
+    module: Any, operations: LayerOperations, packing: PackedOperations | None, device: Device
+) -> None:
     """Those that transformers computes all at once, in sums that depend on how many tokens each of them got."""
     for part in module.modules():
-        if getattr(part, "is_transposed", True) or part.has_post_expert_norm or not hasattr(part, "_apply_gate"):
+        if getattr(part, "is_transposed", True) or not hasattr(part, "_apply_gate"):
+            continue
+        if getattr(part, "has_post_expert_norm", False):  # as transformers 5.24 has it; 5.17 has none
             continue
         up = "gate_up_proj" if part.has_gate else "up_proj"
+        if not device.computes_on_cores and getattr(part, up).dtype != torch.float32:
+            continue
         biases = [getattr(part, f"{name}_bias", None) if part.has_bias else None for name in (up, "down_proj")]
         matrices = [_matrices(part, name, packing) for name in (up, "down_proj")]
         part.forward = Experts(part, operations, matrices[0], biases[0], matrices[1], biases[1])
-    if module.get_experts_implementation()[""] != "eager":
+    if device.computes_on_cores and module.get_experts_implementation()[""] != "eager":
         module.set_experts_implementation("eager")  # others do it one by one, too
 
 

@@ -82,6 +82,7 @@ def operate(operations: FusedOperations, random: Random) -> None:
     gated = operations.gated(normed, made(2 * inner, hidden), bias(2 * inner))
     operations.add_norm(operations.linear_parts(gated, made(hidden, inner), bias(hidden)), residual, weight, 1e-5)
     operations.linear(normed, made(500, hidden), bias(500), torch.empty((tokens, 500)))
+    operations.linear(normed, made(1, hidden), bias(1))
     places: Any = _Places(random.choice(RANKS) if dtype == torch.bfloat16 and hidden == 4096 else 2)
     shared = Shared(places, operations._target, operations.overlap)
     shared.add_norm(ATTENTION, residual, weight, 1e-5)

@@ -12,6 +12,7 @@ import json
 import os
 import subprocess
 import sys
+import traceback
 from pathlib import Path
 from random import Random
 from typing import Any
@@ -20,6 +21,7 @@ import torch
 
 from kvforge.protocol.errors import KvforgeError
 from tests.worker.step.company import Alone, Company, Request, compare, draw
+from worker.__main__ import leave
 from worker.device.device import Device, open_device
 from worker.device.ranks import Ranks
 from worker.kernels.sharing import share_memory
@@ -138,13 +140,17 @@ def main() -> None:
     device = open_device(kind, 0 if kind == "cpu" else int(rank))
     ranks = Ranks(int(rank), int(count), device, collectives)
     ranks.meet(Path(meeting))
+    status = 1
     try:
         for model in models:
             dtype, weight_dtype, folder = model.split("/", 2)
             told = say(Path(folder), dtype, weight_dtype, ranks, int(asked), device, int(company))
             print(json.dumps(told), flush=True)
-    finally:
-        ranks.close()
+        status = 0
+    except Exception:  # noqa: BLE001 - told, and the process has yet to leave as a worker does
+        traceback.print_exc()
+    ranks.close()
+    leave(status)
 
 
 if __name__ == "__main__":

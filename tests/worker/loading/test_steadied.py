@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,10 +18,11 @@ from worker.kernels import choose_operations
 from worker.kernels.experts import Experts
 from worker.kernels.packed import PackedOperations
 from worker.kernels.packed_table import read_from, table_of
+from worker.kernels.plain import PlainOperations
 from worker.loading.determinism import made_steady
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
-from worker.loading.steadied import PackedLinear, SteadyLinear
+from worker.loading.steadied import PackedLinear, SteadyLinear, make_rows_steady
 from worker.step.memory import weight_bytes
 
 FUSED = ("llama", "llama MQA", "llama yarn", "qwen2", "qwen2 windows", "qwen3", "mistral", "smollm3 without positions")
@@ -105,6 +107,27 @@ def test_experts_give_what_transformers_do(dtype: torch.dtype) -> None:
     assert got.dtype == dtype
     tolerance = 1e-5 if dtype == torch.float32 else 2e-2
     assert float((got - wanted).abs().max()) <= tolerance * float(wanted.abs().max())
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_experts_are_separate_where_nothing_else_is_steady(dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a GPU where torch has no kernel for all of them: in float32. transformers 5.17 has modules without the last
+    of the fields that are looked at."""
+    config = MixtralConfig(hidden_size=64, intermediate_size=96, num_local_experts=4, num_experts_per_tok=2)
+    config._experts_implementation = "grouped_mm"
+    part = MixtralExperts(config).to(dtype)
+    del part.has_post_expert_norm
+    module = torch.nn.Sequential(part)
+    gpu: Any = SimpleNamespace(computes_on_cores=False)
+    make_rows_steady(module, PlainOperations(), gpu)
+    part.has_post_expert_norm = False  # this transformers' own asks for it
+    weights, chosen = torch.full((3, 2), 0.5).to(dtype), torch.tensor([[0, 1], [1, 2], [3, 0]])
+    x = torch.randn(3, 64, generator=torch.Generator().manual_seed(1)).to(dtype)
+    ran = []
+    monkeypatch.setattr(Experts, "_all", lambda self, x, *_: ran.append(x) or x)
+    with torch.no_grad():
+        module[0].forward(x, chosen, weights)
+    assert bool(ran) == (dtype == torch.float32)
 
 
 @torch.inference_mode()

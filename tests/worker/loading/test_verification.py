@@ -93,6 +93,39 @@ def test_a_wrong_answer_in_16_bits_is_refused(
             load(like_qwen(tmp_path, torch.bfloat16), cpu, dtype="bfloat16")
 
 
+def like_a_tie(folder: Path, dtype: torch.dtype) -> Path:
+    """A tiny Mixtral whose router cannot tell its experts apart, but for rounding; they say very different things."""
+    torch.manual_seed(0)
+    config = transformers.AutoConfig.for_model("mixtral", **TINY, num_local_experts=8, num_experts_per_tok=1)
+    module = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
+    for layer in module.model.layers:
+        router, experts = layer.mlp.gate, layer.mlp.experts
+        router.weight.data[:] = router.weight.data[:1] * (1 + 1e-3 * torch.randn_like(router.weight.data))
+        experts.gate_up_proj.data.normal_(std=0.5)
+        experts.down_proj.data.normal_(std=0.5)
+    module.to(dtype).save_pretrained(folder)
+    return folder
+
+
+@pytest.mark.parametrize("wrong", [False, True])
+def test_experts_that_rounding_chooses_are_compared_in_float32(
+    wrong: bool, tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    folder = like_a_tie(tmp_path, torch.bfloat16)
+    forward = LoadedModel.forward
+
+    def misplaced(self: LoadedModel, token_ids: torch.Tensor, positions: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return forward(self, token_ids, positions * 2, *rest)
+
+    if wrong:
+        monkeypatch.setattr(LoadedModel, "forward", misplaced)
+        with pytest.raises(UnsupportedModel, match=r"in bfloat16 its logits are \S+ of the largest away"):
+            load(folder, cpu, dtype="bfloat16")
+        return
+    assert load(folder, cpu, dtype="bfloat16").dtype == torch.bfloat16
+    assert "in float32 they agree" in caplog.text, "else it would be no such model"
+
+
 def test_numbers_that_a_dtype_cannot_hold_are_said(tmp_path: Path, cpu: Device) -> None:
     """Every weight is finite, what is computed with them is not."""
     torch.manual_seed(0)

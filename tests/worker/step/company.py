@@ -44,6 +44,16 @@ SHAPE = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+MIXED = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
+EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 104}
+# Of a kind of model, beside the above.
+FIELDS: dict[str, dict[str, object]] = {
+    "mistral": {"sliding_window": 48},
+    "gemma3_text": MIXED | {"num_hidden_layers": 2},
+    "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 700, "n_positions": 4096},
+    "mixtral": {"num_local_experts": 4, "intermediate_size": 104},
+    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 200},
+}
 Said = list[tuple[int, int]]  # each token, and the bits of its log-probability
 
 
@@ -367,13 +377,15 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--dtype", default="bfloat16")
     parser.add_argument("--kv-dtype", default="auto")
-    parser.add_argument("--model-type", default="llama", help="llama, qwen3: norms of heads, or mistral")
+    parser.add_argument("--model-type", default="llama", help="llama, qwen3, mistral, phi3, ... [llama]")
     parser.add_argument("--window", type=int, default=0, help="tokens that a query of mistral's layers sees [0: all]")
     parser.add_argument("--block-size", type=int, default=16)
     options = parser.parse_args()
     random, device = Random(options.seed), open_device("auto")
     with tempfile.TemporaryDirectory() as folder:
-        fields = {"model_type": options.model_type} | ({"sliding_window": options.window} if options.window else {})
+        fields = FIELDS.get(options.model_type, {}) | {"model_type": options.model_type}
+        if options.model_type == "mistral":
+            fields["sliding_window"] = options.window or None
         model = wide_model(
             Path(folder), device, options.dtype, options.kv_dtype, block_size=options.block_size, **fields
         )

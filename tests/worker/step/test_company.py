@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from kvforge.protocol.errors import KvforgeError
-from tests.worker.step.company import Alone, Company, Request, compare, draw, wide_model
+from tests.worker.step.company import FIELDS, Alone, Company, Request, compare, draw, wide_model
 from worker.device.device import Device, open_device
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
@@ -36,15 +36,6 @@ ON_CPU = [
     ("qwen2", "float32", "auto", "auto"),
     ("mistral", "float32", "auto", "auto"),
 ]
-MIXED = {"sliding_window": 48, "layer_types": ["sliding_attention", "full_attention"]}
-EXPERTS = {"num_experts": 8, "num_experts_per_tok": 3, "moe_intermediate_size": 104}
-FIELDS: dict[str, dict[str, object]] = {
-    "mistral": {"sliding_window": 48},
-    "gemma3_text": MIXED,
-    "gpt2": {"n_embd": 256, "n_layer": 2, "n_head": 4, "n_inner": 700, "n_positions": 1024},
-    "mixtral": {"num_local_experts": 4, "intermediate_size": 104},
-    "qwen2_moe": {**EXPERTS, "shared_expert_intermediate_size": 200},
-}
 # Layers that transformers runs: joined products, embeddings that scale, Conv1D, experts, a gate of one number, layer
 # norms; and inner sizes that no vector divides.
 BY_TRANSFORMERS = [
@@ -62,6 +53,12 @@ ON_GPU = [
     for dtype in ("bfloat16", "float16", "float32")
     for kv_dtype in ("auto", "int8", "fp8")
 ] + [("mistral", dtype, kv_dtype, "auto") for dtype in ("bfloat16", "float32") for kv_dtype in ("auto", "int8")]
+
+BY_TRANSFORMERS_ON_GPU = [
+    (kind, dtype, kv_dtype, "auto")
+    for kind in ("phi3", "gemma3_text", "gpt2", "mixtral", "qwen2_moe", "cohere")
+    for dtype, kv_dtype in (("bfloat16", "auto"), ("float16", "int8"), ("float32", "fp8"))
+]
 
 
 def on_a_gpu(test: Callable[..., None]) -> Callable[..., None]:
@@ -87,12 +84,14 @@ def difference(model: LoadedModel, count: int, seed: int, rows_max: int, longest
 
 
 def served(folder: Path, device: Device, case: tuple[str, str, str, str], **fields: object) -> LoadedModel:
-    """The case's model. Skips where this device does not take it."""
+    """The case's model. Skips where this CPU does not take it; a GPU takes all of them."""
     model_type, dtype, kv_dtype, weight_dtype = case
     try:
         fields = FIELDS.get(model_type, {}) | fields
         return wide_model(folder, device, dtype, kv_dtype, weight_dtype, model_type=model_type, **fields)
     except KvforgeError as error:
+        if not device.computes_on_cores:
+            raise
         pytest.skip(f"{device.name}: {error}")
 
 
@@ -139,6 +138,19 @@ def test_company_changes_no_bit_on_a_gpu(tmp_path: Path, case: tuple[str, str, s
     model = served(tmp_path, open_device("auto"), case)
     assert not model.unsteady, "the promise is made for this model"
     problem, company = difference(model, 100, seed=2, rows_max=40, longest=700)
+    assert not problem, problem
+    assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
+
+
+@on_a_gpu
+@pytest.mark.parametrize("case", BY_TRANSFORMERS_ON_GPU, ids="-".join)
+def test_company_changes_no_bit_of_layers_that_transformers_runs_on_a_gpu(
+    tmp_path: Path, case: tuple[str, str, str, str]
+) -> None:
+    model = served(tmp_path, open_device("auto"), case)
+    assert model.fused is None
+    assert not model.unsteady, "the promise is made for this model"
+    problem, company = difference(model, 50, seed=4, rows_max=40, longest=500)
     assert not problem, problem
     assert company.evictions and company.hits and company.copies and company.forks and company.deaths, company.told()
 
