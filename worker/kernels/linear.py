@@ -22,6 +22,7 @@ from worker.device.target import Target
 MEASURED = "sm_90"  # an H200, with the shapes of Llama-3.1-8B: see benchmarks/gpu_layers.py
 MEASURED_TOKENS_MAX = 64  # beyond, torch's library is as fast or faster there
 OTHER_TOKENS_MAX = 16  # where nothing was measured
+FEW = 64  # results of a token up to which the library sums in another order for each number of tokens
 PARTS_MAX, OTHER_PARTS_MAX = 64, 4  # each number of parts is a compilation of the norm that adds them up
 STEPS_MIN = 8  # of a part: its start and end should not outweigh it
 
@@ -225,6 +226,8 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     measured = target.name == MEASURED
     if target.backend == "cuda" and not target.matrix:
         return None  # the compiler knows no matrix instructions there, and the library does
+    if target.steady and n <= FEW and not gated:
+        tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)  # of one block of them
     if tokens > (MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX):
         return None
     if gated and (n % 64 or k % 128):

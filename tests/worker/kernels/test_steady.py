@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from tests.worker.step.company import wide_model
 from worker.device.device import open_device
-from worker.kernels import row_counts
-from worker.kernels.steady import unsteady_products
+from worker.device.targets import TARGETS
+from worker.kernels import choose_operations, row_counts
+from worker.kernels.linear import FEW, choose_tiles
+from worker.kernels.steady import same_bits, unsteady_products
 from worker.loading.determinism import made_steady
 from worker.loading.model import LoadedModel
 
@@ -47,6 +51,32 @@ def test_one_bit_of_one_row_is_found(
     monkeypatch.setattr(model.fused.operations, operation, off)
     problem = made_steady(model, model.fused.operations)
     assert problem.startswith(f"{named} of {ROWS_OFF} tokens has other bits")
+
+
+@pytest.mark.parametrize("name", sorted(TARGETS))
+def test_few_results_of_a_token_are_never_the_librarys(name: str) -> None:
+    """Which has another kernel for each number of rows there; of a gate of one number a trial sees too few to tell."""
+    target = replace(TARGETS[name], steady=True)
+    for n in (1, 8, FEW):
+        tiles = [choose_tiles(rows, n, 1024, target, divisible=False, gated=False) for rows in (1, 17, 431, 4096)]
+        assert all(tiles) == bool(target.matrix or target.backend != "cuda")
+        assert choose_tiles(4096, n, 1024, TARGETS[name], divisible=False, gated=False) is None
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("n", [1, 8, 60])
+def test_few_results_have_the_same_bits_among_any_number_of_rows_on_a_gpu(n: int, dtype: torch.dtype) -> None:
+    operations = choose_operations(open_device("auto"), dtype)
+    torch.manual_seed(n)
+    for _ in range(300 // n):
+        x, weight = torch.randn((700, 1024), device="cuda").to(dtype), torch.randn((n, 1024), device="cuda").to(dtype)
+        whole = operations.linear(x, weight)
+        for count in range(1, 700, 31):
+            for first in (0, 700 - count):
+                rows = slice(first, first + count)
+                assert same_bits(operations.linear(x[rows], weight), whole[rows]), (count, first)
 
 
 def test_a_long_row_is_never_multiplied_by_itself() -> None:
