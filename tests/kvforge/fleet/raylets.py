@@ -52,7 +52,7 @@ class RayCluster:
                 stdout=subprocess.PIPE,
                 stderr=log,
                 cwd=ROOT,
-                text=True,
+                bufsize=0,  # what is read is here, and not where `select` does not look
                 # All that Ray writes is below the folder, the address of its newest cluster too.
                 env={
                     **os.environ,
@@ -63,6 +63,7 @@ class RayCluster:
                 },
             )
         self.address = ""
+        self._read = b""  # of what it said, and nobody has heard yet
 
     def __enter__(self) -> Self:
         self.address = str(self._heard())
@@ -91,8 +92,7 @@ class RayCluster:
     def ask(self, what: str, *arguments: Any) -> Any:
         """What a method of `_Cluster` returns."""
         assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps([what, *arguments]) + "\n")
-        self._process.stdin.flush()
+        self._process.stdin.write(json.dumps([what, *arguments]).encode() + b"\n")
         return self._heard()
 
     def status(self, fleet: str) -> Status:
@@ -113,10 +113,15 @@ class RayCluster:
         assert self._process.stdout is not None
         deadline = monotonic() + ANSWER_S
         while True:
-            ready = select.select([self._process.stdout], [], [], max(0.0, deadline - monotonic()))[0]
-            line = self._process.stdout.readline() if ready else ""
-            assert line, f"no answer within {ANSWER_S} s: {(self._folder / 'ray.log').read_text()[-4000:]}"
-            if line.startswith("@"):  # else it is Ray's
+            line, newline, rest = self._read.partition(b"\n")
+            if not newline:
+                ready = select.select([self._process.stdout], [], [], max(0.0, deadline - monotonic()))[0]
+                more = os.read(self._process.stdout.fileno(), 1 << 16) if ready else b""
+                assert more, f"no answer within {ANSWER_S} s: {(self._folder / 'ray.log').read_text()[-4000:]}"
+                self._read += more
+                continue
+            self._read = rest
+            if line.startswith(b"@"):  # else it is Ray's
                 said = json.loads(line[1:])
                 assert "error" not in said, said["error"]
                 return said["answer"]

@@ -1,0 +1,28 @@
+"""The tests' side of a cluster hears every answer, whatever Ray says beside it."""
+
+from __future__ import annotations
+
+import subprocess
+from pathlib import Path
+
+from .raylets import RayCluster
+
+SAID = b"""A worker died
+@{"answer": 1}
+@{"answer": 2}
+and another
+@{"ans"""
+
+
+def test_an_answer_that_comes_with_what_ray_says_is_heard(tmp_path: Path) -> None:
+    """In one piece: as when an actor was killed that is asked for something."""
+    (tmp_path / "said").write_bytes(SAID)
+    (tmp_path / "rest").write_bytes(b'wer": 3}\n')
+    script = f"cat {tmp_path}/said; sleep 0.2; cat {tmp_path}/rest; exec sleep 60"
+    cluster = RayCluster.__new__(RayCluster)
+    with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
+        cluster._process, cluster._read, cluster._folder = process, b"", tmp_path
+        try:
+            assert [cluster.ask("what"), cluster.ask("what"), cluster.ask("what")] == [1, 2, 3]
+        finally:
+            process.kill()
