@@ -7,17 +7,16 @@ from pathlib import Path
 
 from .raylets import RayCluster
 
-SAID = b"""A worker died
-@{"answer": 1}
-@{"answer": 2}
-and another
-@{"ans"""
+SAID = (
+    b'A worker died\n@{"answer": 1}\n@{"ans',
+    b'wer": 2}\nand another\n@{"answer": 3}\n',
+)
 
 
 def test_an_answer_that_comes_with_what_ray_says_is_heard(tmp_path: Path) -> None:
     """In one piece: as when an actor was killed that is asked for something."""
-    (tmp_path / "said").write_bytes(SAID)
-    (tmp_path / "rest").write_bytes(b'wer": 3}\n')
+    (tmp_path / "said").write_bytes(SAID[0])
+    (tmp_path / "rest").write_bytes(SAID[1])
     script = f"cat {tmp_path}/said; sleep 0.2; cat {tmp_path}/rest; exec sleep 60"
     cluster = RayCluster.__new__(RayCluster)
     with subprocess.Popen(["sh", "-c", script], stdin=subprocess.PIPE, stdout=subprocess.PIPE, bufsize=0) as process:
