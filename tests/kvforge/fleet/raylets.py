@@ -163,6 +163,10 @@ class _Cluster:
         raylet.kill()
         raylet.wait(END_S)  # its workers look whether it is there, and one that nobody has waited for is
 
+    def raylet_of_head(self) -> int:
+        """Its process. What is asked here goes through it."""
+        return int(self._cluster.head_node.all_processes["raylet"][0].process.pid)
+
     def __getattr__(self, name: str) -> Any:
         """Of a fleet: its name first."""
         from kvforge.fleet.cluster.fleet import Fleet

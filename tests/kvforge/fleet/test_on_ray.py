@@ -54,6 +54,7 @@ async def told(story: Story) -> None:
         await it_changes(story, load)
         assert load.counts["again"] == again, "no request has failed since"
         await its_gateways_change(story, load)
+        await the_heads_raylet_dies(story, load)
     assert not load.faults, load.faults
     assert load.counts["tokens"] == TOKENS * load.counts["done"]
     nothing_secret_is_logged(story)
@@ -163,6 +164,17 @@ async def its_gateways_change(story: Story, load: Load) -> None:
     await story.until(lambda status: status.serves)
     assert story.urls() == urls
     story.note(load, "the gateways have other settings")
+
+
+async def the_heads_raylet_dies(story: Story, load: Load) -> None:
+    """Nothing of the fleet was on that node, and it can still be asked."""
+    again = load.counts["again"]
+    kill(story.cluster.ask("raylet_of_head"))
+    await load.more(8)
+    assert "1 of 1 replicas" in await story.command("status", "--name", FLEET)
+    await load.more(4)
+    assert load.counts["again"] == again
+    story.note(load, "the raylet of the head was killed")
 
 
 def nothing_secret_is_logged(story: Story) -> None:
