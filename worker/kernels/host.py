@@ -1,4 +1,4 @@
-"""`LayerOperations` of a CPU: oneDNN's products with packed weights, and between them kernels that Numba compiles."""
+"""`LayerOperations` of a CPU: oneDNN's products with packed weights, and beside them kernels that Numba compiles."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from worker.device.device import Device
 from worker.device.host_kernel import threads_for
 from worker.device.vector import CODES
 
+from .few_rows import Giver
 from .host_decoder import HostDecoder, can_decode, is_decodes
 from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
 from .packed import PackedOperations
@@ -30,6 +31,12 @@ class HostOperations(PackedOperations):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._decoder: HostDecoder | None = None
+        self._giver = Giver(device)
+
+    def pack(self, weight: torch.Tensor) -> torch.Tensor:
+        packed = super().pack(weight)
+        self._giver.give(packed, weight)
+        return packed
 
     def decode(
         self,

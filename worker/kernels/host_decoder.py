@@ -21,9 +21,9 @@ from worker.device.host_kernel import Calls, threads_for
 from worker.device.vector import CODES
 
 from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
-from .packed import product_with
+from .packed import Product
 from .packed_table import PackedTable
-from .row_counts import least_rows, row_count
+from .row_counts import row_count
 
 if TYPE_CHECKING:
     from .decoder import FusedDecoder, FusedLayer
@@ -70,7 +70,7 @@ class HostDecoder:
         self._layers = [
             (
                 [
-                    product_with(each.weight, each.bias)
+                    Product(each.weight, each.bias)
                     for each in (layer.projected, layer.output, layer.gate_up, layer.down)
                 ],
                 None if layer.head_norms is None else next(numbers),
@@ -90,12 +90,12 @@ class HostDecoder:
         token_ids, positions: [rows] int64, contiguous. batch: of decodes alone, at most ROWS_MAX, none of them padding.
         """
         decoder, rows = self._decoder, batch.tokens
-        table, counted, _dtype = decoder.table, row_count(rows), decoder.final_norm.dtype
+        table = decoder.table
         if isinstance(table, PackedTable):
             table, token_ids = table.rows(token_ids), self._order
         (_, hidden), code = table.shape, CODES[table.dtype]
         # What lies in the rows behind is of earlier steps: it does not change the bits of those that are wanted.
-        normed = self._normed[: max(counted, least_rows(hidden))]
+        normed = self._normed
         threads = threads_for(rows * hidden / NUMBERS_PER_US)
         norm = decoder.layers[0].input_norm.data_ptr()
         into = self._residual.data_ptr(), normed.data_ptr(), rows, hidden, code
@@ -106,16 +106,16 @@ class HostDecoder:
         for calls in (self._add_attended, self._add_inner, self._gate, self._norm_heads):
             calls.renew(rows=rows)
         for index, ((project, output, gate_up, down), norms, attended, inner) in enumerate(self._layers):
-            product = project(normed)
+            product = project(normed[: project.rows(rows)])
             if norms is not None:
                 self._norm_heads.run(threads, norms, projected=product.data_ptr())
             self._attention.run(index, product.data_ptr())
-            product = output(attended[: max(counted, least_rows(attended.shape[1]))])
+            product = output(attended[: output.rows(rows)])
             self._add_attended.run(threads, index, addend=product.data_ptr())
-            product = gate_up(normed)
+            product = gate_up(normed[: gate_up.rows(rows)])
             gating = threads_for(rows * product.shape[1] / NUMBERS_PER_US)
             self._gate.run(gating, index, source=product.data_ptr())
-            product = down(inner[: max(counted, least_rows(inner.shape[1]))])
+            product = down(inner[: down.rows(rows)])
             self._add_inner.run(threads, index, addend=product.data_ptr())
         return self._normed[:rows]
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from functools import partial
+from typing import Protocol
 
 import torch
 from torch.nn.functional import linear
@@ -19,12 +20,13 @@ from worker.device.device import Device
 
 from .plain import PlainOperations
 from .quantised import Groups, Int4Weight, Int8Weight, QuantisedWeight, can_be_int4, quantise_int4, quantise_int8
-from .row_counts import padded
+from .row_counts import least_rows, padded, row_count
 from .selftest import TOLERANCE
 
 # Blocks for 1 row make float32 products slower at every number of rows; those for 16 are as fast as any others at 1 and
 # at 8, and faster than those for 64 at 256 and more (benchmarks/NOTES.md, "CPU: packed weights").
 EXPECTED_ROWS = 16
+_FEW_ROWS = "_kvforge_few_rows"  # of a packed weight
 CHECKED_ROWS = (1, 20, 150)  # a single row is a product of its own kind, and so are many of int4
 WAY_OUT = "set kernels = 'reference' to serve with plain torch"
 QUANTISED_WAY_OUT = "set weight_dtype = 'dtype' to serve weights that are not quantised"
@@ -156,8 +158,46 @@ def stored_bytes(tensor: torch.Tensor) -> int:
     return int(torch.ops.mkldnn._nbytes(tensor)) if tensor.is_mkldnn else tensor.nbytes
 
 
-def product_with(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
-    """`PackedOperations.product` with one weight, for x [..., k] of `row_count(tokens)` rows: of as many."""
+class FewRows(Protocol):
+    """What multiplies at most `rows_max` rows with one packed weight, bit by bit as oneDNN does (see few_rows.py)."""
+
+    @property
+    def rows_max(self) -> int: ...
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
+        """x weight^T + bias [..., n]. x: [..., k], contiguous. bias: from `bias_for`."""
+
+    def bias_for(self, bias: torch.Tensor | None, /) -> torch.Tensor | None:
+        """As it has to be."""
+
+
+def set_few_rows(packed: torch.Tensor, product: FewRows) -> None:
+    """From now on it makes the weight's products of few rows."""
+    setattr(packed, _FEW_ROWS, product)
+
+
+class Product:
+    """`PackedOperations.product` with one weight, for whoever knows how many rows it wants."""
+
+    def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
+        self._k, self._multiply = weight.shape[1], _multiply_with(weight, bias)
+        self._few: FewRows | None = getattr(weight, _FEW_ROWS, None)
+        self._few_max = 0 if self._few is None else self._few.rows_max
+        self._bias = None if self._few is None else self._few.bias_for(bias)
+
+    def rows(self, wanted: int) -> int:
+        """How many it has to be given, that many first."""
+        return wanted if wanted <= self._few_max else max(row_count(wanted), least_rows(self._k))
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """[..., n]. x: [..., k], of `rows(wanted)` rows, in the weight's dtype, contiguous."""
+        few = self._few
+        if few is not None and x.numel() <= self._few_max * self._k:
+            return few(x, self._bias)
+        return self._multiply(x)
+
+
+def _multiply_with(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     if isinstance(weight, QuantisedWeight):
         return partial(weight.product, bias=bias)
     if not weight.is_mkldnn:
@@ -171,6 +211,9 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         return weight.product(x, bias)
     if not weight.is_mkldnn:
         return linear(x, weight, bias)
+    few: FewRows | None = getattr(weight, _FEW_ROWS, None)
+    if few is not None and len(x) <= few.rows_max and x.is_contiguous():
+        return few(x, few.bias_for(bias))
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded(x), weight, bias, "none", [], "")
     return found[: x.shape[0]]
 

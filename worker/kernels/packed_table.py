@@ -33,6 +33,11 @@ class PackedTable(torch.Tensor):
         """numbers: [tiles, columns / together, rows of a tile, together], the memory of `packed`."""
         self._packed, self._numbers = packed, numbers
 
+    @property
+    def numbers(self) -> torch.Tensor:
+        """As they lie: [tiles, columns / together, rows of a tile, together]."""
+        return self._numbers
+
     @classmethod
     def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:  # type: ignore[override]
         if func is torch.ops.aten.embedding.default:

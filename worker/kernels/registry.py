@@ -22,7 +22,7 @@ from worker.device.device import Device
 from worker.kernels import PlainOperations
 from worker.sampling.sampler import SamplingState
 
-from .packed import weight_kind
+from .packed import packing_problem, weight_kind
 from .quantised import PlainAround
 from .selftest import quantising_test
 from .selftest import self_test as layer_test
@@ -133,6 +133,17 @@ def _quantising(serving: Serving) -> None:
         quantising_test(serving.device, serving.dtype)
 
 
+def _few_rows(serving: Serving) -> None:
+    if (
+        serving.dtype == torch.float32
+        and not serving.device.host_kernels_problem
+        and not packing_problem(serving.device, serving.dtype)
+    ):
+        from .few_rows import few_rows_test
+
+        few_rows_test(serving.device)
+
+
 def _sampling(serving: Serving) -> None:
     if serving.device.runs_kernels or not serving.device.host_kernels_problem:
         from worker.sampling.selftest import sampling_test
@@ -174,6 +185,7 @@ HOST_KERNELS = (
     HostKernelEntry("worker.kernels.host_layers", "add_norm", PlainOperations.add_norm, _layers),
     HostKernelEntry("worker.kernels.host_layers", "head_norm", PlainOperations.head_norm, _layers),
     HostKernelEntry("worker.kernels.host_layers", "gate", PlainOperations.gated, _layers),
+    HostKernelEntry("worker.kernels.host_rows", "multiply_rows", PlainOperations.linear, _few_rows),
     HostKernelEntry("worker.kernels.host_quantised", "quantise", PlainAround.quantise, _quantising),
     HostKernelEntry("worker.kernels.host_quantised", "make_numbers", PlainAround.make_numbers, _quantising),
     HostKernelEntry("worker.sampling.host_kernels", "choose", SamplingState.sample, _sampling),

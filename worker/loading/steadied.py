@@ -26,9 +26,8 @@ from worker.device.device import Device
 from worker.kernels import LayerOperations
 from worker.kernels.evenly import Evenly, evenly, product
 from worker.kernels.experts import Experts, Matrices
-from worker.kernels.packed import PackedOperations, PackedRows, is_packed, product_with
+from worker.kernels.packed import PackedOperations, PackedRows, Product, is_packed
 from worker.kernels.packed_table import read_from, table_of
-from worker.kernels.row_counts import least_rows, row_count
 
 from .fusion import in_place_of
 
@@ -58,7 +57,7 @@ class PackedLinear(PackedRows):
         super().__init__(packed, slice(None), bias)
         self.out_features, self.in_features = packed.shape
         self._operations, self._dtype = operations, packed.dtype
-        self._multiply = product_with(packed, bias)
+        self._multiply = Product(packed, bias)
 
     @property
     def packed(self) -> torch.Tensor:
@@ -68,7 +67,7 @@ class PackedLinear(PackedRows):
         """x: [..., k]."""
         k = self.in_features
         rows = x.numel() // k
-        if x.dtype is self._dtype and rows == row_count(rows) >= least_rows(k):  # nothing to do but this
+        if x.dtype is self._dtype and rows == self._multiply.rows(rows) and x.is_contiguous():  # nothing to do but this
             return self._multiply(x)
         return product(self._operations, x, self._packed, self.bias)
 
