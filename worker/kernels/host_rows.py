@@ -13,7 +13,7 @@ from worker.device.rows import load, spread, store
 from worker.device.vector import LANES, add, fma, read_float, reading_integers, take_ticket
 
 BLOCK = 1024
-WIDE = 4 * LANES  # rows of a weight in a tile; LANES in one of few rows
+WIDE = 4 * LANES  # rows of a weight in a tile; fewer where it has few, or on another CPU
 read_12 = reading_integers(12)
 
 
@@ -46,13 +46,13 @@ def one_row(x, weight, bias, target, count):
 
 
 @part
-def one_row_of_16(x, weight, bias, target, count):
-    """The same with a tile [count, 16]."""
+def sixteen(x, weight, step, bias, target, count):
+    """target [16] = x [count] times [count, 16], whose rows begin `step` bytes apart, and bias [16]."""
     a, first = spread(0.0), 0
     while first < count:
         e = spread(0.0)
         for k in range(first, min(first + BLOCK, count)):
-            e = fma(spread(read_float(x + 4 * k)), load(weight + 4 * LANES * k), e)
+            e = fma(spread(read_float(x + 4 * k)), load(weight + step * k), e)
         a = e if first == 0 else add(a, e)
         first += BLOCK
     store(target, add(a, load(bias)) if bias else a)
@@ -69,7 +69,9 @@ def multiply_rows(arguments):
         numbers, into = weight + tile_bytes * tile, target + 4 * width * tile
         own = bias + 4 * width * tile if bias else 0
         for row in range(rows):
+            from_x, to = x + 4 * count * row, into + target_bytes * row
             if width == WIDE:
-                one_row(x + 4 * count * row, numbers, own, into + target_bytes * row, count)
+                one_row(from_x, numbers, own, to, count)
             else:
-                one_row_of_16(x + 4 * count * row, numbers, own, into + target_bytes * row, count)
+                for at in range(0, 4 * width, 4 * LANES):
+                    sixteen(from_x, numbers + at, 4 * width, own + at if own else 0, to + at, count)

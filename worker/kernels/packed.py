@@ -176,12 +176,18 @@ def set_few_rows(packed: torch.Tensor, product: FewRows) -> None:
     setattr(packed, _FEW_ROWS, product)
 
 
+def few_rows_of(weight: torch.Tensor) -> FewRows | None:
+    """None: oneDNN makes all of its products."""
+    found: FewRows | None = getattr(weight, _FEW_ROWS, None)
+    return found
+
+
 class Product:
     """`PackedOperations.product` with one weight, for whoever knows how many rows it wants."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
         self._k, self._multiply = weight.shape[1], _multiply_with(weight, bias)
-        self._few: FewRows | None = getattr(weight, _FEW_ROWS, None)
+        self._few = few_rows_of(weight)
         self._few_max = 0 if self._few is None else self._few.rows_max
         self._bias = None if self._few is None else self._few.bias_for(bias)
 
@@ -211,7 +217,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         return weight.product(x, bias)
     if not weight.is_mkldnn:
         return linear(x, weight, bias)
-    few: FewRows | None = getattr(weight, _FEW_ROWS, None)
+    few = few_rows_of(weight)
     if few is not None and len(x) <= few.rows_max and x.is_contiguous():
         return few(x, few.bias_for(bias))
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded(x), weight, bias, "none", [], "")

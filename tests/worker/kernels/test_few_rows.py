@@ -13,7 +13,7 @@ from worker.device.device import Device
 from worker.device.host_kernel import host_kernel_problem
 from worker.kernels import few_rows
 from worker.kernels.host import HostOperations
-from worker.kernels.packed import EXPECTED_ROWS, Product, packing_problem
+from worker.kernels.packed import EXPECTED_ROWS, Product, few_rows_of, packing_problem
 from worker.kernels.steady import same_bits
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
@@ -90,6 +90,29 @@ def test_where_onednn_adds_up_in_another_order_it_makes_them(
     assert "single rows times 64 x 128 are oneDNN's" in caplog.text
 
 
+@pytest.mark.parametrize("width", [16, 32, 48, 64])
+def test_tiles_of_any_width_are_read(width: int, cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As other CPUs have them: laid out by hand."""
+    n, k = 90, 1500
+    weight, x = numbers(n, k), numbers(2, k)
+    tiles = -(-n // width)
+    whole = torch.cat((weight, torch.full((tiles * width - n, k), torch.nan)))
+    laid_out = whole.view(tiles, width, k).transpose(1, 2).contiguous()
+    own = few_rows.FewRows(laid_out.data_ptr(), n, k, width, 4 * width * k, tiles, 3)
+    for bias in (None, numbers(n)):
+        found = own(x, own.bias_for(bias))
+        assert torch.allclose(found, torch.nn.functional.linear(x, weight, bias), rtol=1e-4, atol=1e-4)
+        ordered = torch.zeros(2, n)
+        for block in (slice(0, 1024), slice(1024, k)):
+            part = torch.zeros(2, n)
+            for index in range(block.start, block.stop):  # a product is exact in 64 bits, so the sum rounds once
+                part = (x[:, index : index + 1].double() * weight[:, index].double() + part.double()).float()
+            ordered = ordered + part
+        if bias is not None:
+            ordered = ordered + bias
+        assert float((found != ordered).float().mean()) < 0.01, "but where 64 bits round twice"
+
+
 def test_another_order_is_found(cpu: Device, monkeypatch: pytest.MonkeyPatch) -> None:
     """As if the kernel's blocks were of another length: near, and other bits."""
     run = few_rows.FewRows.run
@@ -100,7 +123,7 @@ def test_another_order_is_found(cpu: Device, monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(few_rows.FewRows, "run", other)
     packed = HostOperations(cpu).pack(numbers(64, 128))
-    assert Product(packed, None)._few is None
+    assert few_rows_of(packed) is None
 
 
 def test_16_bits_are_onednns(cpu: Device) -> None:
