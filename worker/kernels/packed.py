@@ -218,7 +218,7 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
     if not weight.is_mkldnn:
         return linear(x, weight, bias)
     few = few_rows_of(weight)
-    if few is not None and len(x) <= few.rows_max and x.is_contiguous():
+    if few is not None and len(x) <= few.rows_max and x.is_contiguous() and x.dtype == torch.float32:
         return few(x, few.bias_for(bias))
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded(x), weight, bias, "none", [], "")
     return found[: x.shape[0]]
