@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from typing import Any
 
 from gateway.config import Replica as Place
@@ -27,6 +28,7 @@ class Fleet:
     def __init__(self, places: Mapping[str, Place], *, answer_s: float, lost_s: float) -> None:
         self._answer_s, self._lost_s = answer_s, lost_s
         self.replicas = [Replica(name, place, lost_s) for name, place in places.items()]
+        self._unknown = list(self.replicas)  # who may hold what was asked for before this gateway began
         self._router = Router(places)
         self._watching: asyncio.TaskGroup | None = None
         self.news = asyncio.Event()
@@ -103,6 +105,7 @@ class Fleet:
         self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
     ) -> Replica | None:
         """See `Replicas`."""
+        await self._looked_at()
         while True:
             able = {r.name: r for r in self.replicas if self._serves(r) and r.name not in without}
             clients = {name: replica.client for name, replica in able.items()}
@@ -115,6 +118,16 @@ class Fleet:
                 return None
             if not (replica := able[chosen.name]).leaving:  # else it was taken off the list meanwhile
                 return replica
+
+    async def _looked_at(self) -> None:
+        """Returns when everybody that was there from the beginning has been asked once: a request with a key may run
+        where nobody has looked yet."""
+        if self._unknown and self._watching is not None:
+            with suppress(TimeoutError):
+                async with asyncio.timeout(self._lost_s):
+                    for replica in tuple(self._unknown):
+                        await replica.looked_at.wait()
+        self._unknown.clear()
 
     def _serves(self, replica: Replica) -> bool:
         """Whether it is ready, with the model of the first that is."""

@@ -1,0 +1,52 @@
+"""A gateway that has just begun decides nothing before it knows its replicas."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from gateway.config import Replica as Place
+from gateway.replicas import fleet as replicas
+from gateway.replicas.replica import Replica
+from kvforge.client.options import RequestOptions
+
+LOST_S = 0.5
+
+
+@pytest.mark.parametrize(("slow_s", "asked"), [(0.2, ["a", "b"]), (5.0, ["b"])])
+def test_the_first_request_waits_until_all_have_been_asked(
+    slow_s: float, asked: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It may run where nobody has looked yet. Who says nothing for too long is not waited for."""
+    seen: list[list[str]] = []
+
+    async def look(self: Replica) -> None:
+        if self.name == "a":
+            await asyncio.sleep(slow_s)
+        self.health: Any = SimpleNamespace(model=SimpleNamespace(fingerprint="one"))
+        self.reason = ""
+
+    async def choose(_router: Any, clients: dict[str, Any], *_: Any, **__: Any) -> Any:
+        seen.append(sorted(clients))
+        return SimpleNamespace(silent=(), name=None)
+
+    monkeypatch.setattr(Replica, "_look", look)
+    monkeypatch.setattr(Replica, "ready", property(lambda self: not self.reason))
+    monkeypatch.setattr(replicas, "ask_and_choose", choose)
+
+    async def test() -> None:
+        places = {name: Place(endpoint=f"ipc:///nowhere-{name}") for name in "ab"}
+        fleet = replicas.Fleet(places, answer_s=0.1, lost_s=LOST_S)
+        watching = asyncio.create_task(fleet.watch())
+        await asyncio.sleep(0.05)
+        for _ in range(2):
+            await fleet.choose(np.arange(3, dtype=np.int32), RequestOptions(max_tokens=1), "", frozenset())
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(test())
+    assert seen == [asked, asked]
