@@ -4,7 +4,7 @@
 rotary.py, activation.py, linear.py, project.py), `packed.py` as plain.py, but with oneDNN's products where a CPU gains
 by them (quantised.py: in fewer bits; row_counts.py: of how many rows; packed_table.py: an embedding read out of the
 head), `host.py` as packed.py, with one Numba kernel for each operation between them (host_layers.py; host_quantised.py:
-around products of int8), one for the products of few rows (few_rows.py, host_rows.py), a step of a few decodes laid out
+around products of int8), one for products in float32 (tiles.py, host_tiles.py), a step of a few decodes laid out
 beforehand (host_decoder.py); decoder.py is a whole model of them. For layers that transformers runs: evenly.py puts
 functions in the place of torch's, experts.py takes experts one by one.
 

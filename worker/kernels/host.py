@@ -12,12 +12,12 @@ from worker.device.device import Device
 from worker.device.host_kernel import threads_for
 from worker.device.vector import CODES
 
-from .few_rows import Giver
 from .host_decoder import HostDecoder, can_decode, is_decodes
 from .host_layers import NUMBERS_PER_US, add_norm, embed_norm, gate, head_norm
 from .packed import PackedOperations
 from .packed_table import PackedTable
 from .plain import sum_parts
+from .tiles import Layouts
 
 if TYPE_CHECKING:
     from .decoder import FusedDecoder
@@ -31,12 +31,10 @@ class HostOperations(PackedOperations):
     def __init__(self, device: Device) -> None:
         super().__init__(device)
         self._decoder: HostDecoder | None = None
-        self._giver = Giver(device)
+        self._layouts = Layouts()
 
-    def pack(self, weight: torch.Tensor) -> torch.Tensor:
-        packed = super().pack(weight)
-        self._giver.give(packed, weight)
-        return packed
+    def _look_at(self, packed: torch.Tensor, weight: torch.Tensor) -> None:
+        self._layouts.find(packed, weight)
 
     def decode(
         self,

@@ -26,7 +26,7 @@ from .selftest import TOLERANCE
 # Blocks for 1 row make float32 products slower at every number of rows; those for 16 are as fast as any others at 1 and
 # at 8, and faster than those for 64 at 256 and more (benchmarks/NOTES.md, "CPU: packed weights").
 EXPECTED_ROWS = 16
-_FEW_ROWS = "_kvforge_few_rows"  # of a packed weight
+_OWN_PRODUCT = "_kvforge_product"  # of a packed weight
 CHECKED_ROWS = (1, 20, 150)  # a single row is a product of its own kind, and so are many of int4
 WAY_OUT = "set kernels = 'reference' to serve with plain torch"
 QUANTISED_WAY_OUT = "set weight_dtype = 'dtype' to serve weights that are not quantised"
@@ -75,10 +75,14 @@ class PackedOperations(PlainOperations):
         Errors: KernelError where a product with it is not what torch computes with `weight`.
         """
         packed: torch.Tensor = torch.ops.mkldnn._reorder_linear_weight(weight.detach(), EXPECTED_ROWS)
+        self._look_at(packed, weight)
         kind = str(weight.dtype).removeprefix("torch.")
         for count, what in self._unchecked(weight, kind):
             require_right(self._device, "packed product", what, partial(_compare, packed, weight, count), WAY_OUT)
         return packed
+
+    def _look_at(self, packed: torch.Tensor, weight: torch.Tensor) -> None:
+        """Before its products are compared: `set_product`, perhaps."""
 
     def quantise(self, weight: torch.Tensor, kind: str, groups: Groups | None = None) -> torch.Tensor:
         """A copy of a weight [n, k] in 8 or 4 bits, which takes part in this class's products alone.
@@ -158,54 +162,48 @@ def stored_bytes(tensor: torch.Tensor) -> int:
     return int(torch.ops.mkldnn._nbytes(tensor)) if tensor.is_mkldnn else tensor.nbytes
 
 
-class FewRows(Protocol):
-    """What multiplies at most `rows_max` rows with one packed weight, bit by bit as oneDNN does (see few_rows.py)."""
-
-    @property
-    def rows_max(self) -> int: ...
+class OwnProduct(Protocol):
+    """What multiplies with one packed weight in oneDNN's place (see tiles.py), any number of rows."""
 
     def __call__(self, x: torch.Tensor, bias: torch.Tensor | None, /) -> torch.Tensor:
-        """x weight^T + bias [..., n]. x: [..., k], contiguous. bias: from `bias_for`."""
+        """x weight^T + bias [..., n], contiguous. x: [..., k], contiguous. bias: from `bias_for`."""
 
     def bias_for(self, bias: torch.Tensor | None, /) -> torch.Tensor | None:
         """As it has to be."""
 
 
-def set_few_rows(packed: torch.Tensor, product: FewRows) -> None:
-    """From now on it makes the weight's products of few rows."""
-    setattr(packed, _FEW_ROWS, product)
+def set_product(packed: torch.Tensor, product: OwnProduct) -> None:
+    """From now on it makes the weight's products."""
+    setattr(packed, _OWN_PRODUCT, product)
 
 
-def few_rows_of(weight: torch.Tensor) -> FewRows | None:
-    """None: oneDNN makes all of its products."""
-    found: FewRows | None = getattr(weight, _FEW_ROWS, None)
+def own_product(weight: torch.Tensor) -> OwnProduct | None:
+    """None: oneDNN makes them."""
+    found: OwnProduct | None = getattr(weight, _OWN_PRODUCT, None)
     return found
 
 
 class Product:
-    """`PackedOperations.product` with one weight, for whoever knows how many rows it wants."""
+    """`PackedOperations.product` with one weight, for whoever gives it as many rows as it takes."""
 
     def __init__(self, weight: torch.Tensor, bias: torch.Tensor | None) -> None:
-        self._k, self._multiply = weight.shape[1], _multiply_with(weight, bias)
-        self._few = few_rows_of(weight)
-        self._few_max = 0 if self._few is None else self._few.rows_max
-        self._bias = None if self._few is None else self._few.bias_for(bias)
+        self._k, self._own, self._multiply = weight.shape[1], own_product(weight), _multiply_with(weight, bias)
 
     def rows(self, wanted: int) -> int:
-        """How many it has to be given, that many first."""
-        return wanted if wanted <= self._few_max else max(row_count(wanted), least_rows(self._k))
+        """How many it has to be given where so many are wanted: those first."""
+        return wanted if self._own is not None else max(row_count(wanted), least_rows(self._k))
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """[..., n]. x: [..., k], of `rows(wanted)` rows, in the weight's dtype, contiguous."""
-        few = self._few
-        if few is not None and x.numel() <= self._few_max * self._k:
-            return few(x, self._bias)
         return self._multiply(x)
 
 
 def _multiply_with(weight: torch.Tensor, bias: torch.Tensor | None) -> Callable[[torch.Tensor], torch.Tensor]:
     if isinstance(weight, QuantisedWeight):
         return partial(weight.product, bias=bias)
+    if (own := own_product(weight)) is not None:
+        fitting = own.bias_for(bias)
+        return lambda x: own(x, fitting)
     if not weight.is_mkldnn:
         return lambda x: linear(x, weight, bias)
     multiply = torch.ops.mkldnn._linear_pointwise.default
@@ -217,9 +215,8 @@ def _product(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -
         return weight.product(x, bias)
     if not weight.is_mkldnn:
         return linear(x, weight, bias)
-    few = few_rows_of(weight)
-    if few is not None and len(x) <= few.rows_max and x.is_contiguous() and x.dtype == torch.float32:
-        return few(x, few.bias_for(bias))
+    if (own := own_product(weight)) is not None:
+        return own(x.contiguous(), own.bias_for(bias))
     found: torch.Tensor = torch.ops.mkldnn._linear_pointwise(padded(x), weight, bias, "none", [], "")
     return found[: x.shape[0]]
 

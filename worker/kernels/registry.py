@@ -133,15 +133,16 @@ def _quantising(serving: Serving) -> None:
         quantising_test(serving.device, serving.dtype)
 
 
-def _few_rows(serving: Serving) -> None:
+def _tiles(serving: Serving) -> None:
+    device = serving.device
     if (
         serving.dtype == torch.float32
-        and not serving.device.host_kernels_problem
-        and not packing_problem(serving.device, serving.dtype)
+        and not device.host_kernels_problem
+        and not packing_problem(device, serving.dtype)
     ):
-        from .few_rows import few_rows_test
+        from .tiles import tiles_test
 
-        few_rows_test(serving.device)
+        tiles_test(device)
 
 
 def _sampling(serving: Serving) -> None:
@@ -185,7 +186,7 @@ HOST_KERNELS = (
     HostKernelEntry("worker.kernels.host_layers", "add_norm", PlainOperations.add_norm, _layers),
     HostKernelEntry("worker.kernels.host_layers", "head_norm", PlainOperations.head_norm, _layers),
     HostKernelEntry("worker.kernels.host_layers", "gate", PlainOperations.gated, _layers),
-    HostKernelEntry("worker.kernels.host_rows", "multiply_rows", PlainOperations.linear, _few_rows),
+    HostKernelEntry("worker.kernels.host_tiles", "multiply_tiles", PlainOperations.linear, _tiles),
     HostKernelEntry("worker.kernels.host_quantised", "quantise", PlainAround.quantise, _quantising),
     HostKernelEntry("worker.kernels.host_quantised", "make_numbers", PlainAround.make_numbers, _quantising),
     HostKernelEntry("worker.sampling.host_kernels", "choose", SamplingState.sample, _sampling),

@@ -1,0 +1,128 @@
+"""Products in float32 with weights as oneDNN lays them out, by a kernel of our own: on CPUs with AVX2.
+
+oneDNN packs a weight in tiles whose numbers lie as they are multiplied. Our kernel reads them there: for one row it
+takes as long as reading does, where oneDNN's call takes half as long again, and for many it is as fast as MKL or faster
+(benchmarks/NOTES.md, "CPU: products by tiles"). No row's sums depend on the others.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from functools import partial
+
+import torch
+from torch.nn.functional import linear, pad
+
+from worker.device.check import require_right
+from worker.device.device import WAY_OUT, Device
+from worker.device.host_kernel import threads_for
+
+from .host_tiles import TICKET_ROWS, WIDE, multiply_tiles
+from .packed import EXPECTED_ROWS, set_product
+from .packed_table import table_of
+from .selftest import TOLERANCE
+
+BYTES_PER_US, MULTIPLIED_PER_US = 20_000, 40_000  # that one thread reads; numbers that it multiplies and adds
+WIDTHS = (16, 32, 48, WIDE)
+TESTED_ROWS = (1, 3, 5, 16, TICKET_ROWS + 1)
+
+
+@dataclass(frozen=True)
+class Tiles:
+    """Where a packed weight [n, k] lies: `tiles` of `width` rows each, in which the numbers of a column are together.
+
+    address: of the first; the weight keeps its memory. tile_bytes: from one to the next.
+    """
+
+    address: int
+    n: int
+    k: int
+    width: int
+    tile_bytes: int
+    tiles: int
+
+    def __call__(self, x: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
+        """x weight^T + bias, [..., n], contiguous. x: [..., k] float32, contiguous. bias: from `bias_for`."""
+        assert x.dtype == torch.float32 and x.is_contiguous(), "it is read by its address"
+        target = torch.empty((x.numel() // self.k, self.tiles * self.width))
+        self.multiply(x, bias, target)
+        return target[:, : self.n].contiguous().view(*x.shape[:-1], self.n)
+
+    def multiply(self, x: torch.Tensor, bias: torch.Tensor | None, target: torch.Tensor) -> None:
+        """The same into target [rows, tiles x width]."""
+        rows, width = target.shape
+        parts = -(-rows // TICKET_ROWS)
+        took_us = max(self.tiles * self.tile_bytes / BYTES_PER_US, rows * width * self.k / MULTIPLIED_PER_US)
+        multiply_tiles(
+            threads_for(took_us),
+            x.data_ptr(),
+            rows,
+            self.address,
+            0 if bias is None else bias.data_ptr(),
+            target.data_ptr(),
+            4 * width,
+            self.k,
+            self.width,
+            self.tile_bytes,
+            self.tiles,
+            parts,
+        )
+
+    def bias_for(self, bias: torch.Tensor | None) -> torch.Tensor | None:
+        """As long as the tiles are."""
+        missing = self.tiles * self.width - self.n
+        return pad(bias, (0, missing)) if bias is not None and missing else bias
+
+
+class Layouts:
+    """Finds packed weights' tiles. How one of a shape lies, all of it do: who packs a weight compares its product."""
+
+    def __init__(self) -> None:
+        self._found: dict[tuple[int, int], Tiles | None] = {}
+
+    def find(self, packed: torch.Tensor, weight: torch.Tensor) -> None:
+        """From now on our kernel makes the products of `packed`, if it can. weight: [n, k], what was packed."""
+        if weight.dtype != torch.float32 or torch.backends.cpu.get_cpu_capability() != "AVX2":
+            return
+        n, k = weight.shape
+        if (n, k) not in self._found:
+            self._found[n, k] = _tiles_of(packed, weight)
+        if (tiles := self._found[n, k]) is not None:
+            set_product(packed, replace(tiles, address=torch.ops.mkldnn.data_ptr(packed)))
+
+
+def tiles_test(device: Device) -> None:
+    """The kernel, before there is any weight. Errors: KernelError."""
+    for n, k in ((130, 1100), (20, 36)):
+        weight = torch.randn(n, k, generator=torch.Generator().manual_seed(n))
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, EXPECTED_ROWS)
+        if (tiles := _tiles_of(packed, weight)) is None:
+            return
+        for rows in TESTED_ROWS:
+            what = f"{rows} tokens, a weight of {n} x {k}"
+            require_right(device, "product by tiles", what, partial(_compare, tiles, weight, rows), WAY_OUT)
+
+
+def _tiles_of(packed: torch.Tensor, weight: torch.Tensor) -> Tiles | None:
+    table = table_of(packed, weight)
+    if table is None:
+        return None
+    tiles, columns, width, together = table.numbers.shape
+    if together != 1 or width not in WIDTHS:
+        return None
+    n, k = weight.shape
+    return Tiles(table.numbers.data_ptr(), n, k, width, 4 * columns * width, tiles)
+
+
+def _compare(tiles: Tiles, weight: torch.Tensor, rows: int) -> str:
+    """What is wrong, "" where nothing is. Behind the rows lies NaN, and where the result is to be."""
+    generator = torch.Generator().manual_seed(rows)
+    x, bias = torch.randn(rows + 1, tiles.k, generator=generator), torch.randn(tiles.n, generator=generator)
+    x[-1] = torch.nan
+    target = torch.full((rows, tiles.tiles * tiles.width), torch.nan)
+    tiles.multiply(x, tiles.bias_for(bias), target)
+    wanted = linear(x[:-1], weight, bias)
+    apart = float((target[:, : tiles.n] - wanted).abs().max() / wanted.abs().max())
+    if apart <= TOLERANCE[torch.float32]:
+        return ""
+    return f"it differs from the reference by {apart:.1e} of the largest number"
