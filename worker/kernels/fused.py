@@ -12,8 +12,8 @@ from worker.attention import KvLayer
 from worker.device.device import Device
 from worker.device.targets import current_target
 
-from . import activation, norm, rotary
-from .linear import LinearTiles, choose_tiles, linear_parts
+from . import SLAB, activation, norm, rotary
+from .linear import FEW, LinearTiles, choose_tiles, linear_parts
 from .plain import PlainOperations
 from .project import can_project, project
 
@@ -75,9 +75,10 @@ class FusedOperations:
     ) -> torch.Tensor:
         tiles = self._tiles(x, weight)
         if tiles is None:
-            if output is not None and output.dtype != x.dtype and bias is None and self._can_widen and not self.slab:
+            slab = self._slab(weight)
+            if output is not None and output.dtype != x.dtype and bias is None and self._can_widen and not slab:
                 return torch.mm(x, weight.t(), out_dtype=output.dtype, out=output)
-            if self.slab:
+            if slab:
                 found = self._product(x, weight, bias)
                 return found if output is None else output.copy_(found)
             return self._plain.linear(x, weight, bias, output)
@@ -107,11 +108,16 @@ class FusedOperations:
 
     def _product(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> torch.Tensor:
         """torch's own product: in slabs padded with zeros where it has to be the same for any number of rows."""
-        if not self.slab:
+        slab = self._slab(weight)
+        if not slab:
             return linear(x, weight, bias)
         count = len(x)
-        padded = pad(x, (0, 0, 0, -count % self.slab))
-        return torch.cat([linear(part, weight, bias) for part in padded.split(self.slab)])[:count]
+        padded = pad(x, (0, 0, 0, -count % slab))
+        return torch.cat([linear(part, weight, bias) for part in padded.split(slab)])[:count]
+
+    def _slab(self, weight: torch.Tensor) -> int:
+        """Of few results a row the library's sums change with the number of rows, and a trial sees too few to tell."""
+        return SLAB if not self.slab and self._target.steady and len(weight) <= FEW else self.slab
 
     def decode(self, *_: Any) -> torch.Tensor | None:
         """Captured graphs do that."""

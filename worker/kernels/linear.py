@@ -227,7 +227,7 @@ def choose_tiles(tokens: int, n: int, k: int, target: Target, *, divisible: bool
     if target.backend == "cuda" and not target.matrix:
         return None  # the compiler knows no matrix instructions there, and the library does
     if target.steady and n <= FEW and not gated:
-        tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)  # of one block of them
+        tokens = min(tokens, MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX)  # of one block: never the library's
     if tokens > (MEASURED_TOKENS_MAX if measured else OTHER_TOKENS_MAX):
         return None
     if gated and (n % 64 or k % 128):

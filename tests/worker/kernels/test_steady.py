@@ -10,7 +10,8 @@ import torch
 from tests.worker.step.company import wide_model
 from worker.device.device import open_device
 from worker.device.targets import TARGETS
-from worker.kernels import choose_operations, row_counts
+from worker.kernels import SLAB, choose_operations, fused, row_counts
+from worker.kernels.fused import FusedOperations
 from worker.kernels.linear import FEW, choose_tiles
 from worker.kernels.steady import same_bits, unsteady_products
 from worker.loading.determinism import made_steady
@@ -61,6 +62,25 @@ def test_few_results_of_a_token_are_never_the_librarys(name: str) -> None:
         tiles = [choose_tiles(rows, n, 1024, target, divisible=False, gated=False) for rows in (1, 17, 431, 4096)]
         assert all(tiles) == bool(target.matrix or target.backend != "cuda")
         assert choose_tiles(4096, n, 1024, TARGETS[name], divisible=False, gated=False) is None
+
+
+@pytest.mark.parametrize("steady", [False, True])
+def test_where_no_kernel_is_ours_few_results_are_made_of_as_many_rows_each(
+    steady: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As on a T4, in 16 bits."""
+    target = replace(TARGETS["sm_75"], steady=steady)
+    assert choose_tiles(3, 1, 64, target, divisible=False, gated=False) is None
+    monkeypatch.setattr(fused, "current_target", lambda _: target)
+    asked = []
+    real = fused.linear
+    monkeypatch.setattr(fused, "linear", lambda x, *rest: asked.append(len(x)) or real(x, *rest))
+    operations, x = FusedOperations(open_device("cpu")), torch.randn(70, 64).half()
+    few, many = torch.randn(FEW, 64).half(), torch.randn(FEW + 1, 64).half()
+    assert torch.allclose(operations.linear(x, few), torch.nn.functional.linear(x, few), atol=1e-2)
+    assert asked == ([SLAB] * 3 if steady else [])
+    operations.linear(x, many)
+    assert len(asked) == (3 if steady else 0), "of many a trial tells"
 
 
 @pytest.mark.gpu
