@@ -2,9 +2,9 @@
 
 - Linear, and the Conv1D of GPT-2, multiply by `LayerOperations.linear`, with packed weights where these serve.
 - Activations round alike wherever a number stands (see `kernels.evenly`).
-- On a CPU, and in float32, experts are computed one after the other (see `kernels.experts`). In 16 bits a GPU has one
-  kernel for all of them, whose sums depend on nothing else; in float32 torch computes them one after the other too, by
-  whatever kernel it takes for as many tokens as each got.
+- Experts are computed one after the other (see `kernels.experts`), but in bfloat16 on NVIDIA's compute capabilities 9
+  and 10: there torch has one kernel for all of them, whose sums depend on nothing else. Elsewhere it computes them one
+  after the other too, by whatever kernel it takes for as many tokens as each got.
 - Routers, and whatever else multiplies with weights of its own, run with the same put in the place of torch's
   functions.
 - On a GPU norms that are written in torch take the mean of each row by itself.
@@ -31,6 +31,7 @@ from worker.kernels.packed_table import read_from, table_of
 
 from .fusion import in_place_of
 
+GROUPED = ("sm_9", "sm_10")  # where torch has a kernel for products of groups, of bfloat16
 ACTIVATIONS = tuple(each[0] if isinstance(each, tuple) else each for each in ACT2CLS.values())
 
 
@@ -156,7 +157,7 @@ def _separate_experts(
         if getattr(part, "has_post_expert_norm", False):  # as transformers 5.24 has it; 5.17 has none
             continue
         up = "gate_up_proj" if part.has_gate else "up_proj"
-        if not device.computes_on_cores and getattr(part, up).dtype != torch.float32:
+        if getattr(part, up).dtype == torch.bfloat16 and device.architecture[0].startswith(GROUPED):
             continue
         biases = [getattr(part, f"{name}_bias", None) if part.has_bias else None for name in (up, "down_proj")]
         matrices = [_matrices(part, name, packing) for name in (up, "down_proj")]
