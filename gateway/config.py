@@ -65,7 +65,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     runtime_dir: where the coordinator's socket is. endpoint: `tcp://HOST:PORT` of one that is reached over a network.
     server_key: the coordinator's public key then. key_file: this gateway's own keys then.
     host, port: where to serve; port 0: any that is free. processes: how many serve that one port.
-    answer_s: so long a replica has to say what it holds of a prompt; who does not is left out until it is heard of.
+    answer_s: so long a replica has to say what it holds of a prompt (of a request with a key, which may run there,
+    failover_s); who does not is left out until it is heard of.
     failover_s: after so long without a replica its requests are computed by another.
     names: what requests may call the model; the first is what it is called in lists. Empty: as the worker calls it.
     tokenizer: a path or a name; "": where the worker has its model. chat_template: a Jinja file in place of the model's

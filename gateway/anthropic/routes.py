@@ -38,7 +38,7 @@ class Anthropic:
     async def _messages(self, request: Request, caller: Caller) -> Response:
         asked = body.decoded(messages.CREATE, await self._read(request))
         key = Key.of(request.headers, "events of this API have no numbers")
-        model = self._service.model
+        model = self._service.known
         model.check(asked.model)
         what = messages.wanted_of(asked, model, caller, key.name)
         bell = Bell()

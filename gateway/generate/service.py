@@ -66,13 +66,20 @@ class Service:
         self.health: Health | None = None
 
     @property
-    def model(self) -> Model:
-        """Raises NotReady where none is known yet."""
+    def known(self) -> Model:
+        """What a request is for: of several replicas that of who served last, for one may be back before it is refused.
+        Raises NotReady where none is known yet."""
         if self._model is None:
             raise NotReady(f"no model is served yet: {self._reason}")
+        return self._model
+
+    @property
+    def model(self) -> Model:
+        """What is served now. Raises NotReady where nothing is."""
+        model = self.known
         if self.fleet is not None and (reason := self.fleet.reason):
             raise NotReady(f"no replica serves: {reason}")
-        return self._model
+        return model
 
     @property
     def reason(self) -> str:

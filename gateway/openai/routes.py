@@ -86,7 +86,7 @@ class OpenAI:
         failed: Callable[[KvforgeError], bytes] | None = None,
     ) -> Response:
         asked = body.decoded(decoder, await body.read(request, self._settings.body_bytes_max, self._settings.body_s))
-        call = Call.of(request.headers, caller, self._settings, self._service.model, asked)
+        call = Call.of(request.headers, caller, self._settings, self._service.known, asked)
         work = make(call, asked)
         bell = Bell()
         async with AsyncExitStack() as stack:

@@ -7,8 +7,10 @@ one that has run for a year knows.
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
+from time import monotonic
 from typing import Any
 
 from gateway.config import Replica as Place
@@ -31,6 +33,7 @@ class Fleet:
         self._unknown = list(self.replicas)  # who may hold what was asked for before this gateway began
         self._router = Router(places)
         self._watching: asyncio.TaskGroup | None = None
+        self._served = -math.inf  # when one did last
         self.news = asyncio.Event()
 
     @property
@@ -42,8 +45,14 @@ class Fleet:
     def reason(self) -> str:
         """Why no request would be served now; "": one would."""
         if any(map(self._serves, self.replicas)):
+            self._served = monotonic()
             return ""
         return "; ".join(f"{replica.name}: {self.why_not(replica)}" for replica in self.replicas)
+
+    @property
+    def patient_until(self) -> float:
+        """See `Replicas`: who is not heard for a moment may be back in the next."""
+        return self._served + self._lost_s
 
     def why_not(self, replica: Replica) -> str:
         """Why it gets nothing; "": it does."""
@@ -84,7 +93,11 @@ class Fleet:
 
     def _watch(self, replica: Replica) -> None:
         if self._watching is not None:  # else `watch` begins with all of them
-            self._watching.create_task(replica.watch(self.news.set))
+            self._watching.create_task(replica.watch(self._looked))
+
+    def _looked(self) -> None:
+        _ = self.reason  # now, and not when a request comes: so it is known how long nobody has served
+        self.news.set()
 
     def of(self, session: str) -> Session:
         """Where the requests of a session are submitted. "": they have nothing to do with each other."""
@@ -106,12 +119,12 @@ class Fleet:
     ) -> Replica | None:
         """See `Replicas`."""
         await self._looked_at()
+        # One with a key may run at who is slow to answer, and to compute it again is dearer than to wait.
+        answer_s = max(self._answer_s, self._lost_s) if options.key else self._answer_s
         while True:
             able = {r.name: r for r in self.replicas if self._serves(r) and r.name not in without}
             clients = {name: replica.client for name, replica in able.items()}
-            chosen = await ask_and_choose(
-                self._router, clients, prompt, options, answer_s=self._answer_s, session=session
-            )
+            chosen = await ask_and_choose(self._router, clients, prompt, options, answer_s=answer_s, session=session)
             for name in chosen.silent:
                 able[name].silent()
             if chosen.name is None:

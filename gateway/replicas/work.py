@@ -11,6 +11,7 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
+from time import monotonic
 from typing import Protocol
 
 from kvforge import Sampling
@@ -53,6 +54,10 @@ class Replicas(Protocol):
     def reason(self) -> str:
         """Why there is none."""
 
+    @property
+    def patient_until(self) -> float:
+        """Until then, by the monotonic clock, it is worth waiting for one where there is none."""
+
 
 class Work:
     """The requests of one Submit. changed: is called when there is news of any of them, never from within a call."""
@@ -88,12 +93,13 @@ class Work:
             self._placing = asyncio.ensure_future(self._placed(without, in_s))
 
     async def _placed(self, without: frozenset[str], in_s: float) -> None:
-        """Submits it somewhere. Where it ran already, it is worth waiting until there is somebody."""
+        """Submits it somewhere. Where it ran already, or somebody was there a moment ago, it waits for somebody."""
         await asyncio.sleep(in_s)
-        deadline = asyncio.get_running_loop().time() + (WAIT_S if self._accepted else 0.0)
+        began = monotonic()
         try:
             while not await self._try(without):
-                if asyncio.get_running_loop().time() >= deadline:
+                until = began + WAIT_S if self._accepted else self._replicas.patient_until
+                if (self._refused is not None and not self._accepted) or monotonic() >= until:
                     raise self._refused or NotReady(f"no replica serves: {self._replicas.reason}")
                 await asyncio.sleep(AGAIN_S)
                 without = frozenset()

@@ -186,7 +186,7 @@ class Service:
             name=NAME, source="", architecture="none", fingerprint="0", vocab_size=512, context_tokens_max=4096
         )
         prompts = Prompts(spoken, hygiene)
-        self.model = Model(info, (NAME, "other"), prompts, 1, choose(spoken.chat_template))
+        self.model = self.known = Model(info, (NAME, "other"), prompts, 1, choose(spoken.chat_template))
         self.reason = ""
         self._streams = Streams(script, spoken)
 

@@ -14,7 +14,7 @@ from gateway.replicas import fleet as replicas
 from gateway.replicas.replica import Replica
 from kvforge.client.options import RequestOptions
 
-LOST_S = 0.5
+ANSWER_S, LOST_S = 0.1, 0.5
 
 
 @pytest.mark.parametrize(("slow_s", "asked"), [(0.2, ["a", "b"]), (5.0, ["b"])])
@@ -22,7 +22,7 @@ def test_the_first_request_waits_until_all_have_been_asked(
     slow_s: float, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It may run where nobody has looked yet. Who says nothing for too long is not waited for."""
-    seen: list[list[str]] = []
+    seen: list[tuple[list[str], float]] = []
 
     async def look(self: Replica) -> None:
         if self.name == "a":
@@ -30,8 +30,8 @@ def test_the_first_request_waits_until_all_have_been_asked(
         self.health: Any = SimpleNamespace(model=SimpleNamespace(fingerprint="one"))
         self.reason = ""
 
-    async def choose(_router: Any, clients: dict[str, Any], *_: Any, **__: Any) -> Any:
-        seen.append(sorted(clients))
+    async def choose(_router: Any, clients: dict[str, Any], *_: Any, answer_s: float, **__: Any) -> Any:
+        seen.append((sorted(clients), answer_s))
         return SimpleNamespace(silent=(), name=None)
 
     monkeypatch.setattr(Replica, "_look", look)
@@ -40,13 +40,14 @@ def test_the_first_request_waits_until_all_have_been_asked(
 
     async def test() -> None:
         places = {name: Place(endpoint=f"ipc:///nowhere-{name}") for name in "ab"}
-        fleet = replicas.Fleet(places, answer_s=0.1, lost_s=LOST_S)
+        fleet = replicas.Fleet(places, answer_s=ANSWER_S, lost_s=LOST_S)
         watching = asyncio.create_task(fleet.watch())
         await asyncio.sleep(0.05)
-        for _ in range(2):
-            await fleet.choose(np.arange(3, dtype=np.int32), RequestOptions(max_tokens=1), "", frozenset())
+        for key in ("", "k"):
+            options = RequestOptions(max_tokens=1, key=key)
+            await fleet.choose(np.arange(3, dtype=np.int32), options, "", frozenset())
         watching.cancel()
         await asyncio.gather(watching, return_exceptions=True)
 
     asyncio.run(test())
-    assert seen == [asked, asked]
+    assert seen == [(asked, ANSWER_S), (asked, LOST_S)], "one with a key may run at who is slow to answer"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
+from time import monotonic
 from typing import Any, cast
 
 import numpy as np
@@ -106,6 +107,7 @@ class Both:
         self.a, self.b = Played("a"), Played("b")
         self.there = [self.a, self.b]
         self.reason = "nobody"
+        self.patient_until = 0.0
 
     async def choose(self, prompt: Any, options: Any, session: str, without: frozenset[str]) -> Replica | None:
         return cast(Any, next((one for one in self.there if one.name not in without), None))
@@ -259,6 +261,41 @@ def test_without_a_replica_it_is_refused_and_one_that_ran_waits(monkeypatch: pyt
         both.b.inner.gives(5, 6)
         await settle()
         assert list(made.streams[0].tokens) == [5, 6]
+
+    run(test)
+
+
+def test_who_comes_in_a_moment_without_replicas_waits_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is refused when that is over, or if one that was there has refused it."""
+    monkeypatch.setattr(work, "AGAIN_S", 0.0)
+
+    async def test() -> None:
+        both = Both()
+        both.there, both.patient_until = [], monotonic() + 60
+        made, _ = start(both)
+        await settle()
+        assert not made.streams[0].done
+        both.there = [both.b]
+        await settle()
+        both.b.inner.gives(5)
+        await settle()
+        assert list(made.streams[0].tokens) == [5]
+
+        both.there = []
+        made, _ = start(both)
+        await settle()
+        assert not made.streams[0].done
+        both.patient_until = monotonic()
+        await settle()
+        assert isinstance(made.streams[0].error, NotReady)
+
+        both.there, both.patient_until = [both.a], monotonic() + 60
+        made, _ = start(both)
+        await settle()
+        both.there = []
+        both.a.inner.fails(QueueFull(1, 100))
+        await settle()
+        assert isinstance(made.streams[0].error, QueueFull)
 
     run(test)
 
