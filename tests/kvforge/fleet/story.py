@@ -51,7 +51,7 @@ class Story:
         size = "" if scale else f"count = {count}"
         self.file.write_text(
             f'name = "{FLEET}"\n[replicas]\n{size}\nfolder = "{self.folder}/nodes"\n{replicas}\n'
-            f"{scale}\n[gateways]\ncount = 2\nport = 0\n[gateway]\nnames = {names}\nfailover_s = 1.0\n"
+            f"{scale}\n[gateways]\ncount = 2\nport = 0\n[gateway]\nnames = {names}\n"
             f'[up]\nmodel = "{self.model}"\nthreads = 1\nstop_s = 5.0\n[up.limits]\n{limits}\n'
             f'[up.worker]\nload_format = "dummy"\ndevice = "cpu"\ndtype = "float32"\nblocks = 512\n{worker}\n'
         )
