@@ -9,6 +9,7 @@ import asyncio
 import logging
 import os
 import secrets
+from contextlib import suppress
 from time import monotonic
 
 import msgspec
@@ -25,6 +26,7 @@ from .store import Spec
 from .watching import Watch
 
 TURN_S = 0.5
+FIRST_S = 10.0  # for it to find what is there
 CREATED_MAX = 32  # at a turn
 log = logging.getLogger(__name__)
 
@@ -39,11 +41,14 @@ class Controller:
         self._memory = Memory()
         self._again = False
         self._status = Status(fleet=fleet, sentences=("its controller starts",))
+        self._looked = asyncio.Event()
         self._news = asyncio.Event()
         self._running = asyncio.ensure_future(self._run())
 
     async def status(self) -> bytes:
-        """How the fleet is: a `Status`."""
+        """How the fleet is: a `Status`. A controller that has just begun looks first, for it knows of nobody."""
+        with suppress(TimeoutError):
+            await asyncio.wait_for(self._looked.wait(), FIRST_S)
         return msgspec.json.encode(self._status)
 
     async def use(self, said: bytes) -> None:
@@ -101,6 +106,7 @@ class Controller:
         spec = store.get(self._fleet)
         if spec is None:
             self._status = Status(fleet=self._fleet, ended=True, pid=os.getpid())
+            self._looked.set()
             return
         file = parse(spec.text)
         view = await self._watch.look(file)
@@ -118,6 +124,7 @@ class Controller:
             store.put(self._fleet, spec := msgspec.structs.replace(spec, count=decision.count))
         begun = [words(action) for action in decision.actions]
         self._status = self._seen(view, decision.count, file, spec, (*decision.sentences, *begun))
+        self._looked.set()
         self._restore(file, spec)
         stopped = {action.name for action in decision.actions if isinstance(action, Stop)}
         places = {name: place for name, place in self._watch.places.items() if name not in stopped}

@@ -173,10 +173,11 @@ async def names_at(url: str) -> list[str]:
 
 
 async def the_heads_raylet_dies(story: Story, load: Load) -> None:
-    """Nothing of the fleet was on that node, and it can still be asked."""
+    """No replica was on that node, nor a gateway; maybe its controller. It can be asked as before."""
     again = load.counts["again"]
     kill(story.cluster.ask("raylet_of_head"))
     await load.more(8)
+    await story.until(lambda status: status.serves)
     assert "1 of 1 replicas" in await story.command("status", "--name", FLEET)
     await load.more(4)
     assert load.counts["again"] == again
