@@ -7,6 +7,7 @@ import signal
 import time
 from collections.abc import Iterator
 from contextlib import suppress
+from itertools import takewhile
 from pathlib import Path
 
 from kvforge.protocol.messages import Stats
@@ -58,7 +59,10 @@ def files(runtime: Path) -> Iterator[str]:
 
 
 def complaints(member: str, log: str) -> Iterator[str]:
-    """Lines of a log that nobody should have to write, whatever happens to others."""
-    for line in log.splitlines():
+    """Lines of a log that nobody should have to write, whatever happens to others; a traceback with where it ends."""
+    lines = log.splitlines()
+    for at, line in enumerate(lines):
         if any(words in line for words in COMPLAINTS):
-            yield f"{member} wrote: {line}"
+            told = list(takewhile(lambda one: one.startswith(" "), lines[at + 1 :]))
+            last = [*told[-2:], *lines[at + 1 + len(told) :][:1]] if "Traceback" in line else []
+            yield f"{member} wrote: {' | '.join((line, *map(str.strip, last)))}"

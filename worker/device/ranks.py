@@ -88,7 +88,7 @@ class Ranks:
     def gather(self, part: torch.Tensor) -> torch.Tensor:
         """[count, *part.shape], new: what each has given, in order. part: of one shape and dtype everywhere.
 
-        Raises RuntimeError where one of them is gone.
+        Raises WorkerError where one of them is gone: while a model is tried out, RuntimeError would be its fault.
         """
         part = part.contiguous()
         through_host = self._backend == "gloo" and part.device.type != "cpu"
@@ -99,12 +99,15 @@ class Ranks:
         if self._backend == "nccl":
             dist.all_gather_into_tensor(found, octets, group=self._group)
         else:
-            dist.all_gather(list(found.unbind()), octets, group=self._group)
+            try:
+                dist.all_gather(list(found.unbind()), octets, group=self._group)
+            except RuntimeError as error:
+                raise WorkerError(f"rank {self.rank} of {self.count} has lost another one: {error}") from error
         gathered = found.view(part.dtype).view(self.count, *part.shape)
         return gathered.to(part.device) if through_host else gathered
 
     def texts(self, text: str) -> list[str]:
-        """What each has said, in order. Raises RuntimeError where one of them is gone."""
+        """What each has said, in order. Raises WorkerError where one of them is gone."""
         octets = text.encode()[:TEXT_MAX]
         line = torch.zeros(TEXT_MAX + 4, dtype=torch.uint8)
         line[:4] = torch.tensor(list(len(octets).to_bytes(4, "little")), dtype=torch.uint8)
@@ -115,7 +118,7 @@ class Ranks:
         return [bytes(each[4 : 4 + n].tolist()).decode(errors="replace") for each, n in zip(said, lengths, strict=True)]
 
     def agreed(self, mine: bool) -> bool:
-        """Whether all of them say yes. Raises RuntimeError where one of them is gone."""
+        """Whether all of them say yes. Raises WorkerError where one of them is gone."""
         said = torch.full((1,), int(mine), dtype=torch.int32, device=self._device.torch_device)
         return bool(self.gather(said).all())
 

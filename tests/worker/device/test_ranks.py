@@ -7,6 +7,7 @@ import signal
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -42,6 +43,38 @@ def test_ranks_on_gpus_leave_without_farewell(backend: str, said: list[str], tmp
     assert ended.returncode == 7, ended.stderr
     assert ended.stdout.split() == said
     assert not place.exists(), "rank 0 leaves nothing where they met"
+
+
+LOST = """
+import sys
+from pathlib import Path
+import torch
+from kvforge.protocol.errors import WorkerError
+from worker.device.device import open_device
+from worker.device.ranks import Ranks
+ranks = Ranks(int(sys.argv[2]), 2, open_device("cpu"), "gloo")
+ranks.meet(Path(sys.argv[1]))
+print("met", flush=True)
+if ranks.rank:
+    sys.stdin.read()  # until it is killed
+try:
+    ranks.gather(torch.zeros(3))
+except WorkerError as error:
+    print(error)
+"""
+
+
+def test_who_lost_another_rank_says_so_and_blames_no_model(tmp_path: Path) -> None:
+    """A trial of the model takes other errors for the model's, and then nobody would start it again."""
+    folder = tmp_path / "meeting"
+    command = [sys.executable, "-c", LOST, str(folder)]
+    pipes: Any = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with subprocess.Popen([*command, "0"], **pipes) as one, subprocess.Popen([*command, "1"], **pipes) as other:
+        assert other.stdout is not None and other.stdout.readline() == "met\n"
+        other.kill()
+        said, wrong = one.communicate(timeout=END_S)
+        assert one.returncode == 0, wrong
+        assert "rank 0 of 2 has lost another one: " in said
 
 
 def test_memory_is_handed_over_where_all_ranks_see_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
