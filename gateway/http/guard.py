@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from collections.abc import Awaitable, Callable
 from typing import Any
@@ -10,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 from starlette.responses import JSONResponse, Response
 
 from gateway.access import Access, Caller
-from kvforge.protocol.errors import InternalError, KvforgeError
+from kvforge.protocol.errors import InternalError, KvforgeError, Unavailable
 
 from .errors import headers_of, status_of
 from .stream import Gone
@@ -20,6 +21,7 @@ Endpoint = Callable[[Request], Awaitable[Response]]
 Shape = Callable[[KvforgeError], dict[str, Any]]
 # As nginx has it: nobody reads this status any more, but whoever counts requests does.
 CLIENT_GONE = 499
+ENDING = "the gateway ends, and drain_s is over: ask again, with the same Idempotency-Key if there was one"
 log = logging.getLogger(__name__)
 
 
@@ -40,6 +42,9 @@ class Guard:
                 return JSONResponse(shape(error), status_of(error), headers_of(error))
             except (ClientDisconnect, Gone):
                 return Response(status_code=CLIENT_GONE)
+            except asyncio.CancelledError:  # by the server alone, which would say 500, and nothing in JSON
+                ending = Unavailable(ENDING)
+                return JSONResponse(shape(ending), status_of(ending), headers_of(ending))
             except Exception:
                 log.exception("a fault of our own in %s", request.url.path)
                 return JSONResponse(shape(InternalError("a fault of the gateway's own; its log has it")), 500)
