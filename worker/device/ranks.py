@@ -89,6 +89,7 @@ class Ranks:
         """[count, *part.shape], new: what each has given, in order. part: of one shape and dtype everywhere.
 
         Raises WorkerError where one of them is gone: while a model is tried out, RuntimeError would be its fault.
+        NCCL waits then, or ends this process.
         """
         part = part.contiguous()
         through_host = self._backend == "gloo" and part.device.type != "cpu"

@@ -6,7 +6,7 @@ from collections import Counter
 
 from worker.attention import ReferenceAttention
 from worker.kernels import PlainOperations
-from worker.kernels.packed import PackedOperations, is_packed, packing_problem, weight_kind
+from worker.kernels.packed import PackedOperations, is_packed, own_product, packing_problem, weight_kind
 
 from .model import LoadedModel
 from .probe import bound_options
@@ -52,17 +52,24 @@ def _attention(model: LoadedModel, head_size: int, window: int) -> tuple[str, st
 def _layers(model: LoadedModel) -> str:
     if model.fused is None:
         told = f"transformers' own: {model.info.architecture} is run one operation at a time"
-        return f"{told}; oneDNN, weights packed at load" if any(True for _ in model.packed_weights()) else told
+        by = _multiplied_by(model)
+        return f"{told}; {by}, weights packed at load" if by else told
     if isinstance(model.fused.operations, PackedOperations):
         between = "; Numba between the products" if model.fused.operations.kernels else ""
         head = "" if is_packed(model.fused.head.weight) else "; the head, which is the embedding, in plain torch"
         counts = Counter(weight_kind(weight) for weight in model.fused.product_weights())
         kinds = ", ".join(f"{count} of {kind}" for kind, count in counts.items() if kind)
         packed = f"weights quantised at load: {kinds}" if kinds else f"weights packed at load{head}"
-        return f"oneDNN, {packed}{between}"
+        return f"{_multiplied_by(model)}, {packed}{between}"
     if not isinstance(model.fused.operations, PlainOperations):
         return "Triton"
     return f"plain torch: {packing_problem(model.device, model.dtype)}"
+
+
+def _multiplied_by(model: LoadedModel) -> str:
+    """Who multiplies with packed weights; "" where there are none."""
+    whose = {own_product(weight) is not None for weight in model.packed_weights()}
+    return " and ".join(name for ours, name in ((True, "Numba in oneDNN's tiles"), (False, "oneDNN")) if ours in whose)
 
 
 def _plain(model: LoadedModel) -> str:

@@ -16,6 +16,7 @@ from worker.attention.prefill_plan import gluon_problem, hopper_problem, prefill
 from worker.attention.triton_attention import TritonAttention
 from worker.device.device import Device
 from worker.device.targets import TARGETS
+from worker.kernels.packed import own_product
 from worker.loading.model import ForwardContext, LoadedModel
 from worker.loading.serving_kernels import serving_kernels
 
@@ -79,10 +80,18 @@ def test_a_model_tells_what_serves_it(tiny: Callable[..., LoadedModel], monkeypa
     others |= {"sampling": served if problem else "Numba; plain torch for filters, penalties and log-probabilities"}
     others["determinism"] = "batch-invariant"
     between = "" if problem else "; Numba between the products"
-    assert serving_kernels(model) == others | {"layers": f"oneDNN, weights packed at load{between}"}
+    ours = {own_product(weight) is not None for weight in model.packed_weights()}
+    assert ours == {not problem and torch.backends.cpu.get_cpu_capability() == "AVX2"}
+    by = "Numba in oneDNN's tiles" if True in ours else "oneDNN"
+    assert serving_kernels(model) == others | {"layers": f"{by}, weights packed at load{between}"}
+    with monkeypatch.context() as other:  # for some weights oneDNN's layout is not known
+        found = iter((None, None))
+        other.setattr("worker.loading.serving_kernels.own_product", lambda each: next(found, own_product(each)))
+        some = "Numba in oneDNN's tiles and oneDNN" if True in ours else "oneDNN"
+        assert serving_kernels(model)["layers"].startswith(f"{some}, weights packed")
     monkeypatch.setattr("worker.loading.fusion.table_of", lambda *_: None)  # oneDNN's layout is not known
     wide = {"tie_word_embeddings": True, "vocab_size": 997}  # most of the model: it is not held twice
-    head = f"oneDNN, weights packed at load; the head, which is the embedding, in plain torch{between}"
+    head = f"{by}, weights packed at load; the head, which is the embedding, in plain torch{between}"
     assert serving_kernels(tiny("llama", **wide))["layers"] == head
     assert serving_kernels(tiny("llama", dtype="float16"))["layers"] == "plain torch: float16 is not packed"
     assert serving_kernels(tiny("llama", kernels=False))["layers"] == "plain torch: kernels = 'reference'"
