@@ -45,13 +45,13 @@ class Fleet:
     def reason(self) -> str:
         """Why no request would be served now; "": one would."""
         if any(map(self._serves, self.replicas)):
-            self._served = monotonic()
             return ""
         return "; ".join(f"{replica.name}: {self.why_not(replica)}" for replica in self.replicas)
 
     @property
     def patient_until(self) -> float:
         """See `Replicas`: who is not heard for a moment may be back in the next."""
+        self._note_service()
         return self._served + self._lost_s
 
     def why_not(self, replica: Replica) -> str:
@@ -96,8 +96,12 @@ class Fleet:
             self._watching.create_task(replica.watch(self._looked))
 
     def _looked(self) -> None:
-        _ = self.reason  # now, and not when a request comes: so it is known how long nobody has served
+        self._note_service()
         self.news.set()
+
+    def _note_service(self) -> None:
+        if any(map(self._serves, self.replicas)):
+            self._served = monotonic()
 
     def of(self, session: str) -> Session:
         """Where the requests of a session are submitted. "": they have nothing to do with each other."""

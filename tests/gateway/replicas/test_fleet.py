@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -51,3 +52,39 @@ def test_the_first_request_waits_until_all_have_been_asked(
 
     asyncio.run(test())
     assert seen == [(asked, ANSWER_S), (asked, LOST_S)], "one with a key may run at who is slow to answer"
+
+
+def test_it_is_patient_as_long_as_nobody_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Counted from the last moment in which one served, whether anybody asked then or not."""
+    there = False
+
+    async def look(self: Replica) -> None:
+        self.health: Any = SimpleNamespace(model=SimpleNamespace(fingerprint="one"))
+
+    monkeypatch.setattr(Replica, "_look", look)
+    monkeypatch.setattr(Replica, "ready", property(lambda _: there))
+    monkeypatch.setattr("gateway.replicas.replica.LOOK_S", 0.02)
+
+    async def test() -> None:
+        nonlocal there
+        fleet = replicas.Fleet({"a": Place(endpoint="ipc:///nowhere")}, answer_s=ANSWER_S, lost_s=LOST_S)
+        watching = asyncio.create_task(fleet.watch())
+
+        async def looked() -> None:
+            fleet.news.clear()
+            await fleet.news.wait()
+
+        await looked()
+        assert fleet.patient_until < monotonic(), "nobody has ever served"
+        there, came = True, monotonic()
+        await looked()
+        there, gone = False, monotonic()
+        for _ in range(3):
+            await looked()
+        assert came + LOST_S <= fleet.patient_until <= gone + LOST_S
+        there, back = True, monotonic()
+        assert fleet.patient_until >= back + LOST_S, "it serves now"
+        watching.cancel()
+        await asyncio.gather(watching, return_exceptions=True)
+
+    asyncio.run(test())
