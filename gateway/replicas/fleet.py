@@ -122,7 +122,7 @@ class Fleet:
         self, prompt: Int32Array, options: RequestOptions, session: str, without: frozenset[str]
     ) -> Replica | None:
         """See `Replicas`."""
-        await self._looked_at()
+        await self._know_all()
         # One with a key may run at who is slow to answer, and to compute it again is dearer than to wait.
         answer_s = max(self._answer_s, self._lost_s) if options.key else self._answer_s
         while True:
@@ -136,14 +136,14 @@ class Fleet:
             if not (replica := able[chosen.name]).leaving:  # else it was taken off the list meanwhile
                 return replica
 
-    async def _looked_at(self) -> None:
-        """Returns when everybody that was there from the beginning has been asked once: a request with a key may run
-        where nobody has looked yet."""
+    async def _know_all(self) -> None:
+        """Returns when everybody that was there from the beginning has answered, or has not for too long: a request
+        with a key may run where nobody has looked yet, or at who was only slow to be connected."""
         if self._unknown and self._watching is not None:
             with suppress(TimeoutError):
                 async with asyncio.timeout(self._lost_s):
                     for replica in tuple(self._unknown):
-                        await replica.looked_at.wait()
+                        await replica.answered.wait()
         self._unknown.clear()
 
     def _serves(self, replica: Replica) -> bool:

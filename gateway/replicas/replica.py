@@ -27,8 +27,7 @@ class Guest(Protocol):
 
 class Replica:
     """health: what it said last. reason: why it gets nothing now; "": it does. guests: what is under way there.
-    leaving: it is not one of the replicas any more, and stays for its guests. looked_at: it has answered once, or has
-    not in time.
+    leaving: it is not one of the replicas any more, and stays for its guests. answered: it has, once.
 
     lost_s: after so long without an answer it is given up, until it answers again.
     """
@@ -48,7 +47,7 @@ class Replica:
         self.health: Health | None = None
         self.reason = "it has not answered yet"
         self.guests: dict[Guest, None] = {}
-        self.looked_at = asyncio.Event()
+        self.answered = asyncio.Event()
         self._silent_since: float | None = None
 
     @property
@@ -76,7 +75,8 @@ class Replica:
         try:
             while not self.leaving or self.guests:
                 await self._look()
-                self.looked_at.set()
+                if self._silent_since is None:
+                    self.answered.set()
                 looked()
                 await asyncio.sleep(LOOK_S)
         finally:

@@ -18,16 +18,25 @@ from kvforge.client.options import RequestOptions
 ANSWER_S, LOST_S = 0.1, 0.5
 
 
-@pytest.mark.parametrize(("slow_s", "asked"), [(0.2, ["a", "b"]), (5.0, ["b"])])
-def test_the_first_request_waits_until_all_have_been_asked(
-    slow_s: float, asked: list[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize(
+    ("slow_s", "failures", "asked"), [(0.2, 0, ["a", "b"]), (0.0, 2, ["a", "b"]), (5.0, 0, ["b"]), (0.0, 1000, ["b"])]
+)
+def test_the_first_request_waits_until_all_have_answered(
+    slow_s: float, failures: int, asked: list[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It may run where nobody has looked yet. Who says nothing for too long is not waited for."""
+    """It may run where nobody has looked yet. Who says nothing for too long, or cannot be connected, is not waited for;
+    a first attempt that fails is not too long."""
+    left = failures
     seen: list[tuple[list[str], float]] = []
 
     async def look(self: Replica) -> None:
+        nonlocal left
+        self._silent_since = None
         if self.name == "a":
             await asyncio.sleep(slow_s)
+            if left:
+                left, self._silent_since = left - 1, 1.0
+                return
         self.health: Any = SimpleNamespace(model=SimpleNamespace(fingerprint="one"))
         self.reason = ""
 
@@ -36,6 +45,7 @@ def test_the_first_request_waits_until_all_have_been_asked(
         return SimpleNamespace(silent=(), name=None)
 
     monkeypatch.setattr(Replica, "_look", look)
+    monkeypatch.setattr("gateway.replicas.replica.LOOK_S", 0.05)
     monkeypatch.setattr(Replica, "ready", property(lambda self: not self.reason))
     monkeypatch.setattr(replicas, "ask_and_choose", choose)
 
