@@ -63,7 +63,8 @@ def open_runner(plan: Plan, rows_min: int = 0, tokens_min: int = 0) -> tuple[Any
     print(f"{plan.determinism}: {model.unsteady or 'each row by itself'}", file=sys.stderr, flush=True)
     width = max(plan.context_max, tokens_min) // BLOCK_SIZE
     rows = max(*plan.batches, rows_min)
-    pool = KvPool(model.geometry, rows * width, device)
+    blocks = max(max(plan.batches) * plan.context_max, rows_min * tokens_min) // BLOCK_SIZE
+    pool = KvPool(model.geometry, blocks, device)
     for tensor in pool.tensors():
         if tensor.is_floating_point() and tensor.element_size() > 1:
             tensor.normal_()  # equal numbers would cost less power, and a GPU at its limit of power would be faster
