@@ -58,7 +58,7 @@ class Connection(ABC):
         self._pid = os.getpid()
         self._owner: dict[str, threading.Thread] = {}
         self._waiting = False
-        self._closed = False
+        self._closed = self._ended = False
         self.session = Session(self.endpoint)
         again_s = number("reconnect_s", reconnect_s, 0, RECONNECT_S_MAX, "0 (not at all)")
         proof = network.proof_for(self.endpoint, server_key, key_file)
@@ -83,14 +83,14 @@ class Connection(ABC):
         return exchange.result(pending.answer(exchange.reply))
 
     def close(self) -> None:
-        if self._closed:
+        if self._ended:
             return
         if os.getpid() == self._pid:  # else the sockets belong to the process that made them
             self._check_closable()
             self._closed = True
             self.link.goodbye()
             self.session.lost(Conflict("this client was closed while the request ran"))
-        self._closed = True
+        self._closed = self._ended = True  # now: what Ctrl-C broke off is ended by the next call
 
     # -------------------------------------------------------------------------------------------------- connection
 

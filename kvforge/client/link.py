@@ -13,7 +13,7 @@ from time import monotonic
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvforge.protocol import network, transport
+from kvforge.protocol import network
 from kvforge.protocol.codec import encode
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration, ProtocolError
 from kvforge.protocol.messages import Goodbye, Hello, Message
@@ -21,12 +21,12 @@ from kvforge.protocol.messages import Goodbye, Hello, Message
 from .awaited import Watched
 from .dialler import Dialler
 from .session import Session
+from .sockets import Sockets
 
 # What is taken in at once, before others get their turn.
 MESSAGES_PER_PUMP_MAX = 256
 PUMP_S_MAX = 0.0005
 GOODBYE_LINGER_MS = 200
-HEARD_OF = zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.HANDSHAKE_SUCCEEDED | network.REFUSED
 
 
 def _nothing() -> None: ...
@@ -46,7 +46,7 @@ class Link(Watched):
         """proof: of who we are, for a coordinator that is reached over a network."""
         super().__init__()
         self._session, self._proof = session, proof
-        self._context: zmq.Context[zmq.Socket[bytes]] | None = None
+        self._sockets = Sockets()
         self._opened = opened
         self._ended = False
         # A signal's handler broke off taking in a message: what it said is lost.
@@ -67,16 +67,18 @@ class Link(Watched):
     def open(self) -> None:
         """Starts connecting. Raises InvalidConfiguration if the endpoint is not one."""
         assert self.socket is None, "a link is opened once per connection"
-        if self._context is None:
-            self._context = zmq.Context()
-        self.socket, self.is_up = transport.dealer(self._context, self._proof, immediate=False), False
-        self.monitor = self.socket.get_monitor_socket(HEARD_OF)
+        self.is_up = False
         try:
+            self.socket = self._sockets.dealer(self._proof)
+            self.monitor = self._sockets.monitor(self.socket)
             self.socket.connect(self._session.endpoint)
         except zmq.ZMQError as error:
             self.close()
             problem = f"cannot connect to {self._session.endpoint!r}: {error.strerror}"
             raise InvalidConfiguration("endpoint", problem) from None
+        except BaseException:  # a signal's handler raised: half a connection is none
+            self.close()
+            raise
         self.dialler.opened()
         self._opened()
 
@@ -151,22 +153,17 @@ class Link(Watched):
             # A linger of zero would throw the message away before ZeroMQ's I/O thread has written it.
             self.socket.setsockopt(zmq.LINGER, GOODBYE_LINGER_MS)
         self.close()
-        if self._context is not None:
-            self._context.term()
-            self._context = None
+        self._sockets.end()
 
     def close(self) -> None:
         """Closes the sockets of this connection, if any."""
-        if self.socket is None or self.monitor is None:
+        if self.socket is None:
             return
         self.closing()
         self.closing = _nothing
         self._outbox.clear()
-        socket, monitor = self.socket, self.monitor
         self.socket = self.monitor = None
-        socket.disable_monitor()
-        monitor.close(linger=0)
-        socket.close()
+        self._sockets.close()
         self.wake()
 
     def _put(self, message: Message) -> bool:

@@ -41,6 +41,27 @@ def test_a_coordinator_that_takes_the_connection_and_says_nothing(fake: Running,
         kv.stats()
 
 
+def test_closing_that_was_broken_off_can_be_done_again(fake: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    kv = Client(fake.endpoint)
+    request = kv.submit([4], max_tokens=9, tenant="hang")
+    goodbye = kv._calls.link.goodbye
+
+    def broken() -> None:
+        monkeypatch.undo()
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(kv._calls.link, "goodbye", broken)
+    with pytest.raises(KeyboardInterrupt):
+        kv.close()
+    with pytest.raises(Conflict, match="closed"):
+        kv.stats()
+    kv.close()
+    assert kv._calls.link.goodbye == goodbye and not kv._calls.link.is_open
+    fake.expect("Goodbye")
+    with pytest.raises(Conflict, match="was closed"):
+        request.result()
+
+
 def test_a_coordinator_that_never_gets_ready(folder: Path) -> None:
     with Running(folder, ready=False) as fake, Client(fake.endpoint) as kv:
         with pytest.raises(
