@@ -43,7 +43,7 @@ from worker.kernels.registry import KERNELS
 
 FOLDER = Path(__file__).parents[2] / "data" / "compiled"
 GLUON = ("worker.attention.prefill_hopper", "worker.attention.gluon_names")
-SHARE = 0.34  # of the kernels of each target: one configuration of each is compiled again each time
+SHARE = 0.2  # of the kernels of each target: one configuration of each is compiled again each time
 UNTIDY = "gfx950"  # after it, Triton 3.6 uses some of its instructions for other targets as well: it comes last
 READING = (aot.compile_one, aot._hip_usage, aot._cuda_usage, aot._unordered_stores)
 

@@ -162,11 +162,14 @@ def test_fast_is_said_to_be_fast(tmp_path: Path) -> None:
 
 @pytest.mark.model
 def test_the_held_prompts_have_one_answer_in_bfloat16(smollm2_path: Path) -> None:
-    """A real model's, in 16 bits: alone, in company, thrown out, forked, on a worker that dies."""
+    """A real model's, in 16 bits: alone, in company, thrown out, forked, on a worker that dies. One of the two long
+    prompts, which begin alike: a CPU without instructions for bfloat16 takes half a minute for the other."""
     model = load_model(smollm2_path, dtype="bfloat16", device=open_device("cpu"), block_size=16)
     if model.unsteady:
         pytest.skip(f"not promised here: {model.unsteady}")
-    requests = [Request(i, case["prompt_tokens"], 10, 7, 0.0) for i, case in enumerate(CASES)]
+    prompts = [case["prompt_tokens"] for case in CASES]
+    prompts.remove(max(prompts, key=len))
+    requests = [Request(i, prompt, 10, 7, 0.0) for i, prompt in enumerate(prompts)]
     company, alone = Company(model, Random(3), 4, 256, 0), Alone(model)
     try:
         forked = company.play(requests, forks=2, deaths=1)
