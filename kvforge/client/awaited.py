@@ -6,7 +6,7 @@ A session makes them and forgets them once they are done; whoever holds one keep
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TypeVar
+from typing import Any, TypeVar
 
 from kvforge.protocol.errors import DeadlineExceeded, InternalError, KvforgeError, ProtocolError, restore
 from kvforge.protocol.messages import (
@@ -139,6 +139,13 @@ class Track(Watched):
     def reach(self) -> int:
         """The offset of the token that is due next."""
         return self.start + len(self.tokens)
+
+    def settle(self) -> None:
+        """Forgets a token that was not taken in whole: a signal's handler may have broken that off."""
+        columns: tuple[list[Any], ...] = (self.tokens, self.logprobs, self.tops)
+        whole = min(map(len, columns))
+        for column in columns:
+            del column[whole:]
 
     def end(self, ended: Ended, anew: int | None = None) -> None:
         """The request has ended: with what the coordinator says, or with an error where its tokens did not all come.

@@ -49,7 +49,7 @@ class Link(Watched):
         self._sockets = Sockets()
         self._opened = opened
         self._ended = False
-        # A signal's handler broke off taking in a message: what it said is lost.
+        # A signal's handler broke off taking in a message, or sending one: this connection is of no use any more.
         self._torn = False
         # What the session itself has to say and found no room for.
         self._outbox: deque[Message] = deque()
@@ -107,15 +107,14 @@ class Link(Watched):
         """Takes in what has arrived, and connects where that is wanted; returns True if there may be more."""
         if self._ended:
             return False
-        if self._torn:
-            self._torn = False
-            self.fail(CoordinatorUnavailable(f"reading what came from {self._session.endpoint} was broken off"))
         try:
+            if self._torn:
+                self.fail(CoordinatorUnavailable(f"a message from or to {self._session.endpoint} was broken off"))
             more = self._pump()
         except InvalidConfiguration:
             raise
         except BaseException:
-            self._torn = self.dialler.resumes  # the next connection makes up for it
+            self._torn |= self.dialler.resumes  # the next connection makes up for it
             raise
         return more
 
@@ -143,8 +142,10 @@ class Link(Watched):
 
     def fail(self, error: CoordinatorUnavailable | ProtocolError) -> None:
         """Ends the connection, which is of no use any more."""
+        self._torn = True  # until all of it is done
         self.close()
         self.dialler.lost(error)
+        self._torn = False
 
     def goodbye(self) -> None:
         """Tells the coordinator, if it can be told at once, that this client leaves; then frees everything."""
@@ -167,12 +168,15 @@ class Link(Watched):
         self.wake()
 
     def _put(self, message: Message) -> bool:
-        if self.socket is None:
+        if self.socket is None or self._torn:
             return False
         try:
             self.socket.send_multipart(encode(message), flags=zmq.DONTWAIT)
         except zmq.Again:
             return False
+        except BaseException:  # a signal's handler raised: half of the message may lie there, and wait for its end
+            self._torn = True
+            raise
         return True
 
     def _flush(self) -> bool:

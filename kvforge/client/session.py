@@ -130,6 +130,11 @@ class Session:
         for pending in tuple(self._pending.values()):
             if pending.resumes or pending.expects is Welcome:
                 del self._pending[pending.rid]
+        for request_id, tracks in tuple(self._tracks.items()):
+            for track in tracks:
+                track.settle()
+            if all(track.done for track in tracks):  # noting that was broken off
+                self._drop(request_id)
 
     def lost(self, error: KvforgeError) -> None:
         """There is no connection any more: everything that still waits fails with `error`. Tokens received stay."""
@@ -151,7 +156,7 @@ class Session:
         if rid == 0 and isinstance(message, Refused) and self._pending:
             # The coordinator could not read which command it refuses. It answers in order, so it means the oldest.
             rid = next(iter(self._pending))
-        pending = self._pending.pop(rid, None)
+        pending = self._pending.get(rid)
         if pending is None:
             return self._late(message)
         replies: list[Message] = []
@@ -166,6 +171,7 @@ class Session:
             self._resuming.pop(pending.resumes, None)
             self._fail(pending.resumes, pending.error)
         pending.wake()
+        self._pending.pop(rid, None)
         return replies
 
     def _late(self, message: Message) -> list[Message]:
@@ -263,15 +269,16 @@ class Session:
 
     def _fail(self, request_id: int, error: KvforgeError) -> None:
         """Whoever reads this request gets `error` after what has come."""
-        for track in self._drop(request_id):
+        for track in self._tracks.get(request_id, ()):
             track.error = error
             track.wake()
+        self._drop(request_id)
 
-    def _drop(self, request_id: int) -> list[Track]:
-        """Nothing more is expected of this request; returns who read it."""
+    def _drop(self, request_id: int) -> None:
+        """Nothing more is expected of this request."""
         self._due.pop(request_id, None)
         self._anew.pop(request_id, None)
-        return self._tracks.pop(request_id, [])
+        self._tracks.pop(request_id, None)
 
     def _stream(self, message: Stream) -> list[Message]:
         # This comes first, since rows in the same message may be later than those that were lost.
@@ -283,9 +290,10 @@ class Session:
             if ended.request_id in self._resuming:
                 continue
             anew = self._anew.get(ended.request_id)
-            for track in self._drop(ended.request_id):
+            for track in self._tracks.get(ended.request_id, ()):
                 track.end(ended, anew)
                 touched[track] = None
+            self._drop(ended.request_id)
         for track in touched:
             track.wake()
         for request_id in message.taken:

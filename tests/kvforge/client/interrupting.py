@@ -1,0 +1,106 @@
+"""The handler of a signal that raises at a chosen step of Python, and what must still hold behind it.
+
+    python -m tests.kvforge.client.interrupting WHAT FOLDER STRIDE
+
+At each STRIDE-th step of WHAT, counted in the files of the client and the protocol and in ZeroMQ's own Python, one run
+raises. Prints how many steps there were. A client that waits for ever ends the program with a traceback.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import zmq.sugar
+
+import kvforge.client
+import kvforge.protocol
+from kvforge import Client
+from kvforge.client.link import Link
+from kvforge.client.session import Session
+from tests.kvforge.fake_coordinator import Running
+
+PLACES = tuple(str(Path(str(each.__file__)).parent) for each in (kvforge.client, kvforge.protocol, zmq.sugar))
+HANG_S = 60
+TOKENS = tuple(range(4, 13))  # of the fake's, for the prompt [4]
+
+
+def interrupted(call: Callable[[], Any], at: int) -> tuple[bool, BaseException | None]:
+    """Whether the call was over before; and what was raised. Finalisers are let alone: they swallow it."""
+    left = at
+
+    def trace(frame: FrameType, event: str, _: object) -> Any:
+        nonlocal left
+        if not frame.f_code.co_filename.startswith(PLACES) or frame.f_code.co_name == "__del__":
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode":
+            left -= 1
+            if left < 0:
+                raise KeyboardInterrupt
+        return trace
+
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt as error:
+        return False, error
+    finally:
+        sys.settrace(None)
+    return left >= 0, None
+
+
+def of_a_link(what: str, folder: Path) -> Callable[[int], bool]:
+    """One of its steps, then another connection, and the end. The exception holds by its traceback what was made."""
+
+    def run(at: int) -> bool:
+        link = Link(Session(f"ipc://{folder}/nobody.sock"), 5.0)
+        if what != "opening":
+            link.open()
+        call = {"opening": link.open, "closing": link.close, "ending": link.goodbye}[what]
+        over, _held = interrupted(call, at)
+        if what != "ending":
+            assert not link.is_open or link.monitor is not None, "half a connection"
+            link.close()
+            link.open()
+        link.goodbye()
+        return over
+
+    return run
+
+
+def of_a_call(what: str, kv: Client, fake: Running) -> Callable[[int], bool]:
+    """One call of a client, which goes on with the next as if nothing had been."""
+
+    def run(at: int) -> bool:
+        fake.seen()  # its output is read, else it would stand still
+        request = kv.submit([4], max_tokens=len(TOKENS))
+        call = {"submit": lambda: kv.submit([4], max_tokens=9), "result": request.result, "stats": kv.stats}[what]
+        over, _held = interrupted(call, at)
+        done = request.result()
+        assert done.tokens == TOKENS and done.logprobs == (-0.5,) * len(TOKENS), done
+        assert kv.stats().boot == "b"
+        return over
+
+    return run
+
+
+def main(what: str, folder: Path, stride: int) -> None:
+    at = 0
+    with Running(folder) as fake, Client(fake.endpoint, timeout_s=20, stream_timeout_s=20, reconnect_s=600) as kv:
+        calls = what in ("submit", "result", "stats")
+        run = of_a_call(what, kv, fake) if calls else of_a_link(what, folder)
+        while True:
+            faulthandler.dump_traceback_later(HANG_S, exit=True)
+            if run(at):
+                break
+            at += stride
+    print(at)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))
