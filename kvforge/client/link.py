@@ -170,8 +170,9 @@ class Link(Watched):
     def _put(self, message: Message) -> bool:
         if self.socket is None or self._torn:
             return False
+        frames = encode(message)
         try:
-            self.socket.send_multipart(encode(message), flags=zmq.DONTWAIT)
+            self.socket.send_multipart(frames, flags=zmq.DONTWAIT)
         except zmq.Again:
             return False
         except BaseException:  # a signal's handler raised: half of the message may lie there, and wait for its end

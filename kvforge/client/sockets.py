@@ -1,14 +1,15 @@
 """The ZeroMQ sockets of a link, all of which can be closed whenever that is wanted.
 
-The handler of a signal runs between any two steps of Python: Ctrl-C may break off what makes a socket before it has a
-name anywhere, or what closes it. Who catches the exception holds that socket by its traceback, and ZeroMQ's context
-waits for it for ever when it is ended.
+ZeroMQ's context waits for each of them for ever when it is ended, and two things take one out of our hands. The handler
+of a signal runs between any two steps of Python: Ctrl-C may break off what makes a socket before it has a name, or what
+closes it, and who catches the exception holds that socket by its traceback. And who drops a client without closing it
+leaves it to Python's collector, for which ZeroMQ's own list of sockets is empty already.
 """
 
 from __future__ import annotations
 
-from typing import Any, Self
-from weakref import ref
+import os
+from typing import Any
 
 import zmq
 
@@ -17,42 +18,50 @@ from kvforge.protocol import network, transport
 HEARD_OF = zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.HANDSHAKE_SUCCEEDED | network.REFUSED
 
 
-class _Socket(zmq.Socket[bytes]):
-    """Its owner knows it before anything is open."""
+class _Context(zmq.Context[zmq.Socket[bytes]]):
+    """made: its sockets that are not known to be closed, each from before anything of it is open."""
 
-    def __new__(cls, context: _Context, *_: Any, **__: Any) -> Self:
-        made = super().__new__(cls)
-        owner = context.owner()
-        assert owner is not None, "who makes a socket is there"
-        owner.made.append(made)
+    made: list[zmq.Socket[bytes]]
+    maker: int
+
+    def __init__(self) -> None:
+        self.made, self.maker = [], os.getpid()
+        super().__init__()
+
+    def socket(self, socket_type: int, *_: Any, **__: Any) -> zmq.Socket[bytes]:
+        """Of that type, noted."""
+        return super().socket(socket_type, self._make)
+
+    def _make(self, context: zmq.Context[Any], socket_type: int) -> zmq.Socket[bytes]:
+        made: zmq.Socket[bytes] = zmq.Socket.__new__(zmq.Socket)
+        self.made.append(made)
+        zmq.Socket.__init__(made, context, socket_type)
         return made
 
+    def close_sockets(self) -> None:
+        for socket in tuple(self.made):
+            if not socket.closed:
+                socket.disable_monitor()  # else it might wait for its monitor's reader, which is closed
+                socket.close()
+        self.made.clear()
 
-class _Context(zmq.Context[zmq.Socket[bytes]]):
-    _socket_class = _Socket
-    owner: ref[Sockets]
-
-    def __new__(cls, owner: Sockets) -> Self:
-        context = super().__new__(cls)
-        context.__dict__["owner"] = ref(owner)  # set as an attribute it would be taken for an option of ZeroMQ's
-        return context
-
-    def __init__(self, _: Sockets) -> None:
-        super().__init__()
+    def __del__(self) -> None:
+        if self.__dict__.get("maker") == os.getpid():  # a fork's sockets are its parent's
+            self.close_sockets()
+        super().__del__()
 
 
 class Sockets:
-    """Those of one connection at a time. made: all that are not known to be closed."""
+    """Those of one connection at a time."""
 
     def __init__(self) -> None:
-        self.made: list[zmq.Socket[bytes]] = []
         self._context: _Context | None = None
 
     def dealer(self, proof: network.Proof | None) -> zmq.Socket[bytes]:
         """The first of a connection. What another connection has left behind is closed."""
         self.close()
         if self._context is None:
-            self._context = _Context(self)
+            self._context = _Context()
         return transport.dealer(self._context, proof, immediate=False)
 
     def monitor(self, dealer: zmq.Socket[bytes]) -> zmq.Socket[bytes]:
@@ -61,11 +70,8 @@ class Sockets:
 
     def close(self) -> None:
         """Closes all of them, those too whose making or closing was broken off."""
-        for socket in tuple(self.made):
-            if not socket.closed:
-                socket.disable_monitor()  # else it might wait for its monitor's reader, which is closed
-                socket.close()
-        self.made.clear()
+        if self._context is not None:
+            self._context.close_sockets()
 
     def end(self) -> None:
         """Closes them, and waits until what they still have to send is sent or has taken too long."""

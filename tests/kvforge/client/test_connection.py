@@ -62,6 +62,48 @@ def test_closing_that_was_broken_off_can_be_done_again(fake: Running, monkeypatc
         request.result()
 
 
+DROPPED = """
+import faulthandler, gc, os, sys
+from kvforge import Client
+faulthandler.dump_traceback_later(60, exit=True)
+before = len(os.listdir("/proc/self/task"))
+for _ in range(5):
+    kv = Client(sys.argv[1], timeout_s=20)
+    assert kv.stats().boot == "b"
+    child = os.fork()
+    del kv
+    gc.collect()
+    if not child:
+        os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+print(len(os.listdir("/proc/self/task")) - before)
+"""
+
+
+def test_clients_that_are_dropped_without_closing_are_collected(fake: Running) -> None:
+    """In a fork of their process, too. None of ZeroMQ's threads is left."""
+    command = [sys.executable, "-W", "ignore", "-c", DROPPED, fake.endpoint]
+    run = subprocess.run(command, capture_output=True, text=True, timeout=90, check=False)
+    assert (run.returncode, run.stdout) == (0, "0\n"), run.stderr
+
+
+def test_a_message_that_cannot_be_written_costs_no_connection(fake: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+    with Client(fake.endpoint, timeout_s=20, reconnect_s=0) as kv:
+        request = kv.submit([4], max_tokens=9, tenant="hang")
+
+        def broken(*_: object) -> None:
+            monkeypatch.undo()
+            raise ValueError("too large")
+
+        monkeypatch.setattr("kvforge.client.link.encode", broken)
+        with pytest.raises(ValueError, match="too large"):
+            kv.stats()
+        assert kv.stats().boot == "b"
+        with pytest.raises(DeadlineExceeded):  # it still runs
+            request.result(timeout_s=0.1)
+    assert fake.seen().count("Hello") == 1
+
+
 def test_a_coordinator_that_never_gets_ready(folder: Path) -> None:
     with Running(folder, ready=False) as fake, Client(fake.endpoint) as kv:
         with pytest.raises(
