@@ -22,6 +22,7 @@ from gateway.config import SEE, Settings
 from gateway.generate.service import Service
 from gateway.http.errors import openai_error
 from gateway.http.guard import Guard
+from gateway.http.ignored import HEADER as IGNORED_HEADER
 from gateway.metrics.counting import Counting
 from gateway.metrics.routes import Source
 from gateway.metrics.routes import routes as metrics
@@ -135,7 +136,7 @@ def _cors(settings: Settings) -> list[Middleware]:
     """Answers browsers whose pages are of the origins that may call; nothing at all where there are none."""
     if not settings.cors_origins:
         return []
-    origins, exposed = list(settings.cors_origins), ["x-request-id", "request-id", "retry-after"]
+    origins, exposed = list(settings.cors_origins), ["x-request-id", "request-id", "retry-after", IGNORED_HEADER]
     methods, headers = ["GET", "POST"], ["*"]
     return [
         Middleware(

@@ -76,6 +76,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     body_bytes_max, head_bytes_max: of a request. head_s, body_s: for it to come. keep_alive_s: an idle connection.
     write_s: after so long without reading, a client is given up. drain_s: for streams to end when it is told to.
     log_level: debug, info, warning or error. log_format: text, or json: one document a line.
+    strict_fields: refuse fields and tools that nothing here reads, by name, instead of ignoring them.
     strip: regular expressions of what agents put in front of their prompts and change with each call: it is left out.
     move: the same, but it is moved to the end of the system prompt, so that what follows it is found in the prefix
     cache.
@@ -99,6 +100,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     hosts: tuple[str, ...] = ()
     cors_origins: tuple[str, ...] = ()
     keys: dict[str, Key] = {}
+    strict_fields: bool = False
     strip: tuple[str, ...] = (BILLING,)
     move: tuple[str, ...] = ()
     body_bytes_max: int = 32 << 20

@@ -1,6 +1,6 @@
 """What is asked of /v1/messages, as Anthropic's reference has it.
 
-A field that is not in a struct here is refused by its name. What is accepted and has no effect is in `IGNORED`.
+Fields of these structures that have no effect are in `IGNORED`, known fields that no structure has are in `known.py`.
 """
 
 from __future__ import annotations
@@ -15,14 +15,15 @@ IGNORED = {
     "cache_control": "prefixes are found by what they hold, wherever they end",
     "citations": "`null` or disabled is how it is",
     "thinking.budget_tokens": "how long a model thinks is its own; max_tokens bounds it",
-    "context_management": "`null` is how it is",
-    "container": "`null` is how it is",
     "inference_geo": "it is computed where this service runs",
-    "speed": "there is one",
-    "user_profile_id": "a label of the caller's own",
-    "workspace_id": "a label of the caller's own",
-    "diagnostics": "`null` is how it is",
+    "caller": "calls come from the model alone",
+    "eager_input_streaming": "arguments are streamed as they come",
+    "input_examples": "chat templates have no place for examples of a tool: write them into its description",
+    "is_error": "chat templates have no place for it: the text of a result says that a call failed",
+    "signature": "thinking that is sent back is not verified",
+    "thinking.display": "thinking is given as it is",
 }
+CUSTOM = "custom"
 Count = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 
 
@@ -56,9 +57,9 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool of the caller's. type: "custom" or nothing: those that Anthropic runs itself are not here."""
+    """A tool of the caller's own, whose type is `custom` or not given. Tools of other types are left out."""
 
-    name: str
+    name: str = ""
     input_schema: dict[str, Any] | None = None
     description: str | None = None
     type: str | None = None
@@ -98,6 +99,25 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     format: Format | None = None
 
 
+class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A way to shorten a conversation. keep: of the type `clear_thinking_20251015`, whose thinking stays."""
+
+    type: str
+    keep: Any = None
+    trigger: Any = None
+    clear_at_least: Any = None
+    clear_tool_inputs: Any = None
+    exclude_tools: Any = None
+    instructions: str | None = None
+    pause_after_compaction: bool | None = None
+
+
+class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """What is taken out of a conversation before the model reads it."""
+
+    edits: list[Edit] | None = None
+
+
 class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/messages/count_tokens, and what /v1/messages has of it."""
 
@@ -109,23 +129,19 @@ class Conversation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     thinking: Thinking | None = None
     output_config: OutputConfig | None = None
     cache_control: dict[str, Any] | None = None
-    context_management: None = None
+    context_management: ContextManagement | None = None
+    chat_template_kwargs: dict[str, Any] | None = None  # vLLM's
 
 
 class Create(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A body of /v1/messages."""
 
     max_tokens: Count
-    stream: bool = False
+    stream: bool | None = None
     stop_sequences: list[str] | None = None
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
-    container: None = None
     inference_geo: str | None = None
-    speed: str | None = None
-    user_profile_id: str | None = None
-    workspace_id: str | None = None
-    diagnostics: None = None

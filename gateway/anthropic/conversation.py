@@ -6,12 +6,13 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from gateway.chat.conversation import arguments_of
-from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool
+from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool, leave_out
+from gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
-from .asked import Block, Conversation, Message
+from .asked import CUSTOM, Block, Conversation, Message
+from .editing import THINKING, thinking_kept
 
-THINKING = ("thinking", "redacted_thinking")
 _KINDS = {"auto": AUTO, "none": NONE, "any": REQUIRED, "tool": REQUIRED}
 
 
@@ -20,17 +21,19 @@ def messages_of(asked: Conversation) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if asked.system:
         messages.append({"role": "system", "content": _text(asked.system, "system")})
+    kept = thinking_kept(asked)
     for at, message in enumerate(asked.messages):
-        messages += _message(message, f"messages[{at}].content")
+        messages += _message(message, f"messages[{at}].content", at in kept)
     return messages
 
 
-def tools_of(asked: Conversation) -> list[Tool]:
-    """Raises InvalidRequest naming a tool that Anthropic runs itself."""
+def tools_of(asked: Conversation, ignored: Ignored) -> list[Tool]:
+    """The caller's own tools; others are noted in `ignored`. Raises InvalidRequest naming a tool."""
     tools = []
     for at, tool in enumerate(asked.tools or ()):
-        if tool.type not in (None, "custom"):
-            raise InvalidRequest(f"tools[{at}].type", f"is {tool.type!r}; only tools of the caller's own are here")
+        if tool.type not in (None, CUSTOM):
+            leave_out(f"tools[{at}].type", tool.type, ignored)
+            continue
         if tool.input_schema is None:
             raise InvalidRequest(f"tools[{at}].input_schema", "is missing")
         tools.append(Tool(tool.name, tool.description or "", tool.input_schema, bool(tool.strict)))
@@ -47,7 +50,7 @@ def choice_of(asked: Conversation) -> Choice:
     return Choice(_KINDS[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
 
 
-def _message(message: Message, field: str) -> Iterator[dict[str, Any]]:
+def _message(message: Message, field: str, thinking_kept: bool) -> Iterator[dict[str, Any]]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
@@ -58,7 +61,7 @@ def _message(message: Message, field: str) -> Iterator[dict[str, Any]]:
         if block.type == "text":
             texts.append(_needed(block.text, f"{name}.text"))
         elif block.type in THINKING:
-            if block.thinking:
+            if block.thinking and thinking_kept:
                 said["reasoning_content"] = said.get("reasoning_content", "") + block.thinking
         elif block.type == "tool_use" and message.role == "assistant":
             function = {

@@ -12,38 +12,49 @@ from gateway.generate.answer import Piece
 from gateway.generate.conversing import Conversing, conversing
 from gateway.generate.generation import Generation, Usage, Wanted
 from gateway.generate.service import Model
+from gateway.http.fields import Reader
+from gateway.http.ignored import Ignored
 from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge import Sampling
 from kvforge.client.arguments import stop_strings
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import SAMPLING_RANGES
 
 from .asked import Conversation, Create
 from .conversation import choice_of, messages_of, tools_of
+from .known import KNOWN, MINE
 
-CREATE, COUNT = msgspec.json.Decoder(Create), msgspec.json.Decoder(Conversation)
+CREATE, COUNT = Reader(Create, KNOWN, MINE), Reader(Conversation, KNOWN, MINE)
 encode = msgspec.json.encode
+TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
 
 
-def conversation_of(asked: Conversation, model: Model) -> Conversing:
-    """Raises InvalidRequest naming the field."""
-    told: dict[str, Any] = {} if asked.thinking is None else {"enable_thinking": asked.thinking.type != "disabled"}
+def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conversing:
+    """What is asked of the model; tools that are left out are noted in `ignored`. Raises InvalidRequest."""
+    told: dict[str, Any] = dict(asked.chat_template_kwargs or {})
+    if asked.thinking is not None:
+        told["enable_thinking"] = asked.thinking.type != "disabled"
     if asked.output_config is not None and asked.output_config.effort is not None:
         told["reasoning_effort"] = asked.output_config.effort
     messages = messages_of(asked)
     # As in Anthropic's API, an answer that was begun goes on.
     continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
-    tools, choice = tools_of(asked), choice_of(asked)
+    tools, choice = tools_of(asked, ignored), choice_of(asked)
     format_ = asked.output_config.format if asked.output_config is not None else None
     shape = ANY if format_ is None else Shape("json_schema", format_.schema, "output_config.format.schema")
     return conversing(model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=told)
 
 
-def wanted_of(asked: Create, model: Model, caller: Caller, key: str) -> Wanted:
+def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored) -> Wanted:
     """Raises InvalidRequest naming the field as the request calls it."""
-    conversation = conversation_of(asked, model)
+    conversation = conversation_of(asked, model, ignored)
     try:
-        named = {"temperature": asked.temperature, "top_p": asked.top_p, "top_k": asked.top_k}
+        named = {
+            "temperature": asked.temperature,
+            "top_p": TOP_P_MIN if asked.top_p == 0 else asked.top_p,
+            "top_k": asked.top_k,
+        }
         sampling = Sampling(**named, **conversation.shape.named)  # type: ignore[arg-type]
         options = RequestOptions(
             max_tokens=asked.max_tokens, sampling=sampling, tenant=caller.tenant, detached=bool(key), key=key

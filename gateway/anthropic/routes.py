@@ -15,7 +15,9 @@ from gateway.generate.service import Service
 from gateway.http import body
 from gateway.http.errors import anthropic_error
 from gateway.http.guard import Guard
+from gateway.http.ignored import Ignored
 from gateway.http.keys import Key, session_of
+from gateway.http.notes import notes_of
 from gateway.http.stream import EventStream, Failing, wanted
 from kvforge.protocol.errors import KvforgeError
 
@@ -36,11 +38,12 @@ class Anthropic:
         ]
 
     async def _messages(self, request: Request, caller: Caller) -> Response:
-        asked = body.decoded(messages.CREATE, await self._read(request))
+        ignored = self._ignored(request)
+        asked = body.decoded(messages.CREATE, await self._read(request), ignored)
         key = Key.of(request.headers, "events of this API have no numbers")
         model = self._service.known
         model.check(asked.model)
-        what = messages.wanted_of(asked, model, caller, key.name)
+        what = messages.wanted_of(asked, model, caller, key.name, ignored)
         bell = Bell()
         async with AsyncExitStack() as stack:
             generation = await stack.enter_async_context(self._service.start(what, bell, session_of(request.headers)))
@@ -60,11 +63,15 @@ class Anthropic:
     async def _read(self, request: Request) -> bytes:
         return await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
 
+    def _ignored(self, request: Request) -> Ignored:
+        return notes_of(request.scope).start(strict=self._settings.strict_fields)
+
     async def _count(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
-        asked = body.decoded(messages.COUNT, await self._read(request))
+        ignored = self._ignored(request)
+        asked = body.decoded(messages.COUNT, await self._read(request), ignored)
         model = self._service.model
         model.check(asked.model)
-        return JSONResponse({"input_tokens": len(messages.conversation_of(asked, model).rendered.ids)})
+        return JSONResponse({"input_tokens": len(messages.conversation_of(asked, model, ignored).rendered.ids)})
 
 
 def _headers(generation: Generation) -> dict[str, str]:

@@ -1,4 +1,4 @@
-"""Tools that a model may call, as every API here says them in its own way."""
+"""Tools that a model may call, whichever API names them."""
 
 from __future__ import annotations
 
@@ -7,9 +7,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
 
 AUTO, NONE, REQUIRED = "auto", "none", "required"
+FUNCTION, CUSTOM = "function", "custom"
 TOOLS_MAX = 1024
 _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 
@@ -32,11 +34,36 @@ class Tool:
 @dataclass(frozen=True, slots=True)
 class Choice:
     """Which tools the model may or must call. kind: AUTO, NONE or REQUIRED; name: this one, with REQUIRED. parallel:
-    several at once."""
+    several at once. allowed: the names of those that may be called; None: all."""
 
     kind: str = AUTO
     name: str = ""
     parallel: bool = True
+    allowed: frozenset[str] | None = None
+
+
+NOT_RUN = "it is no function: tools that their provider runs, or that its models alone know, are not here"
+
+
+def leave_out(field: str, kind: str, ignored: Ignored) -> None:
+    """Note a tool that is no function.
+
+    Args:
+        field: Of the request, where its type stands.
+        kind: The type.
+        ignored: Where it is noted.
+
+    Raises:
+        InvalidRequest: Requests are read strictly, or the caller itself would run the tool: it would wait for a call.
+    """
+    if kind == CUSTOM:
+        raise InvalidRequest(field, "is 'custom'; tools without a schema are not supported: offer a function")
+    ignored.add(field, f"is {kind[:80]!r}; {NOT_RUN}", kind)
+
+
+def not_run(field: str, kind: str) -> InvalidRequest:
+    """The refusal of a tool choice that forces a call of a tool that is left out."""
+    return InvalidRequest(field, f"asks for a call of {kind[:80]!r}; {NOT_RUN}")
 
 
 def checked(tools: Sequence[Tool], choice: Choice, field: str = "tools") -> Sequence[Tool]:
@@ -49,8 +76,10 @@ def checked(tools: Sequence[Tool], choice: Choice, field: str = "tools") -> Sequ
             raise InvalidRequest(f"{field}[{at}]", f"the name {name[:80]!r} is not 1 to 256 of A-Z a-z 0-9 _ . : -")
         if name in names[:at]:
             raise InvalidRequest(f"{field}[{at}]", f"there are two tools of the name {name!r}")
+    for name in sorted({choice.name, *(choice.allowed or ())} - {"", *names}):
+        raise InvalidRequest("tool_choice", f"names {name[:80]!r}, which is none of the functions in {field}")
+    if choice.allowed is not None:
+        tools = [tool for tool in tools if tool.name in choice.allowed]
     if choice.kind == REQUIRED and not tools:
-        raise InvalidRequest("tool_choice", f"asks for a call, and {field} is empty")
-    if choice.name and choice.name not in names:
-        raise InvalidRequest("tool_choice", f"names {choice.name!r}, which is none of the tools")
+        raise InvalidRequest("tool_choice", f"asks for a call, and {field} has no function that may be called")
     return () if choice.kind == NONE else tools

@@ -1,4 +1,4 @@
-"""Bodies that are asked for: bounded, JSON, and without a field that nobody reads."""
+"""Bodies of requests: bounded, and JSON of the type that a path reads."""
 
 from __future__ import annotations
 
@@ -12,10 +12,11 @@ from starlette.requests import ClientDisconnect, Request
 from kvforge.protocol.errors import InvalidRequest
 
 from .errors import TooLarge, TooSlow
+from .fields import Reader
+from .ignored import Ignored
 
 T = TypeVar("T")
 _AT = re.compile(r"^(?P<what>.*?)(?: - at `(?P<path>[^`]*)`)?$", re.DOTALL)
-_UNKNOWN = re.compile(r"Object contains unknown field `(?P<name>.*)`$", re.DOTALL)
 _MISSING = re.compile(r"Object missing required field `(?P<name>.*)`$", re.DOTALL)
 SHOWN_MAX = 200
 WITHIN_S = 60.0
@@ -49,10 +50,14 @@ async def _read(request: Request, bytes_max: int) -> bytes:
             return parts[0] if len(parts) == 1 else b"".join(parts)
 
 
-def decoded(decoder: msgspec.json.Decoder[T], body: bytes) -> T:
-    """What a body says. Raises InvalidRequest naming the field that is unknown, missing or of a wrong type."""
+def decoded(reader: Reader[T], body: bytes, ignored: Ignored) -> T:
+    """Decode a body. Unknown fields are noted in `ignored`.
+
+    Raises:
+        InvalidRequest: Names the field that is refused, missing or of a wrong type.
+    """
     try:
-        return decoder.decode(body)
+        return reader.read(body, ignored)
     except msgspec.ValidationError as error:
         raise _wrong(str(error)) from None
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
@@ -66,9 +71,6 @@ def _wrong(text: str) -> InvalidRequest:
     found = _AT.match(text)
     assert found is not None, "matches whatever it is"
     what, path = found["what"][:SHOWN_MAX], (found["path"] or "$").removeprefix("$").removeprefix(".")
-    if unknown := _UNKNOWN.match(what):
-        name = _joined(path, unknown["name"])
-        return InvalidRequest(name, "this field is not known here: leave it out, or see the API's documentation")
     if missing := _MISSING.match(what):
         return InvalidRequest(_joined(path, missing["name"]), "is missing")
     return InvalidRequest(path or "body", what)

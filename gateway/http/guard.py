@@ -14,6 +14,7 @@ from gateway.access import Access, Caller
 from kvforge.protocol.errors import InternalError, KvforgeError, Unavailable
 
 from .errors import headers_of, status_of
+from .notes import notes_of
 from .stream import Gone
 
 Handler = Callable[[Request, Caller], Awaitable[Response]]
@@ -35,6 +36,12 @@ class Guard:
         """shape: of an error's body. right: what the caller must have."""
 
         async def guarded(request: Request) -> Response:
+            notes = notes_of(request.scope)
+            response = await answered(request)
+            notes.mark(response.headers)
+            return response
+
+        async def answered(request: Request) -> Response:
             try:
                 caller = self._access.caller(request.headers, right)
                 return await handler(request, caller)

@@ -6,6 +6,8 @@ from time import monotonic
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from gateway.http.notes import notes_of
+
 from .shared import Counts
 
 GONE = 499  # nobody read an answer
@@ -46,3 +48,4 @@ class Counting:
             raise
         finally:
             self._counts.ended(scope["path"], status, monotonic() - began, received, sent)
+            self._counts.ignored(scope["path"], notes_of(scope).ignored.count)

@@ -20,6 +20,11 @@ GATEWAY = {
     "kvforge_http_requests_total": (COUNTER, "Requests by path and status; 0 is any other status.", ("path", "status")),
     "kvforge_http_request_seconds": (HISTOGRAM, "From a request's head to the end of its answer.", ("path",)),
     "kvforge_http_requests_open": (GAUGE, "Requests that are being answered, streams too.", ()),
+    "kvforge_http_ignored_fields_total": (
+        COUNTER,
+        "Fields and tools of requests that are not read here, as x-kvforge-ignored names them.",
+        ("path",),
+    ),
     "kvforge_http_received_bytes_total": (COUNTER, "Bytes of requests' bodies.", ()),
     "kvforge_http_sent_bytes_total": (COUNTER, "Bytes of answers' bodies.", ()),
 }
@@ -76,18 +81,21 @@ def _own(counts: Counts) -> Iterator[Family]:
     bounds = [*map(str, SECONDS), "+Inf"]
     requests: list[tuple[tuple[str, ...], float | Buckets]] = []
     seconds: list[tuple[tuple[str, ...], float | Buckets]] = []
+    ignored: list[tuple[tuple[str, ...], float | Buckets]] = []
     for path in counts.paths:
         statuses = counts.by_status(total, path)
         requests += [
             ((path, str(status) if status != OTHER_STATUS else "0"), count) for status, count in statuses.items()
         ]
         if statuses:
+            ignored.append(((path,), counts.ignored_fields(total, path)))
             cumulative, all_s = counts.seconds(total, path)
             seconds.append(((path,), Buckets(list(zip(bounds, cumulative, strict=True)), all_s)))
     values: dict[str, list[tuple[tuple[str, ...], float | Buckets]]] = {
         "kvforge_http_requests_total": requests,
         "kvforge_http_request_seconds": seconds,
         "kvforge_http_requests_open": [((), int(total[OPEN]))],
+        "kvforge_http_ignored_fields_total": ignored,
         "kvforge_http_received_bytes_total": [((), int(total[RECEIVED]))],
         "kvforge_http_sent_bytes_total": [((), int(total[SENT]))],
     }

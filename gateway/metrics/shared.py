@@ -32,9 +32,9 @@ _BUCKETS = len(SECONDS) + 1
 class Counts:
     """A row for this process, and the sum of all.
 
-    paths: those that are told apart. A path has the cells of its statuses, of its buckets of seconds, and of their sum
-    in microseconds. path: of the file, which is made where it is not there, and of which a process has one object;
-    None: this process is alone.
+    paths: those that are told apart. A path has the cells of its statuses, of its buckets of seconds, of their sum in
+    microseconds, and of the fields that were ignored. path: of the file, which is made where it is not there, and of
+    which a process has one object; None: this process is alone.
     Raises CapacityExceeded where ROWS processes have one.
     """
 
@@ -48,7 +48,7 @@ class Counts:
             self._row = self._rows[0]
             return
         # Of another gateway's file nothing means the same.
-        mark = hashlib.blake2b(repr((self.paths, STATUSES, SECONDS)).encode(), digest_size=6).hexdigest()
+        mark = hashlib.blake2b(repr((self.paths, STATUSES, SECONDS, self._width)).encode(), digest_size=6).hexdigest()
         self._file = os.open(f"{path}-{mark}", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         os.ftruncate(self._file, ROWS * cells * 8)
         self._map = mmap.mmap(self._file, ROWS * cells * 8)
@@ -56,7 +56,7 @@ class Counts:
         self._row = self._rows[self._take_row()]
         self._row[OPEN] = 0
 
-    _width = len(STATUSES) + 1 + _BUCKETS + 1
+    _width = len(STATUSES) + 1 + _BUCKETS + 1 + 1
 
     def _take_row(self) -> int:
         for row in range(ROWS):
@@ -89,6 +89,11 @@ class Counts:
         row[at + bisect_left(SECONDS, seconds)] += 1
         row[at + _BUCKETS] += round(seconds * 1e6)
 
+    def ignored(self, path: str, fields: int) -> None:
+        """A request of this path named so many fields and tools that are not read."""
+        if fields:
+            self._row[(self._at.get(path) or self._at[OTHER_PATH]) + self._width - 1] += fields
+
     def total(self) -> npt.NDArray[np.int64]:
         """[cells] int64, of all processes together."""
         total: npt.NDArray[np.int64] = self._rows.sum(axis=0)
@@ -99,6 +104,10 @@ class Counts:
         at = self._at[path]
         counts = total[at : at + len(STATUSES) + 1].tolist()
         return {status: count for status, count in zip((OTHER_STATUS, *STATUSES), counts, strict=True) if count}
+
+    def ignored_fields(self, total: npt.NDArray[np.int64], path: str) -> int:
+        """Fields and tools that requests of a path named and that are not read."""
+        return int(total[self._at[path] + self._width - 1])
 
     def seconds(self, total: npt.NDArray[np.int64], path: str) -> tuple[list[int], float]:
         """Requests of a path by bucket, those below included, and the seconds of all."""

@@ -65,8 +65,6 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     reasoning: str | None = None
     refusal: str | None = None
     annotations: list[Any] | None = None
-    audio: None = None
-    function_call: None = None
 
 
 class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
@@ -79,10 +77,10 @@ class Function(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function that the model may call."""
+    """A function that the model may call. Tools of other types are left out."""
 
-    function: Function
-    type: Literal["function"] = "function"
+    function: Function | None = None
+    type: str = "function"
     cache_control: dict[str, Any] | None = None
 
 
@@ -93,10 +91,23 @@ class NamedFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A tool that the model must call."""
+    """A tool by its type, and a function by its name."""
 
-    function: NamedFunction
-    type: Literal["function"] = "function"
+    function: NamedFunction | None = None
+    type: str = "function"
+
+
+class AllowedTools(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The tools that may, or with the mode `required` must, be called."""
+
+    mode: Literal["auto", "required"]
+    tools: list[NamedTool]
+
+
+class ToolChoice(NamedTool, frozen=True, forbid_unknown_fields=True):
+    """A tool that the model must call, or with the type `allowed_tools` those that it may."""
+
+    allowed_tools: AllowedTools | None = None
 
 
 class Chat(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -108,7 +119,7 @@ class Chat(Common, frozen=True, kw_only=True, forbid_unknown_fields=True):
     logprobs: bool | None = None
     top_logprobs: Annotated[int, msgspec.Meta(ge=0, le=LOGPROBS_MAX)] | None = None
     tools: list[Tool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     reasoning_effort: str | None = None
     chat_template_kwargs: dict[str, Any] | None = None

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from gateway.access import Caller
 from gateway.config import Settings
 from gateway.generate.generation import Generation, Usage
 from gateway.generate.service import Model
+from gateway.http.ignored import Ignored
 from gateway.http.keys import Key, session_of
 from kvforge import Sampling
 from kvforge.client.options import RequestOptions
@@ -23,7 +24,7 @@ Asked = Chat | Completion | Create
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """model_name: as the request calls it."""
+    """model_name: as the request calls it. ignored: what of the request is not read."""
 
     caller: Caller
     settings: Settings
@@ -31,14 +32,23 @@ class Call:
     model_name: str
     key: Key
     session: str = ""
+    ignored: Ignored = field(default_factory=Ignored)
 
     @classmethod
-    def of(cls, headers: Mapping[str, str], caller: Caller, settings: Settings, model: Model, asked: Asked) -> Call:
+    def of(
+        cls,
+        headers: Mapping[str, str],
+        caller: Caller,
+        settings: Settings,
+        model: Model,
+        asked: Asked,
+        ignored: Ignored,
+    ) -> Call:
         """Raises ModelNotFound, InvalidRequest naming a header."""
         if asked.model:
             model.check(asked.model)
         key = Key.of(headers, _whole(asked))
-        return cls(caller, settings, model, asked.model or model.names[0], key, session_of(headers))
+        return cls(caller, settings, model, asked.model or model.names[0], key, session_of(headers), ignored)
 
     @property
     def resume(self) -> int:

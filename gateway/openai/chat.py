@@ -6,24 +6,24 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-import msgspec
-
 from gateway.chat.conversation import arguments_of, content_text
-from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool
+from gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
 from gateway.generate.answer import Piece
 from gateway.generate.conversing import conversing
 from gateway.generate.generation import Generation, Wanted, Whole
+from gateway.http.fields import Reader
+from gateway.http.ignored import Ignored
 from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge.protocol.errors import InvalidRequest
 
 from . import asked, logprobs
 from .asked import Chat, Message
 from .call import Call
-from .fields import check_ignored, sampling_of, stops_of
+from .fields import check_ignored, sampling_of, shape_asked, stops_of
+from .known import KNOWN, MINE
 from .said import DONE, Events, encode, usage_of
-from .shapes import shape_of
 
-DECODER = msgspec.json.Decoder(Chat)
+READER = Reader(Chat, KNOWN, MINE)
 KIND, CHUNK = "chat.completion", "chat.completion.chunk"
 TOOL_CALLS = "tool_calls"
 
@@ -60,17 +60,18 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     return plain
 
 
-def tools_of(tools: Sequence[asked.Tool]) -> list[Tool]:
-    """The tools of a request."""
-    return [
-        Tool(
-            tool.function.name,
-            tool.function.description or "",
-            tool.function.parameters or {"type": "object", "properties": {}},
-            bool(tool.function.strict),
-        )
-        for tool in tools
-    ]
+def tools_of(tools: Sequence[asked.Tool], ignored: Ignored) -> list[Tool]:
+    """The functions among the tools of a request; others are noted in `ignored`. Raises InvalidRequest."""
+    functions = []
+    for at, tool in enumerate(tools):
+        if tool.type != FUNCTION:
+            leave_out(f"tools[{at}].type", tool.type, ignored)
+            continue
+        if (function := tool.function) is None:
+            raise InvalidRequest(f"tools[{at}].function", "is missing")
+        parameters = function.parameters or {"type": "object", "properties": {}}
+        functions.append(Tool(function.name, function.description or "", parameters, bool(function.strict)))
+    return functions
 
 
 def choice_of(chat: Chat) -> Choice:
@@ -78,9 +79,18 @@ def choice_of(chat: Chat) -> Choice:
     choice, parallel = chat.tool_choice, chat.parallel_tool_calls is not False
     if choice is None:
         return Choice(AUTO if chat.tools else NONE, "", parallel)
-    if isinstance(choice, asked.NamedTool):
-        return Choice(REQUIRED, choice.function.name, parallel)
-    return Choice(choice, "", parallel)
+    if isinstance(choice, str):
+        return Choice(choice, "", parallel)
+    if choice.type == "allowed_tools":
+        if (allowed := choice.allowed_tools) is None:
+            raise InvalidRequest("tool_choice.allowed_tools", "is missing")
+        names = frozenset(tool.function.name for tool in allowed.tools if tool.function is not None)
+        return Choice(allowed.mode, "", parallel, names)
+    if choice.type != FUNCTION:
+        raise not_run("tool_choice", choice.type)
+    if choice.function is None:
+        raise InvalidRequest("tool_choice.function", "is missing")
+    return Choice(REQUIRED, choice.function.name, parallel)
 
 
 class ChatCompletion:
@@ -100,9 +110,9 @@ class ChatCompletion:
         conversation = conversing(
             call.model,
             messages_of(asked.messages),
-            tools=tools_of(asked.tools or ()),
+            tools=tools_of(asked.tools or (), call.ignored),
             choice=choice_of(asked),
-            shape=shape_of(asked.response_format, asked.structured_outputs),
+            shape=shape_asked(asked),
             continued=continued,
             told=told,
         )

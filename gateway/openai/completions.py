@@ -6,12 +6,12 @@ import time
 from dataclasses import dataclass, replace
 from typing import Any
 
-import msgspec
 import numpy as np
 
 from gateway.generate.answer import Piece
 from gateway.generate.generation import Generation, Wanted, Whole
 from gateway.generate.service import Model
+from gateway.http.fields import Reader
 from gateway.parse.events import Content, Event
 from gateway.replicas.stream import Stream
 from kvforge.client.arguments import SAMPLES_MAX, token_array
@@ -21,11 +21,11 @@ from kvforge.protocol.messages import Int32Array
 from . import logprobs
 from .asked import Completion
 from .call import Call, total
-from .fields import check_ignored, sampling_of, stops_of
+from .fields import check_ignored, sampling_of, shape_asked, stops_of
+from .known import KNOWN
 from .said import DONE, Events, encode, usage_of
-from .shapes import shape_of
 
-DECODER = msgspec.json.Decoder(Completion)
+READER = Reader(Completion, KNOWN)
 MAX_TOKENS = 16  # OpenAI's own default
 PROMPTS_MAX = 128
 KIND = "text_completion"
@@ -76,7 +76,7 @@ class Completions:
         self._check()
         self.prompts = prompts_of(asked, call.model)
         self.logprobs = asked.logprobs
-        sampling = sampling_of(asked, asked.logprobs or 0, shape_of(asked.response_format, asked.structured_outputs))
+        sampling = sampling_of(asked, asked.logprobs or 0, shape_asked(asked))
         options = call.options(sampling, asked, asked.max_tokens or MAX_TOKENS)
         self.wanted = [
             Wanted(

@@ -1,7 +1,7 @@
 """Fields that both completions and chat take, and what is made of them.
 
-A field that is not in a struct here is refused by its name. What is accepted and has no effect is in `IGNORED`, which
-the documentation is made of.
+Fields of these structures that have no effect are in `IGNORED`, known fields that no structure has are in `known.py`;
+the documentation is made of both.
 """
 
 from __future__ import annotations
@@ -14,15 +14,15 @@ from gateway.chat.shapes import ANY, Shape
 from kvforge import Sampling
 from kvforge.client.arguments import PRIORITY_MAX, SAMPLES_MAX, stop_strings
 from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.messages import SAMPLING_RANGES
 
-from .shapes import ResponseFormat, StructuredOutputs
+from .shapes import OTHER_NAMES, ResponseFormat, StructuredOutputs, shape_of
 
 # Accepted and without effect, with the reason.
 IGNORED = {
     "user": "a label of the caller's own: nothing is kept about users",
     "safety_identifier": "a label of the caller's own, as `user`",
     "metadata": "a label of the caller's own: responses are not stored",
-    "store": "responses are not stored; `true` is refused",
     "service_tier": "there is one",
     "prompt_cache_key": "prefixes are found by what they hold, wherever they come from",
     "prompt_cache_retention": "blocks stay as long as there is room",
@@ -33,6 +33,7 @@ IGNORED = {
     "parallel_tool_calls": "`true` is how it is where tools are not forced",
 }
 LOGPROBS_MAX = 20
+TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
 
 Text = Annotated[str, msgspec.Meta(max_length=1 << 26)]
 
@@ -71,11 +72,17 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     return_token_ids: bool | None = None
     response_format: ResponseFormat | None = None
     structured_outputs: StructuredOutputs | None = None
+    # other names of the fields of structured_outputs
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    json_schema: dict[str, Any] | str | None = None
+    regex: str | None = None
     # without effect
     user: str | None = None
     safety_identifier: str | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
     service_tier: str | None = None
     prompt_cache_key: str | None = None
     prompt_cache_retention: str | None = None
@@ -91,7 +98,7 @@ def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
         "temperature": asked.temperature,
         "seed": None if asked.seed is None else asked.seed % (1 << 64),
         "top_k": None if asked.top_k is None else max(asked.top_k, 0),
-        "top_p": asked.top_p,
+        "top_p": top_p_of(asked.top_p),
         "min_p": asked.min_p,
         "repetition_penalty": asked.repetition_penalty,
         "presence_penalty": asked.presence_penalty,
@@ -109,6 +116,11 @@ def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
     return sampling
 
 
+def top_p_of(asked: float | None) -> float | None:
+    """0 is what both APIs allow, and means the most likely token alone."""
+    return TOP_P_MIN if asked is not None and asked == 0 else asked
+
+
 def renamed(error: InvalidRequest, shape: Shape = ANY) -> InvalidRequest:
     """The same of a field of `Sampling`, by the name that it has in a request."""
     if shape.name and (place := str(error.field).removeprefix(f"sampling.{shape.name}")) != error.field:
@@ -120,10 +132,16 @@ def renamed(error: InvalidRequest, shape: Shape = ANY) -> InvalidRequest:
 
 def check_ignored(asked: Common) -> None:
     """Refuses a value that cannot be ignored. Raises InvalidRequest naming the field."""
-    for name, wanted in (("store", False), ("skip_special_tokens", True), ("detokenize", True)):
+    for name, wanted in (("skip_special_tokens", True), ("detokenize", True)):
         value = getattr(asked, name)
         if value is not None and value is not wanted:
             raise InvalidRequest(name, f"may only be {str(wanted).lower()}: {IGNORED[name]}")
+
+
+def shape_asked(asked: Common) -> Shape:
+    """What an answer must look like. Raises InvalidRequest."""
+    others = {name: value for name in OTHER_NAMES if (value := getattr(asked, name)) is not None}
+    return shape_of(asked.response_format, asked.structured_outputs, others)
 
 
 def stops_of(asked: Common) -> tuple[str, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from typing import Any
 
 import msgspec
@@ -11,16 +12,19 @@ from gateway.chat.shapes import Shape
 from gateway.generate.answer import Piece
 from gateway.generate.conversing import conversing
 from gateway.generate.generation import Generation, Usage, Wanted
+from gateway.http.fields import Reader
 from gateway.parse.events import Arguments, Event, Reasoning, ToolCall
 from kvforge import Sampling
 from kvforge.protocol.errors import InvalidRequest
 
 from .call import Call
-from .fields import renamed
-from .responses_asked import Create, check, choice_of, messages_of, shape, tools_of
+from .fields import renamed, top_p_of
+from .known import KNOWN, MINE
+from .responses_asked import Create, check, messages_of, shape
+from .responses_tools import Offered, echoed
 from .said import encode
 
-DECODER = msgspec.json.Decoder(Create)
+READER = Reader(Create, KNOWN, MINE)
 
 
 def usage_of(usage: Usage) -> dict[str, Any]:
@@ -42,13 +46,17 @@ class Responses:
         self.call, self.asked = call, asked
         self.created = int(time.time())
         effort = asked.reasoning.effort if asked.reasoning is not None else None
+        told = dict(asked.chat_template_kwargs or {})
+        if effort is not None:
+            told["reasoning_effort"] = effort
+        self.offered = Offered(asked, call.ignored)
         conversation = conversing(
             call.model,
-            messages_of(asked),
-            tools=tools_of(asked),
-            choice=choice_of(asked),
+            messages_of(asked, self.offered.shown),
+            tools=self.offered.tools,
+            choice=self.offered.choice(asked),
             shape=shape(asked),
-            told={} if effort is None else {"reasoning_effort": effort},
+            told=told,
         )
         prompt = conversation.rendered.ids
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
@@ -59,6 +67,8 @@ class Responses:
         asked = self.asked
         fields = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty", "seed")
         named = {name: value for name in fields if (value := getattr(asked, name)) is not None}
+        if asked.top_p is not None:
+            named["top_p"] = top_p_of(asked.top_p)
         sampling = Sampling(**named, **wanted.named)
         try:
             sampling.message()
@@ -88,7 +98,7 @@ class Responses:
             "temperature": asked.temperature,
             "text": {"format": msgspec.to_builtins(asked.text.format) if asked.text and asked.text.format else _PLAIN},
             "tool_choice": msgspec.to_builtins(asked.tool_choice) if asked.tool_choice is not None else "auto",
-            "tools": [_tool(tool) for tool in msgspec.to_builtins(asked.tools or [])],
+            "tools": echoed(asked.tools),
             "top_p": asked.top_p,
             "truncation": "disabled",
             "usage": usage_of(generation.usage) if reason else None,
@@ -100,7 +110,7 @@ class Responses:
         """The body, when it has ended."""
         (generation,) = generations
         (answer,) = await generation.whole()
-        items = Items(self.call.name("", generations))
+        items = Items(self.call.name("", generations), self.offered.name_of)
         for event in answer.events:
             items.add(event)
         items.close(answer.reason)
@@ -114,7 +124,9 @@ class Responses:
 class Items:
     """The items of an answer, put together event by event; `told` is called with what happens to them."""
 
-    def __init__(self, name: str) -> None:
+    def __init__(self, name: str, name_of: Callable[[str], dict[str, str]]) -> None:
+        """name: of which ids are made. name_of: fields of a call that name a function, by its name."""
+        self._name_of = name_of
         self.done: list[dict[str, Any]] = []
         self.told: list[tuple[str, dict[str, Any]]] = []
         self._name = name
@@ -127,7 +139,7 @@ class Items:
             self.close()
             at = f"{self._name}_{len(self.done)}"
             call = {"type": "function_call", "id": f"fc{at}", "call_id": event.call_id or f"call{at}"}
-            self._open({**call, "name": event.name, "arguments": "", "status": "in_progress"})
+            self._open({**call, **self._name_of(event.name), "arguments": "", "status": "in_progress"})
         elif isinstance(event, Arguments):
             self._delta("response.function_call_arguments.delta", event.text)
         elif isinstance(event, Reasoning):
@@ -184,7 +196,7 @@ class ResponseEvents:
 
     def __init__(self, work: Responses, generation: Generation) -> None:
         self._work, self._generation = work, generation
-        self._items = Items(work.call.name("", [generation]))
+        self._items = Items(work.call.name("", [generation]), work.offered.name_of)
         self._sequence = 0
         self._begun = False
 
@@ -231,7 +243,3 @@ _PLAIN = {"type": "text"}
 
 def _part(text: str) -> dict[str, Any]:
     return {"type": "output_text", "text": text, "annotations": [], "logprobs": []}
-
-
-def _tool(tool: dict[str, Any]) -> dict[str, Any]:
-    return {**tool, "parameters": tool["parameters"] or {}, "strict": bool(tool["strict"])}

@@ -2,26 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
 
 from gateway.chat.conversation import arguments_of, content_text
 from gateway.chat.shapes import ANY, Shape
-from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool
 from kvforge.protocol.errors import InvalidRequest
 
 from .asked import Part, Tokens
-from .shapes import JsonSchema, ResponseFormat, shape_of
+from .shapes import JsonSchema, ResponseFormat, StructuredOutputs, shape_of
 
 # Accepted and without effect, beside those of chat, with the reason.
 IGNORED = {
-    "include": "nothing more is known than what is answered",
+    "include": "nothing more is known than what is answered; log-probabilities are refused",
     "reasoning.summary": "reasoning is given as it is",
     "text.verbosity": "no model here is told",
-    "truncation": "`disabled` is how it is; `auto` is refused",
-    "background": "`false` is how it is; `true` is refused",
+    "truncation": "a conversation that is too long is refused",
+    "input[].summary": "the text of a reasoning item is its `content`; a `summary` is not given to the model",
+    "stream_options": "events are not padded",
 }
+
+
+LOGPROBS = "message.output_text.logprobs"
 
 
 class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -43,20 +47,37 @@ class Item(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class FunctionTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A function that the model may call. The tools that OpenAI runs itself are not here."""
+    """A function that the model may call, or a namespace that holds some in `tools`. Tools of other types are left
+    out."""
 
     type: str
     name: str = ""
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+    tools: list[FunctionTool] | None = None
 
 
-class NamedTool(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A function that the model must call."""
+class NamedTool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tool by its type, and a function by its name."""
 
-    type: Literal["function"]
-    name: str
+    type: str
+    name: str | None = None
+    namespace: str | None = None
+    server_label: str | None = None
+
+
+class ToolChoice(NamedTool, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """A tool that the model must call, or with the type `allowed_tools` those that it may."""
+
+    mode: Literal["auto", "required"] | None = None
+    tools: list[NamedTool] | None = None
+
+
+class StreamOptions(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """include_obfuscation: events are not padded here."""
+
+    include_obfuscation: bool | None = None
 
 
 class TextFormat(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -94,7 +115,7 @@ class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     temperature: float | None = None
     top_p: float | None = None
     tools: list[FunctionTool] | None = None
-    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
     parallel_tool_calls: bool | None = None
     text: Text | None = None
     reasoning: Reasoning | None = None
@@ -106,10 +127,12 @@ class Create(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     seed: int | None = None
     priority: Annotated[int, msgspec.Meta(ge=-100, le=100)] | None = None
     cache_salt: str | None = None
+    structured_outputs: StructuredOutputs | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
     # without effect
+    stream_options: StreamOptions | None = None
     include: list[str] | None = None
     metadata: dict[str, Any] | None = None
-    store: bool | None = None
     user: str | None = None
     safety_identifier: str | None = None
     service_tier: str | None = None
@@ -124,27 +147,34 @@ def check(asked: Create) -> None:
     if asked.previous_response_id is not None:
         problem = "responses are not stored here: send the conversation so far as `input`"
         raise InvalidRequest("previous_response_id", problem)
-    if asked.store:
-        raise InvalidRequest("store", "may only be false: responses are not stored here")
     if asked.background:
-        raise InvalidRequest("background", "may only be false: nobody could ask for the response later")
-    if asked.truncation not in (None, "disabled"):
-        raise InvalidRequest("truncation", "may only be 'disabled': a conversation that is too long is refused")
+        raise InvalidRequest("background", "may only be false: a response cannot be fetched later here")
+    for at, name in enumerate(asked.include or ()):
+        if name == LOGPROBS:
+            raise InvalidRequest(f"include[{at}]", "is not supported: use /v1/chat/completions with logprobs")
 
 
-def messages_of(asked: Create) -> list[dict[str, Any]]:
-    """The conversation as a chat template reads it. Raises InvalidRequest naming the field."""
+def messages_of(asked: Create, shown: Callable[[str, str], str]) -> list[dict[str, Any]]:
+    """The conversation as a chat template reads it.
+
+    Args:
+        asked: The request.
+        shown: The name that the model knows a function by, of its namespace and its own name.
+
+    Raises:
+        InvalidRequest: Names the field.
+    """
     messages: list[dict[str, Any]] = []
     if asked.instructions:
         messages.append({"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
         return [*messages, {"role": "user", "content": asked.input}]
     for at, item in enumerate(asked.input):
-        _item(item, f"input[{at}]", messages)
+        _item(item, f"input[{at}]", messages, shown)
     return messages
 
 
-def _item(item: Item, field: str, messages: list[dict[str, Any]]) -> None:
+def _item(item: Item, field: str, messages: list[dict[str, Any]], shown: Callable[[str, str], str]) -> None:
     if item.type == "message":
         if item.role is None:
             raise InvalidRequest(f"{field}.role", "is missing")
@@ -157,6 +187,7 @@ def _item(item: Item, field: str, messages: list[dict[str, Any]]) -> None:
             messages.append({"role": role, "content": content})
     elif item.type == "function_call":
         name, call_id = _needed(item.name, f"{field}.name"), _needed(item.call_id, f"{field}.call_id")
+        name = shown(item.namespace or "", name)
         function = {"name": name, "arguments": arguments_of(item.arguments or "", f"{field}.arguments")}
         call = {"id": call_id, "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
@@ -180,32 +211,15 @@ def _assistant(messages: list[dict[str, Any]]) -> dict[str, Any]:
     return messages[-1]
 
 
-def tools_of(asked: Create) -> list[Tool]:
-    """Raises InvalidRequest naming a tool that is no function."""
-    tools = []
-    for at, tool in enumerate(asked.tools or ()):
-        if tool.type != "function":
-            raise InvalidRequest(f"tools[{at}].type", f"is {tool.type!r}; there are functions alone")
-        parameters = tool.parameters or {"type": "object", "properties": {}}
-        tools.append(Tool(tool.name, tool.description or "", parameters, bool(tool.strict)))
-    return tools
-
-
-def choice_of(asked: Create) -> Choice:
-    """Which tools may or must be called."""
-    choice, parallel = asked.tool_choice, asked.parallel_tool_calls is not False
-    if choice is None:
-        return Choice(AUTO if asked.tools else NONE, "", parallel)
-    if isinstance(choice, NamedTool):
-        return Choice(REQUIRED, choice.name, parallel)
-    return Choice(choice, "", parallel)
-
-
 def shape(asked: Create) -> Shape:
     """What the answer must look like. Raises InvalidRequest."""
     wanted = asked.text.format if asked.text is not None else None
+    if asked.structured_outputs is not None and (wanted is None or wanted.type == "text"):
+        return shape_of(None, asked.structured_outputs)
     if wanted is None:
         return ANY
+    if asked.structured_outputs is not None:
+        raise InvalidRequest("structured_outputs", "comes together with text.format; give one of them")
     schema = JsonSchema(schema=wanted.schema) if wanted.type == "json_schema" else None
     found = shape_of(ResponseFormat(wanted.type, schema), None)
     field = "text.format.schema" if wanted.type == "json_schema" else "text.format"

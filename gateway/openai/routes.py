@@ -6,7 +6,6 @@ from collections.abc import Callable
 from contextlib import AsyncExitStack
 from typing import Protocol, TypeVar
 
-import msgspec
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -17,7 +16,10 @@ from gateway.generate.generation import Bell, Generation, Wanted, charge
 from gateway.generate.service import Service
 from gateway.http import body
 from gateway.http.errors import openai_error
+from gateway.http.fields import Reader
 from gateway.http.guard import Guard
+from gateway.http.ignored import Ignored
+from gateway.http.notes import notes_of
 from gateway.http.stream import EventStream, Failing, Taken, wanted
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
@@ -66,13 +68,13 @@ class OpenAI:
         ]
 
     async def _completions(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, completions.DECODER, completions.Completions)
+        return await self._run(request, caller, completions.READER, completions.Completions)
 
     async def _chat(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, chat.DECODER, chat.ChatCompletion)
+        return await self._run(request, caller, chat.READER, chat.ChatCompletion)
 
     async def _responses(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, responses.DECODER, responses.Responses, _response_failed)
+        return await self._run(request, caller, responses.READER, responses.Responses, _response_failed)
 
     async def _embeddings(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         raise InvalidRequest("model", "embeddings are not served: this service generates text")
@@ -81,12 +83,13 @@ class OpenAI:
         self,
         request: Request,
         caller: Caller,
-        decoder: msgspec.json.Decoder[A],
+        reader: Reader[A],
         make: Callable[[Call, A], Work],
         failed: Callable[[KvforgeError], bytes] | None = None,
     ) -> Response:
-        asked = body.decoded(decoder, await body.read(request, self._settings.body_bytes_max, self._settings.body_s))
-        call = Call.of(request.headers, caller, self._settings, self._service.known, asked)
+        ignored = self._ignored(request)
+        asked = body.decoded(reader, await self._read(request), ignored)
+        call = Call.of(request.headers, caller, self._settings, self._service.known, asked, ignored)
         work = make(call, asked)
         bell = Bell()
         async with AsyncExitStack() as stack:
@@ -131,12 +134,18 @@ class OpenAI:
         }
 
     async def _tokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
-        content = await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
-        return JSONResponse(tokens.tokenize(self._service.model, content))
+        ignored = self._ignored(request)
+        return JSONResponse(tokens.tokenize(self._service.model, await self._read(request), ignored))
 
     async def _detokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
-        content = await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
-        return JSONResponse(tokens.detokenize(self._service.model, content))
+        ignored = self._ignored(request)
+        return JSONResponse(tokens.detokenize(self._service.model, await self._read(request), ignored))
+
+    async def _read(self, request: Request) -> bytes:
+        return await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
+
+    def _ignored(self, request: Request) -> Ignored:
+        return notes_of(request.scope).start(strict=self._settings.strict_fields)
 
 
 def _failed(error: KvforgeError) -> bytes:

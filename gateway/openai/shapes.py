@@ -6,6 +6,7 @@ A shape that cannot be enforced is refused by name; none is taken for a wish.
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import msgspec
@@ -40,13 +41,39 @@ class StructuredOutputs(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     grammar: str | None = None
 
 
-def shape_of(response_format: ResponseFormat | None, structured: StructuredOutputs | None) -> Shape:
-    """The one that a request names. Raises InvalidRequest."""
-    one = _of_format(response_format) if response_format is not None else ANY
-    other = _of_structured(structured) if structured is not None else ANY
-    if one.name and other.name:
-        raise InvalidRequest("structured_outputs", "comes together with response_format; give one of them")
-    return other if other.name else one
+# Names that older servers of vLLM, and SGLang's, have for fields of `structured_outputs`.
+OTHER_NAMES = {
+    "guided_json": "json",
+    "guided_regex": "regex",
+    "guided_choice": "choice",
+    "guided_grammar": "grammar",
+    "json_schema": "json",
+    "regex": "regex",
+}
+
+
+def shape_of(
+    response_format: ResponseFormat | None,
+    structured: StructuredOutputs | None,
+    others: Mapping[str, Any] | None = None,
+) -> Shape:
+    """The shape that a request names.
+
+    Args:
+        response_format: OpenAI's field.
+        structured: vLLM's field.
+        others: Values of the fields of `OTHER_NAMES` that were given.
+
+    Raises:
+        InvalidRequest: There are two, or one that is no shape.
+    """
+    shapes = [_of_format(response_format)] if response_format is not None else []
+    shapes += [_of_structured(structured)] if structured is not None else []
+    shapes += [_named(OTHER_NAMES[name], value, name) for name, value in (others or {}).items()]
+    named = [shape for shape in shapes if shape.name]
+    if len(named) > 1:
+        raise InvalidRequest(named[1].field, f"comes together with {named[0].field}; give one of them")
+    return named[0] if named else ANY
 
 
 def _of_format(asked: ResponseFormat) -> Shape:
@@ -67,7 +94,11 @@ def _of_structured(asked: StructuredOutputs) -> Shape:
     if len(given) != 1:
         raise InvalidRequest("structured_outputs", f"names {len(given)} shapes; it must name one")
     ((name, value),) = given.items()
-    field = f"structured_outputs.{name}"
+    return _named(name, value, f"structured_outputs.{name}")
+
+
+def _named(name: str, value: Any, field: str) -> Shape:
+    """name: of a field of `StructuredOutputs`. field: what the request calls it."""
     if name == "choice":
         if not value:
             raise InvalidRequest(field, "is empty")

@@ -8,11 +8,14 @@ import msgspec
 
 from gateway.generate.service import Model
 from gateway.http.body import decoded
+from gateway.http.fields import Reader
+from gateway.http.ignored import Ignored
 from kvforge.client.arguments import token_array
 from kvforge.protocol.errors import InvalidRequest
 
 from .asked import Message, Tool
 from .chat import messages_of, tools_of
+from .known import KNOWN, MINE
 
 
 class Tokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -36,18 +39,18 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: str = ""
 
 
-TOKENIZE, DETOKENIZE = msgspec.json.Decoder(Tokenize), msgspec.json.Decoder(Detokenize)
+TOKENIZE, DETOKENIZE = Reader(Tokenize, KNOWN, MINE), Reader(Detokenize)
 
 
-def tokenize(model: Model, content: bytes) -> dict[str, Any]:
+def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
     """Token ids of a prompt. Raises InvalidRequest."""
-    asked = decoded(TOKENIZE, content)
+    asked = decoded(TOKENIZE, content, ignored)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("prompt", "give it, or messages, and not both")
     if asked.prompt is not None:
         ids = model.prompts.text(asked.prompt, special=asked.add_special_tokens).tolist()
     else:
-        tools = [tool.plain() for tool in tools_of(asked.tools or ())]
+        tools = [tool.plain() for tool in tools_of(asked.tools or (), ignored)]
         told = {**(asked.chat_template_kwargs or {})}
         messages = messages_of(asked.messages or [])
         ids = model.prompts.chat(
@@ -66,7 +69,7 @@ def tokenize(model: Model, content: bytes) -> dict[str, Any]:
     }
 
 
-def detokenize(model: Model, content: bytes) -> dict[str, Any]:
+def detokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
     """The text of token ids. Raises InvalidRequest."""
-    asked = decoded(DETOKENIZE, content)
+    asked = decoded(DETOKENIZE, content, ignored)
     return {"prompt": model.prompts.tokenizer.decode(token_array("tokens", asked.tokens, empty=True).tolist())}

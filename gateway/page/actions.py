@@ -16,6 +16,8 @@ import msgspec
 from starlette.requests import Request
 
 from gateway.http.body import decoded, read
+from gateway.http.fields import Reader
+from gateway.http.ignored import Ignored
 from kvforge import AsyncClient
 from kvforge.protocol.errors import InvalidRequest, NotAllowed, QueueFull
 from kvforge.protocol.messages import Explanation
@@ -39,7 +41,7 @@ class Drain(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     deadline_s: float | None = None
 
 
-_CANCEL, _DRAIN = msgspec.json.Decoder(Cancel), msgspec.json.Decoder(Drain)
+_CANCEL, _DRAIN = Reader(Cancel), Reader(Drain)
 
 
 class Explaining:
@@ -73,14 +75,14 @@ class Explaining:
 async def cancel(client: AsyncClient, request: Request) -> None:
     """Ends a request. Raises NotAllowed where the page did not send this, InvalidRequest, and what the client does."""
     check_sender(request)
-    wanted = decoded(_CANCEL, await read(request, BODY_BYTES_MAX))
+    wanted = decoded(_CANCEL, await read(request, BODY_BYTES_MAX), Ignored(strict=True))
     await client.cancel(wanted.request)
 
 
 async def drain(client: AsyncClient, request: Request) -> None:
     """Stops admission. Raises as `cancel`."""
     check_sender(request)
-    wanted = decoded(_DRAIN, await read(request, BODY_BYTES_MAX))
+    wanted = decoded(_DRAIN, await read(request, BODY_BYTES_MAX), Ignored(strict=True))
     await client.drain(wanted.deadline_s)
 
 

@@ -1,0 +1,225 @@
+"""Fields of a body that no structure reads: known ones are accepted or refused by name, unknown ones are ignored.
+
+A body is decoded twice only where it has such a field. A field that is `null` is one that was not given.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field, replace
+from typing import Any, Generic, TypeVar
+
+import msgspec
+from msgspec import inspect
+
+from kvforge.protocol.errors import InvalidRequest
+
+from .ignored import Ignored
+
+T = TypeVar("T")
+UNKNOWN = "this field is not known here: leave it out, or see the API's documentation"
+
+
+@dataclass(frozen=True, slots=True)
+class Known:
+    """A field of a published specification that no structure reads.
+
+    Attributes:
+        why: Why it has no effect, or why it is refused.
+        harmless: Whether the answer with this value is the answer without the field. None: with any value.
+        accepted: The harmless values, for the documentation.
+        left_out: Any other value is left out and named, as an unknown field is, instead of refused.
+    """
+
+    why: str
+    harmless: Callable[[Any], bool] | None = None
+    accepted: str = "any value"
+    left_out: bool = False
+
+    def check(self, name: str, value: Any, ignored: Ignored) -> None:
+        """Refuse a value that would change the answer, or leave it out.
+
+        Raises:
+            InvalidRequest: Names the field.
+        """
+        if value is None or self.harmless is None or self.harmless(value):
+            return
+        problem = f"{self.why} (accepted: {self.accepted})"
+        if not self.left_out:
+            raise InvalidRequest(name, problem)
+        ignored.add(name, problem)
+
+
+def no_effect(why: str) -> Known:
+    """A field that changes nothing here, with any value."""
+    return Known(why)
+
+
+def only(why: str, *values: Any) -> Known:
+    """A field that is refused unless it has one of these values, which say what happens anyway."""
+    kept = tuple(values)
+    words = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in (None, *kept))
+    return Known(why, lambda value: any(_same(value, one) for one in kept), words)
+
+
+def left_out(why: str, *values: Any) -> Known:
+    """A field that asks for work that its provider would do beside the answer: left out, unless it asks for none."""
+    return replace(only(why, *values), left_out=True)
+
+
+def _same(value: Any, other: Any) -> bool:
+    # In JSON `true` is not 1, though Python's True is; 0.0 is 0.
+    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
+
+
+# By structure; mypy has no name for a class of msgspec's as a key.
+Table = Mapping[Any, Mapping[str, Known]]
+Mine = Mapping[Any, Callable[[Mapping[str, Any]], bool]]
+
+
+@dataclass(slots=True)
+class _Field:
+    """A field that is read. optional: it may be left out; nullable: its type has null."""
+
+    node: _Node
+    optional: bool
+    nullable: bool
+
+
+@dataclass(slots=True)
+class _Node:
+    """What of a type has names: the fields of its objects, the items of its arrays.
+
+    fields: None where an object is not looked into. mine: whether an object is of a kind that is read; of any other
+    kind no field is named, since all of it is refused or left out by its kind.
+    """
+
+    fields: dict[str, _Field] | None = None
+    known: Mapping[str, Known] = field(default_factory=dict)
+    mine: Callable[[Mapping[str, Any]], bool] | None = None
+    items: _Node | None = None
+
+
+class Reader(Generic[T]):
+    """Reads bodies of one type.
+
+    Args:
+        kind: A msgspec structure that forbids unknown fields, as do those within it.
+        known: The fields that are known and not read, by the structure that they would be in.
+        mine: Of some structures, whether an object is of a kind that is read (see `_Node`).
+    """
+
+    def __init__(
+        self,
+        kind: type[T],
+        known: Table | None = None,
+        mine: Mine | None = None,
+    ) -> None:
+        self._kind, self._known, self._mine = kind, known or {}, mine or {}
+        self._decoder = msgspec.json.Decoder(kind)
+        self._made: dict[type, _Node] = {}
+        self._root = self._node(inspect.type_info(kind))
+
+    @property
+    def names(self) -> frozenset[str]:
+        """The fields of a body that are read or known."""
+        return frozenset({*(self._root.fields or ()), *self._root.known})
+
+    def read(self, content: bytes, ignored: Ignored) -> T:
+        """Decode a body.
+
+        Args:
+            content: The bytes of the body.
+            ignored: Where unknown fields are noted.
+
+        Raises:
+            InvalidRequest: Names a known field with a value that cannot be ignored, or any unknown one where
+                `ignored` is strict.
+            msgspec.DecodeError: The body is not JSON of this type.
+            RecursionError: It is nested too deeply.
+        """
+        try:
+            return self._decoder.decode(content)
+        except msgspec.ValidationError:
+            plain = msgspec.json.decode(content)
+            self._clean(self._root, plain, "", ignored)
+            return msgspec.convert(plain, self._kind)
+
+    def _clean(self, node: _Node, value: Any, path: str, ignored: Ignored) -> None:
+        """Takes out of `value` what is not read."""
+        if isinstance(value, list):
+            if node.items is not None:
+                for at, item in enumerate(value):
+                    self._clean(node.items, item, f"{path}[{at}]", ignored)
+        elif isinstance(value, dict) and node.fields is not None:
+            self._clean_object(node, node.fields, value, path, ignored)
+
+    def _clean_object(
+        self, node: _Node, fields: Mapping[str, _Field], value: dict[str, Any], path: str, ignored: Ignored
+    ) -> None:
+        mine = node.mine is None or node.mine(value)
+        for name, given in list(value.items()):
+            read = fields.get(name)
+            if read is None:
+                del value[name]
+                if mine:
+                    self._unread(node, _joined(path, name), name, given, ignored)
+            elif given is None and read.optional and not read.nullable:
+                del value[name]
+            elif given is not None:
+                self._clean(read.node, given, _joined(path, name), ignored)
+
+    def _unread(self, node: _Node, path: str, name: str, given: Any, ignored: Ignored) -> None:
+        known = node.known.get(name)
+        if known is not None:
+            known.check(path, given, ignored)
+        else:
+            ignored.add(path, UNKNOWN)
+
+    # ------------------------------------------------------------------------------------------------- the type's names
+
+    def _node(self, kind: inspect.Type) -> _Node:
+        if isinstance(kind, inspect.Metadata):
+            return self._node(kind.type)
+        if isinstance(kind, inspect.UnionType):
+            return self._union(kind.types)
+        if isinstance(kind, inspect.ListType | inspect.VarTupleType):
+            return _Node(items=self._node(kind.item_type))
+        if isinstance(kind, inspect.StructType):
+            return self._object(kind)
+        return _Node()
+
+    def _union(self, kinds: Iterable[inspect.Type]) -> _Node:
+        nodes = [self._node(kind) for kind in kinds]
+        objects = [node for node in nodes if node.fields is not None]
+        arrays = [node.items for node in nodes if node.items is not None]
+        assert len(objects) < 2, "an object is of one type, whatever its fields are"
+        both = objects[0] if objects else _Node()
+        if not arrays:
+            return both
+        return _Node(both.fields, both.known, both.mine, arrays[0])
+
+    def _object(self, kind: inspect.StructType) -> _Node:
+        if kind.cls in self._made:
+            return self._made[kind.cls]
+        assert kind.forbid_unknown_fields, f"{kind.cls.__name__} would drop fields silently"
+        node = self._made[kind.cls] = _Node(fields={}, mine=self._mine.get(kind.cls))
+        node.known = {
+            name: known for base in reversed(kind.cls.__mro__) for name, known in self._known.get(base, {}).items()
+        }
+        assert node.fields is not None
+        for one in kind.fields:
+            node.fields[one.encode_name] = _Field(self._node(one.type), not one.required, _nullable(one.type))
+        return node
+
+
+def _nullable(kind: inspect.Type) -> bool:
+    if isinstance(kind, inspect.Metadata):
+        return _nullable(kind.type)
+    if isinstance(kind, inspect.UnionType):
+        return any(_nullable(one) for one in kind.types)
+    return isinstance(kind, inspect.NoneType | inspect.AnyType)
+
+
+def _joined(path: str, name: str) -> str:
+    return f"{path}.{name}" if path else name

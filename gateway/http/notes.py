@@ -1,0 +1,44 @@
+"""What is known of one request beside its answer: its id, and what of it was ignored."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import MutableMapping
+from typing import Any
+
+from starlette.datastructures import MutableHeaders
+
+from .ignored import HEADER, Ignored
+
+REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"
+_NOTES = "kvforge.notes"
+
+
+class Notes:
+    """Of one request. request_id: of one that the coordinator has not numbered, as refused ones are."""
+
+    __slots__ = ("ignored", "request_id")
+
+    def __init__(self) -> None:
+        self.request_id = f"req_{secrets.token_hex(12)}"
+        self.ignored = Ignored()
+
+    def start(self, *, strict: bool) -> Ignored:
+        """Begin to note what of the request's body is not read. strict: it is refused instead."""
+        self.ignored = Ignored(strict=strict)
+        return self.ignored
+
+    def mark(self, headers: MutableHeaders, name: str = REQUEST_ID) -> None:
+        """Put the request's id, under this name, and what was ignored into an answer's headers."""
+        headers.setdefault(name, self.request_id)
+        if shown := self.ignored.header:
+            headers[HEADER] = shown
+
+
+def notes_of(scope: MutableMapping[str, Any]) -> Notes:
+    """The notes of the request with this ASGI scope, made when they are first asked for."""
+    notes = scope.get(_NOTES)
+    if notes is None:
+        notes = scope[_NOTES] = Notes()
+    assert isinstance(notes, Notes)
+    return notes

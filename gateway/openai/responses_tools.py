@@ -1,0 +1,106 @@
+"""The tools of /v1/responses: functions, also those within namespaces; all others are left out.
+
+A model knows a function by one name. Within a namespace that is its own name where no other function has it, else the
+namespace's and its own. Calls are answered with both names apart, as the caller knows them.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any
+
+import msgspec
+
+from gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
+from gateway.http.ignored import Ignored
+from kvforge.protocol.errors import InvalidRequest
+
+from .responses_asked import Create, FunctionTool
+
+NAMESPACE = "namespace"
+SEPARATOR = "__"
+
+
+class Offered:
+    """The functions of one request.
+
+    Args:
+        asked: The request.
+        ignored: Where tools that are left out are noted.
+
+    Raises:
+        InvalidRequest: Names a tool that cannot be offered, or any that is no function where requests are read
+            strictly.
+    """
+
+    def __init__(self, asked: Create, ignored: Ignored) -> None:
+        found = list(_functions(asked, ignored))
+        times = Counter(tool.name for _, tool in found)
+        self.tools: list[Tool] = []
+        self._names: dict[str, tuple[str, str]] = {}
+        self._shown: dict[tuple[str, str], str] = {}
+        for space, tool in found:
+            shown = tool.name if not space or times[tool.name] == 1 else _joined(space, tool.name)
+            parameters = tool.parameters or {"type": "object", "properties": {}}
+            self.tools.append(Tool(shown, tool.description or "", parameters, bool(tool.strict)))
+            self._names[shown] = (space, tool.name)
+            self._shown[space, tool.name] = shown
+
+    def name_of(self, shown: str) -> dict[str, str]:
+        """A function's name as the caller knows it, by the one that the model knows: fields of a call."""
+        space, name = self._names.get(shown, ("", shown))
+        return {"name": name, NAMESPACE: space} if space else {"name": name}
+
+    def shown(self, namespace: str, name: str) -> str:
+        """The name that the model knows a function by."""
+        return self._shown.get((namespace, name), name)
+
+    def choice(self, asked: Create) -> Choice:
+        """Which functions may or must be called. Raises InvalidRequest naming `tool_choice`."""
+        choice, parallel = asked.tool_choice, asked.parallel_tool_calls is not False
+        if choice is None:
+            return Choice(AUTO if self.tools else NONE, "", parallel)
+        if isinstance(choice, str):
+            return Choice(choice, "", parallel)
+        if choice.type == "allowed_tools":
+            allowed = [tool for tool in choice.tools or () if tool.type == FUNCTION]
+            names = frozenset(self.shown(tool.namespace or "", tool.name or "") for tool in allowed)
+            return Choice(choice.mode or AUTO, "", parallel, names)
+        if choice.type != FUNCTION:
+            raise not_run("tool_choice", choice.type)
+        if not choice.name:
+            raise InvalidRequest("tool_choice.name", "is missing")
+        return Choice(REQUIRED, self.shown(choice.namespace or "", choice.name), parallel)
+
+
+def echoed(tools: list[FunctionTool] | None) -> list[dict[str, Any]]:
+    """The tools of a request as its response repeats them: those that were offered."""
+    return [_echoed(tool) for tool in tools or () if tool.type in (FUNCTION, NAMESPACE)]
+
+
+def _echoed(tool: FunctionTool) -> dict[str, Any]:
+    plain = {"type": tool.type, "name": tool.name, "description": tool.description}
+    if tool.type == NAMESPACE:
+        return {**plain, "description": tool.description or "", "tools": echoed(tool.tools)}
+    return {**plain, "parameters": msgspec.to_builtins(tool.parameters or {}), "strict": bool(tool.strict)}
+
+
+def _functions(asked: Create, ignored: Ignored) -> Iterator[tuple[str, FunctionTool]]:
+    """Each function with its namespace, or "" where it is in none."""
+    for at, tool in enumerate(asked.tools or ()):
+        field = f"tools[{at}]"
+        if tool.type == FUNCTION:
+            yield "", tool
+        elif tool.type == NAMESPACE:
+            for place, inner in enumerate(tool.tools or ()):
+                if inner.type == FUNCTION:
+                    yield tool.name, inner
+                else:
+                    leave_out(f"{field}.tools[{place}].type", inner.type, ignored)
+        else:
+            leave_out(f"{field}.type", tool.type, ignored)
+
+
+def _joined(space: str, name: str) -> str:
+    return space + name if space.endswith(SEPARATOR) else f"{space}{SEPARATOR}{name}"

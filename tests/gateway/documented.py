@@ -1,0 +1,100 @@
+"""python -m tests.gateway.documented: writes the tables of fields in docs/http.md from the code."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterable, Iterator, Mapping
+from pathlib import Path
+
+import msgspec
+
+from gateway.anthropic import asked as messages
+from gateway.anthropic import known as messages_known
+from gateway.http.fields import Known
+from gateway.openai import asked as chat
+from gateway.openai import fields, known, responses_asked, shapes
+
+FILE = Path(__file__).parents[2] / "docs" / "http.md"
+BEGIN, END = "<!-- fields: python -m tests.gateway.documented -->\n", "<!-- end of fields -->\n"
+# Where a structure stands: the APIs, and the place in a body.
+PLACES: Mapping[type[msgspec.Struct], tuple[str, str]] = {
+    fields.Common: ("chat, completions", ""),
+    chat.Completion: ("completions", ""),
+    chat.Chat: ("chat", ""),
+    chat.Message: ("chat", "messages[]."),
+    chat.Part: ("chat, responses", "content[]."),
+    shapes.StructuredOutputs: ("chat, completions, responses", "structured_outputs."),
+    responses_asked.Create: ("responses", ""),
+    responses_asked.Item: ("responses", "input[]."),
+    responses_asked.FunctionTool: ("responses", "tools[]."),
+    responses_asked.Reasoning: ("responses", "reasoning."),
+    messages.Conversation: ("messages", ""),
+    messages.Create: ("messages", ""),
+    messages.Block: ("messages", "content[]."),
+    messages.Tool: ("messages", "tools[]."),
+}
+HEADS = (
+    ("Accepted with any value, and without effect:", "| field | API | why |\n|---|---|---|\n"),
+    (
+        "Refused by name, unless the value says what happens anyway (`null` always does):",
+        "| field | API | accepted | why |\n|---|---|---|---|\n",
+    ),
+    (
+        "Left out and named in `x-kvforge-ignored`, unless the value asks for nothing:",
+        "| field | API | accepted | why |\n|---|---|---|---|\n",
+    ),
+)
+Row = tuple[str, str, Known]
+
+
+def document() -> str:
+    """The page with its tables."""
+    text = FILE.read_text(encoding="utf-8")
+    before, _, rest = text.partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return f"{before}{BEGIN}{tables()}{END}{after}"
+
+
+def tables() -> str:
+    """The three tables."""
+    rows = sorted(_joined(_rows()), key=lambda row: (row[0], row[1]))
+    effectless = [f"| `{name}` | {where} | {one.why} |\n" for name, where, one in rows if one.harmless is None]
+    parts: list[str] = []
+    for (title, head), lines in zip(
+        HEADS, (effectless, list(_refused(rows, False)), list(_refused(rows, True))), strict=True
+    ):
+        parts += [f"\n{title}\n\n", head, *lines]
+    return "".join([*parts, "\n"])
+
+
+def _refused(rows: Iterable[Row], left_out: bool) -> Iterator[str]:
+    for name, where, one in rows:
+        if one.harmless is not None and one.left_out == left_out:
+            yield f"| `{name}` | {where} | {one.accepted.removeprefix('`null`').removeprefix(', ')} | {one.why} |\n"
+
+
+def _rows() -> Iterator[Row]:
+    for name, why in fields.IGNORED.items():
+        too = name in responses_asked.Create.__struct_fields__
+        yield name, "chat, completions, responses" if too else "chat, completions", Known(why)
+    for where, table in (("responses", responses_asked.IGNORED), ("messages", messages.IGNORED)):
+        for name, why in table.items():
+            yield name, where, Known(why)
+    for kind, table in (*known.KNOWN.items(), *messages_known.KNOWN.items()):
+        for name, one in table.items():
+            where, prefix = PLACES[kind]
+            yield prefix + name, "count_tokens" if one.why == messages_known.NOT_COUNTED else where, one
+
+
+def _joined(rows: Iterable[Row]) -> list[Row]:
+    """One row for a field that means the same in several APIs."""
+    found: dict[tuple[str, str, str, bool], tuple[list[str], Known]] = {}
+    for name, where, one in rows:
+        apis, _ = found.setdefault((name, one.why, one.accepted, one.left_out), ([], one))
+        apis += [api for api in where.split(", ") if api not in apis]
+    return [(name, ", ".join(apis), one) for (name, *_), (apis, one) in found.items()]
+
+
+if __name__ == "__main__":
+    FILE.write_text(document(), encoding="utf-8")
+    sys.exit(0)
