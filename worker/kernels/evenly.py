@@ -1,9 +1,7 @@
-"""Functions of torch that give a number the same bits wherever it stands among others.
+"""Replacements for torch functions whose result for a number depends on the other numbers of the tensor.
 
-On a CPU torch computes most numbers of a tensor by vectors and what is left over, of each thread's part, one by one;
-SiLU, GELU, the sigmoid and others round differently then. So numbers that do not fill the vectors of every thread are
-followed by zeros. A mean over the rows of a GPU's tensor is cut into parts where there are few of them; that of a layer
-norm is not.
+Elementwise functions are computed by `partition.apply_aligned`. On a GPU, torch splits a mean over few rows into parts;
+the mean inside a layer norm is never split and takes its place.
 """
 
 from __future__ import annotations
@@ -17,32 +15,9 @@ from torch.overrides import TorchFunctionMode
 
 from . import LayerOperations
 from .packed import is_packed
-
-STEP = 64  # numbers that torch's loops take at a time, at most: two vectors of 16-bit numbers on AVX-512
-GRAIN = 32768  # numbers from which on torch gives each of its threads a part
+from .partition import apply_aligned
 
 _Function = Callable[..., Any]
-
-
-def even_count(count: int, threads: int) -> int:
-    """The least number of numbers, `count` or more, of which no thread's part ends within a step."""
-    while True:
-        parts = max(1, min(threads, -(-count // GRAIN)))
-        even = -(-count // (parts * STEP)) * parts * STEP
-        if even == count:
-            return count
-        count = even
-
-
-def evenly(function: Callable[[torch.Tensor], torch.Tensor], x: torch.Tensor) -> torch.Tensor:
-    """function(x), which computes each number from the one in its place. x: any shape, float."""
-    if x.device.type != "cpu":
-        return function(x)
-    count = x.numel()
-    missing = even_count(count, torch.get_num_threads()) - count
-    if not missing:  # in one piece: of what lies apart some functions are computed in another way
-        return function(x.contiguous())
-    return function(functional.pad(x.reshape(-1), (0, missing)))[:count].view(x.shape)
 
 
 def mean_of_rows(x: torch.Tensor, dim: Any = None, keepdim: bool = False, **keywords: Any) -> torch.Tensor:
@@ -73,15 +48,27 @@ class Evenly(TorchFunctionMode):
         return product(self._operations, x, weight, bias)
 
 
-# Those that round differently by vectors and one by one, as torch 2.13 has them, and their kin.
+# The functions that round differently in torch 2.13's vector loop and in its scalar loop, with AVX2 or AVX-512, in any
+# of float32, bfloat16 and float16. tests/worker/kernels/test_partition.py compares these and the ones left out.
 ELEMENTWISE = (
     torch.sigmoid,
     torch.Tensor.sigmoid,
+    torch.rsqrt,
+    torch.Tensor.rsqrt,
+    torch.exp2,
+    torch.Tensor.exp2,
+    torch.special.exp2,
+    torch.special.expit,
+    torch.pow,
+    torch.Tensor.pow,
+    torch.Tensor.__pow__,
     functional.sigmoid,
     functional.silu,
     functional.gelu,
     functional.softplus,
     functional.elu,
+    functional.selu,
+    functional.celu,
     functional.mish,
     functional.hardswish,
 )
@@ -100,7 +87,9 @@ def product(
 
 
 def _even(function: _Function) -> _Function:
-    def run(x: torch.Tensor, *arguments: Any, **keywords: Any) -> torch.Tensor:
-        return evenly(lambda numbers: function(numbers, *arguments, **keywords), x)
+    def run(x: Any, *arguments: Any, **keywords: Any) -> torch.Tensor:
+        if not isinstance(x, torch.Tensor) or any(isinstance(each, torch.Tensor) for each in arguments):
+            return function(x, *arguments, **keywords)  # pow of two operands, which broadcast
+        return apply_aligned(lambda numbers: function(numbers, *arguments, **keywords), x)
 
     return run

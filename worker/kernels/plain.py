@@ -12,6 +12,7 @@ import torch
 from torch.nn.functional import linear, pad, silu
 
 from .packed_table import look_up
+from .partition import apply_aligned
 from .row_counts import padded
 
 MKL_ROWS = 16  # fewer than that take it as long as that many: see `Device.product_rows`
@@ -50,7 +51,7 @@ class PlainOperations:
 
     def gated(self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         gate, up = self.product(x, weight, bias).chunk(2, dim=-1)
-        return silu(gate) * up
+        return apply_aligned(silu, gate) * up
 
     def rotary(
         self, positions: torch.Tensor, frequencies: torch.Tensor, scaling: float, dtype: torch.dtype

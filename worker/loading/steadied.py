@@ -1,7 +1,7 @@
 """A transformers model whose rows do not depend on each other: what it is made of is replaced, part by part, at load.
 
 - Linear, and the Conv1D of GPT-2, multiply by `LayerOperations.linear`, with packed weights where these serve.
-- Activations round alike wherever a number stands (see `kernels.evenly`).
+- Activations round alike wherever a number stands (see `kernels.partition`).
 - Experts are computed one after the other (see `kernels.experts`), but in bfloat16 on NVIDIA's compute capabilities 9
   and 10: there torch has one kernel for all of them, whose sums depend on nothing else. Elsewhere it computes them one
   after the other too, by whatever kernel it takes for as many tokens as each got.
@@ -24,10 +24,11 @@ from transformers.pytorch_utils import Conv1D
 
 from worker.device.device import Device
 from worker.kernels import LayerOperations
-from worker.kernels.evenly import Evenly, evenly, product
+from worker.kernels.evenly import Evenly, product
 from worker.kernels.experts import Experts, Matrices
 from worker.kernels.packed import PackedOperations, PackedRows, Product, is_packed
 from worker.kernels.packed_table import read_from, table_of
+from worker.kernels.partition import apply_aligned
 
 from .fusion import in_place_of
 
@@ -89,7 +90,7 @@ def make_rows_steady(module: Any, operations: LayerOperations, device: Device) -
             packs = packing is not None and part.weight.data_ptr() not in shared
             setattr(owner, name, in_place_of(part, _linear(part, operations, packing if packs else None)))
         elif isinstance(part, ACTIVATIONS):
-            part.forward = partial(evenly, part.forward)
+            part.forward = partial(apply_aligned, part.forward)
     _separate_experts(module, operations, packing, device)
     evened = list(_with_weights_of_their_own(module))
     if not device.computes_on_cores:

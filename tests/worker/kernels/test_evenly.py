@@ -1,4 +1,4 @@
-"""Functions of torch of which a number gets the same bits wherever it stands."""
+"""Torch functions inside `Evenly`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from torch.nn import functional
 
 from worker.device.device import open_device
 from worker.kernels import choose_operations
-from worker.kernels.evenly import GRAIN, STEP, Evenly, even_count, evenly, mean_of_rows
+from worker.kernels.evenly import Evenly, mean_of_rows
+from worker.kernels.partition import apply_aligned
 from worker.kernels.steady import same_bits
 
-WIDTHS = (1, 7, 37, 64, 100, 704)
 FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "silu": functional.silu,
     "gelu": functional.gelu,
@@ -23,6 +23,8 @@ FUNCTIONS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "elu": functional.elu,
     "sigmoid": torch.sigmoid,
     "sigmoid of a tensor": torch.Tensor.sigmoid,
+    "power": lambda x: x.abs() ** 0.75,
+    "root": lambda x: (x.abs() + 1).rsqrt(),
 }
 
 
@@ -34,33 +36,24 @@ def three_threads() -> Iterator[None]:
     torch.set_num_threads(before)
 
 
-@pytest.mark.parametrize("threads", [1, 2, 3, 7, 48])
-def test_no_part_of_a_thread_ends_within_a_step(threads: int) -> None:
-    for count in (1, 63, 64, 65, GRAIN, GRAIN + 1, 3 * GRAIN - 1, 100_000, 7 * GRAIN + 5, 10_000_000):
-        even = even_count(count, threads)
-        parts = min(threads, -(-even // GRAIN))  # as torch cuts a range
-        length = -(-even // parts)
-        assert even % STEP == 0 and length % STEP == 0
-        assert count <= even < count + 2 * STEP * threads
-        assert even_count(even, threads) == even
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("name", FUNCTIONS)
-def test_a_number_has_its_bits_wherever_it_stands(name: str, dtype: torch.dtype, three_threads: None) -> None:
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_functions_inside_are_applied_aligned(name: str, dtype: torch.dtype, three_threads: None) -> None:
     function = FUNCTIONS[name]
-    generator = torch.Generator().manual_seed(3)
-    for width in WIDTHS:
-        x = torch.randn(1, 300, 2 * width, generator=generator).to(dtype)
-        for part in (x[..., :width], x[..., :width].contiguous()):  # apart, as half of a joined product is
-            whole = evenly(function, part)
-            torch.testing.assert_close(whole, function(part))
-            with Evenly(choose_operations(open_device("cpu"), dtype)):
-                inside = function(part)
-            assert same_bits(inside, whole)
-            for first, count in ((0, 1), (299, 1), (5, 7), (37, 129)):
-                few = slice(first, first + count)
-                assert same_bits(evenly(function, part[:, few]), whole[:, few]), (width, first, count)
+    x = torch.randn(300, 2 * 100, generator=torch.Generator().manual_seed(3)).to(dtype)[:, :100]
+    whole = apply_aligned(function, x)
+    torch.testing.assert_close(whole, function(x))
+    for first, count in ((0, 300), (0, 1), (299, 1), (37, 129)):
+        with Evenly(choose_operations(open_device("cpu"), dtype)):
+            inside = function(x[first : first + count])
+        assert same_bits(inside, whole[first : first + count]), (first, count)
+
+
+def test_a_power_of_two_tensors_broadcasts_inside() -> None:
+    x, exponents = torch.rand(5, 7), torch.rand(7)
+    with Evenly(choose_operations(open_device("cpu"), torch.float32)):
+        assert same_bits(torch.pow(x, exponents), x**exponents)
+        assert torch.pow(2.0, x).shape == x.shape
 
 
 def test_products_inside_are_those_of_the_operations() -> None:
