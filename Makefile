@@ -2,11 +2,19 @@
 PYTHON ?= python3
 VENV   := .venv
 BIN    := $(VENV)/bin
-# An exact version: a range would pull the newest build with gigabytes of CUDA packages.
-# To use a CUDA or ROCm build that is already installed, see "On HIP, CUDA and CPU" in the README.
-TORCH  ?= torch==2.13.0
+# Every install line names this release, so that no later line replaces it. The index chooses the build: PyPI has the
+# CUDA build. TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build, a twentieth of its size.
+TORCH       ?= torch==2.13.0
+TORCH_INDEX ?=
+# For tests of kernels where torch brings no Triton (a CPU build): the release that this torch brings in its CUDA build.
+TRITON ?= triton==3.7.1; sys_platform == 'linux' and platform_machine == 'x86_64'
 PYTEST_ARGS ?=
 MAKEFLAGS += --no-print-directory
+
+# What each target installs. A stamp in $(VENV) records it.
+DEMO_EXTRAS := worker
+DOCS_EXTRAS := docs
+ALL_EXTRAS  := worker,gateway,terminal,tcp,loadtest,ray,docs,dev
 
 .PHONY: demo test amd check venv clean docs help triton-versions
 help:
@@ -16,17 +24,32 @@ help:
 	@echo "make docs   the documentation, into site/"
 	@echo "make venv   the environment alone      make check   ruff, mypy, import contracts"
 
-$(VENV)/.ready: pyproject.toml
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+
+$(VENV)/.torch: pyproject.toml
 	@$(PYTHON) -c 'import sys; sys.exit(0 if sys.version_info >= (3, 11) else "kvforge needs Python 3.11 or newer: make PYTHON=python3.x " + sys.argv[1])' "$(MAKECMDGOALS)"
 	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
 	@echo "installing into $(VENV) (torch first: a few minutes on a new machine)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check "$(TORCH)"
-	@$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable ".[worker,gateway,terminal,loadtest,ray,docs,dev]"
+	@$(PIP) install --quiet $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") "$(TORCH)"
 	@touch $@
+
+$(VENV)/.demo: $(VENV)/.torch
+	@$(PIP) install --quiet "$(TORCH)" --editable ".[$(DEMO_EXTRAS)]"
+	@touch $@
+
+$(VENV)/.docs: pyproject.toml
+	@test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	@$(PIP) install --quiet --editable ".[$(DOCS_EXTRAS)]"
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.torch
+	@$(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)" || $(PIP) install --quiet "$(TRITON)"
+	@$(PIP) install --quiet "$(TORCH)" --editable ".[$(ALL_EXTRAS)]"
+	@touch $@ $(VENV)/.demo $(VENV)/.docs
 
 venv: $(VENV)/.ready
 
-demo: venv
+demo: $(VENV)/.demo
 	@exec $(BIN)/kvforge demo
 
 check: venv
@@ -38,7 +61,7 @@ check: venv
 test: check
 	$(BIN)/python -m pytest -n 2 --dist worksteal $(PYTEST_ARGS)
 
-docs: venv
+docs: $(VENV)/.docs
 	$(BIN)/python docs/error_catalogue.py
 	$(BIN)/python docs/settings_catalogue.py
 	NO_MKDOCS_2_WARNING=1 $(BIN)/python -m mkdocs build --strict --quiet

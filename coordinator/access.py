@@ -14,6 +14,7 @@ from typing import Annotated
 
 import msgspec
 
+from kvforge.process.installation import install_command
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import expand
 from kvforge.protocol.errors import InvalidConfiguration, NotAllowed
@@ -254,7 +255,7 @@ def _network_door(setting: str, endpoint: str, tcp: TcpSection, allowed: Collect
     try:
         from .curve import SealedReader, ServerKeys  # PyNaCl is for those who listen on a network
     except ImportError as error:
-        raise InvalidConfiguration(setting, f"needs PyNaCl ({error}): pip install 'kvforge[tcp]'") from None
+        raise InvalidConfiguration(setting, f"needs PyNaCl ({error}): {install_command('tcp')}") from None
     own = keys.read(expand(tcp.key_file), "tcp.key_file")
     server_keys = ServerKeys(keys.bytes_of(own.public, setting), keys.bytes_of(own.secret, setting), allowed)
     return [Door(endpoint, partial(SealedReader, keys=server_keys), setting)]

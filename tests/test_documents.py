@@ -36,3 +36,13 @@ def test_what_a_document_names_is_there(document: Path) -> None:
         makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
         missing += [name for name in TARGET.findall(text) if not re.search(rf"^{name}:", makefile, re.MULTILINE)]
     assert not missing, f"{document.name} names what is not there"
+
+
+INSTRUCTIONS = [path for path in DOCUMENTS if path.name != "CHANGELOG.md"]
+
+
+@pytest.mark.parametrize("document", INSTRUCTIONS, ids=lambda path: str(path.relative_to(REPOSITORY)))
+def test_no_document_installs_from_an_index(document: Path) -> None:
+    """kvforge is not on a package index; docs/install.md has the ways that work."""
+    commands = re.findall(r"pip install [^\n`]*", document.read_text(encoding="utf-8"))
+    assert not [each for each in commands if re.search(r"kvforge(?!\[[a-z,]+\] @ )", each)]

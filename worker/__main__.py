@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import NoReturn
 
 from kvforge.models.store import default_cache_dir
+from kvforge.process.installation import install_command
 from kvforge.protocol import logs
 from kvforge.protocol.errors import (
     CapacityExceeded,
@@ -60,7 +61,7 @@ def main(arguments: list[str] | None = None) -> int:
 
             Worker(config, cores, place).run()
     except ImportError as error:
-        problem = f"a worker needs torch and transformers ({error}): pip install 'kvforge[worker]'"
+        problem = f"a worker needs torch and transformers ({error}): {install_command('worker')}"
         return _fail(Unavailable(problem))
     except KvforgeError as error:
         return _fail(error)

@@ -19,6 +19,7 @@ from gateway.access.rates import SharedRates
 from gateway.config import Settings, load_settings
 from kvforge.launch.child import Child
 from kvforge.launch.listener import listening, url_of
+from kvforge.process.installation import install_command
 from kvforge.process.signals import Signals
 from kvforge.protocol import logs
 from kvforge.protocol.errors import KvforgeError, Unavailable
@@ -64,7 +65,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(f"serving at {url_of(settings.host, listener)}", flush=True)
         return _serve(options, settings, listener)
     except ImportError as error:
-        print(f"gateway: it needs the extra `gateway` ({error}): pip install 'kvforge[gateway]'", file=sys.stderr)
+        print(f"gateway: missing packages ({error}): {install_command('gateway')}", file=sys.stderr)
         return UNAVAILABLE
     except KvforgeError as error:
         print(f"gateway: {error}", file=sys.stderr)

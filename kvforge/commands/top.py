@@ -15,6 +15,7 @@ from pathlib import Path
 from typing import Any
 
 from kvforge.client.tables import Tables
+from kvforge.process.installation import install_command
 from kvforge.protocol import transport
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration
 from kvforge.protocol.exits import OK
@@ -72,7 +73,7 @@ def _full_screen(options: argparse.Namespace) -> bool:
     """Whether there is a terminal for it, and nobody asked for lines; says what is missing where that is `rich`."""
     wanted = not (options.json or options.lines or options.count) and sys.stdin.isatty() and sys.stdout.isatty()
     if wanted and find_spec("rich") is None:
-        printing.say("kvforge: the full screen needs the extra `terminal`: pip install 'kvforge[terminal]'")
+        printing.say(f"kvforge: the full screen needs the extra `terminal`: {install_command('terminal')}")
         return False
     return wanted
 

@@ -17,6 +17,7 @@ from kvforge.launch.supervisor import run_up
 from kvforge.launch.up_file import UpFile, load_up_file
 from kvforge.launch.voice import Voice
 from kvforge.models.store import find, pull
+from kvforge.process.installation import install_command
 from kvforge.process.signals import Signals
 from kvforge.protocol import choices, logs
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
@@ -209,7 +210,7 @@ def http_of(options: argparse.Namespace) -> Http | None:
     if not 1 <= processes <= WORKERS_MAX:
         raise InvalidConfiguration("--http-processes", f"is {processes}; it must be 1 to {WORKERS_MAX}")
     if any(find_spec(name) is None for name in ("uvicorn", "starlette", "httptools")):
-        raise Unavailable("--http needs the extra `gateway`: pip install 'kvforge[gateway]'")
+        raise Unavailable(f"--http needs the extra `gateway`: {install_command('gateway')}")
     name = str(options.model or options.model_config or MODEL)
     config = options.gateway.absolute() if options.gateway is not None else None
     return Http(host or "127.0.0.1", int(port), processes, (name,), config)

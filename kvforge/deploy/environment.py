@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import os
+import re
 import shutil
 import sys
 import tempfile
@@ -16,6 +17,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 from kvforge.protocol.errors import InvalidConfiguration
@@ -37,6 +39,8 @@ PINNED = "; ".join(
         "sys.prefix = sys.exec_prefix = os.path.realpath(sys.prefix)\n",
     ]
 )
+TORCH = "torch==2.13.0"  # as in the Makefile: a newer release is not tested
+TORCH_REQUIREMENT = re.compile(r"torch\s*($|[=<>!~@\[])")
 HIDDEN = ("/root", "/home", "/run/user")  # from services, by ProtectHome=
 
 
@@ -122,11 +126,21 @@ def _fill(places: Places, made: Path, python: Python, wheel: Wheel) -> None:
     ]
     with tempfile.TemporaryDirectory(prefix="kvforge-") as folder:
         path = wheel.write(Path(folder))
-        must([*pip, *python.pip, f"{path}[{EXTRAS}]"], show=True)
+        must([*pip, *python.pip, *_torch(python), f"{path}[{EXTRAS}]"], show=True)
     for site in made.glob("lib/python*/site-packages"):
         (site / PIN).write_text(PINNED)
     if not places.here:
         _rebase(places, made)
+
+
+def _torch(python: Python) -> list[str]:
+    """The release of torch to install: the one beside this kvforge, else TORCH. Empty where the caller chooses it."""
+    if python.system_packages or any(TORCH_REQUIREMENT.match(each) for each in python.pip):
+        return []
+    try:
+        return [f"torch=={version('torch').partition('+')[0]}"]
+    except PackageNotFoundError:
+        return [TORCH]
 
 
 def _rebase(places: Places, made: Path) -> None:
@@ -156,5 +170,5 @@ def _switch(places: Places, made: Path, record: Record, wanted: str) -> None:
 
 def _digest(wheel: Wheel, python: Python) -> str:
     """Of all that decides what is in the environment."""
-    parts = [wheel.digest, str(python.path), str(python.system_packages), *python.pip]
+    parts = [wheel.digest, str(python.path), str(python.system_packages), *python.pip, *_torch(python)]
     return hashlib.sha256("\0".join(parts).encode()).hexdigest()

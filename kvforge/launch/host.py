@@ -6,6 +6,7 @@ import importlib.util
 import os
 from pathlib import Path
 
+from kvforge.process.installation import install_command
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 
 NEEDED = ("torch", "transformers")
@@ -18,7 +19,7 @@ def check_installed() -> None:
     """Raises Unavailable where what workers need is not installed."""
     missing = [name for name in NEEDED if importlib.util.find_spec(name) is None]
     if missing:
-        raise Unavailable(f"workers need {' and '.join(missing)}, not installed here: pip install 'kvforge[worker]'")
+        raise Unavailable(f"workers need {' and '.join(missing)}, not installed here: {install_command('worker')}")
 
 
 def check_device(field: str, device: str, devices: Path = Path("/dev")) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from kvforge.models.files import is_gguf
 from kvforge.models.gguf_header import read_metadata
 from kvforge.models.store import find
+from kvforge.process.installation import install_command
 from kvforge.protocol.errors import InvalidRequest, Unavailable, UnsupportedModel
 
 from .stream import Pieces, TextStream, checked_ids
@@ -184,7 +185,7 @@ class Tokenizer:
 
 
 def _missing(error: ImportError) -> Unavailable:
-    return Unavailable(f"text in and out needs the extra `text` ({error}): pip install 'kvforge[text]'")
+    return Unavailable(f"text in and out needs the extra `text` ({error}): {install_command('text')}")
 
 
 def _transformers() -> ModuleType:

@@ -13,6 +13,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.process.installation import install_command
 from kvforge.protocol.errors import InvalidRequest, Unavailable
 from kvforge.protocol.messages import Int32Array
 
@@ -27,7 +28,7 @@ def httptools() -> Any:
     try:
         import httptools as found
     except ImportError as error:
-        raise Unavailable(f"HTTP needs the extra `loadtest` ({error}): pip install 'kvforge[loadtest]'") from error
+        raise Unavailable(f"HTTP needs the extra `loadtest` ({error}): {install_command('loadtest')}") from error
     return found
 
 

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from kvforge.process.installation import install_command
 from kvforge.protocol.errors import Unavailable
 
 from ..load.workload import FloatArray
@@ -32,7 +33,7 @@ class Distribution:
         try:
             from hdrh.histogram import HdrHistogram
         except ImportError as error:
-            problem = f"percentiles need the extra `loadtest` ({error}): pip install 'kvforge[loadtest]'"
+            problem = f"percentiles need the extra `loadtest` ({error}): {install_command('loadtest')}"
             raise Unavailable(problem) from error
         histogram = HdrHistogram(LOWEST_US, HIGHEST_US, DIGITS)
         micros = np.clip(np.rint(self.seconds * 1e6), 0, HIGHEST_US).astype(np.int64)

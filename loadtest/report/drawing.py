@@ -13,6 +13,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from kvforge.process.installation import install_command
 from kvforge.protocol.errors import Unavailable
 
 if TYPE_CHECKING:
@@ -75,7 +76,7 @@ def style() -> Iterator[None]:
     try:
         import matplotlib as mpl
     except ImportError as error:
-        problem = f"pictures need the extra `loadtest` ({error}): pip install 'kvforge[loadtest]'"
+        problem = f"pictures need the extra `loadtest` ({error}): {install_command('loadtest')}"
         raise Unavailable(problem) from error
     with mpl.rc_context(STYLE):
         yield

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import builtins
 import os
+import re
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ from coordinator import access
 from coordinator.config import CoordinatorConfig
 from coordinator.core.rights import Access
 from coordinator.outbox import Who
+from kvforge.process.installation import install_command
 from kvforge.protocol import keys
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import InvalidConfiguration, NotAllowed
@@ -73,7 +75,9 @@ def test_without_pynacl_only_this_machines_sockets_are_served(tmp_path: Path, mo
     monkeypatch.setattr(builtins, "__import__", without)
     values = {"tcp": LISTEN, "access": {"clients": ALICE}}
     config = convert(values, CoordinatorConfig)
-    with pytest.raises(InvalidConfiguration, match=r"^tcp\.listen: needs PyNaCl .* pip install 'kvforge\[tcp\]'"):
+    with pytest.raises(
+        InvalidConfiguration, match=rf"^tcp\.listen: needs PyNaCl .*{re.escape(install_command('tcp'))}"
+    ):
         access.client_doors(tmp_path, config.tcp, access.Gate("", config.access))
     assert len(access.client_doors(tmp_path, access.TcpSection(), access.Gate())) == 1
 

@@ -6,7 +6,9 @@ import ast
 import os
 import subprocess
 import sys
+import tomllib
 import zipfile
+from email.parser import Parser
 from pathlib import Path
 
 import pytest
@@ -123,6 +125,9 @@ def test_a_wheel_of_the_sdist_holds_the_same(installed: Path, tmp_path: Path) ->
     (sdist,) = tmp_path.glob("*.tar.gz")
     subprocess.run(["tar", "-xzf", sdist, "-C", tmp_path], check=True, timeout=120)
     (source,) = tmp_path.glob("kvforge-*/")
+    carried = {str(path.relative_to(source)) for path in source.rglob("*") if path.is_file()}
+    documents = {f"docs/{path.name}" for path in (REPOSITORY / "docs").glob("*.md")}
+    assert documents | {"Makefile", "mkdocs.yml", ".ci/run", "README.md", "CHANGELOG.md", "LICENSE"} <= carried
     subprocess.run([*build, "-t", "wheel", "-d", str(tmp_path)], cwd=source, check=True, timeout=120)
     names = []
     for wheel in (*tmp_path.glob("*.whl"), *(installed.parent / "dist").glob("*.whl")):
@@ -139,3 +144,24 @@ def test_the_protocol_imports_only_itself() -> None:
             if isinstance(node, ast.ImportFrom) and not node.level:
                 names = [node.module or ""]
             assert not [name for name in names if name.partition(".")[0] in ("kvforge", *OURS)], (path.name, names)
+
+
+def test_the_metadata_is_complete(installed: Path) -> None:
+    (info,) = installed.glob("kvforge-*.dist-info")
+    metadata = Parser().parsestr((info / "METADATA").read_text(encoding="utf-8"))
+    for field in ("Author", "Keywords", "Summary", "License-Expression", "Requires-Python", "Description"):
+        assert metadata[field] or (field == "Description" and metadata.get_payload()), field
+    links = {each.partition(",")[0] for each in metadata.get_all("Project-URL", [])}
+    assert links >= {"Homepage", "Issues", "Changelog"}
+    classifiers = metadata.get_all("Classifier", [])
+    assert [each for each in classifiers if each.endswith(":: 3.13")] and "Typing :: Typed" in classifiers
+
+
+def test_the_version_is_written_once(installed: Path) -> None:
+    """`kvforge.__version__` is the version: the package's metadata is made from it."""
+    from kvforge import __version__
+
+    (info,) = installed.glob("kvforge-*.dist-info")
+    assert info.name == f"kvforge-{__version__}.dist-info"
+    project = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    assert "version" not in project and project["dynamic"] == ["version"]

@@ -1,8 +1,8 @@
 """Elementwise functions of torch whose result for a number does not depend on the number's place in the tensor.
 
-On a CPU torch gives each thread a contiguous part of a tensor. It computes a part in vectors, and the rest that fills no
-vector one number at a time. SiLU, GELU, the sigmoid and others round differently in these two loops. `apply_aligned`
-appends zeros until every part of every thread is a whole number of vectors, so that the second loop is never entered.
+On a CPU torch gives each thread a contiguous part of a tensor. It computes a part in vectors, and what remains one
+number at a time. SiLU, GELU, the sigmoid and others round differently in these two loops. `apply_aligned` appends zeros
+until every part of every thread is a whole number of vectors, so that the second loop is never entered.
 
 Sources: ATen/TensorIterator.cpp (`for_each`), ATen/ParallelOpenMP.h (`parallel_for` makes min(threads, ceil(count /
 grain)) parts of ceil(count / parts) numbers each) and ATen/native/cpu/Activation.cpp (the grain of GELU) of torch 2.13.

@@ -8,12 +8,13 @@ import socket
 from collections.abc import Iterator
 from contextlib import contextmanager
 
+from kvforge.process.installation import install_command
 from kvforge.protocol.errors import Unavailable
 
 try:
     import ray
 except ImportError as error:
-    raise Unavailable(f"a fleet needs Ray ({error}): pip install 'kvforge[ray]'") from None
+    raise Unavailable(f"a fleet needs Ray ({error}): {install_command('ray')}") from None
 
 
 CONNECT_S = 5.0

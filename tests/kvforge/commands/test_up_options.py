@@ -14,6 +14,7 @@ from kvforge.commands import cli, up
 from kvforge.launch import host
 from kvforge.launch.settings import Settings
 from kvforge.launch.up_file import load_up_file
+from kvforge.process.installation import install_command
 from kvforge.protocol import choices, keys
 from kvforge.protocol.configuration import convert
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
@@ -75,7 +76,7 @@ def test_without_what_workers_need_it_says_once_what_to_install(
 ) -> None:
     monkeypatch.setattr(host.importlib.util, "find_spec", lambda name: None if name == missing else object())
     assert cli.main(["up"]) == 3
-    expected = f"kvforge: workers need {missing}, not installed here: pip install 'kvforge[worker]'\n"
+    expected = f"kvforge: workers need {missing}, not installed here: {install_command('worker')}\n"
     assert capsys.readouterr().err == expected
     with pytest.raises(Unavailable):
         host.check_installed()

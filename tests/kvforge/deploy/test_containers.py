@@ -10,6 +10,8 @@ from pathlib import Path
 
 import pytest
 
+from kvforge.deploy import environment
+
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
 HADOLINT = Path(sys.executable).with_name("hadolint")
@@ -39,4 +41,5 @@ def test_its_extras_and_its_torch_are_those_of_the_project() -> None:
     (extras,) = re.findall(r'"\$\{wheel\}\[([^\]]+)\]"', text)
     assert set(extras.split(",")) <= set(project["optional-dependencies"])
     (torch,) = re.findall(r'ARG TORCH="([^"]+)"', text)
-    assert f"TORCH  ?= {torch}\n" in (ROOT / "Makefile").read_text(encoding="utf-8")
+    assert re.findall(r"^TORCH\s+\?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE) == [torch]
+    assert torch == environment.TORCH

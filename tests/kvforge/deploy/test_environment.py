@@ -36,6 +36,7 @@ class Service:
     def __init__(self, root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         self.places, self.wheel, self.python = Places(root), Wheel(), Python(Path(sys.executable))
         self.during: During = lambda: None
+        self.installed: list[str] = []  # the arguments of the last `pip install`
         monkeypatch.setattr(environments, "must", self._must)
         monkeypatch.setattr(environments, "Wheel", lambda: self.wheel)
 
@@ -44,6 +45,7 @@ class Service:
         if show:
             assert command[0] != self.places.venv / "bin" / "python", "nothing is installed where services run"
             self.during()
+            self.installed = [str(each) for each in command[6:]]
             (Path(command[0]).parent / "kvforge").write_text(f"#!{command[0]}\n")
             return
         made = Path(command[-1])
@@ -178,3 +180,27 @@ def test_an_environment_is_used_by_whoever_has_mapped_a_file_of_it(tmp_path: Pat
     assert not environments._in_use(tmp_path / "2")
     user.communicate("\n", timeout=DEADLINE_S)
     assert not environments._in_use(tmp_path / "1")
+
+
+def test_the_release_of_torch_is_pinned(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(environments, "version", lambda _name: "2.14.1+rocm7.1")
+    service.upgrade("2")
+    assert service.installed[0] == "torch==2.14.1" and service.installed[1].endswith("kvforge.whl[worker,gateway]")
+
+    def missing(name: str) -> str:
+        raise environments.PackageNotFoundError(name)
+
+    monkeypatch.setattr(environments, "version", missing)
+    service.upgrade("3")
+    assert service.installed[0] == environments.TORCH
+
+
+@pytest.mark.parametrize(
+    "python",
+    [Python(Path(sys.executable), pip=["torch==2.12.0"]), Python(Path(sys.executable), system_packages=True)],
+    ids=["named by --pip", "beside the interpreter"],
+)
+def test_a_torch_that_the_caller_chose_stays(service: Service, python: Python) -> None:
+    service.python = python
+    service.install()
+    assert [each for each in service.installed if each.startswith("torch")] == list(python.pip)

@@ -8,10 +8,11 @@ from pathlib import Path
 
 import pytest
 
+from kvforge.process.installation import install_command
 from tests.integration.running import Process
 
 FILE = '[up]\nmodel = "m"\n'
-on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'kvforge[ray]'")
+on_ray = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray, the extra `ray`")
 
 
 def said(status: int, *arguments: str, **environment: str) -> str:
@@ -25,7 +26,7 @@ def test_without_ray_it_says_what_to_install(tmp_path: Path) -> None:
     (tmp_path / "ray").mkdir()
     (tmp_path / "ray" / "__init__.py").write_text("raise ImportError('it is not here')")
     (tmp_path / "fleet.toml").write_text(FILE)
-    words = "kvforge: a fleet needs Ray (it is not here): pip install 'kvforge[ray]'"
+    words = f"kvforge: a fleet needs Ray (it is not here): {install_command('ray')}"
     path = f"{tmp_path}:{Path(__file__).parents[3]}"
     assert said(3, "up", str(tmp_path / "fleet.toml"), PYTHONPATH=path).strip() == words
 

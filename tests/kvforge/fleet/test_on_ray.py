@@ -18,7 +18,7 @@ from .load import TOKENS, Load, body, streamed
 from .raylets import RayCluster
 from .story import DEADLINE_S, FLEET, Story, kill
 
-pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray: pip install 'kvforge[ray]'")
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("ray") is None, reason="needs Ray, the extra `ray`")
 LONG = 500
 
 

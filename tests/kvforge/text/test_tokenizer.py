@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import random
+import re
 import struct
 import subprocess
 import sys
@@ -11,6 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+
+from kvforge.process.installation import install_command
 
 pytest.importorskip("transformers", reason="the text extra is not installed")
 
@@ -359,7 +362,7 @@ def test_the_extra_is_named_when_it_is_missing(tmp_path: Path, monkeypatch: pyte
     path = tmp_path / "tiny.gguf"
     path.write_bytes(tiny_gguf())
     monkeypatch.setitem(sys.modules, "transformers", None)
-    with pytest.raises(Unavailable, match=r"pip install 'kvforge\[text\]'"):
+    with pytest.raises(Unavailable, match=re.escape(install_command("text"))):
         Tokenizer.load(path)
 
 

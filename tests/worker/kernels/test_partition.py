@@ -1,4 +1,4 @@
-"""Elementwise functions on a CPU: a number's bits, whatever the size of the tensor, the threads and the instructions."""
+"""Elementwise functions on a CPU: bits for every size of the tensor, number of threads and instruction set."""
 
 from __future__ import annotations
 

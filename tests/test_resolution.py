@@ -1,0 +1,117 @@
+"""The extras resolve for every supported Python, with the build of torch that the package index gives.
+
+pip resolves without installing (`--dry-run --report`) for an interpreter of each version. Versions that are not on this
+machine, and machines that reach no package index, are skipped by name.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import re
+import shutil
+import subprocess
+import sys
+import tomllib
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+REPOSITORY = Path(__file__).parents[1]
+MAKEFILE = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+PROJECT = tomllib.loads((REPOSITORY / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+TORCH = re.search(r"^TORCH\s+\?= (torch==\S+)$", MAKEFILE, re.MULTILINE)[1]  # type: ignore[index]
+PYTHONS = ("3.11", "3.12", "3.13")
+UNREACHABLE = ("NewConnectionError", "Temporary failure in name resolution", "No matching distribution found for torch")
+PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
+
+
+def interpreter(version: str) -> Path:
+    """An interpreter of that version: this one, on PATH, or of pyenv or uv. Skips the test where there is none."""
+    roots = (Path(os.environ.get("PYENV_ROOT", "~/.pyenv")).expanduser() / "versions", _uv_folder())
+    found = [Path(sys.executable), Path(shutil.which(f"python{version}") or "/nonexistent")]
+    found += [path for root in roots for path in sorted(root.glob(f"*{version}.*/bin/python{version}"))]
+    for path in found:
+        code = "import sys; print('%d.%d' % sys.version_info[:2])"
+        if path.exists():
+            ran = subprocess.run([path, "-c", code], capture_output=True, text=True, timeout=60, check=False)
+            if ran.stdout.strip() == version:
+                return path
+    pytest.skip(f"no Python {version} on this machine")
+
+
+@functools.cache
+def _uv_folder() -> Path:
+    if shutil.which("uv") is None:
+        return Path("/nonexistent")
+    ran = subprocess.run(["uv", "python", "dir"], capture_output=True, text=True, timeout=60, check=False)
+    return Path(ran.stdout.strip() or "/nonexistent")
+
+
+def resolve(version: str, extras: str, folder: Path) -> dict[str, dict[str, Any]]:
+    """Name to metadata of each distribution that pip would install into an empty environment."""
+    report = folder / "report.json"
+    command = [*PIP, "--python", str(interpreter(version)), "install", "--quiet", "--dry-run", "--ignore-installed"]
+    command += ["--report", str(report), TORCH, f"{REPOSITORY}[{extras}]"]
+    ran = subprocess.run(command, capture_output=True, text=True, timeout=900, check=False)
+    if ran.returncode and any(each in ran.stderr for each in UNREACHABLE):
+        pytest.skip("no package index can be reached")
+    assert ran.returncode == 0, ran.stderr
+    packages = [each["metadata"] for each in json.loads(report.read_text())["install"]]
+    return {each["name"].lower(): each for each in packages}
+
+
+def _torch_is_pinned(found: dict[str, dict[str, Any]]) -> None:
+    assert found["torch"]["version"].partition("+")[0] == TORCH.removeprefix("torch==")
+    wanted = [each for each in found["torch"].get("requires_dist", ()) if re.match(r"triton\b", each)]
+    if wanted:  # a build for GPUs
+        assert found["triton"]["version"] in wanted[0]
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_a_worker_resolves(version: str, tmp_path: Path) -> None:
+    found = resolve(version, "worker", tmp_path)
+    assert {"kvforge", "torch", "transformers", "safetensors", "pyzmq"} <= set(found)
+    assert not {"ray", "mkdocs-material", "starlette", "pytest"} & set(found)
+    _torch_is_pinned(found)
+
+
+@pytest.mark.parametrize("version", PYTHONS)
+def test_all_extras_resolve(version: str, tmp_path: Path) -> None:
+    found = resolve(version, _makes("ALL_EXTRAS"), tmp_path)
+    assert {"kvforge", "torch", "ray", "starlette", "pytest", "mypy", "openai"} <= set(found)
+    _torch_is_pinned(found)
+
+
+def test_each_target_installs_extras_that_exist() -> None:
+    extras = set(PROJECT["optional-dependencies"])
+    assert set(_makes("DEMO_EXTRAS").split(",")) <= {"worker", "demo"}
+    assert set(_makes("ALL_EXTRAS").split(",")) == extras - {"text", "demo"}  # `text` is a part of `gateway`
+    assert set(_makes("DOCS_EXTRAS").split(",")) <= extras
+
+
+def test_supported_pythons_are_declared() -> None:
+    declared = [each.rpartition(" ")[2] for each in PROJECT["classifiers"] if re.search(r":: 3\.\d+$", each)]
+    assert tuple(declared) == PYTHONS
+    assert PROJECT["requires-python"] == f">={PYTHONS[0]}"
+
+
+def test_no_extra_pins_what_torch_decides() -> None:
+    """torch needs one release of Triton; an extra that names another one cannot be installed beside it."""
+    for extra, requirements in PROJECT["optional-dependencies"].items():
+        assert not [each for each in requirements if re.match(r"triton\b|nvidia", each)], extra
+
+
+def test_every_install_line_pins_torch() -> None:
+    lines = [line for line in MAKEFILE.splitlines() if "$(PIP) install" in line and "DOCS_EXTRAS" not in line]
+    assert len(lines) == 4
+    assert [line for line in lines if '"$(TORCH)"' not in line and "$(TRITON)" not in line] == []
+    dockerfile = (REPOSITORY / "deploy" / "docker" / "Dockerfile").read_text(encoding="utf-8")
+    assert f'ARG TORCH="{TORCH}"' in dockerfile
+    assert re.search(r"ARG TORCH_INDEX=", dockerfile) and re.search(r"^TORCH_INDEX \?=", MAKEFILE, re.MULTILINE)
+
+
+def _makes(variable: str) -> str:
+    return re.search(rf"^{variable}\s+:= (\S+)$", MAKEFILE, re.MULTILINE)[1]  # type: ignore[index]
