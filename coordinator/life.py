@@ -13,6 +13,7 @@ from collections.abc import Callable
 
 from kvforge.protocol.errors import Field, KvforgeError
 from kvforge.protocol.logs import tell
+from kvforge.protocol.steady_clock import monotonic_ns
 
 from .config import CoordinatorConfig
 from .core.events import Boot
@@ -63,12 +64,12 @@ class Life:
         self.again = found is not None
 
     def now_us(self) -> int:
-        """The core's time: microseconds, monotonic."""
-        return time.monotonic_ns() // 1000 + self._offset_us
+        """Return the core's time in microseconds. It leaves out this process's own standstills."""
+        return monotonic_ns() // 1000 + self._offset_us
 
     @property
     def offset_us(self) -> int:
-        """Of the core's time from the monotonic clock."""
+        """Return the core's time minus the steady clock, in microseconds."""
         return self._offset_us
 
     def next_number(self) -> int:
@@ -109,7 +110,7 @@ class Life:
 
     def _go_on(self, found: Recovered) -> Machine:
         away_s = min(max(0.0, time.time() - found.written_s), AWAY_S_MAX)
-        self._offset_us = found.now_us + int(away_s * 1e6) - time.monotonic_ns() // 1000
+        self._offset_us = found.now_us + int(away_s * 1e6) - monotonic_ns() // 1000
         self.numbers = found.numbers
         facts: dict[str, Field] = {
             "snapshot_ms": found.snapshot_us // 1000,

@@ -17,7 +17,7 @@ Whatever a peer does, it costs a bounded amount, and those beside it do not noti
 - one that is disconnected by us hears what it was told before: its end of the connection is closed `LINGER_S` later,
   as its ZeroMQ throws away what it has not handed out when the connection ends;
 - a process that is gone is noticed at once, one from which nothing comes (heartbeats neither) after their timeout.
-  Time in which we stood still ourselves does not count.
+  The time in which this process stood still does not count (`kvforge.protocol.steady_clock`).
 
 A peer that breaks a bound is disconnected, with a line in the log.
 """
@@ -27,13 +27,13 @@ from __future__ import annotations
 import logging
 import select
 import socket as sockets
-import time
 from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
 
 from kvforge.protocol import transport
+from kvforge.protocol.steady_clock import monotonic_ns
 
 from . import zmtp
 from .connection import Connection, Room
@@ -89,7 +89,7 @@ class Peers:
 
     kind: what they are, for the log. on_silent: told the number of an admitted one from which nothing came for so long
     that it is taken for gone, though its process may be there, before `take_gone` names it. offset_us: of the loop's
-    clock from the monotonic one.
+    clock from the steady one.
     """
 
     def __init__(
@@ -130,7 +130,7 @@ class Peers:
         self._watched, self._stirred, self._turned, self._eased = False, True, False, False
         self._others_came = self._shut = False
         self._pace = Pace()
-        self._now_ns = self._beaten_ns = self._turn_ends_ns = time.monotonic_ns()
+        self._now_ns = self._beaten_ns = self._turn_ends_ns = monotonic_ns()
         # Those with standing; all others and the doors are in one within it, which is taken out while they are paced.
         self._epoll, self._others = select.epoll(), select.epoll()
         listeners = [Listener(door, self._others) for door in doors]
@@ -165,7 +165,7 @@ class Peers:
     def waiting(self) -> bool:
         """Whether a message, the end of a connection, or room for one that had none is there to be looked at."""
         if (self._stirred or not self._watched) and not self._ready:
-            self._look(time.monotonic_ns())
+            self._look(monotonic_ns())
         put_off = self._put_off and self._pace.hears
         return bool(self._ready or put_off or self._shares.spent or self._over or self._gone or self._eased)
 
@@ -182,7 +182,7 @@ class Peers:
 
     def receive(self) -> tuple[bytes, int, list[zmtp.Frame]] | None:
         """The next message: (identity, descriptor, frames); None where none is waiting."""
-        now_ns = time.monotonic_ns()
+        now_ns = monotonic_ns()
         shares = self._shares
         if shares.serving is not None:
             shares.charge(now_ns)
@@ -209,7 +209,7 @@ class Peers:
                     self._list(connection)
                 else:
                     self._note_end(connection)
-                shares.serve(connection, time.monotonic_ns())
+                shares.serve(connection, monotonic_ns())
                 return connection.identity, connection.descriptor, frames
             self._note_end(connection)
         return None
@@ -228,12 +228,12 @@ class Peers:
     def _next_queue(self) -> deque[Connection]:
         """Where the next message is looked for when nobody is ready; an empty one where nobody has any."""
         if self._stirred or not self._watched:
-            self._look(time.monotonic_ns())
+            self._look(monotonic_ns())
         if not self._ready:
             if self._put_off and self._pace.hears:
                 return self._put_off
             if self._shares.spent:
-                self._shares.forgive(time.monotonic_ns())
+                self._shares.forgive(monotonic_ns())
         return self._ready
 
     def number(self, identity: bytes) -> int | None:
@@ -263,7 +263,7 @@ class Peers:
 
     def note_ends(self, turn_over: bool = True) -> None:
         """Connections that ended are forgotten here and reported by `take_gone`. Heartbeats that are due are sent."""
-        self._now_ns = now_ns = time.monotonic_ns()
+        self._now_ns = now_ns = monotonic_ns()
         self._shares.charge(now_ns)
         beats = now_ns - self._beaten_ns >= self._beat_ns
         if not self._watched or beats or not turn_over:
@@ -364,7 +364,7 @@ class Peers:
     def _look_at_others(self) -> None:
         """Those without standing, and whoever comes in."""
         stirred = self._stirred
-        self._look_through(self._others, time.monotonic_ns())
+        self._look_through(self._others, monotonic_ns())
         if bool(self._pace.again_ns) != self._paced:
             self._change_pace()
         if self._paced:
@@ -379,7 +379,7 @@ class Peers:
             left -= len(events)
             if len(events) < LOOKS_MAX or left <= 0:
                 return
-            if time.monotonic_ns() - now_ns >= LOOK_US * 1000:
+            if monotonic_ns() - now_ns >= LOOK_US * 1000:
                 self._stirred = True
                 return
 

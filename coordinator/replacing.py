@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import logging
 import os
+import select
 import signal
 import socket as sockets
 from typing import NamedTuple
@@ -54,6 +55,11 @@ class Replacer:
         """Its connection ended. What is known of its process is kept for the rest of the turn: it may be the very one
         that is to be replaced. Idempotent."""
         self._left.append(worker)
+
+    def ended(self, worker: int) -> bool:
+        """Return whether a worker's process is known to have ended: its pidfd is readable then."""
+        pidfd = self._pidfds.get(worker)
+        return pidfd is not None and bool(select.select([pidfd], [], [], 0)[0])
 
     def silent(self, worker: int, reason: str, now_us: int) -> None:
         """Nothing comes from it any more, and its connection is ended for that: its process is replaced too, for it

@@ -21,7 +21,7 @@ from functools import partial
 from pathlib import Path
 from types import FrameType
 
-from kvforge.protocol import codec, token
+from kvforge.protocol import codec, steady_clock, token
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError
 from kvforge.protocol.layout import Geometry, file_bytes
 from kvforge.protocol.logs import tell
@@ -123,6 +123,7 @@ class Server:
         self._ended = False
         self._ending: Ending | None = None
         self._turned_us = self._due_us = 0
+        self._left_out_ns = steady_clock.left_out_ns()
         self._replacer, self._watchdog = Replacer(), Watchdog()
         self.garbage = GarbageCollector(time.monotonic_ns)
         self._spin_ns, self._arrived_ns = spin_us(config.schedule.spin_us) * 1000, 0
@@ -286,8 +287,8 @@ class Server:
 
     def _let_leave(self, peers: Peers, wait_ns: int) -> None:
         """They get a moment to read what was sent last, and to go; it is over when the last of them has left."""
-        end_ns = time.monotonic_ns() + wait_ns
-        while len(peers) and (left_ns := end_ns - time.monotonic_ns()) > 0:
+        end_ns = steady_clock.monotonic_ns() + wait_ns
+        while len(peers) and (left_ns := end_ns - steady_clock.monotonic_ns()) > 0:
             self._look(-(-left_ns // 1_000_000))
             self._take_signals()
             self.turn()
@@ -295,7 +296,12 @@ class Server:
     def turn(self) -> None:
         """One turn of the loop; does not wait."""
         self._turned_us = self._now_us()
-        self._watchdog.feed(self._turned_us)
+        if (left_out_ns := steady_clock.left_out_ns()) > self._left_out_ns:
+            stood_s, self._left_out_ns = (left_out_ns - self._left_out_ns) / 1e9, left_out_ns
+            words = f"this process stood still for {stood_s:.1f} s: that time counts against no peer"
+            tell(log, "warning", words, "stood_still", {"seconds": stood_s})
+            self._turns.stood_still(self._turned_us)
+        self._watchdog.feed(time.monotonic_ns() // 1000)  # as systemd counts: its clock runs on
         self._due_us = self._turns.turn(self._turned_us)
         self._life.turned(self._turned_us)
         self._flush_log()

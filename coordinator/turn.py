@@ -76,6 +76,7 @@ from .publish import publish
 
 RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
 RESULT_BYTES_MAX = 16 << 20  # of a result in which each of thousands of rows has an error to tell
+CUT_OFF_US = 5_000_000  # after a standstill: the ends of connections are noticed by then
 BEAT_US = 1_000_000  # the published gauges are never older: whoever reads them sees that the loop lives
 log = logging.getLogger("coordinator")
 
@@ -91,6 +92,9 @@ class Processes(Protocol):
 
     def replace(self, worker: int, pid: int, reason: str, now_us: int) -> None:
         """Ends a process that hangs, without waiting for it."""
+
+    def ended(self, worker: int) -> bool:
+        """Return whether a worker's process is known to have ended."""
 
     def act(self, now_us: int) -> int | None:
         """Does what is due. Returns when it must be called again though nothing happens; None: not before."""
@@ -179,6 +183,7 @@ class TurnLoop:
         self._mail: dict[int, Mail] = {}
         self._effects: deque[Effect] = deque()  # what is still to be done, in order
         self._now_us = 0  # of this turn
+        self._cut_off_until_us = 0  # connections of workers that end by then may have ended while this process stood
         self._core_due_us: int | None = None
         self._client_decoder = codec.Decoder(CLIENT_MESSAGES)
         self._worker_decoder = codec.Decoder(WORKER_MESSAGES, body_bytes_max=RESULT_BYTES_MAX)
@@ -192,6 +197,14 @@ class TurnLoop:
         """The machine was made anew from its journal, and nobody is connected: the next turn is due at once."""
         self._now_us = now_us
         self._apply(Restarted())
+
+    def stood_still(self, now_us: int) -> None:
+        """Note that this process stood still: workers that gave it up meanwhile may come back with their pools.
+
+        Args:
+            now_us: When it went on, in microseconds of the steady clock.
+        """
+        self._cut_off_until_us = now_us + CUT_OFF_US
 
     def turn(self, now_us: int) -> int:
         """One turn at `now_us` (microseconds, monotonic); does not wait.
@@ -298,8 +311,10 @@ class TurnLoop:
         self._apply(ClientGone(number, goodbye))
 
     def _worker_gone(self, number: int, *, goodbye: bool) -> None:
+        away = not goodbye and self._now_us < self._cut_off_until_us
+        away = away and (self._processes is None or not self._processes.ended(number))
         self._left(number)
-        self._apply(WorkerGone(number, goodbye))
+        self._apply(WorkerGone(number, goodbye, away))
 
     def _left(self, worker: int) -> None:
         self._watching.discard(worker)

@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from . import steady_clock
 from .errors import DeadlineExceeded
 from .layout import GAUGES
 from .messages import Int64Array
@@ -96,8 +97,9 @@ class NumbersReader:
 
     def all(self) -> Numbers:
         """Every number, of one instant. Raises DeadlineExceeded."""
+        looked_ns = time.monotonic_ns()  # before the copy: a reader that stands still after it makes nothing older
         (written_ns, *gauges), tenants, blocks, pools, facts = undisturbed(self._head, self._copy)
-        age_s = max(0.0, (time.monotonic_ns() - written_ns) / 1e9)
+        age_s = max(0.0, (looked_ns - written_ns) / 1e9)
         named = dict(zip(GAUGES, gauges, strict=True))
         return Numbers(named, tenants, blocks, pools, msgspec.msgpack.decode(facts, type=Facts), age_s)
 
@@ -124,10 +126,10 @@ def undisturbed(version: Int64Array, copy: Callable[[], Copied]) -> Copied:
 
 def attempts() -> Iterator[None]:
     """Tries again at once while the writer is at work, then lets it have the core, until READ_WAIT_S is over."""
-    deadline = time.monotonic() + READ_WAIT_S
+    deadline = steady_clock.monotonic() + READ_WAIT_S
     for attempt in itertools.count():
         yield
         if attempt >= SPINS_MAX:
-            if time.monotonic() >= deadline:
+            if steady_clock.monotonic() >= deadline:
                 return
             os.sched_yield()

@@ -75,10 +75,14 @@ class FromWorker(msgspec.Struct, frozen=True):
 
 
 class WorkerGone(msgspec.Struct, frozen=True):
-    """A worker's connection ended. goodbye: it left on purpose; else it died, or is cut off."""
+    """A worker's connection ended. goodbye: it left on purpose; else it died, or is cut off.
+
+    away: it ended while the coordinator stood still, and the process may be there: it may come back with its pool.
+    """
 
     worker: int
     goodbye: bool = False
+    away: bool = False
 
 
 class BeginDrain(msgspec.Struct, frozen=True):

@@ -188,7 +188,10 @@ class Machine:
                 else:
                     self._client_gone(event)
             elif isinstance(event, WorkerGone):
-                self._reports.gone(event.worker, event.goodbye)
+                if event.away:
+                    self._reports.cut_off(event.worker)
+                else:
+                    self._reports.gone(event.worker, event.goodbye)
             elif isinstance(event, ClientCame):
                 self.clients[event.client] = None if event.access.unlimited else event.access
                 if self.sessions.came(event.client, event.session):

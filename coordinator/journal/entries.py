@@ -38,6 +38,7 @@ Frame = bytes | memoryview
 HEAD = struct.Struct("<BBHQqQ")  # kind, flag, frames, peer, time in microseconds, one more number
 _LENGTH = struct.Struct("<I")
 FROM_CLIENT, FROM_WORKER, CLIENT_GONE, CLIENT_FULL, WORKER_GONE, BEGIN_DRAIN, TURN, BOOT, RESTARTED, CAME = range(1, 11)
+AWAY = 2  # of the flag of WORKER_GONE, beside 1 for a goodbye
 RESULT_BYTES_MAX = 16 << 20  # of a result in which each of thousands of rows has an error to tell
 
 
@@ -60,7 +61,7 @@ def pack(event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> list
     elif isinstance(event, ClientGone):
         kind, flag, peer = CLIENT_GONE, event.goodbye, event.client
     elif isinstance(event, WorkerGone):
-        kind, flag, peer = WORKER_GONE, event.goodbye, event.worker
+        kind, flag, peer = WORKER_GONE, event.goodbye + AWAY * event.away, event.worker
     elif isinstance(event, ClientFull):
         kind, peer, frames = CLIENT_FULL, event.client, codec.encode(event.lost)
     elif isinstance(event, BeginDrain):
@@ -99,9 +100,9 @@ class Reader:
                 frames.append(bytes(payload[ends : ends + length]))
                 ends += length
             at = ends
-            yield Entry(self._event(kind, bool(flag), peer, more, frames), now_us)
+            yield Entry(self._event(kind, flag, peer, more, frames), now_us)
 
-    def _event(self, kind: int, flag: bool, peer: int, more: int, frames: list[bytes]) -> Event | Boot:
+    def _event(self, kind: int, flag: int, peer: int, more: int, frames: list[bytes]) -> Event | Boot:
         if kind == TURN:
             return Turn()
         if kind == FROM_WORKER:
@@ -109,9 +110,9 @@ class Reader:
         if kind == FROM_CLIENT:
             return FromClient(peer, self._clients.decode(frames), more)
         if kind == CLIENT_GONE:
-            return ClientGone(peer, flag)
+            return ClientGone(peer, bool(flag))
         if kind == WORKER_GONE:
-            return WorkerGone(peer, flag)
+            return WorkerGone(peer, bool(flag & 1), bool(flag & AWAY))
         if kind == CLIENT_FULL:
             lost = self._replies.decode(frames)
             assert isinstance(lost, Stream)

@@ -10,12 +10,12 @@ import asyncio
 import math
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from time import monotonic
 from typing import Any
 
 from gateway.config import Replica as Place
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.messages import Health, Int32Array
+from kvforge.protocol.steady_clock import monotonic
 from kvforge.routing import Router, ask_and_choose
 
 from .replica import Replica

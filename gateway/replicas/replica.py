@@ -12,6 +12,7 @@ from gateway.config import Replica as Place
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Health
+from kvforge.protocol.steady_clock import monotonic
 
 LOOK_S = 0.5
 CONNECT_S = 1.0
@@ -86,7 +87,7 @@ class Replica:
             await self.client.close()
 
     async def _look(self) -> None:
-        began = asyncio.get_running_loop().time()
+        began = monotonic()
         try:
             health = await self.client.health()
             if self._streams is None:
@@ -94,7 +95,7 @@ class Replica:
         except KvforgeError as error:
             self._silent_since = began if self._silent_since is None else self._silent_since
             self._say(error.message)
-            if asyncio.get_running_loop().time() - self._silent_since >= self._lost_s:
+            if monotonic() - self._silent_since >= self._lost_s:
                 self._evict(error.message)
             return
         self.health, self._silent_since = health, None

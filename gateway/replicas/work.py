@@ -11,7 +11,6 @@ import asyncio
 import secrets
 from collections.abc import Callable
 from dataclasses import replace
-from time import monotonic
 from typing import Protocol
 
 from kvforge import Sampling
@@ -29,6 +28,7 @@ from kvforge.protocol.errors import (
     StateLost,
 )
 from kvforge.protocol.messages import Int32Array
+from kvforge.protocol.steady_clock import monotonic
 from kvforge.routing import seed_of
 
 from .replica import Replica

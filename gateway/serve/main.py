@@ -9,8 +9,8 @@ import signal
 import socket
 import sys
 import tempfile
+import time
 from pathlib import Path
-from time import monotonic
 
 import msgspec
 
@@ -25,6 +25,7 @@ from kvforge.protocol import logs
 from kvforge.protocol.errors import KvforgeError, Unavailable
 from kvforge.protocol.exits import OK, UNAVAILABLE, status_of
 from kvforge.protocol.notify import Watchdog, notify
+from kvforge.protocol.steady_clock import monotonic
 
 from .meaning import look, meaning
 
@@ -143,7 +144,7 @@ class _Several:
         self._began[child.name] = monotonic()
 
     def _wait(self, signals: Signals, wait_s: float) -> None:
-        self._watchdog.feed(round(monotonic() * 1e6))
+        self._watchdog.feed(time.monotonic_ns() // 1000)  # as systemd counts: its clock runs on
         outputs = {child.output: child for child in self._children if child.output >= 0}
         for ready in select.select([signals.fileno(), *outputs], [], [], wait_s)[0]:
             if ready == signals.fileno():

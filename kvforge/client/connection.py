@@ -12,7 +12,6 @@ import os
 import threading
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
-from time import monotonic
 from typing import TypeVar
 
 from kvforge.protocol import network, transport
@@ -24,6 +23,7 @@ from kvforge.protocol.errors import (
     KvforgeError,
 )
 from kvforge.protocol.messages import Message, Submit
+from kvforge.protocol.steady_clock import monotonic
 
 from .awaited import Pending, Watched, again
 from .exchanges import Exchange
@@ -68,7 +68,7 @@ class Connection(ABC):
     async def _until(
         self, ready: Callable[[], bool], watch: Sequence[Watched], deadline: float, *, for_room: bool = False
     ) -> bool:
-        """Takes in messages until `ready()`; False if `deadline` (time.monotonic) passes first.
+        """Takes in messages until `ready()`; False if `deadline` (steady_clock.monotonic) passes first.
 
         `ready` can become true only when one of `watch` is woken or, with `for_room`, when the link gets writable.
         """

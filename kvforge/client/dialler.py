@@ -8,11 +8,12 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from time import monotonic
+from time import monotonic as plain_monotonic
 from typing import Protocol
 
 from kvforge.protocol.errors import CoordinatorUnavailable, KvforgeError, ProtocolError, StateLost
 from kvforge.protocol.messages import Hello, Welcome
+from kvforge.protocol.steady_clock import monotonic
 
 from .awaited import Pending
 from .session import Session
@@ -121,7 +122,7 @@ class Dialler:
         self.problem = "does not answer"
 
     def due(self) -> float | None:
-        """When `step` must be called, on time.monotonic; None: it has nothing to do by itself."""
+        """When `step` must be called, on steady_clock.monotonic; None: it has nothing to do by itself."""
         if self._session.welcome is not None or not self._waiting:
             return None
         times = [self._since + self._left_s] if self._session.interrupted else []
@@ -135,9 +136,9 @@ class Dialler:
         """Goes on as far as it can. Raises InvalidConfiguration if the endpoint is none."""
         if self._session.welcome is not None:
             if not self._up:
-                self._up, self._up_at = True, monotonic()
+                self._up, self._up_at = True, plain_monotonic()
                 if self._lost is not None and self._waiting:
-                    self._left_s -= self._up_at - self._since
+                    self._left_s -= monotonic() - self._since
             return
         if self._hello is not None and self._hello.error is not None:
             self.turned_away(self._hello.error)
@@ -156,7 +157,8 @@ class Dialler:
             return
         greeted, self._hello = self._session.welcome is not None, None
         now = monotonic()
-        lasted, self._up = self._up and now - self._up_at >= LASTED_S, False
+        # Between two calls the client does not read the steady clock, and the connection lasts all the same.
+        lasted, self._up = self._up and plain_monotonic() - self._up_at >= LASTED_S, False
         if lasted:
             self._left_s, self._pause_s, self._retry_at = self._reconnect_s, RETRY_PAUSE_S, now
         else:

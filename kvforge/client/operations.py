@@ -9,7 +9,6 @@ import os
 from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from time import monotonic
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -25,6 +24,7 @@ from kvforge.protocol.errors import (
     RequestNotFound,
 )
 from kvforge.protocol.messages import Accepted, Attach, Attached, Health, Submit
+from kvforge.protocol.steady_clock import monotonic
 from kvforge.text.stop import StopText
 
 from . import exchanges
@@ -180,7 +180,7 @@ class Operations(Connection):
     async def token(self, track: Track, offset: int, deadline: float | None = None) -> Token | None:
         """The token at `offset`, None if the request ended before it. Raises the error the request ended with.
 
-        deadline: on time.monotonic; None: the client's limit for each token.
+        deadline: on steady_clock.monotonic; None: the client's limit for each token.
         """
         if offset >= track.reach and not track.done:
             what = f"request {track.request_id}"
@@ -277,7 +277,7 @@ class TextCursor:
     async def next(self, deadline: float | None = None) -> str | None:
         """The next piece of text, never empty, or None at the end. Raises the error that the request ended with.
 
-        deadline: on time.monotonic, for the piece to come; None: the client's own limit for each token.
+        deadline: on steady_clock.monotonic, for the piece to come; None: the client's own limit for each token.
         """
         if self.tokens == 0 and not self._over:
             tokenizer = await self._calls.tokenizer()

@@ -9,9 +9,9 @@ import sys
 from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
 
 from kvforge.process.leash import leashed
+from kvforge.protocol.steady_clock import monotonic
 
 BACKOFF_S_MIN = 0.5
 BACKOFF_S_MAX = 30.0
@@ -126,7 +126,7 @@ class Child:
             self._process.send_signal(number)
 
     def wait(self, deadline: float) -> bool:
-        """Waits for the end until `deadline` (time.monotonic); False if it still runs."""
+        """Waits for the end until `deadline` (steady_clock.monotonic); False if it still runs."""
         if self._process is not None:
             with suppress(subprocess.TimeoutExpired):
                 self._process.wait(max(0.0, deadline - monotonic()))

@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
-from time import monotonic
 from types import TracebackType
 from typing import Self
 
@@ -25,6 +24,7 @@ from kvforge.protocol import transport
 from kvforge.protocol.errors import DeadlineExceeded, InvalidConfiguration, KvforgeError, Unavailable
 from kvforge.protocol.exits import FAILED, UNAVAILABLE, USAGE
 from kvforge.protocol.messages import Health
+from kvforge.protocol.steady_clock import monotonic
 
 from .child import Child
 from .listener import listening, url_of

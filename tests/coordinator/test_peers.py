@@ -223,7 +223,7 @@ class StoppedTime:
 def clock(monkeypatch: pytest.MonkeyPatch, hostile: Hostile) -> StoppedTime:
     """Turns are long, and the share of one connection is a millisecond."""
     made = StoppedTime()
-    monkeypatch.setattr(peers, "time", made)
+    monkeypatch.setattr(peers, "monotonic_ns", made.monotonic_ns)
     hostile.peers._beaten_ns = made.now_ns
     hostile.peers.limits = msgspec.structs.replace(hostile.peers.limits, turn_us=1_000_000)
     hostile.peers._shares.share_ns = 1_000_000
@@ -329,7 +329,7 @@ def test_those_without_standing_are_paced_while_bounds_are_broken_more_than_now_
     monkeypatch.setattr("coordinator.pace.TROUBLES_MAX", 1)
     honest, faulty, wrong = (hostile.connect() for _ in range(3))
     now_ns = time.monotonic_ns()
-    monkeypatch.setattr("coordinator.peers.time.monotonic_ns", lambda: now_ns)
+    monkeypatch.setattr("coordinator.peers.monotonic_ns", lambda: now_ns)
 
     def heard(*, honest_sends: int = 0, faulty_sends: int = 0) -> list[bytes]:
         """What is handed out in one turn."""

@@ -181,6 +181,10 @@ class Noted:
     def __init__(self) -> None:
         self.calls: list[tuple[Any, ...]] = []
         self.due: int | None = None
+        self.dead: set[int] = set()
+
+    def ended(self, worker: int) -> bool:
+        return worker in self.dead
 
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
         self.calls.append(("watch", worker, pid, descriptor))

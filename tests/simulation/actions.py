@@ -107,6 +107,7 @@ class Drawer:
     def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
         self._settings, self._random, self._deaths = settings, random, deaths or Draws("deaths")
         self._talks = Draws(f"talks/{settings.gap_us}/{settings.step_us}/{settings.workers}")
+        self._stands = Draws(f"stands/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._requests = self._sequences = 0
         shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
         self._stems = shared
@@ -116,6 +117,8 @@ class Drawer:
     def actions(self) -> Iterator[Action]:
         """Without end; times never decrease."""
         every = self._with_talks() if self._settings.kinds else self._everyday()
+        if self._settings.stand_gap_us:
+            every = self._with_standstills(every)
         if not self._settings.crash_gap_us:
             yield from every
             return
@@ -127,6 +130,19 @@ class Drawer:
                     yield (max(0, dies_us - self._settings.short_us), "cancel", "c0", f"r{max(0, number)}")
                 yield (dies_us, *death)
                 dies_us, *death = self._death(dies_us)
+            yield action
+
+    def _with_standstills(self, actions: Iterator[Action]) -> Iterator[Action]:
+        """Actions among which the coordinator's process is stopped now and then."""
+        random, gap_us = self._stands, self._settings.stand_gap_us
+        stands_us = int(random.expovariate(1.0) * gap_us)
+        for action in actions:
+            if stands_us <= action[0]:
+                for_us = random.choice((1_000, 10_000, 100_000))
+                gives_up = tuple(random.random() < 0.5 for _ in range(3))
+                yield (stands_us, "stand", COORDINATOR, for_us, gives_up)
+                # What is asked meanwhile waits in the sockets: more than a few dozen commands show nothing new.
+                stands_us += for_us + 1 + int(random.expovariate(1.0) * gap_us)
             yield action
 
     def _with_talks(self) -> Iterator[Action]:

@@ -35,7 +35,7 @@ class Calm:
         world = self._world
         world.calm = world.delays.calm = True
         world.coordinator.death = None
-        self._until("the coordinator is there", lambda: world.coordinator.up)
+        self._until("the coordinator is there", lambda: world.coordinator.up and not world.coordinator.stands)
         for worker in world.workers.values():
             worker.garble = ""
         for client in world.clients.values():
@@ -67,7 +67,7 @@ class Calm:
     def _drain(self) -> None:
         """Some runs end with a Drain, or a signal; a request that comes after it is refused."""
         world = self._world
-        drain_ms, now_us = world.settings.drain_ms, world.clock.now_us
+        drain_ms, now_us = world.settings.drain_ms, world.steady_us
         for name in sorted(world.settings.bound.keys() & world.clients.keys()):
             world.clients[name].send(Drain)  # which it may not
         if drain_ms >= 0:

@@ -123,6 +123,8 @@ class SimulatedCoordinator:
         self._flushed = self._unpublished = False
         self.death: Death | None = None  # how the next turn ends
         self.up, self.dead = True, False
+        self._stands = False  # it is stopped, and takes no turn
+        self._processes: dict[int, int] = {}  # of workers, by connection
         self._books: Books | None = None  # as they were when the turn began that dies before it is written
         self._effects_left = NO_END
         self.journal = journal
@@ -130,7 +132,7 @@ class SimulatedCoordinator:
             machine.__class__ = WatchedMachine
         self.machine = cast(WatchedMachine, machine)
         self.machine.watcher = self
-        fill = partial(publish, machine, now_us=world.clock.now_us)
+        fill = partial(publish, machine, now_us=world.steady_us)
         self.tables = SparseTables(folder / "tables", settings.geometry(), machine.boot, fill)
         self.loop = TurnLoop(
             self.machine,
@@ -138,12 +140,12 @@ class SimulatedCoordinator:
             world.client_side,
             world.worker_side,
             lambda: entropy.getrandbits(64),
-            lambda: world.clock.now_us,
+            lambda: world.steady_us,
             TurnLimits(messages_per_turn_max=8, clients_max=16, client_backlog_max=settings.backlog_max),
             self,
             journal,
             world.ledger.isolation,
-            Mirrored(machine, world.router, lambda: world.clock.now_us),
+            Mirrored(machine, world.router, lambda: world.steady_us),
         )
         self.checker, self._generations = Checker(self.machine, self.tables), Generations(self.machine)
         self._progress = Progress(self.machine, settings)
@@ -158,12 +160,27 @@ class SimulatedCoordinator:
 
     def rise(self) -> None:
         """The process is there."""
-        now_us = self._clock.now_us
+        now_us = self._world.steady_us
         self.up = True
         self._due_us = self._turned_us = now_us
         self._ledger.dues.rises(now_us)
         self.loop.restarted(now_us)
         self.wake()
+
+    def stop(self) -> None:
+        """The process is stopped, as by SIGSTOP: nothing is taken from the sockets."""
+        self._stands, self._turn_planned = True, False
+
+    def go_on(self) -> None:
+        """The process goes on. Its clock has left out the time between."""
+        self._stands = False
+        self.loop.stood_still(self._world.steady_us)
+        self.wake()
+
+    @property
+    def stands(self) -> bool:
+        """Whether the process is stopped."""
+        return self._stands
 
     def _watch(self) -> None:
         """Puts itself between the parts of the core, to see what no message tells."""
@@ -197,9 +214,9 @@ class SimulatedCoordinator:
         """An event is about to be applied."""
         self._cause, kind = event, type(event)
         if kind is Turn:
-            self._ledger.presence.passes(self._clock.now_us)
+            self._ledger.presence.passes(self._world.steady_us)
         elif kind is Restarted:
-            self._ledger.restarts(self._clock.now_us)
+            self._ledger.restarts(self._world.steady_us)
         self._ledger.isolation.before(event, self.machine.requests.finished)
 
     def applied(self, event: Event, now_us: int, applied: Applied, before: Snapshot) -> None:
@@ -235,7 +252,7 @@ class SimulatedCoordinator:
 
     def _replied(self, event: FromClient, effects: list[Effect], before: Snapshot) -> None:
         """Books the answer to a command, as it can be read from its bytes."""
-        answer, ledger, now_us = effects[-1], self._ledger, self._clock.now_us
+        answer, ledger, now_us = effects[-1], self._ledger, self._world.steady_us
         assert isinstance(answer, ToClient)
         reply = self._world.client_side.foresee(codec.encode(answer.message))
         if isinstance(reply, Refused) and before is not NOTHING and before != self.snapshots.take():
@@ -270,7 +287,7 @@ class SimulatedCoordinator:
             self._world.note(f"c{number}", message)
             self._ledger.isolation.told(number, message)
             if isinstance(message, Stream):
-                self._ledger.streamed(number, message, self._clock.now_us)
+                self._ledger.streamed(number, message, self._world.steady_us)
 
     def to_worker(self, number: int, message: Message, _sent: Sent) -> None:
         """A message for a worker left the loop."""
@@ -312,7 +329,7 @@ class SimulatedCoordinator:
             self._progress.hopeless(request)
             self._ledger.hopeless.add(request.id)
         self._end(request, event, reason, error, keep)
-        self._ledger.over(request, self._clock.now_us, self._cause)
+        self._ledger.over(request, self._world.steady_us, self._cause)
         self._progress.over(request)
         self._progress.disturbed()
 
@@ -348,6 +365,13 @@ class SimulatedCoordinator:
     def watch(self, worker: int, pid: int, descriptor: int) -> None:
         """A worker connected: coordinator.turn.Processes."""
 
+        self._processes[worker] = pid
+
+    def ended(self, worker: int) -> bool:
+        """Return whether the process of this connection is gone."""
+        pid = self._processes.get(worker)
+        return not any(one.pid == pid and one.alive for one in self._world.workers.values())
+
     def leave(self, worker: int) -> None:
         """Its connection ended."""
 
@@ -371,13 +395,13 @@ class SimulatedCoordinator:
 
     def wake(self) -> None:
         """Something arrived: it takes a turn soon."""
-        if not self._turn_planned and self.up:
+        if not self._turn_planned and self.up and not self._stands:
             self._turn_planned = True
             self._clock.after(self._world.settings.turn_us, self._turn)
 
     def _turn(self) -> None:
-        world, now_us = self._world, self._clock.now_us
-        if self.dead:
+        world, now_us = self._world, self._world.steady_us
+        if self.dead or self._stands:
             return
         if world.turns % (PROBE_DUE_EVERY if now_us >= self._due_us else PROBE_EVERY) == 0:
             self._probe(max(self._turned_us, min(now_us, self._due_us - 1)))
@@ -406,7 +430,7 @@ class SimulatedCoordinator:
         if self._turns_at_once > SAME_INSTANT_MAX:
             raise Violation("the loop spins: it asks for turn after turn at the same moment")
         turns = world.turns
-        self._clock.at(self._due_us, lambda: self._turn() if world.turns == turns else None)
+        self._clock.at(self._due_us + world.left_out_us, lambda: self._turn() if world.turns == turns else None)
         if world.client_side.waiting or world.worker_side.waiting:
             self.wake()
 

@@ -888,3 +888,23 @@ def lost_pool_stays_in_mirrors() -> list[Patch]:
     """A worker is gone, and mirrors go on to believe in its blocks."""
     original = IndexChanges._tell_pool
     return [(IndexChanges, "_tell_pool", lambda self, pool, told: original(self, pool, told if not pool.gone else []))]
+
+
+@fault
+def cut_off_while_it_stood_is_gone() -> list[Patch]:
+    """A worker whose connection ended while the coordinator stood still loses its pool."""
+    return [(WorkerReports, "cut_off", lambda self, number: self.gone(number, False))]
+
+
+@fault
+def ranks_cut_off_are_not_waited_for() -> list[Patch]:
+    """Where one rank of several was cut off, steps go on to be planned for the others."""
+    original = WorkerReports.cut_off
+
+    def cut_off(self: WorkerReports, number: int) -> None:
+        worker = self.workers.get(number)
+        original(self, number)
+        if worker is not None and worker.group is not None and worker.ranks > 1:
+            worker.group.away = False
+
+    return [(WorkerReports, "cut_off", cut_off)]

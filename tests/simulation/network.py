@@ -137,11 +137,16 @@ class Connection:
             self.open = False
             self._lost()
 
-    def cut(self) -> None:
-        """The connection ends; the coordinator notices later."""
+    def cut(self, at_once: bool = False) -> None:
+        """End the connection.
+
+        Args:
+            at_once: The coordinator can notice it now; else later.
+        """
         if self.open:
             self.open = False
-            self._peers.clock.at(self._peers.arrival(self.random), lambda: self._peers.ended(self))
+            notice_us = self._peers.clock.now_us if at_once else self._peers.arrival(self.random)
+            self._peers.clock.at(notice_us, lambda: self._peers.ended(self))
 
 
 Tap = Callable[[int, Message, Sent], None]

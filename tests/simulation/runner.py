@@ -18,7 +18,7 @@ import msgspec
 from tests.simulation.actions import Action, Drawer, text
 from tests.simulation.draws import Draws
 from tests.simulation.replay import Left
-from tests.simulation.settings import Settings, draw_settings, with_crashes, with_kinds, with_ranks
+from tests.simulation.settings import Settings, draw_settings, with_crashes, with_kinds, with_ranks, with_standstills
 from tests.simulation.shrink import shrink
 from tests.simulation.world import FULL_CHECK_EVERY, World
 
@@ -44,6 +44,7 @@ def drawn(seed: int) -> tuple[Settings, Drawer]:
     """The world and the actions of a seed."""
     settings = with_crashes(draw_settings(Random(f"settings/{seed}")), Random(f"crashes/{seed}"))
     settings = with_ranks(with_kinds(settings, Random(f"kinds/{seed}")), Random(f"ranks/{seed}"))
+    settings = with_standstills(settings, Random(f"stands/{seed}"))
     return settings, Drawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
 
 

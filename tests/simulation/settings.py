@@ -15,7 +15,7 @@ TENANTS = ("ant", "bee", "cat")
 DAY_US = 86_400_000_000
 SAMPLES_MAX = 4
 CRASHES_SHARE = KINDS_SHARE = 0.4  # of the worlds
-RANKS_SHARE = 0.3
+RANKS_SHARE = STANDS_SHARE = 0.3
 
 
 def tenant_of(holder: str) -> str:
@@ -34,6 +34,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     zeroes: blocks that change tenant are zeroed first.
     kinds: workers compute generated tokens in another way than prompts, and so their KV is not the same.
     ranks: processes of each worker that compute together; none: one of each.
+    stand_gap_us: between two standstills of the coordinator's process, on average; 0: it never stands still.
     crash_gap_us: between two deaths of the coordinator, on average; 0: it never dies, writes no journal, and its
     clients have no sessions.
     """
@@ -76,6 +77,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True):
     zeroes: bool = False
     kinds: bool = False
     ranks: tuple[int, ...] = ()
+    stand_gap_us: int = 0
     crash_gap_us: int = 0
     reattach_us: int = 10_000_000
 
@@ -211,6 +213,16 @@ def with_crashes(settings: Settings, random: Random, share: float = CRASHES_SHAR
 def with_kinds(settings: Settings, random: Random, share: float = KINDS_SHARE) -> Settings:
     """The same world; in a share of them generated tokens are not computed as prompts are."""
     return msgspec.structs.replace(settings, kinds=random.random() < share)
+
+
+def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:
+    """The same world; in a share of them the coordinator's process is stopped now and then."""
+    if random.random() >= share:
+        return settings
+    # Workers that nothing kills must all have the time to come back.
+    reattach_us = 10_000_000 if settings.deadly else settings.reattach_us
+    gap_us = random.choice((20_000, 100_000))
+    return msgspec.structs.replace(settings, stand_gap_us=gap_us, reattach_us=reattach_us)
 
 
 def with_ranks(settings: Settings, random: Random, share: float = RANKS_SHARE) -> Settings:

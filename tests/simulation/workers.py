@@ -183,6 +183,7 @@ class SimulatedWorker:
         self.meeting = ""
         self.lives = 0
         self.garble = ""
+        self.wrong = False  # whether it has sent nonsense in this life
         self.hangs = False
         self.alive = False  # whether the process runs
         self.connection: Connection | None = None
@@ -216,7 +217,7 @@ class SimulatedWorker:
         self.alive = True
         self.lives += 1
         self._random = Draws(f"{self._seed}/{self.label}/{self.lives}")
-        self.hangs = False
+        self.hangs = self.wrong = False
         self._boot, self._pools, self.meeting = "", 0, ""
         self._empty()
         self._connect()
@@ -250,6 +251,23 @@ class SimulatedWorker:
         life = self.lives
         delay_us = 1 + self._random.randrange(RETRY_US)
         self._host.clock.after(delay_us, lambda: self._connect() if self.alive and life == self.lives else None)
+
+    @property
+    def epoch(self) -> int:
+        """Of the pool that it holds; 0: none."""
+        return self._epoch
+
+    def cut_off(self) -> bool:
+        """Give up a connection on which nothing comes, and connect anew. Return whether there was one, of a pool."""
+        if (
+            self.connection is None
+            or not self._registered
+            or any(each.wrong for each in (self, *self._host.others(self)))
+        ):
+            return False  # one that has sent nonsense is dropped for it, and may not know that yet
+        self.connection.cut(at_once=True)  # the kernel knows of it before the next connection is made
+        self._lost()
+        return True
 
     def kill(self, back_after_us: int) -> None:
         """The process dies and comes back later."""
@@ -379,6 +397,7 @@ class SimulatedWorker:
 
     def _garbled(self, result: StepResult) -> StepResult:
         how, self.garble = self.garble, ""
+        self.wrong |= bool(how)
         if how == "vocabulary" and result.tokens.size and self.ranks > 1:  # what the other ranks alone can tell
             other = (result.tokens + 1 + self.rank) % self._host.settings.vocabulary
             return msgspec.structs.replace(result, tokens=other.astype(np.int32))

@@ -50,6 +50,7 @@ class World:
         self.settings, self.full_check_every = settings, full_check_every
         self.calm = False
         self.events = self.turns = 0
+        self.left_out_us = 0  # of the coordinator's clock, because its process stood still
         self.trace: list[str] | None = None
         self.recording: Recording | Left | None = None
         self.clock = Clock()
@@ -61,6 +62,7 @@ class World:
         self.boot = Boot("b" * 32, hashlib.blake2b(seed.encode()).digest()[:32], settings.limits())
         self._folder = folder
         self._pools: set[tuple[str, int]] = set()
+        self._rose_us = 0
         self.router = Router()
         journal = self._first_journal() if settings.crash_gap_us else None
         self.coordinator = SimulatedCoordinator(
@@ -92,7 +94,7 @@ class World:
         state = self._folder / "state"
         state.mkdir()
         journal = DyingJournal(state, 1)
-        journal.note(self.boot, self.clock.now_us)
+        journal.note(self.boot, self.steady_us)
         journal.commit()
         return journal
 
@@ -101,6 +103,35 @@ class World:
         if self.coordinator.up and self.coordinator.death is None:
             self.coordinator.death = Death(how, part, back_us)
             self.coordinator.wake()
+
+    @property
+    def steady_us(self) -> int:
+        """The coordinator's time: it leaves out its own standstills."""
+        return self.clock.now_us - self.left_out_us
+
+    def stand(self, for_us: int, gives_up: tuple[bool, ...]) -> None:
+        """The coordinator's process is stopped for a while; meanwhile some workers give the connection up.
+
+        Args:
+            for_us: How long it stands still.
+            gives_up: Which workers hear nothing for so long that they connect anew, repeated as often as needed.
+        """
+        coordinator = self.coordinator
+        if not coordinator.up or coordinator.stands:
+            return
+        coordinator.stop()
+        self.clock.after(for_us // 2, lambda: self._give_up(gives_up))
+        self.clock.after(for_us, lambda: self._go_on(for_us))
+
+    def _give_up(self, gives_up: tuple[bool, ...]) -> None:
+        for i, worker in enumerate(self.workers.values()):
+            if gives_up[i % len(gives_up)] and worker.cut_off():
+                self._pools.add((worker.name, worker.epoch))
+
+    def _go_on(self, for_us: int) -> None:
+        self.left_out_us += for_us
+        self._rose_us = self.clock.now_us
+        self.coordinator.go_on()
 
     def cut(self) -> None:
         """A snapshot is made of the coordinator's state, and its journal begins anew."""

@@ -16,6 +16,7 @@ from kvforge.protocol import codec, network
 from kvforge.protocol.errors import CoordinatorUnavailable
 from kvforge.protocol.handover import StepWatch
 from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
+from kvforge.protocol.steady_clock import WAIT_S_MAX, monotonic
 from kvforge.protocol.transport import dealer
 
 SEND_WAIT_MS = 1000
@@ -134,10 +135,10 @@ class Link:
     def wait_connected(self, timeout_s: float) -> None:
         """Waits for the coordinator, where there is no connection to it. Raises CoordinatorUnavailable, NotAllowed;
         returns early on a signal."""
-        now = time.monotonic()
+        now = monotonic()
         deadline, retry_s, retry_at = now + timeout_s, RETRY_S, now
         while not self.connected:
-            now = time.monotonic()
+            now = monotonic()
             if now >= deadline:
                 raise CoordinatorUnavailable(
                     f"no coordinator answered at {self.endpoint} within {timeout_s:g} s: is it running there?"
@@ -146,7 +147,7 @@ class Link:
                 self._close()
                 self._open()
                 retry_at, retry_s = now + retry_s, min(RETRY_GROWTH * retry_s, RETRY_S_MAX)
-            wait_s = min(deadline - now, retry_at - now if self._over else 1.0)
+            wait_s = min(deadline - now, WAIT_S_MAX, retry_at - now if self._over else WAIT_S_MAX)
             if any(descriptor == self._wakeup_fd for descriptor, _ in self._poller.poll(max(1, int(wait_s * 1000)))):
                 return
             self.look()

@@ -53,6 +53,7 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.notify import Watchdog, notify, working
+from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.tables import TablesReader
 from worker.config import WorkerConfig
 from worker.cores import Cores, Place
@@ -157,8 +158,8 @@ class Worker:
         return self._next_reply() if self._link.send(message) else None
 
     def _next_reply(self) -> Message | None:
-        deadline = time.monotonic() + REPLY_WAIT_S
-        while time.monotonic() < deadline and self._same_connection():
+        deadline = monotonic() + REPLY_WAIT_S
+        while monotonic() < deadline and self._same_connection():
             self._feed()
             reply = self._link.receive(100)
             if isinstance(reply, Refused):
@@ -229,8 +230,8 @@ class Worker:
         try:
             self._tables, self._boot = TablesReader(Path(welcome.tables_path), welcome.boot), welcome.boot
         except (OSError, ProtocolError) as error:
-            deadline = time.monotonic() + TABLES_GONE_S
-            while self._same_connection() and time.monotonic() < deadline:
+            deadline = monotonic() + TABLES_GONE_S
+            while self._same_connection() and monotonic() < deadline:
                 self._link.receive(100)
             if not self._same_connection():
                 return False

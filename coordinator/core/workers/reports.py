@@ -143,7 +143,8 @@ class WorkerReports:
             if message.boot == self._boot and message.epoch == same.group.epoch:
                 self._come_back(same, same.group, number, message.rid)
                 return
-            self.gone(same.number, False)  # this is its successor, and has nothing of what it held
+            # Its successor, or itself: a registration that never reached it gave it nothing to come back to.
+            self.gone(same.number, False, died=message.pid != same.pid)
         elif same is not None:
             raise Conflict(f"a worker named {message.name!r} is connected already: give each worker its own name")
         worker = self.workers[number] = Worker(number, message.name, message.pid)
@@ -162,7 +163,7 @@ class WorkerReports:
                 self._rank_back(team, group, team.members[rank], number, message.rid)
                 return
             lost = team.members[rank] if rank in team.members else team.members[0]
-            self.gone(lost.number, False)  # this is its successor, and has nothing of what it held
+            self.gone(lost.number, False, died=message.pid != lost.pid)  # its successor, as above
             team = None
         if team is None:
             if any(worker.name == name for worker in self.workers.values()):
@@ -335,10 +336,14 @@ class WorkerReports:
         self.gone(number, False, f" ({reason[:ERROR_TEXT_MAX]})")
         self._effects.append(DropWorker(number, reason))
 
-    def gone(self, number: int, goodbye: bool, why: str = "") -> None:
+    def gone(self, number: int, goodbye: bool, why: str = "", died: bool = True) -> None:
         """A worker's connection ended: its blocks are gone, its requests wait for another place.
 
-        goodbye: it left on purpose. why: what it said, or why it was given up.
+        Args:
+            number: Of the connection.
+            goodbye: It left on purpose.
+            why: What it said, or why it was given up.
+            died: Its process may have died of what it was computing.
         """
         worker = self.workers.pop(number, None)
         if worker is None:
@@ -357,7 +362,7 @@ class WorkerReports:
             return
         active = np.flatnonzero(s.running & (s.pool == group.number))
         running = [self._requests.live[request] for request in s.request[active].tolist()]
-        suspects = set() if goodbye else self._in_steps(group)
+        suspects = set() if goodbye or not died else self._in_steps(group)
         self._admission.note_computed(running)
         self._cache.drop_group(group)
         for request in sorted(running, key=lambda r: -r.admitted_order):
@@ -366,6 +371,32 @@ class WorkerReports:
             self._admission.requeue(request)
             if suspected:
                 self._count_crash(request, worker.name)
+
+    def cut_off(self, number: int) -> None:
+        """Wait for a worker whose connection ended while the coordinator stood still, as after a restart.
+
+        Args:
+            number: Its connection. A worker without a pool has nothing to come back to, and is gone.
+        """
+        worker = self.workers.get(number)
+        if worker is None or worker.group is None:
+            self.gone(number, False)
+            return
+        group, now_us = worker.group, self._clock.now_us
+        if worker.ranks > 1:
+            self._teams[worker.name].back.discard(worker.rank)
+            for member in self._teams[worker.name].members.values():
+                member.away_until_us = now_us + self._reattach_us
+        if not group.away:
+            s = self._cache.sequences
+            for slot in np.flatnonzero(s.running & (s.pool == group.number)).tolist():
+                self._requests.live[int(s.request[slot])].phases.lose_worker(now_us)
+                self._admission.rows.set_fresh(slot, True)
+        group.away, worker.away_until_us = True, now_us + self._reattach_us
+        self.changed.add(number)
+        reattach_s = self._reattach_us / 1e6
+        text = f"worker cut off while the coordinator stood still: it has {reattach_s:g} s to come back with its pool"
+        self._log("warning", text, "worker_cut_off", worker, running=group.running)
 
     def _end_others(self, worker: Worker, team: Team, goodbye: bool, why: str) -> None:
         """With one rank all are gone. The others may wait for it in the middle of a step: their processes are ended."""

@@ -12,12 +12,12 @@ from __future__ import annotations
 import asyncio
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterator, Sequence
 from contextlib import contextmanager
-from time import monotonic
 from typing import Generic, TypeVar
 
 import zmq
 
 from kvforge.protocol.errors import Conflict
+from kvforge.protocol.steady_clock import WAIT_S_MAX, monotonic
 
 from ..awaited import Track, Watched
 from ..dialler import ROOM_POLL_S
@@ -71,7 +71,7 @@ class AsyncCalls(Operations):
 
                 for thing in watch:
                     thing.wakers.add(wake)
-                timer = loop.call_later(left_s, wake)
+                timer = loop.call_later(min(left_s, WAIT_S_MAX), wake)
                 try:
                     await changed
                 finally:

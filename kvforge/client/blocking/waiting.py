@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Coroutine, Iterator, Sequence
-from time import monotonic
 from typing import Any, TypeVar
 
 import zmq
+
+from kvforge.protocol.steady_clock import monotonic
 
 from ..awaited import Track, Watched
 from ..operations import Operations

@@ -15,7 +15,6 @@ import sys
 import tempfile
 from contextlib import suppress
 from pathlib import Path
-from time import monotonic
 
 import msgspec
 import ray
@@ -24,6 +23,7 @@ import ray.util
 from kvforge.launch.child import Child
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, USAGE
+from kvforge.protocol.steady_clock import monotonic
 
 from ..node.folder import Folder
 from ..node.link import pair

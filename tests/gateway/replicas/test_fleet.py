@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from time import monotonic
 from types import SimpleNamespace
 from typing import Any
 
@@ -14,6 +13,7 @@ from gateway.config import Replica as Place
 from gateway.replicas import fleet as replicas
 from gateway.replicas.replica import Replica
 from kvforge.client.options import RequestOptions
+from kvforge.protocol.steady_clock import monotonic
 
 ANSWER_S, LOST_S = 0.1, 0.5
 

@@ -19,6 +19,7 @@ from kvforge.protocol.messages import WORKER_MESSAGES, Step, Stop, WorkerHello, 
 from kvforge.protocol.tables import TablesReader, TablesWriter
 from kvforge.protocol.transport import worker_endpoint
 from tests.router import router
+from tests.standstill import Standstill
 from worker.step.link import Link
 
 POOL, EPOCH = 0, 3
@@ -178,3 +179,29 @@ def test_what_was_meant_for_one_coordinator_does_not_reach_the_next_ahead_of_a_h
     assert isinstance(codec.Decoder(WORKER_MESSAGES).decode(coordinator.greeted()), WorkerHello)
     coordinator.send(codec.encode(Stop()))
     assert isinstance(receive(link), Stop)
+
+
+def test_a_worker_that_stood_still_waits_for_its_coordinator_in_full(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The coordinator comes after the standstill, and within the time that the worker has watched for it."""
+    standstill = Standstill(monkeypatch)
+    read, write = os.pipe()
+    with tempfile.TemporaryDirectory(prefix="kvf-", dir="/tmp") as name:
+        link = Link(worker_endpoint(Path(name)), read)
+        made: list[Coordinator] = []
+        look = link.look
+
+        def stands() -> None:
+            monkeypatch.setattr(link, "look", look)
+            standstill.stand_still()
+            made.append(Coordinator(Path(name)))
+
+        monkeypatch.setattr(link, "look", stands)
+        try:
+            link.wait_connected(60)
+            assert link.connected
+        finally:
+            link.close(goodbye=False)
+            for coordinator in made:
+                coordinator.close()
+    os.close(read)
+    os.close(write)

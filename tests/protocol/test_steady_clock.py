@@ -1,0 +1,110 @@
+"""The clock that leaves out its own standstills, and that whatever compares times uses it."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from kvforge.protocol.steady_clock import COUNTED_S, STANDSTILL_S, WAIT_S_MAX, SteadyClock
+
+ROOT = Path(__file__).parents[2]
+SECOND = 1_000_000_000
+# Files that read the plain clock, and why none of its readings decides about a peer, a lease or a deadline.
+PLAIN = {
+    "coordinator/journal/keeping.py": "measures snapshots",
+    "coordinator/journal/log.py": "spaces out a line of the log",
+    "coordinator/journal/recovery.py": "measures recovery",
+    "coordinator/server.py": "measures spinning; feeds systemd's watchdog, whose clock runs on",
+    "gateway/access/callers.py": "compares dates that a key file names",
+    "gateway/access/rates.py": "fills a token bucket: more time is more tokens",
+    "gateway/metrics/counting.py": "measures requests",
+    "gateway/page/actions.py": "fills a token bucket: more time is more tokens",
+    "gateway/page/sampler.py": "draws charts",
+    "gateway/serve/main.py": "feeds systemd's watchdog, whose clock runs on",
+    "kvforge/client/dialler.py": "measures how long a connection lasted, between calls too",
+    "kvforge/client/link.py": "says when a message came; bounds what one pump takes in",
+    "protocol/log_output.py": "spaces out lines of the log",
+    "protocol/numbers.py": "stamps what is written, for readers in other processes",
+    "protocol/steady_clock.py": "is the steady clock",
+    "worker/step/graphs.py": "bounds work of its own",
+    "worker/step/engine.py": "measures loading",
+    "worker/step/link.py": "measures watching of shared memory",
+    "worker/step/loop.py": "measures steps; feeds systemd's watchdog, whose clock runs on",
+    "worker/step/meter.py": "measures steps",
+    "worker/step/patience.py": "measures steps",
+    "worker/step/runner.py": "measures steps",
+}
+PLAIN_CLOCKS = {"monotonic", "monotonic_ns", "time", "time_ns", "perf_counter", "perf_counter_ns"}
+ROOMS = ("coordinator", "gateway", "kvforge/client", "kvforge/launch", "protocol", "worker/step")
+
+
+class Hand:
+    """A plain clock that is moved by hand, in nanoseconds."""
+
+    def __init__(self) -> None:
+        self.now_ns = 7 * SECOND
+
+    def read(self) -> int:
+        return self.now_ns
+
+
+@pytest.mark.parametrize("stood_s", [STANDSTILL_S + 0.1, 60.0, 86_400.0])
+def test_a_standstill_counts_next_to_nothing_and_waits_count_in_full(stood_s: float) -> None:
+    hand = Hand()
+    clock = SteadyClock(hand.read)
+    began_ns = clock.now_ns()
+    for _ in range(5):
+        hand.now_ns += int(WAIT_S_MAX * SECOND)
+        clock.now_ns()
+    assert clock.now_ns() - began_ns == 5 * SECOND
+    hand.now_ns += int(stood_s * SECOND)
+    assert clock.now_ns() - began_ns == (5 + COUNTED_S) * SECOND
+    assert clock.left_out_ns() == int(stood_s * SECOND) - int(COUNTED_S * SECOND)
+
+
+def test_time_goes_on_however_often_it_stands_still() -> None:
+    hand = Hand()
+    clock = SteadyClock(hand.read)
+    readings = []
+    for _ in range(100):
+        hand.now_ns += 10 * SECOND
+        readings.append(clock.now_ns())
+    assert all(later > earlier for earlier, later in itertools.pairwise(readings))
+
+
+def _files() -> Iterator[Path]:
+    for room in ROOMS:
+        yield from sorted((ROOT / room).rglob("*.py"))
+
+
+def _reads_plain_clock(path: Path) -> bool:
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.ImportFrom) and node.module == "time" and PLAIN_CLOCKS & {a.name for a in node.names}:
+            return True
+        if isinstance(node, ast.Attribute) and node.attr in PLAIN_CLOCKS:
+            if isinstance(node.value, ast.Name) and node.value.id == "time":
+                return True
+            if node.attr == "time" and isinstance(node.value, ast.Call):  # loop.time(), get_running_loop().time()
+                return True
+    return False
+
+
+def test_whatever_compares_times_uses_the_steady_clock() -> None:
+    """A new comparison with the plain clock would let the process's own standstill count against its peers."""
+    found = {path.relative_to(ROOT).as_posix() for path in _files() if _reads_plain_clock(path)}
+    assert sorted(found - PLAIN.keys() - WALL) == []
+    assert sorted(PLAIN.keys() - found) == [], "these read it no longer"
+
+
+# Files that read the wall clock for a date that people or other programs see.
+WALL = {
+    "coordinator/life.py",
+    "gateway/generate/service.py",
+    "gateway/openai/chat.py",
+    "gateway/openai/completions.py",
+    "gateway/openai/responses.py",
+}
