@@ -6,13 +6,13 @@ use, 5 what is in state_dir is damaged. SIGHUP: [access] of FILE is read again.
 
 from __future__ import annotations
 
-import argparse
 import json
 import os
 import sys
 from functools import partial
 from pathlib import Path
 
+from kvforge.process.parser import Parser
 from kvforge.protocol import logs
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import OK, status_of
@@ -24,11 +24,15 @@ from .server import Server
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a coordinator until it is told to stop. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m coordinator", description=__doc__)
+    parser = Parser(prog="python -m coordinator", description=__doc__)
     parser.add_argument("--config", type=Path, help="TOML file; without it, the defaults")
     parser.add_argument("--check", action="store_true", help="say what the file means here, as JSON, and end")
     parser.add_argument(
-        "--discard-state", action="store_true", help="throw away what an earlier process left in state_dir"
+        "--fresh",
+        "--discard-state",
+        dest="discard_state",
+        action="store_true",
+        help="throw away what an earlier process left in state_dir",
     )
     options = parser.parse_args(arguments)
     try:

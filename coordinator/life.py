@@ -10,8 +10,11 @@ import logging
 import secrets
 import time
 from collections.abc import Callable
+from pathlib import Path
 
-from kvforge.protocol.errors import Field, KvforgeError
+import msgspec
+
+from kvforge.protocol.errors import Field, InvalidConfiguration, KvforgeError
 from kvforge.protocol.logs import tell
 from kvforge.protocol.steady_clock import monotonic_ns
 
@@ -36,7 +39,8 @@ class Life:
     def __init__(self, config: CoordinatorConfig, stopping: Callable[[], bool], discard: bool = False) -> None:
         """discard: what another process left is thrown away. stopping: whether the process was told to end.
 
-        Raises InvalidConfiguration, CoordinatorInUse, JournalCorrupt.
+        Raises InvalidConfiguration (also for a setting that what is kept does not allow to change), CoordinatorInUse,
+        JournalCorrupt.
         """
         self._config = config
         self._offset_us = self.numbers = 0
@@ -101,12 +105,7 @@ class Life:
         if not found.machine.kept and not found.machine.requests.live:
             keeper.discard()  # other limits, and nothing that was made under the old ones
             return None
-        log.warning(
-            "limits, cache, schedule or quotas are set otherwise than when %s was begun: what is kept there goes on "
-            "under the old ones; the new ones count from a start at which nothing is kept, or with --discard-state",
-            keeper.folder,
-        )
-        return found
+        raise _fixed(found.machine, limits, keeper.folder)
 
     def _go_on(self, found: Recovered) -> Machine:
         away_s = min(max(0.0, time.time() - found.written_s), AWAY_S_MAX)
@@ -127,3 +126,30 @@ class Life:
         first, generation = first_id(time.time_ns() // 1_000_000), secrets.randbits(GENERATION_BITS)
         self._born = Boot(secrets.token_hex(16), secrets.token_bytes(32), limits, first, generation)
         return Machine(self._born, self.now_us())
+
+
+def _fixed(machine: Machine, wanted: Limits, folder: Path) -> InvalidConfiguration:
+    """The error for settings that differ from those that the kept state was made under."""
+    changed = _differences(msgspec.to_builtins(machine.limits), msgspec.to_builtins(wanted))
+    first, *others = [(name.replace("bounds.", "limits."), old, new) for name, old, new in changed]
+    live, kept = len(machine.requests.live), machine.kept
+    more = "".join(f"; {name} is {new}, not {old}" for name, old, new in others)
+    name, old, new = first
+    return InvalidConfiguration(
+        name,
+        f"is {new}, and the state in {folder} ({live} requests under way, {kept} answers and sequences kept) was made "
+        f"with {old}{more}: set it back, or end what is kept (`kvforge drain --wait 600`, then a restart), or start "
+        "with --fresh, which discards it",
+    )
+
+
+def _differences(old: object, new: object, path: str = "") -> list[tuple[str, object, object]]:
+    """Where two trees of settings differ: (name, old, new); None where a side has no such setting."""
+    if not isinstance(old, dict) or not isinstance(new, dict):
+        return [(path, old, new)] if old != new else []
+    names = [*old, *(name for name in new if name not in old)]
+    return [
+        difference
+        for name in names
+        for difference in _differences(old.get(name), new.get(name), f"{path}.{name}" if path else str(name))
+    ]

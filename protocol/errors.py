@@ -326,7 +326,7 @@ class JournalCorrupt(KvforgeError):
             what += f": record {record} is missing and {following} follows"
         super().__init__(
             f"{what}. Nothing was changed. `kvforge replay` shows what can be read; put a copy of the folder back, or "
-            "start with --discard-state: then its requests are lost",
+            "start with --fresh: then its requests are lost",
             file=file,
             offset=offset,
             record=record,

@@ -134,5 +134,5 @@ def check_version(what: str, version: int) -> None:
         raise InvalidConfiguration(
             "state_dir",
             f"{what} is of state version {version}, this kvforge has {STATE_VERSION}: let the one that wrote it show "
-            "it (`kvforge replay`) or finish what it has (`kvforge drain --wait`), or start with --discard-state",
+            "it (`kvforge replay`) or finish what it has (`kvforge drain --wait`), or start with --fresh",
         )

@@ -255,7 +255,8 @@ class WorkerReports:
         if model is not None and others and model.fingerprint != message.model.fingerprint:
             raise Conflict(
                 f"worker {worker.name!r} serves {message.model.name!r} ({message.model.fingerprint[:12]}), "
-                f"the others serve {model.name!r} ({model.fingerprint[:12]}): all must serve the same"
+                f"the others, or requests under way, are of {model.name!r} ({model.fingerprint[:12]}): "
+                "all must serve the same; a start with --fresh discards what an earlier run left"
             )
         worker.phase, worker.progress = "ready", 1.0
         worker.device_bytes, worker.kernels = message.device_bytes, message.kernels

@@ -21,7 +21,7 @@ import pytest
 
 from coordinator.config import CoordinatorConfig
 from coordinator.core.events import ClientCame, Event, FromClient, FromWorker, Turn
-from coordinator.core.limits import CacheLimits
+from coordinator.core.limits import Bounds, CacheLimits, ScheduleLimits
 from coordinator.journal import snapshot
 from coordinator.journal.entries import STATE_VERSION
 from coordinator.journal.keeping import Keeper
@@ -256,10 +256,12 @@ def _fails(*_arguments: object) -> None:
     raise OSError("no room")
 
 
+def _folders(folder: Path) -> dict[str, Any]:
+    return {"runtime_dir": str(folder / "r"), "state_dir": str(folder / "s")}
+
+
 def _journal(folder: Path, **values: float) -> CoordinatorConfig:
-    return msgspec.convert(
-        {"runtime_dir": str(folder / "r"), "state_dir": str(folder / "s"), "journal": values}, CoordinatorConfig
-    )
+    return msgspec.convert({**_folders(folder), "journal": values}, CoordinatorConfig)
 
 
 @pytest.mark.parametrize("on_stop", ["drain", "keep"])
@@ -290,19 +292,55 @@ def test_two_coordinators_do_not_keep_their_state_in_one_folder(folder: Path) ->
     Lived(config(folder)).life.close(ended=True)
 
 
-@pytest.mark.parametrize("kept", [False, True])
-def test_other_limits_count_once_nothing_of_the_old_ones_is_kept(folder: Path, kept: bool) -> None:
+def test_other_limits_apply_once_nothing_of_the_old_ones_is_kept(folder: Path) -> None:
+    Lived(config(folder)).life.close(ended=False)
+    second = Lived(config(folder, cache=CacheLimits(block_size=32)))
+    assert second.machine.limits.cache.block_size == 32 and not second.life.again
+
+
+def _values(section: type[msgspec.Struct]) -> list[tuple[str, Any]]:
+    """Another allowed value of each setting of a section."""
+    other: dict[str, Any] = {"policy": "none", "zero_on_tenant_change": True}
+    defaults = msgspec.structs.asdict(section())
+    return [(name, other[name] if name in other else value + 1) for name, value in defaults.items()]
+
+
+FIXED = [
+    *(("limits", name, value) for name, value in _values(Bounds)),
+    *(("cache", name, value) for name, value in _values(CacheLimits)),
+    *(("schedule", name, value) for name, value in _values(ScheduleLimits)),
+    ("quotas", "ada", {"weight": 2.0}),
+]
+
+
+@pytest.mark.parametrize(("section", "name", "value"), FIXED)
+def test_a_setting_that_the_kept_state_fixes_is_refused_by_name(
+    folder: Path, section: str, name: str, value: Any
+) -> None:
+    """Every setting of the core, taken from the structures themselves."""
     first = Lived(config(folder))
-    if kept:
-        first.busy()
+    first.busy()
     first.life.close(ended=False)
-    other = config(folder, cache=CacheLimits(block_size=32))
-    second = Lived(other)
-    assert second.machine.limits.cache.block_size == (16 if kept else 32)
-    assert second.life.again == kept
-    second.life.close(ended=False)
+    before = {path.name: path.read_bytes() for path in (folder / "s").iterdir()}
+    other = msgspec.convert({**_folders(folder), section: {name: value}}, CoordinatorConfig)
+    said = rf"^{section}\.{name}: is .*3 requests under way.* set it back, .* start with --fresh"
+    with pytest.raises(InvalidConfiguration, match=said):
+        Lived(other)
+    assert {path.name: path.read_bytes() for path in (folder / "s").iterdir()} == before
     third = Lived(other, discard=True)
-    assert third.machine.limits.cache.block_size == 32 and not third.machine.requests.live
+    assert not third.machine.requests.live and third.machine.limits == other.core_limits()
+    third.life.close(ended=False)
+
+
+def test_all_settings_that_differ_are_named(folder: Path) -> None:
+    first = Lived(config(folder))
+    first.busy()
+    first.life.close(ended=False)
+    other = {"cache": {"block_size": 32}, "limits": {"sequences_max": 3}}
+    with pytest.raises(
+        InvalidConfiguration, match=r"limits\.sequences_max: is 3, .* with 256; cache\.block_size is 32, not 16"
+    ):
+        Lived(msgspec.convert({**_folders(folder), **other}, CoordinatorConfig))
 
 
 def test_a_folder_that_others_may_write_to_is_not_read(folder: Path) -> None:

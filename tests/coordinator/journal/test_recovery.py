@@ -229,7 +229,7 @@ def test_a_snapshot_that_is_as_it_was_written_and_no_state_is_refused_and_runs_n
     data = snapshot.MAGIC + b"".join(struct.pack("<Q", len(part)) + part for part in parts) + struct.pack("<Q", 0)
     path = tmp_path / snapshot.STATE.format(1)
     path.write_bytes(data + struct.pack("<I", zlib.crc32(data)))
-    with pytest.raises(JournalCorrupt, match=f"{path.name} is damaged .* start with --discard-state"):
+    with pytest.raises(JournalCorrupt, match=f"{path.name} is damaged .* start with --fresh"):
         recover(tmp_path)
     assert [found.name for found in tmp_path.iterdir()] == [path.name]
     head = snapshot.MAGIC + struct.pack("<Q", 1 << 60) + b"x"
