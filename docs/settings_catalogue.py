@@ -70,9 +70,10 @@ TYPES = {str: "text", int: "integer", float: "number", bool: "true or false"}
 HEAD = """# Settings
 
 Made by `python docs/settings_catalogue.py` of the program's own classes. Every file is TOML; a key that is not here is
-an error that names it, and so is a value that is not allowed. A setting that is left out has its default. What is said
-of several settings together stands beside each. `kvforge up --config FILE` takes `[worker]`, and the sections of
-coordinator.toml by their names.
+an error that names it and the nearest known one, and so is a value that is not allowed. A setting that is left out
+has its default. Settings in bytes also take a text with a unit: `"4G"`, `"512MiB"` (powers of 1024), `"4GB"` (of 1000).
+A description of several settings together stands beside each. `kvforge up --config FILE` takes the options of
+`kvforge up` by their names, `[worker]`, and every section of coordinator.toml.
 """
 
 

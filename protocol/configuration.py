@@ -1,42 +1,53 @@
-"""From a TOML file to a frozen configuration: an unknown key is an error that names the key."""
+"""From a TOML file to a frozen configuration: an error names an unknown key and the nearest known one."""
 
 from __future__ import annotations
 
 import os
+import re
 import tomllib
+import types
+import typing
 from pathlib import Path
-from typing import TypeVar
+from typing import Annotated, Any, TypeVar, get_args, get_origin
 
 import msgspec
 
 from .errors import InvalidConfiguration
+from .sizes import parse_size
+from .suggestions import nearest
 
 T = TypeVar("T", bound=msgspec.Struct)
+_BYTES = re.compile(r"(^|_)bytes(_|$)")
 
 
 def load(path: Path, cls: type[T]) -> T:
-    """Reads `path` into `cls`. Raises InvalidConfiguration naming the file or the key."""
+    """Read `path` into `cls`. Raises InvalidConfiguration naming the file or the key."""
+    return convert(read_toml(path), cls)
+
+
+def read_toml(path: Path) -> dict[str, Any]:
+    """Read a TOML file. Raises InvalidConfiguration naming the file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        return tomllib.loads(path.read_text(encoding="utf-8"))
     except (OSError, UnicodeDecodeError) as error:
         problem = error.strerror if isinstance(error, OSError) else "is not UTF-8 text"
         raise InvalidConfiguration(str(path), f"cannot be read: {problem}") from None
-    try:
-        return convert(tomllib.loads(text), cls)
     except tomllib.TOMLDecodeError as error:
         raise InvalidConfiguration(str(path), f"is not TOML: {error}") from None
 
 
 def convert(values: object, cls: type[T]) -> T:
-    """Checks plain values into `cls`. Raises InvalidConfiguration naming the key."""
+    """Check plain values into `cls`; sizes in bytes may be texts like "4G". Raises InvalidConfiguration naming the
+    key."""
     try:
-        return msgspec.convert(values, cls)
+        return msgspec.convert(_sized(values), cls)
     except msgspec.ValidationError as error:
         text, _, path = str(error).partition(" - at `$")
         where = path.rstrip("`").lstrip(".")
         if "unknown field `" in text:
             key = text.split("unknown field `", 1)[1].rstrip("`")
-            raise InvalidConfiguration(f"{where}.{key}".lstrip("."), "there is no such setting") from None
+            problem = f"there is no such setting{_suggestion(cls, where, key)}"
+            raise InvalidConfiguration(f"{where}.{key}".lstrip("."), problem) from None
         if "missing required field `" in text:
             key = text.split("missing required field `", 1)[1].rstrip("`")
             raise InvalidConfiguration(f"{where}.{key}".lstrip("."), "is required") from None
@@ -46,3 +57,68 @@ def convert(values: object, cls: type[T]) -> T:
 def expand(path: str) -> Path:
     """A path from a configuration file, with ~ and $VARIABLES expanded, made absolute."""
     return Path(os.path.expandvars(path)).expanduser().absolute()
+
+
+def _sized(values: object, path: str = "") -> object:
+    """The same values with texts of sizes as numbers of bytes."""
+    if not isinstance(values, dict):
+        return values
+    found: dict[object, object] = {}
+    for key, value in values.items():
+        where = f"{path}.{key}" if path else str(key)
+        if isinstance(value, str) and isinstance(key, str) and _BYTES.search(key):
+            try:
+                found[key] = parse_size(value)
+            except ValueError as error:
+                raise InvalidConfiguration(where, str(error)) from None
+        else:
+            found[key] = _sized(value, where)
+    return found
+
+
+def _suggestion(cls: type[msgspec.Struct], where: str, key: str) -> str:
+    """The nearest setting: in the section where the key stands, or of the same name in another one."""
+    section = _section(cls, where)
+    if section is None:
+        return ""
+    names = [field.encode_name for field in msgspec.structs.fields(section)]
+    places = {name.rpartition(".")[2]: name for name in _settings(cls)}
+    if key in places:
+        return f"; did you mean {places[key]}?"
+    near = nearest(key, names) or places.get(nearest(key, places), "")
+    return f"; did you mean {near}?" if near else ""
+
+
+def _section(cls: type[msgspec.Struct], where: str) -> type[msgspec.Struct] | None:
+    """The structure at a path like `limits` or `keys[...]`."""
+    at: type[msgspec.Struct] | None = cls
+    for part in filter(None, where.replace("[...]", "").split(".")):
+        fields = {field.encode_name: field.type for field in msgspec.structs.fields(at)} if at is not None else {}
+        at = _struct_of(fields.get(part))
+    return at
+
+
+def _settings(cls: type[msgspec.Struct], path: str = "") -> list[str]:
+    """The names of all settings with their sections, like limits.queue_max."""
+    found = []
+    for field in msgspec.structs.fields(cls):
+        inner = _struct_of(field.type)
+        if inner is not None and get_origin(field.type) is not dict:
+            found += _settings(inner, f"{path}{field.encode_name}.")
+        else:
+            found.append(f"{path}{field.encode_name}")
+    return found
+
+
+def _struct_of(kind: Any) -> type[msgspec.Struct] | None:
+    """The structure that a field holds, by itself, in a union or as the values of a dictionary."""
+    if isinstance(kind, type) and issubclass(kind, msgspec.Struct):
+        return kind
+    origin = get_origin(kind)
+    if origin is Annotated:
+        return _struct_of(get_args(kind)[0])
+    if origin is dict:
+        return _struct_of(get_args(kind)[1])
+    if origin in (typing.Union, types.UnionType):
+        return next((found for one in get_args(kind) if (found := _struct_of(one)) is not None), None)
+    return None

@@ -1,13 +1,18 @@
-"""Configuration files: an unknown key is an error that names the key."""
+"""Configuration files: an unknown key is an error that names the key and the nearest known one; sizes have units."""
 
 from __future__ import annotations
 
 from pathlib import Path
 
+import msgspec
 import pytest
 
 from coordinator.config import CoordinatorConfig, load_config
+from gateway.config import Settings, load_settings
+from kvforge.launch.up_file import UpFile
+from kvforge.protocol.configuration import _settings, convert
 from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.sizes import parse_size
 from worker.config import WorkerConfig
 from worker.config import load_config as load_worker
 
@@ -81,3 +86,81 @@ def load_ones(limits: dict[str, int]) -> CoordinatorConfig:
     from kvforge.protocol.configuration import convert
 
     return convert({"limits": limits, "cache": {"block_size": 1}}, CoordinatorConfig)
+
+
+CLASSES = (CoordinatorConfig, WorkerConfig, Settings, UpFile)
+NAMES = [(cls, name) for cls in CLASSES for name in _settings(cls)]
+
+
+def refusal(cls: type[msgspec.Struct], name: str) -> str:
+    """What is answered to a file that holds this setting alone."""
+    values: object = 1
+    for part in reversed(name.split(".")):
+        values = {part: values}
+    with pytest.raises(InvalidConfiguration) as caught:
+        convert(values, cls)
+    return caught.value.message
+
+
+@pytest.mark.parametrize(("cls", "name"), NAMES)
+def test_a_misspelt_setting_is_answered_with_the_nearest_one(cls: type[msgspec.Struct], name: str) -> None:
+    section, _, own = name.rpartition(".")
+    misspelt = own + own[-1]
+    message = refusal(cls, f"{section}.{misspelt}".lstrip("."))
+    assert message.startswith(f"{section}.{misspelt}".lstrip("."))
+    assert message.endswith(f"there is no such setting; did you mean {own}?")
+    assert f"did you mean {own}?" in refusal(cls, f"{section}.{own.replace('_', '-')}-".lstrip("."))
+
+
+@pytest.mark.parametrize(("cls", "name"), [(cls, name) for cls, name in NAMES if "." in name])
+def test_a_setting_outside_its_section_is_answered_with_a_section(cls: type[msgspec.Struct], name: str) -> None:
+    own = name.rpartition(".")[2]
+    if own in cls.__struct_fields__:
+        return  # the file has one of that name at its top, too
+    assert refusal(cls, own).rpartition("did you mean ")[2].rstrip("?").endswith(f".{own}")
+
+
+def test_nothing_is_suggested_where_nothing_is_near(tmp_path: Path) -> None:
+    assert refusal(CoordinatorConfig, "zzzzqqqq").endswith("there is no such setting")
+    (tmp_path / "g.toml").write_text(f"[keys.ada]\nhash = 'sha256:{64 * '0'}'\ntenat = 'x'")
+    said = r"keys\.ada\.tenat: there is no such setting; did you mean tenant\?"
+    with pytest.raises(InvalidConfiguration, match=said):
+        load_settings(tmp_path / "g.toml")
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("4G", 4 << 30),
+        ("4g", 4 << 30),
+        ("4GiB", 4 << 30),
+        ("4GB", 4 * 10**9),
+        ("512MiB", 512 << 20),
+        ("512 MiB", 512 << 20),
+        ("0.5G", 1 << 29),
+        ("64K", 1 << 16),
+        ("2T", 2 << 40),
+        ("100B", 100),
+        ("100", 100),
+    ],
+)
+def test_sizes_have_units(text: str, count: int) -> None:
+    assert parse_size(text) == count
+    assert convert({"name": "w", "model": "m", "kv_bytes": text}, WorkerConfig).kv_bytes == count
+
+
+@pytest.mark.parametrize("text", ["", "G", "-4G", "4X", "4 G B", "1e9", "4,5G", "nan"])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(InvalidConfiguration, match=r"limits\.finished_bytes_max: .* is not a number of bytes like 4G"):
+        convert({"limits": {"finished_bytes_max": text}}, CoordinatorConfig)
+
+
+BYTES = [(cls, name) for cls, name in NAMES if "bytes" in name and cls is not UpFile]
+
+
+@pytest.mark.parametrize(("cls", "name"), BYTES)
+def test_every_setting_of_bytes_takes_a_size(cls: type[msgspec.Struct], name: str) -> None:
+    section, _, own = name.rpartition(".")
+    given: dict[str, object] = {"name": "w", "model": "m"} if cls is WorkerConfig else {}
+    read = convert({**given, **({section: {own: "1G"}} if section else {own: "1G"})}, cls)
+    assert getattr(getattr(read, section) if section else read, own) == 1 << 30
