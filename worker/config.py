@@ -37,8 +37,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: auto (a GPU where there is one), cpu, cuda or hip. device_index: which of the GPUs.
     dtype: of weights and activations: auto (as the model says), float32, float16 or bfloat16. kv_dtype: of the KV
     cache: as dtype, int8 or fp8.
-    kv_bytes, blocks: the size of the KV pool, by at most one of them; 0: not said; where neither is, of a GPU all that
-    steps leave free, of a CPU half a GiB.
+    kv_bytes, blocks, memory_share: the size of the KV pool, by at most one of them; 0: not given; where none is, of a
+    GPU all that steps leave free, of a CPU half a GiB. memory_share: the part of a GPU's memory, 0 to 1, that the
+    worker takes in all: weights, steps, graphs and pool.
     threads: CPU threads of torch; 0: its share of the cores. coordinator_wait_s: how long to wait for a coordinator.
     watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
     -1: 200 where there are 4 cores or more).
@@ -72,6 +73,7 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     kv_dtype: str = "auto"
     kv_bytes: int = 0
     blocks: int = 0
+    memory_share: float = 0.0
     attention: str = "auto"
     kernels: str = "auto"
     determinism: str = BATCH_INVARIANT
@@ -115,8 +117,13 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfiguration("rank", f"must be 0 to {self.ranks - 1} where ranks is {self.ranks}")
         if self.watch_us < -1:
             raise InvalidConfiguration("watch_us", f"must be -1 (choose) or more, not {self.watch_us}")
-        if self.kv_bytes and self.blocks:
-            raise InvalidConfiguration("kv_bytes", "give either kv_bytes or blocks, not both")
+        if not 0 <= self.memory_share <= 1:
+            raise InvalidConfiguration("memory_share", f"must be 0 to 1, not {self.memory_share:g}")
+        given = [name for name in ("kv_bytes", "blocks", "memory_share") if getattr(self, name)]
+        if len(given) > 1:
+            raise InvalidConfiguration(given[0], f"give either {given[0]} or {given[1]}, not both")
+        if self.memory_share and self.device == "cpu":
+            raise InvalidConfiguration("memory_share", "is of a GPU's memory; for a CPU use kv_bytes")
         if not 0 < self.coordinator_wait_s <= 86_400:
             raise InvalidConfiguration("coordinator_wait_s", "must be more than 0 and at most 86400 seconds")
 

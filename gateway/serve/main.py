@@ -16,10 +16,11 @@ import msgspec
 
 from gateway.access import Access
 from gateway.access.rates import SharedRates
-from gateway.config import Settings, load_settings
+from gateway.config import GENERATE, SEE, Key, Settings, load_settings
 from kvforge.launch.child import Child
 from kvforge.launch.listener import listening, url_of
 from kvforge.process.installation import install_command
+from kvforge.process.parser import Parser
 from kvforge.process.signals import Signals
 from kvforge.protocol import logs
 from kvforge.protocol.errors import KvforgeError, Unavailable
@@ -37,13 +38,17 @@ SERVED_S = 10.0
 
 def main(arguments: list[str] | None = None) -> int:
     """Serves until it is told to end. Returns the exit status, as `protocol.exits` has it."""
-    parser = argparse.ArgumentParser(prog="python -m gateway", description=__doc__)
+    parser = Parser(prog="python -m gateway", description=__doc__)
     parser.add_argument("--config", type=Path, metavar="FILE", help="gateway.toml")
     parser.add_argument("--runtime-dir", help="where the coordinator's socket is")
     parser.add_argument("--host", help="[127.0.0.1]")
     parser.add_argument("--port", type=int, help="0: any that is free [8000]")
     parser.add_argument("--processes", type=int, metavar="N", help="[1]")
     parser.add_argument("--name", dest="names", action="append", help="what requests may call the model")
+    # As `kvforge up` calls it, where neither `--name` nor the file says.
+    parser.add_argument("--default-name", dest="default_names", action="append", help=argparse.SUPPRESS)
+    # Hashes of API keys beside those of the configuration, one a line: `kvforge up --api-key`.
+    parser.add_argument("--key-hashes", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="say what the settings mean here, as JSON, and end")
     parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # the descriptor of a socket that listens
     parser.add_argument("--rates", type=Path, help=argparse.SUPPRESS)
@@ -77,8 +82,12 @@ def settings_of(options: argparse.Namespace) -> Settings:
     """The file's, and over them the options'. Raises InvalidConfiguration."""
     settings = load_settings(options.config)
     given = {name: getattr(options, name) for name in ("runtime_dir", "host", "port", "processes")}
-    given["names"] = tuple(options.names) if options.names and not settings.names else None
+    given["names"] = options.names or (options.default_names if not settings.names else None)
     changes = {name: value for name, value in given.items() if value is not None}
+    if options.key_hashes is not None:
+        lines = options.key_hashes.read_text(encoding="utf-8").split()
+        added = {f"api-key-{at}": Key(hash=text, rights=(GENERATE, SEE)) for at, text in enumerate(lines, 1)}
+        changes["keys"] = {**added, **settings.keys}
     return msgspec.convert({**msgspec.structs.asdict(settings), **changes}, Settings) if changes else settings
 
 
@@ -179,13 +188,14 @@ class _Several:
 def _passed(options: argparse.Namespace) -> list[str]:
     """The options for a child."""
     given: list[str] = []
-    for name in ("config", "runtime_dir", "host", "port"):
+    for name in ("config", "runtime_dir", "host", "port", "key_hashes"):
         if (value := getattr(options, name)) is not None:
             given += [f"--{name.replace('_', '-')}", str(value)]
     if options.patience:
         given += ["--patience", str(options.patience)]
-    for name in options.names or ():
-        given += ["--name", name]
+    for option, several in (("name", options.names), ("default-name", options.default_names)):
+        for name in several or ():
+            given += [f"--{option}", name]
     return given
 
 

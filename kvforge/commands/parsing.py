@@ -11,13 +11,14 @@ from kvforge.client.blocking import Client
 from kvforge.client.options import RECONNECT_S
 from kvforge.protocol import transport
 from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.sizes import parse_size
 
 TIMEOUT_S = 10.0
 Run = Callable[[argparse.Namespace], int]
 
 
-def global_options(parser: argparse.ArgumentParser, *, top: bool) -> None:
-    """The options that may stand before or after the subcommand."""
+def global_options(parser: argparse.ArgumentParser, *, top: bool, connects: bool = True) -> None:
+    """Declare the options that may stand before or after the subcommand; of one that does not connect, the folder."""
     # They are declared twice. Only the outer ones set defaults: inner ones would undo what stood before the subcommand.
     default: Any = None if top else argparse.SUPPRESS
     group = parser.add_argument_group("where" if top else "also")
@@ -28,6 +29,8 @@ def global_options(parser: argparse.ArgumentParser, *, top: bool) -> None:
         default=default,
         help="sockets and shared tables [KVFORGE_RUNTIME_DIR]",
     )
+    if not connects:
+        return
     group.add_argument(
         "--endpoint",
         metavar="URL",
@@ -49,18 +52,26 @@ def global_options(parser: argparse.ArgumentParser, *, top: bool) -> None:
     )
     group.add_argument(
         "--reconnect",
-        type=_perhaps_seconds,
+        type=perhaps_seconds,
         metavar="S",
         default=default,
         help=f"seconds to try again where the connection is lost; 0: not at all [{RECONNECT_S:g}]",
     )
 
 
-def add(subparsers: Any, name: str, run: Run, summary: str, **settings: Any) -> argparse.ArgumentParser:
-    """Declares a subcommand. `summary` is a sentence."""
+def add(
+    subparsers: Any, name: str, run: Run, summary: str, *, connects: bool = True, **settings: Any
+) -> argparse.ArgumentParser:
+    """Declare a subcommand.
+
+    Args:
+        summary: a sentence.
+        connects: it asks a coordinator, so it takes the options that name one; else --runtime-dir alone.
+        settings: of argparse, like `aliases`.
+    """
     parser: argparse.ArgumentParser = subparsers.add_parser(name, help=summary, description=summary, **settings)
     parser.set_defaults(run=run)
-    global_options(parser, top=False)
+    global_options(parser, top=False, connects=connects)
     return parser
 
 
@@ -105,11 +116,20 @@ def seconds(text: str) -> float:
 seconds.__name__ = "number of seconds (above 0, at most a day)"
 
 
-def _perhaps_seconds(text: str) -> float:
+def perhaps_seconds(text: str) -> float:
+    """Type of an option: seconds, 0 too."""
     return float(text) and seconds(text)
 
 
-_perhaps_seconds.__name__ = "number of seconds (0 to a day)"
+perhaps_seconds.__name__ = "number of seconds (0 to a day)"
+
+
+def size(text: str) -> int:
+    """Type of an option: a number of bytes, like 4G or 512MiB."""
+    try:
+        return parse_size(text)
+    except ValueError as error:
+        raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def token_ids(text: str, field: str) -> list[int]:

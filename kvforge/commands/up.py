@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
+import os
 import shlex
 from collections.abc import Mapping
 from importlib.util import find_spec
@@ -14,44 +16,29 @@ import msgspec
 from kvforge.launch.host import check_device, check_installed, check_threads
 from kvforge.launch.settings import DRAIN_S, STOP_S, WORKERS_MAX, Http, Settings, Value
 from kvforge.launch.supervisor import run_up
-from kvforge.launch.up_file import UpFile, load_up_file
+from kvforge.launch.up_file import IN_SECTIONS, UpFile, load_up_file
 from kvforge.launch.voice import Voice
 from kvforge.models.store import find, pull
 from kvforge.process.installation import install_command
 from kvforge.process.signals import Signals
 from kvforge.protocol import choices, logs
+from kvforge.protocol.configuration import expand
 from kvforge.protocol.errors import InvalidConfiguration, Unavailable
 
 from . import parsing
 from .progress import Progress
+from .up_options import MODEL, declare
 
-MODEL = "smollm2-135m"
-UP_OPTIONS = (
-    "model",
-    "model_config",
-    "workers",
-    "tensor_parallel",
-    "devices",
-    "threads",
-    "drain_s",
-    "stop_s",
-    "log_dir",
-    "log_level",
-    "log_format",
-)
-WORKER_OPTIONS = (
-    "device",
-    "dtype",
-    "weight_dtype",
-    "kv_dtype",
-    "kv_bytes",
-    "blocks",
-    "load_format",
-    "attention",
-    "kernels",
-    "graphs",
-    "context_tokens_max",
-)
+HTTP_PORT = 8000
+API_KEY = "KVFORGE_API_KEY"
+DEFAULTS: Mapping[str, Value] = {
+    "workers": 1,
+    "tensor_parallel": 1,
+    "drain_s": DRAIN_S,
+    "stop_s": STOP_S,
+    "log_level": "info",
+    "log_format": "text",
+}
 NAMES = {
     "device": choices.DEVICES,
     "dtype": choices.DTYPES,
@@ -60,57 +47,20 @@ NAMES = {
     "load_format": choices.LOAD_FORMATS,
 }
 COUNTS = ("blocks", "kv_bytes", "block_size", "sequences_max", "queue_max", "context_tokens_max")
+POOL_SIZES = ("blocks", "kv_bytes", "memory_share")
 
 
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
     parser = parsing.add(
-        subparsers, "up", run, "Run a coordinator and workers in the foreground; Ctrl-C drains, twice stops at once."
+        subparsers,
+        "up",
+        run,
+        "Run a coordinator and workers in the foreground; Ctrl-C drains, twice stops at once.",
+        connects=False,
+        aliases=["serve", "run"],
     )
-    parser.add_argument(
-        "--config", type=Path, metavar="FILE", help="TOML: these options by name, [worker], [limits], [schedule], ..."
-    )
-    parser.add_argument("--model", help=f"{MODEL}, a file, a folder or a Hugging Face name [{MODEL}]")
-    parser.add_argument("--workers", type=int, metavar="N", help="[1]")
-    parser.add_argument(
-        "--tensor-parallel", type=int, metavar="N", help="processes that compute the model together, of each worker [1]"
-    )
-    parser.add_argument("--device", choices=choices.DEVICES, help="[auto]")
-    parser.add_argument("--devices", metavar="LIST", help="device index of each process, like 0,1 [0,1,2,...]")
-    parser.add_argument("--dtype", choices=choices.DTYPES, help="of weights and activations [auto]")
-    parser.add_argument(
-        "--weight-dtype",
-        choices=choices.WEIGHT_DTYPES,
-        help="of weights on a CPU; auto: as a GGUF file has them [dtype]",
-    )
-    parser.add_argument("--kv-dtype", choices=choices.KV_DTYPES, help="of the KV cache [auto]")
-    size = parser.add_mutually_exclusive_group()
-    size.add_argument("--kv-bytes", type=int, metavar="N", help="size of each worker's KV pool in bytes")
-    size.add_argument("--blocks", type=int, metavar="N", help="size of each worker's KV pool in blocks")
-    parser.add_argument("--block-size", type=int, metavar="N", help="tokens in a block [16]")
-    parser.add_argument("--load-format", choices=choices.LOAD_FORMATS, help="dummy: random weights [auto]")
-    parser.add_argument(
-        "--model-config", metavar="NAME", help="a known shape for random weights, like llama-3.1-8b; instead of --model"
-    )
-    parser.add_argument("--context-tokens-max", type=int, metavar="N", help="longest sequence [what the model has]")
-    parser.add_argument("--attention", choices=("auto", "triton", "reference"), help="its kernels [auto]")
-    parser.add_argument("--kernels", choices=("auto", "reference"), help="reference: plain torch throughout [auto]")
-    parser.add_argument("--graphs", choices=("auto", "on", "off"), help="decode steps from captured graphs [auto]")
-    parser.add_argument("--threads", type=int, metavar="N", help="CPU threads of each worker [cores / workers]")
-    parser.add_argument("--sequences-max", type=int, metavar="N", help="requests that may run at once [256]")
-    parser.add_argument("--queue-max", type=int, metavar="N", help="requests that may wait [1024]")
-    parser.add_argument(
-        "--http",
-        metavar="[HOST:]PORT",
-        help="OpenAI's and Anthropic's APIs, metrics and a live page there; 0: any port",
-    )
-    parser.add_argument("--http-processes", type=int, metavar="N", help="that serve it [1]")
-    parser.add_argument("--gateway", type=Path, metavar="FILE", help="gateway.toml: keys, limits, ...; with --http")
-    parser.add_argument("--drain-s", type=parsing.seconds, metavar="S", help=f"to drain [{DRAIN_S:g}]")
-    parser.add_argument("--stop-s", type=parsing.seconds, metavar="S", help=f"then to end [{STOP_S:g}]")
-    parser.add_argument("--log-dir", type=Path, metavar="DIR", help="logs of the processes; else on standard error")
-    parser.add_argument("--log-level", choices=logs.LEVELS, help="[info]")
-    parser.add_argument("--log-format", choices=logs.FORMATS, help="of standard error and logs [text]")
+    declare(parser)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -129,20 +79,59 @@ def run(options: argparse.Namespace) -> int:
 
 
 def _fill_in(options: argparse.Namespace, file: UpFile) -> None:
-    """What the options do not say, the file does, else the defaults."""
+    """Take from the file the options that the command line does not give, then the defaults."""
+    _one_model(options)
     if options.model is not None or options.model_config is not None:
         file = msgspec.structs.replace(file, model=None, model_config=None)
-    defaults: dict[str, Value] = {"workers": 1, "tensor_parallel": 1, "drain_s": DRAIN_S, "stop_s": STOP_S}
-    defaults |= {"log_level": "info", "log_format": "text"}
-    for name in UP_OPTIONS:
-        if getattr(options, name) is None:
-            said = getattr(file, name)
-            setattr(options, name, defaults.get(name) if said is None else said)
+    options.host, options.port = _address(options.http, options.host, options.port, "--http", "--port and --host")
+    host, port = _address(file.http, file.host, file.port, "http", "port and host")
+    options.host = options.host if options.host is not None else host
+    options.port = options.port if options.port is not None else port
+    for name in file.__struct_fields__:
+        if name not in ("http", "host", "port") and getattr(options, name, False) is None:
+            given = getattr(file, name)
+            setattr(options, name, DEFAULTS.get(name) if given is None else given)
     if options.load_format is None:
         options.load_format = file.worker.get("load_format")
     if isinstance(options.devices, str):
         options.devices = tuple(parsing.token_ids(options.devices, "--devices"))
-    options.log_dir = None if options.log_dir is None else Path(options.log_dir)
+    for name in ("log_dir", "gateway", "runtime_dir"):
+        setattr(options, name, None if getattr(options, name) is None else expand(str(getattr(options, name))))
+    for name in ("name", "api_key"):
+        given = getattr(options, name)
+        setattr(options, name, (given,) if isinstance(given, str) else tuple(given or ()))
+
+
+def _one_model(options: argparse.Namespace) -> None:
+    """Read `kvforge up MODEL` as --model. Raises InvalidConfiguration where both are given."""
+    if options.model_name is not None:
+        if options.model is not None:
+            raise InvalidConfiguration("--model", f"is {options.model}, and MODEL is {options.model_name}: give one")
+        options.model = options.model_name
+
+
+def _address(
+    http: str | int | None, host: str | None, port: int | None, name: str, others: str
+) -> tuple[str | None, int | None]:
+    """The host and the port of HTTP, each None where it is not given.
+
+    Args:
+        http: PORT or HOST:PORT. host, port: the same in two parts.
+        name: what `http` is called; others: what the two parts are.
+
+    Raises:
+        InvalidConfiguration: it is not an address, or given twice.
+    """
+    if http is None:
+        if port is not None and not 0 <= port < 1 << 16:
+            raise InvalidConfiguration(name.replace("http", "port"), f"is {port}; it must be 0 to 65535")
+        return host, port
+    if host is not None or port is not None:
+        raise InvalidConfiguration(name, f"says what {others} say: give one of them")
+    before, _, text = str(http).rpartition(":")
+    if not text.isdecimal() or int(text) >= 1 << 16:
+        raise InvalidConfiguration(name, f"is {http!r}; it is PORT or HOST:PORT, like 8000")
+    return before or None, int(text)
 
 
 def check(options: argparse.Namespace, file: UpFile) -> None:
@@ -150,6 +139,12 @@ def check(options: argparse.Namespace, file: UpFile) -> None:
 
     Raises InvalidConfiguration, or Unavailable where the extra `worker` is not installed.
     """
+    if options.endpoint is not None:
+        problem = "is where an existing coordinator listens; `kvforge up` makes its own: use --runtime-dir"
+        raise InvalidConfiguration("--endpoint", problem)
+    if options.memory_share is not None and not 0 < options.memory_share <= 1:
+        problem = f"is {options.memory_share:g}; it must be more than 0 and at most 1"
+        raise InvalidConfiguration("--memory-share", problem)
     for option in COUNTS:
         value = getattr(options, option)
         if value is not None and value < 1:
@@ -174,7 +169,10 @@ def check(options: argparse.Namespace, file: UpFile) -> None:
             raise InvalidConfiguration(f"worker.{name}", f"is {said!r}; it must be one of {', '.join(known)}")
     logs.check(options.log_level, options.log_format)
     http_of(options)
-    check_device("--device", options.device or str(file.worker.get("device", "auto")))
+    device = options.device or str(file.worker.get("device", "auto"))
+    check_device("--device", device)
+    if device == "cpu" and "memory_share" in _pool_size(options, file):
+        raise InvalidConfiguration("--memory-share", "is of a GPU's memory; with --device cpu use --kv-bytes")
     check_installed()
 
 
@@ -198,34 +196,43 @@ def model_path(name: str, load_format: str | None, progress: Progress) -> Path:
 
 def http_of(options: argparse.Namespace) -> Http | None:
     """The gateway that the options ask for. Raises InvalidConfiguration, or Unavailable without the extra `gateway`."""
-    if options.http is None:
-        for name in ("http_processes", "gateway"):
-            if getattr(options, name) is not None:
-                raise InvalidConfiguration(f"--{name.replace('_', '-')}", "comes with --http")
+    if options.host is None and options.port is None:
+        given = [name for name in ("http_processes", "gateway", "name", "api_key") if getattr(options, name)]
+        if given:
+            raise InvalidConfiguration(f"--{given[0].replace('_', '-')}", "comes with --http or --port")
         return None
-    host, _, port = options.http.rpartition(":")
-    if not port.isdecimal() or int(port) >= 1 << 16:
-        raise InvalidConfiguration("--http", f"is {options.http!r}; it is PORT or HOST:PORT, like 8000")
     processes = options.http_processes if options.http_processes is not None else 1
     if not 1 <= processes <= WORKERS_MAX:
         raise InvalidConfiguration("--http-processes", f"is {processes}; it must be 1 to {WORKERS_MAX}")
     if any(find_spec(name) is None for name in ("uvicorn", "starlette", "httptools")):
         raise Unavailable(f"--http needs the extra `gateway`: {install_command('gateway')}")
-    name = str(options.model or options.model_config or MODEL)
-    config = options.gateway.absolute() if options.gateway is not None else None
-    return Http(host or "127.0.0.1", int(port), processes, (name,), config)
+    keys = options.api_key or tuple(os.environ.get(API_KEY, "").split())
+    return Http(
+        options.host or "127.0.0.1",
+        HTTP_PORT if options.port is None else options.port,
+        processes,
+        options.name or (str(options.model or options.model_config or MODEL),),
+        options.gateway,
+        named=bool(options.name),
+        key_hashes=tuple(f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in keys),
+    )
+
+
+def _pool_size(options: argparse.Namespace, file: UpFile) -> dict[str, Value]:
+    """The size of the pool, which has several names: an option of one replaces all of the file's."""
+    given = {name: getattr(options, name) for name in POOL_SIZES if getattr(options, name) is not None}
+    return given or {name: value for name, value in file.worker.items() if name in POOL_SIZES}
 
 
 def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Settings:
     """The settings that the options and the file name. Raises InvalidConfiguration."""
     given = vars(options)
 
-    def chosen(said: Mapping[str, Value], *names: str) -> dict[str, Value]:
-        return {**said, **{name: given[name] for name in names if given[name] is not None}}
+    def chosen(section: str, in_file: Mapping[str, Value]) -> dict[str, Value]:
+        return {**in_file, **{name: given[name] for name in IN_SECTIONS[section] if given[name] is not None}}
 
-    # The size of the pool has two names: an option of either replaces both of the file's.
-    sized = options.blocks is not None or options.kv_bytes is not None
-    worker = {name: value for name, value in file.worker.items() if not (sized and name in ("blocks", "kv_bytes"))}
+    worker = {name: value for name, value in file.worker.items() if name not in POOL_SIZES}
+    state = {name: given[name] for name in ("state_dir", "durability") if given[name] is not None}
 
     return Settings(
         model=model,
@@ -235,10 +242,14 @@ def settings_of(options: argparse.Namespace, file: UpFile, model: Path) -> Setti
         threads=options.threads,
         http=http_of(options),
         devices=tuple(options.devices or ()),
-        worker=chosen(worker, *WORKER_OPTIONS),
-        limits=chosen(file.limits, "sequences_max", "queue_max"),
-        cache=chosen(file.cache, "block_size"),
+        worker={**chosen("worker", worker), **_pool_size(options, file)},
+        limits=chosen("limits", file.limits),
+        cache=chosen("cache", file.cache),
         schedule=file.schedule,
+        journal=file.journal,
+        kv_events=file.kv_events,
+        state=state,
+        fresh=bool(options.fresh),
         quotas=file.quotas,
         tcp=file.tcp,
         access=file.access,

@@ -84,6 +84,21 @@ class Gateways(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 GATEWAY_OURS = ("runtime_dir", "endpoint", "server_key", "key_file", "host", "port", "replicas")
 
 
+# What the fleet gives each replica, and what [gateways] and [gateway] say.
+REPLICA_OURS = (
+    "runtime_dir",
+    "state_dir",
+    "fresh",
+    "http",
+    "host",
+    "port",
+    "http_processes",
+    "gateway",
+    "name",
+    "api_key",
+)
+
+
 class FleetFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """fleet.toml. [up]: what each replica is, as in the file of `kvforge up --config`. [gateway]: what each gateway is,
     as in gateway.toml.
@@ -166,6 +181,9 @@ def _check_up(up: UpFile) -> None:
     for name in OURS:
         if name in up.worker:
             raise InvalidConfiguration(f"up.worker.{name}", "is given to each worker by the fleet")
+    for name in REPLICA_OURS:
+        if getattr(up, name) is not None:
+            raise InvalidConfiguration(f"up.{name}", "is given to each replica and gateway by the fleet")
     if up.tcp:
         raise InvalidConfiguration("up.tcp", "is given to each replica by the fleet, with a free port of its node")
     if ACCESS_NAME in up.access.get("clients", {}):

@@ -24,8 +24,9 @@ TAIL_BYTES = 8192
 class Child:
     """A child process that may be started several times.
 
-    command: its arguments after the interpreter. temporary: its folder for temporary files. line: called with each
-    line of its output, unless log_file takes it. descriptors: of ours that it has too.
+    command: its arguments after the interpreter. once: more of them, for its first start. temporary: its folder for
+    temporary files. line: called with each line of its output, unless log_file takes it. descriptors: of ours that it
+    has too.
     """
 
     def __init__(
@@ -37,6 +38,7 @@ class Child:
         log_file: Path | None = None,
         *,
         descriptors: tuple[int, ...] = (),
+        once: tuple[str, ...] = (),
     ) -> None:
         self.name = name
         self.log_file = log_file
@@ -44,6 +46,7 @@ class Child:
         self.given_up = False
         self.restart_at: float | None = None
         self._command = command
+        self._once = once
         self._environment = {**os.environ, "TMPDIR": str(temporary)}
         self._line = line
         self._descriptors = descriptors
@@ -72,7 +75,8 @@ class Child:
         assert self._process is None, "started while it runs"
         self.restart_at, self.served = None, False
         # -P: do not import a folder of that name from the working directory.
-        command = leashed([sys.executable, "-P", *self._command])
+        command = leashed([sys.executable, "-P", *self._command, *self._once])
+        self._once = ()
         if self.log_file is not None:
             with self.log_file.open("ab") as log:
                 self._process = self._popen(command, log.fileno())

@@ -16,7 +16,8 @@ from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 PRIVATE_FOLDER = "up"
 MARK = "made-by-kvforge-up"
 # What we put into our folder, and what a coordinator that was killed leaves in its runtime folder.
-OURS = re.compile(r"(coordinator|worker-\d+(\.\d+)?)\.toml")
+OURS = re.compile(r"(coordinator|worker-\d+(\.\d+)?)\.toml|gateway\.keys")
+KEY_HASHES = "gateway.keys"
 LEFT_BY_KILLED = (
     transport.CLIENT_SOCKET,
     transport.WORKER_SOCKET,

@@ -21,19 +21,26 @@ STOP_S = 10.0
 
 @dataclass(frozen=True)
 class Http:
-    """A gateway beside them. names: what requests may call the model. config: its gateway.toml, or None."""
+    """A gateway beside them.
+
+    names: what requests may call the model; named: they were asked for, and go before those of its file. key_hashes: of
+    API keys, as `[keys.NAME]` has them. config: its gateway.toml, or None.
+    """
 
     host: str
     port: int
     processes: int = 1
     names: tuple[str, ...] = ()
     config: Path | None = None
+    named: bool = False
+    key_hashes: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
 class Settings:
-    """One installation in the foreground. worker, limits, cache, schedule, quotas (by tenant), tcp, access: settings
-    that differ from the children's defaults.
+    """One installation in the foreground. worker, limits, cache, schedule, journal, quotas (by tenant), tcp, access,
+    kv_events: settings that differ from the children's defaults. state: state_dir and durability, where they do.
+    fresh: the coordinator first discards what an earlier one left.
 
     worker_module: what is run as a worker, where it is another one than kvforge's own (`python -m loadtest.fleet`).
     tensor_parallel: processes of each worker, its ranks, which compute the model together.
@@ -57,6 +64,10 @@ class Settings:
     quotas: Mapping[str, Mapping[str, Value]] = field(default_factory=dict)
     tcp: Mapping[str, Value] = field(default_factory=dict)
     access: Mapping[str, Mapping[str, Setting]] = field(default_factory=dict)
+    journal: Mapping[str, Value] = field(default_factory=dict)
+    kv_events: Mapping[str, Value] = field(default_factory=dict)
+    state: Mapping[str, Value] = field(default_factory=dict)
+    fresh: bool = False
     http: Http | None = None
     log_level: str = "info"
     log_format: str = "text"
@@ -68,12 +79,14 @@ class Settings:
         """Text of coordinator.toml. The supervisor drains by itself: told to end, the coordinator ends at once."""
         top: dict[str, Value] = {
             "runtime_dir": _path(self.runtime_dir),
+            **self.state,
             "log_level": self.log_level,
             "log_format": self.log_format,
             "drain_s": 0.0,
         }
-        sections = {"limits": self.limits, "cache": self.cache, "schedule": self.schedule}
-        return toml(top, {**sections, "quotas": self.quotas, "tcp": self.tcp, "access": self.access})
+        sections = {"limits": self.limits, "cache": self.cache, "schedule": self.schedule, "journal": self.journal}
+        others = {"quotas": self.quotas, "tcp": self.tcp, "access": self.access, "kv_events": self.kv_events}
+        return toml(top, {**sections, **others})
 
     @property
     def processes(self) -> int:

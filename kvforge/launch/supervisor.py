@@ -28,7 +28,7 @@ from kvforge.protocol.steady_clock import monotonic
 
 from .child import Child
 from .listener import listening, url_of
-from .private_folder import PrivateFolder
+from .private_folder import KEY_HASHES, PrivateFolder
 from .settings import Http, Settings
 from .voice import Voice
 
@@ -65,7 +65,8 @@ class Supervisor:
             settings = self.settings
             if settings.log_dir is not None:
                 _make_log_dir(settings.log_dir)
-            self.coordinator = self._child("coordinator", "coordinator", settings.coordinator_file())
+            once = ("--fresh",) if settings.fresh else ()
+            self.coordinator = self._child("coordinator", "coordinator", settings.coordinator_file(), once)
             for process in range(settings.processes):
                 name = settings.process_name(process)
                 self._worker_of[name] = settings.worker_of(process)
@@ -175,12 +176,12 @@ class Supervisor:
 
     # ------------------------------------------------------------------------------------------------------- inside
 
-    def _child(self, name: str, module: str, config: str) -> Child:
+    def _child(self, name: str, module: str, config: str, once: tuple[str, ...] = ()) -> Child:
         file = self._folder.path / f"{name}.toml"
         file.write_text(config, encoding="utf-8")
         log = self.settings.log_dir / f"{name}.log" if self.settings.log_dir is not None else None
         command = [str(ENTRY), module, "--config", str(file)]
-        return Child(name, command, self._folder.temporary, partial(self._voice.child, name), log)
+        return Child(name, command, self._folder.temporary, partial(self._voice.child, name), log, once=once)
 
     def _make_gateway(self, http: Http) -> Child:
         self._listener = listening(http.host, http.port, "--http")
@@ -189,7 +190,11 @@ class Supervisor:
         command += ["--processes", str(http.processes), "--listen", str(self._listener.fileno())]
         command += ["--config", str(http.config)] if http.config is not None else []
         for name in http.names:
-            command += ["--name", name]
+            command += ["--name" if http.named else "--default-name", name]
+        if http.key_hashes:
+            hashes = folder.path / KEY_HASHES
+            hashes.write_text("\n".join(http.key_hashes), encoding="utf-8")
+            command += ["--key-hashes", str(hashes)]
         log = settings.log_dir / "gateway.log" if settings.log_dir is not None else None
         line = partial(self._voice.child, "gateway")
         return Child("gateway", command, folder.temporary, line, log, descriptors=(self._listener.fileno(),))
@@ -270,7 +275,7 @@ def run_up(settings: Settings, signals: Signals, progress: Callable[[Health], No
     with Supervisor(settings, signals, voice) as supervisor:
         count = supervisor.wait_ready(progress)
         workers = "1 worker" if count == 1 else f"{count} workers"
-        served = f", {supervisor.url}/v1" if supervisor.url else ""
+        served = f", {supervisor.url}/v1" if supervisor.url else ", no HTTP (--port 8000 adds it)"
         print(f"ready: {workers}, endpoint {supervisor.endpoint}{served}, try: {hint}", flush=True)
         while not signals.count:
             supervisor.turn(TURN_S)

@@ -85,6 +85,35 @@ def test_it_serves_heals_and_drains(folder: Path) -> None:
     assert_nothing_left(folder)
 
 
+def test_an_option_that_the_kept_state_fixes_is_refused_with_the_remedy_which_works(folder: Path) -> None:
+    with up(folder, "--block-size", "16") as running:
+        running.expect("ready:")
+        with client(folder) as kv:
+            kept = kv.submit([1, 2, 3], max_tokens=2, sampling=GREEDY, detached=True)
+            kept.result(timeout_s=30)
+        running.signal(signal.SIGINT)
+        assert running.end() == 0
+    with up(folder, "--block-size", "32", "--sequences-max", "3") as refused:
+        assert refused.end() == 2
+        assert "limits.sequences_max: is 3, and the state in" in refused.text
+        assert "cache.block_size is 32, not 16" in refused.text
+        assert "start with --fresh, which discards it" in refused.text
+    with up(folder, "--block-size", "32", "--sequences-max", "3", "--fresh") as running:
+        running.expect("ready:")
+        with client(folder) as kv:
+            assert [pool.block_size for pool in kv.stats().pools] == [32]
+            assert not kv.requests().requests
+            kept = kv.submit([1, 2, 3], max_tokens=2, sampling=GREEDY, detached=True)
+            tokens = kept.result(timeout_s=30).tokens
+        os.kill(pid_of(folder, "coordinator"), signal.SIGKILL)  # its successor discards nothing
+        running.expect("restarting coordinator")
+        with client(folder) as kv:
+            kv.wait_ready(READY_S)
+            assert kv.attach(kept.id).result(timeout_s=30).tokens == tokens
+        running.signal(signal.SIGINT)
+        assert running.end() == 0
+
+
 def serves_both_ways(folder: Path) -> None:
     ran = cli(folder, "generate", "--json", "--prompt-tokens", "1,2,3", "--temperature", "0", "--max-tokens", "8")
     assert (ran.returncode, ran.stderr) == (0, "")

@@ -12,7 +12,7 @@ from itertools import chain
 
 import numpy as np
 
-from kvforge.protocol.errors import GpuError, KernelError
+from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError
 from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
 from worker.attention.pool import KvPool
 from worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
@@ -85,15 +85,21 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
     device = model.device
     if config.blocks:
         return config.blocks
+    if config.memory_share and not device.owns_memory:
+        raise InvalidConfiguration("memory_share", f"is of a GPU's memory, and {device.name} is a CPU: use kv_bytes")
     if config.kv_bytes or not device.owns_memory:
         return model.geometry.blocks_for(config.kv_bytes or CPU_KV_BYTES)
     needed = _trial_bytes(model, welcome, graph_rows_max)
     free = device.free_bytes()
     log.info("the largest step and the graphs take %d MiB of %d MiB free", needed // MIB, free // MIB)
-    left = int(free * GPU_FREE_SHARE) - needed
+    usable = int(free * GPU_FREE_SHARE)
+    if config.memory_share:
+        usable = min(usable, int(device.total_bytes() * config.memory_share) - weight_bytes(model))
+    left = usable - needed
     if left < model.geometry.bytes_per_block:
+        share = f" (memory_share = {config.memory_share:g} leaves {max(0, usable)})" if config.memory_share else ""
         raise GpuError(
-            f"{device.name} has {free} bytes free, of which steps and graphs take {needed}: none for K and V"
+            f"{device.name} has {free} bytes free{share}, of which steps and graphs take {needed}: none for K and V"
         )
     return model.geometry.blocks_for(left)
 

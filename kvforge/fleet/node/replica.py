@@ -149,6 +149,9 @@ def settings_of(file: FleetFile, folder: Folder, model: Path, endpoint: str, gat
         limits=up.limits,
         cache=up.cache,
         schedule=up.schedule,
+        journal=up.journal,
+        kv_events=up.kv_events,
+        state={"durability": up.durability} if up.durability is not None else {},
         quotas=up.quotas,
         tcp={"listen": endpoint, "key_file": str(folder.path / KEY)},
         access={**up.access, "clients": clients},  # type: ignore[dict-item]

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import argparse
+import hashlib
 import os
 import tomllib
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 
-from kvforge.commands import cli, up
+from kvforge.commands import cli, parsing, up, up_options
 from kvforge.launch import host
 from kvforge.launch.settings import Settings
 from kvforge.launch.up_file import load_up_file
@@ -30,13 +32,23 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(up, "run_up", started)
     monkeypatch.setattr(up, "pull", started)
     monkeypatch.setattr(host, "DEVICE_FILES", {"cuda": ("no-such-device",), "hip": ("no-such-device",)})
+    monkeypatch.delenv(up.API_KEY, raising=False)
 
 
 @pytest.mark.parametrize(
     ("arguments", "words"),
     [
         (["--blocks", "0"], "--blocks: is 0; it must be at least 1"),
-        (["--kv-bytes", "-5"], "--kv-bytes: is -5"),
+        (["--kv-bytes", "-5"], "argument --kv-bytes: '-5' is not a number of bytes like 4G, 512MiB"),
+        (["--kv-bytes", "0G"], "--kv-bytes: is 0; it must be at least 1"),
+        (["--memory-share", "1.5"], "--memory-share: is 1.5; it must be more than 0 and at most 1"),
+        (["--gpu-memory-utilization", "0.9", "--device", "cpu"], "--memory-share: is of a GPU's memory"),
+        (["--endpoint", "ipc:///x"], "unrecognized arguments: --endpoint"),
+        (["--model", "a", "b"], "--model: is a, and MODEL is b: give one"),
+        (["--http", "8000", "--port", "8001"], "--http: says what --port and --host say: give one of them"),
+        (["--port", "70000"], "--port: is 70000; it must be 0 to 65535"),
+        (["--api-key", "x"], "--api-key: comes with --http or --port"),
+        (["--served-model-name", "x"], "--name: comes with --http or --port"),
         (["--block-size", "0"], "--block-size: is 0"),
         (["--sequences-max", "0"], "--sequences-max: is 0"),
         (["--queue-max", "0"], "--queue-max: is 0"),
@@ -44,8 +56,8 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--workers", "0"], "--workers: is 0"),
         (["--http", "eighty"], "--http: is 'eighty'; it is PORT or HOST:PORT"),
         (["--http", "localhost:70000"], "--http: "),
-        (["--http-processes", "2"], "--http-processes: comes with --http"),
-        (["--gateway", "gateway.toml"], "--gateway: comes with --http"),
+        (["--http-processes", "2"], "--http-processes: comes with --http or --port"),
+        (["--gateway", "gateway.toml"], "--gateway: comes with --http or --port"),
         (["--http", "8000", "--http-processes", "0"], "--http-processes: is 0; it must be 1 to"),
         (["--workers", "65"], "--workers: is 65"),
         (["--threads", "0"], "--threads: is 0"),
@@ -53,7 +65,7 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--model", "smollm2-135m", "--model-config", "llama-3.1-8b"], "--model-config: names a shape"),
         (["--model-config", "llama-3.1-8b", "--load-format", "gguf"], "--model-config: a shape has no weights"),
         (["--dtype", "float99"], "argument --dtype: invalid choice: 'float99'"),
-        (["--kv-dtype", "int7"], "argument --kv-dtype: invalid choice: 'int7'"),
+        (["--kv-dtype", "int7"], "argument --kv-dtype/--kv-cache-dtype: invalid choice: 'int7'"),
         (["--load-format", "zip"], "argument --load-format: invalid choice: 'zip'"),
         (["--device", "cuda"], "--device: is cuda, and this machine shows no NVIDIA GPU"),
         (["--device", "hip"], "--device: is hip, and this machine shows no AMD GPU"),
@@ -106,11 +118,14 @@ def test_the_names_are_those_that_workers_know() -> None:
 # --------------------------------------------------------------------------------------------------------------- file
 
 
-def settings(folder: Path, text: str, *arguments: str) -> tuple[argparse.Namespace, Settings]:
+def settings(
+    folder: Path, text: str, *arguments: str, runtime: tuple[str, ...] | None = None
+) -> tuple[argparse.Namespace, Settings]:
     """What `up` makes of a file and of options beside it."""
     path = folder / "up.toml"
     path.write_text(text)
-    options = cli.parser().parse_args(["up", "--runtime-dir", str(folder), "--config", str(path), *arguments])
+    where = ("--runtime-dir", str(folder)) if runtime is None else runtime
+    options = cli.parser().parse_args(["up", *where, "--config", str(path), *arguments])
     file = load_up_file(options.config)
     up._fill_in(options, file)
     up.check(options, file)
@@ -123,7 +138,12 @@ def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> N
     from worker.config import WorkerConfig
 
     whole = CoordinatorConfig()
-    sections = {"limits": whole.limits, "cache": whole.cache, "schedule": whole.schedule}
+    sections = {
+        name: getattr(whole, name)
+        for name in CoordinatorConfig.__struct_fields__
+        if isinstance(getattr(whole, name), msgspec.Struct) and name not in ("tcp", "access")
+    }
+    assert {*sections} >= {"limits", "cache", "schedule", "journal", "kv_events"}
     ours = (
         "name",
         "model",
@@ -155,7 +175,127 @@ def test_every_setting_of_coordinator_and_worker_is_reached(tmp_path: Path) -> N
     assert coordinator.access.local.rights == ("read",)
     read = convert(tomllib.loads(made.worker_file(0)), WorkerConfig)
     assert read.watch_us == 123
-    assert (coordinator.cache, coordinator.schedule) == (sections["cache"], sections["schedule"])
+    for name in ("cache", "schedule", "journal", "kv_events"):
+        assert getattr(coordinator, name) == sections[name]
+
+
+# For each option with a value: another one than its default, as the command line has it.
+VALUES: dict[str, str] = {
+    "runtime_dir": "/tmp/elsewhere",
+    "state_dir": "/tmp/state",
+    "durability": "power",
+    "model": "other",
+    "model_config": "llama-3.1-8b",
+    "devices": "2,3",
+    "device": "cpu",
+    "dtype": "float32",
+    "weight_dtype": "int8",
+    "kv_dtype": "int8",
+    "kv_bytes": "4M",
+    "memory_share": "0.5",
+    "load_format": "dummy",
+    "attention": "reference",
+    "kernels": "reference",
+    "graphs": "off",
+    "http": "0.0.0.0:8123",
+    "host": "::1",
+    "port": "8124",
+    "gateway": "/tmp/gateway.toml",
+    "name": "short",
+    "api_key": "secret",
+    "log_dir": "/tmp/logs",
+    "log_level": "debug",
+    "log_format": "json",
+}
+WITH_HTTP = ("http_processes", "gateway", "name", "api_key")
+
+
+def up_actions() -> list[argparse.Action]:
+    """Every option of `kvforge up`, but those that say where the file or the model is, and help."""
+    chosen = argparse.ArgumentParser()
+    up_options.declare(chosen)
+    parsing.global_options(chosen, top=False, connects=False)
+    return [action for action in chosen._actions if action.dest not in ("help", "config", "model_name")]
+
+
+@pytest.mark.parametrize("action", up_actions(), ids=lambda action: action.dest)
+@pytest.mark.parametrize("hyphens", [False, True])
+def test_the_file_takes_every_option_by_its_name(tmp_path: Path, action: argparse.Action, hyphens: bool) -> None:
+    """Whatever the command line makes of an option, the file makes of the same name."""
+    value = VALUES.get(action.dest, "2")
+    given = [action.option_strings[0], *([] if action.nargs == 0 else [value])]
+    more = "port = 8000" if action.dest in WITH_HTTP else ""
+    options, expected = settings(tmp_path, more, *given)
+    wanted = (options.model, options.model_config, expected)
+    plain = _plain(value) if action.nargs != 0 else "true"
+    name = action.dest.replace("_", "-") if hyphens else action.dest
+    where = () if action.dest == "runtime_dir" else ("--runtime-dir", str(tmp_path))
+    options, made = settings(tmp_path, f"{name} = {plain}\n{more}", runtime=where)
+    assert (options.model, options.model_config, made) == wanted
+    options, without = settings(tmp_path, more)
+    assert (options.model, options.model_config, without) != wanted
+
+
+def _plain(value: str) -> str:
+    """As TOML has it: numbers bare, lists in brackets."""
+    if value == "2,3":
+        return "[2, 3]"
+    return value if value.replace(".", "", 1).isdecimal() else f'"{value}"'
+
+
+@pytest.mark.parametrize(
+    ("theirs", "ours", "value"),
+    [
+        ("--tensor-parallel-size", "tensor_parallel", "2"),
+        ("-tp", "tensor_parallel", "2"),
+        ("--max-model-len", "context_tokens_max", "64"),
+        ("--max-num-seqs", "sequences_max", "3"),
+        ("--kv-cache-dtype", "kv_dtype", "int8"),
+        ("--gpu-memory-utilization", "memory_share", "0.5"),
+        ("--served-model-name", "name", "short"),
+    ],
+)
+def test_options_of_other_servers_mean_the_same(tmp_path: Path, theirs: str, ours: str, value: str) -> None:
+    http = ("--port", "8000")
+    _, expected = settings(tmp_path, "", f"--{ours.replace('_', '-')}", value, *http)
+    assert settings(tmp_path, "", theirs, value, *http)[1] == expected
+    if theirs.startswith("--"):
+        text = f"{theirs.removeprefix('--')} = {_plain(value)}\nport = 8000"
+        assert settings(tmp_path, text)[1] == expected
+
+
+@pytest.mark.parametrize("command", ["up", "serve", "run"])
+def test_the_command_has_the_names_that_people_type(command: str) -> None:
+    options = cli.parser().parse_args([command, "some/model", "--port", "8000"])
+    assert (options.run, options.model_name, options.port) == (up.run, "some/model", 8000)
+
+
+def test_http_is_named_in_one_piece_or_two(tmp_path: Path) -> None:
+    def http(text: str, *arguments: str) -> tuple[str, int] | None:
+        made = settings(tmp_path, text, *arguments)[1].http
+        return None if made is None else (made.host, made.port)
+
+    assert http("") is None
+    assert http("", "--http", "8000") == http("", "--port", "8000") == http("http = 8000") == ("127.0.0.1", 8000)
+    assert http("", "--host", "10.0.0.1") == ("10.0.0.1", up.HTTP_PORT)
+    assert http("http = '10.0.0.1:81'", "--port", "82") == ("10.0.0.1", 82)  # the option goes before the file
+
+
+def test_api_keys_reach_the_gateway_as_hashes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    expected = f"sha256:{hashlib.sha256(b'secret').hexdigest()}"
+    _, made = settings(tmp_path, "", "--port", "0", "--api-key", "secret", "other")
+    assert made.http is not None and made.http.key_hashes[0] == expected and len(made.http.key_hashes) == 2
+    monkeypatch.setenv(up.API_KEY, "secret")
+    _, made = settings(tmp_path, "", "--port", "0")
+    assert made.http is not None and made.http.key_hashes == (expected,)
+    assert "secret" not in repr(made)
+
+
+def test_an_option_given_twice_in_the_file_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(InvalidConfiguration, match=r"kv_bytes: is given at the top of the file and in \[worker\]"):
+        settings(tmp_path, "kv_bytes = 1\n[worker]\nkv_bytes = 2")
+    with pytest.raises(InvalidConfiguration, match="max-model-len: is given twice, as context_tokens_max too"):
+        settings(tmp_path, "context_tokens_max = 1\nmax-model-len = 2")
 
 
 def _toml(value: object) -> str:

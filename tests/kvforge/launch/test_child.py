@@ -76,3 +76,12 @@ def test_its_output_is_closed_with_it(tmp_path: Path) -> None:
     run_to_its_end(child)
     assert (child.output, child.running) == (-1, False)
     assert len(os.listdir("/proc/self/fd")) == before  # noqa: PTH208
+
+
+def test_what_is_for_the_first_start_is_not_repeated(tmp_path: Path, clock: Clock) -> None:
+    lines: list[str] = []
+    command = ["-c", "import sys; print(sys.argv[1:])", "always"]
+    child = Child("coordinator", command, tmp_path, lines.append, once=("--fresh",))
+    for _ in range(3):
+        run_to_its_end(child)
+    assert lines == ["['always', '--fresh']", "['always']", "['always']"]
