@@ -6,7 +6,6 @@ snapshot on, since what was before it is not kept. Of a damaged journal all is s
 
 from __future__ import annotations
 
-import argparse
 import os
 import sys
 from collections import deque
@@ -16,6 +15,7 @@ from pathlib import Path
 
 import msgspec
 
+from kvforge.process.parser import Parser
 from kvforge.protocol.errors import InvalidRequest, JournalCorrupt, KvforgeError, NotFound
 from kvforge.protocol.exits import OK, status_of
 from kvforge.protocol.messages import Explain, Explanation
@@ -33,7 +33,7 @@ SUBJECTS = ("request", "sequence", "block", "tenant")
 
 def main(arguments: list[str] | None = None) -> int:
     """Prints what a journal says. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="kvforge replay", description=__doc__)
+    parser = Parser(prog="kvforge replay", description=__doc__)
     parser.add_argument("journal", type=Path, metavar="FOLDER", help="state_dir of a coordinator")
     parser.add_argument("--until", type=int, metavar="EVENT", help="stop before this event, counted from 1 [the end]")
     parser.add_argument("--events", type=int, default=5, metavar="N", help="show so many events before that [5]")

@@ -8,7 +8,6 @@ coordinator in time. Whoever restarts workers does so after 1 and 4.
 
 from __future__ import annotations
 
-import argparse
 import faulthandler
 import json
 import logging
@@ -22,6 +21,7 @@ from typing import NoReturn
 
 from kvforge.models.store import default_cache_dir
 from kvforge.process.installation import install_command
+from kvforge.process.parser import Parser
 from kvforge.protocol import logs
 from kvforge.protocol.errors import (
     CapacityExceeded,
@@ -41,7 +41,7 @@ from .model_path import find_model
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs a worker until it is told to stop. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m worker", description=__doc__)
+    parser = Parser(prog="python -m worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="TOML file")
     parser.add_argument("--check", action="store_true", help="see whether model and device are there, and end")
     options = parser.parse_args(arguments)

@@ -10,6 +10,7 @@ from kvforge.protocol.errors import InvalidRequest
 
 from . import parsing, printing
 from .answers import Answer, add_reading
+from .waiting import add_wait, wait_for_model
 
 
 def add(subparsers: Any) -> None:
@@ -24,6 +25,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--offset", type=int, default=0, metavar="N", help="leave out the first N tokens (with --ids)")
     parser.add_argument("--ids", action="store_true", help="print token ids; no tokenizer is needed")
     add_reading(parser)
+    add_wait(parser)
     parser.add_argument("--json", action="store_true", help="print one JSON document at the end")
 
 
@@ -36,7 +38,7 @@ def run(options: argparse.Namespace) -> int:
         raise InvalidRequest("offset", "text is read from the first token on; with --ids it may begin anywhere")
     with parsing.open_client(options, options.tokenizer) as kv:
         if not options.ids:
-            kv.health()  # ask first whether somebody is there: loading a tokenizer takes longer
+            wait_for_model(kv, options.wait)
             # Loads the tokenizer before attaching: if there is none, whoever reads the request now must not lose it.
             kv.encode("-", raw=True)
         request = kv.attach(options.request_id, options.offset)

@@ -19,6 +19,7 @@ from kvforge.protocol.exits import OK
 
 from . import parsing
 from .screen import printable
+from .waiting import add_wait, wait_for_model
 
 BLOCK = '"""'
 HELP = f"""\
@@ -43,12 +44,13 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--max-tokens", type=int, default=MAX_TOKENS, metavar="N", help=f"of an answer [{MAX_TOKENS}]")
     parser.add_argument("--tenant", default="default", metavar="NAME")
     parser.add_argument("--tokenizer", metavar="PATH", help="where to load the tokenizer from [KVFORGE_TOKENIZER]")
+    add_wait(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Talks until the input ends. Raises UnsupportedModel where the model has no chat template."""
     with parsing.open_client(options, options.tokenizer) as kv:
-        health = kv.health()  # ask first whether somebody is there: loading a tokenizer takes longer
+        health = wait_for_model(kv, options.wait)
         if not kv.has_chat_template():
             name = health.model.name if health.model is not None else "the model"
             raise UnsupportedModel(name, "it has no chat template; `kvforge generate --raw` continues a text")

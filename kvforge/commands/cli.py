@@ -10,9 +10,10 @@ import sys
 from collections.abc import Sequence
 from contextlib import suppress
 from types import FrameType
-from typing import IO, NoReturn
+from typing import NoReturn
 
 from kvforge.process.ending import Interrupted, Stopped
+from kvforge.process.parser import Parser
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.exits import FAILED, INTERRUPTED, OK, status_of, table
 
@@ -20,9 +21,11 @@ from . import (
     attach,
     cancel,
     chat,
+    completion,
     demo,
     deploy,
     drain,
+    explain,
     fleet,
     generate,
     health,
@@ -40,18 +43,11 @@ from . import (
 )
 
 COMMANDS = (
-    *(pull, up, generate, chat, attach, status, health, stats, top, requests, cancel, drain, replay, loadtest),
-    *(keys, fleet, demo, deploy, version),
+    *(pull, up, generate, chat, attach, status, health, stats, top, requests, explain, cancel, drain, replay, loadtest),
+    *(keys, fleet, demo, deploy, completion, version),
 )
 DEBUG = "KVFORGE_DEBUG"
 UNWRITABLE = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EIO)  # what a write to standard output may say
-
-
-class Parser(argparse.ArgumentParser):
-    """Its help is output like any other: where it cannot be written, that is an error (argparse passes over it)."""
-
-    def print_help(self, file: IO[str] | None = None) -> None:  # type: ignore[override]
-        print(self.format_help(), end="", file=file)
 
 
 def parser() -> argparse.ArgumentParser:
@@ -62,10 +58,12 @@ def parser() -> argparse.ArgumentParser:
         epilog=f"{table()}\n\n{DEBUG}=1 shows where an error came from.",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
+    top.add_argument("--version", "-V", action=version.Version, help="print the version")
     parsing.global_options(top, top=True)
     subparsers = top.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(subparsers)
+    top.set_defaults(parser=top)  # for `completion`, which describes all of them
     return top
 
 

@@ -15,6 +15,7 @@ from kvforge.protocol.errors import InvalidRequest
 
 from . import parsing, printing
 from .answers import Answer, add_reading
+from .waiting import add_wait, wait_for_model
 
 
 def add(subparsers: Any) -> None:
@@ -58,6 +59,7 @@ def add(subparsers: Any) -> None:
     parser.add_argument("--tenant", default="default", metavar="NAME")
     _add_scheduling(parser)
     add_reading(parser)
+    add_wait(parser)
     output = parser.add_mutually_exclusive_group()
     output.add_argument("--stream", action="store_true", help="print the answer as it comes")
     output.add_argument("--json", action="store_true", help="print one JSON document")
@@ -133,8 +135,11 @@ def _text_of(option: str, file: str | None) -> str | None:
 
 def _prompt(kv: Client, options: argparse.Namespace) -> list[int]:
     if options.prompt_tokens is not None:
-        return parsing.token_ids(options.prompt_tokens, "prompt")
-    kv.health()  # ask first whether somebody is there: loading a tokenizer takes longer
+        ids = parsing.token_ids(options.prompt_tokens, "prompt")
+        if not options.detach:  # a detached request may wait in the queue for a worker
+            wait_for_model(kv, options.wait)
+        return ids
+    wait_for_model(kv, options.wait)
     return kv.encode(sys.stdin.read() if options.prompt == "-" else options.prompt, raw=options.raw)
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from collections.abc import Sequence
+from typing import Any, NoReturn
 
 from kvforge.protocol.messages import PROTOCOL_VERSION, PROTOCOL_VERSION_MIN
 
@@ -21,3 +22,14 @@ def run(_options: argparse.Namespace) -> int:
 
     print(f"kvforge {__version__} (protocol {PROTOCOL_VERSION_MIN} to {PROTOCOL_VERSION})")
     return 0
+
+
+class Version(argparse.Action):
+    """--version: print the version, and exit."""
+
+    def __init__(self, option_strings: Sequence[str], dest: str, **settings: Any) -> None:
+        super().__init__(option_strings, dest, nargs=0, default=argparse.SUPPRESS, **settings)
+
+    def __call__(self, parser: argparse.ArgumentParser, *_: object) -> NoReturn:
+        run(argparse.Namespace())
+        parser.exit()

@@ -1,7 +1,7 @@
-"""What a process of ours needs to end well: signals, the leash that ends a child with its parent, how a command stops.
+"""What a process needs to begin and end well: its command line, signals, the leash of a child, how a command stops.
 
-Its law: it knows nothing of kvforge, so that everything may use it; a signal's handler sets a flag and no more, unless
-who waits asked to be interrupted.
+Its law: it knows nothing of kvforge but the protocol, so that everything may use it; a signal's handler sets a
+flag and no more, unless who waits asked to be interrupted.
 
 From outside: all of it. `leash.py` is also run, as the child's first program.
 """

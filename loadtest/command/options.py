@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 from pathlib import Path
 
+from kvforge.process.parser import Parser
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.routing import POLICIES, PREFIX
 from loadtest.load.arrivals import FORMS
@@ -32,7 +33,7 @@ EXAMPLES = """
 
 def parser() -> argparse.ArgumentParser:
     """All of them."""
-    top = argparse.ArgumentParser(
+    top = Parser(
         prog="kvforge loadtest",
         description="Put a load on a server and report what its users would have measured.",
         epilog=f"examples:{EXAMPLES}\n{STATUS}",

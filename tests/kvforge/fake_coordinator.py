@@ -183,6 +183,8 @@ class Fake:
                 self.send(peer, sample_stats(message.rid, len(self.running()), len(self.jobs)))
             case m.GetHealth():
                 self.health(peer, message.rid)
+            case m.Explain():
+                self.explain(peer, message)
             case m.Drain():
                 self.draining = True
                 print(f"deadline_ms={message.deadline_ms}", flush=True)
@@ -404,12 +406,25 @@ class Fake:
             ),
         )
 
+    def explain(self, peer: bytes, message: m.Explain) -> None:
+        """The same of every subject; a request above 1000 is not there."""
+        if message.request_id > 1000:
+            self.refuse(peer, message.rid, errors.RequestNotFound(message.request_id))
+            return
+        ids = {"request": message.request_id, "block": message.block_id, "sequence": message.sequence_id}
+        kind, given = next(((kind, at) for kind, at in ids.items() if at >= 0), ("tenant", message.tenant))
+        sentences = ("it is the first in the queue", "12 blocks are missing on w0")
+        told = m.Explanation(
+            rid=message.rid, subject=f"{kind} {given}", sentences=sentences, facts={"blocks_short": 12}
+        )
+        self.send(peer, told)
+
     def health(self, peer: bytes, rid: int) -> None:
-        """Ready at the third question, unless KVFORGE_FAKE_READY=never."""
+        """Ready, or with KVFORGE_FAKE_READY=third at the third question, or never."""
         self.health_asked += 1
         if hasattr(self, "late"):
             self.send(peer, self.late)
-        ready = self.health_asked >= 3 and os.environ.get("KVFORGE_FAKE_READY") != "never"
+        ready = self.health_asked >= {"third": 3, "never": 1 << 30}.get(os.environ.get("KVFORGE_FAKE_READY", ""), 0)
         worker = m.WorkerHealth(
             name="w0",
             pid=1,
@@ -485,9 +500,10 @@ def sample_stats(rid: int, running: int, total: int) -> m.Stats:
 class Running:
     """The program, started. Endpoint and process belong to the test."""
 
-    def __init__(self, folder: Path, *, ready: bool = True, version_min: int = 1) -> None:
+    def __init__(self, folder: Path, *, ready: bool = True, loads: bool = False, version_min: int = 1) -> None:
         self.endpoint = f"ipc://{folder}/clients.sock"
-        said = {"KVFORGE_FAKE_READY": "third" if ready else "never", "KVFORGE_FAKE_VERSION": str(version_min)}
+        when = ("third" if loads else "now") if ready else "never"
+        said = {"KVFORGE_FAKE_READY": when, "KVFORGE_FAKE_VERSION": str(version_min)}
         self._env = {**os.environ, **said}
         self._text = b""
         self.start()

@@ -28,11 +28,14 @@ from kvforge import (
 from tests.kvforge.fake_coordinator import Running
 
 
-def test_one_request_from_submit_to_result(fake: Running, kv: Client) -> None:
+def test_waiting_until_it_is_ready(tmp_path: Path) -> None:
     seen: list[str] = []
-    health = kv.wait_ready(timeout_s=10, progress=lambda health: seen.append(health.reason))
-    assert health.ready
+    with Running(tmp_path, loads=True) as fake, Client(fake.endpoint) as kv:
+        assert kv.wait_ready(timeout_s=10, progress=lambda health: seen.append(health.reason)).ready
     assert seen == ["no worker is ready: w0 is loading"] * 2 + [""]
+
+
+def test_one_request_from_submit_to_result(fake: Running, kv: Client) -> None:
     request = kv.submit([1, 2, 3], max_tokens=4, sampling=Sampling(temperature=0.0, seed=9))
     assert request.seed == 9
     tokens = list(request)

@@ -127,7 +127,7 @@ def test_nobody_is_there(run: Any, tmp_path: Path) -> None:
 
 def test_a_model_without_a_chat_template_is_named(run: Any, monkeypatch: Any) -> None:
     kv = SimpleNamespace(
-        health=lambda: SimpleNamespace(model=SimpleNamespace(name="base-7b")),
+        health=lambda: SimpleNamespace(model=SimpleNamespace(name="base-7b"), ready=True),
         has_chat_template=lambda: False,
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 import pytest
 
 from kvforge.commands import cli
+from kvforge.process.parser import Parser
 from kvforge.protocol import errors, exits
 from tests.kvforge.fake_coordinator import Running
 
@@ -108,7 +110,8 @@ def test_version(run: Any) -> None:
 def test_errors_are_one_sentence_and_a_status(
     run: Any, shared: Running, status: int, arguments: list[str], words: str
 ) -> None:
-    got, out, err = run("--endpoint", shared.endpoint, *arguments)
+    where = () if arguments[0] == "up" else ("--endpoint", shared.endpoint)
+    got, out, err = run(*where, *arguments)
     assert (got, out) == (status, "")
     assert words in err
     if not err.startswith("no-such-model: checking"):
@@ -174,6 +177,80 @@ sys.meta_path.insert(0, Interrupts())
         [sys.executable, *entry, "version"], capture_output=True, text=True, env=environment, timeout=60
     )
     assert (ran.returncode, ran.stdout, ran.stderr) == (128 + number, "", "")
+
+
+def test_version_is_an_option_too(run: Any) -> None:
+    assert run("--version") == run("-V") == run("version")
+
+
+def parsers(parser: Parser, *names: str) -> list[tuple[tuple[str, ...], Parser]]:
+    """Every command and subcommand with its names."""
+    inner = [found for name, one in parser.commands().items() for found in parsers(one, *names, name)]
+    return [*([(names, parser)] if names else []), *inner]
+
+
+COMMANDS = parsers(cli.parser())
+WITH_OPTIONS = [(names, parser) for names, parser in COMMANDS if not parser.commands() and names != ("loadtest",)]
+
+
+@pytest.mark.parametrize(("names", "parser"), WITH_OPTIONS, ids=["-".join(names) for names, _ in WITH_OPTIONS])
+def test_a_misspelt_option_is_answered_with_the_nearest_one_and_the_usage_of_its_command(
+    capsys: pytest.CaptureFixture[str], names: tuple[str, ...], parser: Parser
+) -> None:
+    places = [action for action in parser._actions if not action.option_strings and action.nargs != "?"]
+    values = [str(next(iter(action.choices or ["1"]))) for action in places]
+    for option in parser.options():
+        if len(option) > len("--key"):
+            with pytest.raises(SystemExit) as ended:
+                parser.parse_args([*values, f"{option}{option[-1]}"])
+            err = capsys.readouterr().err
+            assert ended.value.code == exits.USAGE
+            assert err.startswith(f"usage: {parser.prog} [-h]") and parser.prog.startswith("kvforge ")
+            assert f"did you mean {option}?" in err
+
+
+@pytest.mark.parametrize("names", [names for names, _ in COMMANDS], ids="-".join)
+def test_a_misspelt_command_is_answered_with_the_nearest_one(run: Any, names: tuple[str, ...]) -> None:
+    *outer, name = names
+    status, out, err = run(*outer, f"{name}{name[-1]}")
+    assert (status, out) == (exits.USAGE, "")
+    assert f"did you mean {name}?" in err
+    assert err.startswith("usage: " + " ".join(["kvforge", *outer]))
+
+
+@pytest.mark.parametrize("arguments", [["--workers", "2", "up"], ["--workers=2", "version"], ["--worker", "2"]])
+def test_an_option_before_its_command_is_answered_with_the_command(run: Any, arguments: list[str]) -> None:
+    assert "did you mean `kvforge up --workers`?" in run(*arguments)[2]
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
+def test_completion_scripts_name_every_command_and_option(run: Any, shell: str) -> None:
+    status, out, err = run("completion", shell)
+    assert (status, err) == (0, "")
+    for name in ("generate", "explain", "max-tokens", "model-config"):
+        assert name in out
+    path = shutil.which(shell)
+    if path is not None:
+        checked = subprocess.run([path, "-n"], input=out, capture_output=True, text=True, timeout=60)
+        assert (checked.returncode, checked.stderr) == (0, "")
+
+
+def test_bash_completes_a_command_and_an_option(run: Any) -> None:
+    bash = shutil.which("bash")
+    if bash is None:
+        pytest.skip("there is no bash here")
+    script = run("completion", "bash")[1]
+    for words, expected in (("kvforge gene", "generate"), ("kvforge generate --max-t", "--max-tokens")):
+        asked = f"COMP_WORDS=({words}); COMP_CWORD={len(words.split()) - 1}; _shtab_kvforge; echo ${{COMPREPLY[@]}}"
+        ran = subprocess.run([bash, "-c", f"{script}\n{asked}"], capture_output=True, text=True, timeout=60)
+        assert ran.stdout.split() == [expected]
+
+
+def test_completion_without_its_library_says_what_to_install(run: Any, monkeypatch: Any) -> None:
+    monkeypatch.setattr("kvforge.commands.completion.find_spec", lambda _: None)
+    status, out, err = run("completion", "bash")
+    assert (status, out) == (exits.UNAVAILABLE, "")
+    one_sentence(err)
 
 
 @pytest.mark.parametrize("arguments", [[], ["nonsense"], ["stats", "--nonsense"], ["--timeout", "0", "stats"]])

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from kvforge.commands import cli
 from kvforge.protocol import exits
 from tests.kvforge.commands.test_cli import one_sentence
 from tests.kvforge.fake_coordinator import Running
@@ -134,7 +136,7 @@ def test_without_a_tokenizer_a_request_stays_with_whoever_reads_it(run: Any, fol
 
 
 def test_health_for_probes(folder: Path, run: Any) -> None:
-    with Running(folder) as fake:
+    with Running(folder, loads=True) as fake:
         base = ("--endpoint", fake.endpoint, "health")
         reason = "kvforge: not ready: no worker is ready: w0 is loading\n"
         assert run(*base, "--live") == (0, "live\n", "")
@@ -183,7 +185,7 @@ def test_requests_and_cancel(run: Any, shared: Running) -> None:
 
 
 def test_status_until_ready(folder: Path, run: Any) -> None:
-    with Running(folder) as fake:
+    with Running(folder, loads=True) as fake:
         base = ("--endpoint", fake.endpoint, "status")
         assert run(*base) == (
             1,
@@ -215,3 +217,84 @@ def test_drain(folder: Path, run: Any) -> None:
         fake.expect("deadline_ms=0")
         assert run("--endpoint", fake.endpoint, "drain", "--deadline", "2.5")[0] == 0
         fake.expect("deadline_ms=2500")
+
+
+# ------------------------------------------------------------------------------------------------------------ waiting
+
+
+@pytest.mark.parametrize("arguments", [("generate", "--prompt-tokens", "1,2"), ("attach", "1"), ("chat",)])
+def test_a_command_waits_while_a_worker_loads(folder: Path, run: Any, arguments: tuple[str, ...]) -> None:
+    with Running(folder, loads=True) as fake:
+        _, _, err = run("--endpoint", fake.endpoint, *arguments)
+        assert err.startswith("w0: weights 50 %\nw0: ready\n")
+
+
+def test_generate_waits_no_longer_than_it_may(folder: Path, run: Any) -> None:
+    with Running(folder, ready=False) as fake:
+        base = ("--endpoint", fake.endpoint, "generate", "--prompt-tokens", "1")
+        status, out, err = run(*base, "--wait", "0.3")
+        assert (status, out) == (exits.TIMED_OUT, "")
+        assert "not ready to serve after 0.3 s: no worker is ready: w0 is loading (--wait 0.3)" in err
+        status, out, err = run(*base, "--wait", "0", "--max-tokens", "1")
+        assert (status, err) == (0, "")  # it waits in the queue
+        fake.expect("Submit")
+        assert run(*base, "--detach")[::2] == (0, "")
+
+
+# ------------------------------------------------------------------------------------------------------------ explain
+
+
+@pytest.mark.parametrize(
+    ("subject", "name"), [("request", "4"), ("block", "17"), ("sequence", "9"), ("tenant", "ada"), ("tenant", "7")]
+)
+def test_explain_prints_the_sentences(run: Any, shared: Running, subject: str, name: str) -> None:
+    base = ("--endpoint", shared.endpoint, "explain", subject, name)
+    status, out, err = run(*base)
+    assert (status, err) == (0, "")
+    assert out == f"{subject} {name}:\n  it is the first in the queue\n  12 blocks are missing on w0\n"
+    status, out, _ = run(*base, "--json")
+    assert json.loads(out) == {
+        "subject": f"{subject} {name}",
+        "sentences": ["it is the first in the queue", "12 blocks are missing on w0"],
+        "facts": {"blocks_short": 12},
+    }
+
+
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["request", "x"], "request: 'x' is not the number of a request, like 17"),
+        (["block", "-1"], "block: '-1' is not the number of a block"),
+        (["request", "4242"], "there is no request 4242"),
+        (["requests", "1"], "did you mean request?"),
+        (["request"], "the following arguments are required: ID"),
+    ],
+)
+def test_what_cannot_be_explained_is_named(run: Any, shared: Running, arguments: list[str], words: str) -> None:
+    status, out, err = run("--endpoint", shared.endpoint, "explain", *arguments)
+    assert (status, out) == (exits.USAGE, "")
+    assert words in err
+
+
+def test_every_command_that_documents_and_alerts_name_exists() -> None:
+    """`kvforge WORD` in a page, an alert, a unit or an error: WORD is a command, with its subcommands and options."""
+    commands = cli.parser().commands()
+    named = re.compile(r"`kvforge ([a-z]+)((?: [^`]*)?)`")
+    root = Path(__file__).parents[3]
+    pages = [*root.glob("*.md"), *root.glob("docs/*.md"), *root.glob("deploy/**/*.*")]
+    sources = [path for room in ("coordinator", "worker", "gateway", "kvforge") for path in (root / room).rglob("*.py")]
+    found = 0
+    for path in [*pages, *sources, *(root / "protocol").rglob("*.py")]:
+        if not path.is_file() or path.suffix in (".png", ".json"):
+            continue
+        for command, rest in named.findall(path.read_text(encoding="utf-8")):
+            found += 1
+            assert command in commands, f"{path.name} names `kvforge {command}`"
+            parser = commands[command]
+            for inner in parser.commands():
+                if rest.strip().partition(" ")[0] == inner:
+                    parser = parser.commands()[inner]
+            for option in re.findall(r"(?<![\w-])--[a-z][a-z-]+", rest):
+                known = command == "loadtest" or option in parser.options()
+                assert known, f"{path.name} names `kvforge {command}{rest}`"
+    assert found > 50

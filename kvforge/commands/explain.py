@@ -1,0 +1,43 @@
+"""kvforge explain: why a request waits, who holds a block, what a tenant occupies."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+from kvforge.protocol.errors import InvalidRequest
+
+from . import parsing, printing
+from .screen import printable
+
+SUBJECTS = ("request", "block", "tenant", "sequence")
+
+
+def add(subparsers: Any) -> None:
+    """Declares the subcommand."""
+    parser = parsing.add(
+        subparsers, "explain", run, "Say why a request waits, who holds a block, what a tenant or sequence occupies."
+    )
+    parser.add_argument("subject", choices=SUBJECTS, help=", ".join(SUBJECTS), metavar="SUBJECT")
+    parser.add_argument("id", metavar="ID", help="its number as `kvforge requests` lists it; of a tenant, its name")
+    parser.add_argument("--json", action="store_true", help="print one JSON document")
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints a heading and sentences, or one JSON document. Raises InvalidRequest, NotFound."""
+    subject: Any = options.id if options.subject == "tenant" else _number(options.subject, options.id)
+    with parsing.open_client(options) as kv:
+        told = kv.explain(**{options.subject: subject})
+    if options.json:
+        printing.print_json(told)
+        return 0
+    print(printable(f"{told.subject}:"))
+    for sentence in told.sentences:
+        print(f"  {printable(sentence)}")
+    return 0
+
+
+def _number(subject: str, text: str) -> int:
+    if not text.isdecimal():
+        raise InvalidRequest(subject, f"{text!r} is not the number of a {subject}, like 17")
+    return int(text)
