@@ -227,7 +227,7 @@ def test_what_the_settings_name_is_looked_at_before_anything_is_served(
 def test_what_cannot_work_is_said_at_once(tmp_path: Path) -> None:
     file = tmp_path / "gateway.toml"
     file.write_text("prot = 1\n")
-    assert refused("--config", str(file)) == (2, "gateway: prot: there is no such setting\n")
+    assert refused("--config", str(file)) == (2, "gateway: prot: there is no such setting; did you mean port?\n")
     assert refused("--config", str(tmp_path / "none"))[0] == 2
     status, said = refused("--host", "0.0.0.0")  # noqa: S104
     assert status == 2 and "kvforge keys api" in said
