@@ -20,9 +20,11 @@ from gateway.chat.hygiene import Hygiene
 from gateway.chat.prompts import Prompts
 from gateway.config import SEE, Settings
 from gateway.generate.service import Service
-from gateway.http.errors import openai_error
-from gateway.http.guard import Guard
+from gateway.http.entry import Entry
+from gateway.http.errors import NoSuchMethod, NoSuchPath, api_of
+from gateway.http.guard import FAULT, Guard, refused
 from gateway.http.ignored import HEADER as IGNORED_HEADER
+from gateway.http.notes import notes_of
 from gateway.metrics.counting import Counting
 from gateway.metrics.routes import Source
 from gateway.metrics.routes import routes as metrics
@@ -33,9 +35,11 @@ from gateway.replicas.fleet import Fleet
 from kvforge import __version__
 from kvforge.client.aio import AsyncClient
 from kvforge.protocol.configuration import expand
-from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest
+from kvforge.protocol.errors import InternalError, InvalidConfiguration
 from kvforge.protocol.messages import ModelInfo
 from kvforge.text.tokenizer import Tokenizer
+
+PATH_SHOWN_MAX = 200
 
 
 def make_app(
@@ -105,9 +109,17 @@ def make_app(
         return JSONResponse({"version": __version__})
 
     async def unknown(request: Request, error: Exception) -> Response:
-        problem = InvalidRequest("path", f"{request.method} {request.url.path} is not served here")
-        status = getattr(error, "status_code", 404)
-        return JSONResponse(openai_error(problem), status, getattr(error, "headers", None))
+        shown = f"{request.method} {request.url.path[:PATH_SHOWN_MAX]} is not served here"
+        api, notes = api_of(request.url.path, request.headers.raw), notes_of(request.scope)
+        if getattr(error, "status_code", 404) == 404:
+            return refused(NoSuchPath(f"{shown}: /docs has the paths"), api, notes)
+        response = refused(NoSuchMethod("method", shown), api, notes)
+        response.headers.update(getattr(error, "headers", None) or {})
+        return response
+
+    async def fault(request: Request, error: Exception) -> Response:  # noqa: ARG001 - starlette logs it
+        api = api_of(request.url.path, request.headers.raw)
+        return refused(InternalError(FAULT), api, notes_of(request.scope))
 
     def ending() -> bool:
         return bool(app.state.ending)
@@ -125,8 +137,8 @@ def make_app(
     app = Starlette(
         routes=routes,
         lifespan=lifespan,
-        exception_handlers={404: unknown, 405: unknown},
-        middleware=[Middleware(Counting, counts=counts), *_cors(settings)],
+        exception_handlers={404: unknown, 405: unknown, Exception: fault},
+        middleware=[Middleware(Entry), Middleware(Counting, counts=counts), *_cors(settings)],
     )
     app.state.ending, app.state.use = False, use
     return app

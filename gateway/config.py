@@ -14,6 +14,7 @@ from kvforge.client.arguments import PRIORITY_MAX
 from kvforge.protocol import logs
 from kvforge.protocol.configuration import convert, expand, load
 from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.salts import OWNER_END
 from kvforge.protocol.transport import client_endpoint, default_runtime_dir
 
 GENERATE, SEE, ADMIN = RIGHTS = ("generate", "see", "admin")
@@ -193,8 +194,8 @@ def _check(field: str, key: Key) -> None:
     if not _HASH.fullmatch(key.hash):
         problem = 'is "sha256:" and 64 hexadecimal digits: `kvforge keys api` makes it'
         raise InvalidConfiguration(f"{field}.hash", problem)
-    if not key.tenant:
-        raise InvalidConfiguration(f"{field}.tenant", "is empty")
+    if not key.tenant or OWNER_END in key.tenant:
+        raise InvalidConfiguration(f"{field}.tenant", "must be a name of one line")
     if wrong := sorted({*key.rights} - {*RIGHTS}):
         raise InvalidConfiguration(f"{field}.rights", f"holds {wrong[0]!r}; there are {', '.join(RIGHTS)}")
     if not -PRIORITY_MAX <= key.priority_max <= PRIORITY_MAX:

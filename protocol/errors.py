@@ -88,12 +88,12 @@ class InvalidConfiguration(KvforgeError):
 
 
 class InvalidRequest(KvforgeError):
-    """An argument of a request is wrong. `field` names it."""
+    """An argument of a request is wrong. `field` names it; `more` are numbers that a program may want to read."""
 
     code = "invalid_request"
 
-    def __init__(self, field: str, problem: str) -> None:
-        super().__init__(f"{field}: {problem}", field=field)
+    def __init__(self, field: str, problem: str, **more: Field) -> None:
+        super().__init__(f"{field}: {problem}", field=field, **more)
 
 
 class NotAllowed(KvforgeError):

@@ -10,12 +10,15 @@ import hashlib
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
 
 from gateway.config import RIGHTS, Key, Settings, is_local
 from kvforge.protocol.errors import InvalidRequest, NotAllowed, RateExceeded
+from kvforge.protocol.salts import check_plain, own_salt
 
 from .errors import Unauthenticated
+from .hosts import host_of, plain
 from .rates import NO_RATES, Rates
 
 BEARER = "bearer "
@@ -43,6 +46,15 @@ class Caller:
             raise InvalidRequest("priority", f"is {priority}; the key {self.name!r} may have {self.priority_max}")
         return priority
 
+    def own_salt(self, salt: str) -> str:
+        """The salt that the prefix cache is given: of a caller with a key its tenant's own.
+
+        Raises:
+            InvalidRequest: Names `salt`.
+        """
+        check_plain(salt)
+        return own_salt(self.tenant, salt) if salt and self.name else salt
+
     def used(self, tokens: int) -> None:
         """It has used so many: of the next minute, where it had no more."""
         if self.tokens_per_minute:
@@ -60,7 +72,7 @@ class Access:
         """From now on these keys."""
         self._keys = {key.hash: (name, key) for name, key in settings.keys.items()}
         self._origins = frozenset(settings.cors_origins)
-        self._hosts = frozenset({"localhost", *settings.hosts, settings.host})
+        self._hosts = frozenset(map(plain, ("localhost", *settings.hosts, settings.host)))
         self._open = settings.open
 
     def allows_origin(self, origin: str) -> bool:
@@ -106,9 +118,19 @@ class Access:
     def _check_origin(self, headers: Mapping[str, str]) -> None:
         """A page that a browser shows must not reach a service of this host that needs no key: neither from another
         origin, nor under a name that was made to mean this host."""
-        host = urlsplit(f"//{headers.get('host', '')}").hostname or ""
+        header, host = headers.get("host", ""), ""
+        if not isinstance(headers, Headers) or len(headers.getlist("host")) == 1:
+            host = host_of(header)
         origin = headers.get("origin")
-        if origin is not None and not self.allows_origin(origin) and urlsplit(origin).netloc != headers.get("host", ""):
-            raise NotAllowed("connect", f"pages of {origin[:200]} may not call this: see cors_origins in gateway.toml")
+        if origin is not None and not self.allows_origin(origin) and not _same_origin(origin, header, host):
+            raise NotAllowed(
+                "connect", f"pages of {origin[:200]!r} may not call this: see cors_origins in gateway.toml"
+            )
         if not self._keys and not self._open and not is_local(host) and host not in self._hosts:
-            raise NotAllowed("connect", f"{host[:200]!r} is no name of this host: see hosts in gateway.toml")
+            raise NotAllowed("connect", f"{header[:200]!r} is no name of this host: see hosts in gateway.toml")
+
+
+def _same_origin(origin: str, header: str, host: str) -> bool:
+    """Whether a page came from the host, one that is named, that its call goes to."""
+    scheme, _, rest = origin.partition("://")
+    return bool(host) and scheme in ("http", "https") and rest.lower() == header.lower()

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.access import Caller
+from gateway.chat.naming import Names
 from gateway.chat.shapes import ANY, Shape
 from gateway.generate.answer import Piece
 from gateway.generate.conversing import Conversing, conversing
@@ -18,7 +19,6 @@ from gateway.parse.events import Arguments, Content, Event, Reasoning, ToolCall
 from kvforge import Sampling
 from kvforge.client.arguments import stop_strings
 from kvforge.client.options import RequestOptions
-from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import SAMPLING_RANGES
 
 from .asked import Conversation, Create
@@ -46,25 +46,22 @@ def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conv
     return conversing(model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=told)
 
 
-def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored) -> Wanted:
-    """Raises InvalidRequest naming the field as the request calls it."""
+def names_of() -> Names:
+    """The names of a request's fields."""
+    return Names({"prompt": "messages", "stop": "stop_sequences"})
+
+
+def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored, names: Names) -> Wanted:
+    """What is submitted for a request. Raises InvalidRequest, for `names` to rename."""
     conversation = conversation_of(asked, model, ignored)
-    try:
-        named = {
-            "temperature": asked.temperature,
-            "top_p": TOP_P_MIN if asked.top_p == 0 else asked.top_p,
-            "top_k": asked.top_k,
-        }
-        sampling = Sampling(**named, **conversation.shape.named)  # type: ignore[arg-type]
-        options = RequestOptions(
-            max_tokens=asked.max_tokens, sampling=sampling, tenant=caller.tenant, detached=bool(key), key=key
-        )
-        stops = stop_strings(asked.stop_sequences or ())
-    except InvalidRequest as error:
-        field = str(error.field)
-        shaped = f"sampling.{conversation.shape.name}"
-        name = {"stop": "stop_sequences", shaped: conversation.shape.field}.get(field, field.removeprefix("sampling."))
-        raise InvalidRequest(name, error.message.removeprefix(f"{field}: ")) from None
+    names.shape = conversation.shape
+    top_p = TOP_P_MIN if asked.top_p == 0 else asked.top_p
+    named = {"temperature": asked.temperature, "top_p": top_p, "top_k": asked.top_k}
+    sampling = Sampling(**named, **conversation.shape.named)  # type: ignore[arg-type]
+    options = RequestOptions(
+        max_tokens=asked.max_tokens, sampling=sampling, tenant=caller.tenant, detached=bool(key), key=key
+    )
+    stops = stop_strings(asked.stop_sequences or ())
     return Wanted(
         prompt=conversation.rendered.ids,
         options=options,

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from contextlib import AsyncExitStack
+from functools import partial
 
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.access import Caller
+from gateway.chat.naming import Names
 from gateway.config import Settings
 from gateway.generate.generation import Bell, Generation, charge
 from gateway.generate.service import Service
@@ -19,9 +21,10 @@ from gateway.http.ignored import Ignored
 from gateway.http.keys import Key, session_of
 from gateway.http.notes import notes_of
 from gateway.http.stream import EventStream, Failing, wanted
-from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import messages
+from .asked import Create
 
 
 class Anthropic:
@@ -33,8 +36,8 @@ class Anthropic:
     def routes(self, guard: Guard) -> list[Route]:
         """All of them."""
         return [
-            Route("/v1/messages", guard(self._messages, anthropic_error), methods=["POST"]),
-            Route("/v1/messages/count_tokens", guard(self._count, anthropic_error), methods=["POST"]),
+            Route("/v1/messages", guard(self._messages), methods=["POST"]),
+            Route("/v1/messages/count_tokens", guard(self._count), methods=["POST"]),
         ]
 
     async def _messages(self, request: Request, caller: Caller) -> Response:
@@ -43,7 +46,16 @@ class Anthropic:
         key = Key.of(request.headers, "events of this API have no numbers")
         model = self._service.known
         model.check(asked.model)
-        what = messages.wanted_of(asked, model, caller, key.name, ignored)
+        names = messages.names_of()
+        try:
+            return await self._answer(request, caller, asked, key, ignored, names)
+        except InvalidRequest as error:
+            raise names.renamed(error) from None
+
+    async def _answer(
+        self, request: Request, caller: Caller, asked: Create, key: Key, ignored: Ignored, names: Names
+    ) -> Response:
+        what = messages.wanted_of(asked, self._service.known, caller, key.name, ignored, names)
         bell = Bell()
         async with AsyncExitStack() as stack:
             generation = await stack.enter_async_context(self._service.start(what, bell, session_of(request.headers)))
@@ -52,7 +64,7 @@ class Anthropic:
                 return await wanted(request, self._whole(generation, asked.model))
             await wanted(request, generation.accepted())
             events = messages.MessageEvents(generation, asked.model, len(what.prompt))
-            failing = Failing(events, bell.rung, _failed)
+            failing = Failing(events, bell.rung, partial(_failed, names, notes_of(request.scope).request_id))
             return EventStream(failing, stack.pop_all(), _headers(generation))
         raise AssertionError("the stack swallows nothing")
 
@@ -71,13 +83,15 @@ class Anthropic:
         asked = body.decoded(messages.COUNT, await self._read(request), ignored)
         model = self._service.model
         model.check(asked.model)
-        return JSONResponse({"input_tokens": len(messages.conversation_of(asked, model, ignored).rendered.ids)})
+        conversation = messages.conversation_of(asked, model, ignored)
+        return JSONResponse({"input_tokens": len(conversation.rendered.ids)})
 
 
 def _headers(generation: Generation) -> dict[str, str]:
     return {"request-id": str(generation.request_id)}
 
 
-def _failed(error: KvforgeError) -> bytes:
-    said = anthropic_error(error)
-    return messages.event("error", error=said["error"])
+def _failed(names: Names, request_id: str, error: KvforgeError) -> bytes:
+    shown = names.renamed(error) if isinstance(error, InvalidRequest) else error
+    body = anthropic_error(shown, request_id)
+    return messages.event("error", error=body["error"], request_id=request_id)

@@ -11,7 +11,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from kvforge.protocol.errors import InvalidRequest
 
-from .errors import TooLarge, TooSlow
+from .errors import TooLarge, TooSlow, WrongEncoding
 from .fields import Reader
 from .ignored import Ignored
 
@@ -23,7 +23,10 @@ WITHIN_S = 60.0
 
 
 async def read(request: Request, bytes_max: int, within_s: float = WITHIN_S) -> bytes:
-    """The body. Raises TooLarge before more of it is held than may be, TooSlow, ClientDisconnect."""
+    """The body. Raises WrongEncoding, TooLarge before more of it is held than may be, TooSlow, ClientDisconnect."""
+    encoding = request.headers.get("content-encoding", "identity").strip().lower()
+    if encoding not in ("", "identity"):
+        raise WrongEncoding("content-encoding", f"is {encoding[:80]!r}: send the body as it is")
     try:
         async with asyncio.timeout(within_s):
             return await _read(request, bytes_max)

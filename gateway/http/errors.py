@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from gateway.access.errors import Unauthenticated
@@ -24,7 +26,7 @@ from kvforge.protocol.errors import (
 
 # Seconds after which whoever was told that nobody serves may look again, where no hint came with the error.
 RETRY_S = 1
-UNKNOWN, FORBIDDEN, TOO_SLOW, TOO_LARGE = 401, 403, 408, 413
+UNKNOWN, FORBIDDEN, NO_SUCH_METHOD, TOO_SLOW, TOO_LARGE, WRONG_ENCODING = 401, 403, 405, 408, 413, 415
 
 # The first that an error is an instance of. `type` is what OpenAI's clients call it, then Anthropic's.
 _STATUS: tuple[tuple[type[KvforgeError], int, str, str], ...] = (
@@ -42,6 +44,53 @@ _STATUS: tuple[tuple[type[KvforgeError], int, str, str], ...] = (
 )
 
 
+class NoSuchPath(NotFound):
+    """Nothing is served under this path."""
+
+
+class NoSuchMethod(InvalidRequest):
+    """The path is served, with other methods."""
+
+
+class WrongEncoding(InvalidRequest):
+    """The body is compressed."""
+
+
+class ContextOverflow(InvalidRequest):
+    """A prompt, or the prompt and the answer that is asked for, do not fit into the model's context.
+
+    Clients tell this one apart by OpenAI's code, and by the words of OpenAI's and Anthropic's messages: agents shorten
+    their conversation then.
+
+    Args:
+        field: The prompt's name in the request where the prompt alone is too long, else that of its max_tokens.
+        prompt_tokens: The prompt's length.
+        max_tokens: The length of the answer that is asked for.
+        context_tokens: What both may have together.
+    """
+
+    code = "context_length_exceeded"
+
+    def __init__(self, field: str, prompt_tokens: int, max_tokens: int, context_tokens: int) -> None:
+        super().__init__(field, "", prompt_tokens=prompt_tokens, max_tokens=max_tokens, context_tokens=context_tokens)
+        self.message = (
+            f"This model's maximum context length is {context_tokens} tokens. However, you requested "
+            f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the answer). "
+            f"Please reduce the length of {field}."
+        )
+        self.args = (self.message,)
+
+    @property
+    def anthropic_message(self) -> str:
+        """The same in Anthropic's words."""
+        prompt, most, context = (self.fields[name] for name in ("prompt_tokens", "max_tokens", "context_tokens"))
+        assert isinstance(prompt, int) and isinstance(context, int)
+        if prompt >= context:
+            return f"prompt is too long: {prompt} tokens > {context - 1} maximum"
+        over = f"input length and `max_tokens` exceed context limit: {prompt} + {most} > {context}"
+        return f"{over}, decrease input length or `max_tokens` and try again"
+
+
 class TooSlow(InvalidRequest):
     """It takes too long to come."""
 
@@ -56,6 +105,10 @@ def status_of(error: KvforgeError) -> int:
         return UNKNOWN
     if isinstance(error, TooLarge):
         return TOO_LARGE
+    if isinstance(error, NoSuchMethod):
+        return NO_SUCH_METHOD
+    if isinstance(error, WrongEncoding):
+        return WRONG_ENCODING
     if isinstance(error, TooSlow):
         return TOO_SLOW
     return _row(error)[1]
@@ -73,7 +126,7 @@ def headers_of(error: KvforgeError) -> dict[str, str]:
     return {}
 
 
-def openai_error(error: KvforgeError) -> dict[str, Any]:
+def openai_error(error: KvforgeError, request_id: str = "") -> dict[str, Any]:  # noqa: ARG001 - it is in a header
     """The body that OpenAI's clients read."""
     kind = "authentication_error" if isinstance(error, Unauthenticated) else _row(error)[2]
     return {"error": {"message": error.message, "type": kind, "param": error.fields.get("field"), "code": error.code}}
@@ -83,8 +136,33 @@ def anthropic_error(error: KvforgeError, request_id: str = "") -> dict[str, Any]
     """The body that Anthropic's clients read."""
     kind = "authentication_error" if isinstance(error, Unauthenticated) else _row(error)[3]
     kind = "request_too_large" if isinstance(error, TooLarge) else kind
-    said: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": error.message, "code": error.code}}
+    message = error.anthropic_message if isinstance(error, ContextOverflow) else error.message
+    said: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message, "code": error.code}}
     return said | ({"request_id": request_id} if request_id else {})
+
+
+@dataclass(frozen=True, slots=True)
+class Api:
+    """How one of the APIs answers what it refuses.
+
+    Attributes:
+        error: The body of an error, with the request's id.
+        request_id: The header with that id.
+    """
+
+    error: Callable[[KvforgeError, str], dict[str, Any]]
+    request_id: str
+
+
+OPENAI, ANTHROPIC = Api(openai_error, "x-request-id"), Api(anthropic_error, "request-id")
+ANTHROPIC_PATHS = ("/v1/messages", "/v1/complete")
+
+
+def api_of(path: str, headers: Iterable[tuple[bytes, bytes]]) -> Api:
+    """The API that a request is of, by its path, or by the header that all clients of Anthropic's send."""
+    if any(path == own or path.startswith(f"{own}/") for own in ANTHROPIC_PATHS):
+        return ANTHROPIC
+    return ANTHROPIC if any(name == b"anthropic-version" for name, _ in headers) else OPENAI
 
 
 def _row(error: KvforgeError) -> tuple[type[KvforgeError], int, str, str]:

@@ -10,7 +10,6 @@ from starlette.datastructures import MutableHeaders
 
 from .ignored import HEADER, Ignored
 
-REQUEST_ID, ANTHROPIC_REQUEST_ID = "x-request-id", "request-id"
 _NOTES = "kvforge.notes"
 
 
@@ -28,7 +27,7 @@ class Notes:
         self.ignored = Ignored(strict=strict)
         return self.ignored
 
-    def mark(self, headers: MutableHeaders, name: str = REQUEST_ID) -> None:
+    def mark(self, headers: MutableHeaders, name: str) -> None:
         """Put the request's id, under this name, and what was ignored into an answer's headers."""
         headers.setdefault(name, self.request_id)
         if shown := self.ignored.header:

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from gateway.access import Caller
+from gateway.chat.naming import Names
 from gateway.config import Settings
 from gateway.generate.generation import Generation, Usage
 from gateway.generate.service import Model
@@ -13,10 +14,9 @@ from gateway.http.ignored import Ignored
 from gateway.http.keys import Key, session_of
 from kvforge import Sampling
 from kvforge.client.options import RequestOptions
-from kvforge.protocol.errors import InvalidRequest
 
 from .asked import Chat, Completion
-from .fields import Common, renamed
+from .fields import Common
 from .responses_asked import Create
 
 Asked = Chat | Completion | Create
@@ -24,7 +24,8 @@ Asked = Chat | Completion | Create
 
 @dataclass(frozen=True, slots=True)
 class Call:
-    """model_name: as the request calls it. ignored: what of the request is not read."""
+    """model_name: as the request calls it. ignored: what of the request is not read. names: of its
+    fields."""
 
     caller: Caller
     settings: Settings
@@ -33,6 +34,7 @@ class Call:
     key: Key
     session: str = ""
     ignored: Ignored = field(default_factory=Ignored)
+    names: Names = field(default_factory=lambda: Names({}))
 
     @classmethod
     def of(
@@ -48,7 +50,9 @@ class Call:
         if asked.model:
             model.check(asked.model)
         key = Key.of(headers, _whole(asked))
-        return cls(caller, settings, model, asked.model or model.names[0], key, session_of(headers), ignored)
+        return cls(
+            caller, settings, model, asked.model or model.names[0], key, session_of(headers), ignored, names_of(asked)
+        )
 
     @property
     def resume(self) -> int:
@@ -61,24 +65,31 @@ class Call:
         return bool(self.key.name)
 
     def options(self, sampling: Sampling, asked: Common | Create, max_tokens: int) -> RequestOptions:
-        """Raises InvalidRequest naming the field as the request calls it."""
-        try:
-            return RequestOptions(
-                max_tokens=max_tokens,
-                sampling=sampling,
-                tenant=self.caller.tenant,
-                salt=asked.cache_salt or "",
-                priority=self.caller.check_priority(asked.priority or 0),
-                detached=bool(self.key.name),
-                key=self.key.name,
-            )
-        except InvalidRequest as error:
-            raise renamed(error) from None
+        """Raises InvalidRequest, for `names` to rename."""
+        return RequestOptions(
+            max_tokens=max_tokens,
+            sampling=sampling,
+            tenant=self.caller.tenant,
+            salt=self.caller.own_salt(asked.cache_salt or ""),
+            priority=self.caller.check_priority(asked.priority or 0),
+            detached=bool(self.key.name),
+            key=self.key.name,
+        )
 
     def name(self, prefix: str, generations: list[Generation]) -> str:
         """The id of the response: the same when it is asked for again."""
         mark = "_" if prefix in ("", "resp") else "-"
         return f"{prefix}{mark}{generations[0].request_id:016x}"
+
+
+def names_of(asked: Asked) -> Names:
+    """The names of a request's fields."""
+    if isinstance(asked, Create):
+        return Names({"prompt": "input", "messages": "input", "max_tokens": "max_output_tokens"})
+    if isinstance(asked, Completion):
+        return Names({})
+    most = "max_completion_tokens" if asked.max_completion_tokens is not None else "max_tokens"
+    return Names({"prompt": "messages", "max_tokens": most, "logprobs": "top_logprobs"})
 
 
 def total(generations: list[Generation]) -> Usage:

@@ -120,6 +120,7 @@ class ChatCompletion:
         most = asked.max_completion_tokens or asked.max_tokens
         if most is None:
             most = max(1, call.model.info.context_tokens_max - len(prompt))
+        call.names.shape = conversation.shape
         sampling = sampling_of(asked, self.shown or 0, conversation.shape)
         self.wanted = [
             Wanted(

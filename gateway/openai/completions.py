@@ -76,7 +76,8 @@ class Completions:
         self._check()
         self.prompts = prompts_of(asked, call.model)
         self.logprobs = asked.logprobs
-        sampling = sampling_of(asked, asked.logprobs or 0, shape_asked(asked))
+        call.names.shape = shape = shape_asked(asked)
+        sampling = sampling_of(asked, asked.logprobs or 0, shape)
         options = call.options(sampling, asked, asked.max_tokens or MAX_TOKENS)
         self.wanted = [
             Wanted(

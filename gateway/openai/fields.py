@@ -10,7 +10,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from gateway.chat.shapes import ANY, Shape
+from gateway.chat.shapes import Shape
 from kvforge import Sampling
 from kvforge.client.arguments import PRIORITY_MAX, SAMPLES_MAX, stop_strings
 from kvforge.protocol.errors import InvalidRequest
@@ -92,8 +92,7 @@ class Common(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
-    """How tokens are chosen. logprobs: how many of the most likely ones to report. Raises InvalidRequest naming the
-    field as the request calls it."""
+    """How tokens are chosen. logprobs: how many of the most likely ones to report. Raises InvalidRequest."""
     named = {
         "temperature": asked.temperature,
         "seed": None if asked.seed is None else asked.seed % (1 << 64),
@@ -109,25 +108,13 @@ def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
     }
     given = {name: value for name, value in named.items() if value is not None} | shape.named
     sampling = Sampling(logprobs=logprobs, **given)
-    try:
-        sampling.message()
-    except InvalidRequest as error:
-        raise renamed(error, shape) from None
+    sampling.message()
     return sampling
 
 
 def top_p_of(asked: float | None) -> float | None:
     """0 is what both APIs allow, and means the most likely token alone."""
     return TOP_P_MIN if asked is not None and asked == 0 else asked
-
-
-def renamed(error: InvalidRequest, shape: Shape = ANY) -> InvalidRequest:
-    """The same of a field of `Sampling`, by the name that it has in a request."""
-    if shape.name and (place := str(error.field).removeprefix(f"sampling.{shape.name}")) != error.field:
-        return InvalidRequest(shape.field + place, error.message.removeprefix(f"{error.field}: "))
-    field = str(error.field).removeprefix("sampling.")
-    name = {"stop_tokens": "stop_token_ids", "logprobs": "top_logprobs", "count": "n"}.get(field, field)
-    return InvalidRequest(name, error.message.removeprefix(f"{error.field}: "))
 
 
 def check_ignored(asked: Common) -> None:

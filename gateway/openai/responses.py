@@ -15,10 +15,9 @@ from gateway.generate.generation import Generation, Usage, Wanted
 from gateway.http.fields import Reader
 from gateway.parse.events import Arguments, Event, Reasoning, ToolCall
 from kvforge import Sampling
-from kvforge.protocol.errors import InvalidRequest
 
 from .call import Call
-from .fields import renamed, top_p_of
+from .fields import top_p_of
 from .known import KNOWN, MINE
 from .responses_asked import Create, check, messages_of, shape
 from .responses_tools import Offered, echoed
@@ -60,6 +59,7 @@ class Responses:
         )
         prompt = conversation.rendered.ids
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
+        call.names.shape = conversation.shape
         options = call.options(self._sampling(conversation.shape), asked, most)
         self.wanted = [Wanted(prompt=prompt, options=options, text=conversation.text, parser=conversation.parser)]
 
@@ -70,10 +70,7 @@ class Responses:
         if asked.top_p is not None:
             named["top_p"] = top_p_of(asked.top_p)
         sampling = Sampling(**named, **wanted.named)
-        try:
-            sampling.message()
-        except InvalidRequest as error:
-            raise renamed(error, wanted) from None
+        sampling.message()
         return sampling
 
     def body(self, generation: Generation, output: list[dict[str, Any]], reason: str = "") -> dict[str, Any]:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from contextlib import AsyncExitStack
+from datetime import UTC, datetime
+from functools import partial
 from typing import Protocol, TypeVar
 
 from starlette.requests import Request
@@ -11,11 +13,12 @@ from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
 
 from gateway.access import Caller
+from gateway.chat.naming import Names
 from gateway.config import Settings
 from gateway.generate.generation import Bell, Generation, Wanted, charge
-from gateway.generate.service import Service
+from gateway.generate.service import Model, Service
 from gateway.http import body
-from gateway.http.errors import openai_error
+from gateway.http.errors import ANTHROPIC, api_of, openai_error
 from gateway.http.fields import Reader
 from gateway.http.guard import Guard
 from gateway.http.ignored import Ignored
@@ -63,15 +66,15 @@ class OpenAI:
         }
         gets = {"/v1/models": self._models, "/v1/models/{name:path}": self._model}
         return [
-            *(Route(path, guard(handler, openai_error), methods=["POST"]) for path, handler in posts.items()),
-            *(Route(path, guard(handler, openai_error), methods=["GET"]) for path, handler in gets.items()),
+            *(Route(path, guard(handler), methods=["POST"]) for path, handler in posts.items()),
+            *(Route(path, guard(handler), methods=["GET"]) for path, handler in gets.items()),
         ]
 
     async def _completions(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, completions.READER, completions.Completions)
+        return await self._run(request, caller, completions.READER, completions.Completions, _failed)
 
     async def _chat(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, chat.READER, chat.ChatCompletion)
+        return await self._run(request, caller, chat.READER, chat.ChatCompletion, _failed)
 
     async def _responses(self, request: Request, caller: Caller) -> Response:
         return await self._run(request, caller, responses.READER, responses.Responses, _response_failed)
@@ -85,24 +88,31 @@ class OpenAI:
         caller: Caller,
         reader: Reader[A],
         make: Callable[[Call, A], Work],
-        failed: Callable[[KvforgeError], bytes] | None = None,
+        failed: Callable[[KvforgeError], bytes],
     ) -> Response:
         ignored = self._ignored(request)
         asked = body.decoded(reader, await self._read(request), ignored)
         call = Call.of(request.headers, caller, self._settings, self._service.known, asked, ignored)
-        work = make(call, asked)
+        try:
+            return await self._answer(request, call, make(call, asked), bool(asked.stream), failed)
+        except InvalidRequest as error:
+            raise call.names.renamed(error) from None
+
+    async def _answer(
+        self, request: Request, call: Call, work: Work, stream: bool, failed: Callable[[KvforgeError], bytes]
+    ) -> Response:
         bell = Bell()
         async with AsyncExitStack() as stack:
             generations = [
                 await stack.enter_async_context(self._service.start(one, bell, call.session)) for one in work.wanted
             ]
-            stack.callback(charge, caller, generations)
-            if not asked.stream:
+            stack.callback(charge, call.caller, generations)
+            if not stream:
                 return await wanted(request, self._whole(work, generations))
             # What is refused is said with a status, before the response begins.
             for generation in generations:
                 await wanted(request, generation.accepted())
-            events = Failing(work.events(generations), bell.rung, failed or _failed)
+            events = Failing(work.events(generations), bell.rung, partial(_named, failed, call.names))
             return EventStream(events, stack.pop_all(), self._headers(generations))
         raise AssertionError("the stack swallows nothing")
 
@@ -115,23 +125,16 @@ class OpenAI:
 
     async def _models(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         model = self._service.model
-        return JSONResponse({"object": "list", "data": [self._described(name) for name in model.names]})
+        names = list(model.names)
+        listed: dict[str, object] = {"object": "list", "data": [described(model, name) for name in names]}
+        if api_of(request.url.path, request.headers.raw) is ANTHROPIC:
+            listed |= {"has_more": False, "first_id": names[0], "last_id": names[-1]}
+        return JSONResponse(listed)
 
     async def _model(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         name = request.path_params["name"]
         self._service.model.check(name)
-        return JSONResponse(self._described(name))
-
-    def _described(self, name: str) -> dict[str, object]:
-        model = self._service.model
-        return {
-            "id": name,
-            "object": "model",
-            "created": model.since,
-            "owned_by": "kvforge",
-            "root": model.info.name,
-            "max_model_len": model.info.context_tokens_max,
-        }
+        return JSONResponse(described(self._service.model, name))
 
     async def _tokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         ignored = self._ignored(request)
@@ -146,6 +149,29 @@ class OpenAI:
 
     def _ignored(self, request: Request) -> Ignored:
         return notes_of(request.scope).start(strict=self._settings.strict_fields)
+
+
+def described(model: Model, name: str) -> dict[str, object]:
+    """A model as lists have it: the fields of OpenAI's, vLLM's and Anthropic's references."""
+    context = model.info.context_tokens_max
+    return {
+        "id": name,
+        "object": "model",
+        "created": model.since,
+        "owned_by": "kvforge",
+        "root": model.info.name,
+        "max_model_len": context,
+        "type": "model",
+        "display_name": name,
+        "lifecycle": "active",
+        "created_at": datetime.fromtimestamp(model.since, UTC).strftime("%Y-%m-%dT%H:%M:%SZ"),
+        "max_input_tokens": context,
+        "max_tokens": context,
+    }
+
+
+def _named(failed: Callable[[KvforgeError], bytes], names: Names, error: KvforgeError) -> bytes:
+    return failed(names.renamed(error) if isinstance(error, InvalidRequest) else error)
 
 
 def _failed(error: KvforgeError) -> bytes:

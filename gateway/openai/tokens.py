@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+import numpy as np
 
 from gateway.generate.service import Model
 from gateway.http.body import decoded
@@ -72,4 +73,9 @@ def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
 def detokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
     """The text of token ids. Raises InvalidRequest."""
     asked = decoded(DETOKENIZE, content, ignored)
-    return {"prompt": model.prompts.tokenizer.decode(token_array("tokens", asked.tokens, empty=True).tolist())}
+    ids = token_array("tokens", asked.tokens, empty=True)
+    vocabulary = model.info.vocab_size
+    if (outside := np.flatnonzero(ids >= vocabulary)).size:
+        at = int(outside[0])
+        raise InvalidRequest(f"tokens[{at}]", f"is {ids[at]}; the vocabulary has the ids 0 to {vocabulary - 1}")
+    return {"prompt": model.prompts.tokenizer.decode(ids.tolist())}

@@ -88,7 +88,7 @@ def _may(allowed: Allowed, request: Request) -> bool:
 
 
 def _answering(handler: Handler) -> Handler:
-    """Errors as the gateway's other paths tell them."""
+    """The same with errors in OpenAI's shape."""
 
     async def answer(request: Request) -> Response:
         try:

@@ -5,11 +5,36 @@ from __future__ import annotations
 import asyncio
 from typing import Any
 
+import msgspec
 from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
 
 from gateway.config import Settings
+from gateway.http.errors import api_of
+from gateway.http.notes import Notes
+from kvforge.protocol.errors import InvalidRequest
 
-TOO_LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\nconnection: close\r\ncontent-length: 0\r\n\r\n"
+REASONS = {400: "Bad Request", 431: "Request Header Fields Too Large"}
+
+
+def refusal(status: int, url: bytes, headers: list[tuple[bytes, bytes]], problem: str) -> bytes:
+    """A whole answer to a request that no application sees, in the shape of the API that it is of.
+
+    Args:
+        status: One of `REASONS`.
+        url: What is known of the request's target.
+        headers: What is known of its headers, names in lower case.
+        problem: What is wrong.
+    """
+    api, request_id = api_of(url.partition(b"?")[0].decode("latin-1"), headers), Notes().request_id
+    body = msgspec.json.encode(api.error(InvalidRequest("request", problem), request_id))
+    lines = (
+        f"HTTP/1.1 {status} {REASONS[status]}",
+        "content-type: application/json",
+        f"content-length: {len(body)}",
+        f"{api.request_id}: {request_id}",
+        "connection: close",
+    )
+    return "\r\n".join([*lines, "", ""]).encode() + body
 
 
 def protocol_of(settings: Settings) -> type[HttpToolsProtocol]:
@@ -20,6 +45,7 @@ def protocol_of(settings: Settings) -> type[HttpToolsProtocol]:
 
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             super().__init__(*args, **kwargs)
+            self.url = b""  # the parser may fail before it has one
             # waiting_bytes: of a head that is not whole yet; head_bytes: of one that is.
             self._in_head, self._waiting_bytes, self._head_bytes = True, 0, 0
             self._refused = False
@@ -88,11 +114,22 @@ def protocol_of(settings: Settings) -> type[HttpToolsProtocol]:
                 self._write_timer = None
             super().resume_writing()
 
+        def send_400_response(self, msg: str) -> None:
+            self._answer(400, f"is not HTTP: {msg}")
+
         def _refuse(self) -> None:
+            self._answer(431, f"has a head of more than head_bytes_max = {settings.head_bytes_max} bytes")
+
+        def _answer(self, status: int, problem: str) -> None:
             self._refused = True
-            if not self.transport.is_closing():
-                self.transport.write(TOO_LARGE)
-                self.transport.close()
+            if self.transport.is_closing():
+                return
+            cycle = self.cycle
+            free = cycle is None or cycle.response_complete
+            # It would be read as the answer to an earlier request, unless that one's own body is wrong.
+            if free or (not self._in_head and cycle.more_body and not cycle.response_started):
+                self.transport.write(refusal(status, self.url, self.headers or [], problem))
+            self.transport.close()
 
         def _give_up(self) -> None:
             self.transport.abort()

@@ -7,6 +7,7 @@ import math
 import numpy as np
 import numpy.typing as npt
 
+from kvforge.protocol import salts
 from kvforge.protocol.errors import Conflict, InvalidRequest, ProtocolError, QuotaExceeded
 from kvforge.protocol.messages import (
     GRAMMAR_BYTES_MAX,
@@ -27,7 +28,6 @@ from ..scheduling.rows import EOS_TOKENS_MAX
 TEMPERATURE_MAX = 100.0
 SEED_MAX = (1 << 64) - 1
 SALT_LENGTH_MAX = 256
-OWNER_END = "\n"  # no tenant has it in its name
 PRIORITY_MAX = 100
 VOCABULARY_UNKNOWN = 1 << 31
 DEVICE_PURPOSES_MAX = 16
@@ -73,12 +73,12 @@ def own_salt(tenant: str, salt: str) -> str:
     Raises InvalidRequest.
     """
     _check_salt(salt)
-    return f"{tenant}{OWNER_END}{salt}"
+    return salts.own_salt(tenant, salt)
 
 
 def salt_text(tenant: str, salt: str) -> str:
     """What a prefix is salted with: an explicit salt shared by whoever names it, else the tenant alone."""
-    _check_salt(salt.rpartition(OWNER_END)[2])
+    _check_salt(salt.rpartition(salts.OWNER_END)[2])
     return f"salt:{salt}" if salt else f"tenant:{tenant}"
 
 
@@ -148,12 +148,13 @@ def fits(
     model, context = cache.model, cache.limits.context_tokens_max
     if model is not None:
         context = min(context, model.context_tokens_max)
+    numbers = {"prompt_tokens": prompt.size, "max_tokens": max_tokens, "context_tokens": context}
     if prompt.size >= context:
-        raise InvalidRequest("prompt", f"has {prompt.size} tokens; the context holds {context}, the answer included")
+        problem = f"has {prompt.size} tokens; the context holds {context}, the answer included"
+        raise InvalidRequest("prompt", problem, **numbers)
     if total > context:
-        raise InvalidRequest(
-            "max_tokens", f"{prompt.size} prompt tokens + {max_tokens} exceed the context of {context}"
-        )
+        problem = f"{prompt.size} prompt tokens + {max_tokens} exceed the context of {context}"
+        raise InvalidRequest("max_tokens", problem, **numbers)
     tokens("prompt", prompt, cache.vocab_size)
     needed = cache.sequences.blocks_for(total)
     largest = cache.largest_pool

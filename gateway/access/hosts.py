@@ -1,0 +1,38 @@
+"""The Host header, read strictly: `localhost:80:evil.example` or `localhost@evil.example` is the name of no host."""
+
+from __future__ import annotations
+
+import ipaddress
+import re
+
+PORT_MAX = (1 << 16) - 1
+_HOST = re.compile(r"(?:\[(?P<address>[0-9A-Fa-f:.]+)\]|(?P<name>[A-Za-z0-9._-]+))(?::(?P<port>[0-9]{0,5}))?", re.ASCII)
+
+
+def host_of(header: str) -> str:
+    """The host that a header names, in one spelling.
+
+    Args:
+        header: `HOST`, `HOST:` or `HOST:PORT`, where HOST is a name, an IPv4 address, or an IPv6 address in brackets.
+
+    Returns:
+        The name in lower case and without a dot at its end, or the address in its usual form, without brackets.
+        "" where the header has any other form.
+    """
+    found = _HOST.fullmatch(header)
+    if found is None or int(found["port"] or 0) > PORT_MAX:
+        return ""
+    if (address := found["address"]) is not None:
+        try:
+            return str(ipaddress.IPv6Address(address))
+        except ValueError:
+            return ""
+    return plain(found["name"])
+
+
+def plain(host: str) -> str:
+    """A host of the settings in the spelling of `host_of`."""
+    try:
+        return str(ipaddress.ip_address(host.strip("[]")))
+    except ValueError:
+        return host.lower().removesuffix(".")

@@ -1,0 +1,31 @@
+"""Salts of the prefix cache that belong to one tenant.
+
+A hit tells that the same text was computed before. A salt that a tenant names is therefore its own: no other tenant
+shares it, whatever it names.
+"""
+
+from __future__ import annotations
+
+from .errors import InvalidRequest
+
+OWNER_END = "\n"  # ends the tenant's name within a salt; no tenant's name has it
+
+
+def own_salt(tenant: str, salt: str) -> str:
+    """Return the salt of one tenant.
+
+    Args:
+        tenant: The tenant's name.
+        salt: The salt as the tenant names it.
+    """
+    return f"{tenant}{OWNER_END}{salt}"
+
+
+def check_plain(salt: str) -> None:
+    """Refuse a salt that could be one of a tenant's own.
+
+    Raises:
+        InvalidRequest: Names `salt`.
+    """
+    if OWNER_END in salt:
+        raise InvalidRequest("salt", "holds a line break: use other characters")

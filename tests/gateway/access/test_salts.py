@@ -1,0 +1,60 @@
+"""`cache_salt` over HTTP: a tenant's salts are its own, so that no hit tells one tenant of another's texts."""
+
+from __future__ import annotations
+
+import hashlib
+from typing import Any
+
+import pytest
+
+from coordinator.core.commands.validate import own_salt
+from gateway.config import Key, Settings, load_settings
+from kvforge.protocol.errors import InvalidConfiguration
+from tests.gateway.scripted import Script, application, ask
+
+BODIES: list[tuple[str, dict[str, Any]]] = [
+    ("/v1/completions", {"prompt": "a"}),
+    ("/v1/chat/completions", {"messages": [{"role": "user", "content": "a"}]}),
+    ("/v1/responses", {"input": "a"}),
+]
+
+
+def key(secret: str, tenant: str) -> Key:
+    return Key(hash=f"sha256:{hashlib.sha256(secret.encode()).hexdigest()}", tenant=tenant)
+
+
+KEYED = Settings(keys={"ada": key("1", "a"), "bob": key("2", "b"), "eve": key("3", "a")})
+
+
+def salt_of(settings: Settings, path: str, body: dict[str, Any], secret: str) -> str:
+    """What the coordinator is told."""
+    script = Script()
+    answer = ask(application(script, settings), path, body, {"x-api-key": secret})
+    assert answer.status_code == 200, answer.text
+    return str(script.asked[0][2].salt)
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+def test_a_salt_is_the_tenants_own(path: str, body: dict[str, Any]) -> None:
+    salted = {**body, "cache_salt": "acme"}
+    ada, bob, eve = (salt_of(KEYED, path, salted, secret) for secret in "123")
+    assert ada == eve != bob
+    # A keyed client of the same tenant, over ZeroMQ, means the same prefixes.
+    assert ada == own_salt("a", "acme")
+    assert salt_of(KEYED, path, body, "1") == "" and salt_of(KEYED, path, {**body, "cache_salt": ""}, "1") == ""
+
+
+@pytest.mark.parametrize(("path", "body"), BODIES)
+@pytest.mark.parametrize("settings", [KEYED, Settings()])
+def test_no_salt_can_be_another_tenants(path: str, body: dict[str, Any], settings: Settings) -> None:
+    script = Script()
+    forged = ask(application(script, settings), path, {**body, "cache_salt": own_salt("b", "acme")}, {"x-api-key": "1"})
+    assert (forged.status_code, forged.json()["error"]["param"]) == (400, "cache_salt")
+    assert not script.asked
+
+
+def test_no_name_of_a_tenant_can_hold_the_mark_of_its_end(tmp_path: Any) -> None:
+    file = tmp_path / "gateway.toml"
+    file.write_text(f'[keys.a]\nhash = "sha256:{"0" * 64}"\ntenant = "a\\nb"\n')
+    with pytest.raises(InvalidConfiguration, match=r"keys\.a\.tenant"):
+        load_settings(file)
