@@ -12,7 +12,7 @@ from gateway.chat.prompts import Rendered
 from gateway.chat.shapes import ANY, Shape
 from gateway.chat.tools import REQUIRED, Choice, Tool, checked
 from gateway.parse import Parser
-from gateway.parse.grammars import after_reasoning, calls_grammar
+from gateway.parse.grammars import WRITTEN, Shaped, after_reasoning, calls_grammar
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar
 from kvforge.text.grammar import check
@@ -64,9 +64,13 @@ def conversing(
 def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, in_reasoning: bool) -> Shape:
     special = model.prompts.tokenizer.special_tokens
     must, strict = choice.kind == REQUIRED, [tool.name for tool in offered if tool.strict]
-    if offered and shape.name:
-        raise InvalidRequest(shape.field, "comes together with tools; give one of them")
-    if offered and (must or strict or not choice.parallel):
+    if offered and must:
+        shape = ANY  # of the text beside calls, and there is none
+    shaped = _shaped(shape, tools=bool(offered)) if shape.name and (offered or in_reasoning) else None
+    if offered and (must or strict or not choice.parallel or shaped is not None):
+        if shaped is not None and model.format.name not in WRITTEN:
+            problem = f"cannot be enforced together with tools in this model's format, {model.format.name}"
+            raise InvalidRequest(shape.field, f"{problem}: give one of them")
         text = calls_grammar(
             model.format,
             {tool.name: tool.parameters for tool in offered if choice.name in ("", tool.name)},
@@ -75,13 +79,20 @@ def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, 
             parallel=choice.parallel,
             in_reasoning=in_reasoning,
             strict=strict,
+            otherwise=shaped,
         )
         return Shape("grammar", text, "tools")
-    if not shape.name or not in_reasoning:
+    if shaped is None:
         return shape
+    return Shape("grammar", after_reasoning(model.format, special, shaped), shape.field)
+
+
+def _shaped(shape: Shape, *, tools: bool) -> Shaped:
+    """The shape as a part of a larger grammar. Raises InvalidRequest naming its field."""
     if shape.name == "grammar":
-        raise InvalidRequest(shape.field, "cannot be enforced behind reasoning; turn that off, or use JSON or a regex")
+        beside = "together with tools; give one of them" if tools else "behind reasoning; turn that off"
+        raise InvalidRequest(shape.field, f"cannot be enforced {beside}, or use JSON or a regex")
     text = shape.value if isinstance(shape.value, str) else json.dumps(shape.value)
     if shape.name == "json_schema":
         check(Grammar(kind="json_schema", text=text), shape.field)
-    return Shape("grammar", after_reasoning(model.format, special, shape.name, text), shape.field)
+    return Shaped(shape.name, text)

@@ -46,6 +46,7 @@ HERMES = (
 NAME = "scripted"
 FIRST_ID = 4096
 TURNS = 20
+CONTEXT = 4096
 
 
 def tokenizer(template: str = HERMES) -> Tokenizer:
@@ -61,8 +62,12 @@ def tokenizer(template: str = HERMES) -> Tokenizer:
 
 @dataclass
 class Script:
-    """What happens to requests. answers: of each in turn, as text; EOS is put behind one whose reason is "stop".
-    step: tokens that come together. error: what is refused with, or what an answer ends with after its tokens."""
+    """What happens to requests.
+
+    answers: of each in turn, as text; EOS is put behind one whose reason is "stop". reply: writes the answer to a
+    prompt, in place of `answers`. step: tokens that come together. error: what is refused with, or what an answer ends
+    with after its tokens.
+    """
 
     answers: list[str] = field(default_factory=lambda: ["hello"])
     reason: str = "stop"
@@ -75,6 +80,7 @@ class Script:
     cancelled: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
     hang: bool = False
+    reply: Callable[[str], str] | None = None
 
 
 class Stream:
@@ -169,7 +175,10 @@ class Streams:
         script.asked.append((prompt.tolist(), count, options))
         streams = []
         for _ in range(count):
-            text = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
+            if script.reply is not None:
+                text = script.reply(self._spoken.stream(continues=True, keep=frozenset(SPECIAL)).push(prompt.tolist()))
+            else:
+                text = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
             ids = self._spoken.encode(text, special=False)[: options.max_tokens]
             if script.reason == "stop":
                 ids += self._spoken.encode(EOS, special=False)
@@ -181,9 +190,11 @@ class Streams:
 class Service:
     """What `gateway.generate.service.Service` is, played."""
 
-    def __init__(self, script: Script, spoken: Tokenizer, hygiene: Hygiene | None = None) -> None:
+    def __init__(
+        self, script: Script, spoken: Tokenizer, hygiene: Hygiene | None = None, context: int = CONTEXT
+    ) -> None:
         info = ModelInfo(
-            name=NAME, source="", architecture="none", fingerprint="0", vocab_size=512, context_tokens_max=4096
+            name=NAME, source="", architecture="none", fingerprint="0", vocab_size=512, context_tokens_max=context
         )
         prompts = Prompts(spoken, hygiene)
         self.model = self.known = Model(info, (NAME, "other"), prompts, 1, choose(spoken.chat_template))
@@ -195,10 +206,12 @@ class Service:
         return Generation(cast(AsyncStreams, self._streams), wanted, bell)
 
 
-def application(script: Script, settings: Settings | None = None, template: str = HERMES) -> Starlette:
-    """Both APIs."""
+def application(
+    script: Script, settings: Settings | None = None, template: str = HERMES, context: int = CONTEXT
+) -> Starlette:
+    """Both APIs. context: the most tokens of a prompt and its answer."""
     settings = settings or Settings()
-    service = cast(Any, Service(script, tokenizer(template), Hygiene(settings.strip, settings.move)))
+    service = cast(Any, Service(script, tokenizer(template), Hygiene(settings.strip, settings.move), context))
     guard = Guard(Access(settings))
     return Starlette(routes=[*OpenAI(service, settings).routes(guard), *Anthropic(service, settings).routes(guard)])
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 from typing import Any
 
@@ -12,7 +13,7 @@ import pytest
 from llguidance import LLMatcher
 
 from gateway.parse.formats import FORMATS
-from gateway.parse.grammars import WRITTEN, after_reasoning, calls_grammar
+from gateway.parse.grammars import WRITTEN, Shaped, after_reasoning, calls_grammar
 from kvforge.protocol.errors import InvalidRequest
 from tests.gateway.scripted import SPECIAL, tokenizer
 
@@ -95,12 +96,46 @@ def test_what_may_be_a_call_is_text_or_a_right_one(name: str) -> None:
     assert matcher.validate_tokens(wrong) < len(wrong)
 
 
+@pytest.mark.parametrize("name", WRITTEN)
+def test_beside_calls_an_answer_has_its_shape(name: str) -> None:
+    schema = {
+        "type": "object",
+        "properties": {"ok": {"type": "boolean"}},
+        "required": ["ok"],
+        "additionalProperties": False,
+    }
+    text = grammar(name, must=False, otherwise=Shaped("json_schema", json.dumps(schema)))
+    kinds = set()
+    for seed in range(30):
+        if said := drawn(text, seed):
+            message = joined(events_of(name, list(said), tools=TOOLS))
+            kinds.add(bool(message.calls))
+            if message.calls:
+                assert not message.content, said
+                for called, arguments in message.called:
+                    jsonschema.validate(arguments, TOOLS[called])
+            else:
+                jsonschema.validate(json.loads(message.content), schema)
+    assert kinds == {True, False}
+
+
+@pytest.mark.parametrize("kind, right, wrong", [("json_object", '{"a": 1}', "[1]"), ("regex", "red", "blue")])
+def test_shapes_beside_calls(kind: str, right: str, wrong: str) -> None:
+    for in_reasoning, before in ((False, ""), (True, "hm</think>\n")):
+        text = grammar("hermes", must=False, in_reasoning=in_reasoning, otherwise=Shaped(kind, "red|green"))
+        matcher = LLMatcher(_TOKENIZER, LLMatcher.grammar_from_lark(text))
+        called = '<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>'
+        for said, allowed in ((right, True), (called, True), (wrong, False)):
+            tokens = SPOKEN.encode(before + said, special=False)
+            assert (matcher.validate_tokens(tokens) == len(tokens)) == allowed, said
+
+
 def test_behind_reasoning() -> None:
     text = grammar("hermes", in_reasoning=True)
     matcher = LLMatcher(_TOKENIZER, LLMatcher.grammar_from_lark(text))
     said = SPOKEN.encode('hm { </think>\n<tool_call>\n{"name": "now", "arguments": {}}\n</tool_call>', special=False)
     assert matcher.validate_tokens(said) == len(said)
-    shaped = after_reasoning(FORMATS["hermes"], SPOKEN.special_tokens, "json_schema", '{"type": "integer"}')
+    shaped = after_reasoning(FORMATS["hermes"], SPOKEN.special_tokens, Shaped("json_schema", '{"type": "integer"}'))
     matcher = LLMatcher(_TOKENIZER, LLMatcher.grammar_from_lark(shaped))
     right, wrong = (SPOKEN.encode(f"hm</think>\n{end}", special=False) for end in ("42", "no"))
     assert matcher.validate_tokens(right) == len(right)

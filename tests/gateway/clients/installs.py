@@ -1,0 +1,153 @@
+"""Clients from npm and PyPI, installed once into the user's cache folder.
+
+Each set of clients is a lock file beside this module: every version exact, of what the clients need in turn too. The
+folder's name holds the lock's hash, so that another version is another folder.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+from kvforge.models.store import default_cache_dir
+
+HERE = Path(__file__).parent
+INSTALL_S = 300.0
+READY = ".ready"
+# A variable and its value: a client that cannot be installed fails its tests, which are skipped otherwise.
+CHOICE, REQUIRED = "KVFORGE_CLIENTS", "required"
+# The last Python that a set of clients runs on, where that is not the last one there is.
+NEWEST = {"aider": (3, 12)}
+ARCHITECTURES = {"x86_64": "x64", "aarch64": "arm64"}
+# Gives the interpreter of a set of clients, by the set's name.
+Python = Callable[[str], Path]
+
+
+class Missing(Exception):
+    """These clients cannot be installed here; the message says why."""
+
+
+def node_modules() -> Path:
+    """The folder of the packages in package-lock.json.
+
+    Raises:
+        Missing: There is no npm, no network, or no Linux on a known processor.
+    """
+    if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
+        raise Missing(f"no builds of these clients are locked for {sys.platform} on {platform.machine()}")
+    npm = shutil.which("npm")
+    if npm is None:
+        raise Missing("npm is not on the PATH")
+    package, lock = HERE / "package.json", HERE / "package-lock.json"
+
+    def install(folder: Path) -> None:
+        for file in (package, lock):
+            shutil.copy(file, folder)
+        cache = folder / ".npm"
+        quiet = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-progress", "--loglevel=error"]
+        # Not `npm ci`: it wants builds for every other platform in the lock, and not each registry has them all.
+        _run([npm, "install", *quiet, "--cache", str(cache)], folder)
+        shutil.rmtree(cache)
+
+    return _installed(f"npm-{_key(package, lock)}", install) / "node_modules"
+
+
+def platform_package(modules: Path, name: str) -> Path:
+    """The folder of a package whose name ends with the processor: there packages of programs keep them."""
+    return modules / f"{name}-{ARCHITECTURES[platform.machine()]}"
+
+
+def node(modules: Path) -> Path:
+    """Node.js, in the version that the clients need: it comes with them."""
+    return platform_package(modules, "node-linux") / "bin" / "node"
+
+
+def python_with(name: str) -> Path:
+    """The interpreter of an environment of its own, that holds the packages of requirements/NAME.txt.
+
+    Args:
+        name: The lock file's. Where its packages run on older Pythons alone (`NEWEST`), one is looked for on the PATH.
+
+    Raises:
+        Missing: There is no network, or no such Python.
+    """
+    lock = HERE / "requirements" / f"{name}.txt"
+    base = _python(NEWEST.get(name, sys.version_info[:2]))
+
+    def install(folder: Path) -> None:
+        _run([base, "-m", "venv", str(folder / "venv")], folder)
+        pip = [
+            str(folder / "venv" / "bin" / "python"),
+            "-m",
+            "pip",
+            "install",
+            "--quiet",
+            "--disable-pip-version-check",
+        ]
+        _run([*pip, "--no-cache-dir", "--no-deps", "--only-binary", ":all:", "-r", str(lock)], folder)
+
+    version = subprocess.run([base, "--version"], capture_output=True, text=True, check=True).stdout
+    return _installed(f"{name}-{_key(lock, text=version)}", install) / "venv" / "bin" / "python"
+
+
+def _python(newest: tuple[int, int]) -> str:
+    if sys.version_info[:2] <= newest:
+        return sys.executable
+    for minor in range(newest[1], 10, -1):
+        found = shutil.which(f"python{newest[0]}.{minor}")
+        # pyenv puts a name on the PATH for each Python that any folder may choose.
+        if found and subprocess.run([found, "-c", ""], capture_output=True).returncode == 0:
+            return found
+    raise Missing(f"no Python up to {newest[0]}.{newest[1]} is on the PATH")
+
+
+def _key(*files: Path, text: str = "") -> str:
+    digest = hashlib.sha256(text.encode())
+    for file in files:
+        digest.update(file.read_bytes())
+    return digest.hexdigest()[:12]
+
+
+def _installed(name: str, install: Callable[[Path], None]) -> Path:
+    """The folder, whole. One process installs, others wait for it."""
+    folder = default_cache_dir() / "clients" / name
+    folder.mkdir(parents=True, exist_ok=True)
+    with _locked(folder):
+        if not (folder / READY).exists():
+            for left in folder.iterdir():
+                shutil.rmtree(left) if left.is_dir() else left.unlink()
+            install(folder)
+            (folder / READY).touch()
+    return folder
+
+
+@contextmanager
+def _locked(folder: Path) -> Iterator[None]:
+    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        fcntl.flock(descriptor, fcntl.LOCK_EX)  # released by the kernel where its holder dies
+        yield
+    finally:
+        os.close(descriptor)
+
+
+def _run(command: Sequence[str], folder: Path) -> None:
+    try:
+        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=INSTALL_S)
+    except subprocess.TimeoutExpired:
+        raise Missing(f"{Path(command[0]).name} did not end in {INSTALL_S:.0f} s") from None
+    if done.returncode:
+        said = [
+            line for line in (done.stderr or done.stdout).splitlines() if line.strip() and "complete log" not in line
+        ]
+        raise Missing(
+            f"{Path(command[0]).name} could not install the clients: {said[-1] if said else 'no reason given'}"
+        )

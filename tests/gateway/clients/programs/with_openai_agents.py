@@ -1,0 +1,75 @@
+"""openai-agents over both of OpenAI's APIs: whole and streamed, a tool, a handoff, a second turn, typed output."""
+
+import asyncio
+import json
+import os
+from typing import Any
+
+from agents import Agent, OpenAIChatCompletionsModel, OpenAIResponsesModel, Runner, function_tool, set_tracing_disabled
+from openai import AsyncOpenAI
+from pydantic import BaseModel
+
+HELLO, RAIN, TOMORROW, CITY = "Say hello.", "Is it wet in Oslo?", "And tomorrow?", "Name a city."
+PASS_ON = "Ask the colleague."
+asked: list[str] = []
+
+
+class City(BaseModel):
+    """A city."""
+
+    city: str
+    people: int
+
+
+@function_tool
+def weather(city: str) -> str:
+    """The weather."""
+    asked.append(city)
+    return "rain"
+
+
+async def talk(model: Any) -> dict[str, Any]:
+    """Everything, with one model."""
+    asked.clear()
+    plain = Agent(name="plain", model=model, instructions="Be short.")
+    agent = Agent(name="agent", model=model, instructions="Be short.", tools=[weather])
+    whole = await Runner.run(plain, HELLO)
+    streaming = Runner.run_streamed(plain, HELLO)
+    text = ""
+    async for event in streaming.stream_events():
+        if event.type == "raw_response_event" and event.data.type == "response.output_text.delta":
+            text += event.data.delta
+    called = await Runner.run(agent, RAIN)
+    called_streamed = Runner.run_streamed(agent, RAIN)
+    async for _ in called_streamed.stream_events():
+        pass
+    history = [*called.to_input_list(), {"role": "user", "content": TOMORROW}]
+    following = await Runner.run(agent, history)
+    colleague = Agent(name="colleague", model=model, instructions="Be short.")
+    passed = await Runner.run(Agent(name="first", model=model, handoffs=[colleague]), PASS_ON)
+    parsed = await Runner.run(Agent(name="parsing", model=model, output_type=City), CITY)
+    return {
+        "whole": whole.final_output,
+        "tokens": whole.context_wrapper.usage.output_tokens > 0,
+        "streamed": text,
+        "tool": called.final_output,
+        "toolStreamed": called_streamed.final_output,
+        "next": following.final_output,
+        "passed": [passed.final_output, passed.last_agent.name],
+        "parsed": parsed.final_output.model_dump(),
+        "asked": list(asked),
+    }
+
+
+async def main() -> None:
+    """Both APIs."""
+    set_tracing_disabled(True)
+    client = AsyncOpenAI(base_url=f"{os.environ['URL']}/v1", api_key="none", max_retries=0)
+    models = {
+        "chat": OpenAIChatCompletionsModel("scripted", client),
+        "responses": OpenAIResponsesModel("scripted", client),
+    }
+    print(json.dumps({name: await talk(model) for name, model in models.items()}))
+
+
+asyncio.run(main())

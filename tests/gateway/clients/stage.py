@@ -1,0 +1,186 @@
+"""The gateway's application on a real socket, its answers written beforehand, and a record of every request.
+
+The server runs in a thread of the test's process, so that a test sets the answers and reads the record directly.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import re
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from types import TracebackType
+from typing import Any, Self
+
+import uvicorn
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from gateway.config import Settings
+from gateway.serve.protocol import protocol_of
+from kvforge.launch.listener import listening, url_of
+from tests.gateway.scripted import Script, application
+
+CONTEXT = 1 << 20  # a token is a byte here, and the system prompt of a coding agent has 100 KB
+START_S, END_S = 20.0, 20.0
+RESULT = "<|im_start|>tool\n"
+IGNORED_HEADER = "x-kvforge-ignored"
+# The answer to what an agent asks beside its task: a title for the session, a summary.
+ASIDE = "A greeting"
+# Before an answer to a prompt that has begun to think.
+THOUGHT = "I think about it."
+# A text, or what makes it of the prompt.
+Answer = str | Callable[[str], str]
+
+
+@dataclass
+class Exchange:
+    """A request, and the response to it."""
+
+    method: str
+    path: str
+    asked: Any = None
+    status: int = 0
+    headers: dict[str, str] = field(default_factory=dict)
+    answered: bytes = b""
+
+    @property
+    def streamed(self) -> bool:
+        """Whether the response came as events."""
+        return self.headers.get("content-type", "").startswith("text/event-stream")
+
+    def __str__(self) -> str:
+        return f"{self.method} {self.path}: {self.status} {self.answered[:400].decode(errors='replace')}"
+
+
+class Recorder:
+    """An application whose exchanges are noted."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self._app = app
+        self.exchanges: list[Exchange] = []
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        """Passes everything on."""
+        if scope["type"] != "http":
+            await self._app(scope, receive, send)
+            return
+        exchange = Exchange(scope["method"], scope["path"])
+        self.exchanges.append(exchange)
+        body = bytearray()
+
+        async def received() -> Message:
+            message = await receive()
+            if message["type"] == "http.request":
+                body.extend(message.get("body", b""))
+                if not message.get("more_body"):
+                    exchange.asked = json.loads(body) if body else None
+            return message
+
+        async def sent(message: Message) -> None:
+            if message["type"] == "http.response.start":
+                exchange.status = message["status"]
+                exchange.headers = {name.decode(): value.decode() for name, value in message["headers"]}
+            else:
+                exchange.answered += message.get("body", b"")
+            await send(message)
+
+        await self._app(scope, received, sent)
+
+
+class Play:
+    """Writes the answer to each prompt.
+
+    scenes: for the text of a task, the answers to it in turn: the first to the task itself, the next to the prompt that
+    holds one more result of a tool. The task that stands last in a prompt counts. A prompt without any task is answered
+    by `ASIDE`. result: how the result of a tool begins in a prompt.
+    """
+
+    def __init__(self, scenes: Mapping[str, Sequence[Answer]], result: str = RESULT) -> None:
+        self._scenes, self._result = scenes, result
+        self.prompts: list[str] = []
+
+    def __call__(self, prompt: str) -> str:
+        """The answer."""
+        self.prompts.append(prompt)
+        at, task = max((prompt.rfind(task), task) for task in self._scenes)
+        if at < 0:
+            return ASIDE
+        answers = self._scenes[task]
+        answer = answers[min(prompt.count(self._result, at), len(answers) - 1)]
+        text = answer if isinstance(answer, str) else answer(prompt)
+        return f"{THOUGHT}\n</think>\n{text}" if prompt.endswith("<think>\n") else text
+
+    def results(self, pattern: str) -> bool:
+        """Whether a result of a tool that matches was in a prompt."""
+        return any(re.search(pattern, text) for prompt in self.prompts for text in prompt.split(self._result)[1:])
+
+
+class Stage:
+    """The server; it ends with the `with` block."""
+
+    def __init__(self) -> None:
+        self._script = Script()
+        self._recorder = Recorder(application(self._script, Settings(), context=CONTEXT))
+        self._socket = listening("127.0.0.1", 0)
+        self.url = url_of("127.0.0.1", self._socket)
+        config = uvicorn.Config(
+            self._recorder,
+            http=protocol_of(Settings()),
+            lifespan="off",
+            ws="none",
+            access_log=False,
+            log_config=None,
+            timeout_graceful_shutdown=1,
+        )
+        self._server = uvicorn.Server(config)
+        self._started = threading.Event()
+        self._thread = threading.Thread(target=self._serve, name="stage", daemon=True)
+
+    def __enter__(self) -> Self:
+        self._thread.start()
+        assert self._started.wait(START_S), "the scripted gateway did not start"
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self._server.should_exit = True
+        self._thread.join(END_S)
+        self._socket.close()
+        assert not self._thread.is_alive(), "the scripted gateway did not end"
+
+    def play(self, scenes: Mapping[str, Sequence[Answer]], result: str = RESULT) -> Play:
+        """Answers by these scenes from now on (see `Play`); the record begins anew."""
+        play = Play(scenes, result)
+        self._script.reply = play
+        self._script.asked.clear()
+        self._recorder.exchanges.clear()
+        return play
+
+    @property
+    def exchanges(self) -> list[Exchange]:
+        """What was asked since `play`."""
+        return self._recorder.exchanges
+
+    def refused(self, *, but: Sequence[str] = ()) -> list[str]:
+        """The exchanges that ended with an error's status. but: `METHOD PATH` of those that are expected to."""
+        return [
+            str(exchange)
+            for exchange in self.exchanges
+            if exchange.status >= 400 and f"{exchange.method} {exchange.path}" not in but
+        ]
+
+    def _serve(self) -> None:
+        async def main() -> None:
+            serving = asyncio.ensure_future(self._server.serve([self._socket]))
+            while not self._server.started and not serving.done():
+                await asyncio.sleep(0.01)
+            self._started.set()
+            await serving
+
+        asyncio.run(main())
+
+
+def call(name: str, **arguments: Any) -> str:
+    """A call of a tool, as the scripted model writes it."""
+    return f"<tool_call>\n{json.dumps({'name': name, 'arguments': arguments})}\n</tool_call>"

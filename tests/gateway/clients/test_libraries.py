@@ -1,0 +1,129 @@
+"""Libraries that applications are made with: a program with each holds a conversation, and prints what it has found."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.gateway.clients.installs import Python, node
+from tests.gateway.clients.running import Home
+from tests.gateway.clients.scenes import CITY, FOUND, HELLO, RAIN, SCENES, SNOW, call
+from tests.gateway.clients.stage import Stage
+
+pytestmark = pytest.mark.clients
+
+PROGRAMS = Path(__file__).parent / "programs"
+
+
+def in_node(program: str, home: Home, stage: Stage, modules: Path) -> Any:
+    """What a program prints. Modules are looked for where its file is."""
+    copy = home.work / program
+    copy.write_bytes((PROGRAMS / program).read_bytes())
+    (home.work / "node_modules").symlink_to(modules)
+    ended = home.run([node(modules), copy], {"URL": stage.url, "AI_SDK_LOG_WARNINGS": "false"})
+    assert ended.code == 0, f"{ended}\n{stage.refused()}"
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def in_python(program: str, home: Home, stage: Stage, python: Path) -> Any:
+    """What a program prints."""
+    ended = home.run([python, PROGRAMS / program], {"URL": stage.url, "PYTHONDONTWRITEBYTECODE": "1"})
+    assert ended.code == 0, f"{ended}\n{stage.refused()}"
+    return json.loads(ended.out.splitlines()[-1])
+
+
+def asked_streams(stage: Stage, *paths: str) -> bool:
+    """Whether each of these was asked for, whole and as events."""
+    seen = {(exchange.path, exchange.streamed) for exchange in stage.exchanges}
+    return all({(path, False), (path, True)} <= seen for path in paths)
+
+
+def test_openai_node(stage: Stage, home: Home, modules: Path) -> None:
+    stage.play(SCENES)
+    found = in_node("with_openai_node.mjs", home, stage, modules)
+    assert found == {
+        "models": ["scripted", "other"],
+        "whole": HELLO,
+        "deltas": HELLO,
+        "streamed": HELLO,
+        "usage": len(HELLO) + 1,
+        "tool": RAIN,
+        "toolStreamed": RAIN,
+        "next": SNOW,
+        "parsed": CITY,
+        "response": HELLO,
+        "responseStreamed": HELLO,
+        "lastEvent": "response.completed",
+        "responseTool": RAIN,
+        "responseNext": SNOW,
+        "responseParsed": CITY,
+        "completion": HELLO,
+        "asked": ["Oslo", "Oslo", "Oslo"],
+        "error": "NotFoundError",
+    }
+    assert [line.split(":")[1].split()[0] for line in stage.refused()] == ["404"], stage.refused()
+    assert asked_streams(stage, "/v1/chat/completions", "/v1/responses")
+
+
+def test_vercel_ai(stage: Stage, home: Home, modules: Path) -> None:
+    stage.play(SCENES)
+    found = in_node("with_vercel_ai.mjs", home, stage, modules)
+    assert found == dict.fromkeys(("compatible", "chat", "responses", "anthropic"), FOUND)
+    assert stage.refused() == []
+    assert asked_streams(stage, "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+def test_langchain_js(stage: Stage, home: Home, modules: Path) -> None:
+    stage.play(SCENES)
+    found = in_node("with_langchain_js.mjs", home, stage, modules)
+    assert found == dict.fromkeys(("chat", "responses", "anthropic"), FOUND)
+    assert stage.refused() == []
+    assert asked_streams(stage, "/v1/chat/completions", "/v1/responses", "/v1/messages")
+
+
+def test_openai_agents(stage: Stage, home: Home, python: Python) -> None:
+    stage.play(SCENES)
+    found = in_python("with_openai_agents.py", home, stage, python("agents"))
+    passed = {"passed": ["The colleague answers.", "colleague"]}
+    assert found == dict.fromkeys(("chat", "responses"), FOUND | passed)
+    assert stage.refused() == []
+    assert asked_streams(stage, "/v1/chat/completions", "/v1/responses")
+
+
+def test_pydantic_ai(stage: Stage, home: Home, python: Python) -> None:
+    stage.play(SCENES)
+    found = in_python("with_pydantic_ai.py", home, stage, python("agents"))
+    assert found == dict.fromkeys(("chat", "responses"), FOUND | {"prompted": CITY, "byTool": CITY})
+    assert stage.refused() == []
+    assert asked_streams(stage, "/v1/chat/completions", "/v1/responses")
+
+
+def test_instructor(stage: Stage, home: Home, python: Python) -> None:
+    stage.play(SCENES)
+    found = in_python("with_instructor.py", home, stage, python("instructor"))
+    large = {"city": "Lagos", "people": 17_000_000}
+    modes = ("TOOLS", "JSON", "JSON_SCHEMA", "MD_JSON", "RESPONSES_TOOLS")
+    expected: dict[str, Any] = {mode: [CITY, CITY] for mode in modes}
+    assert found == expected | {"repaired_TOOLS": large, "repaired_RESPONSES_TOOLS": large}
+    assert stage.refused() == []
+    assert asked_streams(stage, "/v1/chat/completions")
+
+
+def test_smolagents(stage: Stage, home: Home, python: Python) -> None:
+    """Results of tools come to the model as the user's words here."""
+    code = "Thought: I add.\n<code>\nfinal_answer(2 + 3)\n</code>"
+    scenes = {
+        "Say hello.": [HELLO],
+        "Is it wet in Oslo?": [call("weather", city="Oslo"), call("final_answer", answer=RAIN)],
+        "And tomorrow?": [call("final_answer", answer=SNOW)],
+        "Add two and three.": [code],
+    }
+    stage.play(scenes, result="Observation:\n")
+    found = in_python("with_smolagents.py", home, stage, python("instructor"))
+    expected = {"tool": RAIN, "toolStreamed": RAIN, "next": SNOW, "code": 5, "streamed": HELLO}
+    assert found == expected | {"asked": ["Oslo", "Oslo"]}
+    assert stage.refused() == []
+    assert asked_streams(stage, "/v1/chat/completions")
