@@ -20,6 +20,7 @@ IGNORED = {
     "eager_input_streaming": "arguments are streamed as they come",
     "input_examples": "chat templates have no place for examples of a tool: write them into its description",
     "is_error": "chat templates have no place for it: the text of a result says that a call failed",
+    "data": "redacted thinking can be read by its provider alone: it is not given to the model",
     "signature": "thinking that is sent back is not verified",
     "thinking.display": "thinking is given as it is",
 }
@@ -50,10 +51,11 @@ class Block(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
 
 class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """A message of a conversation."""
+    """A message of a conversation. clear_at: how long one of the system's is read."""
 
     role: Literal["user", "assistant", "system"]
     content: str | list[Block]
+    clear_at: Literal["next_user_message", "never"] | None = None
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,7 +22,10 @@ def messages_of(asked: Conversation) -> list[dict[str, Any]]:
     if asked.system:
         messages.append({"role": "system", "content": _text(asked.system, "system")})
     kept = thinking_kept(asked)
+    last = max((at for at, message in enumerate(asked.messages) if message.role == "user"), default=0)
     for at, message in enumerate(asked.messages):
+        if message.role == "system" and message.clear_at == "next_user_message" and at < last:
+            continue
         messages += _message(message, f"messages[{at}].content", at in kept)
     return messages
 

@@ -63,6 +63,15 @@ _CREATE: Mapping[str, Known] = {
 KNOWN: Table = {
     asked.Conversation: _CONVERSATION,
     asked.Create: _CREATE,
+    asked.Message: {
+        "output_config": only("holds for all of an answer: give it at the top", {}),
+    },
+    asked.OutputConfig: {
+        "task_budget": no_effect("how long a model works is its own; max_tokens bounds it"),
+    },
+    asked.Thinking: {
+        "block_binding": no_effect("thinking that is sent back is not verified"),
+    },
     asked.Block: {
         "toolset_name": no_effect("tools are known by their own names"),
     },

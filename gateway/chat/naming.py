@@ -46,8 +46,11 @@ class Names:
         field = (own or self._names.get(found["name"], found["name"])) + found["rest"]
         fields = {**error.fields, "field": field}
         if "context_tokens" in fields and not isinstance(error, ContextOverflow):
-            numbers = (error.fields[name] for name in ("prompt_tokens", "max_tokens", "context_tokens"))
-            return ContextOverflow(field, *(int(number or 0) for number in numbers))
+            prompt, most, context = (
+                int(error.fields[name] or 0) for name in ("prompt_tokens", "max_tokens", "context_tokens")
+            )
+            problem = error.message.removeprefix(f"{full}: ")
+            return ContextOverflow(field, prompt, most, context, problem)
         if field == full:
             return error
         named = type(error).__new__(type(error))

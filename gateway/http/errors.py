@@ -67,16 +67,17 @@ class ContextOverflow(InvalidRequest):
         prompt_tokens: The prompt's length.
         max_tokens: The length of the answer that is asked for.
         context_tokens: What both may have together.
+        problem: What the coordinator says of it, where that is more than these numbers.
     """
 
     code = "context_length_exceeded"
 
-    def __init__(self, field: str, prompt_tokens: int, max_tokens: int, context_tokens: int) -> None:
+    def __init__(self, field: str, prompt_tokens: int, max_tokens: int, context_tokens: int, problem: str = "") -> None:
         super().__init__(field, "", prompt_tokens=prompt_tokens, max_tokens=max_tokens, context_tokens=context_tokens)
         self.message = (
             f"This model's maximum context length is {context_tokens} tokens. However, you requested "
             f"{prompt_tokens + max_tokens} tokens ({prompt_tokens} in the prompt, {max_tokens} in the answer). "
-            f"Please reduce the length of {field}."
+            f"Please reduce the length of {field}." + (f" ({problem})" if problem else "")
         )
         self.args = (self.message,)
 

@@ -22,7 +22,7 @@ import numpy.typing as npt
 from kvforge.protocol.errors import CapacityExceeded
 
 ROWS = 64
-STATUSES = (200, 201, 204, 304, 400, 401, 403, 404, 405, 409, 413, 422, 429, 499, 500, 503, 504)
+STATUSES = (200, 201, 204, 304, 400, 401, 403, 404, 405, 408, 409, 413, 415, 422, 429, 499, 500, 503, 504)
 OTHER_STATUS, OTHER_PATH = 0, "other"
 SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
 OPEN, RECEIVED, SENT = range(3)

@@ -8,6 +8,12 @@ import msgspec
 
 from .fields import LOGPROBS_MAX, Common
 
+# Fields of messages and tools that are accepted and without effect, with the reason.
+IGNORED = {
+    "content[].cache_control": "prefixes are found by what they hold, wherever they end",
+    "messages[].annotations": "the text alone is given to the model",
+    "tools[].cache_control": "prefixes are found by what they hold, wherever they end",
+}
 Tokens = Annotated[int, msgspec.Meta(ge=1, le=(1 << 31) - 1)]
 
 

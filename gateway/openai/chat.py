@@ -35,7 +35,9 @@ def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
 
 def _message(message: Message, field: str) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
-    plain: dict[str, Any] = {"role": role, "content": content_text(message.content, f"{field}.content")}
+    # An answer that refused has no content, and these words instead.
+    content = content_text(message.content, f"{field}.content") or message.refusal or ""
+    plain: dict[str, Any] = {"role": role, "content": content}
     if message.name is not None:
         plain["name"] = message.name
     reasoning = message.reasoning_content or message.reasoning
@@ -98,6 +100,8 @@ class ChatCompletion:
 
     def __init__(self, call: Call, asked: Chat) -> None:
         check_ignored(asked)
+        if asked.add_special_tokens:
+            raise InvalidRequest("add_special_tokens", "may only be false: the chat template writes them")
         self.call, self.asked = call, asked
         self.shown = self._logprobs()
         told = dict(asked.chat_template_kwargs or {})
@@ -161,7 +165,7 @@ class ChatCompletion:
         )
 
     def _choice(self, answer: Whole, name: str) -> dict[str, Any]:
-        message = message_of(answer.events, f"{name}-{answer.index}")
+        message = message_of(self.shown_of(answer.events), f"{name}-{answer.index}")
         called = TOOL_CALLS in message
         choice: dict[str, Any] = {
             "index": answer.index,
@@ -175,6 +179,12 @@ class ChatCompletion:
         if self.asked.return_token_ids:
             choice["token_ids"] = list(answer.stream.tokens)
         return choice
+
+    def shown_of(self, events: list[Event]) -> list[Event]:
+        """Those that the caller wants."""
+        if self.asked.include_reasoning is not False:
+            return events
+        return [event for event in events if not isinstance(event, Reasoning)]
 
     def events(self, generations: list[Generation]) -> ChatEvents:
         """The same, as it comes."""
@@ -228,7 +238,7 @@ class ChatEvents:
     def _chunks(self, piece: Piece) -> list[bytes]:
         """A piece that is more than text: an event for each kind of it; what belongs to its tokens is in the first."""
         chat = self._chat
-        deltas = [delta_of(event, f"{self._name}-{piece.index}") for event in piece.events]
+        deltas = [delta_of(event, f"{self._name}-{piece.index}") for event in chat.shown_of(piece.events)]
         self._called[piece.index] |= any(TOOL_CALLS in delta for delta in deltas)
         if not deltas and (piece.reason or not self._plain):
             deltas = [{}]

@@ -147,6 +147,8 @@ KNOWN: Table = {
         "audio": only(MEDIA),
     },
     asked.Part: {
+        "annotations": no_effect("the text alone is given to the model"),
+        "logprobs": no_effect("the text alone is given to the model"),
         "prompt_cache_breakpoint": no_effect("prefixes are found by what they hold, wherever they end"),
     },
     responses_asked.Item: {

@@ -46,6 +46,7 @@ TOKENIZE, DETOKENIZE = Reader(Tokenize, KNOWN, MINE), Reader(Detokenize)
 def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
     """Token ids of a prompt. Raises InvalidRequest."""
     asked = decoded(TOKENIZE, content, ignored)
+    _check_model(model, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("prompt", "give it, or messages, and not both")
     if asked.prompt is not None:
@@ -73,9 +74,15 @@ def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
 def detokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
     """The text of token ids. Raises InvalidRequest."""
     asked = decoded(DETOKENIZE, content, ignored)
+    _check_model(model, asked.model)
     ids = token_array("tokens", asked.tokens, empty=True)
     vocabulary = model.info.vocab_size
     if (outside := np.flatnonzero(ids >= vocabulary)).size:
         at = int(outside[0])
         raise InvalidRequest(f"tokens[{at}]", f"is {ids[at]}; the vocabulary has the ids 0 to {vocabulary - 1}")
     return {"prompt": model.prompts.tokenizer.decode(ids.tolist())}
+
+
+def _check_model(model: Model, name: str) -> None:
+    if name:
+        model.check(name)

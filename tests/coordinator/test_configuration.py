@@ -197,7 +197,9 @@ def test_the_context_is_block_size_times_blocks_of_a_sequence() -> None:
     assert driver.machine.limits.context_tokens_max == 12
     assert driver.submit(range(11), max_tokens=1) == 1
     assert driver.refused(driver.submit_message(range(12), 1), InvalidRequest).field == "prompt"
-    assert driver.refused(driver.submit_message(range(11), 2), InvalidRequest).field == "max_tokens"
+    error = driver.refused(driver.submit_message(range(11), 2), InvalidRequest)
+    assert error.field == "max_tokens"
+    assert (error.prompt_tokens, error.max_tokens, error.context_tokens) == (11, 2, 12)
 
 
 # behaviour 4
@@ -209,6 +211,7 @@ def test_a_request_larger_than_the_largest_pool_is_refused_at_submit() -> None:
     error = driver.refused(driver.submit_message(range(10), 3), InvalidRequest)
     assert error.field == "max_tokens"
     assert "the largest pool has 3" in str(error)
+    assert (error.prompt_tokens, error.max_tokens, error.context_tokens) == (10, 3, 12)
 
 
 # ------------------------------------------------------------------------------------------------------------- purity

@@ -29,6 +29,9 @@ PLACES: Mapping[type[msgspec.Struct], tuple[str, str]] = {
     responses_asked.FunctionTool: ("responses", "tools[]."),
     responses_asked.Reasoning: ("responses", "reasoning."),
     messages.Conversation: ("messages", ""),
+    messages.Message: ("messages", "messages[]."),
+    messages.OutputConfig: ("messages", "output_config."),
+    messages.Thinking: ("messages", "thinking."),
     messages.Create: ("messages", ""),
     messages.Block: ("messages", "content[]."),
     messages.Tool: ("messages", "tools[]."),
@@ -77,7 +80,11 @@ def _rows() -> Iterator[Row]:
     for name, why in fields.IGNORED.items():
         too = name in responses_asked.Create.__struct_fields__
         yield name, "chat, completions, responses" if too else "chat, completions", Known(why)
-    for where, table in (("responses", responses_asked.IGNORED), ("messages", messages.IGNORED)):
+    for where, table in (
+        ("chat", chat.IGNORED),
+        ("responses", responses_asked.IGNORED),
+        ("messages", messages.IGNORED),
+    ):
         for name, why in table.items():
             yield name, where, Known(why)
     for kind, table in (*known.KNOWN.items(), *messages_known.KNOWN.items()):

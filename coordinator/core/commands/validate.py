@@ -162,7 +162,8 @@ def fits(
     if largest and needed > largest - reserved:
         held_back = f", {reserved} of them reserved for other tenants" if reserved else ""
         problem = f"{total} tokens need {needed} blocks; the largest pool has {largest}{held_back}"
-        raise InvalidRequest("max_tokens", problem)
+        room = max(0, largest - reserved) * cache.sequences.block_size
+        raise InvalidRequest("max_tokens", problem, **{**numbers, "context_tokens": room})
     ceiling = int(cache.tenants.ceiling[cache.tenants.peek(tenant)])
     if needed > ceiling:
         raise QuotaExceeded(tenant, needed, ceiling)
