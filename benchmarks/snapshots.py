@@ -101,12 +101,12 @@ def measure(blocks: int, sequences: int) -> dict[str, Any]:
     gc.disable()
     before = [filled.turn() for _ in range(TURNS)]
     with tempfile.TemporaryDirectory(prefix="kvf-bench-") as folder:
-        keeper = Keeper(Path(folder), "process", 1 << 40, 0)
+        keeper = Keeper(Path(folder), "process", 1 << 40, 1)
         journal = keeper.begin(None, lambda: False)
         journal.note(filled.boot, 0)
         journal.commit()
         began = perf_counter_ns()
-        keeper.turned(machine, 1, 1, 1)
+        keeper.turned(machine, 10, 1, 1)  # beyond what may be replayed
         during, files = [], []
         while not keeper.snapshots:
             if filled.decoding:

@@ -58,7 +58,7 @@ class Life:
         try:
             found = self._found(keeper, limits, discard)
             self.machine = self._go_on(found) if found is not None else self._birth(limits)
-            self.journal = keeper.begin(found, stopping)
+            self.journal = keeper.begin(found, stopping, self.machine.boot)
             if found is None:
                 self.journal.note(self._born, self.machine.start_us)
                 self.journal.commit()
@@ -91,7 +91,10 @@ class Life:
         """ended: as it was told to; then nothing is kept that nobody can ask for. Idempotent."""
         if self._keeper is not None:
             goes_on = self._config.on_stop == "keep" and bool(self.machine.requests.live)
-            self._keeper.close(keep=not ended or goes_on or self.machine.kept > 0)
+            keep = not ended or goes_on or self.machine.kept > 0
+            if ended and keep:
+                self._keeper.leave_snapshot(self.machine, self.now_us(), self.numbers)
+            self._keeper.close(keep=keep)
 
     # ----------------------------------------------------------------------------------------------------- where from
 

@@ -23,6 +23,7 @@ from kvforge.protocol.messages import Explain, Explanation
 from .core.events import Boot, ClientFull, FromClient, FromWorker
 from .core.machine import Machine
 from .journal.entries import Entry, Reader
+from .journal.identity import unpack_head
 from .journal.log import segments
 from .journal.records import read
 from .journal.recovery import Replay
@@ -123,7 +124,9 @@ def _of_day(replay: Replay) -> str:
     """The time of day of the last event that was applied, as the log has it: about, from the time of the files."""
     for first, path in reversed(segments(replay.folder).items()):
         try:
-            written_s, records = path.stat().st_mtime, list(read(memoryview(path.read_bytes()), first, path.name))
+            written_s, data = path.stat().st_mtime, memoryview(path.read_bytes())
+            head = unpack_head(data, path.name)
+            records = list(read(data, first, path.name, head[1], head[0].before)) if head is not None else []
         except (OSError, JournalCorrupt):
             return ""
         if records:

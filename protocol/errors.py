@@ -320,9 +320,11 @@ class JournalCorrupt(KvforgeError):
 
     code = "journal_corrupt"
 
-    def __init__(self, file: str, offset: int, record: int = 0, following: int = 0) -> None:
+    def __init__(self, file: str, offset: int, record: int = 0, following: int = 0, problem: str = "") -> None:
         what = f"{file} is damaged at byte {offset}"
-        if record:
+        if problem:
+            what += f": {problem}"
+        elif record:
             what += f": record {record} is missing and {following} follows"
         super().__init__(
             f"{what}. Nothing was changed. `kvforge replay` shows what can be read; put a copy of the folder back, or "

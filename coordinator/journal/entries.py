@@ -31,9 +31,10 @@ from ..core.events import (
 )
 from ..core.rights import Access
 
-# Raised whenever the same events make another state than before, or a state is made of other objects. A journal is for
-# the code that wrote it: one of another version is refused.
-STATE_VERSION = 11
+# Raised whenever the same events make another state than before, or the declared format changes (`declared.py`).
+# Records are for the version that wrote them; a snapshot is read by that version and the next.
+STATE_VERSION = 12
+SNAPSHOTS_SINCE = 12  # before that, snapshots were objects of the interpreter
 Frame = bytes | memoryview
 HEAD = struct.Struct("<BBHQqQ")  # kind, flag, frames, peer, time in microseconds, one more number
 _LENGTH = struct.Struct("<I")
@@ -124,15 +125,27 @@ class Reader:
         if kind == CAME:
             return ClientCame(peer, frames[0].decode(), msgspec.msgpack.decode(frames[1], type=Access))
         assert kind == BOOT, f"an entry of kind {kind}"
-        check_version("the journal", more)
+        check_version("its first record", more)
         return msgspec.msgpack.decode(frames[0], type=Boot)
 
 
 def check_version(what: str, version: int) -> None:
-    """Raises InvalidConfiguration where other code wrote it."""
+    """Raises InvalidConfiguration where the records of a file are for another version of the state."""
     if version != STATE_VERSION:
         raise InvalidConfiguration(
             "state_dir",
-            f"{what} is of state version {version}, this kvforge has {STATE_VERSION}: let the one that wrote it show "
-            "it (`kvforge replay`) or finish what it has (`kvforge drain --wait`), or start with --fresh",
+            f"{what} holds records of state version {version}, this kvforge has {STATE_VERSION}: start the kvforge "
+            'that wrote them with on_stop = "keep" and stop it, which leaves a snapshot that the next version reads; '
+            "or start with --fresh, which discards them",
+        )
+
+
+def check_snapshot_version(what: str, version: int) -> None:
+    """Raises InvalidConfiguration where a snapshot is neither of this version of the state nor of the one before."""
+    if not STATE_VERSION - 1 <= version <= STATE_VERSION or version < SNAPSHOTS_SINCE:
+        raise InvalidConfiguration(
+            "state_dir",
+            f"{what} is a snapshot of state version {version}, this kvforge reads {STATE_VERSION} and the one before: "
+            "start the kvforge that wrote it, or the versions between one after the other; or start with --fresh, "
+            "which discards it",
         )

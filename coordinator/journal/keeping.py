@@ -24,7 +24,7 @@ from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 
 from ..core.machine import Machine
 from . import snapshot
-from .entries import STATE_VERSION
+from .identity import ACKNOWLEDGED, Origin
 from .log import Journal, remove_before, segments, states
 from .recovery import Recovered, cut_torn, recover
 
@@ -86,14 +86,26 @@ class Keeper:
         """Nothing is known any more."""
         for path in (*segments(self.folder).values(), *states(self.folder).values()):
             path.unlink()
+        (self.folder / ACKNOWLEDGED).unlink(missing_ok=True)
 
-    def begin(self, found: Recovered | None, stopping: Callable[[], bool]) -> Journal:
-        """From now on what enters is written. found: what it goes on from; None: from nothing. Raises
-        InvalidConfiguration."""
+    def begin(self, found: Recovered | None, stopping: Callable[[], bool], boot: str = "") -> Journal:
+        """From now on what enters is written.
+
+        Args:
+            found: What it goes on from; None: from nothing.
+            stopping: Whether the process was asked to end.
+            boot: Of the coordinator, where it goes on from nothing.
+
+        Raises:
+            InvalidConfiguration: A file cannot be made.
+        """
+        origin = found.origin if found is not None else Origin.new(boot)
         number, before = (found.number, found.bytes) if found is not None else (1, 0)
         self._spent_us = found.took_us - found.snapshot_us if found is not None else 0
         try:
-            self.journal = Journal(self.folder, number, durable=self._durable, bytes_before=before, stopping=stopping)
+            self.journal = Journal(
+                self.folder, number, durable=self._durable, bytes_before=before, stopping=stopping, origin=origin
+            )
         except OSError as error:
             raise InvalidConfiguration("state_dir", f"{self.folder} cannot be used: {error}") from None
         return self.journal
@@ -123,7 +135,7 @@ class Keeper:
         self._spent_us = 0
         try:
             self._child_number = self.journal.rotate()
-            head = snapshot.Head(version=STATE_VERSION, now_us=now_us, numbers=numbers)
+            head = snapshot.Head.of(self.journal, now_us, numbers)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # that numpy's idle threads are not in the child
                 parent, self._child = os.getpid(), os.fork()
@@ -147,6 +159,24 @@ class Keeper:
             return
         self.snapshots += 1
         remove_before(self.folder, self._child_number, self._durable)  # what it could not remove itself
+
+    def leave_snapshot(self, machine: Machine, now_us: int, numbers: int) -> None:
+        """The process ends as it was asked to: what is kept becomes one snapshot, which the next version reads, too.
+
+        Where it cannot be written, the journal stays as it is, and only this version goes on from it.
+        """
+        if self._child:
+            self._collect(0)
+        if self.journal is None:
+            return
+        try:
+            number = self.journal.rotate()
+            snapshot.write(
+                self.folder / snapshot.STATE.format(number), machine, snapshot.Head.of(self.journal, now_us, numbers)
+            )
+            remove_before(self.folder, number, self._durable)
+        except OSError as error:
+            log.warning("no snapshot could be written to %s: %s; the journal is kept whole", self.folder, error)
 
     def close(self, keep: bool) -> None:
         """keep: what is known is for the next life. Idempotent."""

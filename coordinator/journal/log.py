@@ -16,8 +16,9 @@ from pathlib import Path
 from kvforge.protocol.errors import JournalFull
 
 from ..core.events import Boot, Event
-from .entries import Frame, pack
-from .records import record
+from .entries import STATE_VERSION, Frame, pack
+from .identity import MarkWriter, Origin, SegmentHead, host_boot, pack_head
+from .records import crc_of, record
 
 DURABILITIES = ("process", "power", "none")
 SEGMENT = "records-{:016d}"
@@ -68,16 +69,33 @@ class Journal:
         durable: bool = False,
         bytes_before: int = 0,
         stopping: Callable[[], bool] = lambda: False,
+        origin: Origin | None = None,
     ) -> None:
-        """Begins a segment whose first record is `number`. durable: each record is on the disk before anything leaves
-        ("power"). stopping: whether waiting for room on the disk has become pointless. Raises OSError."""
+        """Begins a segment whose first record is `number`.
+
+        Args:
+            folder: It is there.
+            number: Of the next record.
+            durable: Each record is on the disk before anything leaves ("power").
+            bytes_before: Of the segments before.
+            stopping: Whether waiting for room on the disk has become pointless.
+            origin: Where the journal goes on; None: a new one begins.
+
+        Raises:
+            OSError: A file cannot be made.
+        """
         self.folder, self.number = folder, number
+        self.origin = origin or Origin.new()
         self.bytes = bytes_before
         self._durable, self._stopping = durable, stopping
         self._noted: list[Frame] = []
         self._end = 0
         self._descriptor = -1
+        self._mark = MarkWriter(folder, durable, self.origin.journal)
         self._begin()
+        self._acknowledge()
+        if durable:
+            self._mark.sync()
 
     def _begin(self) -> None:
         path = self.folder / SEGMENT.format(self.number)
@@ -86,6 +104,8 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
         self._descriptor, self._end = descriptor, 0
+        head = SegmentHead(version=STATE_VERSION, host_boot=host_boot(), number=self.number, **self.origin._asdict())
+        self._put(pack_head(head))
         if self._durable:
             sync_folder(self.folder)
 
@@ -98,11 +118,19 @@ class Journal:
         OSError: then nothing that follows from it may leave."""
         if not self._noted:
             return
-        self._write(record(self.number, self._noted))
+        data = record(self.number, self._noted, self.origin.before)
+        self._put(data)
+        self.bytes += len(data)
         self._noted.clear()
         self.number += 1
+        self.origin = self.origin._replace(before=crc_of(data))
+        self._acknowledge()
 
-    def _write(self, data: bytes) -> None:
+    def _acknowledge(self) -> None:
+        """What was written may have consequences from now on."""
+        self._mark.write(self.number, self.origin.before)
+
+    def _put(self, data: bytes) -> None:
         told_s = 0.0
         while True:
             try:
@@ -124,7 +152,6 @@ class Journal:
         if told_s:
             log.warning("there is room for the journal in %s again", self.folder)
         self._end += len(data)
-        self.bytes += len(data)
 
     def rotate(self) -> int:
         """Begins the next segment. Returns the number of its first record."""
@@ -138,6 +165,7 @@ class Journal:
         if self._descriptor >= 0:
             os.close(self._descriptor)
             self._descriptor = -1
+        self._mark.close()
 
 
 def sync_folder(folder: Path) -> None:

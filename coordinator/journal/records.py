@@ -1,7 +1,8 @@
 """Records: what one turn was told, as bytes in a file.
 
-A record is MAGIC, the length of its payload, a CRC-32 of its number and payload, its number; then the payload. Numbers
-count up by one through all segments, so that a record is only valid in its own place.
+A record is MAGIC, the length of its payload, a CRC-32 of the rest, the CRC-32 of the record before it, its number; then
+the payload. Numbers count up by one through all segments, and each record names its predecessor: a record is valid only
+in its own place of its own journal.
 
 A file that ends in the middle of a record, or in one that is damaged with nothing valid behind it, has a torn tail: the
 process died while it wrote, and nothing that followed from that record has left it. Something damaged with a valid
@@ -18,36 +19,55 @@ from typing import NamedTuple
 from kvforge.protocol.errors import JournalCorrupt
 
 MAGIC = b"kvfR"
-HEADER = struct.Struct("<4sIIQ")  # magic, bytes of the payload, CRC-32, number
+HEADER = struct.Struct("<4sIIIQ")  # magic, bytes of the payload, CRC-32, that of the record before, number
 RECORD_BYTES_MAX = 1 << 30
-_NUMBER = struct.Struct("<Q")
+_PLACE = struct.Struct("<IQ")
 
 
 class Record(NamedTuple):
-    """number: its place among all records. start, end: where it lies in its file."""
+    """number: its place among all records. crc: its own. before: the CRC-32 of the record before it. start, end: where
+    it lies in its file."""
 
     number: int
+    crc: int
+    before: int
     payload: memoryview
     start: int
     end: int
 
 
-def record(number: int, parts: Sequence[bytes | memoryview]) -> bytes:
-    """A record of the payload that the parts make together."""
+def record(number: int, parts: Sequence[bytes | memoryview], before: int = 0) -> bytes:
+    """A record of the payload that the parts make together. before: the CRC-32 of the record before it."""
     payload = b"".join(parts)
     assert len(payload) < RECORD_BYTES_MAX, "a turn takes in less"
-    return HEADER.pack(MAGIC, len(payload), zlib.crc32(payload, zlib.crc32(_NUMBER.pack(number))), number) + payload
+    crc = zlib.crc32(payload, zlib.crc32(_PLACE.pack(before, number)))
+    return HEADER.pack(MAGIC, len(payload), crc, before, number) + payload
 
 
-def read(data: memoryview, number: int, name: str) -> Iterator[Record]:
-    """The records of a segment from `number` on, until its end or its torn tail.
+def crc_of(record: bytes) -> int:
+    """The CRC-32 of a record, which the next one names."""
+    crc: int = HEADER.unpack_from(record)[2]
+    return crc
 
-    name: of the file, for people. Raises JournalCorrupt where something is damaged and valid records follow.
+
+def read(data: memoryview, number: int, name: str, at: int = 0, before: int = 0) -> Iterator[Record]:
+    """The records of a segment, until its end or its torn tail.
+
+    Args:
+        data: The whole file.
+        number: Of the first record.
+        name: Of the file.
+        at: Where the records begin, in bytes.
+        before: The CRC-32 of the record before the first.
+
+    Raises:
+        JournalCorrupt: Something is damaged and valid records follow, or a record follows another one than is there.
     """
-    at = 0
     while (found := _valid(data, at, number)) is not None:
+        if found.before != before:
+            raise JournalCorrupt(name, at, problem=f"record {number} follows another record than the one before it")
         yield found
-        at, number = found.end, number + 1
+        at, number, before = found.end, number + 1, found.crc
     if (later := _later(data, at, number)) is not None:
         raise JournalCorrupt(name, at, number, later.number)
 
@@ -57,13 +77,13 @@ def _valid(data: memoryview, at: int, number: int | None = None) -> Record | Non
     start = at + HEADER.size
     if start > len(data):
         return None
-    magic, size, crc, own = HEADER.unpack_from(data, at)
+    magic, size, crc, before, own = HEADER.unpack_from(data, at)
     if magic != MAGIC or size >= RECORD_BYTES_MAX or start + size > len(data) or (number is not None and own != number):
         return None
     payload = data[start : start + size]
-    if zlib.crc32(payload, zlib.crc32(_NUMBER.pack(own))) != crc:
+    if zlib.crc32(payload, zlib.crc32(_PLACE.pack(before, own))) != crc:
         return None
-    return Record(own, payload, at, start + size)
+    return Record(own, crc, before, payload, at, start + size)
 
 
 def _later(data: memoryview, at: int, number: int) -> Record | None:

@@ -17,7 +17,8 @@ from ..core.events import Boot, ClientCame, FromClient, FromWorker
 from ..core.machine import Machine
 from ..publish import all_changed, forget_changes
 from . import snapshot
-from .entries import Entry, Reader, check_version
+from .entries import Entry, Reader, check_snapshot_version, check_version
+from .identity import ACKNOWLEDGED, Origin, SegmentHead, host_boot, read_mark, unpack_head
 from .log import segments, states
 from .records import Record, read
 
@@ -30,7 +31,7 @@ class Recovered(NamedTuple):
     now_us: the time of the last event. number: of the next record. numbers: of connections, given out so far.
     written_s: when it was written last, in Unix time. bytes: of the segments that were read. records: how many were
     applied. torn: (file, where its good records end, bytes behind that); None where it ends as it should.
-    snapshot_us, took_us: to read the snapshot, and to read and apply all of it.
+    origin: where the journal goes on. snapshot_us, took_us: to read the snapshot, and to read and apply all of it.
     """
 
     machine: Machine
@@ -41,6 +42,7 @@ class Recovered(NamedTuple):
     bytes: int
     records: int
     torn: tuple[Path, int, int] | None
+    origin: Origin
     snapshot_us: int
     took_us: int
 
@@ -53,16 +55,25 @@ class Replay:
         self.folder = folder
         self.machine: Machine | None = None
         self.now_us = self.numbers = self.bytes = self.records = self.entries = 0
-        self.number = 1
+        self.number, self._end = 1, 0
         self.torn: tuple[Path, int, int] | None = None
+        self.origin = Origin(b"")
+        self._mark = read_mark(folder)  # before the rest, which a coordinator that runs goes on with
         self._reader = Reader()
         for self.number, path in list(states(folder).items())[-1:]:
-            head, rest = snapshot.read(path)
-            check_version(path.name, head.version)
-            self.machine, self.now_us, self.numbers = rest.objects(), head.now_us, head.numbers
+            found = snapshot.Snapshot(path)
+            head = found.head
+            check_snapshot_version(path.name, head.version)
+            if head.number != self.number:
+                problem = f"it is a snapshot up to record {head.number}, under the name of another one"
+                raise JournalCorrupt(path.name, 0, problem=problem)
+            self.machine, self.now_us, self.numbers = found.machine(), head.now_us, head.numbers
+            self.origin = Origin(head.journal, head.boot, head.before)
+            self._check_journal(path.name, head.journal)
 
     def run(self, until: Callable[[Entry], bool] = lambda _entry: False) -> None:
-        """Applies what is left, or until it is said that an entry is not to be applied. Raises JournalCorrupt."""
+        """Applies what is left, or until it is said that an entry is not to be applied. Raises JournalCorrupt,
+        InvalidConfiguration."""
         for name, record in self._records():
             self.records += 1
             for entry in self._entries(name, record):
@@ -70,8 +81,37 @@ class Replay:
                     return
                 self._apply(entry)
             self.number = record.number + 1
+            self.origin = self.origin._replace(before=record.crc)
             if self.machine is not None:
                 forget_changes(self.machine)
+        self._check_acknowledged()
+
+    def _check_journal(self, name: str, journal: bytes) -> None:
+        """Raises JournalCorrupt where a file is of another journal than those before it."""
+        known = self.origin.journal or (self._mark.journal if self._mark is not None else journal)
+        if journal != known:
+            raise JournalCorrupt(name, 0, problem="it is of another journal than the files beside it")
+
+    def _check_acknowledged(self) -> None:
+        """Raises JournalCorrupt where something is missing that had consequences."""
+        mark, number = self._mark, self.number
+        if mark is None:
+            if self.machine is not None:
+                raise JournalCorrupt(ACKNOWLEDGED, 0, problem="the file is missing")
+            return
+        if number < mark.number or (number == mark.number and mark.before != self.origin.before):
+            if not mark.durable and mark.host_boot != host_boot():
+                log.warning(
+                    "the host was started again, and records %d to %d were not on its disk: durability is "
+                    '"process"; set it to "power" to keep them',
+                    number,
+                    mark.number - 1,
+                )
+                return
+            name = next(reversed([*states(self.folder).values(), *segments(self.folder).values()]), self.folder).name
+            end = self.torn[1] if self.torn is not None else self._end
+            missing = f"record {number} to {mark.number - 1} were acknowledged and are missing"
+            raise JournalCorrupt(name, end, number, mark.number, problem=missing)
 
     def _entries(self, name: str, record: Record) -> Iterator[Entry]:
         """Those of one record. Bytes that are as they were written may mean nothing all the same."""
@@ -96,14 +136,30 @@ class Replay:
             if first != self.number:
                 raise JournalCorrupt(path.name, 0, self.number, first)
             data, end = memoryview(path.read_bytes()), 0
-            for record in read(data, first, path.name):
-                yield path.name, record
-                end = record.end
+            if (found := unpack_head(data, path.name)) is not None:
+                head, end = found
+                check_version(path.name, head.version)
+                self._check_segment(path.name, head)
+                self.origin = Origin(head.journal, head.boot, head.before)
+                for record in read(data, first, path.name, end, head.before):
+                    yield path.name, record
+                    end = record.end
+            elif first != last:
+                raise JournalCorrupt(path.name, 0, problem="it does not begin as a segment does")
             self.bytes += end
+            self._end = end
             if end < len(data):
                 if first != last:
                     raise JournalCorrupt(path.name, end, self.number, last)
                 self.torn = (path, end, len(data) - end)
+
+    def _check_segment(self, name: str, head: SegmentHead) -> None:
+        """Raises JournalCorrupt where a segment does not follow what is before it."""
+        self._check_journal(name, head.journal)
+        if head.number != self.number:
+            raise JournalCorrupt(name, 0, problem=f"it begins with record {head.number}, not {self.number}")
+        if self.origin.journal and head.before != self.origin.before:
+            raise JournalCorrupt(name, 0, problem="it follows other records than those before it")
 
     def _apply(self, entry: Entry) -> None:
         event, self.now_us = entry
@@ -155,6 +211,7 @@ def recover(folder: Path) -> Recovered | None:
         replay.bytes,
         replay.records,
         replay.torn,
+        replay.origin,
         snapshot_us,
         (time.monotonic_ns() - began_ns) // 1000,
     )

@@ -1,59 +1,71 @@
 """Snapshots: the whole machine in one file, so that what came before it need not be kept, nor applied again.
 
-The objects are pickled; the memory of arrays is written beside them, and of that only the pages that hold anything:
-most of a default machine is room for what may come. A snapshot is read by the same code that wrote it
-(`recovery.STATE_VERSION`), from a folder that only its owner can write to.
+The file is MAGIC; its head and the state, each with its size in front; the table of arrays; a CRC-32 of all that. The
+state is a declared format (`declared.py`): a struct of plain values that names arrays by their place in the table.
+Reading makes nothing but these, and checks each length before it allocates.
 """
 
 from __future__ import annotations
 
-import copyreg
-import io
 import logging
 import mmap
 import os
-import pickle
 import struct
 import zlib
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import BinaryIO
 
 import msgspec
-import numpy as np
 
 from kvforge.protocol.errors import JournalCorrupt
 
+from ..core.limits import Limits
 from ..core.machine import Machine
+from .declared import SavedMachine
+from .entries import STATE_VERSION
+from .identity import host_boot
+from .log import Journal
+from .memory import ArrayWriter, Bytes, read_arrays
+from .restoring import limits_of, restored
+from .saving import saved
 
-MAGIC = b"kvfS"
+MAGIC = b"kvfT"
 STATE = "state-{:016d}"
-PAGE_BYTES = 4096
 _SIZE = struct.Struct("<Q")
-_PAGES = struct.Struct("<QQ")
 _CRC = struct.Struct("<I")
-# What a state is made of: classes of the core and of its messages, and of others these.
-OWN = ("coordinator.core.", "kvforge.protocol.messages.", "kvforge.protocol.errors")
-OTHERS = {
-    "builtins": {"set", "frozenset", "bytearray", "slice", "range", "complex"},
-    "collections": {"OrderedDict", "deque"},
-    "msgspec._utils": {"rebuild"},
-    "numpy": {"dtype", "ndarray"},
-    "numpy._core.multiarray": {"scalar", "_reconstruct"},
-    "numpy._core.numeric": {"_frombuffer"},
-}
 log = logging.getLogger("coordinator")
-Attributes = Callable[[Any], dict[str, Any]]
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """version: of the code's state. now_us: the time of the last event. numbers: of connections, given out so far."""
+    """What a snapshot is of.
+
+    version: of the state. now_us: the time of the last event. numbers: of connections, given out so far. number: of the
+    first record that is not in it. journal, boot, before: as `identity.Origin` has them. host_boot: that of the writer.
+    """
 
     version: int
     now_us: int
     numbers: int
+    number: int = 0
+    journal: bytes = b""
+    boot: str = ""
+    before: int = 0
+    host_boot: str = ""
+
+    @classmethod
+    def of(cls, journal: Journal, now_us: int, numbers: int) -> Head:
+        """The head of a snapshot that holds all that was written to a journal."""
+        origin = journal.origin._asdict()
+        return cls(
+            version=STATE_VERSION,
+            now_us=now_us,
+            numbers=numbers,
+            number=journal.number,
+            host_boot=host_boot(),
+            **origin,
+        )
 
 
 class _Checked:
@@ -62,209 +74,95 @@ class _Checked:
     def __init__(self, file: BinaryIO) -> None:
         self._file, self.crc = file, 0
 
-    def write(self, data: bytes | memoryview) -> int:
+    def write(self, data: bytes | memoryview) -> None:
         self.crc = zlib.crc32(data, self.crc)
-        return self._file.write(data)
+        self._file.write(data)
 
 
-def write(path: Path, machine: Machine, head: Head, attributes: Attributes = vars) -> None:
-    """Writes the file under another name, and gives it its own when it is whole and on the disk. Raises OSError, and
-    then leaves nothing: whoever waits for room would wait for ever.
+def write(path: Path, machine: Machine, head: Head) -> None:
+    """Writes the file under another name, and gives it its own when it is whole and on the disk. A file that cannot be
+    finished is removed: its space may be what others wait for.
 
-    attributes: of a part of the machine. With `vars` the machine is slower from then on, which is nothing to a child
-    that ends here.
+    Args:
+        path: Its own name.
+        machine: Between two turns.
+        head: What it is of.
+
+    Raises:
+        OSError: It cannot be written.
     """
-    buffers: list[pickle.PickleBuffer] = []
-    pickled = io.BytesIO()
-    _Pickler(pickled, buffers, attributes).dump(machine)
-    objects = pickled.getbuffer()
+    arrays = ArrayWriter()
+    state = msgspec.msgpack.encode(saved(machine, arrays))
     unfinished = path.with_suffix(".part")
     try:
-        _write(unfinished, head, objects, buffers)
+        _write(unfinished, head, state, arrays)
     except BaseException:
         unfinished.unlink(missing_ok=True)
         raise
     unfinished.rename(path)
 
 
-def _write(unfinished: Path, head: Head, objects: memoryview, buffers: list[pickle.PickleBuffer]) -> None:
+def _write(unfinished: Path, head: Head, state: bytes, arrays: ArrayWriter) -> None:
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC
     with os.fdopen(os.open(unfinished, flags, 0o600), "wb") as file:
         out = _Checked(file)
         out.write(MAGIC)
-        for part in (msgspec.msgpack.encode(head), objects):
+        for part in (msgspec.msgpack.encode(head), state):
             out.write(_SIZE.pack(len(part)))
             out.write(part)
-        out.write(_SIZE.pack(len(buffers)))
-        for buffer in buffers:
-            _write_used(out, buffer.raw())
+        arrays.write(out.write)
         file.write(_CRC.pack(out.crc))
         file.flush()
         os.fsync(file.fileno())
 
 
-def _write_used(out: _Checked, memory: memoryview) -> None:
-    """The pages that are not all zeros: how large all is, how many they are, which, and what is in them."""
-    whole = len(memory) // PAGE_BYTES
-    if not whole:  # as most arrays of a small machine
-        out.write(_PAGES.pack(len(memory), 0))
-        out.write(memory)
-        return
-    words = np.frombuffer(memory, np.uint64, whole * PAGE_BYTES // 8).reshape(whole, PAGE_BYTES // 8)
-    used = np.flatnonzero(words.any(axis=1)).astype(np.uint32)
-    out.write(_PAGES.pack(len(memory), used.size))
-    out.write(used.tobytes())
-    out.write(words[used].tobytes())
-    out.write(memory[whole * PAGE_BYTES :])
+class Snapshot:
+    """A file that is as it was written. head: what it is of."""
 
-
-def read(path: Path) -> tuple[Head, Any]:
-    """The head, and the machine once its head was looked at: `objects()` of what is returned. Raises JournalCorrupt."""
-    with path.open("rb") as file:
-        if os.fstat(file.fileno()).st_size < len(MAGIC) + _CRC.size:
+    def __init__(self, path: Path) -> None:
+        """Raises JournalCorrupt."""
+        self._name = path.name
+        with path.open("rb") as file:
+            if os.fstat(file.fileno()).st_size < len(MAGIC) + _CRC.size:
+                raise JournalCorrupt(path.name, 0)
+            data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
+        if data[: len(MAGIC)] != MAGIC:
             raise JournalCorrupt(path.name, 0)
-        data = memoryview(mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ))
-    if data[: len(MAGIC)] != MAGIC:
-        raise JournalCorrupt(path.name, 0)
-    if _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(data[: -_CRC.size]):
-        raise JournalCorrupt(path.name, len(data))
-    parts = _Parts(data[len(MAGIC) : -_CRC.size], path.name)
-    with parts.meant():
-        head = msgspec.msgpack.decode(parts.sized(), type=Head)
-    return head, parts
+        if _CRC.unpack(data[-_CRC.size :])[0] != zlib.crc32(data[: -_CRC.size]):
+            raise JournalCorrupt(path.name, len(data))
+        self._rest = Bytes(data[len(MAGIC) : -_CRC.size])
+        with self._meant():
+            self.head = msgspec.msgpack.decode(self._rest.take(self._rest.number()), type=Head)
 
-
-class _Parts:
-    """What follows the magic of a file."""
-
-    def __init__(self, data: memoryview, name: str) -> None:
-        self._data, self._name, self._at = data, name, 0
+    def machine(self) -> Machine:
+        """The machine; call it once. Raises JournalCorrupt."""
+        with self._meant():
+            state = msgspec.msgpack.decode(self._rest.take(self._rest.number()), type=SavedMachine)
+            limits = limits_of(state.limits)
+            bytes_max = memory_bytes()
+            if (needed := bytes_needed(limits)) > bytes_max:
+                raise ValueError(f"its limits need {needed} bytes of memory, and there are {bytes_max}")
+            return restored(state, limits, read_arrays(self._rest, bytes_max))
 
     @contextmanager
-    def meant(self) -> Iterator[None]:
+    def _meant(self) -> Iterator[None]:
         """Bytes that are as they were written may mean nothing all the same. Raises JournalCorrupt."""
         try:
             yield
         except Exception as error:
             log.error("%s makes no state: %s: %s", self._name, type(error).__name__, error)
-            raise JournalCorrupt(self._name, len(MAGIC) + self._at) from error
-
-    def sized(self) -> memoryview:
-        """The next part, which says its size."""
-        return self._take(self._number())
-
-    def objects(self) -> Machine:
-        """The machine. Raises JournalCorrupt."""
-        with self.meant():
-            objects = self.sized()
-            buffers = [self._memory() for _ in range(self._number())]
-            machine = _Unpickler(io.BytesIO(objects), buffers).load()
-            if not isinstance(machine, Machine):
-                raise pickle.UnpicklingError(f"it holds a {type(machine).__name__}")
-        return machine
-
-    def _number(self) -> int:
-        number: int = _SIZE.unpack(self._take(_SIZE.size))[0]
-        return number
-
-    def _take(self, size: int) -> memoryview:
-        self._at += size
-        return self._data[self._at - size : self._at]
-
-    def _memory(self) -> np.ndarray[Any, Any]:
-        """An array's memory: zeros but for the pages that were written."""
-        size, count = self._number(), self._number()
-        whole = size // PAGE_BYTES
-        if not whole:
-            return np.frombuffer(bytearray(self._take(size)), np.uint8)
-        memory = np.zeros(size, np.uint8)
-        if count:
-            used = np.frombuffer(self._take(count * 4), np.uint32)
-            pages = np.frombuffer(self._take(count * PAGE_BYTES), np.uint8).reshape(count, PAGE_BYTES)
-            memory[: whole * PAGE_BYTES].reshape(whole, PAGE_BYTES)[used] = pages
-        memory[whole * PAGE_BYTES :] = np.frombuffer(self._take(size - whole * PAGE_BYTES), np.uint8)
-        return memory
+            raise JournalCorrupt(self._name, len(MAGIC) + self._rest.at) from error
 
 
-class _Pickler(pickle.Pickler):
-    """Leaves the memory of all arrays to be written by itself."""
-
-    def __init__(self, file: io.BytesIO, buffers: list[pickle.PickleBuffer], attributes: Attributes) -> None:
-        super().__init__(file, protocol=5, buffer_callback=buffers.append)
-        self.dispatch_table = _Reducers(attributes)
-
-
-class _Reducers(dict[type, Callable[[Any], Any]]):
-    """What says how an object is pickled, by its class.
-
-    Parts of the machine have their attributes set one by one when they are read: given as a whole, they would be kept
-    in a dictionary, and whatever looks at them would take longer from then on.
-    """
-
-    def __init__(self, attributes: Attributes) -> None:
-        super().__init__(copyreg.dispatch_table)
-        self[np.ndarray] = _whole
-        self._attributes = attributes
-
-    def __missing__(self, cls: type) -> Callable[[Any], Any]:
-        if not _is_part(cls):
-            raise KeyError(cls)
-        self[cls] = self._part
-        return self._part
-
-    def _part(self, value: Any) -> Any:
-        return copyreg.__newobj__, (type(value),), (None, self._attributes(value))  # type: ignore[attr-defined]
+def bytes_needed(limits: Limits) -> int:
+    """About how much memory a machine takes at most for its arrays."""
+    bounds, cache = limits.bounds, limits.cache
+    of_block = 64 + 4 * cache.block_size
+    of_sequence = 512 + 4 * bounds.blocks_per_sequence_max + 8 * limits.context_tokens_max + 4 * bounds.stop_tokens_max
+    of_tenant = 4096
+    return bounds.blocks_max * of_block + bounds.sequences_max * of_sequence + bounds.tenants_max * of_tenant
 
 
-@cache
-def _is_part(cls: type) -> bool:
-    """Whether an object of the class is its attributes and nothing besides, and is made and pickled as most are."""
-    own = cls.__module__.startswith("coordinator.core.") and cls.__dictoffset__ != 0
-    asked = ("__new__", "__setattr__", "__getstate__", "__reduce__", "__reduce_ex__")
-    plain = all(getattr(cls, name) is getattr(object, name) for name in asked) and not hasattr(cls, "__setstate__")
-    return own and plain and not any("__slots__" in vars(base) for base in cls.__mro__)
-
-
-# What makes an array of its memory, as numpy tells pickle by itself, in a third of the time.
-_from_memory: Callable[..., Any] = np.zeros(1).__reduce_ex__(5)[0]  # type: ignore[assignment]
-
-
-def _whole(value: np.ndarray[Any, Any]) -> Any:
-    """A part of a larger array would be pickled number by number."""
-    whole = np.ascontiguousarray(value)
-    memory = pickle.PickleBuffer(whole)  # type: ignore[arg-type]
-    return _from_memory, (memory, whole.dtype, whole.shape, "C")
-
-
-_known: dict[tuple[str, str], Any] = {}  # what was found: to look again takes longer than all else about a small part
-
-
-class _Unpickler(pickle.Unpickler):
-    """Knows the classes that a machine is made of, and no others: whoever could write this file can run nothing."""
-
-    def __init__(self, file: io.BytesIO, buffers: Iterable[Any]) -> None:
-        super().__init__(file, buffers=buffers)
-
-    def find_class(self, module: str, name: str) -> Any:
-        """Raises UnpicklingError."""
-        if (found := _known.get((module, name))) is None:
-            found = _known[module, name] = self._find(module, name)
-        return found
-
-    def _find(self, module: str, name: str) -> Any:
-        if (module, name) == ("builtins", "getattr"):
-            return _method
-        if name in OTHERS.get(module, ()):
-            return super().find_class(module, name)
-        # What a module of ours only imports is not its own, nor is what it defines for others to call.
-        if module.startswith(OWN) and getattr(found := super().find_class(module, name), "__module__", "") == module:
-            return found
-        raise pickle.UnpicklingError(f"{module}.{name} is no part of a machine")
-
-
-def _method(owner: Any, name: str) -> Any:
-    """A method that a part of a machine knows of another part. Raises UnpicklingError."""
-    kind = type(owner)
-    if not kind.__module__.startswith("coordinator.core.") or name.startswith("__"):
-        raise pickle.UnpicklingError(f"{name} of a {kind.__module__}.{kind.__name__} is no part of a machine")
-    return getattr(owner, name)
+def memory_bytes() -> int:
+    """The memory of this machine: no snapshot that a machine of this host wrote takes more."""
+    return os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")

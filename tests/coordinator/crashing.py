@@ -20,7 +20,7 @@ from coordinator.core.events import Boot
 from coordinator.core.limits import Limits
 from coordinator.core.machine import Machine
 from coordinator.journal import snapshot
-from coordinator.journal.entries import STATE_VERSION
+from coordinator.journal.identity import Origin
 from coordinator.journal.log import Journal, remove_before, segments
 from coordinator.journal.recovery import cut_torn, recover
 from coordinator.outbox import Frames, Sent, Who
@@ -171,6 +171,11 @@ class DyingJournal(Journal):
             with path.open("r+b") as file:
                 file.truncate(left)
             raise Crash
+
+    def _acknowledge(self) -> None:
+        """Not where the process dies while it writes the record."""
+        if not hasattr(self, "world") or self.world.dies != "torn":
+            super()._acknowledge()
 
 
 class Worker(FakeWorker):
@@ -378,8 +383,8 @@ class World:
         for peer in (*self.workers, *self.clients):
             peer.connect()
 
-    def _journal(self, number: int) -> DyingJournal:
-        journal = DyingJournal(self.folder, number)
+    def _journal(self, number: int, origin: Origin | None = None) -> DyingJournal:
+        journal = DyingJournal(self.folder, number, origin=origin)
         journal.world = self
         return journal
 
@@ -431,7 +436,7 @@ class World:
     def cut_journal(self) -> None:
         """A snapshot, as a child writes it."""
         number = self.journal.rotate()
-        head = snapshot.Head(version=STATE_VERSION, now_us=self.now_us, numbers=self._number)
+        head = snapshot.Head.of(self.journal, self.now_us, self._number)
         snapshot.write(self.folder / snapshot.STATE.format(number), self.machine, head)
         remove_before(self.folder, number, durable=False)
 
@@ -452,7 +457,7 @@ class World:
         cut_torn(found)
         self.machine, self._number = found.machine, max(self._number, found.numbers)
         self.machine.check_invariants()
-        self.journal = self._journal(found.number)
+        self.journal = self._journal(found.number, found.origin)
         self._begin()
         self.now_us += 1_000
         self.loop.restarted(self.now_us)

@@ -24,6 +24,7 @@ from kvforge.protocol.messages import (
     Stream,
 )
 from tests.coordinator.driver import GREEDY, VOCABULARY, Driver, FakeWorker, continuation, int32
+from tests.coordinator.journal.files import head_of
 
 PROMPT = [3, 1, 4, 1, 5, 9, 2, 6, 5]
 Pairs = tuple[tuple[int, float], ...]
@@ -198,8 +199,8 @@ def test_a_grammar_is_in_a_snapshot(driver: Driver, tmp_path: Path) -> None:
     request = driver.submit(PROMPT, max_tokens=12, sampling=Sampling(seed=1, grammar=grammar))
     driver.step()
     path = tmp_path / "state"
-    snapshot.write(path, driver.machine, snapshot.Head(version=1, now_us=1, numbers=1))
-    found = snapshot.read(path)[1].objects().requests.live[request].sampling
+    snapshot.write(path, driver.machine, head_of(1))
+    found = snapshot.Snapshot(path).machine().requests.live[request].sampling
     assert found == driver.machine.requests.live[request].sampling and found.grammar == grammar
 
 

@@ -34,7 +34,6 @@ from coordinator.core.machine import Machine
 from coordinator.core.workers.reports import Worker
 from coordinator.journal.entries import Reader
 from coordinator.journal.log import Journal, segments
-from coordinator.journal.records import read
 from coordinator.outbox import BACKLOG_BYTES_MAX, Sent, Who
 from coordinator.server import PROGRESS_US, Ending
 from coordinator.turn import BEAT_US, RETRY_US, TurnLimits, TurnLoop
@@ -60,6 +59,7 @@ from kvforge.protocol.messages import (
     WorkerWelcome,
 )
 from kvforge.protocol.tables import TablesReader, TablesWriter
+from tests.coordinator.journal.files import records_of
 from tests.coordinator.net import Net, fill, short_lived_net, until
 from tests.limits import make_limits
 
@@ -286,9 +286,9 @@ def test_what_the_last_effect_of_a_turn_made_the_core_be_told_is_written_with_it
     journal.rotate()
     journal.close()
     first, second = segments(tmp_path).values()
-    records = list(read(memoryview(first.read_bytes()), 1, first.name))
+    records = records_of(first)
     assert [type(entry.event) for found in records for entry in Reader().entries(found.payload)][-1] is ClientFull
-    assert second.read_bytes() == b""
+    assert records_of(second) == []
 
 
 def test_what_only_asks_is_answered_and_not_written(bench: Bench, tmp_path: Path) -> None:
@@ -303,7 +303,7 @@ def test_what_only_asks_is_answered_and_not_written(bench: Bench, tmp_path: Path
     bench.turn()
     journal.close()
     (segment,) = segments(tmp_path).values()
-    records = list(read(memoryview(segment.read_bytes()), 1, segment.name))
+    records = records_of(segment)
     events = [entry.event for found in records for entry in Reader().entries(found.payload)]
     assert [type(event.message) for event in events if isinstance(event, FromClient)] == [GetStats]
 

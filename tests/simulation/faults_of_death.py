@@ -18,7 +18,7 @@ from coordinator.core.machine import Machine
 from coordinator.core.workers import reports
 from coordinator.core.workers.reports import WorkerReports
 from coordinator.core.workers.worker import Worker
-from coordinator.journal import entries, log, records, recovery, snapshot
+from coordinator.journal import entries, log, memory, records, recovery
 from coordinator.journal.log import Journal
 from coordinator.kv_events.stream import EventStream
 from coordinator.turn import TurnLoop
@@ -101,10 +101,10 @@ def torn_record_taken() -> list[Patch]:
         start = at + records.HEADER.size
         if start >= len(data):
             return None
-        magic, size, _, own = records.HEADER.unpack_from(data, at)
+        magic, size, crc, before, own = records.HEADER.unpack_from(data, at)
         if magic != records.MAGIC or (number is not None and own != number):
             return None
-        return records.Record(own, data[start : start + size], at, min(start + size, len(data)))
+        return records.Record(own, crc, before, data[start : start + size], at, min(start + size, len(data)))
 
     return [(records, "_valid", valid)]
 
@@ -112,15 +112,16 @@ def torn_record_taken() -> list[Patch]:
 @fault
 def page_left_out_of_a_snapshot() -> list[Patch]:
     """Of each array the last page that holds anything."""
-    real = snapshot._write_used
+    real = memory._write_array
 
-    def write_used(out: Any, memory: memoryview) -> None:
-        copy = np.frombuffer(memory, np.uint8).copy()
-        if copy.any():
-            copy[np.flatnonzero(copy)[-1]] = 0
-        real(out, copy.data)
+    def write_array(array: Any, write: Any) -> None:
+        copy = np.ascontiguousarray(array).copy()
+        page = copy.reshape(-1).view(np.uint8)
+        if page.any():
+            page[np.flatnonzero(page)[-1]] = 0
+        real(copy, write)
 
-    return [(snapshot, "_write_used", write_used)]
+    return [(memory, "_write_array", write_array)]
 
 
 @fault

@@ -7,13 +7,14 @@ process, they make the same effects and the same state.
 from __future__ import annotations
 
 import hashlib
-import pickle
 import sys
 from pathlib import Path
 from typing import Any
 
-from coordinator.core.events import Applied, Boot, Event
+from coordinator.core.events import Applied, Boot, Event, FromClient, FromWorker
 from coordinator.core.machine import Machine
+from coordinator.journal.entries import Reader, pack
+from kvforge.protocol import codec
 from tests.simulation.digest import digest, state_digest
 
 STATE_EVERY = 20
@@ -25,13 +26,13 @@ class Recording:
     due then, and of the state after them."""
 
     def __init__(self, boot: Boot, start_us: int) -> None:
-        self._events: list[bytes] = [pickle.dumps((boot, start_us), protocol=5)]
+        self._events: list[bytes] = [_packed(boot, start_us)]
         self.lines: list[str] = []
         self._effects = hashlib.blake2b(digest_size=16)
 
     def applied(self, machine: Machine, event: Event, now_us: int, applied: Applied) -> None:
         """One more event was applied."""
-        self._events.append(pickle.dumps((event, now_us), protocol=5))
+        self._events.append(_packed(event, now_us))
         self._note(machine, applied)
 
     def _note(self, machine: Machine, applied: Applied) -> None:
@@ -45,16 +46,22 @@ class Recording:
     def write(self, machine: Machine, path: Path) -> None:
         """It is over."""
         self._line(machine)
-        path.write_bytes(pickle.dumps(self._events, protocol=5))
+        path.write_bytes(b"".join(self._events))
+
+
+def _packed(event: Event | Boot, now_us: int) -> bytes:
+    """An entry of a journal."""
+    frames = codec.encode(event.message) if isinstance(event, FromClient | FromWorker) else ()
+    return b"".join(pack(event, now_us, frames))
 
 
 def replayed(path: Path) -> list[str]:
     """The lines of a recording, found out anew."""
-    first, *rest = pickle.loads(path.read_bytes())  # noqa: S301 - written by the test that reads it
-    boot, start_us = pickle.loads(first)  # noqa: S301
+    (boot, start_us), *rest = Reader().entries(memoryview(path.read_bytes()))
+    assert isinstance(boot, Boot)
     machine, recording = Machine(boot, start_us), Recording(boot, start_us)
-    for entry in rest:
-        event, now_us = pickle.loads(entry)  # noqa: S301
+    for event, now_us in rest:
+        assert not isinstance(event, Boot)
         recording.applied(machine, event, now_us, machine.apply(event, now_us))
         _forget_published(machine.cache)
     machine.check_invariants()

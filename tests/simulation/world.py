@@ -147,7 +147,7 @@ class World:
         self._pools = {(group.name, group.epoch) for group in found.machine.cache.groups.values()}
         for side in (self.client_side, self.worker_side):
             side.die()
-        journal = DyingJournal(self._folder / "state", found.number)
+        journal = DyingJournal(self._folder / "state", found.number, origin=found.origin)
         self.coordinator = SimulatedCoordinator(self, found.machine, self._folder, self._entropy, journal)
         self.coordinator.goes_on(before)
         if found.records > REPLAYED_MAX:

@@ -43,8 +43,8 @@ class PrefixStore:
         return {name: value for name, value in vars(self).items() if name not in ("contents", "changed")}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy shows its own tokens: a hit must never be compared with another store's. Nobody mirrors it."""
-        for name, value in state.items():  # one by one: `coordinator.journal.snapshot` says why
+        """A copy shows its own tokens: a hit must never be compared with another store's. It has no mirror."""
+        for name, value in state.items():
             setattr(self, name, value)
         self.changed = None
         self._show()
@@ -60,29 +60,6 @@ class PrefixIndex:
         self._store, self._blocks, self._waits, self._hasher = store, blocks, waits, hasher
         self._by_hash: dict[int, int] = {}
         self._children: dict[int, int | dict[int, None]] = {}
-
-    def __getstate__(self) -> dict[str, Any]:
-        """Arrays in place of what has an entry for each block: a million of them take seconds otherwise."""
-        children = self._children.values()
-        return {
-            **vars(self),
-            "_by_hash": np.fromiter(self._by_hash.values(), np.int64, len(self._by_hash)),
-            "_children": (
-                np.fromiter(self._children, np.int64, len(children)),
-                np.fromiter((-1 if isinstance(own, dict) else own for own in children), np.int64, len(children)),
-                [own for own in children if isinstance(own, dict)],
-            ),
-        }
-
-    def __setstate__(self, state: dict[str, Any]) -> None:
-        for name, value in state.items():  # one by one: `coordinator.journal.snapshot` says why
-            setattr(self, name, value)
-        ids = state["_by_hash"]
-        self._by_hash = dict(zip(self._store.hash[ids].tolist(), ids.tolist(), strict=True))
-        parents, only, several = state["_children"]
-        self._children = dict(zip(parents.tolist(), only.tolist(), strict=True))
-        for parent, own in zip(parents[only < 0].tolist(), several, strict=True):
-            self._children[parent] = own
 
     def __len__(self) -> int:
         return len(self._by_hash)

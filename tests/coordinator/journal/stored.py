@@ -3,6 +3,8 @@
 A journal of a simulated world, and a snapshot of the middle of it, as this version of the state writes them, with the
 digest of the state after so many records each. Whatever makes another state of them, or cannot read them any more, is
 another version of the state: what is kept of a running service would be gone on with wrongly by the next kvforge.
+
+The snapshot is kept in tests/data/snapshots, too, under its version, beside that of the version before: both are read.
 """
 
 from __future__ import annotations
@@ -14,13 +16,15 @@ import tempfile
 from pathlib import Path
 
 from coordinator.journal.entries import STATE_VERSION
+from coordinator.journal.identity import ACKNOWLEDGED
 from coordinator.journal.log import SEGMENT, segments, states
-from coordinator.journal.records import read
 from coordinator.journal.recovery import Recovered, recover
+from tests.coordinator.journal.files import acknowledge, records_of
 from tests.coordinator.journal.test_recovery import cut_by_a_snapshot, lived
 from tests.simulation.digest import state_digest
 
 FOLDER = Path(__file__).parents[2] / "data" / "journal"
+SNAPSHOTS = Path(__file__).parents[2] / "data" / "snapshots"  # of this version and of the one before
 SEED, DIGESTS = 6, 8
 WHOLE, FACTS = "records.gz", "digests.json"
 
@@ -36,8 +40,9 @@ def after(records: int, folder: Path) -> str:
     """The digest of the state after the first so many records of the stored journal."""
     unpacked(folder, {WHOLE: SEGMENT.format(1)})
     path = folder / SEGMENT.format(1)
-    ends = [found.end for found in read(memoryview(path.read_bytes()), 1, path.name)]
-    path.write_bytes(path.read_bytes()[: ends[records - 1]])
+    last = records_of(path)[records - 1]
+    path.write_bytes(path.read_bytes()[: last.end])
+    acknowledge(folder, last)
     return digest_of(recover(folder))
 
 
@@ -57,13 +62,19 @@ def main() -> int:
         folder = Path(made)
         lived(SEED, folder)
         (path,) = segments(folder / "journal").values()
-        records = sum(1 for _ in read(memoryview(path.read_bytes()), 1, path.name))
+        records = len(records_of(path))
         cut = cut_by_a_snapshot(folder / "journal", records // 2)
         (FOLDER / WHOLE).write_bytes(gzip.compress(path.read_bytes(), mtime=0))
-        for part in (*states(cut).values(), *segments(cut).values()):
+        for part in (*states(cut).values(), *segments(cut).values(), cut / ACKNOWLEDGED):
             (FOLDER / f"{part.name}.gz").write_bytes(gzip.compress(part.read_bytes(), mtime=0))
         counts = [records * (i + 1) // DIGESTS for i in range(DIGESTS)]
         digests = {str(count): after(count, folder / str(count)) for count in counts}
+        (snapshot,) = states(cut).values()
+        SNAPSHOTS.mkdir(exist_ok=True)
+        (SNAPSHOTS / f"{STATE_VERSION}.gz").write_bytes(gzip.compress(snapshot.read_bytes(), mtime=0))
+    for old in SNAPSHOTS.iterdir():
+        if int(old.stem) < STATE_VERSION - 1:
+            old.unlink()
     facts = {"state_version": STATE_VERSION, "digest_after_records": digests}
     (FOLDER / FACTS).write_text(json.dumps(facts, indent=1) + "\n")
     return 0

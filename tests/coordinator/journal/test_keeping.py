@@ -23,16 +23,15 @@ from coordinator.config import CoordinatorConfig
 from coordinator.core.events import ClientCame, Event, FromClient, FromWorker, Turn
 from coordinator.core.limits import Bounds, CacheLimits, ScheduleLimits
 from coordinator.journal import snapshot
-from coordinator.journal.entries import STATE_VERSION
 from coordinator.journal.keeping import Keeper
 from coordinator.journal.log import Journal, segments, states
-from coordinator.journal.records import read
 from coordinator.journal.recovery import Recovered, recover
 from coordinator.life import Life
 from kvforge.protocol import codec
 from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, JournalFull
 from kvforge.protocol.messages import CreateSequence, Message, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import model_info
+from tests.coordinator.journal.files import head_of, records_of
 from tests.simulation.digest import state_digest
 
 DEADLINE_S = 60.0
@@ -430,14 +429,14 @@ def test_on_a_full_disk_nothing_goes_on_until_there_is_room(folder: Path, caplog
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         journal.close()
     (path,) = segments(folder).values()
-    assert [found.number for found in read(memoryview(path.read_bytes()), 1, path.name)] == [1, 2, 3]
+    assert [found.number for found in records_of(path)] == [1, 2, 3]
 
 
 def test_a_snapshot_that_finds_no_room_takes_none(folder: Path) -> None:
     """The journal waits for it: with what it left there would never be any."""
     lived = Lived(config(folder))
     lived.busy()
-    head = snapshot.Head(version=STATE_VERSION, now_us=1, numbers=1)
+    head = head_of(1)
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
     try:
@@ -460,7 +459,7 @@ def test_a_file_that_may_not_grow_by_a_byte_is_a_full_disk_too(folder: Path) -> 
     try:
         journal.note(event, 1, frames)
         journal.commit()
-        resource.setrlimit(resource.RLIMIT_FSIZE, (journal.bytes, before[1]))
+        resource.setrlimit(resource.RLIMIT_FSIZE, (segments(folder)[1].stat().st_size, before[1]))
         journal.note(event, 2, frames)
         with pytest.raises(JournalFull, match="no room for the journal"):
             journal.commit()
@@ -471,7 +470,7 @@ def test_a_file_that_may_not_grow_by_a_byte_is_a_full_disk_too(folder: Path) -> 
         signal.signal(signal.SIGXFSZ, signal.SIG_DFL)
         journal.close()
     (path,) = segments(folder).values()
-    assert [found.number for found in read(memoryview(path.read_bytes()), 1, path.name)] == [1, 2]
+    assert [found.number for found in records_of(path)] == [1, 2]
 
 
 def _large() -> tuple[FromClient, list[bytes | memoryview]]:

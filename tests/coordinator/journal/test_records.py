@@ -6,14 +6,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coordinator.journal.records import HEADER, MAGIC, read, record
+from coordinator.journal.records import HEADER, MAGIC, crc_of, read, record
 from kvforge.protocol.errors import JournalCorrupt
 
 PAYLOADS = [b"one", b"", b"three" * 100, MAGIC + b"looks like one", b"five"]
 
 
 def written(payloads: list[bytes], first: int = 7) -> bytes:
-    return b"".join(record(first + i, [payload[:3], payload[3:]]) for i, payload in enumerate(payloads))
+    data, before = b"", 0
+    for i, payload in enumerate(payloads):
+        data += (made := record(first + i, [payload[:3], payload[3:]], before))
+        before = crc_of(made)
+    return data
 
 
 def read_all(data: bytes, first: int = 7) -> list[bytes]:
@@ -61,3 +65,9 @@ def test_a_record_that_is_not_the_next_one_is_not_read() -> None:
     with pytest.raises(JournalCorrupt, match="record 8 is missing and 9 follows"):
         read_all(record(7, [b"a"]) + record(9, [b"b"]))
     assert read_all(record(7, [b"a"]) + record(7, [b"a"])) == [b"a"], "an old one again is nothing that follows"
+
+
+def test_a_record_that_follows_another_one_is_refused() -> None:
+    """It is whole and has the right number: it is of another journal, or of another version of this one."""
+    with pytest.raises(JournalCorrupt, match="record 8 follows another record than the one before it"):
+        read_all(record(7, [b"a"]) + record(8, [b"b"], crc_of(record(7, [b"c"]))))

@@ -4,28 +4,26 @@ from __future__ import annotations
 
 import gc
 import os
-import pickle
 import shutil
-import struct
 import subprocess
 import sys
-import zlib
 from pathlib import Path
 from typing import Any
 
-import msgspec
 import pytest
 
 from coordinator.core.events import Applied, Boot, ClientCame, Event, FromClient, FromWorker
 from coordinator.core.machine import Machine
 from coordinator.journal import snapshot
 from coordinator.journal.entries import FROM_CLIENT, HEAD, STATE_VERSION
+from coordinator.journal.identity import ACKNOWLEDGED
 from coordinator.journal.log import SEGMENT, Journal, segments, states
-from coordinator.journal.records import read, record
+from coordinator.journal.records import record
 from coordinator.journal.recovery import recover
 from kvforge.protocol import codec
 from kvforge.protocol.errors import InvalidConfiguration, JournalCorrupt
 from kvforge.protocol.messages import GetStats
+from tests.coordinator.journal.files import acknowledge, head_of, records_of
 from tests.limits import make_limits
 from tests.simulation.digest import state_digest
 from tests.simulation.runner import drawn
@@ -81,16 +79,21 @@ def cut_by_a_snapshot(folder: Path, records: int) -> Path:
     (path,) = segments(folder).values()
     cut = folder.with_name("cut")
     cut.mkdir()
-    found = list(read(memoryview(path.read_bytes()), 1, path.name))
+    found = records_of(path)
     assert records < len(found)
     data = path.read_bytes()
     (cut / path.name).write_bytes(data[: found[records - 1].end])
+    acknowledge(cut, found[records - 1])
     early = recover(cut)
     assert early is not None and early.records == records
     (cut / path.name).unlink()
-    head = snapshot.Head(version=STATE_VERSION, now_us=early.now_us, numbers=early.numbers)
+    journal = Journal(cut, early.number, origin=early.origin)
+    head = snapshot.Head.of(journal, early.now_us, early.numbers)
     snapshot.write(cut / snapshot.STATE.format(early.number), early.machine, head)
-    (cut / SEGMENT.format(early.number)).write_bytes(data[found[records - 1].end :])
+    journal.close()
+    with (cut / SEGMENT.format(early.number)).open("ab") as file:
+        file.write(data[found[records - 1].end :])
+    shutil.copy(folder / ACKNOWLEDGED, cut / ACKNOWLEDGED)
     return cut
 
 
@@ -138,12 +141,15 @@ def test_a_torn_tail_is_said_and_the_rest_counts(tmp_path: Path) -> None:
     journal.close()
     path = segments(tmp_path)[1]
     whole = path.stat().st_size
-    for cut in (1, 20, 40):
+    first, second = records_of(path)
+    acknowledge(tmp_path, first)
+    for cut in (1, 20, second.end - second.start - 1):
         os.truncate(path, whole - cut)
         found = recover(tmp_path)
         assert found is not None and found.torn is not None
         assert (found.torn[0], found.records, found.number) == (path, 1, 2)
         assert found.torn[1] + found.torn[2] == whole - cut
+    (tmp_path / ACKNOWLEDGED).unlink()
     os.truncate(path, 3)
     assert recover(tmp_path) is None, "not even its beginning was written"
 
@@ -164,10 +170,10 @@ def test_a_snapshot_and_what_follows_make_the_same_machine(seed: int, tmp_path: 
 
 def test_a_machine_of_a_snapshot_looks_its_attributes_up_as_fast_as_a_new_one(tmp_path: Path) -> None:
     """Python keeps them beside an object until it is given all at once, and in a dictionary from then on."""
-    machine, head = Machine(boot(), 0), snapshot.Head(version=STATE_VERSION, now_us=1, numbers=1)
+    machine, head = Machine(boot(), 0), head_of(1)
     names = vars(Machine(boot(), 0)).keys()
     snapshot.write(tmp_path / "state", machine, head)
-    restored = snapshot.read(tmp_path / "state")[1].objects()
+    restored = snapshot.Snapshot(tmp_path / "state").machine()
     kept = [value.keys() for value in gc.get_referents(restored) if type(value) is dict]
     assert names not in kept
     assert vars(restored).keys() == names
@@ -186,58 +192,6 @@ def test_a_damaged_snapshot_is_refused_wherever_it_is_damaged(tmp_path: Path) ->
         recover(path.parent)
 
 
-class Told:
-    """Pickles as a call of whatever it was told."""
-
-    def __init__(self, function: Any, *arguments: Any) -> None:
-        self._call = (function, arguments)
-
-    def __reduce__(self) -> Any:
-        return self._call
-
-
-def named(module: str, name: str) -> bytes:
-    """A pickle that calls what has this name, which may have dots, with the name of a file."""
-    return (
-        b"\x80\x04"
-        + b"".join(b"\x8c" + bytes([len(part)]) + part.encode() for part in (module, name))
-        + b"\x93\x8c\x04made\x85R."
-    )
-
-
-@pytest.mark.parametrize(
-    "pickled",
-    [
-        b"",
-        b"no pickle",
-        pickle.dumps({"no": "machine"}),
-        pickle.dumps(Told(os.mkdir, "made")),
-        pickle.dumps(Told(getattr, "a string", "join")),
-        named("coordinator.core.machine", "made"),
-        named("kvforge.protocol.transport", "os.mkdir"),
-        named("kvforge.protocol.errors", "__builtins__.open"),
-        named("coordinator.core.machine", "Machine.__init__.__globals__"),
-        named("numpy", "load"),
-    ],
-    ids=["empty", "none", "other", "call", "text", "missing", "imported", "builtin", "globals", "numpy"],
-)
-def test_a_snapshot_that_is_as_it_was_written_and_no_state_is_refused_and_runs_nothing(
-    pickled: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.chdir(tmp_path)
-    parts = [msgspec.msgpack.encode(snapshot.Head(version=STATE_VERSION, now_us=1, numbers=1)), pickled]
-    data = snapshot.MAGIC + b"".join(struct.pack("<Q", len(part)) + part for part in parts) + struct.pack("<Q", 0)
-    path = tmp_path / snapshot.STATE.format(1)
-    path.write_bytes(data + struct.pack("<I", zlib.crc32(data)))
-    with pytest.raises(JournalCorrupt, match=f"{path.name} is damaged .* start with --fresh"):
-        recover(tmp_path)
-    assert [found.name for found in tmp_path.iterdir()] == [path.name]
-    head = snapshot.MAGIC + struct.pack("<Q", 1 << 60) + b"x"
-    path.write_bytes(head + struct.pack("<I", zlib.crc32(head)))
-    with pytest.raises(JournalCorrupt, match=path.name):
-        recover(tmp_path)
-
-
 @pytest.mark.parametrize(
     "payload",
     [b"short", HEAD.pack(200, 0, 0, 1, 1, 1), HEAD.pack(FROM_CLIENT, 0, 9, 1, 1, 1)],
@@ -250,7 +204,8 @@ def test_a_record_that_is_as_it_was_written_and_no_event_is_refused(payload: byt
     journal.close()
     path = segments(tmp_path)[1]
     good = path.stat().st_size
-    path.write_bytes(path.read_bytes() + record(2, [payload]))
+    (first,) = records_of(path)
+    path.write_bytes(path.read_bytes() + record(2, [payload], first.crc))
     with pytest.raises(JournalCorrupt, match=f"{path.name} is damaged at byte {good}"):
         recover(tmp_path)
 
@@ -261,5 +216,5 @@ def test_what_other_code_wrote_is_refused(tmp_path: Path, monkeypatch: pytest.Mo
     journal.commit()
     journal.close()
     monkeypatch.setattr("coordinator.journal.entries.STATE_VERSION", STATE_VERSION + 1)
-    with pytest.raises(InvalidConfiguration, match=f"state version {STATE_VERSION}, this kvforge has"):
+    with pytest.raises(InvalidConfiguration, match=f"records of state version {STATE_VERSION}, this kvforge has"):
         recover(tmp_path)

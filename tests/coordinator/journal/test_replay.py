@@ -10,13 +10,14 @@ import pytest
 
 from coordinator.core.events import Boot, ClientCame, FromClient, FromWorker, Turn
 from coordinator.journal.log import Journal, segments, states
-from coordinator.journal.records import read
+from coordinator.journal.recovery import recover
 from coordinator.replay import main
 from kvforge.commands import cli
 from kvforge.protocol import codec
 from kvforge.protocol.exits import DAMAGED, OK, USAGE
 from kvforge.protocol.messages import Message, Submit, WorkerHello, WorkerReady
 from tests.coordinator.driver import model_info
+from tests.coordinator.journal.files import records_of
 from tests.limits import make_limits
 
 READY = WorkerReady(rid=2, model=model_info(), blocks=8, bytes_per_block=1, kv_dtype="float32", device="cpu")
@@ -96,9 +97,9 @@ def test_a_folder_without_a_journal_and_a_damaged_one_are_told_apart(
     assert main([str(tmp_path / "nowhere")]) == USAGE
     (tmp_path / "empty").mkdir()
     assert main([str(tmp_path / "empty")]) == USAGE
-    (path,) = (path for path in folder.iterdir() if path.is_file())
+    (path,) = segments(folder).values()
     data = bytearray(path.read_bytes())
-    data[30] ^= 1
+    data[records_of(path)[0].start + 30] ^= 1
     path.write_bytes(data)
     assert main([str(folder)]) == DAMAGED
     assert "record 1 is missing and 2 follows" in capsys.readouterr().err
@@ -107,12 +108,14 @@ def test_a_folder_without_a_journal_and_a_damaged_one_are_told_apart(
 
 
 def test_what_comes_before_the_damage_is_shown(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    journal = Journal(folder, 3)
+    found = recover(folder)
+    assert found is not None
+    journal = Journal(folder, found.number, origin=found.origin)
     journal.note(Turn(), 50)
     journal.commit()
     journal.close()
     path = segments(folder)[1]
-    first, second = read(memoryview(path.read_bytes()), 1, path.name)
+    first, second = records_of(path)
     data = bytearray(path.read_bytes())
     data[second.start + 40] ^= 1
     path.write_bytes(data)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pickle
 from collections.abc import Iterable
 from copy import deepcopy
 
@@ -18,6 +17,7 @@ from coordinator.kv_events.format import BATCH_BLOCKS_MAX, Format
 from tests.coordinator.conftest import MakePool
 from tests.coordinator.driver import Driver
 from tests.mirror import DECODERS, Mirror
+from tests.simulation.digest import digest
 
 PROMPT = [10, 11, 12, 13, 20, 21, 22, 23, 30]
 
@@ -183,10 +183,10 @@ def test_too_much_is_not_kept() -> None:
 
 def test_nothing_of_it_is_part_of_the_state(make_pool: MakePool) -> None:
     driver, _ = make_pool()
-    before = len(pickle.dumps(driver.machine.cache.store))
+    before = digest(driver.machine.cache.store)
     driver.machine.cache.tell_changes()
     store = driver.machine.cache.store
-    assert len(pickle.dumps(store)) == before
+    assert digest(store) == before
     assert store.changed is not None and deepcopy(store).changed is None
 
 

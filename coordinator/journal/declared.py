@@ -1,0 +1,290 @@
+"""The format of a snapshot: one struct for each class of the core that has state, and an array by its place in a table.
+
+A field has the name of the attribute that it stands for, without a leading underscore, and its type. Attributes that
+are not declared are wiring between parts, or follow from the limits: a new machine has them. Nothing here names code.
+
+Compatibility rule. Version N reads what N and N - 1 wrote:
+
+- A field that the reader does not know is ignored.
+- A field that the writer did not know takes its default, so every field that is added has one.
+- A field whose meaning changes gets another name. A field is removed, or its default, two versions later.
+- `STATE_VERSION` (`entries.py`) is raised with each change here, and the fixture of the version before stays in tests.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from typing import Annotated, Any, TypeAlias
+
+from kvforge.protocol.errors import Field
+from kvforge.protocol.messages import Ended, Sampling
+
+from ..core.commands.sessions import Away
+from ..core.events import ClientGone
+from ..core.rights import Access
+from ..core.waits import Event, Wait
+from .declared_cache import SavedCache
+from .marks import F32, I32, I64, U64, F32Table, Flags, Frames, I32Table, Kept, Saved
+
+RequestIndex: TypeAlias = int  # in `SavedRequests.known`
+WorkerIndex: TypeAlias = int  # in `SavedReports.processes`
+
+
+class SavedError(Saved):
+    code: str
+    message: str
+    fields: dict[str, Field]
+
+
+class SavedTopRecord(Saved):
+    size: int
+    _counts: I32
+    _tokens: I32Table
+    _logprobs: F32Table
+
+
+class SavedPhases(Saved):
+    begun: bool
+    paused_since_us: int
+    paused_us: int
+    phase: int
+    preemptions: int
+    queued_for: str
+    recoveries: int
+    since_us: int
+    spent_us: list[int]
+
+
+class SavedRequest(Saved):
+    """sampling, family, key: indices in the tables of `SavedRequests`; -1: none."""
+
+    id: int
+    client: int
+    tenant: int
+    tenant_name: str
+    prompt: I32
+    seed: int
+    submitted_us: int
+    salt: int
+    deadline_us: int
+    prompt_tokens: int
+    max_tokens: int
+    sampling: int
+    model_defaults: tuple[str, ...]
+    stream: bool
+    detached: bool
+    priority: int
+    sequence_id: int
+    siblings: int
+    key: int
+    state: str
+    slot: int
+    tokens: I32
+    logprobs: F32
+    tops: SavedTopRecord | None
+    phases: SavedPhases
+    generated: int
+    cut: int
+    cached_tokens: int
+    computed: int
+    redone_tokens: int
+    admitted_order: int
+    passed: int
+    preemptions: int
+    kept_epoch: int
+    crashes: int
+    crash_length: int
+    paused: bool
+    prompt_known: bool
+    wait: Wait | None
+    hashes: U64 | None
+    reason: str
+    worker: str
+    error: SavedError | None
+    first_scheduled_us: int
+    first_token_us: int
+    token_us: int
+    ended_us: int
+    orphan_us: int
+
+
+class SavedKey(Saved):
+    tenant: str
+    key: str
+    command: bytes
+    request_id: int
+    count: int
+    left: int
+
+
+class SavedRequests(Saved):
+    """known: every request that anything names. families: the lists of siblings. keys: idempotency keys, of which the
+    first `keys_kept` are in the table, in order."""
+
+    known: list[SavedRequest]
+    samplings: list[Sampling]
+    families: list[list[RequestIndex]]
+    keys: list[SavedKey]
+    keys_kept: int
+    live: list[RequestIndex]
+    finished: list[RequestIndex]
+    kept_bytes: int
+    ended_total: dict[str, int]
+    accepted_total: int
+    refused_total: int
+    prompt_tokens_total: int
+    cached_tokens_total: int
+    generated_tokens_total: int
+    computed_tokens_total: int
+    recomputed_tokens_total: int
+    preemptions_total: int
+    streams_paused_total: int
+
+
+class SavedQueue(Saved):
+    returned: list[tuple[int, RequestIndex]]
+    fresh: dict[int, list[tuple[int, int, RequestIndex]]]
+    parked: list[RequestIndex]
+    size: int
+    _virtual: float
+    departures: list[int]
+
+
+class SavedRows(Saved):
+    limit: I64
+    base: I64
+    order: I64
+    run: I64
+    reader: I64
+    token_us: I64
+    tops: Flags
+    fresh: Flags
+    fresh_count: int
+    stops: I32Table
+    _runs: int
+    _stops_most: int
+
+
+class SavedAdmission(Saved):
+    waiting: SavedQueue
+    rows: SavedRows
+    _orders: int
+
+
+class SavedWaits(Saved):
+    """by_event: who waits for it."""
+
+    by_event: list[tuple[Event, list[RequestIndex]]]
+    _prefixes: int
+    stirred: bool
+
+
+class SavedTops(Saved):
+    counts: I32
+    tokens: I32
+    logprobs: F32
+
+
+class SavedStreamRows(Saved):
+    requests: I64
+    offsets: I32
+    tokens: I32
+    logprobs: F32
+    tops: SavedTops | None
+
+
+class SavedStreams(Saved):
+    rows: dict[int, list[SavedStreamRows]]
+    _ended: dict[int, list[Ended]]
+    _paused: dict[int, set[int]]
+    _taken: dict[int, list[int]]
+    _retry_us: int
+
+
+class SavedSessions(Saved):
+    """answers: replies by client and rid, as frames."""
+
+    _numbers: dict[str, int]
+    _names: dict[int, str]
+    answers: dict[int, dict[int, Frames]]
+    _away: dict[int, Away]
+    over: list[ClientGone]
+
+
+class SavedCommands(Saved):
+    """The state of the parts that carry out commands. again: sequences whose tokens are kept for a retry."""
+
+    heap: list[tuple[int, int, int]]
+    draining: bool
+    drain_deadline_us: int
+    request_ids: int
+    gone: Annotated[dict[int, tuple[str, str]], Kept(OrderedDict)]
+    again: I64
+    alive: dict[str, set[int]]
+    paid_us: dict[str, int]
+    reserved: dict[str, dict[int, int]]
+
+
+class SavedTeam(Saved):
+    """members: by rank. ready, results: messages, as frames."""
+
+    name: str
+    count: int
+    members: dict[int, WorkerIndex]
+    back: set[int]
+    ready: dict[int, Frames]
+    results: list[list[Frames]]
+    done: list[int]
+
+
+class SavedWorker(Saved):
+    """group: its place in `SavedCache.groups`, -1: none yet."""
+
+    number: int
+    name: str
+    pid: int
+    rank: int
+    ranks: int
+    phase: str
+    progress: float
+    device_bytes: dict[str, int]
+    kernels: dict[str, str]
+    group: int
+    away_until_us: int
+
+
+class SavedReports(Saved):
+    """processes: every worker that anything names; workers: those that are connected or awaited, by place."""
+
+    processes: list[SavedWorker]
+    workers: list[WorkerIndex]
+    teams: list[SavedTeam]
+    ended: dict[str, str]
+    registered_total: int
+    returned_total: int
+    left_total: int
+    lost_total: int
+    changed: set[int]
+
+
+class SavedMachine(Saved):
+    """All of it. boot, hash_key, limits, first_id, start_us: what a new machine is made from."""
+
+    boot: str
+    hash_key: bytes
+    limits: dict[str, Any]
+    first_id: int
+    start_us: int
+    now_us: int
+    cache: SavedCache
+    waits: SavedWaits
+    requests: SavedRequests
+    admission: SavedAdmission
+    streams: SavedStreams
+    sessions: SavedSessions
+    commands: SavedCommands
+    reports: SavedReports
+    clients: dict[int, Access | None]
+    turns: int
+    restarts_total: int
+    _stirred: bool

@@ -1,0 +1,211 @@
+"""The declared structs of blocks, pools, sequences, tenants and workers' groups: see `declared.py`."""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Annotated
+
+from kvforge.protocol.messages import ModelInfo
+
+from .marks import F64, I8, I32, I64, U64, Big, F32Table, Flags, Frames, I32Table, I64Table, Kept, Saved
+
+
+class SavedMeters(Saved):
+    rows: I64Table
+    changed: set[int]
+
+
+class SavedTenants(Saved):
+    _index: dict[str, int]
+    forgotten_total: int
+    names: list[str]
+    floor: I64
+    ceiling: I64
+    weight: F64
+    requests: I64
+    service: F64
+    prefix_queried_tokens: I64
+    prefix_hit_tokens: I64
+    past_byte_seconds: F64
+    changed: set[int]
+    _configured: int
+    has_quotas: bool
+
+
+class SavedBlocks(Saved):
+    refcount: I32
+    generation: I32
+    owner: I32
+    state: I8
+    indexed: Flags
+    touch: I64
+    since_us: I64
+    external: dict[int, dict[str, int]]
+
+
+class SavedStore(Saved):
+    hash: U64
+    parent: I64
+    tokens: I32Table
+
+
+class SavedPins(Saved):
+    _added_by: dict[tuple[int, str], tuple[int, int]]
+    _computed_by: dict[int, int]
+
+
+class SavedSequences(Saved):
+    _last_id: int
+    id: I64
+    pool: I64
+    tenant: I64
+    length: I64
+    computed: I64
+    scheduled: I64
+    pending: I64
+    used: I64
+    last_step: I64
+    read_pool: I64
+    read_step: I64
+    salt: I64
+    hashed: I64
+    chain: U64
+    parent: I64
+    request: I64
+    client: I64
+    running: Flags
+    resident_us: I64
+    created_us: I64
+    accessed_us: I64
+    accesses: I64
+    idle_ttl_us: I64
+    leased: Flags
+    owned: Flags
+    table: I32Table
+    tokens: I32Table
+    logprobs: F32Table
+    slot_of: dict[int, int]
+    expiry_us: int | None
+    _free: list[int]
+    _quarantine: Annotated[list[tuple[int, int, int]], Kept(deque)]
+
+
+class SavedCosts(Saved):
+    fixed: Big
+    token: Big
+    _steps: Big
+    _tokens: Big
+    _took: Big
+    _squares: Big
+    _products: Big
+
+
+class SavedStep(Saved):
+    """A step that a worker has not answered. message: the Step."""
+
+    step_id: int
+    slots: I64
+    runs: I64
+    counts: I64
+    samples: Flags
+    sampled: I64
+    sent_us: int
+    decodes: bool
+    prefill_tokens: int
+    tenant: int
+    message: Frames
+
+
+class SavedSteady(Saved):
+    slots: I64
+    runs: I64
+    tenant: int
+    starts: I64
+    room: I64
+    left: int
+
+
+class SavedIndex(Saved):
+    """blocks: of the entries, in order; their hashes are in the store. parents, only: of each parent its one child, or
+    -1 where it has several, which follow in `several` in the same order."""
+
+    blocks: I64
+    parents: I64
+    only: I64
+    several: list[list[int]]
+
+
+class SavedZeroing(Saved):
+    _writer: I32
+    _owed: list[int]
+
+
+class SavedPool(Saved):
+    """ids, stamps: of each tenant, its cached blocks, least recently used first."""
+
+    base: int
+    count: int
+    _stack: I64
+    free: int
+    quarantined: int
+    cached: int
+    lru: dict[int, tuple[I64, I64]]
+    _stamp: int
+    quarantine: list[I64]
+    usage: I64
+    _usage_since_us: I64
+    _usage_block_us: I64
+    done_step: int
+    referenced_peak: int
+    allocated_total: int
+    freed_total: int
+    _awaited: Annotated[list[int], Kept(deque)]
+    zeroing: SavedZeroing | None
+
+
+class SavedGroup(Saved):
+    number: int
+    worker: int
+    name: str
+    epoch: int
+    others: tuple[int, ...]
+    pool: SavedPool
+    index: SavedIndex
+    model: ModelInfo
+    bytes_per_block: int
+    kv_dtype: str
+    wants_kinds: bool
+    sent: list[SavedStep]
+    last_step: int
+    copies: dict[int, tuple[int, int]]
+    started_slots: list[int]
+    begins_bytes: int
+    steps_total: int
+    running: int
+    left_step: int
+    steady: SavedSteady | None
+    suspect: int
+    stopped: list[int]
+    away: bool
+    result_us: int
+    costs: SavedCosts
+    step_times: list[int]
+    told: I64 | None
+    told_us: int
+
+
+class SavedCache(Saved):
+    tenants: SavedTenants
+    meters: SavedMeters
+    blocks: SavedBlocks
+    store: SavedStore
+    pins: SavedPins
+    sequences: SavedSequences
+    groups: list[SavedGroup]
+    kinds: bool
+    _epochs: int
+    model: ModelInfo | None
+    vocab_size: int
+    largest_pool: int
+    past_steps_total: int
+    evicted_sequences_total: int

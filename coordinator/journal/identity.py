@@ -1,0 +1,137 @@
+"""What each file of a journal is of, and how far the journal was acknowledged.
+
+A segment and a snapshot name the journal, the boot of the coordinator and of the host, and their predecessor: the
+CRC-32 of the last record before them, which holds that of the record before it in turn. The file `acknowledged` names
+the last record that was written before anything that follows from it left the process.
+"""
+
+from __future__ import annotations
+
+import os
+import secrets
+import struct
+import zlib
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+
+from kvforge.protocol.errors import JournalCorrupt
+
+MAGIC = b"kvfJ"
+_SIZES = struct.Struct("<4sII")  # magic, bytes of the head, CRC-32 of them
+HEAD_BYTES_MAX = 4096
+ACKNOWLEDGED = "acknowledged"
+_MARK = struct.Struct("<4sIQIB3x16s40s")  # magic, CRC-32, next record, CRC-32 of the last, power, journal, host's boot
+_MARK_MAGIC = b"kvfA"
+_HOST_BOOT = Path("/proc/sys/kernel/random/boot_id")
+
+
+def host_boot() -> str:
+    """The boot of this host; empty where the system does not name it."""
+    try:
+        return _HOST_BOOT.read_text().strip()[:40]
+    except OSError:
+        return ""
+
+
+class Origin(NamedTuple):
+    """Where a journal goes on.
+
+    journal: 16 random bytes, the same in all its files. boot: of the coordinator whose state it is. before: the CRC-32
+    of the last record, 0 where there is none.
+    """
+
+    journal: bytes
+    boot: str = ""
+    before: int = 0
+
+    @classmethod
+    def new(cls, boot: str = "") -> Origin:
+        """That of a journal without records."""
+        return cls(secrets.token_bytes(16), boot)
+
+
+class SegmentHead(msgspec.Struct, frozen=True, kw_only=True):
+    """The first bytes of a segment. number: of its first record. version: of the state that its records make."""
+
+    version: int
+    journal: bytes
+    boot: str
+    host_boot: str
+    number: int
+    before: int
+
+
+def pack_head(head: SegmentHead) -> bytes:
+    """A segment's first bytes."""
+    packed = msgspec.msgpack.encode(head)
+    return _SIZES.pack(MAGIC, len(packed), zlib.crc32(packed)) + packed
+
+
+def unpack_head(data: memoryview, name: str) -> tuple[SegmentHead, int] | None:
+    """A segment's head and where its records begin; None where it is not whole. Raises JournalCorrupt."""
+    if len(data) < _SIZES.size:
+        return None
+    magic, size, crc = _SIZES.unpack_from(data)
+    end = _SIZES.size + size
+    if magic != MAGIC or size > HEAD_BYTES_MAX or end > len(data) or zlib.crc32(data[_SIZES.size : end]) != crc:
+        return None
+    try:
+        return msgspec.msgpack.decode(data[_SIZES.size : end], type=SegmentHead), end
+    except msgspec.MsgspecError:
+        raise JournalCorrupt(name, _SIZES.size, problem="its head is not that of a segment") from None
+
+
+class Mark(NamedTuple):
+    """How far a journal was acknowledged. number: of the next record. durable: each was on the disk before that."""
+
+    number: int
+    before: int
+    durable: bool
+    journal: bytes
+    host_boot: str
+
+
+class MarkWriter:
+    """Writes the mark of one journal in place: 80 bytes, within one sector of the disk."""
+
+    def __init__(self, folder: Path, durable: bool, journal: bytes) -> None:
+        """Makes the file where it is not there. Raises OSError."""
+        self._durable, self._journal = durable, journal
+        self._host_boot = host_boot().encode()
+        flags = os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC
+        self._descriptor = os.open(folder / ACKNOWLEDGED, flags, 0o600)
+
+    def write(self, number: int, before: int) -> None:
+        """Everything before record `number` is acknowledged. Raises OSError."""
+        rest = (number, before, self._durable, self._journal, self._host_boot)
+        crc = zlib.crc32(_MARK.pack(_MARK_MAGIC, 0, *rest))
+        os.pwrite(self._descriptor, _MARK.pack(_MARK_MAGIC, crc, *rest), 0)
+
+    def sync(self) -> None:
+        """The mark is on the disk. Raises OSError."""
+        os.fdatasync(self._descriptor)
+
+    def close(self) -> None:
+        """Idempotent."""
+        if self._descriptor >= 0:
+            os.close(self._descriptor)
+            self._descriptor = -1
+
+
+def read_mark(folder: Path) -> Mark | None:
+    """The mark of a journal; None where there is no such file. Raises JournalCorrupt, OSError."""
+    try:
+        data = (folder / ACKNOWLEDGED).read_bytes()
+    except FileNotFoundError:
+        return None
+    if not data:
+        return None  # made, and nothing was acknowledged
+    if len(data) != _MARK.size:
+        raise JournalCorrupt(ACKNOWLEDGED, 0, problem=f"it has {len(data)} bytes, not {_MARK.size}")
+    magic, crc, *rest = _MARK.unpack(data)
+    if magic != _MARK_MAGIC or crc != zlib.crc32(_MARK.pack(magic, 0, *rest)):
+        raise JournalCorrupt(ACKNOWLEDGED, 0, problem="its checksum is another one")
+    number, before, durable, journal, boot = rest
+    return Mark(number, before, bool(durable), journal, boot.rstrip(b"\0").decode(errors="replace"))

@@ -1,0 +1,309 @@
+"""From the declared format to a machine: a new one is made by its own constructor, then its state is set.
+
+No name in a file chooses a class or a function: what is made follows from the declared structs alone.
+"""
+
+from __future__ import annotations
+
+import typing
+from collections import OrderedDict, deque
+from typing import Any, TypeVar, get_args
+
+import msgspec
+
+from kvforge.protocol import codec
+from kvforge.protocol.errors import restore as restore_error
+from kvforge.protocol.messages import (
+    CLIENT_REPLIES,
+    WORKER_MESSAGES,
+    WORKER_REPLIES,
+    Message,
+    Step,
+    StepResult,
+    WorkerReady,
+)
+
+from ..core.cache.groups import Group, SentStep, Steady
+from ..core.cache.pool import Pool
+from ..core.cache.prefix import PrefixIndex
+from ..core.cache.zeroing import Zeroing
+from ..core.events import Boot
+from ..core.limits import Limits, Section
+from ..core.machine import Machine
+from ..core.requests.idempotency import IdempotencyKey
+from ..core.requests.lifecycle import Request
+from ..core.requests.phases import Phases
+from ..core.requests.streams import StreamRows
+from ..core.requests.top_logprobs import TopRecord, Tops
+from ..core.workers.teams import RANKS_MAX, Team
+from ..core.workers.worker import Worker
+from . import declared as d
+from . import declared_cache as c
+from .fields import Restorer, fields_of
+from .marks import I64, Array
+from .memory import AnyArray
+
+_Kind = TypeVar("_Kind", bound=Message)
+_replies = codec.Decoder(CLIENT_REPLIES, body_bytes_max=codec.FRAME_BYTES_MAX)
+_from_workers = codec.Decoder(WORKER_MESSAGES, body_bytes_max=codec.FRAME_BYTES_MAX)
+_to_workers = codec.Decoder(WORKER_REPLIES, body_bytes_max=codec.FRAME_BYTES_MAX)
+
+
+def limits_of(saved: dict[str, Any]) -> Limits:
+    """The limits, without settings that this version does not know. Raises msgspec.ValidationError,
+    InvalidConfiguration."""
+    return msgspec.convert(_known(saved, Limits), Limits)
+
+
+def _known(saved: Any, cls: Any) -> Any:
+    if not isinstance(saved, dict):
+        return saved
+    hints = typing.get_type_hints(cls)
+    known = {name: value for name, value in saved.items() if name in cls.__struct_fields__}
+    for name, hint in hints.items():
+        if isinstance(hint, type) and issubclass(hint, Section) and name in known:
+            known[name] = _known(known[name], hint)
+    return known
+
+
+def restored(saved: d.SavedMachine, limits: Limits, arrays: list[AnyArray]) -> Machine:
+    """The machine that was saved.
+
+    Args:
+        saved: Its struct.
+        limits: Those in it.
+        arrays: The table behind it.
+
+    Raises:
+        Exception: Of several kinds, where the struct contradicts itself.
+    """
+    return _Restoring(saved, limits, arrays).machine()
+
+
+class _Restoring:
+    def __init__(self, saved: d.SavedMachine, limits: Limits, arrays: list[AnyArray]) -> None:
+        self._saved = saved
+        self._fields = Restorer(arrays)
+        boot = Boot(saved.boot, saved.hash_key, limits, saved.first_id)
+        self._machine = Machine(boot, saved.start_us)
+        self._requests: list[Request] = []
+        self._groups: list[Group] = []
+
+    def _array(self, cls: Any, name: str, index: int) -> AnyArray:
+        mark = next(mark for field, mark in fields_of(cls) if field == name)
+        assert isinstance(mark, Array)
+        return self._fields.array(index, mark)
+
+    def machine(self) -> Machine:
+        saved, machine = self._saved, self._machine
+        parts = ("cache", "waits", "requests", "admission", "streams", "sessions", "commands", "reports")
+        before = ("boot", "hash_key", "limits", "first_id", "start_us", "now_us", *parts)
+        self._fields.restore(machine, saved, *before)
+        machine._clock.now_us = saved.now_us
+        self._request_tables(saved.requests)
+        self._cache(saved.cache)
+        self._waits(saved.waits)
+        self._admission(saved.admission)
+        self._streams(saved.streams)
+        self._sessions(saved.sessions)
+        self._commands(saved.commands)
+        self._reports(saved.reports)
+        return machine
+
+    # ------------------------------------------------------------------------------------------------------ requests
+
+    def _request_tables(self, saved: d.SavedRequests) -> None:
+        keys = [IdempotencyKey(**msgspec.structs.asdict(key)) for key in saved.keys]
+        self._requests = [self._request(request, saved.samplings, keys) for request in saved.known]
+        families = [[self._requests[place] for place in family] for family in saved.families]
+        for request, each in zip(self._requests, saved.known, strict=True):
+            request.siblings = families[each.siblings] if each.siblings >= 0 else []
+        table = self._machine.requests
+        self._fields.restore(
+            table, saved, "known", "samplings", "families", "keys", "keys_kept", "live", "finished", "ended_total"
+        )
+        table.live.update((request.id, request) for request in map(self._requests.__getitem__, saved.live))
+        table.finished.update((request.id, request) for request in map(self._requests.__getitem__, saved.finished))
+        table.keys._entries.update(((key.tenant, key.key), key) for key in keys[: saved.keys_kept])
+        table.ended_total.update(saved.ended_total)
+
+    def _request(self, saved: d.SavedRequest, samplings: list[Any], keys: list[IdempotencyKey]) -> Request:
+        request = Request.__new__(Request)
+        special = ("sampling", "siblings", "key", "tops", "phases", "error")
+        self._fields.restore(request, saved, *special)
+        request.sampling = samplings[saved.sampling]
+        request.key = keys[saved.key] if saved.key >= 0 else None
+        tops = saved.tops
+        request.tops = self._fields.restore(TopRecord.__new__(TopRecord), tops) if tops is not None else None
+        request.phases = self._fields.restore(Phases.__new__(Phases), saved.phases)
+        error = saved.error
+        request.error = restore_error(error.code, error.message, error.fields) if error is not None else None
+        return request
+
+    def _waits(self, saved: d.SavedWaits) -> None:
+        waits = self._fields.restore(self._machine.cache.waits, saved, "by_event")
+        for event, places in saved.by_event:
+            waits._by_event[event] = {request.id: request for request in map(self._requests.__getitem__, places)}
+
+    def _admission(self, saved: d.SavedAdmission) -> None:
+        admission, requests = self._machine.admission, self._requests
+        self._fields.restore(admission, saved, "waiting", "rows")
+        self._fields.restore(admission.rows, saved.rows)
+        queue, waiting = admission.waiting, saved.waiting
+        self._fields.restore(queue, waiting, "returned", "fresh", "parked", "departures")
+        queue.service = self._machine.cache.tenants.service  # one array, that both charge
+        queue._returned = [(order, requests[place]) for order, place in waiting.returned]
+        queue._fresh = {
+            tenant: [(key, order, requests[place]) for key, order, place in entries]
+            for tenant, entries in waiting.fresh.items()
+        }
+        queue._parked = {requests[place].id: requests[place] for place in waiting.parked}
+        queue._departures.extend(waiting.departures)
+
+    def _streams(self, saved: d.SavedStreams) -> None:
+        streams = self._fields.restore(self._machine.streams, saved, "rows")
+        streams._rows = {client: [self._stream_rows(each) for each in parts] for client, parts in saved.rows.items()}
+
+    def _stream_rows(self, saved: d.SavedStreamRows) -> StreamRows:
+        names = ("requests", "offsets", "tokens", "logprobs")
+        requests, offsets, tokens, logprobs = (
+            self._array(d.SavedStreamRows, name, getattr(saved, name)) for name in names
+        )
+        tops = None
+        if saved.tops is not None:
+            columns = ("counts", "tokens", "logprobs")
+            tops = Tops(*(self._array(d.SavedTops, name, getattr(saved.tops, name)) for name in columns))
+        return StreamRows(requests, offsets, tokens, logprobs, tops)
+
+    def _sessions(self, saved: d.SavedSessions) -> None:
+        sessions = self._fields.restore(self._machine.sessions, saved, "answers")
+        sessions._answers = {
+            client: {rid: _replies.decode(frames) for rid, frames in replies.items()}
+            for client, replies in saved.answers.items()
+        }
+
+    def _commands(self, saved: d.SavedCommands) -> None:
+        machine = self._machine
+        asked, guard, sequences = machine._asked, machine._guard, machine.sequences
+        asked.deadlines._heap = saved.heap
+        asked.draining, asked.drain_deadline_us = saved.draining, saved.drain_deadline_us
+        asked._request_ids = saved.request_ids
+        sequences._gone = OrderedDict(saved.gone)
+        sequences._again = self._array(d.SavedCommands, "again", saved.again)
+        guard._alive, guard._spending._paid_us = saved.alive, saved.paid_us
+        guard._spending._reserved = saved.reserved
+
+    # --------------------------------------------------------------------------------------------------------- cache
+
+    def _cache(self, saved: c.SavedCache) -> None:
+        """Pools come before the arrays of blocks: a new pool's range must be free."""
+        cache, fields = self._machine.cache, self._fields
+        fields.restore(cache, saved, "tenants", "meters", "blocks", "store", "pins", "sequences", "groups", "kinds")
+        fields.restore(cache.tenants, saved.tenants)
+        fields.restore(cache.tenants.meters, saved.meters)
+        fields.restore(cache.store, saved.store)
+        cache.store._show()
+        self._groups = [self._group(group) for group in saved.groups]
+        cache.groups.update((group.number, group) for group in self._groups)
+        fields.restore(cache.blocks, saved.blocks)
+        fields.restore(cache.pins, saved.pins)
+        fields.restore(cache.sequences, saved.sequences)
+        columns = [name for name, mark in fields_of(c.SavedSequences) if isinstance(mark, Array) and mark.axes == 1]
+        cache.sequences._columns = [getattr(cache.sequences, name) for name in columns]
+        cache.indexing.kinds = saved.kinds
+
+    def _group(self, saved: c.SavedGroup) -> Group:
+        pool = self._pool(saved.pool, self._index(saved.index), saved.epoch)
+        ready = WorkerReady(
+            rid=0,
+            model=saved.model,
+            blocks=pool.count,
+            bytes_per_block=saved.bytes_per_block,
+            kv_dtype=saved.kv_dtype,
+            device="",
+            wants_kinds=saved.wants_kinds,
+        )
+        group = Group(saved.number, saved.worker, saved.name, saved.epoch, pool, ready)
+        self._fields.restore(group, saved, "pool", "index", "sent", "steady", "costs")
+        group.sent.extend(self._sent(sent) for sent in saved.sent)
+        group.steady = self._steady(saved.steady) if saved.steady is not None else None
+        self._fields.restore(group.costs, saved.costs)
+        return group
+
+    def _steady(self, saved: c.SavedSteady) -> Steady:
+        names = ("slots", "runs", "starts", "room")
+        slots, runs, starts, room = (self._array(c.SavedSteady, name, getattr(saved, name)) for name in names)
+        return Steady(slots, runs, starts, room, saved.left, saved.tenant)
+
+    def _sent(self, saved: c.SavedStep) -> SentStep:
+        message = _message(_to_workers, saved.message, Step)
+        names = ("slots", "runs", "counts", "samples", "sampled")
+        values: dict[str, Any] = {name: self._array(c.SavedStep, name, getattr(saved, name)) for name in names}
+        values |= {name: getattr(saved, name) for name in ("step_id", "sent_us", "decodes", "prefill_tokens", "tenant")}
+        return SentStep(**values, message=message)
+
+    def _pool(self, saved: c.SavedPool, index: PrefixIndex, epoch: int) -> Pool:
+        cache, fields = self._machine.cache, self._fields
+        if not 0 <= saved.base <= saved.base + saved.count <= cache.blocks.state.size:
+            raise ValueError(f"a pool of blocks {saved.base} to {saved.base + saved.count}")
+        zeroing = None
+        if saved.zeroing is not None:
+            zeroing = fields.restore(Zeroing(saved.base, saved.count), saved.zeroing, "_owed")
+            zeroing._owed.update(dict.fromkeys(saved.zeroing._owed))
+        made_of = (cache.clock, cache.blocks, cache.tenants, cache.waits, index)
+        pool = Pool(*made_of, epoch, saved.base, saved.count, zeroing)
+        fields.restore(pool, saved, "lru", "quarantine", "zeroing")
+        number: Array = get_args(I64)[1]
+        pool._lru = {
+            tenant: OrderedDict(zip(fields.array(ids, number).tolist(), fields.array(at, number).tolist(), strict=True))
+            for tenant, (ids, at) in saved.lru.items()
+        }
+        pool._quarantine.extend(fields.array(ids, number) for ids in saved.quarantine)
+        return pool
+
+    def _index(self, saved: c.SavedIndex) -> PrefixIndex:
+        cache = self._machine.cache
+        index = PrefixIndex(cache.store, cache.blocks, cache.waits, cache.hasher)
+        blocks, parents, only = (
+            self._array(c.SavedIndex, name, getattr(saved, name)) for name in ("blocks", "parents", "only")
+        )
+        index._by_hash = dict(zip(cache.store.hash[blocks].tolist(), blocks.tolist(), strict=True))
+        index._children = dict(zip(parents.tolist(), only.tolist(), strict=True))
+        for parent, own in zip(parents[only < 0].tolist(), saved.several, strict=True):
+            index._children[parent] = dict.fromkeys(own)
+        return index
+
+    # ------------------------------------------------------------------------------------------------------- workers
+
+    def _reports(self, saved: d.SavedReports) -> None:
+        reports = self._machine._reports
+        self._fields.restore(reports, saved, "processes", "workers", "teams")
+        processes = [self._worker(worker) for worker in saved.processes]
+        reports.workers.update((worker.number, worker) for worker in map(processes.__getitem__, saved.workers))
+        reports._teams.update((team.name, self._team(team, processes)) for team in saved.teams)
+
+    def _worker(self, saved: d.SavedWorker) -> Worker:
+        worker = Worker(saved.number, saved.name, saved.pid, saved.rank, saved.ranks)
+        self._fields.restore(worker, saved, "group")
+        worker.group = self._groups[saved.group] if saved.group >= 0 else None
+        return worker
+
+    def _team(self, saved: d.SavedTeam, processes: list[Worker]) -> Team:
+        if not 1 <= saved.count <= RANKS_MAX:
+            raise ValueError(f"a team of {saved.count} ranks")
+        team = Team(saved.name, saved.count)
+        self._fields.restore(team, saved, "members", "ready", "results")
+        team.members = {rank: processes[place] for rank, place in saved.members.items()}
+        team.ready = {rank: _message(_from_workers, frames, WorkerReady) for rank, frames in saved.ready.items()}
+        team.results = [
+            deque(_message(_from_workers, frames, StepResult) for frames in results) for results in saved.results
+        ]
+        return team
+
+
+def _message(decoder: codec.Decoder, frames: list[bytes], cls: type[_Kind]) -> _Kind:
+    """The message of this kind in the frames. Raises ProtocolError, ValueError."""
+    message = decoder.decode(frames)
+    if not isinstance(message, cls):
+        raise ValueError(f"a {type(message).__name__} in place of a {cls.__name__}")
+    return message

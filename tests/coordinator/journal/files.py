@@ -1,0 +1,36 @@
+"""The files of a journal, as tests look at them and change them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from coordinator.journal.entries import STATE_VERSION
+from coordinator.journal.identity import MarkWriter, unpack_head
+from coordinator.journal.log import segments
+from coordinator.journal.records import Record, read
+from coordinator.journal.snapshot import Head
+
+
+def head_of(number: int, version: int = STATE_VERSION) -> Head:
+    """The head of a snapshot of a journal that is nowhere."""
+    return Head(
+        version=version, now_us=1, numbers=1, number=number, journal=bytes(16), boot="b" * 32, before=0, host_boot=""
+    )
+
+
+def records_of(path: Path) -> list[Record]:
+    """The records of a segment, which is the first of its journal."""
+    data = memoryview(path.read_bytes())
+    head = unpack_head(data, path.name)
+    assert head is not None
+    return list(read(data, head[0].number, path.name, head[1], head[0].before))
+
+
+def acknowledge(folder: Path, last: Record) -> None:
+    """Makes this record of its only segment the last one that was acknowledged."""
+    (path,) = segments(folder).values()
+    head = unpack_head(memoryview(path.read_bytes()), path.name)
+    assert head is not None
+    mark = MarkWriter(folder, False, head[0].journal)
+    mark.write(last.number + 1, last.crc)
+    mark.close()
