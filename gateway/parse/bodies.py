@@ -10,17 +10,18 @@ import ast
 import json
 import re
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from typing import Any
 
 from . import json_text
-from .reader import Reading, markers
+from .reader import Reader, Reading, markers
 from .writer import Writer
 
 Body = Callable[[Writer, str], Reading]
 _NAME = re.compile(r"[\w.:/-]+")
 ARGUMENTS = ("arguments", "parameters", "args")
 NAMES = ("name", "tool_name", "function")
+BESIDE = ("id", "type", "index")  # what else an object that is a call may hold
 
 
 def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
@@ -63,6 +64,7 @@ def _object(writer: Writer, known: bool, close: str = "") -> Any:
     name: str | None = None
     call_id, opened = "", False
     arguments: list[str] = []
+    astray = False
     if (yield from reader.space()) != "{":
         return False
     reader.take(reader.at + 1)
@@ -93,9 +95,10 @@ def _object(writer: Writer, known: bool, close: str = "") -> Any:
                     return True
             elif not (yield from json_text.value(reader, arguments.append, close)):
                 return opened
-        elif known and not opened and key not in ("id", "type"):
+        elif known and not opened and key not in BESIDE:
             return False
         else:
+            astray = astray or key not in BESIDE
             other: list[str] = []
             if not (yield from json_text.value(reader, other.append, close)):
                 return opened
@@ -103,6 +106,8 @@ def _object(writer: Writer, known: bool, close: str = "") -> Any:
                 call_id = "".join(other).strip('"')
     if opened or name is None:
         return opened
+    if astray and not arguments:
+        return False  # a call without arguments would be another than the model wrote
     text = json_text.as_object("".join(arguments)) if arguments else "{}"
     if text is None:
         return False
@@ -122,15 +127,17 @@ def named_json(between: str, close: str, *, before_name: str = "", fence: bool =
         if before_name and stop == between and name.strip() == before_name:
             name, stop = yield from reader.collect(markers("\n", close))
             stop = between if stop == "\n" else stop
+        called = stop == between and bool(name.strip())
+        if called:
+            following = yield from reader.space()
+            if fence and following == "`":
+                yield from reader.collect(markers("\n"))
+            called = yield from _object_or_nothing(reader, close, *(("`",) if fence else ()))
         read = reader.kept()
-        if stop != between or not name.strip():
+        if not called:
             writer.content(opened + read)
             return
         writer.call(name.strip())
-        if fence:
-            following = yield from reader.space()
-            if following == "`":
-                yield from reader.collect(markers("\n"))
         yield from _arguments(writer, close)
         rest, _ = yield from reader.collect(markers(close))
         if rest.strip("` \n"):
@@ -168,14 +175,30 @@ def mistral(writer: Writer, opened: str) -> Reading:
     call_id = ""
     if stop == "[CALL_ID]":
         call_id, stop = yield from reader.collect(markers("[ARGS]", "{"))
+    called = bool(stop) and _NAME.fullmatch(name.strip()) is not None
+    if stop == "[ARGS]" and called:
+        called = yield from _object_or_nothing(reader, "[TOOL_CALLS]")
     more = reader.kept()
-    if not stop or not _NAME.fullmatch(name.strip()):
+    if not called:
         writer.content(opened + read + more)
         return
     writer.call(name.strip(), call_id.strip())
     if stop == "{":
         reader.at -= 1  # it was read just now, and belongs to the arguments
     yield from _arguments(writer)
+
+
+def _object_or_nothing(reader: Reader, *ends: str) -> Generator[None, None, bool]:
+    """Whether arguments can follow: an object, or none at all before one of `ends`.
+
+    Another text there is content with the call before it: a tool is not called with less than the model wrote for it.
+    """
+    if (yield from reader.space()) in ("{", ""):
+        return True
+    for end in ends:
+        if (yield from reader.starts_with(end)):
+            return True
+    return False
 
 
 def _arguments(writer: Writer, close: str = "") -> Reading:
@@ -208,20 +231,22 @@ def tagged(
             return
         name = name.strip()
         writer.call(name)
-        writer.arguments("{")
-        first = True
+        first, cut, astray = True, False, list[str]()
         while stop != close:
             if stop != key_open:
                 between, stop = yield from reader.collect(markers(key_open, close))
                 if between.strip():
-                    writer.content(between)
+                    astray.append(between)
                 if stop != key_open:
                     break
+            if first:
+                writer.arguments("{")
+            cut = True
             key, ended = yield from reader.collect(markers(key_close))
             if value_open and ended:
                 _, ended = yield from reader.collect(markers(value_open))
             if not ended:
-                return
+                break
             writer.arguments(f"{'' if first else ', '}{json.dumps(key.strip(), ensure_ascii=False)}: ")
             first = False
             kinds = writer.kinds(name, key.strip())
@@ -230,8 +255,14 @@ def tagged(
             else:
                 text, _ = yield from reader.collect(markers(value_close))
                 writer.arguments(_typed(_trimmed(text, trim), kinds))
-            stop = ""
-        writer.arguments("}")
+            stop, cut = "", False
+        if first and not cut:
+            # Text in the place of arguments is given as it is: the tool is not called with less than was written.
+            writer.arguments("".join(astray).strip() or "{}")
+            return
+        writer.arguments("" if cut else "}")
+        for text in astray:
+            writer.content(text)
 
     return body
 
@@ -353,7 +384,8 @@ def _python_call(text: str) -> tuple[str, str] | None:
         if not isinstance(tree, ast.Call) or tree.args or any(word.arg is None for word in tree.keywords):
             return None
         values = {str(word.arg): ast.literal_eval(_Words().visit(word.value)) for word in tree.keywords}
-        return ast.unparse(tree.func), _said(values)
+        name = ast.unparse(tree.func)
+        return (name, _said(values)) if _NAME.fullmatch(name) else None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None
 

@@ -35,9 +35,12 @@ def fenced(fence: str, close: str) -> Body:
             writer.content(opened + read)
             return
         writer.call(name.strip())
-        yield from _several(reader, writer.arguments, fence, "{", 0)
+        whole = yield from _several(reader, writer.arguments, fence, "{", 0)
         rest, _ = yield from reader.collect(markers(close))
-        if rest.strip():
+        if not whole:
+            # What cannot be read stays a part of the arguments, so that none is called with less than was written.
+            writer.arguments(rest)
+        elif rest.strip():
             writer.content(rest)
 
     return body
@@ -69,12 +72,14 @@ def _key(reader: Reader, emit: Emit, fence: str) -> Whole:
     if (yield from reader.expect(fence)):
         key, stop = yield from reader.collect(markers(fence))
         if not stop:
+            emit(json.dumps(key, ensure_ascii=False)[:-1])
             return False
     elif (yield from reader.peek()) == '"':
         key = (yield from json_text.string(reader)) or ""
     else:
         key = yield from _word(reader)
     if (yield from reader.space()) != ":":
+        emit(json.dumps(key, ensure_ascii=False))
         return False
     reader.take(reader.at + 1)
     emit(json.dumps(key, ensure_ascii=False) + ": ")

@@ -1,0 +1,121 @@
+"""Arguments of calls: no text of a model is lost, and an object can be made of each."""
+
+from __future__ import annotations
+
+import json
+from itertools import pairwise
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from gateway.chat.arguments import DEPTH_MAX, UNPARSED, ObjectText, object_of
+
+from .written import events_of, joined
+
+# A call of `now` in each format, with a text in the place of its arguments.
+PLACES = {
+    "hermes": '<tool_call>{"name": "now", "arguments": TEXT}</tool_call>',
+    "hermes, beside the name": '<tool_call>{"name": "now", "path": "TEXT"}</tool_call>',
+    "mistral": "[TOOL_CALLS]now[ARGS]TEXT",
+    "mistral, listed": '[TOOL_CALLS][{"name": "now", "path": "TEXT"}]',
+    "deepseek_v3": "<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>now<｜tool▁sep｜>TEXT<｜tool▁call▁end｜>",
+    "deepseek_v3, fenced": "<｜tool▁call▁begin｜>function<｜tool▁sep｜>now\n```json\nTEXT\n```<｜tool▁call▁end｜>",
+    "qwen3_coder": "<tool_call><function=now>TEXT</function></tool_call>",
+    "glm45": "<tool_call>now\nTEXT</tool_call>",
+    "harmony": "<|channel|>commentary to=functions.now<|message|>TEXT<|call|>",
+    "gemma4": "<|tool_call>call:now{TEXT}<tool_call|>",
+    "functiongemma": "<start_function_call>call:now{TEXT}<end_function_call>",
+    "gemma": "```tool_code\nnow(TEXT)\n```",
+    "llama3_json": '{"name": "now", "parameters": TEXT}',
+    "llama_pythonic": "[now(TEXT)]",
+}
+JSON = st.recursive(
+    st.one_of(st.none(), st.booleans(), st.integers(), st.floats(allow_nan=False, allow_infinity=False), st.text()),
+    lambda inner: st.one_of(st.lists(inner, max_size=3), st.dictionaries(st.text(max_size=4), inner, max_size=3)),
+    max_leaves=8,
+)
+OBJECTS = st.dictionaries(st.text(max_size=6), JSON, max_size=4)
+PIECES = ["{", "}", "[", "]", '"', ",", ":", "\\", "\\u", "d83d", "\\ude00", "NaN", "-Infinity", "true", "1", "e999"]
+ANYTHING = st.lists(st.one_of(st.sampled_from(PIECES), st.text(max_size=3)), max_size=12).map("".join)
+CUTS = st.lists(st.integers(0, 10_000), max_size=8)
+
+
+def made_of(text: str, cuts: list[int]) -> str:
+    """The object's text, of a text that comes in pieces."""
+    places = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
+    made = ObjectText()
+    return "".join(made.feed(text[a:b]) for a, b in pairwise(places)) + made.finish()
+
+
+def refused(constant: str) -> Any:
+    raise AssertionError(f"{constant} is no JSON")
+
+
+@pytest.mark.parametrize("place", PLACES)
+@settings(max_examples=25)
+@given(text=st.text("abcdxyz/=._- ", min_size=1).map(str.strip).filter(bool))
+def test_a_tool_is_not_called_with_less_than_was_written(place: str, text: str) -> None:
+    name = place.partition(",")[0]
+    read = joined(events_of(name, list(PLACES[place].replace("TEXT", text))))
+    held = read.content + "".join(arguments for _, arguments in read.calls)
+    assert all(word in held for word in text.split()), (read.content, read.calls)
+    assert all(arguments != "{}" for _, arguments in read.calls)
+
+
+@pytest.mark.parametrize("place", [place for place in PLACES if "path" not in PLACES[place]])
+def test_a_tool_without_arguments_is_called_with_none(place: str) -> None:
+    name = place.partition(",")[0]
+    text = PLACES[place].replace("TEXT", "{}" if name in ("hermes", "llama3_json") else "")
+    assert joined(events_of(name, list(text))).called == [("now", {})]
+
+
+@given(found=OBJECTS, cuts=CUTS, indent=st.sampled_from([None, 2]), ascii_=st.booleans())
+def test_an_object_comes_out_as_it_is(found: dict[str, Any], cuts: list[int], indent: Any, ascii_: bool) -> None:
+    text = json.dumps(found, indent=indent, ensure_ascii=ascii_)
+    if ascii_ or "\\ud" not in text:
+        assert json.loads(made_of(text, cuts)) == json.loads(text)
+
+
+@settings(max_examples=500)
+@given(text=st.one_of(ANYTHING, OBJECTS.map(json.dumps)), cuts=CUTS, cut=st.integers(0, 10_000))
+def test_of_any_text_an_object_is_made_that_every_client_reads(text: str, cuts: list[int], cut: int) -> None:
+    for shown in (text, text[: cut % (len(text) + 1)]):
+        made = made_of(shown, cuts)
+        assert made == made_of(shown, [])
+        found = json.loads(made, parse_constant=refused)
+        assert isinstance(found, dict)
+        json.dumps(found, allow_nan=False, ensure_ascii=False).encode()
+        assert object_of(shown) == found
+        assert made_of(made, []) == made, "what was made is an object, and stays as it is"
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("", {}),
+        ("null", {}),
+        ('{"city": "Par', {"city": "Par"}),
+        ('{"a": [1, {"b": "x\\', {"a": [1, {"b": "x"}]}),
+        ('{"a": 12', {}),  # 12 may be the beginning of 123
+        ('"{\\"a\\": 1}"', {"a": 1}),
+        ("path=/tmp/x", {UNPARSED: "path=/tmp/x"}),
+        ("{path=/tmp/x}", {UNPARSED: "path=/tmp/x}"}),
+        ('{"a": 1, oops}', {"a": 1, UNPARSED: ", oops}"}),
+        ('{"a": 1} and more', {"a": 1, UNPARSED: " and more"}),
+        ("[1]", {UNPARSED: "[1]"}),
+        ('{"a": NaN, "b": True, "c": 1e999}', {"a": "NaN", "b": True, "c": "1e999"}),
+        ('{"a": "C:\\dir\nb"}', {"a": "C:\\dir\nb"}),
+        ('{"a": "\\ud83d"}', {"a": "\ufffd"}),
+        ('{"a": "\\ud83d\\ude00"}', {"a": "😀"}),
+    ],
+)
+def test_texts_that_models_write(text: str, found: dict[str, Any]) -> None:
+    assert object_of(text) == found
+
+
+def test_depth_and_digits_are_bounded() -> None:
+    deep = '{"a": ' * (DEPTH_MAX + 1) + "1" + "}" * (DEPTH_MAX + 1)
+    assert UNPARSED in object_of(deep)
+    assert UNPARSED in object_of('{"a": ' + "9" * 5000 + "}")
