@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gateway.chat.conversation import arguments_of
+from gateway.chat.conversation import CalledArguments
 from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool, leave_out
 from gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
@@ -21,12 +21,12 @@ def messages_of(asked: Conversation) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if asked.system:
         messages.append({"role": "system", "content": _text(asked.system, "system")})
-    kept = thinking_kept(asked)
+    kept, arguments = thinking_kept(asked), CalledArguments()
     last = max((at for at, message in enumerate(asked.messages) if message.role == "user"), default=0)
     for at, message in enumerate(asked.messages):
         if message.role == "system" and message.clear_at == "next_user_message" and at < last:
             continue
-        messages += _message(message, f"messages[{at}].content", at in kept)
+        messages += _message(message, f"messages[{at}].content", arguments, thinking_kept=at in kept)
     return messages
 
 
@@ -53,12 +53,15 @@ def choice_of(asked: Conversation) -> Choice:
     return Choice(_KINDS[choice.type], choice.name or "", not choice.disable_parallel_tool_use)
 
 
-def _message(message: Message, field: str, thinking_kept: bool) -> Iterator[dict[str, Any]]:
+def _message(
+    message: Message, field: str, arguments: CalledArguments, *, thinking_kept: bool
+) -> Iterator[dict[str, Any]]:
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
     said: dict[str, Any] = {"role": message.role, "content": ""}
     texts: list[str] = []
+    results = False
     for at, block in enumerate(message.content):
         name = f"{field}[{at}]"
         if block.type == "text":
@@ -69,11 +72,12 @@ def _message(message: Message, field: str, thinking_kept: bool) -> Iterator[dict
         elif block.type == "tool_use" and message.role == "assistant":
             function = {
                 "name": _needed(block.name, f"{name}.name"),
-                "arguments": arguments_of(block.input if isinstance(block.input, dict) else {}, f"{name}.input"),
+                "arguments": arguments.read(block.input if isinstance(block.input, dict | str) else {}),
             }
             call = {"id": _needed(block.id, f"{name}.id"), "type": "function", "function": function}
             said.setdefault("tool_calls", []).append(call)
         elif block.type == "tool_result" and message.role == "user":
+            results = True
             yield {
                 "role": "tool",
                 "tool_call_id": _needed(block.tool_use_id, f"{name}.tool_use_id"),
@@ -82,8 +86,8 @@ def _message(message: Message, field: str, thinking_kept: bool) -> Iterator[dict
         else:
             raise InvalidRequest(f"{name}.type", f"is {block.type!r}; this model reads text and its own tools' results")
     said["content"] = "\n".join(texts)
-    if texts or "tool_calls" in said or "reasoning_content" in said:
-        yield said
+    if texts or said.keys() > {"role", "content"} or not results:
+        yield said  # one of nothing is a turn too: templates want those of user and assistant to alternate
 
 
 def _text(content: str | Sequence[Block], field: str) -> str:

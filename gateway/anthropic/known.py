@@ -73,6 +73,7 @@ KNOWN: Table = {
         "block_binding": no_effect("thinking that is sent back is not verified"),
     },
     asked.Block: {
+        "parsed_output": no_effect("Anthropic's SDK adds it to an answer"),
         "toolset_name": no_effect("tools are known by their own names"),
     },
     asked.Tool: {

@@ -7,6 +7,7 @@ from typing import Any
 import msgspec
 
 from gateway.access import Caller
+from gateway.chat.arguments import ObjectText, object_of
 from gateway.chat.naming import Names
 from gateway.chat.shapes import ANY, Shape
 from gateway.generate.answer import Piece
@@ -28,6 +29,7 @@ from .known import KNOWN, MINE
 CREATE, COUNT = Reader(Create, KNOWN, MINE), Reader(Conversation, KNOWN, MINE)
 encode = msgspec.json.encode
 TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
+TOOL_USE = "tool_use"
 
 
 def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conversing:
@@ -39,7 +41,10 @@ def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conv
         told["reasoning_effort"] = asked.output_config.effort
     messages = messages_of(asked)
     # As in Anthropic's API, an answer that was begun goes on.
-    continued = messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    continued = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
+    if continued and not messages[-1]["content"]:
+        continued = False  # nothing was begun
+        del messages[-1]
     tools, choice = tools_of(asked, ignored), choice_of(asked)
     format_ = asked.output_config.format if asked.output_config is not None else None
     shape = ANY if format_ is None else Shape("json_schema", format_.schema, "output_config.format.schema")
@@ -116,9 +121,9 @@ async def whole(generation: Generation, model_name: str) -> bytes:
         else:
             arguments[event.index] = arguments.get(event.index, "") + event.text
     for block in content:
-        if block["type"] == "tool_use":
-            block["input"] = msgspec.Raw(arguments.get(block["input"], "{}").encode())
-    called = any(block["type"] == "tool_use" for block in content)
+        if block["type"] == TOOL_USE:
+            block["input"] = object_of(arguments.get(block["input"], ""))
+    called = any(block["type"] == TOOL_USE for block in content)
     return encode(
         {
             "id": name,
@@ -143,6 +148,7 @@ class MessageEvents:
         self._block = -1
         self._kind = ""
         self._called = False
+        self._arguments = ObjectText()
 
     @property
     def over(self) -> bool:
@@ -188,10 +194,11 @@ class MessageEvents:
     def _event(self, came: Event, written: list[bytes]) -> None:
         if isinstance(came, ToolCall):
             self._called = True
+            self._arguments = ObjectText()
             block = {"type": "tool_use", "id": call_id(came, self._name), "name": came.name, "input": {}}
-            self._open("tool_use", block, written)
+            self._open(TOOL_USE, block, written)
         elif isinstance(came, Arguments):
-            self._delta({"type": "input_json_delta", "partial_json": came.text}, written)
+            self._input(self._arguments.feed(came.text), written)
         elif isinstance(came, Reasoning):
             if self._kind != "thinking":
                 self._open("thinking", {"type": "thinking", "thinking": "", "signature": ""}, written)
@@ -209,8 +216,14 @@ class MessageEvents:
 
     def _close(self, written: list[bytes]) -> None:
         if self._kind:
+            if self._kind == TOOL_USE:
+                self._input(self._arguments.finish(), written)
             self._kind = ""
             written.append(event("content_block_stop", index=self._block))
+
+    def _input(self, text: str, written: list[bytes]) -> None:
+        if text:
+            self._delta({"type": "input_json_delta", "partial_json": text}, written)
 
     def _delta(self, delta: dict[str, Any], written: list[bytes]) -> None:
         written.append(event("content_block_delta", index=self._block, delta=delta))

@@ -6,10 +6,10 @@ cannot read is refused by name.
 
 from __future__ import annotations
 
-import json
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from gateway.chat.arguments import BROKEN_MAX, object_of, whole_object
 from kvforge.protocol.errors import InvalidRequest
 
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
@@ -28,16 +28,26 @@ def content_text(content: str | Sequence[Any] | None, field: str) -> str:
     return "\n".join(texts)
 
 
-def arguments_of(text: str | Mapping[str, Any], field: str) -> dict[str, Any]:
-    """The arguments of a call that was made before. Raises InvalidRequest naming `field`."""
-    if isinstance(text, Mapping):
-        return dict(text)
-    if not text.strip():
-        return {}
-    try:
-        value = json.loads(text)
-    except ValueError as error:
-        raise InvalidRequest(field, f"is no JSON: {error}") from None
-    if not isinstance(value, dict):
-        raise InvalidRequest(field, "is no JSON object")
-    return value
+class CalledArguments:
+    """The arguments of the calls of one conversation, as objects.
+
+    What an answer contained is taken back on the next turn: a call that was cut off, or is no JSON, too. The characters
+    of such texts are bounded for the conversation, since they are read one token after the other.
+    """
+
+    def __init__(self) -> None:
+        self._left = BROKEN_MAX
+
+    def read(self, arguments: str | Mapping[str, Any]) -> dict[str, Any]:
+        """Return them as an object.
+
+        Args:
+            arguments: An object, or the text that a model wrote.
+        """
+        if isinstance(arguments, Mapping):
+            return dict(arguments)
+        if (whole := whole_object(arguments)) is not None:
+            return whole
+        found = object_of(arguments, self._left)
+        self._left = max(0, self._left - len(arguments))
+        return found

@@ -47,15 +47,15 @@ class CalledFunction(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """The name and the JSON text of the arguments."""
 
     name: str
-    arguments: str | dict[str, Any] = ""
+    arguments: str | dict[str, Any] | None = ""
 
 
 class Called(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A call that the model made."""
 
     function: CalledFunction
-    id: str = ""
-    type: Literal["function"] = "function"
+    id: str | None = ""
+    type: Literal["function"] | None = "function"
     index: int | None = None
 
 

@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.chat.conversation import arguments_of, content_text
+from gateway.chat.conversation import CalledArguments, content_text
 from gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
 from gateway.generate.answer import Piece
 from gateway.generate.conversing import conversing
@@ -30,10 +30,11 @@ TOOL_CALLS = "tool_calls"
 
 def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
     """The conversation as a chat template reads it. Raises InvalidRequest naming the field."""
-    return [_message(message, f"messages[{at}]") for at, message in enumerate(messages)]
+    arguments = CalledArguments()
+    return [_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
 
 
-def _message(message: Message, field: str) -> dict[str, Any]:
+def _message(message: Message, field: str, arguments: CalledArguments) -> dict[str, Any]:
     role = "system" if message.role == "developer" else message.role
     # An answer that refused has no content, and these words instead.
     content = content_text(message.content, f"{field}.content") or message.refusal or ""
@@ -50,14 +51,14 @@ def _message(message: Message, field: str) -> dict[str, Any]:
     if message.tool_calls:
         plain["tool_calls"] = [
             {
-                "id": call.id,
+                "id": call.id or "",
                 "type": "function",
                 "function": {
                     "name": call.function.name,
-                    "arguments": arguments_of(call.function.arguments, f"{field}.tool_calls[{at}].function.arguments"),
+                    "arguments": arguments.read(call.function.arguments or ""),
                 },
             }
-            for at, call in enumerate(message.tool_calls)
+            for call in message.tool_calls
         ]
     return plain
 

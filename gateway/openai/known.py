@@ -16,6 +16,7 @@ from .shapes import JsonSchema, StructuredOutputs
 LOGPROBS_OF_PROMPT = "log-probabilities of a prompt are not kept"
 MEDIA = "this service reads text alone"
 ELSEWHERE = "KV caches are moved by the service itself"
+BY_SDK = "OpenAI's SDK adds it to an answer"
 BEAMS = "there is no beam search"
 
 
@@ -142,18 +143,24 @@ KNOWN: Table = {
         "structural_tag": only("is not supported: use tools, or grammar"),
         "whitespace_pattern": only("white space of JSON is chosen here"),
     },
+    asked.CalledFunction: {
+        "parsed_arguments": no_effect(BY_SDK),
+    },
     asked.Message: {
+        "parsed": no_effect(BY_SDK),
         "function_call": only(OLDER),
         "audio": only(MEDIA),
     },
     asked.Part: {
         "annotations": no_effect("the text alone is given to the model"),
         "logprobs": no_effect("the text alone is given to the model"),
+        "parsed": no_effect(BY_SDK),
         "prompt_cache_breakpoint": no_effect("prefixes are found by what they hold, wherever they end"),
     },
     responses_asked.Item: {
         "caller": no_effect("calls come from the model alone"),
         "created_by": no_effect("a label of the caller's own"),
+        "parsed_arguments": no_effect(BY_SDK),
         "prompt_cache_breakpoint": no_effect("prefixes are found by what they hold, wherever they end"),
     },
     responses_asked.FunctionTool: {

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from gateway.chat.conversation import arguments_of, content_text
+from gateway.chat.conversation import CalledArguments, content_text
 from gateway.chat.shapes import ANY, Shape
 from kvforge.protocol.errors import InvalidRequest
 
@@ -175,12 +175,19 @@ def messages_of(asked: Create, shown: Callable[[str, str], str]) -> list[dict[st
         messages.append({"role": "system", "content": asked.instructions})
     if isinstance(asked.input, str):
         return [*messages, {"role": "user", "content": asked.input}]
+    arguments = CalledArguments()
     for at, item in enumerate(asked.input):
-        _item(item, f"input[{at}]", messages, shown)
+        _item(item, f"input[{at}]", messages, shown, arguments)
     return messages
 
 
-def _item(item: Item, field: str, messages: list[dict[str, Any]], shown: Callable[[str, str], str]) -> None:
+def _item(
+    item: Item,
+    field: str,
+    messages: list[dict[str, Any]],
+    shown: Callable[[str, str], str],
+    arguments: CalledArguments,
+) -> None:
     if item.type == "message":
         if item.role is None:
             raise InvalidRequest(f"{field}.role", "is missing")
@@ -194,7 +201,7 @@ def _item(item: Item, field: str, messages: list[dict[str, Any]], shown: Callabl
     elif item.type == "function_call":
         name, call_id = _needed(item.name, f"{field}.name"), _needed(item.call_id, f"{field}.call_id")
         name = shown(item.namespace or "", name)
-        function = {"name": name, "arguments": arguments_of(item.arguments or "", f"{field}.arguments")}
+        function = {"name": name, "arguments": arguments.read(item.arguments or "")}
         call = {"id": call_id, "type": "function", "function": function}
         _assistant(messages).setdefault("tool_calls", []).append(call)
     elif item.type == "function_call_output":

@@ -30,6 +30,25 @@ class Offered:
     strict: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Shaped:
+    """A shape of plain text.
+
+    Attributes:
+        kind: json_schema, json_object or regex.
+        text: The schema or the expression.
+    """
+
+    kind: str
+    text: str
+
+    def rule(self, writing: Writing) -> str:
+        """Adds the rule, or the terminal, that allows this text alone; returns its name."""
+        if self.kind == "regex":
+            return writing.terminal("/" + self.text.replace("/", "\\/") + "/")
+        return writing.json(json.loads(self.text) if self.kind == "json_schema" else OBJECT)
+
+
 class Writing:
     """A grammar that is being written. special: the ids of special tokens by their spelling."""
 
@@ -177,11 +196,22 @@ def calls_grammar(
     parallel: bool,
     in_reasoning: bool,
     strict: Sequence[str] = (),
+    otherwise: Shaped | None = None,
 ) -> str:
-    """The grammar of an answer that calls these tools: at least one of them where it `must`. strict: names of tools
-    whose schemas are enforced; those of others are as far as they can be.
+    """Write the grammar of an answer that may call tools.
 
-    Raises InvalidRequest naming `tools` or `tool_choice`.
+    Args:
+        format_: How the model writes calls.
+        tools: The parameters of each tool, by its name.
+        special: The ids of special tokens, by their spelling.
+        must: Whether the answer is at least one call.
+        parallel: Whether it may be several.
+        in_reasoning: Whether the prompt has begun to reason.
+        strict: Names of the tools whose schemas are enforced; those of others are as far as they can be.
+        otherwise: The shape of an answer that calls no tool. None: any text, which calls may follow.
+
+    Raises:
+        InvalidRequest: Names `tools` or `tool_choice`.
     """
     written = WRITTEN.get(format_.name)
     if written is None:
@@ -198,7 +228,9 @@ def calls_grammar(
         part for part in (_mark(writing, written.opened), one + more, _mark(writing, written.closed)) if part
     )
     start = f"({calls})"
-    if not must and written.begins:
+    if not must and otherwise is not None:
+        start = f"{start} | {otherwise.rule(writing)}"
+    elif not must and written.begins:
         start = f"{writing.free(written.begins)} {start}?"
     elif not must:
         # What does not begin as a call does is none.
@@ -208,12 +240,10 @@ def calls_grammar(
     return writing.text(start)
 
 
-def after_reasoning(format_: Format, special: Mapping[str, int], kind: str, text: str) -> str:
-    """A shape behind reasoning that the prompt has begun. kind: json_schema, json_object or regex."""
+def after_reasoning(format_: Format, special: Mapping[str, int], shaped: Shaped) -> str:
+    """Write the grammar of a shape behind reasoning that the prompt has begun."""
     writing = Writing(special)
-    shape = writing.json(json.loads(text) if kind == "json_schema" else OBJECT) if kind != "regex" else ""
-    if not shape:
-        shape = writing.terminal("/" + text.replace("/", "\\/") + "/")
+    shape = shaped.rule(writing)
     return writing.text(f"{_reasoning(writing, format_)} {shape}")
 
 

@@ -22,6 +22,7 @@ PLACES: Mapping[type[msgspec.Struct], tuple[str, str]] = {
     chat.Completion: ("completions", ""),
     chat.Chat: ("chat", ""),
     chat.Message: ("chat", "messages[]."),
+    chat.CalledFunction: ("chat", "messages[].tool_calls[].function."),
     chat.Part: ("chat, responses", "content[]."),
     shapes.StructuredOutputs: ("chat, completions, responses", "structured_outputs."),
     responses_asked.Create: ("responses", ""),

@@ -191,13 +191,18 @@ class Service:
     """What `gateway.generate.service.Service` is, played."""
 
     def __init__(
-        self, script: Script, spoken: Tokenizer, hygiene: Hygiene | None = None, context: int = CONTEXT
+        self,
+        script: Script,
+        spoken: Tokenizer,
+        hygiene: Hygiene | None = None,
+        context: int = CONTEXT,
+        tool_format: str = "",
     ) -> None:
         info = ModelInfo(
             name=NAME, source="", architecture="none", fingerprint="0", vocab_size=512, context_tokens_max=context
         )
         prompts = Prompts(spoken, hygiene)
-        self.model = self.known = Model(info, (NAME, "other"), prompts, 1, choose(spoken.chat_template))
+        self.model = self.known = Model(info, (NAME, "other"), prompts, 1, choose(spoken.chat_template, tool_format))
         self.reason = ""
         self._streams = Streams(script, spoken)
 
@@ -211,7 +216,9 @@ def application(
 ) -> Starlette:
     """Both APIs. context: the most tokens of a prompt and its answer."""
     settings = settings or Settings()
-    service = cast(Any, Service(script, tokenizer(template), Hygiene(settings.strip, settings.move), context))
+    service = cast(
+        Any, Service(script, tokenizer(template), Hygiene(settings.strip, settings.move), context, settings.tool_format)
+    )
     guard = Guard(Access(settings))
     return Starlette(routes=[*OpenAI(service, settings).routes(guard), *Anthropic(service, settings).routes(guard)])
 

@@ -97,7 +97,6 @@ def test_a_conversation_of_items() -> None:
             {"input": [{"role": "user", "content": [{"type": "input_image", "image_url": "x"}]}]},
             "input[0].content[0].type",
         ),
-        ({"input": [{"type": "function_call", "call_id": "c", "name": "f", "arguments": "["}]}, "input[0].arguments"),
         ({"conversation": "c"}, "conversation"),
         ({"text": {"format": {"type": "json_schema", "schema": {"uniqueItems": True}}}}, "text.format.schema"),
     ],
