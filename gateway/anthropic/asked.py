@@ -9,6 +9,8 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
+from kvforge.client.arguments import PRIORITY_MAX
+
 IGNORED = {
     "metadata": "a label of the caller's own: nothing is kept about users",
     "service_tier": "there is one",
@@ -144,6 +146,10 @@ class Create(Conversation, frozen=True, kw_only=True, forbid_unknown_fields=True
     temperature: float | None = None
     top_p: float | None = None
     top_k: int | None = None
+    # vLLM's
+    cache_salt: str | None = None
+    priority: Annotated[int, msgspec.Meta(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] | None = None
+    # without effect
     metadata: dict[str, Any] | None = None
     service_tier: str | None = None
     inference_geo: str | None = None

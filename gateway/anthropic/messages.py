@@ -61,10 +61,20 @@ def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ig
     conversation = conversation_of(asked, model, ignored)
     names.shape = conversation.shape
     top_p = TOP_P_MIN if asked.top_p == 0 else asked.top_p
-    named = {"temperature": asked.temperature, "top_p": top_p, "top_k": asked.top_k}
+    named = {
+        "temperature": asked.temperature,
+        "top_p": top_p,
+        "top_k": None if asked.top_k is None else max(asked.top_k, 0),
+    }
     sampling = Sampling(**named, **conversation.shape.named)  # type: ignore[arg-type]
     options = RequestOptions(
-        max_tokens=asked.max_tokens, sampling=sampling, tenant=caller.tenant, detached=bool(key), key=key
+        max_tokens=asked.max_tokens,
+        sampling=sampling,
+        tenant=caller.tenant,
+        salt=caller.own_salt(asked.cache_salt or ""),
+        priority=caller.check_priority(asked.priority or 0),
+        detached=bool(key),
+        key=key,
     )
     stops = stop_strings(asked.stop_sequences or ())
     return Wanted(

@@ -98,7 +98,7 @@ def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
     named = {
         "temperature": asked.temperature,
         "seed": None if asked.seed is None else asked.seed % (1 << 64),
-        "top_k": None if asked.top_k is None else max(asked.top_k, 0),
+        "top_k": top_k_of(asked.top_k),
         "top_p": top_p_of(asked.top_p),
         "min_p": asked.min_p,
         "repetition_penalty": asked.repetition_penalty,
@@ -112,6 +112,11 @@ def sampling_of(asked: Common, logprobs: int, shape: Shape) -> Sampling:
     sampling = Sampling(logprobs=logprobs, **given)
     sampling.message()
     return sampling
+
+
+def top_k_of(asked: int | None) -> int | None:
+    """Less than 0 is what vLLM has for all tokens."""
+    return None if asked is None else max(asked, 0)
 
 
 def top_p_of(asked: float | None) -> float | None:

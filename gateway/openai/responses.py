@@ -17,7 +17,7 @@ from gateway.parse.events import Arguments, Event, Reasoning, ToolCall
 from kvforge import Sampling
 
 from .call import Call
-from .fields import top_p_of
+from .fields import top_k_of, top_p_of
 from .known import KNOWN, MINE
 from .responses_asked import Create, check, messages_of, shape
 from .responses_tools import Offered, echoed
@@ -69,6 +69,8 @@ class Responses:
         named = {name: value for name in fields if (value := getattr(asked, name)) is not None}
         if asked.top_p is not None:
             named["top_p"] = top_p_of(asked.top_p)
+        if asked.top_k is not None:
+            named["top_k"] = top_k_of(asked.top_k)
         sampling = Sampling(**named, **wanted.named)
         sampling.message()
         return sampling

@@ -19,11 +19,13 @@ from openai.types import shared_params
 from gateway.anthropic import asked as messages
 from gateway.anthropic import known as messages_known
 from gateway.http.fields import Reader
+from gateway.http.ignored import Ignored
 from gateway.openai import asked, fields, known, responses_asked, shapes, tokens
 from tests.gateway.scripted import NAME, Script, application, ask, prompt_text
 
 ROOT = Path(__file__).parents[2]
 HELLO = [{"role": "user", "content": "Hi"}]
+CREATE = {"model": NAME, "max_tokens": 9, "messages": HELLO}
 CHAT, RESPONSES, MESSAGES = "/v1/chat/completions", "/v1/responses", "/v1/messages"
 # Fields of parts, edits and tools that are refused or left out by their type.
 BY_TYPE = {
@@ -129,6 +131,33 @@ def test_every_nested_field_of_anthropics_specification_is_known(
 ) -> None:
     names = {name for kind in published for name in typing.get_type_hints(kind)}
     assert sorted(names - Reader(structure, messages_known.KNOWN, messages_known.MINE).names) == []
+
+
+@pytest.mark.parametrize(
+    ("structure", "reader"),
+    [(one, Reader(one, known.KNOWN, known.MINE)) for one, _ in OPENAI]
+    + [(one, Reader(one, messages_known.KNOWN, messages_known.MINE)) for one, _ in ANTHROPIC],
+    ids=[one.__name__ for one, _ in (*OPENAI, *ANTHROPIC)],
+)
+def test_a_nested_null_is_a_field_that_was_not_given(structure: type[msgspec.Struct], reader: Reader[Any]) -> None:
+    needed = {one.encode_name for one in msgspec.structs.fields(structure) if one.required}
+    values: dict[str, Any] = {"role": "user", "content": "a", "type": "text", "function": {"name": "a"}}
+    values |= {"type": "auto"} if structure is messages.ToolChoice else {}
+    plain = {name: values.get(name, "a") for name in needed}
+    nulls = dict.fromkeys(reader.names - needed) | plain
+    strictly = Ignored(strict=True)
+    assert reader.read(msgspec.json.encode(nulls), strictly) == reader.read(msgspec.json.encode(plain), strictly)
+
+
+@pytest.mark.parametrize(
+    ("path", "body"), [(CHAT, {"messages": HELLO}), (RESPONSES, {"input": "a"}), (MESSAGES, CREATE)]
+)
+def test_all_tokens_and_the_likeliest_one_have_their_names_in_all_apis(path: str, body: dict[str, Any]) -> None:
+    script = Script()
+    assert ask(application(script), path, {**body, "top_k": -1, "top_p": 0, "priority": 3}).status_code == 200
+    options = script.asked[0][2]
+    assert options.sampling is not None and options.priority == 3
+    assert options.sampling.top_k == 0 and 0 < float(options.sampling.top_p or 0) < 1e-6
 
 
 @pytest.mark.parametrize("stream", [False, True])
