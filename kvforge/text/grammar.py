@@ -27,7 +27,13 @@ OPTIONS, STRICT = "x-guidance", {"lenient": False, "coerce_one_of": False}
 BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 PROBLEM_LENGTH_MAX = 300
 # By which a matcher fails that would take longer than about 0.1 s for a mask, or more memory than 100 MB.
-START_FUEL, STEP_FUEL, STEP_ITEMS, LEXER_STATES = 200_000, 50_000, 20_000, 50_000
+ITEMS_LIMITS: dict[str, Any] = {
+    "initial_lexer_fuel": 200_000,
+    "step_lexer_fuel": 50_000,
+    "step_max_items": 20_000,
+    "max_lexer_states": 50_000,
+    "verbose_errors": False,
+}
 _LOOKS_AWAY = "Unimplemented"  # how a warning begins where a grammar has asked for leniency
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
@@ -60,13 +66,7 @@ def limits() -> Any:
     """LLParserLimits under which matchers work. Raises ImportError where llguidance is not installed."""
     import llguidance
 
-    return llguidance.LLParserLimits(
-        initial_lexer_fuel=START_FUEL,
-        step_lexer_fuel=STEP_FUEL,
-        step_max_items=STEP_ITEMS,
-        max_lexer_states=LEXER_STATES,
-        verbose_errors=False,
-    )
+    return llguidance.LLParserLimits(**ITEMS_LIMITS)
 
 
 def overlooked(warnings: list[str]) -> str:

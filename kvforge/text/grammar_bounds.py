@@ -9,6 +9,8 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from math import lcm
 from typing import Any
 
 from kvforge.protocol.errors import InvalidRequest
@@ -17,6 +19,8 @@ DEPTH_MAX = 1000  # of a schema and of all places that references lead to, toget
 NESTING_MAX = 100  # of a schema in itself
 PROPERTIES_MAX = 2000
 MULTIPLES_MAX = 10_000  # of each multipleOf in units of its last digit: so many states tell what is divisible
+# Of what every multipleOf divides: a conjunction of them, direct or through references, has so many states.
+COMMON_MAX = 10_000
 RULES_MAX = 600  # and groups in them
 INLINE, RULE_SIGNS = "%json", ":(["
 
@@ -24,6 +28,7 @@ INLINE, RULE_SIGNS = "%json", ":(["
 def check_schemas(schemas: Sequence[dict[str, Any]], field: str) -> None:
     """Raises InvalidRequest naming the keyword of which these schemas together have too much."""
     depth = properties = multiples = 0
+    factors: set[Fraction] = set()
     for schema in schemas:
         references: set[str] = set()
         depth += _height(schema, field)
@@ -34,12 +39,16 @@ def check_schemas(schemas: Sequence[dict[str, Any]], field: str) -> None:
                 depth += _height(_place(schema, reference), field)
             if isinstance(inside, dict):
                 properties += len(inside)
-            if isinstance(multiple, int | float):
+            if isinstance(multiple, int | float) and not isinstance(multiple, bool):
                 multiples += _states(multiple)
+                factors.add(_fraction(multiple))
     if properties > PROPERTIES_MAX:
         raise InvalidRequest(field, f"properties: there are {properties} in all; at most {PROPERTIES_MAX}")
     if multiples > MULTIPLES_MAX:
         raise InvalidRequest(field, f"multipleOf: at most {MULTIPLES_MAX} units of the last digit, all together")
+    if len(factors) > 1 and (common := _common(factors)) > COMMON_MAX:
+        problem = f"the smallest number that all of them divide has {common} units of the last digit"
+        raise InvalidRequest(field, f"multipleOf: {problem}; at most {COMMON_MAX}")
     if depth > DEPTH_MAX:
         problem = f"all that references lead to is {depth} levels deep together; at most {DEPTH_MAX}"
         raise InvalidRequest(field, f"$ref: {problem}")
@@ -112,3 +121,18 @@ def _states(multiple: float) -> int:
     whole, _, fraction = digits.partition(".")
     units = abs(int(whole + fraction))
     return int(units * 10 ** min(6, max(0, int(exponent or 0) - len(fraction))))
+
+
+def _fraction(multiple: float) -> Fraction:
+    """As it is written: 1/4 of 0.25."""
+    try:
+        return abs(Fraction(f"{multiple:.16g}"))
+    except ValueError:  # infinite
+        return Fraction(0)
+
+
+def _common(factors: set[Fraction]) -> int:
+    """The least common multiple, in units of the last digit that any of them has."""
+    positive = [factor for factor in factors if factor]
+    unit = lcm(*(factor.denominator for factor in positive))
+    return lcm(*(int(factor * unit) for factor in positive))

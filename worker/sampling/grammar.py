@@ -70,6 +70,7 @@ class Grammars:
         self._of: dict[int, Shaped] = {}
         self._holds = np.zeros(slots_max, np.bool_)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
+        self._refused: OrderedDict[Grammar, str] = OrderedDict()
         self._new: dict[int, Shaped] = {}
         self._executor: LLExecutor | None = None
 
@@ -148,11 +149,24 @@ class Grammars:
             raise InvalidRequest(field, f"cannot be served: {vocabulary.problem}")
         from llguidance import LLMatcher
 
-        matcher = LLMatcher(vocabulary.tokens, compiled_text(grammar), log_level=0, limits=limits())
+        text = compiled_text(grammar)
+        if problem := self._refused.get(grammar) or self._tried(grammar, text, vocabulary):
+            raise InvalidRequest(field, problem)
+        matcher = LLMatcher(vocabulary.tokens, text, log_level=0, limits=limits())
         wrong = matcher.get_error() if matcher.is_error() else overlooked(matcher.get_grammar_warnings())
         if wrong:
             raise InvalidRequest(field, explained(wrong))
         return matcher
+
+    def _tried(self, grammar: Grammar, text: str, vocabulary: GrammarTokens) -> str:
+        """Why another process, which has tried it within limits of time and memory, refuses it; "" where it does not.
+        A refusal is kept, so that the same grammar costs its time once."""
+        problem = "" if vocabulary.helper is None else vocabulary.helper.problem(text)
+        if problem:
+            self._refused[grammar] = problem
+            if len(self._refused) > COMPILED_MAX:
+                self._refused.popitem(last=False)
+        return problem
 
     def _threads(self) -> LLExecutor:
         if self._executor is None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
-from kvforge.protocol.errors import KvforgeError
+from kvforge.text.grammar_helper import GrammarHelper
 from kvforge.text.tokenizer import Tokenizer
 
 if TYPE_CHECKING:
@@ -19,10 +19,12 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class GrammarTokens:
-    """tokens: None where there is a problem, which says why no grammar can be served."""
+    """tokens: None where there is a problem, which says why no grammar can be served. helper: tries grammars in another
+    process before they are compiled in this one; None: they are not tried."""
 
     tokens: LLTokenizer | None
     problem: str = ""
+    helper: GrammarHelper | None = None
 
 
 @lru_cache(maxsize=1)
@@ -39,10 +41,14 @@ def grammar_tokens(source: str, vocab_size: int, eos_tokens: tuple[int, ...]) ->
         from llguidance import LLTokenizer
 
         library = Tokenizer.load(source).as_json()
+        helper = GrammarHelper(library, vocab_size, eos_tokens)
+        helper.start()  # it makes its tokenizer while this process does
         made = LLTokenizer(library, n_vocab=vocab_size, eos_token=list(eos_tokens))
     except ImportError as error:
         return GrammarTokens(None, f"the worker has no llguidance ({error})")
-    except (KvforgeError, ValueError) as error:  # llguidance raises ValueError for what it cannot read
+    except KeyboardInterrupt:
+        raise
+    except BaseException as error:  # noqa: BLE001 - of the tokenizer's files; a panic of Rust is no Exception
         return GrammarTokens(None, f"the model has no tokenizer for it ({error})")
     log.info("the tokenizer for grammars took %.1f s", time.monotonic() - started)
-    return GrammarTokens(made)
+    return GrammarTokens(made, helper=helper)

@@ -154,3 +154,30 @@ def test_without_the_library_only_the_bounds_are_checked(monkeypatch: pytest.Mon
     assert "is not JSON" in problem(Grammar(kind="json_schema", text="{"))
     with pytest.raises(ImportError):
         compiled_text(schema({}))
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"allOf": [{"type": "integer", "multipleOf": 499}, {"type": "integer", "multipleOf": 491}]},
+        {"type": "integer", "multipleOf": 499, "allOf": [{"multipleOf": 491}]},
+        {"$defs": {"a": {"type": "integer", "multipleOf": 499}}, "$ref": "#/$defs/a", "multipleOf": 491},
+        {"allOf": [{"type": "number", "multipleOf": 0.499}, {"type": "number", "multipleOf": 0.491}]},
+        {"allOf": [{"type": "integer", "multipleOf": factor} for factor in (64, 81, 125)]},
+    ],
+    ids=str,
+)
+def test_what_multiplies_is_bounded_as_a_product(schema: dict[str, Any]) -> None:
+    """A conjunction tells remainders by all of its divisors at once."""
+    with pytest.raises(InvalidRequest, match="multipleOf: the smallest number that all of them divide has"):
+        check(Grammar(kind="json_schema", text=json.dumps(schema)))
+
+
+@pytest.mark.parametrize("multiples", [[100, 50, 1000], [0.01, 0.05, 5], [7, 9, 60, 24], [9973], [1e300, 2]])
+def test_usual_multiples_are_accepted_side_by_side(multiples: list[float]) -> None:
+    properties = {f"p{number}": {"type": "number", "multipleOf": each} for number, each in enumerate(multiples)}
+    if 1e300 in multiples:
+        with pytest.raises(InvalidRequest, match="multipleOf"):
+            check(Grammar(kind="json_schema", text=json.dumps({"type": "object", "properties": properties})))
+        return
+    check(Grammar(kind="json_schema", text=json.dumps({"type": "object", "properties": properties})))

@@ -1,0 +1,135 @@
+"""Tries grammars in a process of its own, each within limits of time and memory: `python grammar_trial.py`
+
+llguidance bounds most of what a grammar can cost, not all of it (`multipleOf` in a conjunction, long forced text). A
+worker has one thread, so that a grammar is compiled here first, its first masks are made, and a short answer is written
+by it. Whoever exceeds a limit is killed alone: each trial is a fork of this process.
+
+Messages on stdin and answers on stdout: 4 bytes little-endian of length, then JSON. The first message says how to try;
+each further one is a grammar as llguidance takes it, and its answer is why it was refused, or "".
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import resource
+import select
+import signal
+import sys
+import time
+from typing import IO, Any
+
+STEPS = 24  # tokens of the short answer
+WALL_FACTOR = 4.0  # a loaded machine gives a trial this much less than a core
+TOO_LONG = "takes longer than {cpu_s:g} s of a core to compile and to begin an answer by: make it smaller"
+TOO_LARGE = "takes more than {memory_bytes} bytes of memory: make it smaller"
+REASON_BYTES_MAX = 4096
+
+
+def main() -> int:
+    """Serve trials until stdin ends."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the worker's
+    source, target = sys.stdin.buffer, sys.stdout.buffer
+    settings = receive(source)
+    if settings is None:
+        return 0
+    from llguidance import LLParserLimits, LLTokenizer
+
+    tokens = LLTokenizer(settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_tokens"])
+    limits = LLParserLimits(**settings["limits"])
+    while (grammar := receive(source)) is not None:
+        send(target, _judged(grammar, tokens, limits, settings["cpu_s"], settings["memory_bytes"]))
+    return 0
+
+
+def send(target: IO[bytes], value: Any) -> None:
+    """Write one message."""
+    body = json.dumps(value).encode()
+    target.write(len(body).to_bytes(4, "little") + body)
+    target.flush()
+
+
+def receive(source: IO[bytes]) -> Any:
+    """Read one message; None where there will be none."""
+    head = source.read(4)
+    body = source.read(int.from_bytes(head, "little")) if len(head) == 4 else b""
+    return json.loads(body) if body else None
+
+
+def _judged(grammar: str, tokens: Any, limits: Any, cpu_s: float, memory_bytes: int) -> str:
+    """Why the grammar is refused; "" where it is not."""
+    reader, writer = os.pipe()
+    child = os.fork()
+    if not child:
+        os.close(reader)
+        _try(grammar, tokens, limits, cpu_s, memory_bytes, writer)
+    os.close(writer)
+    try:
+        reason = _read(reader, time.monotonic() + WALL_FACTOR * cpu_s)
+    finally:
+        os.close(reader)
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(child, signal.SIGKILL)
+        status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    if reason is not None:
+        return reason
+    if status in (-signal.SIGPROF, -signal.SIGKILL):
+        return TOO_LONG.format(cpu_s=cpu_s)
+    return TOO_LARGE.format(memory_bytes=memory_bytes)  # Rust aborts where it gets no memory
+
+
+def _try(grammar: str, tokens: Any, limits: Any, cpu_s: float, memory_bytes: int, writer: int) -> None:
+    """In the fork. Never returns."""
+    try:
+        signal.signal(signal.SIGPROF, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        with open("/proc/self/statm", encoding="ascii") as statm:  # noqa: PTH123 - before any import
+            used = int(statm.read().split()[0]) * resource.getpagesize()
+        resource.setrlimit(resource.RLIMIT_AS, (used + memory_bytes, used + memory_bytes))
+        signal.setitimer(signal.ITIMER_PROF, cpu_s)
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)  # what Rust writes when it panics
+        os.write(writer, b"=" + _walk(grammar, tokens, limits).encode()[:REASON_BYTES_MAX])
+    except MemoryError:
+        os._exit(2)
+    except BaseException as error:  # noqa: BLE001 - a panic of Rust is no Exception
+        os.write(writer, b"=" + f"cannot be compiled: {type(error).__name__}: {error}".encode()[:REASON_BYTES_MAX])
+    os._exit(0)
+
+
+def _walk(grammar: str, tokens: Any, limits: Any) -> str:
+    """Compile, and write a short answer: what is forced, else a random token of those that may follow."""
+    from llguidance import LLMatcher
+
+    matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
+    if matcher.is_error():
+        return ""  # the worker tells, in its own words
+    chance = random.Random(0)
+    for _ in range(STEPS):
+        mask = matcher.compute_bitmask()
+        if matcher.is_error() or matcher.is_stopped():
+            break
+        places = [index for index, octet in enumerate(mask) if octet]
+        if not places:
+            break
+        place = chance.choice(places)
+        bit = chance.choice([bit for bit in range(8) if mask[place] >> bit & 1])
+        if not matcher.consume_token(8 * place + bit):
+            break
+    return ""
+
+
+def _read(reader: int, deadline: float) -> str | None:
+    """All that is written, without its first byte; None where nothing was until the deadline or the end."""
+    parts = b""
+    while (left := deadline - time.monotonic()) > 0 and select.select([reader], [], [], left)[0]:
+        part = os.read(reader, 1 << 16)
+        if not part:
+            return parts[1:].decode(errors="replace") if parts else None
+        parts += part
+    return None
+
+
+if __name__ == "__main__":
+    sys.exit(main())
