@@ -27,7 +27,7 @@ from worker.loading.model import LoadedModel
 from worker.loading.serving_kernels import serving_kernels
 from worker.model_path import find_model
 
-from .memory import Accounts, DeviceBytes, make_runner, pool_blocks, weight_bytes
+from .memory import Accounts, DeviceBytes, check_kv_bytes, make_runner, pool_blocks, weight_bytes
 from .runner import Runner
 
 log = logging.getLogger("worker")
@@ -52,6 +52,7 @@ class Engine:
         self.device: Device = open_device(
             config.device, config.device_index, config.kernels != "reference", config.determinism != FAST
         )
+        check_kv_bytes(config, self.device)
         self._accounts = Accounts(self.device)
         self._progress = progress
         self.ranks = self._meet(meeting)

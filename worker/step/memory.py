@@ -80,10 +80,26 @@ def weight_bytes(model: LoadedModel) -> int:
     return plain + sum(map(stored_bytes, model.packed_weights()))
 
 
+def check_kv_bytes(config: WorkerConfig, device: Device) -> None:
+    """Refuse a KV pool that is larger than all memory there is, before a model is loaded.
+
+    Raises:
+        InvalidConfiguration: Names `kv_bytes` and the device's memory.
+    """
+    total = device.total_bytes()
+    if config.kv_bytes > total:
+        problem = f"{config.kv_bytes} is more than all {total} bytes of memory of {device.name}"
+        raise InvalidConfiguration("kv_bytes", f"{problem}: give less, or leave it out")
+
+
 def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome, graph_rows_max: int) -> int:
     """Blocks of the pool: as configured, else what fits. Errors: InvalidConfiguration, GpuError, KernelError."""
     device = model.device
     if config.blocks:
+        needed, total = config.blocks * model.geometry.bytes_per_block, device.total_bytes()
+        if needed > total:
+            problem = f"{config.blocks} blocks of this model take {needed} bytes; {device.name} has {total}"
+            raise InvalidConfiguration("blocks", f"{problem}: give fewer, or leave it out")
         return config.blocks
     if config.memory_share and not device.owns_memory:
         raise InvalidConfiguration("memory_share", f"is of a GPU's memory, and {device.name} is a CPU: use kv_bytes")

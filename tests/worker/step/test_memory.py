@@ -179,3 +179,14 @@ def test_the_pool_takes_what_steps_and_graphs_leave(folder: Path) -> None:
     free_before = engine.device.free_bytes()
     engine.close()
     assert engine.device.free_bytes() - free_before == pytest.approx(found.pool, rel=0.05)
+
+
+def test_more_than_all_memory_is_refused_by_name(tiny: Callable[..., LoadedModel], cpu: Device) -> None:
+    """Before a model is loaded where bytes are given, before the pool is made where blocks are."""
+    total = cpu.total_bytes()
+    memory.check_kv_bytes(config(kv_bytes=total), cpu)
+    with pytest.raises(InvalidConfiguration, match=f"^kv_bytes: {total + 1} is more than all {total} bytes"):
+        memory.check_kv_bytes(config(kv_bytes=total + 1), cpu)
+    model = tiny("llama")
+    with pytest.raises(InvalidConfiguration, match=r"^blocks: \d+ blocks of this model take"):
+        memory.pool_blocks(config(blocks=total // model.geometry.bytes_per_block + 1), model, welcome(), 0)
