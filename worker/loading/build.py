@@ -5,18 +5,21 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-import transformers
 
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, UnsupportedModel
 from worker.device.device import Device, as_worker_error
 from worker.device.ranks import Ranks
 
-from .configuration import sentence
+from .composite import config_for, model_class, text_part
+from .foreign import refusing, sentence
+from .formats import check_scales, dequantise
 from .gguf import noted_names
 from .gguf_config import check_rotation
 from .lean import less_of_torch
+from .probe import foresee
 from .progress import Bars, Progress, bars_to
+from .rehearsal import check_memory, rehearse, settle
 from .report import check_experts, check_finite, check_unpacked, judge, reported
 from .source import Source
 
@@ -38,7 +41,7 @@ def build(
     progress is called with 0 to 1. Errors: UnsupportedModel, which names the tensors that are missing, left over, of
     another shape or not finite; ModelNotFound (files unreadable); WorkerError or GpuError (no memory).
     """
-    with bars_to(progress) as bars, less_of_torch():
+    with bars_to(progress) as bars, less_of_torch(), refusing(source.name, "transformers cannot build it"):
         try:
             if ranks is not None:
                 from .split import build_split  # imports accelerate
@@ -47,8 +50,8 @@ def build(
             elif source.format == "dummy":
                 module = _dummy(config, dtype, device, seed)
             else:
-                module = _load(source, config, dtype)
-            module = module.to(device.torch_device).eval()
+                module = _load(source, config, dtype, device)
+            module = text_part(module.to(device.torch_device).eval(), _name(source, config))
         except OSError as error:
             raise ModelNotFound(str(source.path), f"its weights cannot be read: {sentence(error)}") from error
         except KvforgeError:
@@ -59,22 +62,37 @@ def build(
     return module
 
 
+def _name(source: Source, config: Any) -> str:
+    return str(config.model_type) if source.format == "dummy" else source.name
+
+
 def _dummy(config: Any, dtype: torch.dtype, device: Device, seed: int) -> Any:
+    cls = model_class(config)
     # Made where they stay: a host would take minutes for what a GPU does in a second.
     with device.random_state(), device.torch_device:
         torch.manual_seed(seed)
-        return transformers.AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation="eager", trust_remote_code=False
-        )
+        return cls._from_config(config_for(cls, config), dtype=dtype, attn_implementation="eager")
 
 
-def _load(source: Source, config: Any, dtype: torch.dtype) -> Any:
+def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> Any:
     """Errors: UnsupportedModel, and whatever transformers raises."""
     stored = stored_tensors(source.model_files) if source.format == "safetensors" else {}
     check_experts(stored, source.name)
+    cls = model_class(config)
+    config = config_for(cls, config)
+    method = ""
+    if source.format == "safetensors":
+        method = dequantise(config, source.name)
+        check_scales(method, config, stored, source.name)
+        rehearsed = rehearse(cls, config, stored, dtype, source.name)
+        if rehearsed is not None:
+            check_unpacked(rehearsed, stored, source.name, method)
+            check_memory(rehearsed, device, source.name)
+            foresee(text_part(rehearsed, source.name), device)
+            del rehearsed
     with reported() as report, noted_names() as names:
         try:
-            module = transformers.AutoModelForCausalLM.from_pretrained(
+            module = cls.from_pretrained(
                 source.folder,
                 config=config,
                 dtype=dtype,
@@ -86,22 +104,26 @@ def _load(source: Source, config: Any, dtype: torch.dtype) -> Any:
         except Exception:
             judge(report, source.name, names.of)
             raise
+    settle(report, module)
     if source.format == "gguf":
         names.complete(report, source.gguf_header)
     judge(report, source.name, names.of)
-    if getattr(module, "hf_quantizer", None) is None:
-        check_unpacked(module, stored, source.name)
+    check_unpacked(module, stored, source.name, method)
     if source.format == "gguf":
         check_rotation(source, module)
     check_finite(module, source.name, names.of)
     return module
 
 
+def lacks_memory(error: BaseException) -> bool:
+    """Whether memory ran out, which another process may have taken."""
+    return any(words in str(error).lower() for words in NO_MEMORY)
+
+
 def _typed(error: Exception, source: Source, config: Any, device: Device, bars: Bars) -> KvforgeError:
     """What another try may not meet is the worker's failure; all else is the model's, and stays as it is."""
-    memory = isinstance(error, MemoryError) or any(words in str(error).lower() for words in NO_MEMORY)
     worker_error = as_worker_error(error, f"loading {source.name}", device)
-    if memory or worker_error.code != "worker_error":
+    if lacks_memory(error) or worker_error.code != "worker_error":
         return worker_error
     at = f"its tensor {bars.current}: " if bars.current else ""
-    return UnsupportedModel(config.model_type if source.format == "dummy" else source.name, at + sentence(error))
+    return UnsupportedModel(_name(source, config), f"{at}transformers cannot build it: {sentence(error)}")

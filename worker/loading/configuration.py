@@ -7,22 +7,51 @@ from typing import Any
 
 import torch
 import transformers
-from transformers.quantizers.auto import AUTO_QUANTIZATION_CONFIG_MAPPING
 
+from kvforge.models import files
+from kvforge.models.config_checks import check_config
 from kvforge.models.files import stored_tensors
-from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, ModelNotFound, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel
 from worker.device.device import Device
 
+from .answer_ends import check_folder
+from .foreign import refusing, sentence
 from .gguf_config import apply_metadata
 from .source import Source
 
 MODEL_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 # What weights are stored as, and what they are loaded as; more than float32 holds is given up.
 STORED_DTYPES = {"F64": "float32", "F32": "float32", "F16": "float16", "BF16": "bfloat16"}
+# Sizes of a decoder, with the largest that is believed: transformers makes as many modules as a file asks for.
+SIZES = {
+    "num_hidden_layers": (1, 4096),
+    "num_attention_heads": (1, 1 << 16),
+    "num_key_value_heads": (1, 1 << 16),
+    "hidden_size": (1, 1 << 24),
+    "intermediate_size": (0, 1 << 28),
+    "vocab_size": (1, 1 << 28),
+    "head_dim": (1, 1 << 16),
+    "max_position_embeddings": (1, 1 << 40),
+    **dict.fromkeys(("n_layer", "n_head"), (1, 4096)),
+    **dict.fromkeys(("num_experts", "num_local_experts", "n_routed_experts"), (0, 1 << 14)),
+}
 
 
 def read_config(source: Source) -> Any:
     """The transformers configuration. Errors: UnsupportedModel, ModelNotFound (unreadable)."""
+    with refusing(source.name, "transformers cannot read its configuration"):
+        if source.format == "safetensors":
+            check_config(files.read_config(source.path), source.name)
+            check_folder(source)
+        config = _read(source)
+        _check_sizes(config, source.name)
+        _refuse_kinds(config)
+        if source.format == "gguf":
+            apply_metadata(source, config)
+    return config
+
+
+def _read(source: Source) -> Any:
     try:
         if source.format == "dummy":
             values = json.loads(source.files[0].read_text(encoding="utf-8"))
@@ -30,21 +59,10 @@ def read_config(source: Source) -> Any:
                 raise ModelNotFound(str(source.path), "its config.json names no model_type")
             if values["model_type"] not in transformers.CONFIG_MAPPING:
                 raise UnsupportedModel(values["model_type"], "transformers does not know this model type")
-            config = transformers.AutoConfig.for_model(**values)
-        else:
-            config = transformers.AutoConfig.from_pretrained(source.folder, **source.keywords)
-    except KvforgeError:
-        raise
-    except (OSError, EOFError) as error:
+            return transformers.AutoConfig.for_model(**values)
+        return transformers.AutoConfig.from_pretrained(source.folder, **source.keywords)
+    except (FileNotFoundError, PermissionError) as error:
         raise ModelNotFound(str(source.path), f"cannot be read: {sentence(error)}") from error
-    except Exception as error:  # an unknown architecture or a wrong field: transformers has many errors for these
-        raise UnsupportedModel(source.name, sentence(error)) from error
-    _refuse_kinds(config)
-    if source.format == "gguf":
-        apply_metadata(source, config)
-    else:
-        _check_quantisation(source, config)
-    return config
 
 
 def model_dtype(name: str, config: Any, source: Source, device: Device) -> torch.dtype:
@@ -84,9 +102,16 @@ def _stored_dtype(config: Any, source: Source, device: Device) -> torch.dtype:
     return MODEL_DTYPES[STORED_DTYPES[max(sizes, key=lambda kind: sizes[kind])]] if sizes else torch.float32
 
 
-def sentence(error: BaseException) -> str:
-    """The first line of what an error says."""
-    return (str(error).strip().splitlines() or [type(error).__name__])[0]
+def _check_sizes(config: Any, model: str) -> None:
+    """Raises UnsupportedModel where a size is no number, or none that a model has. Lists, of layers, are left alone."""
+    for each in (config, config.get_text_config(decoder=True)):
+        for name, (least, most) in SIZES.items():
+            value = vars(each).get(name)
+            if value is None or isinstance(value, list | tuple):
+                continue
+            if type(value) is not int or not least <= value <= most:
+                problem = f"its configuration has {name} = {repr(value)[:100]}: expected a whole number"
+                raise UnsupportedModel(model, f"{problem} from {least} to {most}")
 
 
 def _refuse_kinds(config: Any) -> None:
@@ -100,23 +125,3 @@ def _refuse_kinds(config: Any) -> None:
     if config.model_type == "bloom" or getattr(text, "alibi", False) or in_attention:
         problem = "it uses ALiBi (a bias that grows with the distance of two tokens), which kvforge's attention has not"
         raise UnsupportedModel(config.model_type, problem)
-
-
-def _check_quantisation(source: Source, config: Any) -> None:
-    """A method that transformers does not know is passed over by it, and packed weights are then taken for plain ones.
-
-    Errors: UnsupportedModel.
-    """
-    wanted = getattr(config, "quantization_config", None)
-    if wanted is None:
-        wanted = getattr(config.get_text_config(decoder=True), "quantization_config", None)
-    if wanted is None:
-        return
-    values = wanted if isinstance(wanted, dict) else wanted.to_dict()
-    method = values.get("quant_method")
-    method = getattr(method, "value", method)
-    if not method and (values.get("load_in_4bit") or values.get("load_in_8bit")):
-        return
-    if method not in AUTO_QUANTIZATION_CONFIG_MAPPING and method != "bitsandbytes":
-        problem = f"its quantization_config has the quant_method {method!r}, which transformers does not know"
-        raise UnsupportedModel(source.name, problem)

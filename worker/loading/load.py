@@ -2,29 +2,33 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
 import logging
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import ParamSpec, cast
 
 from msgspec import structs
 
-from kvforge.protocol.errors import InvalidConfiguration, KernelError, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, KernelError, KvforgeError, UnsupportedModel, WorkerError
 from kvforge.protocol.messages import ModelInfo
 from worker.attention import choose_attention
 from worker.attention.pool import KV_DTYPES, KvGeometry
-from worker.device.device import Device
+from worker.device.device import Device, as_worker_error
 from worker.device.ranks import Ranks
 from worker.device.targets import check_dtypes
 from worker.kernels import LayerOperations, PlainOperations, choose_operations
 from worker.kernels.packed import QUANTISED_WAY_OUT, WAY_OUT, PackedOperations
 from worker.kernels.registry import Serving, check_kernels
 
-from .build import build
+from .answer_ends import eos_tokens
+from .build import build, lacks_memory
 from .configuration import model_dtype, read_config
 from .determinism import FAST_WAY_OUT, attends_in_plain_torch, made_steady, told
 from .fingerprint import fingerprint, joined_digest
+from .foreign import sentence
 from .fusion import fuse, is_known
 from .model import ForwardContext, LoadedModel
 from .probe import bind_layers, bound_options, bound_shapes
@@ -39,6 +43,44 @@ from .verification import Reference, verify
 log = logging.getLogger(__name__)
 
 
+Arguments = ParamSpec("Arguments")
+
+
+def _refusing_all(load: Callable[Arguments, LoadedModel]) -> Callable[Arguments, LoadedModel]:
+    """Turns whatever foreign code raises on the way into UnsupportedModel: another start would meet it again. A failure
+    of the device stays one, after which another start may help."""
+
+    @functools.wraps(load)
+    def run(*given: Arguments.args, **named: Arguments.kwargs) -> LoadedModel:
+        try:
+            return load(*given, **named)
+        except (KvforgeError, KeyboardInterrupt, GeneratorExit) as error:
+            if not _is_foreign(error, cast(Device, named["device"])):
+                raise
+            source = str(given[0] if given else named["source"])
+            raise UnsupportedModel(Path(source).name or source, str(error)) from error
+        except BaseException as error:
+            source, device = str(given[0] if given else named["source"]), cast(Device, named["device"])
+            log.info("loading %s ended by an error that is not kvforge's", source, exc_info=True)
+            typed = as_worker_error(error, f"loading {source}", device)
+            if typed.code != "worker_error":
+                raise typed from error
+            problem = f"it cannot be loaded: {type(error).__name__}: {sentence(error)}"
+            raise UnsupportedModel(Path(source).name or source, problem) from error
+
+    return run
+
+
+def _is_foreign(error: BaseException, device: Device) -> bool:
+    """Whether a failure of the worker is a library's own, and would come again: on a CPU all but a lack of memory."""
+    if not isinstance(error, WorkerError) or error.code != "worker_error" or isinstance(error.__cause__, KvforgeError):
+        return False
+    if isinstance(error.__cause__, (RecursionError, NotImplementedError)):
+        return True
+    return device.computes_on_cores and error.__cause__ is not None and not lacks_memory(error)
+
+
+@_refusing_all
 def load_model(
     source: str | Path,
     *,
@@ -117,7 +159,7 @@ def load_model(
         fingerprint=digest,
         vocab_size=vocab_size,
         context_tokens_max=served_tokens,
-        eos_tokens=_eos_tokens(module),
+        eos_tokens=eos_tokens(found, config, module),
         sampling=model_sampling(found),
         dtype=dtype_name,
         weight_dtype=dtype_name if quantisation is None else quantisation.kind,
@@ -196,12 +238,3 @@ def _refuse_quantising(weight_dtype: str, architecture: str) -> None:
     if weight_dtype != "auto":
         raise InvalidConfiguration("weight_dtype", f"{weight_dtype!r}: {problem}; use 'dtype'")
     log.info("weight_dtype: %s", problem)
-
-
-def _eos_tokens(module: Any) -> tuple[int, ...]:
-    generation = getattr(module, "generation_config", None)
-    eos = getattr(generation, "eos_token_id", None)
-    if eos is None:
-        eos = module.config.get_text_config(decoder=True).eos_token_id
-    tokens = eos if isinstance(eos, (list, tuple)) else [] if eos is None else [eos]
-    return tuple(int(token) for token in tokens)

@@ -9,6 +9,7 @@ window of layers whose window is longer than any probe could be, and unmasks chu
 from __future__ import annotations
 
 import inspect
+import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,6 +19,7 @@ import transformers
 from kvforge.protocol.errors import KvforgeError, UnsupportedModel
 from worker.attention import AttentionOptions
 from worker.attention.pool import LayerShape
+from worker.attention.reference import ReferenceAttention
 from worker.attention.selftest import AttentionShape
 from worker.device.device import Device
 
@@ -26,9 +28,11 @@ from .rope import context_range
 
 RECORDING_NAME = "kvforge_recording"
 RECORDED_TOKENS = 4
+ATTENDING = frozenset({"attention", "full_attention", "sliding_attention"})
 MASK_POSITIONS_MAX = 1 << 18
 # Keywords that say nothing attention must honour; all others must be absent, None or False.
 HARMLESS = frozenset({"position_ids", "cache_position", "use_cache", "output_attentions", "output_hidden_states"})
+log = logging.getLogger("worker")
 HONOURED = frozenset({"scaling", "sliding_window", "softcap", "dropout", "is_causal"})
 
 
@@ -95,7 +99,7 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
     Returns each layer's KV shape, in order. Errors: UnsupportedModel.
     """
     name = _name(module.config)
-    if getattr(module, "_is_stateful", False):
+    if getattr(module, "_is_stateful", False) and not _attends_alone(module.config):
         raise UnsupportedModel(name, "its layers keep a recurrent state beside attention")
     calls = _recording_pass(module, name, min(RECORDED_TOKENS, context_tokens), device)
     layers = int(module.config.get_text_config(decoder=True).num_hidden_layers)
@@ -113,6 +117,34 @@ def bind_layers(module: Any, context: ForwardContext, context_tokens: int, devic
         shapes.append(shape)
     use_attention(module, ATTENTION_NAME)
     return tuple(shapes)
+
+
+def foresee(module: Any, device: Device) -> None:
+    """Judge a model that is on the meta device, before its weights are read, as far as that can be done there.
+
+    Raises:
+        UnsupportedModel: Its layers ask something of attention that is not there. A failure of code that needs numbers
+            is no reason.
+    """
+    try:
+        bind_layers(module, ForwardContext(ReferenceAttention()), RECORDED_TOKENS, device)
+    except UnsupportedModel as error:
+        if error.__cause__ is None:
+            raise
+    except Exception as error:  # noqa: BLE001 - foreign code without numbers
+        log.debug("not foreseen: %s: %s", type(error).__name__, error)
+
+
+def _attends_alone(config: Any) -> bool:
+    """Whether a family that may keep a recurrent state is configured with attention in every layer. What it computes is
+    compared in chunks then, as of any model."""
+    text = config.get_text_config(decoder=True)
+    kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
+    return (
+        isinstance(kinds, list | tuple)
+        and bool(kinds)
+        and all(isinstance(kind, str) and kind in ATTENDING for kind in kinds)
+    )
 
 
 def bound_shapes(module: Any, shapes: tuple[LayerShape, ...]) -> tuple[AttentionShape, ...]:
@@ -134,8 +166,10 @@ def _bindings(module: Any) -> list[LayerBinding]:
 def _recording_pass(module: Any, name: str, tokens: int, device: Device) -> list[_Call]:
     use_attention(module, RECORDING_NAME)
     _calls.clear()
-    token_ids = torch.arange(tokens, device=device.torch_device) % module.get_input_embeddings().num_embeddings
-    positions = torch.arange(tokens, device=device.torch_device)
+    table = module.get_input_embeddings()
+    place = torch.device("meta") if table.weight.is_meta else device.torch_device
+    token_ids = torch.arange(tokens, device=place) % table.num_embeddings
+    positions = torch.arange(tokens, device=place)
     try:
         module(input_ids=token_ids[None], position_ids=positions[None], use_cache=False, return_dict=True)
         return list(_calls)

@@ -18,6 +18,9 @@ from transformers import modeling_utils
 from kvforge.models.safetensors_header import StoredTensor
 from kvforge.protocol.errors import UnsupportedModel
 
+from .composite import is_removed
+from .formats import is_read
+
 NAMES_MAX = 4
 PLAIN = frozenset({"F64", "F32", "F16", "BF16"})
 EXPERT = re.compile(r"(?P<experts>.*\.experts)\.(?P<number>\d+)\.")
@@ -84,11 +87,20 @@ def check_experts(names: Collection[str], model: str) -> None:
             raise UnsupportedModel(model, f"its weights have {experts}.{max(found)}, and no {experts}.{absent[0]}")
 
 
-def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str) -> None:
-    """Numbers that are no floating point numbers of 16 bits or more mean something only with a configuration that says
-    how they are packed or scaled; transformers turns them into weights as they are.
+def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str, method: str = "") -> None:
+    """Refuse stored numbers that are neither plain nor part of the format that was undone.
 
-    stored: the files' tensors, of a model without quantization_config. Raises UnsupportedModel.
+    Numbers that are no floating point numbers of 16 bits or more mean something only with a format that says how they
+    are packed or scaled; transformers turns others into weights as they are.
+
+    Args:
+        module: The model that transformers made of them, or its like on the meta device.
+        stored: The files' tensors, by name.
+        model: The name in a refusal.
+        method: The format that was undone, as `formats.dequantise` returned it.
+
+    Raises:
+        UnsupportedModel: Names the tensor and its type.
     """
     ignored = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_unexpected or ()]
     # By the last part of their names, which conversions keep.
@@ -97,10 +109,13 @@ def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str) 
     }
     for name, tensor in stored.items():
         is_integer = name.rpartition(".")[2] in integers
-        if tensor.type_name in PLAIN or is_integer or any(pattern.search(name) for pattern in ignored):
+        if tensor.type_name in PLAIN or is_integer or is_read(method, name, tensor):
             continue
-        problem = f"its tensor {name} is stored as {tensor.type_name}, and config.json has no quantization_config"
-        raise UnsupportedModel(model, f"{problem} that says how it is packed or scaled")
+        if is_removed(module, name) or any(pattern.search(name) for pattern in ignored):
+            continue
+        said = f"the format {method!r} does not say" if method else "config.json has no quantization_config that says"
+        problem = f"its tensor {name} is stored as {tensor.type_name}, and {said} how it is packed or scaled"
+        raise UnsupportedModel(model, problem)
 
 
 @torch.inference_mode()

@@ -36,7 +36,7 @@ def model_sampling(source: Source) -> Sampling:
     for name, value in said.items():
         try:
             chosen[name] = getattr(Choice(**{name: value}).message(), name)
-        except InvalidRequest as error:
+        except (InvalidRequest, TypeError, ValueError, OverflowError) as error:
             log.warning("what the model says of its sampling is ignored: %s", error)
     return Sampling(**chosen) if chosen else UNSAID
 
@@ -52,7 +52,7 @@ def _of_folder(source: Source) -> dict[str, Any]:
         values = json.loads((source.folder / FILE).read_text(encoding="utf-8"))
     except FileNotFoundError:
         return {}
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         log.warning("%s is ignored: %s", FILE, error)
         return {}
     if not isinstance(values, dict):

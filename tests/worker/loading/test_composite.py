@@ -1,0 +1,150 @@
+"""Models of images and text: the text part is served, and computes what the whole computes of text alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoConfig, AutoModelForImageTextToText
+
+from kvforge.protocol.errors import UnsupportedModel
+from tests.worker.conftest import TINY
+from worker.device.device import Device
+from worker.loading.load import load_model
+from worker.loading.model import LoadedModel
+
+TEXT = {**TINY, "head_dim": 16}
+PIXTRAL = {
+    "model_type": "pixtral",
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 2,
+    "image_size": 28,
+    "patch_size": 14,
+    "head_dim": 16,
+}
+SIGLIP = {**PIXTRAL, "model_type": "siglip_vision_model"}
+QWEN_VISION = {
+    "depth": 1,
+    "hidden_size": 32,
+    "intermediate_size": 32,
+    "num_heads": 2,
+    "out_hidden_size": 64,
+    "patch_size": 14,
+}
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 3, 3]}
+TOKENS = {"image_token_id": 96, "video_token_id": 95, "vision_start_token_id": 94, "vision_end_token_id": 93}
+WINDOWS = {"sliding_window": 8, "layer_types": ["sliding_attention", "full_attention"]}
+GEMMA4 = {
+    **WINDOWS,
+    "num_kv_shared_layers": 0,
+    "global_head_dim": 32,
+    "hidden_size_per_layer_input": 16,
+    "vocab_size_per_layer_input": 97,
+}
+# model type -> (text, the rest, what serves)
+FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "mistral3": (
+        {"model_type": "mistral", "sliding_window": None},
+        {"vision_config": PIXTRAL, "image_token_index": 96},
+        "MistralForCausalLM",
+    ),
+    "qwen3_vl": (
+        {"rope_parameters": MROPE},
+        {"vision_config": {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, **TOKENS},
+        "Qwen3VLTextForCausalLM",
+    ),
+    "qwen2_5_vl": ({"rope_parameters": MROPE}, {"vision_config": QWEN_VISION, **TOKENS}, "Qwen2_5_VLTextForCausalLM"),
+    "gemma3": (WINDOWS, {"vision_config": SIGLIP, "mm_tokens_per_image": 4}, "Gemma3ForCausalLM"),
+    "gemma4": (
+        GEMMA4,
+        {"vision_config": PIXTRAL | {"model_type": "gemma4_vision"}, "audio_config": None, "image_token_id": 96},
+        "Gemma4ForCausalLM",
+    ),
+    "llava": ({"model_type": "llama"}, {"vision_config": SIGLIP, "image_token_index": 96}, "LlamaForCausalLM"),
+    "internvl": (
+        {"model_type": "qwen2"},
+        {"vision_config": {**PIXTRAL, "model_type": "internvl_vision", "image_size": [28, 28]}, "image_token_id": 96},
+        "Qwen2ForCausalLM",
+    ),
+}
+
+
+def whole(kind: str) -> Any:
+    """The model of images and text, with random weights."""
+    text, rest, _ = FAMILIES[kind]
+    config = AutoConfig.for_model(kind, text_config={**TEXT, **text}, **rest)
+    torch.manual_seed(0)
+    return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("kind", FAMILIES)
+def test_the_text_part_is_served(
+    kind: str,
+    dtype: str,
+    tmp_path: Path,
+    cpu: Device,
+    paged_logits: Callable[..., list[torch.Tensor]],
+) -> None:
+    made = whole(kind)
+    made.save_pretrained(tmp_path)
+    model = load_model(tmp_path, dtype=dtype, device=cpu, block_size=4)
+    assert model.info.architecture == FAMILIES[kind][2]
+    assert not any("vision" in name or "visual" in name for name, _ in model.module.named_parameters())
+    if dtype == "float32":
+        tokens = np.random.default_rng(0).integers(0, 90, 23)
+        with torch.inference_mode():
+            wanted = made(input_ids=torch.as_tensor(tokens)[None], use_cache=False).logits[0]
+        (got,) = paged_logits(model, [tokens], [[9], [1], [13]])
+        assert float((got - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_names_of_older_files_are_read(tmp_path: Path, cpu: Device) -> None:
+    """Files of 2024 have the decoder under `language_model.model`, newer ones under `model.language_model`."""
+    whole("mistral3").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    old = load_model(tmp_path, dtype="float32", device=cpu, block_size=4)
+    weights = load_file(path)
+    assert any(name.startswith("language_model.model.") for name in weights)
+
+    def renamed(name: str) -> str:
+        if name.startswith("language_model.model."):
+            return name.replace("language_model.model.", "model.language_model.", 1)
+        return name.removeprefix("language_model.") if "lm_head" in name else f"model.{name}"
+
+    save_file({renamed(name): tensor for name, tensor in weights.items()}, path, metadata={"format": "pt"})
+    new = load_model(tmp_path, dtype="float32", device=cpu, block_size=4)
+    assert new.info.fingerprint == old.info.fingerprint
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("change", ["missing", "left over"])
+def test_only_tensors_of_other_towers_may_be_left_over(change: str, tmp_path: Path, cpu: Device) -> None:
+    whole("mistral3").save_pretrained(tmp_path)
+    path = tmp_path / "model.safetensors"
+    weights = load_file(path)
+    name = "language_model.model.layers.1.mlp.down_proj.weight"
+    if change == "missing":
+        del weights[name]
+    else:
+        weights[name.replace("down_proj", "other_proj")] = torch.ones(3)
+    save_file(weights, path, metadata={"format": "pt"})
+    with pytest.raises(UnsupportedModel, match=r"layers\.1\.mlp\.(down|other)_proj\.weight"):
+        load_model(tmp_path, dtype="float32", device=cpu, block_size=4)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_random_weights_have_no_towers(tmp_path: Path, cpu: Device) -> None:
+    whole("qwen3_vl").config.save_pretrained(tmp_path)
+    model = load_model(tmp_path, load_format="dummy", dtype="float32", device=cpu, block_size=4)
+    assert isinstance(model, LoadedModel)
+    assert model.info.architecture == "Qwen3VLTextForCausalLM"

@@ -1,0 +1,98 @@
+"""A load without numbers: are the files' tensors those of the configuration? Found before any of them is read.
+
+transformers loads the headers' names and shapes through its own conversions onto the meta device, so that a tensor that
+is missing, left over or of another shape is refused at no cost, also where it is the last one of 28 GB.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+
+from kvforge.models.safetensors_header import StoredTensor
+from kvforge.protocol.errors import UnsupportedModel
+from worker.device.device import Device
+
+from .composite import is_removed
+from .foreign import sentence
+from .report import LoadReport, judge, reported
+
+TYPES = {
+    "BOOL": torch.bool,
+    "U8": torch.uint8,
+    "I8": torch.int8,
+    "I16": torch.int16,
+    "I32": torch.int32,
+    "I64": torch.int64,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+    "F32": torch.float32,
+    "F64": torch.float64,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E5M2": torch.float8_e5m2,
+    "F8_E8M0": getattr(torch, "float8_e8m0fnu", torch.uint8),
+}
+log = logging.getLogger("worker")
+
+
+def rehearse(cls: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: torch.dtype, model: str) -> Any:
+    """Load names and shapes alone.
+
+    Args:
+        cls: The transformers class, as `composite.model_class` gives it.
+        config: Its configuration.
+        stored: The files' tensors, by name.
+        dtype: Of the weights.
+        model: The name in a refusal.
+
+    Returns:
+        The model on the meta device; None where transformers cannot do this without numbers. The load itself then
+        tells.
+
+    Raises:
+        UnsupportedModel: The weights are not those of the configuration; the sentence names tensors.
+    """
+    for tensor in stored.values():
+        if tensor.type_name not in TYPES:
+            raise UnsupportedModel(model, f"its tensor {tensor.name} is stored as {tensor.type_name}: not a known type")
+    state = {
+        name: torch.empty(tensor.shape, dtype=TYPES[tensor.type_name], device="meta") for name, tensor in stored.items()
+    }
+    try:
+        with reported() as report:
+            module = cls.from_pretrained(
+                None,
+                config=config,
+                state_dict=state,
+                dtype=dtype,
+                attn_implementation="eager",
+                device_map={"": "meta"},
+                ignore_mismatched_sizes=True,
+            )
+    except Exception as error:  # noqa: BLE001 - foreign code without numbers; the load itself tells what is wrong
+        log.info("%s: not rehearsed: %s: %s", model, type(error).__name__, sentence(error))
+        return None
+    settle(report, module)
+    judge(report, model)
+    return module
+
+
+def settle(report: LoadReport, module: Any) -> None:
+    """Takes out of a report what belongs to the parts that are not text."""
+    report.unused = {name for name in report.unused if not is_removed(module, name)}
+
+
+def check_memory(module: Any, device: Device, model: str) -> None:
+    """Refuse a model whose weights are larger than all memory there is.
+
+    Raises:
+        UnsupportedModel: They cannot fit, whatever else runs.
+    """
+    needed = sum(each.nbytes for each in {id(each): each for each in module.parameters()}.values())
+    total = device.total_bytes()
+    if needed > total:
+        problem = f"its weights take {needed} bytes in this dtype; {device.name} has {total} bytes of memory"
+        raise UnsupportedModel(model, f"{problem}: use a smaller or a quantised model, or more ranks")
