@@ -207,7 +207,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     ),
     "encoder-decoder": ("t5", {}, "encoder-decoder"),
     "cross-attention": ("gpt2", {**GPT2, "add_cross_attention": True}, "cross-attention"),
-    "no decoder": ("vit", {}, "Unrecognized configuration class"),
+    "no decoder": ("vit", {}, "transformers has no decoder of the model type"),
     "unknown": ("hal9000", {}, "does not know"),
 }
 
