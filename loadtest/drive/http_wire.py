@@ -104,6 +104,12 @@ class Delta(msgspec.Struct):
     role: str | None = None
     content: str | None = None
     reasoning_content: str | None = None
+    reasoning: str | None = None
+
+    @property
+    def says(self) -> bool:
+        """There is text in it: of the answer, or of what the model thinks first."""
+        return bool(self.content or self.reasoning_content or self.reasoning)
 
 
 class Choice(msgspec.Struct):
@@ -129,7 +135,7 @@ class Choice(msgspec.Struct):
         if self.token_ids is not None:
             return len(self.token_ids)
         delta = self.delta
-        if self.text or (delta is not None and (delta.content or delta.reasoning_content)):
+        if self.text or (delta is not None and delta.says):
             return 1
         return 0 if self.finish_reason is not None or (delta is not None and delta.role is not None) else 1
 
