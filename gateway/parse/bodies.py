@@ -19,6 +19,7 @@ from .writer import Writer
 
 Body = Callable[[Writer, str], Reading]
 _NAME = re.compile(r"[\w.:/-]+")
+_CALLED = re.compile(r"([\w.:/-]+)\(")
 ARGUMENTS = ("arguments", "parameters", "args")
 NAMES = ("name", "tool_name", "function")
 BESIDE = ("id", "type", "index")  # what else an object that is a call may hold
@@ -32,7 +33,7 @@ def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
         reader = writer.reader
         while True:
             reader.keep()
-            called = yield from _object(writer, known, close)
+            called = yield from json_object(writer, known, close)
             read = reader.kept()
             if not called:
                 writer.content(opened + read)
@@ -58,7 +59,7 @@ def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
     return body
 
 
-def _object(writer: Writer, known: bool, close: str = "") -> Any:
+def json_object(writer: Writer, known: bool, close: str = "") -> Any:
     """Reads one; whether it was a call. close: ends it even where the JSON is broken off."""
     reader = writer.reader
     name: str | None = None
@@ -138,7 +139,7 @@ def named_json(between: str, close: str, *, before_name: str = "", fence: bool =
             writer.content(opened + read)
             return
         writer.call(name.strip())
-        yield from _arguments(writer, close)
+        yield from arguments_json(writer, close)
         rest, _ = yield from reader.collect(markers(close))
         if rest.strip("` \n"):
             writer.content(rest)
@@ -156,7 +157,7 @@ def mistral(writer: Writer, opened: str) -> Reading:
             if following == ",":
                 reader.take(reader.at + 1)
                 continue
-            if not (yield from _object(writer, known=False)):
+            if not (yield from json_object(writer, known=False)):
                 writer.content(opened + reader.kept())
                 return
             reader.kept()
@@ -185,7 +186,7 @@ def mistral(writer: Writer, opened: str) -> Reading:
     writer.call(name.strip(), call_id.strip())
     if stop == "{":
         reader.at -= 1  # it was read just now, and belongs to the arguments
-    yield from _arguments(writer)
+    yield from arguments_json(writer)
 
 
 def _object_or_nothing(reader: Reader, *ends: str) -> Generator[None, None, bool]:
@@ -201,7 +202,7 @@ def _object_or_nothing(reader: Reader, *ends: str) -> Generator[None, None, bool
     return False
 
 
-def _arguments(writer: Writer, close: str = "") -> Reading:
+def arguments_json(writer: Writer, close: str = "") -> Reading:
     """An object; where none stands, a call has no arguments. close: ends it even where the JSON is broken off."""
     if (yield from writer.reader.space()) == "{":
         yield from json_text.value(writer.reader, writer.arguments, close)
@@ -251,10 +252,10 @@ def tagged(
             first = False
             kinds = writer.kinds(name, key.strip())
             if kinds == {"string"}:
-                yield from _text_value(writer, value_close, trim)
+                yield from text_value(writer, value_close, trim)
             else:
                 text, _ = yield from reader.collect(markers(value_close))
-                writer.arguments(_typed(_trimmed(text, trim), kinds))
+                writer.arguments(typed(_trimmed(text, trim), kinds))
             stop, cut = "", False
         if first and not cut:
             # Text in the place of arguments is given as it is: the tool is not called with less than was written.
@@ -267,7 +268,7 @@ def tagged(
     return body
 
 
-def _text_value(writer: Writer, close: str, trim: str) -> Reading:
+def text_value(writer: Writer, close: str, trim: str) -> Reading:
     """A string, as it comes: the last `trim` is held back until more follows."""
     begun, held = False, ""
     writer.arguments('"')
@@ -293,7 +294,7 @@ def _trimmed(text: str, trim: str) -> str:
     return text.removeprefix(trim).removesuffix(trim) if trim else text
 
 
-def _typed(text: str, kinds: set[str]) -> str:
+def typed(text: str, kinds: set[str]) -> str:
     """A value whose type the schema says, or nobody: JSON where it is that, else a string."""
     try:
         found = json_text.strict(text)
@@ -318,9 +319,9 @@ def llama(close: str) -> Body:
     return body
 
 
-def pythonic(close: str, *, listed: bool) -> Body:
+def pythonic(close: str, *, listed: bool, known: bool = True) -> Body:
     """Calls as Python writes them: `f(a=1, b="x")`. listed: several in brackets, which are calls of tools that were
-    offered or none. Each is told when it is whole."""
+    offered or none, unless not `known`. Each is told when it is whole."""
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader
@@ -349,7 +350,7 @@ def pythonic(close: str, *, listed: bool) -> Body:
                 depth -= 1
                 if depth == (1 if listed else 0) and stop == ")":
                     found = _python_call("".join(parts).lstrip("[, \n"))
-                    if found is None or (listed and found[0] not in writer.tools):
+                    if found is None or (listed and known and found[0] not in writer.tools):
                         break
                     reader.kept()
                     reader.keep()
@@ -376,7 +377,10 @@ class _Words(ast.NodeTransformer):
 
 
 def _python_call(text: str) -> tuple[str, str] | None:
-    """The name, and the JSON of the arguments."""
+    """The name, and the JSON of the arguments. A name that is none in Python is read all the same."""
+    given = ""
+    if (begun := _CALLED.match(text)) is not None and not begun[1].replace(".", "").isidentifier():
+        given, text = begun[1], f"f{text[begun.end(1) :]}"
     try:
         tree = _parsed(text)
         if isinstance(tree, ast.Call) and isinstance(tree.func, ast.Name) and tree.func.id == "print" and tree.args:
@@ -384,7 +388,7 @@ def _python_call(text: str) -> tuple[str, str] | None:
         if not isinstance(tree, ast.Call) or tree.args or any(word.arg is None for word in tree.keywords):
             return None
         values = {str(word.arg): ast.literal_eval(_Words().visit(word.value)) for word in tree.keywords}
-        name = ast.unparse(tree.func)
+        name = given or ast.unparse(tree.func)
         return (name, _said(values)) if _NAME.fullmatch(name) else None
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError):
         return None

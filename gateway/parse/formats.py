@@ -5,14 +5,18 @@ Sources: the chat templates of the models themselves.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import json
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 from kvforge.protocol.errors import InvalidConfiguration
 
 from .bodies import Body, json_call, llama, mistral, named_json, pythonic, tagged
 from .fenced import fenced
 from .harmony import harmony
+from .invoked import invoked
+from .lists import before_answer, behind_answer, id_and_json, json_list, python_or_json
 from .reader import Reading
 from .writer import Writer
 
@@ -22,16 +26,25 @@ NO_THINK = ("", "")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
-    """think: the markers of reasoning, or "". calls: what opens a call, and how its body is read. bare: a call without
+    """think: the markers of reasoning, or "". calls: what opens a call, and how its body is read. wraps: marks around
+    content that are no part of it, also where no calls are looked for. bare: a call without
     a marker begins with one of these characters. answer: reads all of it, where it is no content with markers in it.
-    special_tokens: what of it are special tokens, which have to stay visible."""
+    special_tokens: what of it are special tokens, which have to stay visible.
+    write_calls: calls as the model writes them, for templates that ignore those of a conversation."""
 
     name: str
     think: tuple[str, str] = NO_THINK
     calls: Mapping[str, Body] = field(default_factory=dict)
+    wraps: Mapping[str, Body] = field(default_factory=dict)
     bare: tuple[str, Body] | None = None
     answer: Callable[[Writer, bool], Reading] | None = None
     special_tokens: frozenset[str] = frozenset()
+    write_calls: Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str] | None = None
+
+    @property
+    def has_calls(self) -> bool:
+        """Calls of this format are read back."""
+        return bool(self.calls) or self.bare is not None or self.answer is not None
 
     def starts_in_reasoning(self, prompt: str) -> bool:
         """Whether the prompt, as the template wrote it, has begun the model's reasoning."""
@@ -50,6 +63,31 @@ _DEEPSEEK = {
     "call_end": "<｜tool▁call▁end｜>",
     "sep": "<｜tool▁sep｜>",
 }
+
+_KIMI = {
+    "begin": "<|tool_calls_section_begin|>",
+    "end": "<|tool_calls_section_end|>",
+    "call": "<|tool_call_begin|>",
+    "arguments": "<|tool_call_argument_begin|>",
+    "call_end": "<|tool_call_end|>",
+}
+WrittenCalls = Sequence[tuple[str, Mapping[str, Any]]]
+
+
+def write_python(calls: WrittenCalls) -> str:
+    """Return calls as LFM2 writes them."""
+    each = (f"{name}({', '.join(f'{key}={value!r}' for key, value in arguments.items())})" for name, arguments in calls)
+    return f"<|tool_call_start|>[{', '.join(each)}]<|tool_call_end|>"
+
+
+def write_kimi(calls: WrittenCalls) -> str:
+    """Return calls as Kimi K2 writes them."""
+    each = (
+        f"{_KIMI['call']}functions.{name}:{at}{_KIMI['arguments']}"
+        f"{json.dumps(arguments, ensure_ascii=False)}{_KIMI['call_end']}"
+        for at, (name, arguments) in enumerate(calls)
+    )
+    return f"{_KIMI['begin']}{''.join(each)}{_KIMI['end']}"
 
 
 def _opening(writer: Writer, opened: str) -> Reading:
@@ -147,11 +185,104 @@ FORMATS: dict[str, Format] = {
             special_tokens=_special("<start_function_call>", "<end_function_call>", "<escape>"),
         ),
         Format("gemma", calls={"```tool_code\n": pythonic("```", listed=False)}),
+        Format(
+            "lfm2",
+            think=THINK,
+            calls={"<|tool_call_start|>": python_or_json("<|tool_call_end|>"), "<|tool_call_end|>": _closing},
+            special_tokens=_special(*THINK, "<|tool_call_start|>", "<|tool_call_end|>"),
+            write_calls=write_python,
+        ),
+        Format(
+            "kimi_k2",
+            think=THINK,
+            calls={
+                _KIMI["begin"]: _opening,
+                _KIMI["end"]: _closing,
+                _KIMI["call"]: id_and_json(_KIMI["arguments"], _KIMI["call_end"]),
+            },
+            special_tokens=_special(*THINK, *_KIMI.values()),
+            write_calls=write_kimi,
+        ),
+        Format(
+            "granite",
+            think=THINK,
+            calls={
+                "<|tool_call|>": json_list(""),
+                "<|/tool_call|>": _closing,
+                "<tool_call>": json_list("</tool_call>"),
+            },
+            wraps={"<response>": before_answer, "</response>": behind_answer("<|tool_call|>", "<tool_call>")},
+            special_tokens=_special(*THINK, "<|tool_call|>", "<|/tool_call|>", *_TOOL_CALL),
+        ),
+        Format(
+            "minimax",
+            think=THINK,
+            calls={
+                "<minimax:tool_call>": invoked("", "</minimax:tool_call>"),
+                "<tool_calls>": json_list("</tool_calls>"),
+            },
+            special_tokens=_special(*THINK, "<minimax:tool_call>", "</minimax:tool_call>"),
+        ),
+        Format(
+            "nemotron",
+            think=THINK,
+            calls={"<TOOLCALL>": json_list("</TOOLCALL>"), "<toolcall>": json_list("</toolcall>")},
+            special_tokens=_special(*THINK, "<TOOLCALL>", "</TOOLCALL>", "<toolcall>", "</toolcall>"),
+        ),
+        Format(
+            "command_a",
+            think=("<|START_THINKING|>", "<|END_THINKING|>"),
+            calls={"<|START_ACTION|>": json_list("<|END_ACTION|>")},
+            wraps={
+                "<|START_RESPONSE|>": before_answer,
+                "<|END_RESPONSE|>": behind_answer("<|START_ACTION|>", "<|END_OF_TURN_TOKEN|>"),
+            },
+            special_tokens=_special(
+                *("<|START_THINKING|>", "<|END_THINKING|>", "<|START_ACTION|>", "<|END_ACTION|>"),
+                *("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
+            ),
+        ),
+        Format(
+            "hunyuan",
+            think=THINK,
+            calls={"<tool_calls>": json_list("</tool_calls>")},
+            wraps={"<answer>": before_answer, "</answer>": behind_answer("<tool_calls>")},
+            special_tokens=_special(*THINK, "<tool_calls>", "</tool_calls>", "<answer>", "</answer>"),
+        ),
+        Format(
+            "deepseek_v32",
+            think=THINK,
+            calls={"<｜DSML｜function_calls>": invoked("｜DSML｜", "</｜DSML｜function_calls>")},
+            special_tokens=_special(*THINK, "｜DSML｜"),
+        ),
+        Format(
+            "seed_oss",
+            think=("<seed:think>", "</seed:think>"),
+            calls={
+                "<seed:tool_call>": _opening,
+                "</seed:tool_call>": _closing,
+                "<function=": tagged((">",), "<parameter=", ">", "", "</parameter>", "</function>"),
+            },
+            special_tokens=_special("<seed:think>", "</seed:think>", "<seed:tool_call>", "</seed:tool_call>"),
+        ),
     )
 }
 
 # What a template holds that no other family's does; the first that is found decides.
 _SIGNS = (
+    ("｜DSML｜", "deepseek_v32"),
+    ("<seed:tool_call>", "seed_oss"),
+    ("<minimax:tool_call>", "minimax"),
+    ("<beginning_of_sentence>", "minimax"),
+    ("<TOOLCALL>", "nemotron"),
+    ("<toolcall>", "nemotron"),
+    ("<|START_ACTION|>", "command_a"),
+    ("<|tool_call_start|>", "lfm2"),
+    ("<|tool_list_start|>", "lfm2"),
+    ("<|tool_calls_section_begin|>", "kimi_k2"),
+    ("<|im_middle|>", "kimi_k2"),
+    ("<|tool_call|>", "granite"),
+    ("<tool_calls>", "hunyuan"),
     ("<|channel|>", "harmony"),
     ("<|tool_call>", "gemma4"),
     ("<start_function_call>", "functiongemma"),
@@ -159,6 +290,7 @@ _SIGNS = (
     ("<arg_key>", "glm45"),
     ("<function=", "qwen3_coder"),
     ("<tool_call>", "hermes"),
+    ("<|start_of_role|>", "granite"),
     ("[TOOL_CALLS]", "mistral"),
     ("[func_name1(", "llama_pythonic"),
     ("<|python_start|>", "llama3_json"),

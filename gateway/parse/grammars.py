@@ -116,8 +116,17 @@ def _between(before: str, after: str) -> Call:
     return call
 
 
+def _kimi(writing: Writing, tool: Offered) -> str:
+    """Each call has its number."""
+    number = writing.terminal("/[0-9]{1,2}/")
+    head = f"{writing.mark(f'<|tool_call_begin|>functions.{tool.name}:')} {number}"
+    begin, end = writing.mark("<|tool_call_argument_begin|>"), writing.mark("<|tool_call_end|>")
+    return f"{head} {begin} {writing.json(tool.parameters)} {end}"
+
+
 def _tags(before: str, key: str, value_end: str, after: str) -> Call:
-    """Arguments between tags, those that a schema has in its order. key: with `{}` for the name of one."""
+    """Arguments between tags, those that a schema has in its order. key: with `{}` for the name of one, `{string}` for
+    whether it is text."""
 
     def call(writing: Writing, tool: Offered) -> str:
         properties = tool.parameters.get("properties") or {}
@@ -126,7 +135,8 @@ def _tags(before: str, key: str, value_end: str, after: str) -> Call:
         for name, schema in properties.items():
             text = isinstance(schema, Mapping) and schema.get("type") == "string"
             value = _text(writing, tool, name, schema, value_end.strip()) if text else writing.json(schema)
-            one = f"({writing.mark(key.replace('{}', name))} {value} {writing.mark(value_end)})"
+            begin = key.replace("{}", name).replace("{string}", "true" if text else "false")
+            one = f"({writing.mark(begin)} {value} {writing.mark(value_end)})"
             parts.append(one if name in required else f"{one}?")
         return " ".join([*parts, writing.mark(after)])
 
@@ -179,6 +189,39 @@ WRITTEN: dict[str, Written] = {
         _tags("<tool_call>{}\n", "<arg_key>{}</arg_key>\n<arg_value>", "</arg_value>\n", "</tool_call>"),
         between="\n",
         begins="<tool_call>",
+    ),
+    "lfm2": Written(
+        *(_object("name", "arguments"), "<|tool_call_start|>[", ", ", "]<|tool_call_end|>", "<|tool_call_start|>")
+    ),
+    "kimi_k2": Written(
+        _kimi, "<|tool_calls_section_begin|>", "", "<|tool_calls_section_end|>", "<|tool_calls_section_begin|>"
+    ),
+    "granite": Written(_object("name", "arguments"), "<|tool_call|>[", ", ", "]", "<|tool_call|>"),
+    "minimax": Written(
+        _tags('<invoke name="{}">\n', '<parameter name="{}">', "</parameter>\n", "</invoke>\n"),
+        *("<minimax:tool_call>\n", "", "</minimax:tool_call>", "<minimax:tool_call>"),
+    ),
+    "nemotron": Written(_object("name", "arguments"), "<TOOLCALL>[", ", ", "]</TOOLCALL>", "<TOOLCALL>"),
+    "command_a": Written(
+        *(_object("tool_name", "parameters"), "<|START_ACTION|>[\n    ", ",\n    ", "\n]<|END_ACTION|>"),
+        "<|START_ACTION|>",
+    ),
+    "hunyuan": Written(_object("name", "arguments"), "<tool_calls>[", ", ", "]</tool_calls>", "<tool_calls>"),
+    "deepseek_v32": Written(
+        _tags(
+            '<｜DSML｜invoke name="{}">\n',
+            '<｜DSML｜parameter name="{}" string="{string}">',
+            "</｜DSML｜parameter>\n",
+            "</｜DSML｜invoke>\n",
+        ),
+        *("<｜DSML｜function_calls>\n", "", "</｜DSML｜function_calls>", "<｜DSML｜function_calls>"),
+    ),
+    "seed_oss": Written(
+        _tags(
+            "<seed:tool_call>\n<function={}>\n", "<parameter={}>", "</parameter>\n", "</function>\n</seed:tool_call>"
+        ),
+        between="\n",
+        begins="<seed:tool_call>",
     ),
     "harmony": Written(
         _between("<|channel|>commentary to=functions.{} <|constrain|>json<|message|>", ""),

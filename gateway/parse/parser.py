@@ -38,7 +38,7 @@ class Parser(Writer):
     def _answer(self, in_reasoning: bool) -> Reading:
         """The usual way: content, with reasoning and calls between markers."""
         table, reader = self._format, self.reader
-        calls = table.calls if self._calling else {}
+        calls = {**table.wraps, **(table.calls if self._calling else {})}
         opening, closing = table.think
         stops = markers(*calls, *((opening,) if opening else ()))
         if in_reasoning and closing:

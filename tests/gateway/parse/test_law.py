@@ -68,7 +68,7 @@ CUTS = st.lists(st.integers(0, 10_000), max_size=12)
 
 def writable(way: str, calls: list[Call]) -> list[Call]:
     """What of it the format can say: those with tags cannot hold their own marks, nor blanks at the ends of a value."""
-    if way in ("qwen3_coder", "glm45"):
+    if way in ("qwen3_coder", "glm45", "minimax", "deepseek_v32", "seed_oss"):
         for _, arguments in calls:
             city = str(arguments.get("city", ""))
             arguments.update({"city": city.replace("<", "(").strip()} if "city" in arguments else {})

@@ -144,6 +144,47 @@ def _gemma(fence: str, opening: str, close: str) -> Callable[[Sequence[Call]], s
     return write
 
 
+def _lists(begin: str, end: str, key: str = "arguments", name: str = "name") -> Callable[[Sequence[Call]], str]:
+    def one(call: Call) -> str:
+        return json.dumps({name: call[0], key: call[1]}, ensure_ascii=False)
+
+    return lambda calls: f"{begin}[{', '.join(one(call) for call in calls)}]{end}"
+
+
+def _kimi(calls: Sequence[Call]) -> str:
+    each = "".join(
+        f"<|tool_call_begin|>functions.{name}:{at}<|tool_call_argument_begin|>{json.dumps(found)}<|tool_call_end|>"
+        for at, (name, found) in enumerate(calls)
+    )
+    return f"<|tool_calls_section_begin|>{each}<|tool_calls_section_end|>"
+
+
+def _invoked(mark: str, block: str, attribute: bool) -> Callable[[Sequence[Call]], str]:
+    def argument(key: str, value: Any) -> str:
+        said = f' string="{str(isinstance(value, str)).lower()}"' if attribute else ""
+        return f'<{mark}parameter name="{key}"{said}>{_xml(value)}</{mark}parameter>\n'
+
+    def write(calls: Sequence[Call]) -> str:
+        each = "".join(
+            f'<{mark}invoke name="{name}">\n'
+            + "".join(argument(key, value) for key, value in found.items())
+            + f"</{mark}invoke>\n"
+            for name, found in calls
+        )
+        return f"<{block}>\n{each}</{block}>"
+
+    return write
+
+
+def _seed(calls: Sequence[Call]) -> str:
+    return "\n".join(
+        f"<seed:tool_call>\n<function={name}>\n"
+        + "".join(f"<parameter={key}>{_xml(value)}</parameter>\n" for key, value in found.items())
+        + "</function>\n</seed:tool_call>"
+        for name, found in calls
+    )
+
+
 # The format, how it writes calls, and whether content may come before them.
 WAYS: dict[str, tuple[str, Callable[[Sequence[Call]], str], bool]] = {
     "hermes": ("hermes", _hermes, True),
@@ -163,4 +204,19 @@ WAYS: dict[str, tuple[str, Callable[[Sequence[Call]], str], bool]] = {
         True,
     ),
     "harmony": ("harmony", _harmony, False),
+    "lfm2": ("lfm2", lambda calls: f"<|tool_call_start|>[{_python(calls)}]<|tool_call_end|>", True),
+    "lfm2, JSON": ("lfm2", _lists("<|tool_call_start|>", "<|tool_call_end|>"), True),
+    "kimi_k2": ("kimi_k2", _kimi, True),
+    "granite": ("granite", _lists("<|tool_call|>", ""), True),
+    "minimax": ("minimax", _invoked("", "minimax:tool_call", attribute=False), True),
+    "minimax, first": (
+        "minimax",
+        lambda calls: "<tool_calls>\n" + "\n".join(map(_json("arguments"), calls)) + "\n</tool_calls>",
+        True,
+    ),
+    "nemotron": ("nemotron", _lists("<TOOLCALL>", "</TOOLCALL>"), True),
+    "command_a": ("command_a", _lists("<|START_ACTION|>", "<|END_ACTION|>", "parameters", "tool_name"), True),
+    "hunyuan": ("hunyuan", _lists("<tool_calls>", "</tool_calls>"), True),
+    "deepseek_v32": ("deepseek_v32", _invoked("｜DSML｜", "｜DSML｜function_calls", attribute=True), True),
+    "seed_oss": ("seed_oss", _seed, True),
 }

@@ -1,0 +1,119 @@
+"""Calls as JSON objects or in Python's way between two marks, and marks around an answer that are no part of it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Generator
+
+from .bodies import Body, arguments_json, json_object, pythonic
+from .reader import Reader, Reading, markers
+from .writer import Writer
+
+_INDEX = re.compile(r":\d+$")
+
+
+def json_list(close: str) -> Body:
+    """Read objects with a name and arguments, in brackets or one behind the other.
+
+    Args:
+        close: Ends them; "": the end of the list does.
+    """
+
+    def body(writer: Writer, opened: str) -> Reading:
+        reader = writer.reader
+        reader.keep()
+        called = False
+        listed = (yield from reader.space()) == "["
+        if listed:
+            reader.take(reader.at + 1)
+        while following := (yield from reader.space()):
+            if following == "," and called:
+                reader.take(reader.at + 1)
+                continue
+            if following != "{" or not (yield from json_object(writer, known=False, close=close)):
+                break
+            reader.kept()
+            reader.keep()
+            called = True
+        if listed and called and (yield from reader.peek()) == "]":
+            reader.take(reader.at + 1)
+        read = reader.kept()
+        if not called:
+            writer.content(opened + read)
+            return
+        if close:
+            rest, _ = yield from reader.collect(markers(close))
+            read += rest
+        if read.strip(" \n,]"):
+            writer.content(read)
+
+    return body
+
+
+def python_or_json(close: str) -> Body:
+    """Read calls in Python's way in brackets, or JSON objects. close: ends them."""
+    objects, calls = json_list(close), pythonic(close, listed=True, known=False)
+
+    def body(writer: Writer, opened: str) -> Reading:
+        following = yield from writer.reader.space()
+        if following == "[" and (yield from _behind_bracket(writer.reader)) != "{":
+            yield from calls(writer, opened)
+        else:
+            yield from objects(writer, opened)
+
+    return body
+
+
+def _behind_bracket(reader: Reader) -> Generator[None, None, str]:
+    """The next character behind the bracket that is no white space, not read."""
+    while True:
+        rest = reader.text[reader.at + 1 :].lstrip()
+        if rest or reader.ended:
+            return rest[:1]
+        yield
+
+
+def id_and_json(between: str, close: str) -> Body:
+    """Read Kimi's calls: an id `functions.NAME:INDEX`, `between`, and the arguments as JSON up to `close`."""
+
+    def body(writer: Writer, opened: str) -> Reading:
+        reader = writer.reader
+        reader.keep()
+        call_id, stop = yield from reader.collect(markers(between, close))
+        read, call_id = reader.kept(), call_id.strip()
+        name = _INDEX.sub("", call_id.removeprefix("functions."))
+        if stop != between or not name:
+            writer.content(opened + read)
+            return
+        # An index makes the id; a name alone would be that of the next call too.
+        writer.call(name, call_id if _INDEX.search(call_id) else "")
+        yield from arguments_json(writer, close)
+        rest, _ = yield from reader.collect(markers(close))
+        if rest.strip():
+            writer.content(rest)
+
+    return body
+
+
+def before_answer(writer: Writer, opened: str) -> Reading:
+    """Drop a mark in front of the content; behind some of it, it is content."""
+    if writer.shown:
+        writer.content(opened)
+    yield from ()
+
+
+def behind_answer(*followed: str) -> Body:
+    """Drop a mark at the answer's end, or before one of `followed`; elsewhere it is content."""
+
+    def body(writer: Writer, opened: str) -> Reading:
+        reader = writer.reader
+        reader.keep()
+        following = yield from reader.space()
+        space = reader.kept()
+        if following:
+            for mark in followed:
+                if (yield from reader.starts_with(mark)):
+                    return
+            writer.content(opened + space)
+
+    return body
