@@ -16,9 +16,9 @@ from starlette.routing import Route
 
 from gateway.access import Access
 from gateway.anthropic.routes import Anthropic
-from gateway.chat.hygiene import Hygiene
 from gateway.chat.prompts import Prompts
 from gateway.config import SEE, Settings
+from gateway.generate.loading import prompts_of
 from gateway.generate.service import Service
 from gateway.http.entry import Entry
 from gateway.http.errors import NoSuchMethod, NoSuchPath, api_of
@@ -31,13 +31,12 @@ from gateway.metrics.routes import routes as metrics
 from gateway.metrics.shared import Counts
 from gateway.openai.routes import OpenAI
 from gateway.page.routes import routes as page
+from gateway.parse import Format
 from gateway.replicas.fleet import Fleet
 from kvforge import __version__
 from kvforge.client.aio import AsyncClient
-from kvforge.protocol.configuration import expand
 from kvforge.protocol.errors import InternalError, InvalidConfiguration
 from kvforge.protocol.messages import ModelInfo
-from kvforge.text.tokenizer import Tokenizer
 
 PATH_SHOWN_MAX = 200
 
@@ -57,11 +56,8 @@ def make_app(
     `state.use(settings)` takes other replicas; it raises InvalidConfiguration where those make another kind of gateway.
     """
 
-    def prompts(info: ModelInfo) -> Prompts:
-        tokenizer = Tokenizer.load(settings.tokenizer or info.source)
-        if settings.chat_template:
-            tokenizer.use_chat_template(expand(settings.chat_template).read_text())
-        return Prompts(tokenizer, Hygiene(settings.strip, settings.move))
+    async def prompts(info: ModelInfo) -> tuple[Prompts, Format]:
+        return await prompts_of(info, settings)
 
     served: Fleet | AsyncClient
     if settings.replicas:
@@ -71,7 +67,7 @@ def make_app(
             settings.coordinator, server_key=settings.server_key or None, key_file=settings.key_file or None
         )
     fleet = served if isinstance(served, Fleet) else None
-    service = Service(served, prompts, settings.names, settings.tool_format, settled)
+    service = Service(served, prompts, settings.names, settled)
     guard = Guard(access)
 
     @asynccontextmanager
@@ -86,6 +82,7 @@ def make_app(
             looking.cancel()
             with suppress(asyncio.CancelledError):
                 await looking
+            await service.close()
             if isinstance(served, AsyncClient):
                 await served.close()  # a fleet closes what it has opened
 

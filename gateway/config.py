@@ -20,6 +20,11 @@ from kvforge.protocol.transport import client_endpoint, default_runtime_dir
 GENERATE, SEE, ADMIN = RIGHTS = ("generate", "see", "admin")
 PROCESSES_MAX = 64
 REPLICAS_MAX = 256
+TEXTS_WAITING_MAX = 1 << 16
+SECONDS = (
+    *("head_s", "body_s", "keep_alive_s", "write_s", "drain_s", "answer_s", "failover_s"),
+    *("text_s", "template_s", "ping_s"),
+)
 # What Claude Code writes before its system prompt: a hash that differs in each call.
 BILLING = r"^x-anthropic-billing-header:[^\n]*\n*"
 _HASH = re.compile(r"sha256:[0-9a-f]{64}")
@@ -76,6 +81,12 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     localhost and addresses. cors_origins: pages of others that may call this gateway; "*": any.
     body_bytes_max, head_bytes_max: of a request. head_s, body_s: for it to come. keep_alive_s: an idle connection.
     write_s: after so long without reading, a client is given up. drain_s: for streams to end when it is told to.
+    text_bytes_max: bytes of a prompt's text; 0: what the model's longest context can hold of the vocabulary's longest
+    token. text_memory_bytes_max: memory that rendering and tokenising one prompt may take. text_processes: prompts that
+    are rendered and tokenised at once, in processes of their own. text_waiting_max: prompts that wait for them; more
+    are refused (429). text_s: time for a prompt to be rendered and tokenised, its wait included. template_s: processor
+    time of the chat template.
+    ping_s: longest silence of a stream; then a comment is sent (an event `ping` where Anthropic's API has it).
     log_level: debug, info, warning or error. log_format: text, or json: one document a line.
     strict_fields: refuse fields and tools that nothing here reads, by name, instead of ignoring them.
     strip: regular expressions of what agents put in front of their prompts and change with each call: it is left out.
@@ -106,6 +117,13 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     move: tuple[str, ...] = ()
     body_bytes_max: int = 32 << 20
     head_bytes_max: int = 64 << 10
+    text_bytes_max: int = 0
+    text_memory_bytes_max: int = 1 << 30
+    text_processes: int = 2
+    text_waiting_max: int = 256
+    text_s: float = 30.0
+    template_s: float = 2.0
+    ping_s: float = 15.0
     head_s: float = 10.0
     body_s: float = 60.0
     keep_alive_s: float = 75.0
@@ -120,10 +138,17 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidConfiguration("port", f"is {self.port}; it must be 0 to 65535")
         if not 1 <= self.processes <= PROCESSES_MAX:
             raise InvalidConfiguration("processes", f"is {self.processes}; it must be 1 to {PROCESSES_MAX}")
-        for name in ("body_bytes_max", "head_bytes_max"):
+        for name in ("body_bytes_max", "head_bytes_max", "text_bytes_max", "text_memory_bytes_max"):
+            if name == "text_bytes_max" and not self.text_bytes_max:
+                continue
             if getattr(self, name) < 1024:
                 raise InvalidConfiguration(name, f"is {getattr(self, name)}; it must be at least 1024")
-        for name in ("head_s", "body_s", "keep_alive_s", "write_s", "drain_s", "answer_s", "failover_s"):
+        if not 1 <= self.text_processes <= PROCESSES_MAX:
+            raise InvalidConfiguration("text_processes", f"is {self.text_processes}; it must be 1 to {PROCESSES_MAX}")
+        if not 1 <= self.text_waiting_max <= TEXTS_WAITING_MAX:
+            problem = f"is {self.text_waiting_max}; it must be 1 to {TEXTS_WAITING_MAX}"
+            raise InvalidConfiguration("text_waiting_max", problem)
+        for name in SECONDS:
             if not 0 < getattr(self, name) <= 86_400:
                 raise InvalidConfiguration(name, "must be more than 0 and at most 86400 seconds")
         for name in ("strip", "move"):

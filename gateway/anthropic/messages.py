@@ -32,7 +32,7 @@ TOP_P_MIN = SAMPLING_RANGES["top_p"][0]
 TOOL_USE = "tool_use"
 
 
-def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conversing:
+async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conversing:
     """What is asked of the model; tools that are left out are noted in `ignored`. Raises InvalidRequest."""
     told: dict[str, Any] = dict(asked.chat_template_kwargs or {})
     if asked.thinking is not None:
@@ -48,7 +48,7 @@ def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conv
     tools, choice = tools_of(asked, ignored), choice_of(asked)
     format_ = asked.output_config.format if asked.output_config is not None else None
     shape = ANY if format_ is None else Shape("json_schema", format_.schema, "output_config.format.schema")
-    return conversing(model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=told)
+    return await conversing(model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=told)
 
 
 def names_of() -> Names:
@@ -56,9 +56,9 @@ def names_of() -> Names:
     return Names({"prompt": "messages", "stop": "stop_sequences"})
 
 
-def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored, names: Names) -> Wanted:
+async def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored, names: Names) -> Wanted:
     """What is submitted for a request. Raises InvalidRequest, for `names` to rename."""
-    conversation = conversation_of(asked, model, ignored)
+    conversation = await conversation_of(asked, model, ignored)
     names.shape = conversation.shape
     top_p = TOP_P_MIN if asked.top_p == 0 else asked.top_p
     named = {

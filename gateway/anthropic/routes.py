@@ -20,7 +20,7 @@ from gateway.http.guard import Guard
 from gateway.http.ignored import Ignored
 from gateway.http.keys import Key, session_of
 from gateway.http.notes import notes_of
-from gateway.http.stream import EventStream, Failing, wanted
+from gateway.http.stream import EventStream, Failing, Pings, wanted
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import messages
@@ -55,7 +55,7 @@ class Anthropic:
     async def _answer(
         self, request: Request, caller: Caller, asked: Create, key: Key, ignored: Ignored, names: Names
     ) -> Response:
-        what = messages.wanted_of(asked, self._service.known, caller, key.name, ignored, names)
+        what = await wanted(request, messages.wanted_of(asked, self._service.known, caller, key.name, ignored, names))
         bell = Bell()
         async with AsyncExitStack() as stack:
             generation = await stack.enter_async_context(self._service.start(what, bell, session_of(request.headers)))
@@ -65,7 +65,8 @@ class Anthropic:
             await wanted(request, generation.accepted())
             events = messages.MessageEvents(generation, asked.model, len(what.prompt))
             failing = Failing(events, bell.rung, partial(_failed, names, notes_of(request.scope).request_id))
-            return EventStream(failing, stack.pop_all(), _headers(generation))
+            pings = Pings(self._settings.ping_s, messages.event("ping"), bell.ring)
+            return EventStream(failing, stack.pop_all(), _headers(generation), pings)
         raise AssertionError("the stack swallows nothing")
 
     async def _whole(self, generation: Generation, model_name: str) -> Response:
@@ -83,7 +84,7 @@ class Anthropic:
         asked = body.decoded(messages.COUNT, await self._read(request), ignored)
         model = self._service.model
         model.check(asked.model)
-        conversation = messages.conversation_of(asked, model, ignored)
+        conversation = await wanted(request, messages.conversation_of(asked, model, ignored))
         return JSONResponse({"input_tokens": len(conversation.rendered.ids)})
 
 

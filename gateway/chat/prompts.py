@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
-
+from gateway.text.inline import Texts
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Int32Array
 from kvforge.text.tokenizer import TextStream, Tokenizer
 
 from .hygiene import Hygiene
+from .template import TOOL, Needs, conversation_for, probe, tool_for
 
-# What a template may not be told by a request: they are the arguments of the function that runs it.
+# Arguments of the function that runs a template: a request may not set them.
 RESERVED = frozenset(
     {
         *("conversation", "tools", "documents", "chat_template", "add_generation_prompt", "continue_final_message"),
@@ -22,31 +22,90 @@ RESERVED = frozenset(
         *("return_assistant_tokens_mask", "messages"),
     }
 )
+NO_TOKENIZER = "the service has no tokenizer for this model"
+NAME_ONE = "name one with `tokenizer` in gateway.toml"
+WriteCalls = Callable[[Sequence[tuple[str, Mapping[str, Any]]]], str]
 
 
 @dataclass(frozen=True, slots=True)
 class Rendered:
-    """A conversation. ids: [prompt_tokens] int32; text: what the template wrote."""
+    """A conversation. ids: [prompt_tokens] int32; ending: the end of what the template wrote."""
 
     ids: Int32Array
-    text: str
+    ending: str
 
 
 class Prompts:
-    """Of one tokenizer."""
+    """The prompts of one tokenizer.
 
-    def __init__(self, tokenizer: Tokenizer, hygiene: Hygiene | None = None) -> None:
-        self.tokenizer = tokenizer
+    Args:
+        tokenizer: Turns tokens into text; None: there is none, and prompts are token ids.
+        texts: Renders and tokenises.
+        hygiene: What is left out of system prompts.
+        needs: What the chat template needs; found by `look`.
+    """
+
+    def __init__(
+        self, tokenizer: Tokenizer | None, texts: Texts, hygiene: Hygiene | None = None, needs: Needs | None = None
+    ) -> None:
+        self._tokenizer, self._texts = tokenizer, texts
         self._hygiene = hygiene or Hygiene()
-        template = tokenizer.chat_template
-        self.has_template = bool(template)
-        self.takes_tools = "tools" in template
+        self.needs = needs or Needs()
+        self._write_calls: WriteCalls | None = None
 
-    def text(self, prompt: str, *, special: bool = True) -> Int32Array:
-        """A text as [prompt_tokens] int32. Raises InvalidRequest naming `prompt`."""
-        return np.array(self.tokenizer.encode(prompt, special=special), np.int32)
+    async def look(self, write_calls: WriteCalls | None = None) -> None:
+        """Find out what the chat template needs.
 
-    def chat(
+        Args:
+            write_calls: Writes calls as the model does, for a template that ignores those of a conversation.
+        """
+
+        async def render(messages: Sequence[Mapping[str, Any]], options: Mapping[str, Any]) -> str:
+            return (await self._texts.render(messages, options, whole=True))[1]
+
+        self._write_calls = write_calls
+        if self.template:
+            self.needs = await probe(render, self.template, writes_calls=write_calls is not None)
+
+    @property
+    def template(self) -> str:
+        """The chat template; "" where the model has none."""
+        return self._tokenizer.chat_template if self._tokenizer is not None else ""
+
+    @property
+    def has_text(self) -> bool:
+        """There is a tokenizer."""
+        return self._tokenizer is not None
+
+    @property
+    def special_tokens(self) -> Mapping[str, int]:
+        """Each special token's id, by its spelling."""
+        return self._tokenizer.special_tokens if self._tokenizer is not None else {}
+
+    async def text(self, prompt: str, *, special: bool = True, field: str = "prompt") -> Int32Array:
+        """Tokenise a text.
+
+        Returns:
+            [prompt_tokens] int32.
+
+        Raises:
+            InvalidRequest: Names `field`.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest(field, f"{NO_TOKENIZER}: send token ids, or {NAME_ONE}")
+        return await self._texts.encode(prompt, special=special, field=field)
+
+    async def decode(self, ids: Int32Array, field: str = "tokens") -> str:
+        """Return the text of token ids.
+
+        Raises:
+            InvalidRequest: Names `field`.
+        """
+        if self._tokenizer is None:
+            raise InvalidRequest(field, f"{NO_TOKENIZER}; {NAME_ONE}")
+        return await self._texts.decode(ids)
+
+    async def chat(
         self,
         messages: Sequence[Mapping[str, Any]],
         *,
@@ -55,18 +114,19 @@ class Prompts:
         opened: bool = True,
         told: Mapping[str, Any] | None = None,
     ) -> Rendered:
-        """A conversation up to where the model is to answer; `continued`: to go on with its last message;
-        not `opened`: up to the end of the last message.
+        """Render a conversation up to where the model is to answer.
 
-        Raises InvalidRequest naming `messages`, `tools` or `chat_template_kwargs`.
+        Args:
+            messages: With content as text, and arguments of calls as objects.
+            tools: As OpenAI's API has them.
+            continued: The answer goes on with the last message.
+            opened: False: render up to the end of the last message.
+            told: Further variables of the template.
+
+        Raises:
+            InvalidRequest: Names `messages`, `tools` or `chat_template_kwargs`.
         """
-        if not messages:
-            raise InvalidRequest("messages", "are empty")
-        if not self.has_template:
-            problem = "the model has no chat template: use /v1/completions"
-            raise InvalidRequest("messages", f"{problem}, or name one with chat_template in gateway.toml")
-        if tools and not self.takes_tools:
-            raise InvalidRequest("tools", "the model's chat template has no place for tools")
+        self.check(messages, tools)
         extra = dict(told or {})
         if wrong := RESERVED & extra.keys():
             raise InvalidRequest("chat_template_kwargs", f"may not hold {min(wrong)!r}")
@@ -75,18 +135,70 @@ class Prompts:
             "continue_final_message": continued,
         }
         if tools:
-            options["tools"] = [dict(tool) for tool in tools]
-        text = self.tokenizer.render(self._hygiene.clean(messages), options | extra)
-        return Rendered(np.array(self.tokenizer.encode(text, special=False), np.int32), text)
+            options["tools"] = [tool_for(tool, self.needs) for tool in tools]
+        adapted = conversation_for(self._hygiene.clean(messages), self.needs, self._write_calls)
+        ids, ending = await self._texts.render(adapted, options | extra)
+        return Rendered(ids, ending)
+
+    def check(self, messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]) -> None:
+        """Refuse what the chat template would lose.
+
+        Raises:
+            InvalidRequest: Names `messages` or `tools`.
+        """
+        if not messages:
+            raise InvalidRequest("messages", "are empty")
+        if self._tokenizer is None:
+            raise InvalidRequest("messages", f"{NO_TOKENIZER}: use /v1/completions with token ids, or {NAME_ONE}")
+        needs, remedy = self.needs, "name another with chat_template in gateway.toml"
+        if not self.template:
+            problem = "the model has no chat template: use /v1/completions"
+            raise InvalidRequest("messages", f"{problem}, or name one with chat_template in gateway.toml")
+        if needs.problem:
+            raise InvalidRequest("messages", f"{needs.problem}; {remedy}")
+        if tools and needs.tools_problem:
+            raise InvalidRequest("tools", f"{needs.tools_problem}; {remedy}")
+        for at, message in enumerate(messages):
+            if needs.tools_problem and (message.get("tool_calls") or message["role"] == TOOL):
+                name = f"messages[{at}].{'tool_calls' if message.get('tool_calls') else 'role'}"
+                raise InvalidRequest(name, f"{needs.tools_problem}; {remedy}")
+            if message["role"] in needs.lost and message["content"]:
+                problem = f"the model's chat template loses the words of the role {message['role']!r}"
+                raise InvalidRequest(f"messages[{at}].content", f"{problem}; {remedy}")
 
     def stream(self, *, continues: bool = False, keep: frozenset[str] = frozenset()) -> TextStream:
-        """What turns one answer's tokens into text. keep: special tokens that are part of it."""
-        return self.tokenizer.stream(continues=continues, keep=keep)
+        """Return what turns one answer's tokens into text. keep: special tokens that are part of it."""
+        if self._tokenizer is None:
+            return _NoText()
+        return self._tokenizer.stream(continues=continues, keep=keep)
 
     def spelled(self, token_id: int) -> tuple[str, bytes]:
-        """A token as text and as bytes; one that is special by its name."""
-        pieces = self.tokenizer.pieces_of(frozenset())
+        """Return a token as text and as bytes; one that is special by its name."""
+        if self._tokenizer is None:
+            return f"token_id:{token_id}", b""
+        pieces = self._tokenizer.pieces_of(frozenset())
         raw = pieces.bytes_of(token_id) if pieces is not None else b""
         if not raw:
-            raw = self.tokenizer.spelled(token_id).encode()
+            raw = self._tokenizer.spelled(token_id).encode()
         return raw.decode(errors="replace"), raw
+
+    def name_of(self, token_id: int) -> str:
+        """Return a token as the vocabulary spells it."""
+        return self._tokenizer.spelled(token_id) if self._tokenizer is not None else f"token_id:{token_id}"
+
+    async def close(self) -> None:
+        """End the processes that render and tokenise."""
+        await self._texts.close()
+
+
+class _NoText(TextStream):
+    """Of a model without a tokenizer: its tokens have no text."""
+
+    def __init__(self) -> None:
+        pass
+
+    def push(self, token_ids: Iterable[int]) -> str:  # noqa: ARG002
+        return ""
+
+    def finish(self) -> str:
+        return ""

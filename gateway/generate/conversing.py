@@ -33,7 +33,7 @@ class Conversing:
     shape: Shape
 
 
-def conversing(
+async def conversing(
     model: Model,
     messages: Sequence[Mapping[str, Any]],
     *,
@@ -46,9 +46,14 @@ def conversing(
     """Raises InvalidRequest naming `messages`, `tools`, `tool_choice`, `chat_template_kwargs` or the shape's field."""
     choice = choice or Choice()
     offered = checked(tools, choice)
-    rendered = model.prompts.chat(messages, tools=[tool.plain() for tool in offered], continued=continued, told=told)
+    plain = [tool.plain() for tool in offered]
+    model.prompts.check(messages, plain)
+    if offered and not model.format.has_calls:
+        problem = f"the way in which this model writes calls is not known (its format is {model.format.name!r})"
+        raise InvalidRequest("tools", f"{problem}; name it with tool_format in gateway.toml")
+    rendered = await model.prompts.chat(messages, tools=plain, continued=continued, told=told)
     format_ = model.format
-    in_reasoning = format_.starts_in_reasoning(rendered.text)
+    in_reasoning = format_.starts_in_reasoning(rendered.ending)
     shape = _shape(model, offered, choice, shape, in_reasoning)
     schemas = {tool.name: tool.parameters for tool in offered} if offered else None
     if schemas is None and not format_.think[1] and format_.answer is None:
@@ -62,7 +67,7 @@ def conversing(
 
 
 def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, in_reasoning: bool) -> Shape:
-    special = model.prompts.tokenizer.special_tokens
+    special = model.prompts.special_tokens
     must, strict = choice.kind == REQUIRED, [tool.name for tool in offered if tool.strict]
     if offered and must:
         shape = ANY  # of the text beside calls, and there is none
@@ -76,7 +81,7 @@ def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, 
             {tool.name: tool.parameters for tool in offered if choice.name in ("", tool.name)},
             special=special,
             must=must,
-            parallel=choice.parallel,
+            parallel=choice.parallel and not choice.name,
             in_reasoning=in_reasoning,
             strict=strict,
             otherwise=shaped,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
 from gateway.chat.prompts import Prompts
-from gateway.parse import Format, choose
+from gateway.parse import Format
 from gateway.replicas.fleet import Fleet
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.protocol.errors import KvforgeError, ModelNotFound, NotReady
@@ -50,14 +50,13 @@ class Service:
     def __init__(
         self,
         client: AsyncClient | Fleet,
-        prompts: Callable[[ModelInfo], Prompts],
+        prompts: Callable[[ModelInfo], Awaitable[tuple[Prompts, Format]]],
         names: tuple[str, ...] = (),
-        tool_format: str = "",
         settled: Callable[[], None] = lambda: None,
     ) -> None:
         self.fleet = client if isinstance(client, Fleet) else None
         self._client = client if isinstance(client, AsyncClient) else None
-        self._tool_format, self._settled = tool_format, settled
+        self._settled = settled
         self._make_prompts, self._names = prompts, names
         self._model: Model | None = None
         self._streams: AsyncStreams | None = None
@@ -117,6 +116,11 @@ class Service:
                 with suppress(KvforgeError):
                     self._streams.close()
 
+    async def close(self) -> None:
+        """End the helper processes of the model that was served."""
+        if self._model is not None:
+            await self._model.prompts.close()
+
     async def _serving_several(self, fleet: Fleet) -> None:
         watching = asyncio.ensure_future(fleet.watch())
         try:
@@ -124,7 +128,7 @@ class Service:
                 await fleet.news.wait()
                 fleet.news.clear()
                 if (health := fleet.health) is not None:
-                    self._take(health)
+                    await self._take_or_say(health)
                 else:
                     self._say(fleet.reason)
         finally:
@@ -137,18 +141,26 @@ class Service:
         health = await self._client.health()
         if self._streams is None:
             self._streams = AsyncStreams(self._client)
-        self._take(health)
+        await self._take(health)
 
-    def _take(self, health: Health) -> None:
+    async def _take_or_say(self, health: Health) -> None:
+        try:
+            await self._take(health)
+        except KvforgeError as error:
+            self._say(error.message)
+
+    async def _take(self, health: Health) -> None:
         self.health = health
         if health.model is not None and (self._model is None or health.model != self._model.info):
             names = tuple(dict.fromkeys((*self._names, health.model.name)))
-            prompts = self._make_prompts(health.model)
-            format_ = choose(prompts.tokenizer.chat_template, self._tool_format)
+            prompts, format_ = await self._make_prompts(health.model)
+            former = self._model
             self._model = Model(health.model, names, prompts, int(time.time()), format_)
             self._known.set()
             self._settled()
             log.info("serving %s", names[0])
+            if former is not None:
+                await former.prompts.close()
         self._say("" if health.ready else health.reason)
 
     def _say(self, reason: str) -> None:

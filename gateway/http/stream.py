@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Awaitable, Callable
-from contextlib import AsyncExitStack
+from contextlib import AsyncExitStack, suppress
 from typing import Protocol, TypeVar
 
 from starlette.requests import Request
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from kvforge.protocol.errors import KvforgeError
+from kvforge.protocol.errors import Draining, KvforgeError
 
 T = TypeVar("T")
+CUT = "the gateway ends, and drain_s is over: the answer was cut off"
+# For the last event of a stream that is cut off.
+LAST_S = 1.0
+COMMENT = b": ping\n\n"
 SSE = (
     (b"content-type", b"text/event-stream; charset=utf-8"),
     (b"cache-control", b"no-cache"),
@@ -48,6 +53,13 @@ class Failing:
         """Nothing more will come."""
         return self._failed or self._taken.over
 
+    def cut(self) -> bytes:
+        """The last event of a stream that the server cuts off; b"" where it is over."""
+        if self.over:
+            return b""
+        self._failed = True
+        return self._shape(Draining(CUT))
+
     def take(self) -> bytes:
         """What has come since the last time."""
         try:
@@ -57,21 +69,83 @@ class Failing:
             return self._shape(error)
 
 
-class EventStream(Response):
-    """Server-sent events: one write for what came together. held: is left at their end, or the client's."""
+class Pings:
+    """Ends the silence of a stream: proxies and clients give up a connection on which nothing comes.
 
-    def __init__(self, source: Failing, held: AsyncExitStack, headers: dict[str, str] | None = None) -> None:
+    Args:
+        every_s: Longest silence.
+        event: What is sent then: a comment, or an event that clients of the API know.
+        wake: Makes the stream look again.
+    """
+
+    def __init__(self, every_s: float, event: bytes, wake: Callable[[], None]) -> None:
+        self._every_s, self._event, self._wake = every_s, event, wake
+        self._timer: asyncio.TimerHandle | None = None
+        self._spoke_at = 0.0
+        self._due = False
+
+    def start(self) -> None:
+        """Begin to watch."""
+        loop = asyncio.get_running_loop()
+        self._spoke_at = loop.time()
+        if self._every_s == math.inf:
+            return
+        self._timer = loop.call_later(self._every_s, self._look)
+
+    def spoke(self) -> None:
+        """Note that something was sent."""
+        self._due = False
+        self._spoke_at = asyncio.get_running_loop().time()
+
+    def take(self) -> bytes:
+        """Return what is to be sent now, or b""."""
+        return self._event if self._due else b""
+
+    def stop(self) -> None:
+        """Watch no more."""
+        if self._timer is not None:
+            self._timer.cancel()
+
+    def _look(self) -> None:
+        loop = asyncio.get_running_loop()
+        left = self._spoke_at + self._every_s - loop.time()
+        if left <= 0:
+            self._due, left = True, self._every_s
+            self._wake()
+        self._timer = loop.call_later(left, self._look)
+
+
+class EventStream(Response):
+    """Server-sent events: one write for what came together.
+
+    Args:
+        source: What is written.
+        held: Is left at the events' end, or the client's.
+        headers: Of the response.
+        pings: End its silence; None: it speaks often enough by itself.
+    """
+
+    def __init__(
+        self,
+        source: Failing,
+        held: AsyncExitStack,
+        headers: dict[str, str] | None = None,
+        pings: Pings | None = None,
+    ) -> None:
         self.status_code, self.background = 200, None
         self._source, self._held = source, held
+        self._pings = pings or Pings(math.inf, b"", lambda: None)
         self.raw_headers = [*SSE, *((k.lower().encode(), v.encode("latin-1")) for k, v in (headers or {}).items())]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:  # noqa: ARG002 - ASGI
         """Writes them all, unless the client hangs up."""
 
+        source, pings = self._source, self._pings
+
         async def write() -> None:
-            source = self._source
             while True:
-                if piece := source.take():
+                if piece := source.take() or pings.take():
+                    pings.spoke()
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 if source.over:
                     break
@@ -80,7 +154,17 @@ class EventStream(Response):
 
         async with self._held:
             await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
-            await while_wanted(receive, write())
+            pings.start()
+            try:
+                await while_wanted(receive, write())
+            except asyncio.CancelledError:
+                # The server's drain is over. A client that does not read is not waited for.
+                with suppress(TimeoutError):
+                    async with asyncio.timeout(LAST_S):
+                        await send({"type": "http.response.body", "body": source.cut(), "more_body": True})
+                        await send({"type": "http.response.body", "body": b"", "more_body": False})
+            finally:
+                pings.stop()
 
 
 async def wanted(request: Request, work: Awaitable[T]) -> T:

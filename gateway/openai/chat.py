@@ -99,12 +99,28 @@ def choice_of(chat: Chat) -> Choice:
 class ChatCompletion:
     """One request."""
 
+    @classmethod
+    async def of(cls, call: Call, asked: Chat) -> ChatCompletion:
+        """Understand a request.
+
+        Raises:
+            InvalidRequest: Names the field.
+        """
+        work = cls(call, asked)
+        await work.converse()
+        return work
+
     def __init__(self, call: Call, asked: Chat) -> None:
         check_ignored(asked)
         if asked.add_special_tokens:
             raise InvalidRequest("add_special_tokens", "may only be false: the chat template writes them")
         self.call, self.asked = call, asked
         self.shown = self._logprobs()
+        self.wanted: list[Wanted] = []
+
+    async def converse(self) -> None:
+        """Render the conversation."""
+        call, asked = self.call, self.asked
         told = dict(asked.chat_template_kwargs or {})
         if asked.reasoning_effort is not None:
             told["reasoning_effort"] = asked.reasoning_effort
@@ -112,7 +128,7 @@ class ChatCompletion:
             problem = "cannot be true together with continue_final_message"
             raise InvalidRequest("add_generation_prompt", problem)
         continued = bool(asked.continue_final_message)
-        conversation = conversing(
+        conversation = await conversing(
             call.model,
             messages_of(asked.messages),
             tools=tools_of(asked.tools or (), call.ignored),
@@ -154,6 +170,7 @@ class ChatCompletion:
         (generation,) = generations
         answers = await generation.whole()
         name = self.call.name("chatcmpl", generations)
+        ids = {"prompt_token_ids": self.wanted[0].prompt.tolist()} if self.asked.return_token_ids else {}
         return encode(
             {
                 "id": name,
@@ -162,6 +179,7 @@ class ChatCompletion:
                 "model": self.call.model_name,
                 "choices": [self._choice(answer, name) for answer in answers],
                 "usage": usage_of(generation.usage),
+                **ids,
             }
         )
 
@@ -226,7 +244,9 @@ class ChatEvents:
         if not self._begun:
             self._begun = True
             roles = {"role": "assistant", "content": ""}
-            written += [events.choice(_delta(index, roles)) for index in range(len(self._called))]
+            prompt = self._chat.wanted[0].prompt.tolist() if self._chat.asked.return_token_ids else None
+            choices = [_delta(index, roles) for index in range(len(self._called))]
+            written += [events.choice(choice, prompt_ids=None if at else prompt) for at, choice in enumerate(choices)]
         for piece in self._generation.take():
             if self._plain and not piece.reason and len(piece.events) == 1 and isinstance(piece.events[0], Content):
                 written.append(events.text(piece.index, piece.events[0].text, piece.end))

@@ -8,6 +8,7 @@ from typing import Any
 
 import numpy as np
 
+from gateway.chat.prompts import NO_TOKENIZER
 from gateway.generate.answer import Piece
 from gateway.generate.generation import Generation, Wanted, Whole
 from gateway.generate.service import Model
@@ -34,13 +35,13 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One of them. text: as it was given, or as its tokens read."""
+    """One of them. text: as it was given, or as its tokens read; "": it is not echoed."""
 
     ids: Int32Array
     text: str
 
 
-def prompts_of(asked: Completion, model: Model) -> list[Prompt]:
+async def prompts_of(asked: Completion, model: Model) -> list[Prompt]:
     """The prompts of a request. Raises InvalidRequest naming `prompt`."""
     given = asked.prompt if isinstance(asked.prompt, list) else [asked.prompt]
     ids = [token for token in given if isinstance(token, int)]
@@ -50,21 +51,32 @@ def prompts_of(asked: Completion, model: Model) -> list[Prompt]:
     if not 1 <= len(several) <= PROMPTS_MAX:
         raise InvalidRequest("prompt", f"holds {len(several)} prompts; there may be 1 to {PROMPTS_MAX}")
     special = asked.add_special_tokens is not False
-    return [_prompt(one, model, special, f"prompt[{at}]") for at, one in enumerate(several)]
+    return [await _prompt(one, model, special, bool(asked.echo), f"prompt[{at}]") for at, one in enumerate(several)]
 
 
-def _prompt(given: str | list[int], model: Model, special: bool, field: str) -> Prompt:
+async def _prompt(given: str | list[int], model: Model, special: bool, echo: bool, field: str) -> Prompt:
     if isinstance(given, str):
-        ids = model.prompts.text(given, special=special) if given else NO_TOKENS
+        ids = await model.prompts.text(given, special=special, field=field) if given else NO_TOKENS
         if not len(ids):
             raise InvalidRequest(field, "is empty; it needs at least one token")
         return Prompt(ids, given)
     ids = token_array(field, given)
-    return Prompt(ids, model.prompts.tokenizer.decode(ids.tolist()))
+    return Prompt(ids, await model.prompts.decode(ids, field) if echo else "")
 
 
 class Completions:
     """One request: a generation for each of its prompts."""
+
+    @classmethod
+    async def of(cls, call: Call, asked: Completion) -> Completions:
+        """Understand a request.
+
+        Raises:
+            InvalidRequest: Names the field.
+        """
+        work = cls(call, asked)
+        work.use(await prompts_of(asked, call.model))
+        return work
 
     def __init__(self, call: Call, asked: Completion) -> None:
         check_ignored(asked)
@@ -74,8 +86,14 @@ class Completions:
         self.n = asked.n or 1
         self.best_of = asked.best_of if asked.best_of is not None else self.n
         self._check()
-        self.prompts = prompts_of(asked, call.model)
         self.logprobs = asked.logprobs
+        self.returns_ids = bool(asked.return_token_ids) or not call.model.prompts.has_text
+        self.prompts: list[Prompt] = []
+        self.wanted: list[Wanted] = []
+
+    def use(self, prompts: list[Prompt]) -> None:
+        """Take the prompts of the request."""
+        call, asked, self.prompts = self.call, self.asked, prompts
         call.names.shape = shape = shape_asked(asked)
         sampling = sampling_of(asked, asked.logprobs or 0, shape)
         options = call.options(sampling, asked, asked.max_tokens or MAX_TOKENS)
@@ -94,6 +112,8 @@ class Completions:
 
     def _check(self) -> None:
         asked = self.asked
+        if asked.stop and not self.call.model.prompts.has_text:
+            raise InvalidRequest("stop", f"{NO_TOKENIZER}, so that text is not known: use stop_token_ids")
         if self.best_of < self.n:
             raise InvalidRequest("best_of", f"is {self.best_of}; it must be at least n, which is {self.n}")
         if self.best_of > SAMPLES_MAX:
@@ -140,7 +160,7 @@ class Completions:
         }
         if self.logprobs is not None:
             choice["logprobs"], _ = self.logs(answer.stream, 0, len(answer.stream.tokens), len(text))
-        if self.asked.return_token_ids:
+        if self.returns_ids:
             choice["token_ids"] = list(answer.stream.tokens)
             choice["prompt_token_ids"] = prompt.ids.tolist()
         return choice
@@ -173,7 +193,7 @@ class CompletionEvents:
             numbered=call.numbered and len(generations) == work.n == 1,
             counted=sum(len(prompt.ids) for prompt in work.prompts) if continuous else None,
         )
-        self._plain = work.logprobs is None and not asked.return_token_ids
+        self._plain = work.logprobs is None and not work.returns_ids
         self._offsets = [len(prompt.text) if asked.echo else 0 for prompt in work.prompts for _ in range(work.n)]
         self._echo = bool(asked.echo) and not call.resume
 
@@ -212,8 +232,10 @@ class CompletionEvents:
         if self._work.logprobs is not None:
             logs = self._work.logs(stream, piece.start, end, self._offsets[index])
             choice["logprobs"], self._offsets[index] = logs
-        if self._work.asked.return_token_ids:
+        if self._work.returns_ids:
             choice["token_ids"] = list(stream.tokens[piece.start : end])
+            if not piece.start:
+                choice["prompt_token_ids"] = self._work.prompts[index // self._work.n].ids.tolist()
         return choice
 
 

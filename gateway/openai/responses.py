@@ -40,16 +40,32 @@ def usage_of(usage: Usage) -> dict[str, Any]:
 class Responses:
     """One request."""
 
+    @classmethod
+    async def of(cls, call: Call, asked: Create) -> Responses:
+        """Understand a request.
+
+        Raises:
+            InvalidRequest: Names the field.
+        """
+        work = cls(call, asked)
+        await work.converse()
+        return work
+
     def __init__(self, call: Call, asked: Create) -> None:
         check(asked)
         self.call, self.asked = call, asked
         self.created = int(time.time())
+        self.wanted: list[Wanted] = []
+
+    async def converse(self) -> None:
+        """Render the conversation."""
+        call, asked = self.call, self.asked
         effort = asked.reasoning.effort if asked.reasoning is not None else None
         told = dict(asked.chat_template_kwargs or {})
         if effort is not None:
             told["reasoning_effort"] = effort
         self.offered = Offered(asked, call.ignored)
-        conversation = conversing(
+        conversation = await conversing(
             call.model,
             messages_of(asked, self.offered.shown),
             tools=self.offered.tools,

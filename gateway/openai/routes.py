@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from contextlib import AsyncExitStack
 from datetime import UTC, datetime
 from functools import partial
@@ -23,7 +23,7 @@ from gateway.http.fields import Reader
 from gateway.http.guard import Guard
 from gateway.http.ignored import Ignored
 from gateway.http.notes import notes_of
-from gateway.http.stream import EventStream, Failing, Taken, wanted
+from gateway.http.stream import COMMENT, EventStream, Failing, Pings, Taken, wanted
 from kvforge.protocol.errors import InvalidRequest, KvforgeError
 
 from . import chat, completions, responses, tokens
@@ -71,13 +71,13 @@ class OpenAI:
         ]
 
     async def _completions(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, completions.READER, completions.Completions, _failed)
+        return await self._run(request, caller, completions.READER, completions.Completions.of, _failed)
 
     async def _chat(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, chat.READER, chat.ChatCompletion, _failed)
+        return await self._run(request, caller, chat.READER, chat.ChatCompletion.of, _failed)
 
     async def _responses(self, request: Request, caller: Caller) -> Response:
-        return await self._run(request, caller, responses.READER, responses.Responses, _response_failed)
+        return await self._run(request, caller, responses.READER, responses.Responses.of, _response_failed)
 
     async def _embeddings(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         raise InvalidRequest("model", "embeddings are not served: this service generates text")
@@ -87,14 +87,15 @@ class OpenAI:
         request: Request,
         caller: Caller,
         reader: Reader[A],
-        make: Callable[[Call, A], Work],
+        make: Callable[[Call, A], Awaitable[Work]],
         failed: Callable[[KvforgeError], bytes],
     ) -> Response:
         ignored = self._ignored(request)
         asked = body.decoded(reader, await self._read(request), ignored)
         call = Call.of(request.headers, caller, self._settings, self._service.known, asked, ignored)
         try:
-            return await self._answer(request, call, make(call, asked), bool(asked.stream), failed)
+            work = await wanted(request, make(call, asked))
+            return await self._answer(request, call, work, bool(asked.stream), failed)
         except InvalidRequest as error:
             raise call.names.renamed(error) from None
 
@@ -113,7 +114,8 @@ class OpenAI:
             for generation in generations:
                 await wanted(request, generation.accepted())
             events = Failing(work.events(generations), bell.rung, partial(_named, failed, call.names))
-            return EventStream(events, stack.pop_all(), self._headers(generations))
+            pings = Pings(self._settings.ping_s, COMMENT, bell.ring)
+            return EventStream(events, stack.pop_all(), self._headers(generations), pings)
         raise AssertionError("the stack swallows nothing")
 
     async def _whole(self, work: Work, generations: list[Generation]) -> Response:
@@ -138,11 +140,15 @@ class OpenAI:
 
     async def _tokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         ignored = self._ignored(request)
-        return JSONResponse(tokens.tokenize(self._service.model, await self._read(request), ignored))
+        return JSONResponse(
+            await wanted(request, tokens.tokenize(self._service.model, await self._read(request), ignored))
+        )
 
     async def _detokenize(self, request: Request, caller: Caller) -> Response:  # noqa: ARG002
         ignored = self._ignored(request)
-        return JSONResponse(tokens.detokenize(self._service.model, await self._read(request), ignored))
+        return JSONResponse(
+            await wanted(request, tokens.detokenize(self._service.model, await self._read(request), ignored))
+        )
 
     async def _read(self, request: Request) -> bytes:
         return await body.read(request, self._settings.body_bytes_max, self._settings.body_s)

@@ -5,6 +5,7 @@ Events are put together from text: of a stream of tokens, one event is nine part
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -60,11 +61,12 @@ class Events:
         """The usual one of completions."""
         return self._event(self._completion % (index, encode(text)), tokens)
 
-    def choice(self, choice: dict[str, Any], tokens: int = 0) -> bytes:
-        """Any other of one choice."""
-        return self._event(encode(choice), tokens)
+    def choice(self, choice: dict[str, Any], tokens: int = 0, prompt_ids: Sequence[int] | None = None) -> bytes:
+        """Any other of one choice. prompt_ids: those of the prompt, where they were asked for."""
+        head = self._head if prompt_ids is None else b'{"prompt_token_ids":%b,%b' % (encode(prompt_ids), self._head[1:])
+        return self._event(encode(choice), tokens, head)
 
-    def _event(self, choice: bytes, tokens: int) -> bytes:
+    def _event(self, choice: bytes, tokens: int, head: bytes = b"") -> bytes:
         tail = self._tail
         if self._prompt_tokens is not None:
             prompt = self._prompt_tokens
@@ -73,7 +75,7 @@ class Events:
                 tokens,
                 prompt + tokens,
             )
-        event = b"data: %b%b%b" % (self._head, choice, tail)
+        event = b"data: %b%b%b" % (head or self._head, choice, tail)
         return b"id: %d\n%b" % (tokens, event) if self._numbered else event
 
     def usage(self, usage: Usage) -> bytes:

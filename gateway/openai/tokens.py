@@ -43,26 +43,27 @@ class Detokenize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 TOKENIZE, DETOKENIZE = Reader(Tokenize, KNOWN, MINE), Reader(Detokenize)
 
 
-def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
+async def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
     """Token ids of a prompt. Raises InvalidRequest."""
     asked = decoded(TOKENIZE, content, ignored)
     _check_model(model, asked.model)
     if (asked.prompt is None) == (asked.messages is None):
         raise InvalidRequest("prompt", "give it, or messages, and not both")
     if asked.prompt is not None:
-        ids = model.prompts.text(asked.prompt, special=asked.add_special_tokens).tolist()
+        ids = (await model.prompts.text(asked.prompt, special=asked.add_special_tokens)).tolist()
     else:
         tools = [tool.plain() for tool in tools_of(asked.tools or (), ignored)]
         told = {**(asked.chat_template_kwargs or {})}
         messages = messages_of(asked.messages or [])
-        ids = model.prompts.chat(
+        rendered = await model.prompts.chat(
             messages,
             tools=tools,
             continued=asked.continue_final_message,
             opened=asked.add_generation_prompt,
             told=told,
-        ).ids.tolist()
-    names = [model.prompts.tokenizer.spelled(token) for token in ids] if asked.return_token_strs else None
+        )
+        ids = rendered.ids.tolist()
+    names = [model.prompts.name_of(token) for token in ids] if asked.return_token_strs else None
     return {
         "count": len(ids),
         "max_model_len": model.info.context_tokens_max,
@@ -71,7 +72,7 @@ def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
     }
 
 
-def detokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
+async def detokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]:
     """The text of token ids. Raises InvalidRequest."""
     asked = decoded(DETOKENIZE, content, ignored)
     _check_model(model, asked.model)
@@ -80,7 +81,7 @@ def detokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, Any]
     if (outside := np.flatnonzero(ids >= vocabulary)).size:
         at = int(outside[0])
         raise InvalidRequest(f"tokens[{at}]", f"is {ids[at]}; the vocabulary has the ids 0 to {vocabulary - 1}")
-    return {"prompt": model.prompts.tokenizer.decode(ids.tolist())}
+    return {"prompt": await model.prompts.decode(ids)}
 
 
 def _check_model(model: Model, name: str) -> None:

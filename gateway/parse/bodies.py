@@ -22,7 +22,7 @@ _NAME = re.compile(r"[\w.:/-]+")
 _CALLED = re.compile(r"([\w.:/-]+)\(")
 ARGUMENTS = ("arguments", "parameters", "args")
 NAMES = ("name", "tool_name", "function")
-BESIDE = ("id", "type", "index")  # what else an object that is a call may hold
+BESIDE = ("id", "type", "index", "tool_call_id")  # what else an object that is a call may hold
 
 
 def json_call(close: str, *, known: bool = False, several: str = "") -> Body:
@@ -133,7 +133,7 @@ def named_json(between: str, close: str, *, before_name: str = "", fence: bool =
             following = yield from reader.space()
             if fence and following == "`":
                 yield from reader.collect(markers("\n"))
-            called = yield from _object_or_nothing(reader, close, *(("`",) if fence else ()))
+            called = yield from object_or_nothing(reader, close, *(("`",) if fence else ()))
         read = reader.kept()
         if not called:
             writer.content(opened + read)
@@ -178,7 +178,7 @@ def mistral(writer: Writer, opened: str) -> Reading:
         call_id, stop = yield from reader.collect(markers("[ARGS]", "{"))
     called = bool(stop) and _NAME.fullmatch(name.strip()) is not None
     if stop == "[ARGS]" and called:
-        called = yield from _object_or_nothing(reader, "[TOOL_CALLS]")
+        called = yield from object_or_nothing(reader, "[TOOL_CALLS]")
     more = reader.kept()
     if not called:
         writer.content(opened + read + more)
@@ -189,7 +189,7 @@ def mistral(writer: Writer, opened: str) -> Reading:
     yield from arguments_json(writer)
 
 
-def _object_or_nothing(reader: Reader, *ends: str) -> Generator[None, None, bool]:
+def object_or_nothing(reader: Reader, *ends: str) -> Generator[None, None, bool]:
     """Whether arguments can follow: an object, or none at all before one of `ends`.
 
     Another text there is content with the call before it: a tool is not called with less than the model wrote for it.

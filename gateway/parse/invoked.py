@@ -55,24 +55,31 @@ def _call(
     """One call's arguments; whether another may follow."""
     reader = writer.reader
     writer.call(name)
-    writer.arguments("{")
-    first = True
+    first, astray = True, list[str]()
     while True:
         between, stop = yield from reader.collect(markers(key_begin, end, close))
         if between.strip():
-            writer.content(between)
+            astray.append(between)
         if stop != key_begin:
-            writer.arguments("}")
-            return stop == end
+            break
+        writer.arguments("{" if first else ", ")
+        first = False
         key, quote = yield from reader.collect(markers('"'))
         attributes, head_end = (yield from reader.collect(markers(">"))) if quote else ("", "")
         if not head_end:
             return False
-        writer.arguments(f"{'' if first else ', '}{json.dumps(key.strip(), ensure_ascii=False)}: ")
-        first = False
+        writer.arguments(f"{json.dumps(key.strip(), ensure_ascii=False)}: ")
         kinds = writer.kinds(name, key.strip())
         if 'string="true"' in attributes or kinds == {"string"}:
             yield from text_value(writer, value_end, "")
         else:
             text, _ = yield from reader.collect(markers(value_end))
             writer.arguments(typed(text, kinds))
+    if first:
+        # Text in the place of arguments is given as it is: the tool is not called with less than was written.
+        writer.arguments("".join(astray).strip() or "{}")
+        return stop == end
+    writer.arguments("}")
+    for text in astray:
+        writer.content(text)
+    return stop == end

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Generator
 
-from .bodies import Body, arguments_json, json_object, pythonic
+from .bodies import Body, arguments_json, json_object, object_or_nothing, pythonic
 from .reader import Reader, Reading, markers
 from .writer import Writer
 
@@ -80,9 +80,11 @@ def id_and_json(between: str, close: str) -> Body:
         reader = writer.reader
         reader.keep()
         call_id, stop = yield from reader.collect(markers(between, close))
-        read, call_id = reader.kept(), call_id.strip()
+        call_id = call_id.strip()
         name = _INDEX.sub("", call_id.removeprefix("functions."))
-        if stop != between or not name:
+        called = stop == between and bool(name) and (yield from object_or_nothing(reader, close))
+        read = reader.kept()
+        if not called:
             writer.content(opened + read)
             return
         # An index makes the id; a name alone would be that of the next call too.

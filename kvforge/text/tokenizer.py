@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -63,6 +63,12 @@ class Tokenizer:
     def vocab_size(self) -> int:
         """Token ids that mean something are below this; a model may have a few more, which decode to nothing."""
         return len(self._tokenizer)
+
+    @property
+    def vocabulary(self) -> Collection[str]:
+        """Every token as the vocabulary spells it."""
+        found: Mapping[str, int] = self._tokenizer.get_vocab()
+        return found.keys()
 
     @property
     def has_chat_template(self) -> bool:

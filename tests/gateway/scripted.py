@@ -6,7 +6,7 @@ The tokenizer has a token for each byte, and special ones for the markers of for
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -27,6 +27,7 @@ from gateway.generate.service import Model
 from gateway.http.guard import Guard
 from gateway.openai.routes import OpenAI
 from gateway.parse import choose
+from gateway.text.inline import InlineText
 from kvforge.client.aio import AsyncStreams
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import KvforgeError
@@ -187,6 +188,15 @@ class Streams:
         return tuple(streams)
 
 
+def at_once(work: Coroutine[Any, Any, None]) -> None:
+    """Run what never waits, with or without an event loop."""
+    try:
+        work.send(None)
+    except StopIteration:
+        return
+    raise AssertionError("it waits")
+
+
 class Service:
     """What `gateway.generate.service.Service` is, played."""
 
@@ -201,8 +211,9 @@ class Service:
         info = ModelInfo(
             name=NAME, source="", architecture="none", fingerprint="0", vocab_size=512, context_tokens_max=context
         )
-        prompts = Prompts(spoken, hygiene)
-        self.model = self.known = Model(info, (NAME, "other"), prompts, 1, choose(spoken.chat_template, tool_format))
+        prompts, format_ = Prompts(spoken, InlineText(spoken), hygiene), choose(spoken.chat_template, tool_format)
+        at_once(prompts.look(format_.write_calls))
+        self.model = self.known = Model(info, (NAME, "other"), prompts, 1, format_)
         self.reason = ""
         self._streams = Streams(script, spoken)
 

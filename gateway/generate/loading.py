@@ -1,0 +1,77 @@
+"""From a served model to its prompts: tokenizer, text helpers, and what its chat template needs."""
+
+from __future__ import annotations
+
+import logging
+from pathlib import Path
+
+from gateway.chat.hygiene import Hygiene
+from gateway.chat.prompts import Prompts
+from gateway.config import Settings
+from gateway.parse import Format, choose
+from gateway.text.inline import NoTexts
+from gateway.text.jobs import TextLimits
+from gateway.text.pool import TextPool
+from kvforge.protocol.configuration import expand
+from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel
+from kvforge.protocol.messages import ModelInfo
+from kvforge.text.tokenizer import Tokenizer
+
+log = logging.getLogger(__name__)
+
+
+async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Format]:
+    """Load what turns requests for a model into token ids.
+
+    Args:
+        info: The model.
+        settings: The gateway's.
+
+    Returns:
+        Its prompts, and the format in which it writes reasoning and calls. A model without a tokenizer is served by
+        token ids alone.
+
+    Raises:
+        KvforgeError: The tokenizer that `settings` names, or its chat template, cannot be read.
+    """
+    hygiene = Hygiene(settings.strip, settings.move)
+    source = settings.tokenizer or info.source
+    try:
+        tokenizer = Tokenizer.load(source)
+    except (ModelNotFound, UnsupportedModel) as error:
+        if settings.tokenizer:
+            raise
+        log.warning("no tokenizer: %s; requests have to send token ids", error.message)
+        return Prompts(None, NoTexts(), hygiene), choose("")
+    template_file = ""
+    if settings.chat_template:
+        template_file = str(expand(settings.chat_template).absolute())
+        try:
+            tokenizer.use_chat_template(Path(template_file).read_text(encoding="utf-8"))
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidConfiguration("chat_template", f"{template_file} cannot be read: {error}") from None
+    limits = TextLimits(
+        text_bytes_max=settings.text_bytes_max,
+        context_tokens_max=info.context_tokens_max,
+        template_s=settings.template_s,
+        text_s=settings.text_s,
+        memory_bytes_max=settings.text_memory_bytes_max,
+    )
+    pool = TextPool(
+        source,
+        limits,
+        template_file=template_file,
+        processes=settings.text_processes,
+        waiting_max=settings.text_waiting_max,
+    )
+    format_ = choose(tokenizer.chat_template, settings.tool_format)
+    try:
+        await pool.start()
+        prompts = Prompts(tokenizer, pool, hygiene)
+        await prompts.look(format_.write_calls)
+    except BaseException:
+        await pool.close()
+        raise
+    for problem in filter(None, dict.fromkeys((prompts.needs.problem, prompts.needs.tools_problem))):
+        log.warning("%s", problem)
+    return prompts, format_

@@ -1,0 +1,8 @@
+"""The program of the helper processes: `python -m gateway.text DESCRIPTOR`."""
+
+import sys
+
+from .process import main
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]))

@@ -1,0 +1,102 @@
+"""What is asked of a helper process and what it answers: MessagePack behind four bytes of length."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+
+HEAD_BYTES = 4
+# Of a rendered prompt, the gateway reads the end: a template may have begun the model's reasoning there.
+ENDING_CHARACTERS = 256
+
+
+class TextLimits(msgspec.Struct, frozen=True, kw_only=True):
+    """Bounds of one job.
+
+    Args:
+        text_bytes_max: Longest text that is tokenised; 0: derived from context_tokens_max and the vocabulary.
+        context_tokens_max: The model's longest context; 0: not known.
+        template_s: Processor time of a chat template.
+        text_s: Wall time of a whole job, the wait for a helper included; also the processor time of a job.
+        memory_bytes_max: Memory that a job may add to its process.
+    """
+
+    text_bytes_max: int = 0
+    context_tokens_max: int = 0
+    template_s: float = 2.0
+    text_s: float = 30.0
+    memory_bytes_max: int = 1 << 30
+
+
+class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """The first message: which tokenizer. template_file: a Jinja file in place of the model's own, or ""."""
+
+    source: str
+    template_file: str
+    limits: TextLimits
+
+
+class Loaded(msgspec.Struct, frozen=True, tag=True):
+    """It is there. token_bytes_max: bytes of the vocabulary's longest token."""
+
+    token_bytes_max: int
+
+
+class Hello(msgspec.Struct, frozen=True, tag=True):
+    """A helper's first message."""
+
+    pid: int
+
+
+class Encode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A text to token ids. field: what the request calls it."""
+
+    text: str
+    special: bool
+    field: str = "prompt"
+
+
+class Decode(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Token ids (int32, little-endian) to text."""
+
+    ids: bytes
+
+
+class Render(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A conversation to a prompt. tokens: tokenise it too. whole: answer with all of its text, not its end alone."""
+
+    messages: list[Any]
+    options: dict[str, Any]
+    tokens: bool = True
+    whole: bool = False
+
+
+class Result(msgspec.Struct, frozen=True, tag=True):
+    """ids: int32, little-endian."""
+
+    ids: bytes = b""
+    text: str = ""
+
+
+class Failed(msgspec.Struct, frozen=True, tag=True):
+    """A typed error, as `protocol.errors.restore` makes it again."""
+
+    code: str
+    message: str
+    fields: dict[str, Any]
+
+
+Job = Encode | Decode | Render
+Answer = Result | Failed
+FIRST = msgspec.msgpack.Decoder(Load)
+JOB: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)
+ANSWER: msgspec.msgpack.Decoder[Answer] = msgspec.msgpack.Decoder(Answer)
+LOADED: msgspec.msgpack.Decoder[Loaded | Failed] = msgspec.msgpack.Decoder(Loaded | Failed)
+HELLO = msgspec.msgpack.Decoder(Hello)
+
+
+def framed(message: msgspec.Struct) -> bytes:
+    """Return the message with its length in front."""
+    body = msgspec.msgpack.encode(message)
+    return len(body).to_bytes(HEAD_BYTES, "little") + body
