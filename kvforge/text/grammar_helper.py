@@ -8,6 +8,7 @@ import select
 import subprocess
 import sys
 import time
+import weakref
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -53,6 +54,7 @@ class GrammarHelper:
             "memory_bytes": self.limits.memory_bytes,
         }
         self._process: subprocess.Popen[bytes] | None = None
+        self._end: weakref.finalize[..., GrammarHelper] | None = None
         self._tried = False  # by this process: the tokenizer is there
 
     def start(self) -> None:
@@ -64,6 +66,7 @@ class GrammarHelper:
         self._process = subprocess.Popen(
             leashed(command) if sys.platform == "linux" else command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
         )
+        self._end = weakref.finalize(self, _end, self._process)  # one that is dropped leaves no process
         self._tried = False
         self._send(self._first)
 
@@ -85,15 +88,9 @@ class GrammarHelper:
 
     def close(self) -> None:
         """End the process."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        process.kill()
-        process.wait()
-        for stream in (process.stdin, process.stdout):
-            if stream is not None:
-                with contextlib.suppress(OSError):
-                    stream.close()
+        self._process = None
+        if self._end is not None:
+            self._end()
 
     def _send(self, value: Any) -> bool:
         assert self._process is not None and self._process.stdin is not None
@@ -109,3 +106,12 @@ class GrammarHelper:
         if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
             return None
         return grammar_trial.receive(stream)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    process.kill()
+    process.wait()
+    for stream in (process.stdin, process.stdout):
+        if stream is not None:
+            with contextlib.suppress(OSError):
+                stream.close()
