@@ -61,6 +61,7 @@ class Service:
         self._model: Model | None = None
         self._streams: AsyncStreams | None = None
         self._reason = "the coordinator has not answered yet"
+        self._not_ready = False
         self._known = asyncio.Event()
         self.health: Health | None = None
 
@@ -165,5 +166,10 @@ class Service:
 
     def _say(self, reason: str) -> None:
         if reason and reason != self._reason:
-            log.warning("not ready: %s", reason)
+            # One line for a time that it is not ready; how far loading has come is for those who debug.
+            level = logging.DEBUG if self._not_ready else logging.WARNING
+            log.log(level, "not ready: %s", reason)
+        elif not reason and self._not_ready:
+            log.info("ready")
+        self._not_ready = bool(reason)
         self._reason = reason

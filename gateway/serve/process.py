@@ -24,6 +24,7 @@ from kvforge.protocol.notify import Watchdog, notify
 
 from .protocol import protocol_of
 
+log = logging.getLogger("gateway")
 YOUNG_OBJECTS = 20_000  # made and not freed, until Python looks through them for cycles
 
 
@@ -71,12 +72,16 @@ def serve(
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     if soft != hard:  # a stream is a descriptor
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
-    logging.getLogger("uvicorn.error").addFilter(_untraced)
+    uvicorns = logging.getLogger("uvicorn.error")
+    uvicorns.addFilter(_untraced)
+    if log.getEffectiveLevel() > logging.DEBUG:  # its steps of starting and ending matter to those who debug
+        uvicorns.setLevel(logging.WARNING)
     server = _Server(config)
     with asyncio.Runner(loop_factory=_loop_factory()) as runner:
         loop = runner.get_loop()
 
         def end() -> None:
+            log.info("stopping: streams may end within %g s", settings.drain_s)
             server.force_exit = server.should_exit
             server.should_exit = app.state.ending = True
 

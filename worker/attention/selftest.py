@@ -78,7 +78,7 @@ def self_test(
         where = f"{shape}, blocks of {block_size}, {_name(dtype)} over {_name(kv_dtype)}"
         for kernel, check in _checks(attention, device, shape, dtype, kv_dtype, block_size):
             require_right(device, kernel, where, check, f"use attention = 'reference', or {WAY_OUT}")
-        log.info("self-test passed for %s in %.1f s", shape, time.perf_counter() - began)
+        log.debug("self-test passed for %s in %.1f s", shape, time.perf_counter() - began)
         _remember(passed, f"{device.name}: {shape}, {_name(dtype)} over {_name(kv_dtype)}\n")
 
 

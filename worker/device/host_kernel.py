@@ -80,7 +80,7 @@ class HostKernel:
         if compiled is None:
             compiled = self._compile(None)
         kept = "loaded" if compiled.cache_hits else "compiled"
-        log.info("the CPU's kernel %s was %s in %.1f s", self.name, kept, time.perf_counter() - began)
+        log.debug("the CPU's kernel %s was %s in %.1f s", self.name, kept, time.perf_counter() - began)
         return compiled
 
     def _kept(self, folder: Path) -> Any | None:

@@ -79,7 +79,7 @@ def verify(model: LoadedModel, reference: Reference | None = None, quantised: bo
     tolerance = max(TOLERANCE[model.dtype], TOLERANCE.get(model.geometry.dtype.torch_dtype, 0.0))
     if before is not None:
         tolerance = max(tolerance, QUANTISED_TOLERANCE)
-        log.info("quantising changed logits by %.1e of the largest", distance(got, before.eager))
+        log.debug("quantising changed logits by %.1e of the largest", distance(got, before.eager))
     apart = distance(got, wanted)
     if apart <= tolerance:
         return reference
@@ -101,7 +101,7 @@ def verify(model: LoadedModel, reference: Reference | None = None, quantised: bo
             return replace(reference, exact=exact)
         problem = f"in {dtype} its logits are {ours:.1e} of the largest away from those in float32, with transformers'"
         raise UnsupportedModel(name, f"{problem} own attention {theirs:.1e}")
-    log.info("in %s logits are %.1e of the largest from float32, transformers' own %.1e", dtype, ours, theirs)
+    log.debug("in %s logits are %.1e of the largest from float32, transformers' own %.1e", dtype, ours, theirs)
     return replace(reference, exact=exact)
 
 

@@ -50,5 +50,5 @@ def grammar_tokens(source: str, vocab_size: int, eos_tokens: tuple[int, ...]) ->
         raise
     except BaseException as error:  # noqa: BLE001 - of the tokenizer's files; a panic of Rust is no Exception
         return GrammarTokens(None, f"the model has no tokenizer for it ({error})")
-    log.info("the tokenizer for grammars took %.1f s", time.monotonic() - started)
+    log.debug("the tokenizer for grammars took %.1f s", time.monotonic() - started)
     return GrammarTokens(made, helper=helper)

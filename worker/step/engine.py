@@ -82,16 +82,16 @@ class Engine:
         self.pool = KvPool(self.model.geometry, blocks, self.device)
         info = self.model.info
         log.info("%s in %s, weights in %s, on %s", info.name, info.dtype, info.weight_dtype, self.device.name)
-        log.info("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
+        log.debug("%d blocks, %d bytes of KV in %s", blocks, self.pool.bytes, self.model.geometry.kv_dtype)
         for what, kernel in self.kernels().items():
-            log.info("kernels: %s by %s", what, kernel)
+            log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.runner: Runner = self._make_runner(welcome)
         self._limits = _limits(welcome)
         # A start on a GPU takes long anyway; later the first grammar would hold up everybody for a second.
         problem = "" if self.device.computes_on_cores else self.runner.shaping.grammars.prepare()
         if problem:
             log.info("no grammar can be served: %s", problem)
-        log.info("%d MB of libraries were needed by loading alone", self.device.release_libraries() // 1_000_000)
+        log.debug("%d MB of libraries were needed by loading alone", self.device.release_libraries() // 1_000_000)
 
     def adopt(self, welcome: WorkerWelcome) -> None:
         """Another coordinator is in charge: no slot means anything any more. Errors: ProtocolError, those of Runner."""

@@ -107,7 +107,7 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
         return model.geometry.blocks_for(config.kv_bytes or CPU_KV_BYTES)
     needed = _trial_bytes(model, welcome, graph_rows_max)
     free = device.free_bytes()
-    log.info("the largest step and the graphs take %d MiB of %d MiB free", needed // MIB, free // MIB)
+    log.debug("the largest step and the graphs take %d MiB of %d MiB free", needed // MIB, free // MIB)
     usable = int(free * GPU_FREE_SHARE)
     if config.memory_share:
         usable = min(usable, int(device.total_bytes() * config.memory_share) - weight_bytes(model))

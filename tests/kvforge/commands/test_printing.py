@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import itertools
 
 import pytest
 
@@ -12,8 +13,8 @@ from kvforge.commands.screen import Columns, InTurn, printable, screen
 
 
 def test_progress_without_a_terminal_is_a_line_a_step() -> None:
-    stream = io.StringIO()
-    progress = Progress(stream)
+    stream, seconds = io.StringIO(), itertools.count(0.0, 10.0)
+    progress = Progress(stream, clock=lambda: next(seconds))
     for percent in range(0, 101, 5):
         progress.step("m", "downloading", percent / 100)
     progress.close()
@@ -24,6 +25,17 @@ def test_progress_without_a_terminal_is_a_line_a_step() -> None:
         "m: downloading 75 %",
         "m: downloading 100 %",
     ]
+
+
+def test_quick_steps_have_no_line_each_without_a_terminal() -> None:
+    stream, now = io.StringIO(), [0.0]
+    progress = Progress(stream, clock=lambda: now[0])
+    for at, phase in ((0.0, "connecting"), (0.1, "loading weights"), (2.5, "loading weights"), (2.6, "packing")):
+        now[0] = at
+        progress.step("w", phase, 0.0)
+    progress.step("w", "ready", 0.0)
+    progress.step("w", "ready", 0.0)
+    assert stream.getvalue().splitlines() == ["w: connecting", "w: loading weights", "w: ready"]
 
 
 def test_texts_in_turn_come_out_whole_and_in_order() -> None:
