@@ -95,9 +95,14 @@ def make_app(
         if fleet is not None:
             fleet.use(new.replicas)
 
+    async def live(request: Request) -> Response:  # noqa: ARG001
+        """Whether this process answers, whatever becomes of the coordinator: one that does not is restarted."""
+        return JSONResponse({"live": True})
+
     async def health(request: Request) -> Response:  # noqa: ARG001
-        ready = not service.reason
-        told = {"ready": ready, "reason": service.reason}
+        reason = "this gateway is stopping" if ending() else service.reason
+        ready = not reason
+        told = {"ready": ready, "reason": reason}
         if fleet is not None:
             told["replicas"] = fleet.told()
         return JSONResponse(told, 200 if ready else 503)
@@ -123,7 +128,8 @@ def make_app(
 
     routes = [
         *page(shown, allowed=lambda request, right: access.caller(request.headers, right), ending=ending),
-        Route("/health", health, methods=["GET"]),
+        *(Route(path, health, methods=["GET"]) for path in ("/health", "/readyz")),
+        Route("/livez", live, methods=["GET"]),
         Route("/version", version, methods=["GET"]),
         *OpenAI(service, settings).routes(guard),
         *Anthropic(service, settings).routes(guard),

@@ -6,6 +6,8 @@ from typing import Any
 
 from kvforge.protocol.messages import Health, RequestList, RequestRow, Stats, TenantStats
 
+from .absent import Absent
+
 ROWS_MAX = 100
 TENANTS_MAX = 64
 WORKERS_MAX = 64
@@ -52,8 +54,8 @@ def _tenant(number: int, row: TenantStats) -> Document:
     return {"number": number, **{name: getattr(row, name) for name in names}, "hits": hits}
 
 
-def workers(health: Health) -> Document:
-    """Workers, and those that are gone."""
+def workers(health: Health, absent: tuple[Absent, ...] = ()) -> Document:
+    """Workers, and those that were lost."""
     rows = [
         {
             "name": worker.title,
@@ -67,8 +69,8 @@ def workers(health: Health) -> Document:
         }
         for worker in sorted(health.workers, key=lambda worker: by_name(worker.title))[:WORKERS_MAX]
     ]
-    gone = {name: how[:TEXT_MAX] for name, how in list(health.gone.items())[:WORKERS_MAX]}
-    return {"rows": rows, "gone": gone}
+    lost = [{"name": one.name, "state": one.state, "how": one.how[:TEXT_MAX]} for one in absent[:WORKERS_MAX]]
+    return {"rows": rows, "absent": lost}
 
 
 def about(stats: Stats, health: Health, started_ms: int) -> Document:

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from kvforge.protocol.messages import Health, Stats
+from kvforge.protocol.messages import LEFT, Health, Stats
 
 from .view import BAD, GOOD, NOTICE
 
@@ -84,7 +84,8 @@ class Happenings:
         before = {(worker.name, worker.rank): worker for worker in stood.workers}
         for name, how in health.gone.items():
             if stood.gone.get(name) != how:
-                self._tell(now_ms, BAD, f"{name} is gone: {how}")
+                left = how.startswith(LEFT)
+                self._tell(now_ms, NOTICE if left else BAD, f"{name} {how}" if left else f"{name} is gone: {how}")
         for worker in health.workers:
             known = before.get((worker.name, worker.rank))
             if worker.state == "ready" and (known is None or known.state != "ready" or known.pid != worker.pid):

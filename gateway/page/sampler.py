@@ -23,6 +23,7 @@ from kvforge.protocol.errors import InvalidRequest, KvforgeError, NotFound, Queu
 from kvforge.protocol.messages import RequestList, RequestRow
 
 from . import documents
+from .absent import Absences
 from .blocks import BLOCKS_MAX, BlockMap
 from .board import Board, event
 from .happenings import Happenings
@@ -81,6 +82,7 @@ class Sampler:
         self._tables: Tables | None = None
         self._map, self._board, self._history = BlockMap(), Board(), History()
         self._happenings, self._latencies, self._view = Happenings(), Latencies(), View()
+        self._absences = Absences()
         self._came_ms: dict[int, int] = {}
         self._counts: deque[tuple[float, int, int]] = deque(maxlen=RATE_LOOKS)
         self._gauges: dict[str, int] = {}
@@ -169,6 +171,7 @@ class Sampler:
             await self._open_tables()
         view.waiting = await self._why(listed.requests, {row.tenant: row.pending for row in stats.tenants})
         view.stats, view.health, view.listed = stats, health, listed
+        view.absent = self._absences.look(health.gone, [worker.name for worker in health.workers], monotonic())
         self._upto = max((pool.base + pool.blocks for pool in stats.pools), default=0)
         self._happenings.answered(stats, health, now_ms)
         self._latencies.look(listed.requests, now_s)
@@ -179,7 +182,7 @@ class Sampler:
         put("about", documents.about(stats, health, round((now_ms - stats.uptime_us / 1e3) / 1e4) * 10_000))
         put("pools", documents.pools(stats))
         put("tenants", documents.tenants(stats))
-        put("workers", documents.workers(health))
+        put("workers", documents.workers(health, view.absent))
         put("totals", documents.totals(stats))
         put("requests", documents.requests(listed, self._came_ms))
         put("latency", self._latencies.told())

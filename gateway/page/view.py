@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 from kvforge.protocol.messages import Health, RequestList, Stats
 
+from .absent import GONE, STARTING, Absent
+
 GOOD, NOTICE, BAD = "good", "notice", "bad"
 SILENT_S = 3.0  # without an answer: a coordinator is asked about once a second
 CEILING = "tenant ceiling"
@@ -36,14 +38,15 @@ class Waiting:
 
 @dataclass(slots=True)
 class View:
-    """running, pending: requests, as the tables say it now. stats, health, listed: the last answers; None before the
-    first. waiting: of the tenants with the most that wait. gone_s: since the coordinator's process ended; None: it
-    runs, or that cannot be seen from here. silent_s: since the oldest question without an answer. problem: what came
-    instead.
+    """running, pending: requests, as the tables say it now. absent: workers that were lost. stats, health, listed: the
+    last answers; None before the first. waiting: of the tenants with the most that wait. gone_s: since the
+    coordinator's process ended; None: it runs, or that cannot be seen from here. silent_s: since the oldest question
+    without an answer. problem: what came instead.
     """
 
     running: int = 0
     pending: int = 0
+    absent: tuple[Absent, ...] = ()
     stats: Stats | None = None
     health: Health | None = None
     listed: RequestList | None = None
@@ -80,7 +83,7 @@ def summary(view: View) -> Summary:
 
 
 def _serving(view: View, health: Health, work: str) -> Summary:
-    gone = tuple(f"{name}: {how}" for name, how in health.gone.items())
+    gone = tuple(f"{one.name} is {one.state}: {one.how}" for one in view.absent)
     loading = tuple(
         f"{worker.title} is {worker.state}: {worker.phase} {worker.progress:.0%}".replace(":  ", ": ")
         for worker in health.workers
@@ -89,13 +92,23 @@ def _serving(view: View, health: Health, work: str) -> Summary:
     if health.draining:
         return Summary(NOTICE, f"Draining, no new requests: {work}.", gone + loading)
     if not health.ready:
-        return Summary(NOTICE if loading else BAD, f"Not ready: {health.reason}.", gone + loading)
+        comes = bool(loading) or any(one.state == STARTING for one in view.absent)
+        return Summary(NOTICE if comes else BAD, f"Not ready: {health.reason}.", gone + loading)
     if gone:
-        many = f"{len(gone)} workers are gone" if len(gone) > 1 else f"{next(iter(health.gone))} is gone"
-        return Summary(NOTICE, f"{many}; {work}.", gone + loading)
+        return Summary(NOTICE, f"{_absences(view.absent)}; {work}.", gone + loading)
     if view.pending:
         return Summary(NOTICE, f"{work}.", loading)
     return Summary(GOOD, f"All is well: {work}.", loading)
+
+
+def _absences(absent: tuple[Absent, ...]) -> str:
+    """Who is missing: "w1 is starting again, 2 workers are gone"."""
+    parts = []
+    for state in (STARTING, GONE):
+        names = [one.name for one in absent if one.state == state]
+        if names:
+            parts.append(f"{names[0]} is {state}" if len(names) == 1 else f"{len(names)} workers are {state}")
+    return ", ".join(parts)
 
 
 def _work(view: View, told: int) -> str:

@@ -10,6 +10,7 @@ import numpy as np
 from kvforge.protocol.errors import Conflict, Field, KvforgeError, ProtocolError, WorkerError, restore
 from kvforge.protocol.messages import (
     ERROR_TEXT_MAX,
+    LEFT,
     ErrorInfo,
     Meeting,
     Message,
@@ -356,7 +357,7 @@ class WorkerReports:
         self.lost_total += not goodbye
         requests = worker.group.running if worker.group is not None else 0
         how = "worker left" if goodbye else "worker lost"
-        self._note_end(worker, f"{'left' if goodbye else 'was lost'}, process {worker.pid}{why}")
+        self._note_end(worker, f"{LEFT if goodbye else 'was lost'}, process {worker.pid}{why}")
         self._log("info" if goodbye else "warning", how, how.replace(" ", "_"), worker, running=requests)
         group, s = worker.group, self._cache.sequences
         if group is None:

@@ -7,11 +7,11 @@ import { bytes, percent } from "./words.js";
 const PURPOSES = ["weights", "pool", "graphs", "other", "free"];
 const shade = (at) => tenantShade(at + 1);
 
-export function showWorkers({ rows, gone }) {
+export function showWorkers({ rows, absent }) {
   const parent = byId("workers");
   const items = [
     ...rows.map((row) => ({ ...row, key: row.name })),
-    ...Object.entries(gone).map(([name, how]) => ({ key: `gone ${name}`, name, state: "gone", how })),
+    ...absent.map((row) => ({ ...row, key: `absent ${row.name}` })),
   ];
   if (!items.length) {
     if (!parent.querySelector(".empty")) parent.append(el("p", { class: "empty" }, "No worker is connected."));

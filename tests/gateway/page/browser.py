@@ -106,11 +106,14 @@ class Browser:
         result: dict[str, Any] = found["result"]
         return result
 
-    async def look(self, width: int = 1280, height: int = 900, *, dark: bool = False, ratio: float = 1.0) -> None:
-        """The window, and whether its user likes it dark."""
+    async def look(
+        self, width: int = 1280, height: int = 900, *, dark: bool = False, ratio: float = 1.0, forced: bool = False
+    ) -> None:
+        """The window; whether its user likes it dark, or has colours of a contrast theme forced upon it."""
         size = {"width": width, "height": height, "deviceScaleFactor": ratio, "mobile": width < 500}
         await self.send("Emulation.setDeviceMetricsOverride", **size)
         media = [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]
+        media += [{"name": "forced-colors", "value": "active" if forced else "none"}]
         await self.send("Emulation.setEmulatedMedia", features=media)
 
     async def go(self, url: str) -> None:

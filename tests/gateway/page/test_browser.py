@@ -161,6 +161,8 @@ def test_who_is_killed_comes_back_while_the_page_is_open() -> None:
             await page.until(shows("#sentence", "All is well: nothing runs and nothing waits."))
             assert await page.run("document.querySelector('#drain').hidden"), "it has no right to"
             fleet.kill("worker-1")
+            await page.until(shows("#workers", "starting again"))
+            await page.until(shows("#sentence", "worker-1 is starting again; nothing runs and nothing waits."))
             await page.until(shows("#lately", "worker-1 is gone"))
             await page.until(shows("#lately", "worker-1 is ready"))
             fleet.kill("coordinator")
@@ -174,6 +176,49 @@ def test_who_is_killed_comes_back_while_the_page_is_open() -> None:
             await gateway.enter_async_context(serving(fleet.runtime, allowed=seeing, port=port))
             await page.until("document.querySelector('#link').dataset.state === 'live'")
             await page.until(shows("#sentence", "All is well"))
+
+    asyncio.run(run())
+
+
+# What reaches beyond the window, and what has to be scrolled sideways within it.
+TOO_WIDE = """[...document.body.querySelectorAll("*")].filter((node) => node.checkVisibility()
+    && !node.closest(".hidden, .skip, svg, .name") && (node.getBoundingClientRect().right > innerWidth + 0.5
+    || (node.matches(".scroll") && node.scrollWidth > node.clientWidth))).map((node) => node.outerHTML.slice(0, 80))"""
+BACK = "getComputedStyle(document.querySelector(%s)).backgroundColor"
+BORDER = "getComputedStyle(document.querySelector(%s)).borderTopWidth"
+
+
+def test_a_narrow_window_and_forced_colours_lose_nothing() -> None:
+    async def run() -> None:
+        async with (
+            Fleet(blocks=128, time_scale=40.0) as fleet,
+            AsyncClient(fleet.endpoint, timeout_s=30) as kv,
+            serving(fleet.runtime) as address,
+            Browser() as page,
+        ):
+            await kv.submit(list(range(1, 100)), max_tokens=900, sampling=GREEDY)
+            await kv.submit(list(range(2, 90)), max_tokens=900, tenant="a-team-of-a-long-name-indeed", sampling=GREEDY)
+            await page.look(320, 800)
+            await page.go(address)
+            await page.until("document.querySelectorAll('#requests tbody tr').length === 2")
+            await page.until("document.documentElement.dataset.blocks === '128'")
+            assert await page.run(TOO_WIDE) == []
+            for dark in (False, True):
+                await page.look(dark=dark, forced=True)
+                await page.until("matchMedia('(forced-colors: active)').matches")
+                paper = await page.run(BACK % "'.card'")
+                for part in (
+                    "#legend .swatch",
+                    "#pools .bar span",
+                    "#tenants .swatch",
+                    "#tenants .track .used",
+                    ".key.one",
+                ):
+                    assert await page.run(BACK % json.dumps(part)) not in (paper, "rgba(0, 0, 0, 0)"), part
+                chosen = await page.run(BACK % "'#colouring input:checked + span'")
+                assert chosen != await page.run(BACK % "'#colouring input:not(:checked) + span'")
+                for state in (".pill", ".state"):
+                    assert await page.run(BORDER % json.dumps(state)) != "0px"
 
     asyncio.run(run())
 

@@ -8,6 +8,7 @@ import msgspec
 import pytest
 
 from gateway.page import documents
+from gateway.page.absent import GONE, Absent
 from gateway.page.board import Board
 from gateway.page.history import POINTS_MAX, History, Point
 from gateway.page.latency import ALL, WINDOW_S, Latencies
@@ -62,10 +63,17 @@ def test_all_is_bounded() -> None:
     last = told["rows"][-1]
     assert (last["tenant"], last["blocks"], last["hits"]) == ("t999", 499, None)
     workers = tuple(WorkerHealth(name=f"w{at}", pid=at, state="ready", kernels={"k": "x" * 5000}) for at in range(100))
-    health = Health(rid=0, live=True, ready=True, reason="", workers=workers, gone={"g": "y" * 5000})
-    shown = documents.workers(health)
-    assert len(shown["rows"]) == documents.WORKERS_MAX and len(shown["gone"]["g"]) == documents.TEXT_MAX
-    assert len(msgspec.json.encode(shown)) < 40_000
+    health = Health(
+        rid=0,
+        live=True,
+        ready=True,
+        reason="",
+        workers=workers,
+    )
+    shown = documents.workers(health, (Absent("g", GONE, "y" * 5000),) * 100)
+    assert len(shown["rows"]) == len(shown["absent"]) == documents.WORKERS_MAX
+    assert {len(row["how"]) for row in shown["absent"]} == {documents.TEXT_MAX}
+    assert len(msgspec.json.encode(shown)) < 64_000
 
 
 # ------------------------------------------------------------------------------------------------ board and history

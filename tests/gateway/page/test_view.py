@@ -7,19 +7,30 @@ from typing import Any
 import pytest
 from msgspec.structs import replace
 
+from coordinator.core.events import WorkerGone
+from gateway.page.absent import GONE, STARTING, STARTS_AGAIN_S, Absences, Absent
 from gateway.page.view import BAD, GOOD, NOTICE, View, Waiting, summary
-from kvforge.protocol.messages import Health, RequestStats, Stats, WorkerHealth
+from kvforge.protocol.messages import GetHealth, Health, RequestStats, Stats, WorkerHealth
+from tests.coordinator.driver import Driver
 
 ZERO = RequestStats(**dict.fromkeys(RequestStats.__struct_fields__, 0))
 STATS = Stats(rid=0, boot="b", uptime_us=0, clients=1, sequences=0, requests=ZERO, pools=(), tenants=())
 READY = WorkerHealth(name="w0", pid=1, state="ready")
+BACK = Absent("w1", STARTING, "was lost, process 4")
+LOST = Absent("w2", GONE, "was lost, process 5")
 LOADING = WorkerHealth(name="w1", pid=2, state="loading", phase="weights", progress=0.4)
 
 
-def view(running: int = 0, pending: int = 0, waiting: tuple[Waiting, ...] = (), **health: Any) -> View:
+def view(
+    running: int = 0,
+    pending: int = 0,
+    waiting: tuple[Waiting, ...] = (),
+    absent: tuple[Absent, ...] = (),
+    **health: Any,
+) -> View:
     told = {"live": True, "ready": True, "reason": "", "workers": (READY,)} | health
     stats = replace(STATS, requests=replace(ZERO, pending=pending))
-    return View(running, pending, stats=stats, health=Health(rid=0, **told), waiting=waiting)
+    return View(running, pending, absent, stats=stats, health=Health(rid=0, **told), waiting=waiting)
 
 
 @pytest.mark.parametrize(
@@ -45,8 +56,13 @@ def view(running: int = 0, pending: int = 0, waiting: tuple[Waiting, ...] = (), 
         (view(3, draining=True, ready=False), NOTICE, "Draining, no new requests: 3 running, nothing waits."),
         (view(ready=False, reason="no worker is ready", workers=()), BAD, "Not ready: no worker is ready."),
         (view(ready=False, reason="no worker is ready", workers=(LOADING,)), NOTICE, "Not ready: no worker is ready."),
-        (view(2, gone={"w1": "killed"}), NOTICE, "w1 is gone; 2 running, nothing waits."),
-        (view(2, gone={"w1": "killed", "w2": "killed"}), NOTICE, "2 workers are gone; 2 running, nothing waits."),
+        (view(2, absent=(BACK,)), NOTICE, "w1 is starting again; 2 running, nothing waits."),
+        (view(2, absent=(LOST,)), NOTICE, "w2 is gone; 2 running, nothing waits."),
+        (view(2, absent=(BACK, BACK)), NOTICE, "2 workers are starting again; 2 running, nothing waits."),
+        (view(2, absent=(BACK, LOST)), NOTICE, "w1 is starting again, w2 is gone; 2 running, nothing waits."),
+        (view(ready=False, reason="no worker", workers=(), absent=(BACK,)), NOTICE, "Not ready: no worker."),
+        (view(ready=False, reason="no worker", workers=(), absent=(LOST,)), BAD, "Not ready: no worker."),
+        (view(gone={"w1": "left, process 4"}), GOOD, "All is well: nothing runs and nothing waits."),
     ],
 )  # fmt: skip
 def test_what_is_said(seen: View, level: str, sentence: str) -> None:
@@ -73,5 +89,25 @@ def test_who_came_since_it_was_asked_waits_for_the_same() -> None:
 
 
 def test_notes_say_who_is_gone_and_who_loads() -> None:
-    said = summary(view(gone={"w1": "killed by signal 9"}, workers=(READY, LOADING)))
-    assert said.notes == ("w1: killed by signal 9", "w1 is loading: weights 40%")
+    said = summary(view(absent=(BACK,), workers=(READY, LOADING)))
+    assert said.notes == ("w1 is starting again: was lost, process 4", "w1 is loading: weights 40%")
+
+
+def test_a_lost_worker_starts_again_for_a_while_and_one_that_left_is_not_shown() -> None:
+    seen, gone = Absences(), {"w1": "was lost, process 4", "w2": "left, process 5"}
+    assert seen.look(gone, ["w0"], 100.0) == (BACK,)
+    assert seen.look(gone, ["w0"], 99.0 + STARTS_AGAIN_S) == (BACK,)
+    assert [one.state for one in seen.look(gone, ["w0"], 100.0 + STARTS_AGAIN_S)] == [GONE]
+    assert seen.look(gone, ["w0", "w1"], 500.0) == ()  # it is connected, and loads
+    assert seen.look(gone, ["w0"], 600.0) == (BACK,)  # it was lost again
+    assert seen.look({}, ["w0"], 700.0) == ()
+
+
+def test_what_a_coordinator_says_of_a_worker_that_left_is_known() -> None:
+    driver = Driver()
+    left, lost = (driver.add_worker(8, name) for name in ("w1", "w2"))
+    driver.apply(WorkerGone(left.number, goodbye=True))
+    driver.apply(WorkerGone(lost.number))
+    gone = driver.ask(GetHealth(rid=1)).gone
+    assert list(gone) == ["w1", "w2"]
+    assert [(one.name, one.state) for one in Absences().look(gone, (), 0.0)] == [("w2", STARTING)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import subprocess
 import sys
@@ -9,8 +10,11 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import yaml
 
+from kvforge.commands import cli
 from kvforge.deploy import environment
+from kvforge.launch.settings import DRAIN_S, STOP_S
 
 ROOT = Path(__file__).parents[3]
 DOCKERFILE = ROOT / "deploy" / "docker" / "Dockerfile"
@@ -43,3 +47,25 @@ def test_its_extras_and_its_torch_are_those_of_the_project() -> None:
     (torch,) = re.findall(r'ARG TORCH="([^"]+)"', text)
     assert re.findall(r"^TORCH\s+\?= (.*)$", (ROOT / "Makefile").read_text(encoding="utf-8"), re.MULTILINE) == [torch]
     assert torch == environment.TORCH
+
+
+def test_the_composition_keeps_state_stops_slowly_enough_and_asks_for_liveness() -> None:
+    text = (DOCKERFILE.parent / "compose.yaml").read_text(encoding="utf-8")
+    service = yaml.safe_load(text)["services"]["kvforge"]
+    assert [volume.partition(":")[2] for volume in service["volumes"]] == ["/var/cache/kvforge", "/var/lib/kvforge"]
+    assert int(service["stop_grace_period"].removesuffix("s")) > DRAIN_S + STOP_S
+    dockerfile = DOCKERFILE.read_text(encoding="utf-8")
+    (check,) = re.findall(r"^HEALTHCHECK .*CMD (.*)$", dockerfile, re.MULTILINE)
+    assert service["healthcheck"]["test"][1:] == json.loads(check) == ["kvforge", "health", "--live"]
+    for volume in service["volumes"]:
+        assert volume.partition(":")[2] in dockerfile
+    options = cli.parser().parse_args(service["command"])
+    assert (options.port, options.state_dir) == (8000, "/var/lib/kvforge")
+
+
+def test_every_command_of_the_page_is_understood() -> None:
+    page = (ROOT / "docs" / "containers.md").read_text(encoding="utf-8")
+    (arguments,) = re.findall(r"^ +kvforge (up .*)$", page, re.MULTILINE)
+    assert cli.parser().parse_args(arguments.split()).state_dir == "/var/lib/kvforge"
+    (stop_s,) = re.findall(r"--stop-timeout (\d+)", page)
+    assert int(stop_s) > DRAIN_S + STOP_S
