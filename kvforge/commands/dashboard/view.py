@@ -10,12 +10,13 @@ from rich.console import Console
 from rich.text import Text
 
 from kvforge.client.tables import BlockColumns
-from kvforge.protocol.messages import PoolStats, RequestRow
+from kvforge.protocol.messages import LEFT, PoolStats, RequestRow
 
 from .. import printing
 from ..screen import printable
 from . import cells
 from .asking import ENDED, Told
+from .columns import aligned
 
 HEAD, FOOT = 2, 1
 WHY_LINES = 3
@@ -146,45 +147,52 @@ class View:
         alive = listed(seen.told)
         if not alive:
             return [Text("no requests", "dim")]
-        lines = [_heading(f"requests {len(alive)}", "id state tenant tokens age")]
+        rows = [(f"requests {len(alive)}", "state", "tenant", "prompt", "answer", "age", "why it waits")]
         for row in alive:
+            chosen, why = row.request_id == seen.selected, self._why(seen, row)
+            answer, age = f"{row.generated_tokens}/{row.max_tokens}", f"{row.age_us / 1e6:.0f} s"
+            about = (row.state, printable(row.tenant), str(row.prompt_tokens), answer, age)
+            rows.append((f"{row.request_id}", *about, "" if chosen else why))
+        head, *texts = aligned(rows, right=(3, 4, 5))
+        lines = [Text(f"  {head}", "bold dim")]
+        for row, text in zip(alive, texts, strict=True):
             chosen = row.request_id == seen.selected
-            why = printable(" ".join(seen.told.why.get(row.request_id, "").split()))
-            text = f"{'>' if chosen else ' '} {row.request_id} {row.state} {printable(row.tenant)} "
-            text += f"{row.prompt_tokens}+{row.generated_tokens}/{row.max_tokens} {row.age_us / 1e6:.0f}s"
-            line = Text(text, "reverse" if chosen else "")
-            if why and not chosen:
-                line.append(f"  {why}", "dim")
-            lines.append(line)
-            if why and chosen:
+            lines.append(Text(f"{'>' if chosen else ' '} {text}", "reverse" if chosen else ""))
+            if chosen and (why := self._why(seen, row)):
                 wrapped = Text(why, "italic").wrap(self._console, max(1, width - 4))
                 lines += [Text("    ") + part for part in wrapped[:WHY_LINES]]
         return lines
+
+    def _why(self, seen: Seen, row: RequestRow) -> str:
+        return printable(" ".join(seen.told.why.get(row.request_id, "").split()))
 
     def _tenants(self, seen: Seen) -> list[Text]:
         stats = seen.told.stats
         if stats is None or not stats.tenants:
             return []
         total = max(1, sum(pool.blocks for pool in stats.pools))
-        lines = [_heading("tenants", "share of blocks, waiting, weight")]
+        rows = [(f"tenants {len(stats.tenants)}", "blocks", "share", "waiting", "weight", "")]
         for tenant in sorted(stats.tenants, key=lambda tenant: -tenant.blocks):
             share = tenant.blocks / total
             bar = ("#" if self._more == "..." else "━") * round(share * 20)
-            waiting = f"{tenant.pending} wait, weight {tenant.weight:g}"
-            lines.append(Text.assemble(f"  {printable(tenant.tenant)} {share:4.0%} ", (bar, "green"), f" {waiting}"))
-        return lines
+            counts = (str(tenant.blocks), f"{share:.0%}", str(tenant.pending), f"{tenant.weight:g}")
+            rows.append((printable(tenant.tenant), *counts, bar))
+        return _table(rows, right=(1, 2, 3, 4))
 
     def _workers(self, seen: Seen) -> list[Text]:
         health = seen.told.health
         if health is None:
             return []
-        lines = [_heading("workers", "state, steps, memory by purpose")]
+        rows = [(f"workers {len(health.workers)}", "state", "steps", "memory by purpose")]
         for worker in health.workers:
             state = worker.state if worker.state != "loading" else f"{worker.phase} {worker.progress:.0%}"
-            purposes = [f"{name} {printing.size(held)}" for name, held in worker.device_bytes.items()]
-            text = f"  {printable(worker.title)} {printable(state)}, {worker.steps} steps"
-            lines.append(Text(", ".join([text, *purposes])))
-        lines += [Text(printable(f"  {name}: {how}"), "yellow") for name, how in health.gone.items()]
+            purposes = ", ".join(f"{name} {printing.size(held)}" for name, held in worker.device_bytes.items())
+            rows.append((printable(worker.title), printable(state), str(worker.steps), purposes))
+        lost = [(name, how) for name, how in health.gone.items() if not how.startswith(LEFT)]
+        rows += [(printable(name), "lost", "", printable(how)) for name, how in lost]
+        lines = _table(rows, right=(2,))
+        for line in lines[len(lines) - len(lost) :]:
+            line.stylize("yellow")
         return lines
 
     def _cut(self, text: Text, width: int) -> Text:
@@ -222,8 +230,10 @@ def _shared_out(wanted: Mapping[str, int], room: int) -> dict[str, int]:
     return {**given, "map": given["map"] + room}
 
 
-def _heading(name: str, columns: str) -> Text:
-    return Text.assemble((name, "bold"), (f"  {columns}", "dim"))
+def _table(rows: Sequence[Sequence[str]], right: Sequence[int]) -> list[Text]:
+    """Lines of aligned cells below their heading."""
+    head, *lines = aligned(rows, right)
+    return [Text(f"  {head}", "bold dim"), *(Text(f"  {line}") for line in lines)]
 
 
 def _rate(value: float | None) -> str:

@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
+import asyncio
+import re
+from dataclasses import replace
+from typing import Any, cast
+
+import msgspec
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from rich.cells import cell_len
 
 from kvforge import BlockColumns
 from kvforge.commands.dashboard import cells
-from kvforge.commands.dashboard.asking import Told
+from kvforge.commands.dashboard.asking import STALE_S, Asking, Told
+from kvforge.commands.dashboard.columns import CELL_MAX, aligned
 from kvforge.commands.dashboard.view import Seen, View
 from kvforge.protocol import messages as m
 from tests.kvforge.fake_coordinator import sample_stats
@@ -116,3 +124,77 @@ def test_the_busiest_block_of_a_cell_is_shown() -> None:
     assert np.flatnonzero(scaled).tolist() == [123]
     assert cells.scaled(found[:0], 10)[0].size == 0
     assert sum(length for line in cells.rows(scaled, 80) for _, length in line) == 1000
+
+
+def test_columns_are_headed_and_aligned() -> None:
+    lines = shown(seen(), width=120, height=40)
+    head = next(at for at, line in enumerate(lines) if line.startswith("  requests 3"))
+    table = lines[head : head + 4]
+    for name in ("state", "tenant", "why it waits"):
+        at = table[0].index(name)
+        assert all(line[at - 1] == " " and line[at : at + 1] != " " for line in table[:3]), name
+    for name in ("prompt", "answer", "age"):
+        end = table[0].index(name) + len(name)
+        assert all(line[end - 1] != " " and line[end : end + 1] in ("", " ") for line in table), name
+    for title in ("tenants 1", "workers 1"):
+        assert any(line.startswith(f"  {title}") for line in lines)
+
+
+def test_a_worker_that_left_is_not_listed_and_one_that_was_lost_is() -> None:
+    before = seen()
+    assert before.told.health is not None
+    gone = {"w8": "left, process 4", "w9": "was lost, process 5"}
+    told = replace(before.told, health=msgspec.structs.replace(before.told.health, gone=gone))
+    text = "\n".join(shown(replace(before, told=told), height=40))
+    assert re.search(r"w9 +lost", text) and "was lost, process 5" in text and "w8" not in text
+
+
+def test_wide_characters_keep_the_columns() -> None:
+    lines = aligned([("name", "n"), ("日本語", "1"), ("a" * 99, "2")], right=(1,))
+    assert {cell_len(line) for line in lines} == {CELL_MAX + 3}
+
+
+class Explaining:
+    """A coordinator with requests in given states, which says how often each was explained."""
+
+    def __init__(self, **states: str) -> None:
+        self.states, self.explained = states, [0] * 9
+
+    async def stats(self) -> m.Stats:
+        return sample_stats(0, 1, 2)
+
+    async def health(self) -> m.Health:
+        return m.Health(rid=0, live=True, ready=True, reason="", workers=())
+
+    async def requests(self, _count: int) -> m.RequestList:
+        rows = tuple(row(int(name[1:]), state) for name, state in self.states.items())
+        return m.RequestList(rid=0, requests=rows, total=len(rows))
+
+    async def explain(self, request: int) -> m.Explanation:
+        self.explained[request] += 1
+        return m.Explanation(rid=0, subject="", sentences=(f"{request}, {self.explained[request]}",), facts={})
+
+
+def test_no_stale_reason_is_shown() -> None:
+    async def run() -> None:
+        now = [0.0]
+        kv = Explaining(r1="pending", r2="pending", r3="preempted")
+        asking = Asking(cast(Any, kv), clock=lambda: now[0])
+        assert set((await asking._round()).why) == {1, 2} or kv.explained.count(1) == 2
+        now[0] = 1.0
+        assert set((await asking._round()).why) == {1, 2, 3}  # each in turn
+        kv.states["r1"] = "running"
+        assert set((await asking._round()).why) == {2, 3}
+        kv.states["r1"] = "preempted"  # what it waited for before is not what it waits for now
+        now[0] = 2.0
+        before = kv.explained[1]
+        told = await asking._round()
+        assert told.why[1] == f"1, {before + 1}"
+        del kv.states["r2"]
+        assert set((await asking._round()).why) == {1, 3}
+        now[0] = 2.0 + STALE_S
+        asking.selected = 3
+        kv.states |= {"r4": "pending", "r5": "pending"}
+        assert 1 not in (await asking._round()).why  # too old, and it was the turn of others
+
+    asyncio.run(run())
