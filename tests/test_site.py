@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import runpy
 import subprocess
@@ -9,6 +10,8 @@ import sys
 from pathlib import Path
 
 import pytest
+
+from tests.gateway.page.browser import Browser, browser
 
 REPOSITORY = Path(__file__).parents[1]
 FETCHED = re.compile(r'<(?:script[^>]*\bsrc|link[^>]*rel="stylesheet"[^>]*\bhref)="?https?:')
@@ -21,6 +24,31 @@ def test_the_site_builds_strictly_and_needs_no_network(tmp_path: Path) -> None:
     pages = list((tmp_path / "site").rglob("*.html"))
     assert len(pages) > 8
     assert not [page.name for page in pages if FETCHED.search(page.read_text(encoding="utf-8"))]
+
+
+# Names in tables, and how many lines each takes.
+BROKEN = """[...document.querySelectorAll("article table code")].filter((code) =>
+    !code.textContent.includes(" ") && code.getClientRects().length > 1).map((code) => code.textContent)"""
+WIDER = "document.documentElement.scrollWidth - innerWidth"
+
+
+@pytest.mark.skipif(browser() is None, reason="needs Chromium")
+def test_names_in_tables_are_not_broken(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--no-directory-urls", "--site-dir"]
+    subprocess.run([*command, str(tmp_path / "site")], cwd=REPOSITORY, timeout=120, check=True, capture_output=True)
+
+    async def look() -> None:
+        async with Browser() as page:
+            for name in ("settings", "metrics", "http", "tuning"):
+                for width in (1280, 400):
+                    await page.look(width, 800)
+                    await page.go(f"file://{tmp_path}/site/{name}.html")
+                    await page.until(f"location.href.endsWith('{name}.html') && document.readyState === 'complete'")
+                    assert await page.run("document.querySelectorAll('article table code').length") > 3
+                    assert await page.run(BROKEN) == [], (name, width)
+                    assert await page.run(WIDER) <= 0, (name, width)
+
+    asyncio.run(look())
 
 
 @pytest.mark.parametrize(("page", "script"), [("errors", "error_catalogue"), ("settings", "settings_catalogue")])

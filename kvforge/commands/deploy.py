@@ -9,7 +9,8 @@ from typing import Any
 from kvforge.deploy.check import WRONG, check
 from kvforge.deploy.environment import Python, own_python
 from kvforge.deploy.install import Wishes, install, instances, model_path
-from kvforge.deploy.places import Places
+from kvforge.deploy.places import CACHE_DIR, STATE_DIR, USER, Places
+from kvforge.deploy.uninstall import uninstall
 from kvforge.protocol.exits import FAILED, OK
 
 from . import parsing, printing
@@ -40,6 +41,17 @@ def add(subparsers: Any) -> None:
         "--system-site-packages", action="store_true", help="use what is installed beside that Python (ROCm's torch)"
     )
     put.add_argument("--no-venv", action="store_true", help="make no environment")
+    away = parsing.add(
+        actions,
+        "uninstall",
+        run_uninstall,
+        "Stop the service, and remove units, environment and system files (as root); configuration and state stay.",
+    )
+    away.add_argument("--root", type=Path, default=Path("/"), metavar="DIR", help="of a system that is being made [/]")
+    away.add_argument("--dry-run", action="store_true", help="say what would be done, and do nothing")
+    away.add_argument(
+        "--purge", action="store_true", help="remove configuration, state, cached models and the user, too"
+    )
     look = parsing.add(actions, "check", run_check, "Say what is wrong with the service; exit status 1 if anything is.")
     look.add_argument("--json", action="store_true", help="print one JSON document")
 
@@ -63,6 +75,18 @@ def run_install(options: argparse.Namespace) -> int:
     elif not options.dry_run:
         units = " ".join(f"kvforge-worker@{instance}.service" for instance in named)
         printing.say(f"next: kvforge deploy check; systemctl enable --now {units} kvforge.target")
+    return OK
+
+
+def run_uninstall(options: argparse.Namespace) -> int:
+    """Removes it, and says what stays."""
+    places = Places(options.root.absolute())
+    count = uninstall(places, printing.say, dry_run=options.dry_run, purge=options.purge)
+    if not count:
+        printing.say("nothing is installed")
+    elif not options.dry_run and not options.purge:
+        kept = f"{places.configuration}, {places.of(STATE_DIR)} and {places.of(CACHE_DIR)}"
+        printing.say(f"{kept} stay, and the user {USER}: `kvforge deploy uninstall --purge` removes them")
     return OK
 
 

@@ -27,7 +27,7 @@ from .program import must
 from .step import Record, Step
 from .wheel import Wheel
 
-EXTRAS = "worker,gateway"
+EXTRAS = "worker,gateway,tcp"  # tcp: [tcp] of the coordinator works in every environment, after an upgrade too
 VENV = "environment"  # its name in the record
 # Read by Python when it starts, as all .pth files beside its packages are, in the order of their names.
 PIN = "zz-kvforge-pin.pth"

@@ -31,6 +31,14 @@ PROPERTIES = "Id,ActiveState,SubState,Result,ExecMainCode,ExecMainStatus,NRestar
 GREEDY = Sampling(temperature=0.0, ignore_eos=True)
 PROMPT, LONG = [4, 5, 6], 480
 DEADLINE_S = 90.0
+SERVICE_FOLDERS = (
+    "/opt/kvforge",
+    "/etc/kvforge",
+    "/etc/sysusers.d/kvforge.conf",
+    "/etc/tmpfiles.d/kvforge.conf",
+    "/var/lib/kvforge",
+    "/var/cache/kvforge",
+)
 CONFIGURATION = Path("/etc/kvforge")
 
 
@@ -271,6 +279,30 @@ def look(found: dict[str, Any]) -> None:
     found["processes_left"] = processes_of("kvforge")
     found["state_left"] = sorted(path.name for path in Path("/var/lib/kvforge").iterdir())
     found["cannot_go_on"] = cannot_go_on()
+    found["uninstalled"] = uninstalled()
+
+
+def uninstalled() -> dict[str, Any]:
+    """Uninstall while the coordinator runs and is enabled; then purge."""
+    for path in Path("/var/lib/kvforge").iterdir():
+        path.unlink()
+    systemctl("reset-failed", COORDINATOR)
+    systemctl("enable", "--now", COORDINATOR)
+    (Path("/var/lib/kvforge") / "mine").touch()
+    ran = kvforge("deploy", "uninstall")
+    facts: dict[str, Any] = {"status": ran.returncode, "said": ran.stderr}
+    facts["active"] = subprocess.run(
+        ["systemctl", "is-active", COORDINATOR], capture_output=True, text=True
+    ).stdout.strip()
+    listed = subprocess.run(["systemctl", "list-unit-files", "--no-legend", "kvforge*"], capture_output=True, text=True)
+    facts["listed"] = listed.stdout.split()
+    facts["loaded"] = systemctl("list-units", "--all", "--no-legend", "--plain", "kvforge*").split()
+    facts["places"] = sorted(str(path) for path in map(Path, SERVICE_FOLDERS) if path.exists())
+    facts["state"] = (Path("/var/lib/kvforge") / "mine").exists()
+    facts["purge"] = kvforge("deploy", "uninstall", "--purge").returncode
+    facts["purged"] = sorted(str(path) for path in map(Path, SERVICE_FOLDERS) if path.exists())
+    facts["user"] = subprocess.run(["getent", "passwd", "kvforge"], capture_output=True).returncode == 0
+    return facts
 
 
 def main() -> None:

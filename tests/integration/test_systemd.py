@@ -243,3 +243,13 @@ def test_what_runs_is_finished_and_nothing_is_left(found: dict[str, Any]) -> Non
     assert found["runtime_files"]
     assert not found["runtime_dir_left"] and found["state_left"] == []
     assert found["processes_left"] == []
+
+
+@pytest.mark.root
+def test_uninstalling_stops_and_removes_the_service_and_keeps_its_state(found: dict[str, Any]) -> None:
+    facts = found["uninstalled"]
+    assert (facts["status"], facts["active"]) == (0, "inactive"), facts
+    assert (facts["listed"], facts["loaded"]) == ([], []), facts
+    assert facts["places"] == ["/etc/kvforge", "/var/cache/kvforge", "/var/lib/kvforge"] and facts["state"], facts
+    assert "stop the services\n" in facts["said"]
+    assert (facts["purge"], facts["purged"], facts["user"]) == (0, [], False), facts

@@ -185,7 +185,7 @@ def test_an_environment_is_used_by_whoever_has_mapped_a_file_of_it(tmp_path: Pat
 def test_the_release_of_torch_is_pinned(service: Service, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(environments, "version", lambda _name: "2.14.1+rocm7.1")
     service.upgrade("2")
-    assert service.installed[0] == "torch==2.14.1" and service.installed[1].endswith("kvforge.whl[worker,gateway]")
+    assert service.installed[0] == "torch==2.14.1" and service.installed[1].endswith("kvforge.whl[worker,gateway,tcp]")
 
     def missing(name: str) -> str:
         raise environments.PackageNotFoundError(name)

@@ -1,0 +1,133 @@
+"""Remove the service: what `install` put in place. Configuration, state, models and the user stay, unless purged."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from functools import partial
+from itertools import chain
+from pathlib import Path
+
+from kvforge.protocol.errors import Unavailable
+
+from .accounts import account
+from .install import SYSTEMD_RUNS
+from .places import CACHE_DIR, RUNTIME_DIR, STATE_DIR, UNITS, USER, Places
+from .program import must, run
+from .step import NEW, Record, Step, digest
+
+EDITED = ".edited"
+# What systemd may have loaded, the instances of templates too.
+LOADED = ("kvforge-*.service", "kvforge-*.target", "kvforge.target")
+
+
+def uninstall(places: Places, say: Callable[[str], None], *, dry_run: bool, purge: bool) -> int:
+    """Remove what is in place, and say each step before.
+
+    Args:
+        say: takes one line.
+        dry_run: only say what would be done.
+        purge: remove configuration, state, cached models and the user, too.
+
+    Returns:
+        The number of steps there were to do.
+
+    Raises:
+        Unavailable: the caller is not root, or something cannot be removed.
+    """
+    if places.here and os.geteuid() != 0 and not dry_run:
+        raise Unavailable("only root can remove the service: use sudo, or --root DIR for a system elsewhere")
+    count = 0
+    try:
+        for step in chain.from_iterable(_parts(places, Record(places), purge)):
+            say(f"would {step.words}" if dry_run else step.words)
+            count += 1
+            if not dry_run and step.act is not None:
+                step.act()
+    except OSError as error:
+        hint = ": use sudo" if isinstance(error, PermissionError) else ""
+        raise Unavailable(f"{error.filename} cannot be removed: {error.strerror}{hint}") from None
+    return count
+
+
+def _parts(places: Places, record: Record, purge: bool) -> Iterator[list[Step]]:
+    """What is there to do, in order: nothing is removed that something still running needs."""
+    units = [places.units / name for name in UNITS]
+    running = places.here and SYSTEMD_RUNS.exists()
+    if any(unit.exists() for unit in units):
+        yield _stop(places, running)
+    files = [step for path in units for step in _file(path, record)]
+    yield files
+    if files and running:
+        yield [Step("have systemd read its units again", partial(_reload))]
+    yield [*_file(places.tmpfiles, record), *_file(places.sysusers, record)]
+    yield _environment(places)
+    if purge:
+        yield _state(places)
+
+
+def _stop(places: Places, running: bool) -> list[Step]:
+    """Stop the services and take them out of what starts with the system."""
+    named = [name for name in UNITS if "@" not in name]
+    named += [f"kvforge-worker@{instance}.service" for instance, _ in places.workers()]
+    root = [] if places.here else [f"--root={places.root}"]
+    steps = [Step("stop the services", partial(must, ["systemctl", "stop", *LOADED]))] if running else []
+    return [*steps, Step("disable the services", partial(_disable, ["systemctl", *root, "disable", *named]))]
+
+
+def _disable(command: list[str]) -> None:
+    if shutil.which(command[0]) is not None:  # a system that is made in a folder may be made without systemd
+        run(command)  # a unit that was never enabled, or cannot be, is no fault
+
+
+def _reload() -> None:
+    must(["systemctl", "daemon-reload"])
+    run(["systemctl", "reset-failed", *LOADED])  # of failed ones nothing is listed any more
+
+
+def _file(path: Path, record: Record) -> list[Step]:
+    """Remove a file and what a newer version left beside it; one that was edited is kept under another name."""
+    beside = path.with_name(path.name + NEW)
+    steps = [Step(f"remove {beside}", partial(beside.unlink, missing_ok=True))] if beside.exists() else []
+    if not path.exists():
+        return steps
+    noted = record.get(path)
+    if noted and digest(path.read_bytes()) != noted:
+        kept = path.with_name(path.name + EDITED)
+        return [*steps, Step(f"keep {path}, which was edited, as {kept}", partial(path.replace, kept))]
+    return [*steps, Step(f"remove {path}", path.unlink)]
+
+
+def _environment(places: Places) -> list[Step]:
+    """The environments, the link to one of them, and the record of what was installed."""
+    folder = places.record.parent
+    paths = [places.venv, places.environments, places.record]
+    if not any(path.exists() or path.is_symlink() for path in paths):
+        return []
+
+    def remove() -> None:
+        for path in paths:
+            _remove(path)
+        with suppress(OSError):  # it holds what others put there
+            folder.rmdir()
+
+    return [Step(f"remove the environment {folder}", remove)]
+
+
+def _state(places: Places) -> list[Step]:
+    folders = [places.configuration, *map(places.of, (STATE_DIR, CACHE_DIR, RUNTIME_DIR))]
+    steps = [Step(f"remove {path} and all in it", partial(_remove, path)) for path in folders if path.exists()]
+    if account(places) is not None:
+        prefix = [] if places.here else ["--prefix", str(places.root)]
+        steps.append(Step(f"remove the user {USER}", partial(must, ["userdel", *prefix, USER])))
+    return steps
+
+
+def _remove(path: Path) -> None:
+    """A file, a link or a folder with all in it; what is not there is no error."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path)
+    else:
+        path.unlink(missing_ok=True)
