@@ -96,8 +96,12 @@ def _file(path: Path, record: Record) -> list[Step]:
     noted = record.get(path)
     if noted and digest(path.read_bytes()) != noted:
         kept = path.with_name(path.name + EDITED)
-        return [*steps, Step(f"keep {path}, which was edited, as {kept}", partial(path.replace, kept))]
+        return [*steps, Step(f"keep {path}, which was edited, as {kept}", partial(_move, path, kept))]
     return [*steps, Step(f"remove {path}", path.unlink)]
+
+
+def _move(path: Path, to: Path) -> None:
+    path.replace(to)
 
 
 def _environment(places: Places) -> list[Step]:
