@@ -11,7 +11,7 @@ from kvforge.protocol import logs
 from kvforge.protocol.configuration import convert, expand, load
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.layout import Geometry
-from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir
+from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir, default_state_dir
 
 from . import access
 from .access import AccessSection, TcpSection
@@ -74,7 +74,8 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
     runtime_dir: folder of the sockets and the shared tables; "": KVFORGE_RUNTIME_DIR, else `kvforge` in
     XDG_RUNTIME_DIR, else `/tmp/kvforge-UID`.
-    state_dir: folder of the journal; "": `state` in the runtime folder, which is gone with the host's next start.
+    state_dir: folder of the journal; "": `kvforge` in XDG_STATE_HOME or ~/.local/state, or, where a runtime folder is
+    chosen or the user has no home, `state` in the runtime folder.
     durability: what an accepted command outlives: "process" that of the coordinator, "power" that of the host (each
     turn waits for the disk), "none" nothing.
     on_stop: "drain" ends what runs within `drain_s` and hands the rest back; "keep" leaves it to the next start, which
@@ -125,7 +126,7 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     @property
     def state_path(self) -> Path:
         """Folder of the journal."""
-        return expand(self.state_dir) if self.state_dir else self.runtime_path / "state"
+        return expand(self.state_dir) if self.state_dir else default_state_dir(self.runtime_path)
 
     def client_limits(self) -> PeerLimits:
         """Bounds of the clients' socket."""

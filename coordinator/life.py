@@ -87,6 +87,15 @@ class Life:
             now_us = self.now_us()
             self._keeper.turned(self.machine, now_us - began_us, now_us, self.numbers)
 
+    def rebuild(self) -> str:
+        """The folder of the journal was removed: write what is known to a new one. Returns what was done.
+
+        Raises:
+            KvforgeError: The folder cannot be made, or cannot be written to.
+        """
+        assert self._keeper is not None
+        return self._keeper.rebuild(self.machine, self.now_us(), self.numbers)
+
     def close(self, ended: bool) -> None:
         """ended: as it was told to; then nothing is kept that nobody can ask for. Idempotent."""
         if self._keeper is not None:

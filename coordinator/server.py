@@ -22,7 +22,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvforge.protocol import codec, steady_clock, token
-from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError
+from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError, StateRemoved
 from kvforge.protocol.layout import Geometry, file_bytes
 from kvforge.protocol.logs import tell
 from kvforge.protocol.messages import Stop
@@ -236,13 +236,10 @@ class Server:
                 log.info("serving %ss that [access] names at %s", peers.kind, endpoint)
         self.garbage.start()
         try:
-            while not self._finished():
-                arrived = self._wait()
-                self._take_signals()
-                self.turn()
-                self.garbage.turn(idle=not arrived)
-            if not self._keeps:
-                self._let_leave(self.clients, CLIENTS_LEAVE_NS)
+            self._serve()
+        except StateRemoved as error:
+            log.error("%s", error)
+            raise StateRemoved(str(self.config.state_path), self._life.rebuild()) from error
         finally:
             self.garbage.stop()
         if self._keeps:
@@ -250,6 +247,15 @@ class Server:
         else:
             self._stop_workers()
         self._ended = True
+
+    def _serve(self) -> None:
+        while not self._finished():
+            arrived = self._wait()
+            self._take_signals()
+            self.turn()
+            self.garbage.turn(idle=not arrived)
+        if not self._keeps:
+            self._let_leave(self.clients, CLIENTS_LEAVE_NS)
 
     def _wait(self) -> bool:
         """Until something arrives or is due. Returns whether something arrived.

@@ -29,6 +29,8 @@ KvforgeError
  │   ├─ CoordinatorUnavailable coordinator_unavailable
  │   ├─ CoordinatorInUse      coordinator_in_use     another coordinator serves in this runtime folder
  │   ├─ Draining              draining               admission has stopped
+ │   ├─ JournalFailed         journal_failed         the disk refuses to read or write the journal; carries path, reason
+ │   ├─ StateRemoved          state_removed          the folder of the journal was removed under a coordinator
  │   ├─ JournalFull           journal_full           no room for the journal, and the process was told to stop
  │   └─ NotReady              not_ready              no worker is ready to serve
  ├─ DeadlineExceeded          deadline_exceeded      the wait or the request ran out of time
@@ -300,6 +302,33 @@ class JournalFull(Unavailable):
     def __init__(self, folder: str) -> None:
         problem = f"no room for the journal in {folder}: what is written there is kept"
         super().__init__(f"{problem}; make room, and start again", folder=folder)
+
+
+class JournalFailed(Unavailable):
+    """The disk refuses to read or write the journal. path: of the file or folder; reason: in the system's words."""
+
+    code = "journal_failed"
+
+    def __init__(self, path: str, reason: str, remedy: str) -> None:
+        super().__init__(
+            f"the journal cannot be read or written at {path}: {reason}. Nothing was answered that is not written "
+            f"there; {remedy}, then start again",
+            path=path,
+            reason=reason,
+        )
+
+
+class StateRemoved(Unavailable):
+    """The folder of the journal, or a file of it, was removed while the coordinator ran. folder: its path."""
+
+    code = "state_removed"
+
+    def __init__(self, folder: str, problem: str) -> None:
+        super().__init__(
+            f"the journal in {folder} was removed or moved away while the coordinator ran: {problem}. Set state_dir to "
+            "a folder that nothing cleans, such as ~/.local/state/kvforge",
+            folder=folder,
+        )
 
 
 class Draining(Unavailable):

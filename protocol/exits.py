@@ -12,6 +12,7 @@ from .errors import (
     KernelError,
     KvforgeError,
     NotFound,
+    StateRemoved,
     Unavailable,
     UnsupportedModel,
 )
@@ -32,6 +33,7 @@ MEANINGS: dict[int, str] = {
 
 # The first class in this order that an error is an instance of decides.
 STATUSES: tuple[tuple[type[KvforgeError], int], ...] = (
+    (StateRemoved, FAILED),  # what starts processes again does so: the next one goes on
     (InvalidRequest, USAGE),
     (InvalidConfiguration, USAGE),
     (NotFound, USAGE),

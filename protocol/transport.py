@@ -44,6 +44,28 @@ def default_runtime_dir() -> Path:
     return Path(f"/tmp/kvforge-{os.getuid()}")  # noqa: S108 - made 0700 and its ownership checked below
 
 
+def default_state_dir(runtime_dir: Path) -> Path:
+    """The folder of the journal where none is set.
+
+    Args:
+        runtime_dir: The runtime folder of the coordinator.
+
+    Returns:
+        kvforge/ under XDG_STATE_HOME, else under ~/.local/state, for the user's own runtime folder, which a logout or a
+        cleaner empties. `state` in the runtime folder where that was chosen, or where this user has no home.
+    """
+    base = os.environ.get("XDG_RUNTIME_DIR")
+    own = Path(base) / "kvforge" if base else Path(f"/tmp/kvforge-{os.getuid()}")  # noqa: S108 - as above
+    if runtime_dir.absolute() != own.absolute():
+        return runtime_dir / "state"
+    if state_home := os.environ.get("XDG_STATE_HOME"):
+        return Path(state_home) / "kvforge"
+    home = os.environ.get("HOME")
+    if home and os.access(home, os.W_OK):
+        return Path(home) / ".local" / "state" / "kvforge"
+    return runtime_dir / "state"
+
+
 def client_endpoint(runtime_dir: Path) -> str:
     """Where clients of the coordinator in `runtime_dir` connect."""
     return _ipc(runtime_dir / CLIENT_SOCKET)

@@ -109,6 +109,10 @@ class MarkWriter:
         crc = zlib.crc32(_MARK.pack(_MARK_MAGIC, 0, *rest))
         os.pwrite(self._descriptor, _MARK.pack(_MARK_MAGIC, crc, *rest), 0)
 
+    def stat(self) -> os.stat_result:
+        """Of the open file. Raises OSError."""
+        return os.fstat(self._descriptor)
+
     def sync(self) -> None:
         """The mark is on the disk. Raises OSError."""
         os.fdatasync(self._descriptor)

@@ -20,16 +20,18 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
+from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, StateRemoved
 
 from ..core.machine import Machine
 from . import snapshot
+from .disk import failed, make_folder, sync_file, sync_folder
 from .identity import ACKNOWLEDGED, Origin
 from .log import Journal, remove_before, segments, states
 from .recovery import Recovered, cut_torn, recover
 
 PR_SET_PDEATHSIG = 1
 NICE = 10
+LOOK_US = 1_000_000  # how often the folder is looked at: a cleaner may remove what is not written to
 BUSY, BUSY_TURNS = 0.5, 16  # a loop has no rest where it works so much of the time, over the latest turns
 PATIENCE = 2  # without rest it gets its snapshot at so many times of what may be replayed
 RETRY_RECORDS = 1000  # after a snapshot that could not even be begun
@@ -51,10 +53,17 @@ class Keeper:
         self._spent_us = self._counted = self._turned_us = 0
         self._busy = 1.0
         self._child, self._child_number, self._not_before = 0, 0, 0
+        self._look_us = 0
+        self._files: set[str] = set()
         self.snapshots, self.longest_us = 0, 0
         self.journal: Journal | None = None
+        self._open_folder()
+
+    def _open_folder(self) -> None:
+        """Makes the folder and locks it. Raises InvalidConfiguration, CoordinatorInUse, JournalFailed."""
+        folder = self.folder
         try:
-            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            make_folder(folder, self._durable)
             found = folder.stat()
             if found.st_uid != os.getuid() or found.st_mode & 0o022:
                 problem = f"{folder} must belong to this user, and nobody else may write to it: it is read as it is"
@@ -64,7 +73,7 @@ class Keeper:
             for path in folder.glob("*.part"):
                 path.unlink()
         except OSError as error:
-            raise InvalidConfiguration("state_dir", f"{folder} cannot be used: {error}") from None
+            raise failed(folder, error) from None
 
     def _take_lock(self) -> None:
         try:
@@ -76,17 +85,51 @@ class Keeper:
             ) from None
 
     def recover(self) -> Recovered | None:
-        """What another life left, its torn tail cut off. Raises JournalCorrupt, InvalidConfiguration."""
-        found = recover(self.folder)
-        if found is not None:
-            cut_torn(found)
+        """What another life left, its torn tail cut off.
+
+        durable: all of it is on the disk before anything follows from it. The life before may have died between a write
+        and its sync.
+
+        Raises:
+            JournalCorrupt: Something in it is damaged or missing.
+            InvalidConfiguration: Another version of kvforge wrote it.
+            JournalFailed: The disk refuses to read or write it.
+        """
+        try:
+            found = recover(self.folder)
+            if found is not None:
+                cut_torn(found)
+            if self._durable:
+                self._sync_all()
+        except OSError as error:
+            raise failed(Path(error.filename) if isinstance(error.filename, str) else self.folder, error) from None
         return found
 
+    def _sync_all(self) -> None:
+        """What is there, and the names of it and of the folders above, are on the disk. Raises OSError."""
+        for path in (*segments(self.folder).values(), *states(self.folder).values(), self.folder / ACKNOWLEDGED):
+            if path.exists():
+                sync_file(path)
+        device = self.folder.stat().st_dev
+        for folder in (self.folder, *self.folder.absolute().parents):
+            if folder.stat().st_dev != device:
+                break
+            with suppress(PermissionError):  # of another user, who made it long before
+                sync_folder(folder)
+
     def discard(self) -> None:
-        """Nothing is known any more."""
+        """Nothing is known any more. Raises JournalFailed."""
+        try:
+            self._discard()
+        except OSError as error:
+            raise failed(self.folder, error) from None
+
+    def _discard(self) -> None:
         for path in (*segments(self.folder).values(), *states(self.folder).values()):
             path.unlink()
         (self.folder / ACKNOWLEDGED).unlink(missing_ok=True)
+        if self._durable:
+            sync_folder(self.folder)
 
     def begin(self, found: Recovered | None, stopping: Callable[[], bool], boot: str = "") -> Journal:
         """From now on what enters is written.
@@ -97,7 +140,7 @@ class Keeper:
             boot: Of the coordinator, where it goes on from nothing.
 
         Raises:
-            InvalidConfiguration: A file cannot be made.
+            JournalFailed: A file cannot be made.
         """
         origin = found.origin if found is not None else Origin.new(boot)
         number, before = (found.number, found.bytes) if found is not None else (1, 0)
@@ -107,14 +150,19 @@ class Keeper:
                 self.folder, number, durable=self._durable, bytes_before=before, stopping=stopping, origin=origin
             )
         except OSError as error:
-            raise InvalidConfiguration("state_dir", f"{self.folder} cannot be used: {error}") from None
+            raise failed(self.folder, error) from None
+        self._files = self._names()
         return self.journal
 
     # ------------------------------------------------------------------------------------------------------ snapshots
 
     def turned(self, machine: Machine, took_us: int, now_us: int, numbers: int) -> None:
-        """A turn is over. numbers: of connections, given out so far."""
+        """A turn is over. numbers: of connections, given out so far. Raises StateRemoved."""
         assert self.journal is not None
+        if now_us >= self._look_us:
+            self._look_us = now_us + LOOK_US
+            if self._removed():
+                raise StateRemoved(str(self.folder), "what is accepted from now on could not be kept there")
         since_us, self._turned_us = max(1, now_us - self._turned_us), now_us
         self._busy += (min(1.0, took_us / since_us) - self._busy) / BUSY_TURNS
         if self._child:
@@ -135,6 +183,7 @@ class Keeper:
         self._spent_us = 0
         try:
             self._child_number = self.journal.rotate()
+            self._files = self._names()
             head = snapshot.Head.of(self.journal, now_us, numbers)
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", DeprecationWarning)  # that numpy's idle threads are not in the child
@@ -159,6 +208,45 @@ class Keeper:
             return
         self.snapshots += 1
         remove_before(self.folder, self._child_number, self._durable)  # what it could not remove itself
+        self._files = self._names()
+
+    def _removed(self) -> bool:
+        """Whether the folder is not there any more, or something that the next life needs."""
+        assert self.journal is not None
+        try:
+            same = os.path.samestat(self.folder.stat(), os.fstat(self._lock))
+        except OSError:
+            return True
+        # A child removes what its snapshot replaces.
+        return not same or self.journal.missing or not (self._child or self._files <= self._names())
+
+    def _names(self) -> set[str]:
+        """The files that the next life reads."""
+        return {path.name for path in (*segments(self.folder).values(), *states(self.folder).values())}
+
+    def rebuild(self, machine: Machine, now_us: int, numbers: int) -> str:
+        """The folder was removed: what is known is written to a new one, for the next life. Returns what was done.
+
+        Raises:
+            KvforgeError: The folder cannot be made, or cannot be written to.
+        """
+        assert self.journal is not None
+        if self._child:
+            os.kill(self._child, signal.SIGKILL)
+            self._collect(0)
+        os.close(self._lock)
+        self._open_folder()
+        number, origin = self.journal.number, Origin.new(machine.boot)
+        self.journal.close()
+        try:
+            self._discard()
+            self.journal = Journal(self.folder, number, durable=self._durable, origin=origin)
+            head = snapshot.Head.of(self.journal, now_us, numbers)
+            snapshot.write(self.folder / snapshot.STATE.format(number), machine, head)
+            sync_folder(self.folder)
+        except OSError as error:
+            raise failed(self.folder, error) from None
+        return "what is known was written to it anew, and the next start goes on from that"
 
     def leave_snapshot(self, machine: Machine, now_us: int, numbers: int) -> None:
         """The process ends as it was asked to: what is kept becomes one snapshot, which the next version reads, too.
@@ -190,7 +278,7 @@ class Keeper:
         if self._lock >= 0:
             if not keep:
                 with suppress(OSError):
-                    self.discard()
+                    self._discard()
                     self.folder.rmdir()
             os.close(self._lock)
             self._lock = -1

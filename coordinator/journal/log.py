@@ -13,11 +13,12 @@ import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from kvforge.protocol.errors import JournalFull
+from kvforge.protocol.errors import JournalFull, StateRemoved
 
 from ..core.events import Boot, Event
+from .disk import failed, sync_folder
 from .entries import STATE_VERSION, Frame, pack
-from .identity import MarkWriter, Origin, SegmentHead, host_boot, pack_head
+from .identity import ACKNOWLEDGED, MarkWriter, Origin, SegmentHead, host_boot, pack_head
 from .records import crc_of, record
 
 DURABILITIES = ("process", "power", "none")
@@ -89,7 +90,7 @@ class Journal:
         self.bytes = bytes_before
         self._durable, self._stopping = durable, stopping
         self._noted: list[Frame] = []
-        self._end = 0
+        self._end = self._first = 0
         self._descriptor = -1
         self._mark = MarkWriter(folder, durable, self.origin.journal)
         self._begin()
@@ -98,33 +99,55 @@ class Journal:
             self._mark.sync()
 
     def _begin(self) -> None:
+        """The segment before stays the last one where this one cannot be begun. Raises OSError."""
         path = self.folder / SEGMENT.format(self.number)
         flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_APPEND | os.O_CLOEXEC
+        head = SegmentHead(version=STATE_VERSION, host_boot=host_boot(), number=self.number, **self.origin._asdict())
+        data = pack_head(head)
         descriptor = os.open(path, flags, 0o600)
+        try:
+            if os.write(descriptor, data) != len(data):
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+            if self._durable:
+                os.fdatasync(descriptor)
+                sync_folder(self.folder)
+        except OSError:
+            os.close(descriptor)
+            path.unlink(missing_ok=True)
+            raise
         if self._descriptor >= 0:
             os.close(self._descriptor)
-        self._descriptor, self._end = descriptor, 0
-        head = SegmentHead(version=STATE_VERSION, host_boot=host_boot(), number=self.number, **self.origin._asdict())
-        self._put(pack_head(head))
-        if self._durable:
-            sync_folder(self.folder)
+        self._descriptor, self._end, self._first = descriptor, len(data), self.number
 
     def note(self, event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> None:
         """It enters the core at that time. frames: those of its message."""
         self._noted += pack(event, now_us, frames)
 
     def commit(self) -> None:
-        """Writes what was noted since the last call. Raises JournalFull where there is no room and we are to stop, and
-        OSError: then nothing that follows from it may leave."""
+        """Writes what was noted since the last call. Where it raises, nothing that follows from it may leave.
+
+        Raises:
+            JournalFull: There is no room, and the process is to stop.
+            JournalFailed: The disk refuses it.
+            StateRemoved: The file that it was written to has no name any more.
+        """
         if not self._noted:
             return
         data = record(self.number, self._noted, self.origin.before)
-        self._put(data)
+        try:
+            self._put(data)
+            if not os.fstat(self._descriptor).st_nlink:
+                raise StateRemoved(str(self.folder), "what was accepted since could not be kept there")
+        except OSError as error:
+            raise failed(self.folder / SEGMENT.format(self._first), error) from None
         self.bytes += len(data)
         self._noted.clear()
         self.number += 1
         self.origin = self.origin._replace(before=crc_of(data))
-        self._acknowledge()
+        try:
+            self._acknowledge()
+        except OSError as error:
+            raise failed(self.folder / ACKNOWLEDGED, error) from None
 
     def _acknowledge(self) -> None:
         """What was written may have consequences from now on."""
@@ -153,9 +176,23 @@ class Journal:
             log.warning("there is room for the journal in %s again", self.folder)
         self._end += len(data)
 
+    @property
+    def missing(self) -> bool:
+        """Whether the folder, or a file of the journal in it, is not there any more, or is another one."""
+        path, mark = self.folder / SEGMENT.format(self._first), self.folder / ACKNOWLEDGED
+        try:
+            return not (
+                os.path.samestat(path.stat(), os.fstat(self._descriptor))
+                and os.path.samestat(mark.stat(), self._mark.stat())
+            )
+        except OSError:
+            return True
+
     def rotate(self) -> int:
-        """Begins the next segment. Returns the number of its first record."""
+        """Begins the next segment. Returns the number of its first record. Raises OSError."""
         assert not self._noted, "a segment ends between two turns"
+        if self.number == self._first:  # nothing was written since it began
+            return self.number
         self._begin()
         self.bytes = 0
         return self.number
@@ -166,12 +203,3 @@ class Journal:
             os.close(self._descriptor)
             self._descriptor = -1
         self._mark.close()
-
-
-def sync_folder(folder: Path) -> None:
-    """What was created and renamed there is on the disk."""
-    descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from kvforge.launch.supervisor import ENTRY
+from kvforge.protocol.transport import default_state_dir
 
 from . import parsing
 
@@ -21,7 +22,7 @@ def add(subparsers: Any) -> None:
         type=Path,
         nargs="?",
         metavar="FOLDER",
-        help="state_dir of a coordinator, which may be running [state in the runtime folder]",
+        help="state_dir of a coordinator, which may be running [the default one]",
     )
     replay.add_argument(
         "--until",
@@ -41,7 +42,7 @@ def add(subparsers: Any) -> None:
 
 def run(options: argparse.Namespace) -> int:
     """Prints it. Returns the exit status of the process that does."""
-    journal = options.journal if options.journal is not None else parsing.runtime_dir(options) / "state"
+    journal = options.journal if options.journal is not None else default_state_dir(parsing.runtime_dir(options))
     arguments = [str(journal), "--events", str(options.events)]
     if options.until is not None:
         arguments += ["--until", str(options.until)]

@@ -34,6 +34,8 @@ EXAMPLES: list[KvforgeError] = [
     errors.QuotaExceeded("a", 12, 8),
     errors.UnsupportedModel("m", "attention sinks"),
     errors.JournalFull("folder"),
+    errors.JournalFailed("path", "reason", "remedy"),
+    errors.StateRemoved("folder", "problem"),
     errors.JournalCorrupt("records-1", 12, 3, 5),
 ]
 # A peer of another version knows these texts: changing one breaks the wire.

@@ -1,0 +1,52 @@
+"""What a journal asks of the disk: that files and names are on it, and what to do where it refuses."""
+
+from __future__ import annotations
+
+import errno
+import os
+from pathlib import Path
+
+from kvforge.protocol.errors import JournalFailed
+
+REMEDIES = {
+    errno.EIO: "check the disk (`dmesg` says what it reported), or set state_dir to a folder on another one",
+    errno.EROFS: "mount the file system for writing again, or set state_dir to a folder elsewhere",
+    errno.EACCES: "let this user write to it, or set state_dir to a folder of its own",
+    errno.EPERM: "let this user write to it, or set state_dir to a folder of its own",
+    errno.ENOSPC: "make room there, or set state_dir to a folder on another disk",
+    errno.EDQUOT: "raise the quota, or set state_dir to a folder elsewhere",
+    errno.ESTALE: "mount the file system again, or set state_dir to a local folder",
+}
+
+
+def failed(path: Path, error: OSError) -> JournalFailed:
+    """The typed error for what the disk refused."""
+    remedy = REMEDIES.get(error.errno or 0, "remove the cause, or set state_dir to a folder elsewhere")
+    return JournalFailed(str(path), error.strerror or str(error), remedy)
+
+
+def make_folder(folder: Path, durable: bool) -> None:
+    """Makes a folder and those above it. durable: their names are on the disk then. Raises OSError."""
+    missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if durable:
+        for path in reversed(missing):
+            sync_folder(path.parent)
+
+
+def sync_folder(folder: Path) -> None:
+    """What was created, renamed and removed there is on the disk. Raises OSError."""
+    _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
+
+
+def sync_file(path: Path) -> None:
+    """What was written to a file is on the disk, whichever process wrote it. Raises OSError."""
+    _sync(path, os.O_RDONLY)
+
+
+def _sync(path: Path, flags: int) -> None:
+    descriptor = os.open(path, flags | os.O_CLOEXEC)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)

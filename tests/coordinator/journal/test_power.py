@@ -1,0 +1,136 @@
+"""durability = "power": whatever was acknowledged is there after a power cut, at every point of everything that writes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from coordinator.core.events import Boot, ClientCame
+from coordinator.core.machine import Machine
+from coordinator.journal import snapshot
+from coordinator.journal.keeping import Keeper
+from coordinator.journal.log import Journal, remove_before
+from coordinator.journal.recovery import Recovered
+from tests.coordinator.journal.power import LOST, NAMES_KEPT, Disk, PowerCut
+from tests.limits import make_limits
+
+POINTS_MAX = 400
+BOOT = Boot("b" * 32, bytes(32), make_limits(sequences_max=2, blocks_max=8, blocks_per_sequence_max=4))
+
+
+class Host:
+    """One life after the other on one disk. acknowledged: clients whose coming has had consequences."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "made" / "state"
+        self.acknowledged = self.tried = 0
+        self.keeper: Keeper | None = None
+
+    def start(self) -> Recovered | None:
+        """A process starts, and goes on from what is there."""
+        self.keeper = keeper = Keeper(self.folder, "power", 1 << 30, 1 << 30)
+        found = keeper.recover()
+        journal = keeper.begin(found, lambda: True)
+        if found is None:
+            self.machine = Machine(BOOT, 0)
+            journal.note(BOOT, 0)
+            journal.commit()
+        else:
+            self.machine = found.machine
+            self.tried = self.acknowledged = len(found.machine.clients)
+        return found
+
+    @property
+    def journal(self) -> Journal:
+        assert self.keeper is not None and self.keeper.journal is not None
+        return self.keeper.journal
+
+    def accept(self) -> None:
+        """A client comes, and is answered."""
+        self.tried += 1
+        event = ClientCame(self.tried)
+        self.machine.apply(event, self.tried)
+        self.journal.note(event, self.tried)
+        self.journal.commit()
+        self.acknowledged = self.tried
+
+    def cut_journal(self) -> None:
+        """A snapshot, as a child writes it, and the end of what is before it."""
+        number = self.journal.rotate()
+        head = snapshot.Head.of(self.journal, self.tried, self.tried)
+        snapshot.write(self.folder / snapshot.STATE.format(number), self.machine, head)
+        remove_before(self.folder, number, durable=True)
+
+    def die(self) -> None:
+        """The process is killed; the host is not."""
+        if self.keeper is not None:
+            self.keeper.close(keep=True)
+            self.keeper = None
+
+    def live(self) -> None:
+        """All that writes: a start, records, a segment, a snapshot, a death, a recovery, and all that again."""
+        for _ in range(2):
+            self.start()
+            self.accept()
+            self.accept()
+            self.cut_journal()
+            self.accept()
+            self.die()
+
+
+def test_whatever_was_acknowledged_outlives_a_power_cut_at_any_point(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for cut in range(POINTS_MAX):
+        with monkeypatch.context() as patched:
+            root = tmp_path / f"before-{cut}"
+            root.mkdir()
+            disk, host = Disk(root), Host(root)
+            disk.install(patched)
+            disk.cut = cut
+            try:
+                host.live()
+            except PowerCut:
+                pass
+        over = disk.points < cut
+        host.die()
+        for kept in (LOST, NAMES_KEPT):
+            then = Host(disk.after(tmp_path / f"after-{cut}-{kept}", kept))
+            found = then.start()
+            known = len(found.machine.clients) if found is not None else 0
+            assert host.acknowledged <= known <= host.tried, f"cut at point {cut}, {kept}"
+            then.accept()
+            then.die()
+        disk.close()
+        if over:
+            assert cut > 60, "there are many points"
+            return
+    pytest.fail("it writes more often than the test follows")
+
+
+def test_what_a_life_read_is_on_the_disk_before_anything_follows_from_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The life before died between its write and its sync: the record is read, answered by, and must not be lost."""
+    root = tmp_path / "before"
+    root.mkdir()
+    disk, host = Disk(root), Host(root)
+    with monkeypatch.context() as patched:
+        disk.install(patched)
+        host.start()
+        host.accept()
+        with patched.context() as unsynced:
+            unsynced.setattr("os.fdatasync", lambda _descriptor: None)
+            host.accept()
+        host.die()
+        found = host.start()
+        assert found is not None and len(found.machine.clients) == 2
+        for _ in range(3):
+            host.accept()
+    host.die()
+    then = Host(disk.after(tmp_path / "after"))
+    disk.close()
+    again = then.start()
+    assert again is not None and len(again.machine.clients) == 5
+    then.die()

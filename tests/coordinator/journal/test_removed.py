@@ -1,0 +1,181 @@
+"""The folder of the journal goes away under a coordinator, or its disk refuses: in words, and without a loss."""
+
+from __future__ import annotations
+
+import errno
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+from coordinator.config import CoordinatorConfig
+from coordinator.core.events import ClientCame
+from coordinator.journal.keeping import LOOK_US, Keeper
+from coordinator.life import Life
+from kvforge.protocol.errors import JournalFailed, KvforgeError, StateRemoved
+from kvforge.protocol.exits import FAILED, UNAVAILABLE, status_of
+from kvforge.protocol.transport import default_state_dir
+
+
+class Lived:
+    """A life whose clients come one by one."""
+
+    def __init__(self, folder: Path) -> None:
+        config = CoordinatorConfig(runtime_dir=str(folder / "r"), state_dir=str(folder / "s"))
+        self.life = Life(config, lambda: True)
+        self.folder = folder / "s"
+        self.clients = len(self.life.machine.clients)
+
+    def accept(self) -> None:
+        self.clients += 1
+        event = ClientCame(self.clients)
+        self.life.machine.apply(event, self.life.now_us())
+        assert self.life.journal is not None
+        self.life.journal.note(event, self.life.now_us())
+        self.life.journal.commit()
+
+    def look(self) -> None:
+        """A turn is over, some time later."""
+        keeper = self.life._keeper
+        assert keeper is not None
+        keeper._look_us -= 2 * LOOK_US
+        self.life.turned(self.life.now_us())
+
+
+@pytest.fixture
+def lived(tmp_path: Path) -> Iterator[Lived]:
+    lived = Lived(tmp_path)
+    lived.accept()
+    yield lived
+    lived.life.close(ended=False)
+
+
+def gone(folder: Path) -> None:
+    shutil.rmtree(folder)
+
+
+def moved(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+
+
+def replaced(folder: Path) -> None:
+    folder.rename(folder.with_name("elsewhere"))
+    folder.mkdir(mode=0o700)
+
+
+def segment_gone(folder: Path) -> None:
+    (path,) = folder.glob("records-*")
+    path.unlink()
+
+
+def mark_gone(folder: Path) -> None:
+    (folder / "acknowledged").unlink()
+
+
+def mark_replaced(folder: Path) -> None:
+    data = (folder / "acknowledged").read_bytes()
+    (folder / "acknowledged").unlink()
+    (folder / "acknowledged").write_bytes(data)
+
+
+@pytest.mark.parametrize("away", [gone, moved, replaced, segment_gone, mark_gone, mark_replaced])
+def test_a_folder_that_is_removed_is_noticed_and_written_anew(away: Callable[[Path], None], lived: Lived) -> None:
+    away(lived.folder)
+    with pytest.raises(StateRemoved, match=f"{lived.folder} was removed or moved away .* XDG_STATE_HOME|local/state"):
+        lived.look()
+    assert "written to it anew" in lived.life.rebuild()
+    known = lived.clients
+    lived.life.close(ended=False)
+    again = Lived(lived.folder.parent)
+    assert again.life.again and again.clients == known
+    again.accept()
+    again.life.close(ended=False)
+
+
+def test_what_comes_after_the_removal_has_no_consequences(lived: Lived) -> None:
+    """Not a second later: a record whose file has no name any more is not acknowledged."""
+    gone(lived.folder)
+    with pytest.raises(StateRemoved):
+        lived.accept()
+
+
+def test_an_old_file_that_a_cleaner_takes_is_noticed(lived: Lived) -> None:
+    """A cleaner goes by the time when a file was written last: the last segment is always a new one."""
+    assert lived.life.journal is not None
+    lived.life.journal.rotate()
+    keeper = lived.life._keeper
+    assert keeper is not None
+    keeper._files = keeper._names()
+    lived.accept()
+    lived.look()
+    sorted(lived.folder.glob("records-*"))[0].unlink()
+    with pytest.raises(StateRemoved):
+        lived.look()
+
+
+def test_a_removal_lets_what_starts_processes_again_do_so() -> None:
+    assert status_of(StateRemoved("folder", "problem")) == FAILED
+    assert status_of(JournalFailed("path", "reason", "remedy")) == UNAVAILABLE
+
+
+@pytest.mark.parametrize("number", [errno.EIO, errno.EROFS, errno.ESTALE, errno.EACCES])
+@pytest.mark.parametrize("call", ["write", "pwrite"])
+def test_a_disk_that_refuses_a_record_is_named_with_its_remedy(
+    call: str, number: int, lived: Lived, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refuse(*_arguments: object) -> int:
+        raise OSError(number, os.strerror(number))
+
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(JournalFailed, match=f"{lived.folder}/.*: {os.strerror(number)}.*state_dir") as caught:
+            lived.accept()
+    assert caught.value.path.startswith(str(lived.folder))
+    lived.life.close(ended=False)
+    again = Lived(lived.folder.parent)
+    assert again.clients >= 1
+    again.life.close(ended=False)
+
+
+@pytest.mark.parametrize("call", ["mkdir", "open", "write", "fsync", "pwrite"])
+def test_a_disk_that_refuses_a_start_is_named(call: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*_arguments: object, **_named: object) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS))
+
+    real = getattr(os, call)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, call, refuse)
+        with pytest.raises(KvforgeError, match="Read-only file system.*state_dir"):
+            keeper = Keeper(tmp_path / "s", "power", 1 << 20, 1 << 20)
+            keeper.begin(None, lambda: True)
+    assert getattr(os, call) is real
+
+
+def test_a_disk_that_cannot_be_read_is_named(lived: Lived, monkeypatch: pytest.MonkeyPatch) -> None:
+    lived.life.close(ended=False)
+
+    def refuse(_path: Path) -> bytes:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(_path))
+
+    monkeypatch.setattr(Path, "read_bytes", refuse)
+    keeper = Keeper(lived.folder, "process", 1 << 20, 1 << 20)
+    with pytest.raises(JournalFailed, match=f"{lived.folder}/.*Input/output error"):
+        keeper.recover()
+    keeper.close(keep=True)
+
+
+def test_the_default_folder_is_not_in_one_that_is_cleaned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "run"))
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "state"))
+    monkeypatch.delenv("KVFORGE_RUNTIME_DIR", raising=False)
+    assert CoordinatorConfig().state_path == tmp_path / "state" / "kvforge"
+    monkeypatch.delenv("XDG_STATE_HOME")
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert CoordinatorConfig().state_path == tmp_path / ".local" / "state" / "kvforge"
+    monkeypatch.setenv("HOME", str(tmp_path / "nowhere"))
+    assert CoordinatorConfig().state_path == tmp_path / "run" / "kvforge" / "state"
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert default_state_dir(tmp_path / "chosen") == tmp_path / "chosen" / "state"
+    assert CoordinatorConfig(state_dir=str(tmp_path / "named")).state_path == tmp_path / "named"
