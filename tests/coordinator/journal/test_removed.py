@@ -83,7 +83,7 @@ def mark_replaced(folder: Path) -> None:
 @pytest.mark.parametrize("away", [gone, moved, replaced, segment_gone, mark_gone, mark_replaced])
 def test_a_folder_that_is_removed_is_noticed_and_written_anew(away: Callable[[Path], None], lived: Lived) -> None:
     away(lived.folder)
-    with pytest.raises(StateRemoved, match=f"{lived.folder} was removed or moved away .* XDG_STATE_HOME|local/state"):
+    with pytest.raises(StateRemoved, match=rf"{lived.folder} was removed or moved away .* XDG_STATE_HOME|local/state"):
         lived.look()
     assert "written to it anew" in lived.life.rebuild()
     known = lived.clients
@@ -130,7 +130,7 @@ def test_a_disk_that_refuses_a_record_is_named_with_its_remedy(
 
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
-        with pytest.raises(JournalFailed, match=f"{lived.folder}/.*: {os.strerror(number)}.*state_dir") as caught:
+        with pytest.raises(JournalFailed, match=rf"{lived.folder}/.*: {os.strerror(number)}.*state_dir") as caught:
             lived.accept()
     assert caught.value.path.startswith(str(lived.folder))
     lived.life.close(ended=False)
@@ -147,7 +147,7 @@ def test_a_disk_that_refuses_a_start_is_named(call: str, tmp_path: Path, monkeyp
     real = getattr(os, call)
     with monkeypatch.context() as patched:
         patched.setattr(os, call, refuse)
-        with pytest.raises(KvforgeError, match="Read-only file system.*state_dir"):
+        with pytest.raises(KvforgeError, match=r"Read-only file system.*state_dir"):
             keeper = Keeper(tmp_path / "s", "power", 1 << 20, 1 << 20)
             keeper.begin(None, lambda: True)
     assert getattr(os, call) is real
@@ -161,7 +161,7 @@ def test_a_disk_that_cannot_be_read_is_named(lived: Lived, monkeypatch: pytest.M
 
     monkeypatch.setattr(Path, "read_bytes", refuse)
     keeper = Keeper(lived.folder, "process", 1 << 20, 1 << 20)
-    with pytest.raises(JournalFailed, match=f"{lived.folder}/.*Input/output error"):
+    with pytest.raises(JournalFailed, match=rf"{lived.folder}/.*Input/output error"):
         keeper.recover()
     keeper.close(keep=True)
 
