@@ -6,7 +6,7 @@ import errno
 import os
 from pathlib import Path
 
-from kvforge.protocol.errors import JournalFailed
+from kvforge.protocol.errors import InvalidConfiguration, JournalFailed
 
 REMEDIES = {
     errno.EIO: "check the disk (`dmesg` says what it reported), or set state_dir to a folder on another one",
@@ -21,8 +21,16 @@ REMEDIES = {
 
 def failed(path: Path, error: OSError) -> JournalFailed:
     """The typed error for what the disk refused."""
-    remedy = REMEDIES.get(error.errno or 0, "remove the cause, or set state_dir to a folder elsewhere")
-    return JournalFailed(str(path), error.strerror or str(error), remedy)
+    return JournalFailed(str(path), error.strerror or str(error), _remedy(error))
+
+
+def unusable(folder: Path, error: OSError) -> InvalidConfiguration:
+    """The typed error for a folder that a process cannot begin with."""
+    return InvalidConfiguration("state_dir", f"{folder} cannot be used: {error}; {_remedy(error)}")
+
+
+def _remedy(error: OSError) -> str:
+    return REMEDIES.get(error.errno or 0, "remove the cause, or set state_dir to a folder elsewhere")
 
 
 def make_folder(folder: Path, durable: bool) -> None:

@@ -24,7 +24,7 @@ from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, Stat
 
 from ..core.machine import Machine
 from . import snapshot
-from .disk import failed, make_folder, sync_file, sync_folder
+from .disk import failed, make_folder, sync_file, sync_folder, unusable
 from .identity import ACKNOWLEDGED, Origin
 from .log import Journal, remove_before, segments, states
 from .recovery import Recovered, cut_torn, recover
@@ -60,7 +60,7 @@ class Keeper:
         self._open_folder()
 
     def _open_folder(self) -> None:
-        """Makes the folder and locks it. Raises InvalidConfiguration, CoordinatorInUse, JournalFailed."""
+        """Makes the folder and locks it. Raises InvalidConfiguration, CoordinatorInUse."""
         folder = self.folder
         try:
             make_folder(folder, self._durable)
@@ -73,7 +73,7 @@ class Keeper:
             for path in folder.glob("*.part"):
                 path.unlink()
         except OSError as error:
-            raise failed(folder, error) from None
+            raise unusable(folder, error) from None
 
     def _take_lock(self) -> None:
         try:
@@ -140,7 +140,7 @@ class Keeper:
             boot: Of the coordinator, where it goes on from nothing.
 
         Raises:
-            JournalFailed: A file cannot be made.
+            InvalidConfiguration: A file cannot be made.
         """
         origin = found.origin if found is not None else Origin.new(boot)
         number, before = (found.number, found.bytes) if found is not None else (1, 0)
@@ -150,7 +150,7 @@ class Keeper:
                 self.folder, number, durable=self._durable, bytes_before=before, stopping=stopping, origin=origin
             )
         except OSError as error:
-            raise failed(self.folder, error) from None
+            raise unusable(self.folder, error) from None
         self._files = self._names()
         return self.journal
 

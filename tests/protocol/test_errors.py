@@ -48,6 +48,7 @@ STABLE_CODES = {
     "unavailable", "journal_full", "journal_corrupt",
     "coordinator_unavailable", "coordinator_in_use", "draining", "not_ready", "deadline_exceeded",
     "unsupported_model", "worker_error", "gpu_error", "kernel_error", "internal_error",
+    "journal_failed", "state_removed",
 }  # fmt: skip
 
 

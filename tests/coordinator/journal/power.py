@@ -1,8 +1,8 @@
 """A file system whose host may lose its power: what was synced is there afterwards, and the rest may not be.
 
-The files are real ones, in a folder. Each call that changes one is a point at which the power may go, before it or after
-it. What a file holds on the disk is what it held when it was synced last; which names a folder has on the disk, those
-that it had when the folder was synced last.
+The files are real ones, in a folder. Each call that changes one is a point at which the power may go, before it or
+after it. The disk has of a file what it held when it was synced last, and of a folder the names that it had when it was
+synced last.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ class Disk:
         self.points += 1
 
     def _synced(self, descriptor: int) -> None:
-        path = Path(os.readlink(f"/proc/self/fd/{descriptor}"))
+        path = Path(f"/proc/self/fd/{descriptor}").readlink()
         if path.is_dir():
             self._sync_folder(path)
         elif self.root in path.parents:

@@ -110,7 +110,7 @@ def test_an_old_file_that_a_cleaner_takes_is_noticed(lived: Lived) -> None:
     keeper._files = keeper._names()
     lived.accept()
     lived.look()
-    sorted(lived.folder.glob("records-*"))[0].unlink()
+    min(lived.folder.glob("records-*")).unlink()
     with pytest.raises(StateRemoved):
         lived.look()
 
