@@ -21,6 +21,7 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from . import trust
 from .errors import DeadlineExceeded, ProtocolError
 from .handover import StepMail, StepWatch
 from .layout import GAUGES, HEADER, LAYOUT_VERSION, MAGIC, PAGE_BYTES, Geometry, arrays, file_bytes
@@ -69,6 +70,8 @@ class TablesWriter:
             header["magic"] = MAGIC  # last: a file with the magic is complete
             self._look_at(geometry)
             fill(self)
+            status = os.fstat(handle)
+            self._made = status.st_dev, status.st_ino
             Path(temporary).replace(path)
         except BaseException:
             Path(temporary).unlink(missing_ok=True)
@@ -119,17 +122,24 @@ class TablesWriter:
         self._gauges[0] += 1
 
     def close(self) -> None:
-        """Removes the file. Readers that still map it keep what they see."""
-        self.path.unlink(missing_ok=True)
+        """Remove the file, unless another coordinator's lies there by now. Readers that map it keep what they see."""
+        try:
+            status = self.path.lstat()
+        except OSError:
+            return
+        if (status.st_dev, status.st_ino) == self._made:
+            self.path.unlink(missing_ok=True)
 
 
 class TablesReader:
     """Everyone else's side: maps the file read-only.
 
-    Raises FileNotFoundError, or ProtocolError where the file is not a table file of this layout or of another boot.
+    Raises InvalidConfiguration where the file or a folder of its path is of a user who is not trusted (`trust`),
+    FileNotFoundError, or ProtocolError where the file is not a table file of this layout or of another boot.
     """
 
     def __init__(self, path: Path, boot: str | None = None) -> None:
+        trust.check_path(path, "runtime_dir")
         with path.open("rb") as file:
             status = os.fstat(file.fileno())
             size, self.inode = status.st_size, (status.st_dev, status.st_ino)

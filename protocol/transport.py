@@ -22,6 +22,7 @@ import zmq
 
 from .errors import InvalidConfiguration
 from .network import Proof
+from .trust import check_path
 
 CLIENT_SOCKET = "clients.sock"
 WORKER_SOCKET = "workers.sock"
@@ -95,11 +96,13 @@ def prepare_runtime_dir(runtime_dir: Path) -> None:
     """Makes the folder (0700) or checks that the one that exists is ours and not writable by everyone.
 
     Raises InvalidConfiguration naming `runtime_dir`. A symbolic link is not followed: who made it may lead us anywhere.
+    Nor is a path accepted in which another user could replace a folder (`trust`).
     """
     try:
         if runtime_dir.is_symlink():
             problem = f"{runtime_dir} is a symbolic link, to {runtime_dir.readlink()}: name the folder itself"
             raise InvalidConfiguration("runtime_dir", problem)
+        check_path(runtime_dir, "runtime_dir")
         runtime_dir.mkdir(mode=0o700, parents=True, exist_ok=True)
         status = runtime_dir.lstat()
     except OSError as error:

@@ -13,7 +13,7 @@ from time import monotonic
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvforge.protocol import network
+from kvforge.protocol import network, trust
 from kvforge.protocol.codec import encode
 from kvforge.protocol.errors import CoordinatorUnavailable, InvalidConfiguration, ProtocolError
 from kvforge.protocol.messages import Goodbye, Hello, Message
@@ -55,6 +55,7 @@ class Link(Watched):
         self._outbox: deque[Message] = deque()
         self.dialler = Dialler(session, self, reconnect_s)
         self.closing: Callable[[], None] = _nothing
+        self._trusted: frozenset[int] | None = None  # who may be at the other end; None: it proves itself by a key
         self.came_at = 0.0  # when the message that is taken in was received, on time.monotonic
         self.socket: zmq.Socket[bytes] | None = None
         self.is_up = False  # a coordinator has taken the connection
@@ -65,9 +66,17 @@ class Link(Watched):
         return self.socket is not None
 
     def open(self) -> None:
-        """Starts connecting. Raises InvalidConfiguration if the endpoint is not one."""
+        """Starts connecting, unless the endpoint's path is of a user who is not trusted: then the dialler gives up.
+
+        Raises InvalidConfiguration if the endpoint is not one.
+        """
         assert self.socket is None, "a link is opened once per connection"
         self.is_up = False
+        try:
+            self._trusted = trust.check_endpoint(self._session.endpoint)
+        except InvalidConfiguration as error:
+            self.dialler.turned_away(error)
+            return
         try:
             self.socket = self._sockets.dealer(self._proof)
             self.monitor = self._sockets.monitor(self.socket)
@@ -192,12 +201,26 @@ class Link(Watched):
         """What has become of the connection: whether it began or ended, or nobody was there to take it."""
         found: set[int] = set()
         while self.monitor is not None and (event := _receive(self.monitor)) is not None:
-            kind = parse_monitor_message(event)["event"]
+            told = parse_monitor_message(event)
+            kind = told["event"]
+            if kind == zmq.Event.CONNECTED and not self._trusts(told["value"]):
+                return set()
             if kind == network.REFUSED and self._proof is not None:
                 self.dialler.turned_away(network.refusal(self._session.endpoint, self._proof))
             self.is_up |= kind == zmq.Event.HANDSHAKE_SUCCEEDED
             found.add(kind)
         return found
+
+    def _trusts(self, descriptor: int) -> bool:
+        """Whether the process at the other end may be told anything. Otherwise the connection ends."""
+        if self._trusted is None:
+            return True
+        try:
+            trust.check_peer(descriptor, self._trusted, self._session.endpoint)
+        except InvalidConfiguration as error:
+            self.dialler.turned_away(error)
+            return False
+        return True
 
     def _drain(self) -> bool:
         self.came_at = monotonic()

@@ -15,7 +15,9 @@ import zmq
 
 from kvforge.protocol import network, transport
 
-HEARD_OF = zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.HANDSHAKE_SUCCEEDED | network.REFUSED
+HEARD_OF = (
+    zmq.Event.CONNECTED | zmq.Event.DISCONNECTED | zmq.Event.CLOSED | zmq.Event.HANDSHAKE_SUCCEEDED | network.REFUSED
+)
 
 
 class _Context(zmq.Context[zmq.Socket[bytes]]):

@@ -12,7 +12,7 @@ import time
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvforge.protocol import codec
+from kvforge.protocol import codec, trust
 from kvforge.protocol.errors import CoordinatorUnavailable
 from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
 from kvforge.protocol.transport import dealer
@@ -28,6 +28,7 @@ class Link:
     def __init__(self, endpoint: str, wakeup_fd: int) -> None:
         """`connect` makes the connection. wakeup_fd: whatever can be read there ends a wait."""
         self._endpoint, self._wakeup_fd = endpoint, wakeup_fd
+        trust.check_endpoint(endpoint, "runtime_dir")  # before there is anything to close
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder = codec.Decoder(WORKER_REPLIES, body_bytes_max=STEP_BYTES_MAX)
         self.connected = False
@@ -84,6 +85,7 @@ class Link:
 
     def _open(self) -> None:
         self._over = False  # it came to nothing, or has ended
+        trust.check_endpoint(self._endpoint, "runtime_dir")
         self._socket = dealer(self._context, immediate=False)
         self._socket.setsockopt(zmq.SNDTIMEO, SEND_WAIT_MS)
         self._monitor = self._socket.get_monitor_socket(

@@ -12,7 +12,7 @@ from collections.abc import Sequence
 import zmq
 from zmq.utils.monitor import parse_monitor_message
 
-from kvforge.protocol import codec, network
+from kvforge.protocol import codec, network, trust
 from kvforge.protocol.errors import CoordinatorUnavailable
 from kvforge.protocol.handover import StepWatch
 from kvforge.protocol.messages import WORKER_REPLIES, Goodbye, Message
@@ -34,9 +34,12 @@ class Link:
     """
 
     def __init__(self, endpoint: str, wakeup_fd: int, proof: network.Proof | None = None) -> None:
-        """`wait_connected` waits for the connection. proof: of who we are, for a coordinator that is reached over a
+        """Begins to connect. Raises InvalidConfiguration where the endpoint's path is of a user who is not trusted.
+
+        `wait_connected` waits for the connection. proof: of who we are, for a coordinator that is reached over a
         network."""
         self.endpoint, self._proof = endpoint, proof
+        trust.check_endpoint(endpoint, "runtime_dir")  # before there is anything to close
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
         self._decoder = codec.Decoder(WORKER_REPLIES, body_bytes_max=STEP_BYTES_MAX)
         self._wakeup_fd = wakeup_fd
@@ -50,10 +53,15 @@ class Link:
     def _open(self) -> None:
         """Begins an attempt at a connection."""
         self._over = False  # it came to nothing, or has ended
+        self._trusted = trust.check_endpoint(self.endpoint, "runtime_dir")
         self._socket = dealer(self._context, self._proof, immediate=False)
         self._socket.setsockopt(zmq.SNDTIMEO, SEND_WAIT_MS)
         self._monitor = self._socket.get_monitor_socket(
-            zmq.EVENT_HANDSHAKE_SUCCEEDED | zmq.EVENT_DISCONNECTED | zmq.EVENT_CLOSED | network.REFUSED
+            zmq.EVENT_CONNECTED
+            | zmq.EVENT_HANDSHAKE_SUCCEEDED
+            | zmq.EVENT_DISCONNECTED
+            | zmq.EVENT_CLOSED
+            | network.REFUSED
         )
         self._poller = zmq.Poller()
         self._poller.register(self._socket, zmq.POLLIN)
@@ -153,9 +161,18 @@ class Link:
             self.look()
 
     def look(self) -> None:
-        """Notes what has become of the connection. What came before its end can still be received."""
+        """Note what has become of the connection. What came before its end can still be received.
+
+        Raises:
+            NotAllowed: The coordinator does not know this worker's key.
+            InvalidConfiguration: The process at the other end is of a user who is not trusted.
+        """
         while self._monitor.poll(0):
             event = parse_monitor_message(self._monitor.recv_multipart())
+            if event["event"] == zmq.EVENT_CONNECTED:
+                if self._trusted is not None:
+                    trust.check_peer(event["value"], self._trusted, self.endpoint, "runtime_dir")
+                continue
             if event["event"] == network.REFUSED and self._proof is not None:
                 raise network.refusal(self.endpoint, self._proof)
             self.connected = event["event"] == zmq.EVENT_HANDSHAKE_SUCCEEDED
