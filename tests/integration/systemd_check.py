@@ -273,7 +273,7 @@ def look(found: dict[str, Any]) -> None:
         systemctl("stop", "--no-block", "kvforge.target")
         found["drained"] = [token.token_id for token in (first, *tokens)]
         found["drained_reason"] = last.result(timeout_s=30).reason
-    systemctl("stop", *UNITS)  # waits for each
+    systemctl("stop", "kvforge.target")  # joins the stop that is under way, and waits for all of it
     found["stopped"] = states(*UNITS)
     found["runtime_dir_left"] = Path("/run/kvforge").exists()
     found["processes_left"] = processes_of("kvforge")

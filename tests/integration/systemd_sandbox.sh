@@ -51,7 +51,8 @@ exec timeout --kill-after=5 "$seconds" "${isolate[@]}" bash -c '
     mount --bind "$folder" "/opt/$(basename "$folder")"
   done
   # Never boot a systemd without a private /tmp: its tmpfiles rules empty the shared one.
-  for folder in /run /tmp /var/tmp /var/log /var/lib /var/cache; do mount -t tmpfs tmpfs "$folder"; done
+  for folder in /tmp /var/tmp; do mount -t tmpfs tmpfs "$folder"; done
+  for folder in /run /var/log /var/lib /var/cache; do mount -t tmpfs -o mode=755 tmpfs "$folder"; done
   if [[ -n $SANDBOX_SHOW && ! -d $SANDBOX_SHOW ]]; then
     mkdir -p "$SANDBOX_SHOW"
     mount --bind /mnt/show "$SANDBOX_SHOW"
