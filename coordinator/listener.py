@@ -16,6 +16,7 @@ from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.network import host_and_port
 
 from . import zmtp
+from .runtime_folder import OwnFiles, check_free
 from .users import LocalUsers
 
 ACCEPTS_MAX = 4
@@ -45,9 +46,12 @@ class Listener:
     """
 
     def __init__(self, door: Door, epoll: select.epoll) -> None:
-        """Binds. Raises OSError, InvalidConfiguration."""
+        """Binds. Raises OSError, InvalidConfiguration, CoordinatorInUse."""
         self.door = door
         self._socket, self._epoll = _listen(door), epoll
+        self._own = OwnFiles()
+        if door.endpoint.startswith("ipc://"):
+            self._own.note(Path(door.endpoint.removeprefix("ipc://")))
         self._spare = os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC)
         self.again_ns = 0
         epoll.register(self._socket, select.EPOLLIN)
@@ -68,9 +72,9 @@ class Listener:
             self.again_ns = 0
             self._epoll.register(self._socket, select.EPOLLIN)
 
-    def accept(self, now_ns: int) -> Iterator[sockets.socket]:
-        """A few of those who wait."""
-        for _ in range(ACCEPTS_MAX):
+    def accept(self, now_ns: int, count: int = ACCEPTS_MAX) -> Iterator[sockets.socket]:
+        """At most `count` of those who wait."""
+        for _ in range(count):
             try:
                 socket, _address = self._socket.accept()
             except BlockingIOError:
@@ -85,7 +89,8 @@ class Listener:
             yield socket
 
     def close(self) -> None:
-        """Listens no more. The socket's file is removed by the server."""
+        """Listen no more, and remove the socket's file, if it is still this one's."""
+        self._own.remove()  # while the socket is open no other file can have its number
         self._socket.close()
         os.close(self._spare)
 
@@ -103,7 +108,7 @@ class Listener:
 
 
 def _listen(door: Door) -> sockets.socket:
-    """Listens at a door. Raises InvalidConfiguration."""
+    """Listens at a door. Raises InvalidConfiguration, CoordinatorInUse."""
     scheme, _, where = door.endpoint.partition("://")
     try:
         if scheme == "ipc" and where:
@@ -120,8 +125,9 @@ def _listen(door: Door) -> sockets.socket:
 
 
 def _free(path: str) -> str:
-    """The path, where the socket that a dead coordinator left is not in the way."""
+    """The path, where the socket that a dead coordinator left is not in the way. Raises CoordinatorInUse."""
     if os.path.lexists(path) and stat.S_ISSOCK(os.lstat(path).st_mode):
+        check_free(path)
         Path(path).unlink()
     return path
 

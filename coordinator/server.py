@@ -7,7 +7,6 @@ The wait ends when something arrives, and exactly when the turn before said that
 from __future__ import annotations
 
 import errno
-import fcntl
 import logging
 import os
 import secrets
@@ -22,7 +21,7 @@ from pathlib import Path
 from types import FrameType
 
 from kvforge.protocol import codec, steady_clock, token
-from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError, StateRemoved
+from kvforge.protocol.errors import InvalidConfiguration, KvforgeError, StateRemoved
 from kvforge.protocol.layout import Geometry, file_bytes
 from kvforge.protocol.logs import tell
 from kvforge.protocol.messages import Stop
@@ -30,9 +29,7 @@ from kvforge.protocol.network import is_network
 from kvforge.protocol.notify import Watchdog, notify
 from kvforge.protocol.tables import TablesWriter
 from kvforge.protocol.transport import (
-    CLIENT_SOCKET,
     TABLES_FILE,
-    WORKER_SOCKET,
     client_endpoint,
     prepare_runtime_dir,
 )
@@ -47,9 +44,9 @@ from .peers import WORKER, Peers
 from .publish import publish
 from .replacing import Replacer
 from .resources import check_descriptors, return_large_blocks
+from .runtime_folder import RuntimeLock
 from .turn import TurnLoop
 
-LOCK_FILE = "coordinator.lock"
 PROGRESS_US = 3_000_000
 SPIN_US, SPIN_CORES_MIN = 200, 4
 CLIENTS_LEAVE_NS, WORKERS_LEAVE_NS = 200_000_000, 500_000_000
@@ -109,7 +106,9 @@ class Server:
         check_descriptors(config.descriptors)
         return_large_blocks()
         prepare_runtime_dir(self.runtime)
-        self._lock = RuntimeLock(self.runtime)
+        # Where both are one folder, whoever keeps the state locks it.
+        elsewhere = config.durability == "none" or not _same(self.runtime, config.state_path)
+        self._lock = RuntimeLock(self.runtime, lock_folder=elsewhere)
         self._signals = self._signals_taken = 0
         self._reread_config, self._hung_up = reread, False
         try:
@@ -191,8 +190,6 @@ class Server:
             self._telling.close()
         for peers in self._sides:
             peers.close()
-        for name in (CLIENT_SOCKET, WORKER_SOCKET):
-            (self.runtime / name).unlink(missing_ok=True)
 
     def _make_tables(self, geometry: Geometry) -> TablesWriter:
         """The shared tables, with room for all of them. Raises InvalidConfiguration, OSError."""
@@ -394,11 +391,19 @@ class Server:
         self._epoll.close()
         self._close_doors()
         self.tables.close()
-        (self.runtime / token.TOKEN_FILE).unlink(missing_ok=True)
         self._read_wakeup.close()
         self._write_wakeup.close()
+        if self._lock.covers(self.runtime):
+            (self.runtime / token.TOKEN_FILE).unlink(missing_ok=True)
         self._life.close(self._ended)
         self._lock.release()
+
+
+def _same(one: Path, other: Path) -> bool:
+    try:
+        return one.samefile(other)
+    except OSError:  # it does not exist yet
+        return one.absolute() == other.absolute()
 
 
 def spin_us(configured: int) -> int:
@@ -406,38 +411,3 @@ def spin_us(configured: int) -> int:
     if configured >= 0:
         return configured
     return SPIN_US if len(os.sched_getaffinity(0)) >= SPIN_CORES_MIN else 0
-
-
-class RuntimeLock:
-    """One coordinator per runtime folder. Raises CoordinatorInUse where another one is alive."""
-
-    def __init__(self, runtime: Path) -> None:
-        self._path = runtime / LOCK_FILE
-        self._handle = -1
-        while self._handle < 0:
-            descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-            try:
-                fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                os.close(descriptor)
-                raise CoordinatorInUse(
-                    f"another coordinator is serving in {runtime}: stop it, or choose another --runtime-dir"
-                ) from None
-            if self._is(descriptor):
-                self._handle = descriptor
-            else:  # whoever had it has ended meanwhile, and the file with it
-                os.close(descriptor)
-
-    def _is(self, descriptor: int) -> bool:
-        """Whether it is the file that others would find."""
-        try:
-            return os.path.samestat(os.fstat(descriptor), self._path.stat())
-        except FileNotFoundError:
-            return False
-
-    def release(self) -> None:
-        """Removes the lock file and lets go."""
-        if self._handle >= 0:
-            self._path.unlink(missing_ok=True)
-            os.close(self._handle)
-            self._handle = -1

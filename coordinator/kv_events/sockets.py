@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import logging
 import os
-from contextlib import suppress
 from pathlib import Path
 
 import zmq
 
-from kvforge.protocol.errors import InvalidConfiguration
+from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration
 from kvforge.protocol.network import is_network
 
+from ..runtime_folder import OwnFiles, check_free
 from .settings import IPC, KvEventsSection
 from .stream import Asked
 
@@ -31,7 +31,7 @@ class Sockets:
         """Raises InvalidConfiguration."""
         self._topic = settings.topic.encode()
         self._context: zmq.Context[zmq.Socket[bytes]] = zmq.Context()
-        self._paths: list[Path] = []
+        self._own = OwnFiles()
         self._stirred = self._answered = False
         self._replay: zmq.Socket[bytes] | None = None
         try:
@@ -50,6 +50,11 @@ class Sockets:
 
     def _bind(self, socket: zmq.Socket[bytes], endpoint: str, field: str) -> None:
         """A socket's file is for this user alone: whoever may open it reads everybody's tokens."""
+        if not is_network(endpoint):
+            try:
+                check_free(endpoint.removeprefix(IPC))  # ZeroMQ removes what is there, alive or not
+            except CoordinatorInUse as error:
+                raise InvalidConfiguration(field, str(error)) from None
         socket.linger = 0
         socket.ipv6 = "[" in endpoint
         before = os.umask(0o177)
@@ -60,7 +65,7 @@ class Sockets:
         finally:
             os.umask(before)
         if not is_network(endpoint):
-            self._paths.append(Path(endpoint.removeprefix(IPC)))
+            self._own.note(Path(endpoint.removeprefix(IPC)))
         log.info("telling KV events at %s" if field.endswith("publish") else "telling them again at %s", endpoint)
 
     def watched(self) -> int | None:
@@ -113,7 +118,4 @@ class Sockets:
     def close(self) -> None:
         """Leaves nothing behind. Idempotent."""
         self._context.destroy(linger=0)
-        for path in self._paths:
-            with suppress(FileNotFoundError):
-                path.unlink()
-        self._paths.clear()
+        self._own.remove()
