@@ -63,10 +63,13 @@ class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     bytes_max: of records since the last snapshot. replay_ms_max: of the loop's time that the records since then took,
     and that applying them again after a crash would take. A loop without rest waits with it until there is twice as
     much.
+    away_s_max: after a restart of the host, no more than this beyond its uptime is counted as time without a
+    coordinator, whatever its wall clock says: a clock that was set must not end leases, keys and deadlines.
     """
 
     bytes_max: Annotated[int, Range(1 << 16)] = 64 << 20
     replay_ms_max: Annotated[float, Range(1.0, DURATION_S_MAX * 1e3)] = 500.0
+    away_s_max: Annotated[float, Range(0.0, DURATION_S_MAX)] = 300.0
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

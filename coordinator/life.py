@@ -1,7 +1,8 @@
 """Where a server's machine comes from: born, or made anew of what another process left; and what is kept of it.
 
-The loop's clock is the core's: it goes on from the last event of the journal, by the time that has passed since. So
-deadlines stay what they were, also where the host was started again and its monotonic clock began anew.
+The loop's clock is the core's: it goes on from the last event of the journal, by the time that has passed since
+(`away`). So deadlines stay what they were, also where the host was started again and its monotonic clock began anew, or
+where its wall clock was set.
 """
 
 from __future__ import annotations
@@ -18,6 +19,7 @@ from kvforge.protocol.errors import Field, InvalidConfiguration, KvforgeError
 from kvforge.protocol.logs import tell
 from kvforge.protocol.steady_clock import monotonic_ns
 
+from .away import ClockFile, away_us, host_time
 from .config import CoordinatorConfig
 from .core.events import Boot
 from .core.limits import Limits
@@ -28,7 +30,6 @@ from .journal.log import Journal
 from .journal.recovery import Recovered
 
 GENERATION_BITS = 30  # of 31: the rest is for counting on
-AWAY_S_MAX = 365 * 86_400.0  # a clock that says more is wrong
 log = logging.getLogger("coordinator")
 
 
@@ -46,6 +47,7 @@ class Life:
         self._offset_us = self.numbers = 0
         self.again = False
         self._keeper: Keeper | None = None
+        self._clock_file: ClockFile | None = None
         self.journal: Journal | None = None
         limits = config.core_limits()
         if config.durability == "none":
@@ -55,6 +57,7 @@ class Life:
         keeper = self._keeper = Keeper(
             config.state_path, config.durability, journal.bytes_max, int(journal.replay_ms_max * 1e3)
         )
+        clock_file = self._clock_file = ClockFile(keeper.folder)
         try:
             found = self._found(keeper, limits, discard)
             self.machine = self._go_on(found) if found is not None else self._birth(limits)
@@ -66,6 +69,7 @@ class Life:
             keeper.close(keep=True)
             raise
         self.again = found is not None
+        clock_file.keep(self.now_us())
 
     def now_us(self) -> int:
         """Return the core's time in microseconds. It leaves out this process's own standstills."""
@@ -84,7 +88,8 @@ class Life:
     def turned(self, began_us: int) -> None:
         """A turn is over."""
         if self._keeper is not None:
-            now_us = self.now_us()
+            assert self._clock_file is not None
+            self._clock_file.keep(now_us := self.now_us())
             self._keeper.turned(self.machine, now_us - began_us, now_us, self.numbers)
 
     def rebuild(self) -> str:
@@ -103,6 +108,9 @@ class Life:
             keep = not ended or goes_on or self.machine.kept > 0
             if ended and keep:
                 self._keeper.leave_snapshot(self.machine, self.now_us(), self.numbers)
+            if not keep and self._clock_file is not None:
+                self._clock_file.remove()
+                self._clock_file = None
             self._keeper.close(keep=keep)
 
     # ----------------------------------------------------------------------------------------------------- where from
@@ -120,8 +128,10 @@ class Life:
         raise _fixed(found.machine, limits, keeper.folder)
 
     def _go_on(self, found: Recovered) -> Machine:
-        away_s = min(max(0.0, time.time() - found.written_s), AWAY_S_MAX)
-        self._offset_us = found.now_us + int(away_s * 1e6) - monotonic_ns() // 1000
+        assert self._clock_file is not None, "what goes on is kept in a folder"
+        anchor, away_s_max = self._clock_file.read(), self._config.journal.away_s_max
+        gone_us = away_us(anchor, found.now_us, found.written_s, host_time(), away_s_max)
+        self._offset_us = found.now_us + gone_us - monotonic_ns() // 1000
         self.numbers = found.numbers
         facts: dict[str, Field] = {
             "snapshot_ms": found.snapshot_us // 1000,

@@ -37,6 +37,7 @@ CANCEL_SHARE = 0.4
 # How often somebody asks on, with an answer in the prompt, where prompts and answers are not computed alike.
 TALK, TALK_SHARE = "talk", 0.06
 COORDINATOR = "k"
+WALL_JUMPS_S = (0.0, 0.0, -86_400.0, 3_600.0, 31_536_000.0)  # of the wall clock, while there is no coordinator
 # verb: weight
 MIX = {
     "submit": 22,
@@ -107,6 +108,7 @@ class Drawer:
     def __init__(self, settings: Settings, random: Random, deaths: Random | None = None) -> None:
         self._settings, self._random, self._deaths = settings, random, deaths or Draws("deaths")
         self._talks = Draws(f"talks/{settings.gap_us}/{settings.step_us}/{settings.workers}")
+        self._jumps = Draws(f"jumps/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._stands = Draws(f"stands/{settings.gap_us}/{settings.step_us}/{settings.workers}")
         self._requests = self._sequences = 0
         shared = [[self._token() for _ in range(settings.context)] for _ in range(3)]
@@ -164,7 +166,8 @@ class Drawer:
             return (at_us, "cut", COORDINATOR)
         how = random.choice((BEFORE, TORN, AFTER, AFTER, AFTER))
         part = random.randrange(WHOLE) if how == TORN else int(random.expovariate(0.5))
-        return (at_us, "crash", COORDINATOR, how, part, random.choice((100, 1_000, 8_000)))
+        back_us = random.choice((100, 1_000, 8_000))
+        return (at_us, "crash", COORDINATOR, how, part, back_us, self._jumps.choice(WALL_JUMPS_S))
 
     def _everyday(self) -> Iterator[Action]:
         at_us = 0

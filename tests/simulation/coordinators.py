@@ -447,7 +447,7 @@ class SimulatedCoordinator:
         if self.death is None or self.journal is None:
             return self.loop.turn(now_us)
         if self.journal.unwritten:  # of the turn before: it cannot go back to what is not known any more
-            self.death = Death(AFTER, 0, self.death.back_us)
+            self.death = Death(AFTER, 0, self.death.back_us, self.death.wall_jump_s)
         death = self.journal.death = self.death
         if death.how == AFTER:
             self._effects_left = death.part
@@ -474,7 +474,7 @@ class SimulatedCoordinator:
         self.dead = True
         self.close()
         now = self._books or Books(self._ledger, self._progress, self.checker, likeness(self.machine))
-        self._world.died(now, self.death.back_us)
+        self._world.died(now, self.death.back_us, self.death.wall_jump_s)
 
     def _probe(self, at_us: int) -> None:
         """Another Turn, after the last one and before the next is due, must change nothing: what it could do was left

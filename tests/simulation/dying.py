@@ -39,6 +39,7 @@ class Crash(Exception):
 class Death(NamedTuple):
     """How the next turn ends.
 
+    wall_jump_s: by which the wall clock is set before the next process is there.
     how: BEFORE its record is written; with the first `part` of WHOLE of it written (TORN); AFTER so many effects
     (`part`), or at its end where it has fewer. back_us: until the next process is there.
     """
@@ -46,6 +47,7 @@ class Death(NamedTuple):
     how: str
     part: int
     back_us: int
+    wall_jump_s: float = 0.0
 
 
 class Books(NamedTuple):

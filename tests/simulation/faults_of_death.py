@@ -10,6 +10,8 @@ from typing import Any
 
 import numpy as np
 
+from coordinator import life
+from coordinator.away import HostTime
 from coordinator.core.cache.changes import Change, Cleared
 from coordinator.core.commands.requests import RequestCommands
 from coordinator.core.commands.sessions import Sessions
@@ -287,3 +289,13 @@ def mirrors_go_on_over_a_restart() -> list[Patch]:
         original(self, [change for change in changes if not isinstance(change, Cleared)])
 
     return [(EventStream, "_send", send)]
+
+
+@fault
+def time_away_by_the_wall_clock() -> list[Patch]:
+    """The next process believes the wall clock, which may have been set."""
+
+    def away_us(_anchor: object, _last_us: int, written_s: float, now: HostTime, _most: float) -> int:
+        return max(0, int((now.wall_s - written_s) * 1e6))
+
+    return [(life, "away_us", away_us)]

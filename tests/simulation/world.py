@@ -13,6 +13,8 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
+from coordinator import life as lives
+from coordinator.away import Anchor, HostTime
 from coordinator.core.events import Boot
 from coordinator.core.requests.lifecycle import Request
 from coordinator.outbox import Sent
@@ -38,6 +40,7 @@ FULL_CHECK_EVERY = 128
 # A coordinator that went through more records than this before it was there makes a snapshot at once: the next one does
 # not go through them again.
 REPLAYED_MAX = 16
+HOST_BOOT, AWAY_S_MAX = "the only boot of this host", 300.0
 
 
 class World:
@@ -98,10 +101,10 @@ class World:
         journal.commit()
         return journal
 
-    def crash(self, how: str, part: int, back_us: int) -> None:
-        """The coordinator's process dies in its next turn."""
+    def crash(self, how: str, part: int, back_us: int, wall_jump_s: float = 0.0) -> None:
+        """The coordinator's process dies in its next turn, and the wall clock is set before the next one is there."""
         if self.coordinator.up and self.coordinator.death is None:
-            self.coordinator.death = Death(how, part, back_us)
+            self.coordinator.death = Death(how, part, back_us, wall_jump_s)
             self.coordinator.wake()
 
     @property
@@ -139,7 +142,7 @@ class World:
         if coordinator.up and journal is not None and not journal.unwritten:
             cut(journal, coordinator.machine, coordinator.machine._clock.now_us, self._numbers)
 
-    def died(self, before: Books, back_us: int) -> None:
+    def died(self, before: Books, back_us: int, wall_jump_s: float) -> None:
         """It did. before: what everybody could rely on. Another process makes its state anew."""
         self.ledger = before.ledger
         found = next_life(self._folder / "state", before)
@@ -152,7 +155,8 @@ class World:
         self.coordinator.goes_on(before)
         if found.records > REPLAYED_MAX:
             cut(journal, self.coordinator.machine, found.now_us, found.numbers)
-        self.clock.after(back_us, self._rise)
+        anchor, written_us = Anchor(HOST_BOOT, self.left_out_us), self.clock.now_us
+        self.clock.after(back_us, lambda: self._rise(found.now_us, anchor, written_us, wall_jump_s))
 
     def kept_pool(self, name: str, epoch: int) -> bool:
         """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
@@ -171,7 +175,12 @@ class World:
         if self._meetings.setdefault((name, epoch), meeting) != meeting:
             raise Violation(f"a rank of {name} is in a pool with others that it has not met")
 
-    def _rise(self) -> None:
+    def _rise(self, last_us: int, anchor: Anchor, written_us: int, wall_jump_s: float) -> None:
+        """The next process computes its time as the real one does, and must not notice that the wall clock was set."""
+        wall_s = self.clock.now_us / 1e6 + wall_jump_s
+        now = HostTime(HOST_BOOT, self.clock.now_us, wall_s)
+        steady_us = last_us + lives.away_us(anchor, last_us, written_us / 1e6, now, AWAY_S_MAX)
+        self.left_out_us = self.clock.now_us - steady_us
         self._rose_us = self.clock.now_us
         for side in (self.client_side, self.worker_side):
             side.rise()
