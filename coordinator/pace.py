@@ -2,8 +2,10 @@
 
 A crowd that breaks bounds, is disconnected and comes back is served as fast as it sends, and so keeps a core busy, and
 its own one too: honest peers then wait for the processor, not for their turn. Paced, it waits with full sockets, and
-costs a few per cent. Whoever was admitted, and has sent nothing wrong since, has standing, and is not paced; nor is
-anybody while bounds are broken now and then only: a neighbour with a fault must not cost newcomers their time.
+costs a few per cent. A peer that was admitted or has proved a key, and has sent nothing wrong since, has standing, and
+is not paced; nor is any while bounds are broken now and then only: a neighbour with a fault must not cost newcomers
+their time. Each paced look accepts many at once and has time for all that have come, so a newcomer that is about to
+prove its key waits for a few looks, and not for a queue of silent connections.
 """
 
 from __future__ import annotations
@@ -11,6 +13,7 @@ from __future__ import annotations
 TROUBLED_S = 1.0  # bounds are broken all the time where it is more than TROUBLES_MAX times in such a time
 TROUBLES_MAX = 16
 PACE_US = 20_000
+ACCEPTS_A_LOOK, LOOK_US = 32, 2_000  # of each door, and in all, of every PACE_US
 MESSAGES_MAX = 2  # that are taken of them in such a time
 
 

@@ -3,7 +3,8 @@
 Whatever a peer does, it costs a bounded amount, and those beside it do not notice:
 
 - so many connections are open at once, each within its process's descriptors; those that have not said hello yet are
-  few, and the oldest of them goes when there are too many, or after `connection.STRANGER_S`;
+  few, and one of them goes when there are too many (silent ones first, those that proved a key last), or after
+  `connection.STRANGER_S`;
 - messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
   loop only for a while: what was asked by then is answered before more is looked at. Each connection has a share of
   that while (`shares`). What has come is read for a while only, from each in turn; and while bounds are broken all the
@@ -37,9 +38,10 @@ from kvforge.protocol.steady_clock import monotonic_ns
 
 from . import zmtp
 from .connection import Connection, Room
-from .listener import Door, Listener
+from .listener import ACCEPTS_MAX, Door, Listener
 from .outbox import Frames, Sent, Who
-from .pace import Pace
+from .pace import ACCEPTS_A_LOOK, Pace
+from .pace import LOOK_US as PACED_LOOK_US
 from .rate import Rate
 from .shares import Shares
 from .slowed import Slowed
@@ -47,6 +49,7 @@ from .slowed import Slowed
 LINGER_S = 0.5
 LINGERING_MAX = 8
 FAULTS_MAX = 64
+SPEAK_S = 0.1  # so long a stranger has at least before its silence counts
 TOGETHER_MAX = 8  # messages to one peer: it begins with the first while the turn writes the next
 LOOKS_MAX = 4  # connections that are looked at between two looks at the time
 LOOK_US = 100  # for so long what has come is read at once
@@ -103,7 +106,7 @@ class Peers:
         rates: Callable[[Who], Rate | None] = _unlimited,
     ) -> None:
         """Binds each door. together: messages wait for `flush`, and leave together. rates: how many messages of
-        somebody are taken. Raises InvalidConfiguration."""
+        somebody are taken. Raises InvalidConfiguration, CoordinatorInUse."""
         self.limits = limits if limits is not None else PeerLimits()
         self.kind = kind
         self._numbers, self._on_silent, self._rates = numbers, on_silent, rates
@@ -133,8 +136,14 @@ class Peers:
         self._now_ns = self._beaten_ns = self._turn_ends_ns = monotonic_ns()
         # Those with standing; all others and the doors are in one within it, which is taken out while they are paced.
         self._epoll, self._others = select.epoll(), select.epoll()
-        listeners = [Listener(door, self._others) for door in doors]
-        self._listeners = {listener.fileno(): listener for listener in listeners}
+        self._listeners: dict[int, Listener] = {}
+        try:
+            for door in doors:
+                listener = Listener(door, self._others)
+                self._listeners[listener.fileno()] = listener
+        except BaseException:  # the doors that are open already are closed again
+            self.close()
+            raise
         self._epoll.register(self._others, select.EPOLLIN)
         self._paced = False
 
@@ -330,7 +339,7 @@ class Peers:
                 self._write(connection)
 
     def close(self) -> None:
-        """Closes everything; the socket's file is removed by the server. Idempotent."""
+        """Close everything, and remove the sockets' files. Idempotent."""
         for connection in list(self._by_identity.values()):
             self._close(connection)
         while self._lingering:
@@ -349,7 +358,7 @@ class Peers:
         self._stirred = self._others_came = False
         if self._shut:
             self._open(now_ns)
-        self._look_through(self._epoll, now_ns)
+        self._look_through(self._epoll, now_ns, LOOK_US)
         # Where there was no time to see whether the others came, they are looked at: nobody waits for all the rest.
         if (self._others_came or self._stirred or self._pace.troubled) and self._pace.begins(now_ns):
             self._look_at_others()
@@ -364,14 +373,14 @@ class Peers:
     def _look_at_others(self) -> None:
         """Those without standing, and whoever comes in."""
         stirred = self._stirred
-        self._look_through(self._others, monotonic_ns())
+        self._look_through(self._others, monotonic_ns(), PACED_LOOK_US if self._paced else LOOK_US)
         if bool(self._pace.again_ns) != self._paced:
             self._change_pace()
         if self._paced:
             self._stirred = stirred
 
-    def _look_through(self, epoll: select.epoll, now_ns: int) -> None:
-        """Looks at each once, while there is time."""
+    def _look_through(self, epoll: select.epoll, now_ns: int, for_us: int) -> None:
+        """Look at each once, for `for_us` at most."""
         left = len(self._by_descriptor) + 1
         while events := epoll.poll(0, LOOKS_MAX):  # those that were looked at go to the end of its queue
             for descriptor, what in events:
@@ -379,7 +388,7 @@ class Peers:
             left -= len(events)
             if len(events) < LOOKS_MAX or left <= 0:
                 return
-            if monotonic_ns() - now_ns >= LOOK_US * 1000:
+            if monotonic_ns() - now_ns >= for_us * 1000:
                 self._stirred = True
                 return
 
@@ -398,7 +407,7 @@ class Peers:
         connection = self._by_descriptor.get(descriptor)
         if connection is None:
             if (listener := self._listeners.get(descriptor)) is not None:
-                for socket in listener.accept(now_ns):
+                for socket in listener.accept(now_ns, ACCEPTS_A_LOOK if self._paced else ACCEPTS_MAX):
                     self._welcome(socket, listener.door)
                 self._shut = self._shut or listener.again_ns > 0
             elif descriptor == self._others.fileno():
@@ -422,6 +431,8 @@ class Peers:
         if connection.read(self._now_ns):
             self._stirred = True
         connection.head = self._next(connection)
+        if connection.reader.key and not connection.trusted and not connection.faults:
+            self._stand(connection)
         if connection.head is not None:
             self._list(connection)
         else:
@@ -449,6 +460,11 @@ class Peers:
             if trusted and connection in self._put_off:
                 self._put_off.remove(connection)
                 self._ready.append(connection)
+
+    def _stand(self, connection: Connection) -> None:
+        """It has proved a key of the list: it does not wait among strangers for its hello to be heard."""
+        if connection.identity in self._by_identity:
+            self._trust(connection, True)
 
     def _epoll_of(self, connection: Connection) -> select.epoll:
         return self._epoll if connection.trusted else self._others
@@ -479,7 +495,7 @@ class Peers:
             socket.close()
             return
         if len(self._strangers) >= self.limits.strangers_max:
-            self._drop(next(iter(self._strangers.values())), "it said no hello, and others want to")
+            self._drop(self._least_promising(), "it said no hello, and others want to")
         socket.setblocking(False)
         self._made += 1
         connection = Connection(socket, b"%d" % self._made, door, self.limits.room, self._now_ns)
@@ -488,6 +504,22 @@ class Peers:
         connection.command(connection.reader.greeting, self._now_ns)
         self._note_end(connection)
         self._register(connection)
+
+    def _least_promising(self) -> Connection:
+        """The stranger that makes room: the oldest that has said nothing though it had the time, else the oldest of
+        those without a proved key, else the oldest."""
+        oldest = None
+        for connection in self._strangers.values():
+            if self._now_ns - connection.opened_ns < SPEAK_S * 1e9:
+                break
+            if not connection.reader.spoke:
+                return connection
+        for connection in self._strangers.values():
+            if not connection.reader.key:
+                return connection
+            oldest = oldest or connection
+        assert oldest is not None, "there are strangers"
+        return oldest
 
     # ------------------------------------------------------------------------------------------------------ what goes
 

@@ -97,6 +97,11 @@ class Reader:
         return self._ready
 
     @property
+    def spoke(self) -> bool:
+        """Whether the peer's greeting has come whole."""
+        return self._greeted
+
+    @property
     def left(self) -> bool:
         """Whether bytes are there that were not looked at, or not understood yet."""
         return self._at < len(self._data)
