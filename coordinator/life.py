@@ -99,7 +99,10 @@ class Life:
             KvforgeError: The folder cannot be made, or cannot be written to.
         """
         assert self._keeper is not None
-        return self._keeper.rebuild(self.machine, self.now_us(), self.numbers)
+        done = self._keeper.rebuild(self.machine, self.now_us(), self.numbers)
+        self._clock_file = ClockFile(self._keeper.folder)
+        self._clock_file.keep(self.now_us())
+        return done
 
     def close(self, ended: bool) -> None:
         """ended: as it was told to; then nothing is kept that nobody can ask for. Idempotent."""

@@ -19,11 +19,6 @@ PLAIN = {
     "coordinator/journal/log.py": "spaces out a line of the log",
     "coordinator/journal/recovery.py": "measures recovery",
     "coordinator/server.py": "measures spinning; feeds systemd's watchdog, whose clock runs on",
-    "gateway/access/callers.py": "compares dates that a key file names",
-    "gateway/access/rates.py": "fills a token bucket: more time is more tokens",
-    "gateway/metrics/counting.py": "measures requests",
-    "gateway/page/actions.py": "fills a token bucket: more time is more tokens",
-    "gateway/page/sampler.py": "draws charts",
     "gateway/serve/main.py": "feeds systemd's watchdog, whose clock runs on",
     "kvforge/client/dialler.py": "measures how long a connection lasted, between calls too",
     "kvforge/client/link.py": "says when a message came; bounds what one pump takes in",
@@ -42,13 +37,18 @@ PLAIN = {
 WALL = {
     "coordinator/away.py",
     "coordinator/life.py",
-    "gateway/generate/service.py",
-    "gateway/openai/chat.py",
-    "gateway/openai/completions.py",
-    "gateway/openai/responses.py",
 }
 PLAIN_CLOCKS = {"monotonic", "monotonic_ns", "time", "time_ns", "perf_counter", "perf_counter_ns"}
-ROOMS = ("coordinator", "gateway", "kvforge/client", "kvforge/launch", "protocol", "worker/step")
+# Where peers are judged by when they were heard last.
+ROOMS = (
+    "coordinator",
+    "gateway/replicas",
+    "gateway/serve",
+    "kvforge/client",
+    "kvforge/launch",
+    "protocol",
+    "worker/step",
+)
 
 
 class Hand:
