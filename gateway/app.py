@@ -30,6 +30,7 @@ from gateway.metrics.routes import Source
 from gateway.metrics.routes import routes as metrics
 from gateway.metrics.shared import Counts
 from gateway.openai.routes import OpenAI
+from gateway.openapi.routes import routes as described
 from gateway.page.routes import routes as page
 from gateway.parse import Format
 from gateway.replicas.fleet import Fleet
@@ -133,6 +134,7 @@ def make_app(
         Route("/version", version, methods=["GET"]),
         *OpenAI(service, settings).routes(guard),
         *Anthropic(service, settings).routes(guard),
+        *described(),
     ]
     counts = Counts([route.path for route in routes if "{" not in route.path], counted)
     source = None if settings.endpoint or settings.replicas else Source(settings.folder)

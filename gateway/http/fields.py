@@ -121,6 +121,16 @@ class Reader(Generic[T]):
         self._root = self._node(inspect.type_info(kind))
 
     @property
+    def kind(self) -> type[T]:
+        """The structure."""
+        return self._kind
+
+    @property
+    def known_fields(self) -> dict[type, Mapping[str, Known]]:
+        """The fields that are known and not read, by the structure that they would be in."""
+        return {kind: node.known for kind, node in self._made.items()}
+
+    @property
     def names(self) -> frozenset[str]:
         """The fields of a body that are read or known."""
         return frozenset({*(self._root.fields or ()), *self._root.known})

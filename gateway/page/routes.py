@@ -76,7 +76,7 @@ def _file_routes() -> list[Route]:
         return serve
 
     paths = {name: "/" if name == files.INDEX else f"/page/{name}" for name in found}
-    return [Route(paths[name], serving(file), methods=["GET"]) for name, file in found.items()]
+    return [Route(paths[name], serving(file), methods=["GET"], include_in_schema=False) for name, file in found.items()]
 
 
 def _may(allowed: Allowed, request: Request) -> bool:

@@ -26,12 +26,14 @@ from gateway.generate.generation import Bell, Generation, Wanted
 from gateway.generate.service import Model
 from gateway.http.guard import Guard
 from gateway.openai.routes import OpenAI
+from gateway.openapi.routes import routes as described
+from gateway.page.routes import routes as page_routes
 from gateway.parse import choose
 from gateway.text.inline import InlineText
-from kvforge.client.aio import AsyncStreams
+from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import KvforgeError
-from kvforge.protocol.messages import Ended, Int32Array, ModelInfo, Timings
+from kvforge.protocol.messages import Ended, Explanation, Int32Array, ModelInfo, Timings
 from kvforge.text.tokenizer import Tokenizer
 
 EOS = "<|im_end|>"
@@ -231,7 +233,23 @@ def application(
         Any, Service(script, tokenizer(template), Hygiene(settings.strip, settings.move), context, settings.tool_format)
     )
     guard = Guard(Access(settings))
-    return Starlette(routes=[*OpenAI(service, settings).routes(guard), *Anthropic(service, settings).routes(guard)])
+    apis = [*OpenAI(service, settings).routes(guard), *Anthropic(service, settings).routes(guard)]
+    return Starlette(routes=[*apis, *described()])
+
+
+class Coordinator:
+    """What the page asks of `AsyncClient`, played: everything is done and explained."""
+
+    async def cancel(self, request: int) -> None: ...
+    async def drain(self, deadline_s: float | None = None) -> None: ...
+    async def explain(self, **subject: Any) -> Explanation:
+        return Explanation(rid=1, subject=str(subject), sentences=("It is so.",), facts={})
+
+
+def page() -> Starlette:
+    """The paths of the page, for everyone."""
+    played = cast(AsyncClient, Coordinator())
+    return Starlette(routes=[*page_routes(lambda: played, allowed=lambda request, right: None), *described()])
 
 
 def client(app: Starlette) -> httpx.AsyncClient:

@@ -15,8 +15,9 @@ from typing import Any
 
 import httpx
 import pytest
+from starlette.applications import Starlette
 
-from .scripted import NAME, Script, application, client
+from .scripted import NAME, Script, application, client, page
 
 SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}, "required": ["city"]}
 FUNCTION = {"name": "f", "description": "d", "parameters": SCHEMA, "strict": False}
@@ -61,6 +62,8 @@ BLOCKS = [
     {"type": "tool_use", "id": "c", "name": "f", "input": {"city": "x"}},
 ]
 RESULT = {"type": "tool_result", "tool_use_id": "c", "content": [{"type": "text", "text": "warm"}], "is_error": False}
+SMALL = {"role": "user", "content": [{"type": "text", "text": "Hi"}]}
+SMALL_ITEM = {"role": "user", "content": [{"type": "input_text", "text": "Hi"}]}
 CONVERSATION: dict[str, Any] = {
     "model": NAME,
     "system": [{"type": "text", "text": "s"}],
@@ -120,7 +123,11 @@ BODIES: dict[str, dict[str, Any]] = {
         "stop_sequences": ["x"],
         "metadata": {"user_id": "u"},
     },
+    "/v1/messages small": {"model": NAME, "max_tokens": 5, "messages": [SMALL]},
     "/v1/messages/count_tokens": CONVERSATION,
+    "/v1/messages/count_tokens small": {"model": NAME, "messages": [SMALL]},
+    "/v1/chat/completions small": {"messages": [SMALL]},
+    "/v1/responses small": {"input": [SMALL_ITEM]},
     "/tokenize": {"model": NAME, "messages": CHAT_MESSAGES, "tools": [{"type": "function", "function": FUNCTION}]},
     "/tokenize text": {"prompt": "a", "add_special_tokens": True, "return_token_strs": True},
     "/detokenize": {"tokens": [1, 2, 3], "model": NAME},
@@ -229,12 +236,15 @@ def check(path: str, sent: bytes, answer: httpx.Response) -> None:
     if path.startswith("/v1/messages"):
         assert found["type"] == "error" and found["request_id"] == answer.headers["request-id"], shown
     else:
-        assert set(error) == {"message", "type", "param", "code"} and answer.headers["x-request-id"], shown
+        assert set(error) == {"message", "type", "param", "code"}, shown
+        assert path.startswith("/page/") or answer.headers["x-request-id"], shown
 
 
-def post_all(path: str, bodies: list[bytes], headers: tuple[tuple[str, bytes], ...] = ()) -> set[int]:
+def post_all(
+    path: str, bodies: list[bytes], headers: tuple[tuple[str, bytes], ...] = (), app: Starlette | None = None
+) -> set[int]:
     """Sends them, each with each of the headers, and checks each answer. Returns the statuses."""
-    app = application(Script(['<tool_call>{"name": "f", "arguments": {"city": "x'], reason="length", step=1000))
+    app = app or application(Script(['<tool_call>{"name": "f", "arguments": {"city": "x'], reason="length", step=1000))
 
     async def post() -> set[int]:
         statuses = set()
@@ -290,3 +300,19 @@ HEADER_VALUES = (
 def test_headers_of_any_value(name: str) -> None:
     headers = tuple(product(HEADERS, HEADER_VALUES))
     assert post_all(name.partition(" ")[0], [json.dumps(BODIES[name]).encode()], headers) <= {200, 400, 409, 415}
+
+
+@pytest.mark.parametrize(("path", "body"), [("/page/cancel", {"request": 1}), ("/page/drain", {"deadline_s": 1.5})])
+def test_an_action_of_the_page(path: str, body: dict[str, Any]) -> None:
+    sender = {"x-kvforge-page": "1", "origin": "http://localhost", "content-type": "application/json"}
+
+    async def post() -> set[int]:
+        statuses = set()
+        async with client(page()) as http:
+            for sent in [*WHOLE, *damaged(body)]:
+                answer = await http.post(path, content=sent, headers=sender)
+                check(path, sent, answer)
+                statuses.add(answer.status_code)
+        return statuses
+
+    assert asyncio.run(post()) == {200, 400, 413}

@@ -1,0 +1,197 @@
+"""Every path that is served, with what it reads and answers.
+
+Bodies are the structures that the paths decode. A test compares this table with the routes of the application, and asks
+each path what the table says of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+from gateway.anthropic import messages
+from gateway.http.errors import ANTHROPIC, OPENAI, api_of
+from gateway.http.fields import Reader
+from gateway.http.keys import KEY_HEADER, RESUME_HEADER, SESSION_HEADER
+from gateway.openai import chat, completions, responses, tokens
+from gateway.page import actions
+
+JSON, EVENTS, TEXT = "application/json", "text/event-stream", "text/plain"
+OPENMETRICS = "application/openmetrics-text"
+Schema = Mapping[str, Any]
+STRING: Schema = {"type": "string"}
+INTEGER: Schema = {"type": "integer"}
+ANY: Schema = {}
+
+
+def _object(**properties: Schema) -> Schema:
+    """An object that has these members, among others."""
+    return {"type": "object", "required": sorted(properties), "properties": properties}
+
+
+def _list(items: Schema) -> Schema:
+    return {"type": "array", "items": items}
+
+
+@dataclass(frozen=True, slots=True)
+class Parameter:
+    """A parameter beside the body. place: "path", "query" or "header"."""
+
+    name: str
+    place: str
+    why: str
+    schema: Schema = field(default_factory=lambda: STRING)
+
+
+@dataclass(frozen=True, slots=True)
+class Operation:
+    """One method of one path.
+
+    Attributes:
+        method: In lower case.
+        path: With the names of its parameters in braces.
+        summary: One sentence.
+        body: What reads the body, or the structure itself; None: there is no body, or it is not read.
+        answers: The schema of an answer by its status and media type.
+        parameters: What is read beside the body.
+    """
+
+    method: str
+    path: str
+    summary: str
+    body: Reader[Any] | type | None = None
+    answers: Mapping[str, Mapping[str, Schema]] = field(default_factory=dict)
+    parameters: tuple[Parameter, ...] = ()
+
+    @property
+    def errors(self) -> str:
+        """The name of the schema of its errors."""
+        return {id(OPENAI): "OpenAIError", id(ANTHROPIC): "AnthropicError"}[id(api_of(self.path, ()))]
+
+
+_SESSION = Parameter(SESSION_HEADER, "header", "Requests with the same value go to the same replica.")
+_KEY = Parameter(
+    KEY_HEADER, "header", "The request goes on when its connection is lost, and is the same when sent again."
+)
+_RESUME = Parameter(RESUME_HEADER, "header", "With the same key: the tokens of the answer that the caller has.")
+_GENERATING = (_KEY, _RESUME, _SESSION)
+_PAGE = Parameter(actions.HEADER, "header", "1, as the page at / sends it.")
+_USAGE = _object(prompt_tokens=INTEGER, completion_tokens=INTEGER, total_tokens=INTEGER)
+_CHOICES = _object(
+    id=STRING, object=STRING, created=INTEGER, model=STRING, choices=_list(_object(index=INTEGER)), usage=_USAGE
+)
+_MODEL = _object(id=STRING, object={"const": "model"}, created=INTEGER, owned_by=STRING, max_model_len=INTEGER)
+_READY = _object(ready={"type": "boolean"}, reason=STRING)
+
+
+def _whole(schema: Schema, *, streams: bool = False) -> Mapping[str, Mapping[str, Schema]]:
+    return {"200": {JSON: schema, **({EVENTS: STRING} if streams else {})}}
+
+
+OPERATIONS = (
+    Operation(
+        "post",
+        "/v1/chat/completions",
+        "Continue a conversation.",
+        chat.READER,
+        _whole(_CHOICES, streams=True),
+        _GENERATING,
+    ),
+    Operation(
+        "post",
+        "/v1/completions",
+        "Continue texts, or lists of token ids.",
+        completions.READER,
+        _whole(_CHOICES, streams=True),
+        _GENERATING,
+    ),
+    Operation(
+        "post",
+        "/v1/responses",
+        "Continue a conversation of items; nothing is stored.",
+        responses.READER,
+        _whole(
+            _object(id=STRING, object={"const": "response"}, status=STRING, output=_list(_object(type=STRING))),
+            streams=True,
+        ),
+        _GENERATING,
+    ),
+    Operation("post", "/v1/embeddings", "Refused: this service generates text."),
+    Operation(
+        "get",
+        "/v1/models",
+        "List the names that the model is served under.",
+        answers=_whole(_object(object={"const": "list"}, data=_list(_MODEL))),
+    ),
+    Operation(
+        "get",
+        "/v1/models/{name}",
+        "Describe the model.",
+        answers=_whole(_MODEL),
+        parameters=(Parameter("name", "path", "A name that it is served under."),),
+    ),
+    Operation(
+        "post",
+        "/v1/messages",
+        "Continue a conversation, in Anthropic's way.",
+        messages.CREATE,
+        _whole(
+            _object(
+                id=STRING,
+                type={"const": "message"},
+                role={"const": "assistant"},
+                model=STRING,
+                content=_list(_object(type=STRING)),
+                stop_reason=STRING,
+                stop_sequence={"type": ["string", "null"]},
+                usage=_object(input_tokens=INTEGER, output_tokens=INTEGER),
+            ),
+            streams=True,
+        ),
+        (_KEY, _SESSION),
+    ),
+    Operation(
+        "post",
+        "/v1/messages/count_tokens",
+        "Count the tokens of a conversation.",
+        messages.COUNT,
+        _whole(_object(input_tokens=INTEGER)),
+    ),
+    Operation(
+        "post",
+        "/tokenize",
+        "The token ids of a text or a conversation.",
+        tokens.TOKENIZE,
+        _whole(_object(count=INTEGER, max_model_len=INTEGER, tokens=_list(INTEGER))),
+    ),
+    Operation("post", "/detokenize", "The text of token ids.", tokens.DETOKENIZE, _whole(_object(prompt=STRING))),
+    Operation(
+        "get",
+        "/health",
+        "Whether a request would be served.",
+        answers={"200": {JSON: _READY}, "503": {JSON: _READY}},
+    ),
+    Operation(
+        "get",
+        "/readyz",
+        "The same as /health, by the name that Kubernetes has for it.",
+        answers={"200": {JSON: _READY}, "503": {JSON: _READY}},
+    ),
+    Operation("get", "/livez", "Whether this process answers.", answers=_whole(_object())),
+    Operation("get", "/version", "The version of kvforge.", answers=_whole(_object(version=STRING))),
+    Operation("get", "/metrics", "Metrics for Prometheus.", answers={"200": {TEXT: STRING, OPENMETRICS: STRING}}),
+    Operation("get", "/page/events", "What the page at / shows, as events.", answers={"200": {EVENTS: STRING}}),
+    Operation(
+        "get",
+        "/page/explain",
+        "Why a block, a request or a tenant is as it is.",
+        answers=_whole(_object(subject=STRING, sentences=_list(STRING), facts=ANY)),
+        parameters=tuple(
+            Parameter(name, "query", f"The {name}; one of {', '.join(actions.SUBJECTS)} is given.")
+            for name in actions.SUBJECTS
+        ),
+    ),
+    Operation("post", "/page/cancel", "Cancel a request.", actions.Cancel, _whole(_object()), (_PAGE,)),
+    Operation("post", "/page/drain", "Admit no more requests.", actions.Drain, _whole(_object()), (_PAGE,)),
+)

@@ -1,0 +1,92 @@
+"""Schemathesis asks every operation of `/openapi.json`, with data that fits the document and data that does not.
+
+Its examples are bounded and derived from the document alone: a run repeats the last one.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import schemathesis
+from hypothesis import HealthCheck, Phase, given, settings
+from schemathesis import GenerationMode
+from schemathesis.checks import not_a_server_error
+from schemathesis.specs.openapi.checks import (
+    content_type_conformance,
+    response_schema_conformance,
+    status_code_conformance,
+)
+
+from gateway.access import Access
+from gateway.app import make_app
+from gateway.config import Settings
+from gateway.openapi.operations import OPERATIONS
+from tests.gateway.scripted import NAME, Script, application, page
+
+EXAMPLES = 12
+DOCUMENTED = [content_type_conformance, response_schema_conformance, status_code_conformance]
+APIS = [one for one in OPERATIONS if one.path.startswith(("/v1/", "/tokenize", "/detokenize"))]
+PAGE = [one for one in OPERATIONS if one.path.startswith("/page/") and one.path != "/page/events"]  # that has no end
+UNREADY = [one for one in OPERATIONS if not one.path.startswith("/page/")]
+
+
+def ask(app: Any, label: str, mode: GenerationMode, checks: list[Any]) -> set[int]:
+    """Asks one operation. Returns the statuses of its answers."""
+    schema = schemathesis.openapi.from_asgi("/openapi.json", app)
+    operation = next(found.ok() for found in schema.get_all_operations() if found.ok().label == label)
+    seen = set()
+
+    @settings(
+        max_examples=EXAMPLES,
+        derandomize=True,
+        deadline=None,
+        database=None,
+        phases=[Phase.explicit, Phase.generate],
+        suppress_health_check=list(HealthCheck),
+    )
+    @given(case=operation.as_strategy(generation_mode=mode))
+    def each(case: Any) -> None:
+        if isinstance(case.body, dict) and isinstance(case.body.get("model"), str):
+            case.body["model"] = NAME  # of another name, a request is not looked into
+        answer = case.call(base_url="http://localhost")
+        case.validate_response(answer, checks=checks)
+        seen.add(answer.status_code)
+
+    each()
+    return seen
+
+
+def label_of(operation: Any) -> str:
+    return f"{operation.method.upper()} {operation.path}"
+
+
+def scripted() -> Any:
+    return application(Script(['<tool_call>{"name": "f", "arguments": {"a'], reason="length", step=1000))
+
+
+@pytest.mark.parametrize("operation", APIS, ids=label_of)
+def test_an_api_serves_or_refuses_what_fits(operation: Any) -> None:
+    statuses = ask(scripted(), label_of(operation), GenerationMode.POSITIVE, [not_a_server_error, *DOCUMENTED])
+    assert statuses and max(statuses) < 500
+
+
+@pytest.mark.parametrize("operation", [one for one in APIS if one.body is not None], ids=label_of)
+def test_an_api_serves_or_refuses_what_does_not_fit(operation: Any) -> None:
+    statuses = ask(scripted(), label_of(operation), GenerationMode.NEGATIVE, [not_a_server_error, *DOCUMENTED])
+    assert max(statuses) < 500 and 400 in statuses
+
+
+@pytest.mark.parametrize("operation", PAGE, ids=label_of)
+def test_a_path_of_the_page_answers_as_it_is_documented(operation: Any) -> None:
+    statuses = ask(page(), label_of(operation), GenerationMode.POSITIVE, [not_a_server_error, *DOCUMENTED])
+    assert statuses and statuses <= {200, 400, 403, 429}
+
+
+@pytest.mark.parametrize("operation", UNREADY, ids=label_of)
+def test_every_other_path_of_an_unready_gateway_answers_as_it_is_documented(operation: Any, tmp_path: Path) -> None:
+    folder = Settings(runtime_dir=str(tmp_path))
+    app = make_app(folder, Access(folder))
+    statuses = ask(app, label_of(operation), GenerationMode.POSITIVE, DOCUMENTED)
+    assert statuses and statuses <= {200, 400, 503}
