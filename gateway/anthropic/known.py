@@ -6,8 +6,10 @@ Each is harmless with the values that say what happens anyway, and refused by it
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
+from gateway.http.errors import ThreadsUnsupported
 from gateway.http.fields import Known, Mine, Table, left_out, no_effect, only
 
 from . import asked
@@ -50,7 +52,7 @@ _CONVERSATION: Mapping[str, Known] = {
     "fallbacks": no_effect("there is one model"),
     "mcp_servers": left_out("tools of MCP servers are run by Anthropic itself", []),
     "speed": no_effect("there is one"),
-    "thread": only("conversations are not stored here: send all messages"),
+    "thread": replace(only("conversations are not stored here: send all messages"), refusal=ThreadsUnsupported),
     "user_profile_id": no_effect("a label of the caller's own"),
     "workspace_id": no_effect("a label of the caller's own"),
 }

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from gateway.access.errors import Unauthenticated
 from kvforge.protocol.errors import (
@@ -92,6 +92,15 @@ class ContextOverflow(InvalidRequest):
         return f"{over}, decrease input length or `max_tokens` and try again"
 
 
+class ThreadsUnsupported(InvalidRequest):
+    """A conversation would have to be stored.
+
+    Anthropic's SDKs ask for that in their loops of tools. Where they read these details they send all messages instead.
+    """
+
+    details: ClassVar[dict[str, Any]] = {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+
+
 class TooSlow(InvalidRequest):
     """It takes too long to come."""
 
@@ -139,6 +148,8 @@ def anthropic_error(error: KvforgeError, request_id: str = "") -> dict[str, Any]
     kind = "request_too_large" if isinstance(error, TooLarge) else kind
     message = error.anthropic_message if isinstance(error, ContextOverflow) else error.message
     said: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message, "code": error.code}}
+    if isinstance(error, ThreadsUnsupported):
+        said["error"]["details"] = error.details
     return said | ({"request_id": request_id} if request_id else {})
 
 

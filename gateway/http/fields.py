@@ -29,12 +29,14 @@ class Known:
         harmless: Whether the answer with this value is the answer without the field. None: with any value.
         accepted: The harmless values, for the documentation.
         left_out: Any other value is left out and named, as an unknown field is, instead of refused.
+        refusal: The error of any other value.
     """
 
     why: str
     harmless: Callable[[Any], bool] | None = None
     accepted: str = "any value"
     left_out: bool = False
+    refusal: type[InvalidRequest] = InvalidRequest
 
     def check(self, name: str, value: Any, ignored: Ignored) -> None:
         """Refuse a value that would change the answer, or leave it out.
@@ -46,7 +48,7 @@ class Known:
             return
         problem = f"{self.why} (accepted: {self.accepted})"
         if not self.left_out:
-            raise InvalidRequest(name, problem)
+            raise self.refusal(name, problem)
         ignored.add(name, problem)
 
 

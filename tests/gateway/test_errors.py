@@ -250,3 +250,17 @@ def test_a_list_of_models_is_read_by_clients_of_both_apis() -> None:
         assert [ModelInfo.model_validate(one).display_name for one in listed["data"]] == [NAME, "other"]
         if headers:
             assert (listed["first_id"], listed["last_id"], listed["has_more"]) == (NAME, "other", False)
+
+
+def test_a_thread_is_refused_so_that_clients_send_all_messages() -> None:
+    """Anthropic's SDKs go on without a thread where the refusal has these details."""
+    body = {**BODIES[MESSAGES], "thread": {"type": "create"}}
+    for path in (MESSAGES, f"{MESSAGES}/count_tokens"):
+        response = ask(application(Script()), path, body)
+        assert response.status_code == 400
+        error = response.json()["error"]
+        assert error["details"] == {"error_code": "thread_unsupported_request", "unsupported": ["thread"]}
+        assert error["message"].startswith("thread: conversations are not stored here")
+    assert (
+        "details" not in ask(application(Script()), MESSAGES, {**body, "thread": None, "messages": 1}).json()["error"]
+    )
