@@ -90,13 +90,14 @@ class Stream:
     """What `AsyncStream` is, played."""
 
     def __init__(
-        self, script: Script, request_id: int, prompt: int, ids: list[int], changed: Callable[[], None]
+        self, script: Script, request_id: int, prompt: int, ids: list[int], changed: Callable[[], None], reason: str
     ) -> None:
         self.request_id, self.error, self.ended = 0, None, cast(Ended | None, None)
         self.tokens: list[int] = []
         self.logprobs: list[float] = []
         self.tops: list[tuple[tuple[int, float], ...]] = []
         self._script, self._id, self._prompt, self._ids, self._changed = script, request_id, prompt, ids, changed
+        self._reason = reason
         self._limit: int | None = None
         self._gone = False
         self.failure: KvforgeError | None = None
@@ -149,7 +150,7 @@ class Stream:
             del column[kept:]  # type: ignore[attr-defined]
         self.ended = Ended(
             request_id=self._id,
-            reason="stop" if self._limit is not None else self._script.reason,
+            reason="stop" if self._limit is not None else self._reason,
             generated_tokens=kept,
             prompt_tokens=self._prompt,
             cached_tokens=self._script.cached,
@@ -182,10 +183,12 @@ class Streams:
                 text = script.reply(self._spoken.stream(continues=True, keep=frozenset(SPECIAL)).push(prompt.tolist()))
             else:
                 text = script.answers.pop(0) if len(script.answers) > 1 else script.answers[0]
-            ids = self._spoken.encode(text, special=False)[: options.max_tokens]
-            if script.reason == "stop":
+            ids = self._spoken.encode(text, special=False)
+            reason = "length" if len(ids) > options.max_tokens else script.reason
+            ids = ids[: options.max_tokens]
+            if reason == "stop":
                 ids += self._spoken.encode(EOS, special=False)
-            streams.append(Stream(script, self._next, len(prompt), ids, changed))
+            streams.append(Stream(script, self._next, len(prompt), ids, changed, reason))
             self._next += 1
         return tuple(streams)
 

@@ -21,9 +21,9 @@ def stage() -> Iterator[Stage]:
 
 
 @pytest.fixture
-def home(tmp_path: Path) -> Home:
+def home(tmp_path: Path, stage: Stage) -> Home:
     """Folders of a client of this test alone."""
-    return Home(tmp_path)
+    return Home(tmp_path, stage.proxy)
 
 
 @pytest.fixture(scope="session")

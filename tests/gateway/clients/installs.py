@@ -41,8 +41,8 @@ def node_modules() -> Path:
     Raises:
         Missing: There is no npm, no network, or no Linux on a known processor.
     """
-    if sys.platform != "linux" or platform.machine() not in ARCHITECTURES:
-        raise Missing(f"no builds of these clients are locked for {sys.platform} on {platform.machine()}")
+    if (problem := unlocked()) is not None:
+        raise Missing(problem)
     npm = shutil.which("npm")
     if npm is None:
         raise Missing("npm is not on the PATH")
@@ -55,9 +55,16 @@ def node_modules() -> Path:
         quiet = ["--ignore-scripts", "--no-audit", "--no-fund", "--no-progress", "--loglevel=error"]
         # Not `npm ci`: it wants builds for every other platform in the lock, and not each registry has them all.
         _run([npm, "install", *quiet, "--cache", str(cache)], folder)
-        shutil.rmtree(cache)
+        shutil.rmtree(cache, ignore_errors=True)
 
     return _installed(f"npm-{_key(package, lock)}", install) / "node_modules"
+
+
+def unlocked() -> str | None:
+    """Why the npm packages do not run on this machine; None: they do."""
+    if sys.platform == "linux" and platform.machine() in ARCHITECTURES:
+        return None
+    return f"no builds of these clients are locked for {sys.platform} on {platform.machine()}"
 
 
 def platform_package(modules: Path, name: str) -> Path:

@@ -11,8 +11,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 CLIENT_S = 120.0
-# A port that no service listens on: whoever honours a proxy gets no further than this machine.
-NOWHERE = "http://127.0.0.1:9"
 OFF = {
     "CI": "1",
     "DO_NOT_TRACK": "1",
@@ -20,12 +18,7 @@ OFF = {
     "NO_COLOR": "1",
     "NO_UPDATE_NOTIFIER": "1",
     "TERM": "dumb",
-    "HTTP_PROXY": NOWHERE,
-    "HTTPS_PROXY": NOWHERE,
-    "ALL_PROXY": NOWHERE,
-    "NO_PROXY": "127.0.0.1,localhost",
 }
-PROXIES = ("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY", "NO_PROXY")
 
 
 @dataclass(frozen=True)
@@ -42,9 +35,10 @@ class Ended:
 
 @dataclass(frozen=True)
 class Home:
-    """Folders of one client: its home, and the folder that it works in."""
+    """Folders of one client, its home and the folder that it works in, and the proxy that it is given."""
 
     path: Path
+    proxy: str
 
     @property
     def work(self) -> Path:
@@ -75,7 +69,9 @@ class Home:
             Its exit status and what it printed.
         """
         path = os.pathsep.join(filter(None, (env.get("PATH"), os.environ["PATH"])))
-        proxies = {name.lower(): OFF[name] for name in PROXIES}
+        proxies = dict.fromkeys(("HTTP_PROXY", "HTTPS_PROXY", "ALL_PROXY"), self.proxy)
+        proxies["NO_PROXY"] = "127.0.0.1,localhost"
+        proxies |= {name.lower(): value for name, value in proxies.items()}
         folders = {"HOME": str(self.home), "TMPDIR": str(self._made("tmp")), "LANG": "C.UTF-8"}
         process = subprocess.Popen(
             [str(word) for word in command],

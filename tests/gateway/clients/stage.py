@@ -10,6 +10,7 @@ import json
 import re
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from types import TracebackType
 from typing import Any, Self
@@ -118,13 +119,21 @@ class Play:
 
 
 class Stage:
-    """The server; it ends with the `with` block."""
+    """The server; it ends with the `with` block.
+
+    Attributes:
+        url: Where the gateway is.
+        proxy: A proxy that refuses everything. Clients are given it, so that they reach nothing beyond this machine.
+        outside: What clients asked the proxy for since `play`.
+    """
 
     def __init__(self) -> None:
         self._script = Script()
         self._recorder = Recorder(application(self._script, Settings(), context=CONTEXT))
         self._socket = listening("127.0.0.1", 0)
-        self.url = url_of("127.0.0.1", self._socket)
+        self._refusing = listening("127.0.0.1", 0)
+        self.url, self.proxy = url_of("127.0.0.1", self._socket), url_of("127.0.0.1", self._refusing)
+        self.outside: list[str] = []
         config = uvicorn.Config(
             self._recorder,
             http=protocol_of(Settings()),
@@ -147,6 +156,7 @@ class Stage:
         self._server.should_exit = True
         self._thread.join(END_S)
         self._socket.close()
+        self._refusing.close()
         assert not self._thread.is_alive(), "the scripted gateway did not end"
 
     def play(self, scenes: Mapping[str, Sequence[Answer]], result: str = RESULT) -> Play:
@@ -155,6 +165,7 @@ class Stage:
         self._script.reply = play
         self._script.asked.clear()
         self._recorder.exchanges.clear()
+        self.outside.clear()
         return play
 
     @property
@@ -173,12 +184,20 @@ class Stage:
     def _serve(self) -> None:
         async def main() -> None:
             serving = asyncio.ensure_future(self._server.serve([self._socket]))
-            while not self._server.started and not serving.done():
-                await asyncio.sleep(0.01)
-            self._started.set()
-            await serving
+            async with await asyncio.start_server(self._refuse, sock=self._refusing):
+                while not self._server.started and not serving.done():
+                    await asyncio.sleep(0.01)
+                self._started.set()
+                await serving
 
         asyncio.run(main())
+
+    async def _refuse(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with suppress(ConnectionError, ValueError):
+            self.outside.append((await reader.readline()).decode(errors="replace").strip())
+            writer.write(b"HTTP/1.1 403 Forbidden\r\nconnection: close\r\ncontent-length: 0\r\n\r\n")
+            await writer.drain()
+        writer.close()
 
 
 def call(name: str, **arguments: Any) -> str:

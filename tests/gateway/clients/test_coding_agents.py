@@ -36,6 +36,7 @@ def check(stage: Stage, play: Play, home: Home, turns: Sequence[Ended]) -> None:
     continued = [prompt for prompt in play.prompts if NEXT in prompt]
     assert continued and all(TASK in prompt and DONE in prompt for prompt in continued)
     assert stage.refused() == []
+    assert stage.outside == [], "it asks nobody else"
     assert all(exchange.streamed for exchange in stage.exchanges if exchange.method == "POST")
 
 
@@ -80,6 +81,8 @@ model_provider = "kvforge"
 check_for_update_on_startup = false
 [analytics]
 enabled = false
+[features]
+plugins = false
 [model_providers.kvforge]
 name = "kvforge"
 base_url = "{stage.url}/v1"
@@ -114,6 +117,10 @@ def test_opencode(stage: Stage, home: Home, modules: Path) -> None:
     config = {"provider": {"kvforge": provider}, "autoupdate": False, "share": "disabled", "permission": "allow"}
     model = "kvforge/scripted"
     home.write(".config/opencode/opencode.json", json.dumps({**config, "model": model, "small_model": model}))
+    # Its package for plugins counts as installed, or it would fetch that from npm.
+    lock = {"packages": {"": {"dependencies": {"@opencode-ai/plugin": "*"}}}}
+    home.write(".config/opencode/package-lock.json", json.dumps(lock))
+    home.write(".config/opencode/node_modules/.keep", "")
     env = {
         "OPENCODE_DISABLE_AUTOUPDATE": "1",
         "OPENCODE_DISABLE_DEFAULT_PLUGINS": "1",

@@ -25,6 +25,7 @@ def in_node(program: str, home: Home, stage: Stage, modules: Path) -> Any:
     (home.work / "node_modules").symlink_to(modules)
     ended = home.run([node(modules), copy], {"URL": stage.url, "AI_SDK_LOG_WARNINGS": "false"})
     assert ended.code == 0, f"{ended}\n{stage.refused()}"
+    assert stage.outside == [], "it asks nobody else"
     return json.loads(ended.out.splitlines()[-1])
 
 
@@ -32,6 +33,7 @@ def in_python(program: str, home: Home, stage: Stage, python: Path) -> Any:
     """What a program prints."""
     ended = home.run([python, PROGRAMS / program], {"URL": stage.url, "PYTHONDONTWRITEBYTECODE": "1"})
     assert ended.code == 0, f"{ended}\n{stage.refused()}"
+    assert stage.outside == [], "it asks nobody else"
     return json.loads(ended.out.splitlines()[-1])
 
 
@@ -60,12 +62,43 @@ def test_openai_node(stage: Stage, home: Home, modules: Path) -> None:
         "responseTool": RAIN,
         "responseNext": SNOW,
         "responseParsed": CITY,
+        "cut": ["length", 1],
+        "afterCut": SNOW,
+        "responseCut": "incomplete",
+        "responseAfterCut": SNOW,
+        "quiet": HELLO,
         "completion": HELLO,
         "asked": ["Oslo", "Oslo", "Oslo"],
         "error": "NotFoundError",
     }
     assert [line.split(":")[1].split()[0] for line in stage.refused()] == ["404"], stage.refused()
     assert asked_streams(stage, "/v1/chat/completions", "/v1/responses")
+
+
+def test_anthropic_node(stage: Stage, home: Home, modules: Path) -> None:
+    """Its loop of tools asks for a stored thread first, and goes on without one."""
+    stage.play(SCENES)
+    found = in_node("with_anthropic_node.mjs", home, stage, modules)
+    assert found == {
+        "models": [[name, "model", name, "string"] for name in ("scripted", "other")],
+        "model": "scripted",
+        "whole": HELLO,
+        "tokens": True,
+        "counted": True,
+        "streamed": HELLO,
+        "thinking": ["thinking", "text"],
+        "tool": RAIN,
+        "toolStreamed": RAIN,
+        "next": SNOW,
+        "cut": "max_tokens",
+        "afterCut": SNOW,
+        "asked": ["Oslo", "Oslo"],
+        "error": "NotFoundError",
+    }
+    refused = stage.refused()
+    assert [line for line in refused if "thread_unsupported_request" not in line] == refused[-1:], refused
+    assert ": 404 " in refused[-1]
+    assert asked_streams(stage, "/v1/messages")
 
 
 def test_vercel_ai(stage: Stage, home: Home, modules: Path) -> None:

@@ -58,6 +58,22 @@ found.responseNext = (await client.responses.create({ model, input: talk, tools 
 const typed = await client.responses.parse({ model, input: "Name a city.", text: { format: zodTextFormat(City, "city") } });
 found.responseParsed = typed.output_parsed;
 
+// Fields of the specification that say what happens anyway, and a call that max_tokens cuts off, sent back as it came.
+const same = { store: false, verbosity: "low", modalities: ["text"], prediction: null, functions: [], web_search_options: null, audio: null, n: 1 };
+const allowed = { type: "allowed_tools", allowed_tools: { mode: "auto", tools: [{ type: "function", function: { name: "weather" } }] } };
+const offered = [{ type: "function", function: { name: "weather", parameters } }];
+const cut = await client.chat.completions.create({ model, ...same, tools: offered, tool_choice: allowed, max_completion_tokens: 40, messages: say("Is it wet in Oslo?") });
+found.cut = [cut.choices[0].finish_reason, cut.choices[0].message.tool_calls.length];
+const afterCut = await client.chat.completions.create({ model, tools: offered, messages: [...say("Is it wet in Oslo?"), cut.choices[0].message, ...say("And tomorrow?")] });
+found.afterCut = afterCut.choices[0].message.content;
+const nulls = { conversation: null, previous_response_id: null, prompt: null, max_tool_calls: null, background: false, truncation: "disabled" };
+const responseCut = await client.responses.create({ model, ...nulls, tools, max_output_tokens: 40, input: say("Is it wet in Oslo?") });
+found.responseCut = responseCut.status;
+const responseAfter = await client.responses.create({ model, tools, input: [...say("Is it wet in Oslo?"), ...responseCut.output, ...say("And tomorrow?")] });
+found.responseAfterCut = responseAfter.output_text;
+const quiet = client.responses.stream({ model, input: "Say hello.", stream_options: { include_obfuscation: false } });
+found.quiet = (await quiet.finalResponse()).output_text;
+
 found.completion = "";
 for await (const part of await client.completions.create({ model, prompt: "Say hello.", max_tokens: 50, stream: true })) found.completion += part.choices[0]?.text ?? "";
 
