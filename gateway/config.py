@@ -79,7 +79,8 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     own. tool_format: how the model writes calls of tools; "": as its chat template says.
     open: without [keys], serve others than this host too. hosts: names of this host that browsers may use, beside
     localhost and addresses. cors_origins: pages of others that may call this gateway; "*": any.
-    body_bytes_max, head_bytes_max: of a request. head_s, body_s: for it to come. keep_alive_s: an idle connection.
+    body_bytes_max, head_bytes_max: of a request. body_fields_max: fields of a request's JSON, those within fields too.
+    head_s, body_s: for it to come. keep_alive_s: an idle connection.
     write_s: after so long without reading, a client is given up. drain_s: for streams to end when it is told to.
     text_bytes_max: bytes of a prompt's text; 0: what the model's longest context can hold of the vocabulary's longest
     token. text_memory_bytes_max: memory that rendering and tokenising one prompt may take. text_processes: prompts that
@@ -116,6 +117,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     strip: tuple[str, ...] = (BILLING,)
     move: tuple[str, ...] = ()
     body_bytes_max: int = 32 << 20
+    body_fields_max: int = 200_000
     head_bytes_max: int = 64 << 10
     text_bytes_max: int = 0
     text_memory_bytes_max: int = 1 << 30
@@ -138,7 +140,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidConfiguration("port", f"is {self.port}; it must be 0 to 65535")
         if not 1 <= self.processes <= PROCESSES_MAX:
             raise InvalidConfiguration("processes", f"is {self.processes}; it must be 1 to {PROCESSES_MAX}")
-        for name in ("body_bytes_max", "head_bytes_max", "text_bytes_max", "text_memory_bytes_max"):
+        for name in ("body_bytes_max", "body_fields_max", "head_bytes_max", "text_bytes_max", "text_memory_bytes_max"):
             if name == "text_bytes_max" and not self.text_bytes_max:
                 continue
             if getattr(self, name) < 1024:

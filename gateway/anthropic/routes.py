@@ -74,7 +74,9 @@ class Anthropic:
         return Response(content, media_type="application/json", headers=_headers(generation))
 
     async def _read(self, request: Request) -> bytes:
-        return await body.read(request, self._settings.body_bytes_max, self._settings.body_s)
+        settings = self._settings
+        content = await body.read(request, settings.body_bytes_max, settings.body_s)
+        return body.counted(content, settings.body_fields_max)
 
     def _ignored(self, request: Request) -> Ignored:
         return notes_of(request.scope).start(strict=self._settings.strict_fields)

@@ -17,6 +17,8 @@ from kvforge.protocol.errors import InvalidRequest
 from .ignored import Ignored
 
 T = TypeVar("T")
+# Of the words of msgspec's errors: those that taking out fields may mend.
+MENDED = ("unknown field", "got `null`")
 UNKNOWN = "this field is not known here: leave it out, or see the API's documentation"
 
 
@@ -152,7 +154,9 @@ class Reader(Generic[T]):
         """
         try:
             return self._decoder.decode(content)
-        except msgspec.ValidationError:
+        except msgspec.ValidationError as error:
+            if not any(word in str(error) for word in MENDED):
+                raise
             plain = msgspec.json.decode(content)
             self._clean(self._root, plain, "", ignored)
             return msgspec.convert(plain, self._kind)
@@ -161,14 +165,17 @@ class Reader(Generic[T]):
         """Takes out of `value` what is not read."""
         if isinstance(value, list):
             if node.items is not None:
+                ignored.look(len(value), path)
                 for at, item in enumerate(value):
-                    self._clean(node.items, item, f"{path}[{at}]", ignored)
+                    if isinstance(item, dict | list):
+                        self._clean(node.items, item, f"{path}[{at}]", ignored)
         elif isinstance(value, dict) and node.fields is not None:
             self._clean_object(node, node.fields, value, path, ignored)
 
     def _clean_object(
         self, node: _Node, fields: Mapping[str, _Field], value: dict[str, Any], path: str, ignored: Ignored
     ) -> None:
+        ignored.look(len(value), path)
         mine = node.mine is None or node.mine(value)
         for name, given in list(value.items()):
             read = fields.get(name)
@@ -196,7 +203,8 @@ class Reader(Generic[T]):
         if isinstance(kind, inspect.UnionType):
             return self._union(kind.types)
         if isinstance(kind, inspect.ListType | inspect.VarTupleType):
-            return _Node(items=self._node(kind.item_type))
+            inner = self._node(kind.item_type)
+            return _Node(items=inner if inner.fields is not None or inner.items is not None else None)
         if isinstance(kind, inspect.StructType):
             return self._object(kind)
         return _Node()

@@ -12,6 +12,7 @@ from kvforge.protocol.errors import InvalidRequest
 
 HEADER = "x-kvforge-ignored"
 NAMES_MAX, NAME_LENGTH_MAX = 32, 80  # of one answer's header
+LOOKED_MAX = 400_000  # fields and items of one body
 LOGGED_MAX = 256  # names, of one process
 _UNPRINTABLE = re.compile(r"[^!-+\--~]")  # not visible ASCII, or the comma that stands between two names
 _INDEX = re.compile(r"\[\d+\]")
@@ -25,10 +26,11 @@ class Ignored:
         count: How many fields and tools; of an array's items, the same field counts once.
     """
 
-    __slots__ = ("_names", "count", "strict")
+    __slots__ = ("_looked", "_names", "count", "strict")
 
     def __init__(self, *, strict: bool = False) -> None:
         self.strict = strict
+        self._looked = 0
         self.count = 0
         self._names: dict[str, str] = {}  # the first place of each, by the name without its indices
 
@@ -45,14 +47,27 @@ class Ignored:
         """
         if self.strict:
             raise InvalidRequest(name, problem)
+        if len(self._names) >= NAMES_MAX:
+            self.count += 1
+            return
         name = f"{name}={value}" if value else name
         kind = _INDEX.sub("[]", name)[: 2 * NAME_LENGTH_MAX]
         if kind in self._names:
             return
         self.count += 1
-        if len(self._names) < NAMES_MAX:
-            self._names[kind] = shown = printable(name)
-            LOGGED.log(printable(kind), shown)
+        self._names[kind] = shown = printable(name)
+        LOGGED.log(printable(kind), shown)
+
+    def look(self, parts: int, name: str) -> None:
+        """Count fields and items that are looked at one by one.
+
+        Raises:
+            InvalidRequest: They are more than LOOKED_MAX, which would take the time of other requests.
+        """
+        self._looked += parts
+        if self._looked > LOOKED_MAX:
+            problem = f"the body has more than {LOOKED_MAX} fields and items, and some that are not read"
+            raise InvalidRequest(name or "body", problem)
 
     @property
     def header(self) -> str:

@@ -106,6 +106,36 @@ def test_a_name_is_counted_and_logged_once_for_all_items() -> None:
     assert notes.header.endswith(", and 6 more")
 
 
+@pytest.mark.parametrize("path", BODIES)
+def test_the_fields_of_a_body_are_bounded_before_any_is_looked_at(path: str) -> None:
+    few = Settings(body_fields_max=1024)
+    many = {f"a{number}\\" if number % 2 else "": number for number in range(2)} | {
+        f"{number}\\\n": {"": [{"": 1}]} for number in range(600)
+    }
+    refused = ask(application(Script(), few), path, BODIES[path] | many)
+    assert refused.status_code == 400 and "body_fields_max" in refused.json()["error"]["message"], refused.text
+
+
+def test_colons_of_a_text_are_no_fields() -> None:
+    few = Settings(body_fields_max=1024)
+    text = '{"a": "b:c", "d\\": ' * 500
+    answer = ask(application(Script(), few), CHAT, {"messages": [{"role": "user", "content": text[:3000]}]})
+    assert answer.status_code == 200, answer.text
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"x": 1, "messages": [[]] * 500_000},
+        {"model": None, "messages": [1] * 500_000},
+        {"x": 1, "messages": HELLO, "tools": [[]] * 500_000},
+    ],
+)
+def test_the_items_that_are_looked_at_are_bounded(body: dict[str, Any]) -> None:
+    answer = ask(application(Script()), CHAT, body)
+    assert answer.status_code == 400 and "fields and items" in answer.json()["error"]["message"], answer.text[:300]
+
+
 def parameters(*kinds: type) -> set[str]:
     """The fields that a client library has for a request."""
     return {name for kind in kinds for name in typing.get_type_hints(kind)}
