@@ -162,7 +162,7 @@ def _fixed(machine: Machine, wanted: Limits, folder: Path) -> InvalidConfigurati
     name, old, new = first
     return InvalidConfiguration(
         name,
-        f"is {new}, and the state in {folder} ({live} requests under way, {kept} answers and sequences kept) was made "
+        f"is {new}, and the state in {folder} (requests under way: {live}, answers and sequences kept: {kept}) was made "
         f"with {old}{more}: set it back, or end what is kept (`kvforge drain --wait 600`, then a restart), or start "
         "with --fresh, which discards it",
     )

@@ -171,7 +171,7 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidConfiguration(given[0], "is given, and [replicas] too, which say where each coordinator is")
         if not self.keys and not self.open and not is_local(self.host):
             problem = f"is {self.host}, which others reach too, and there are no [keys]"
-            raise InvalidConfiguration("host", f"{problem}: make one with `kvforge keys api`, or set open = true")
+            raise InvalidConfiguration("host", f"{problem}: make one with `kvforge keys api` (or give `kvforge up` an --api-key), or set open = true")
 
     @property
     def coordinator(self) -> str:

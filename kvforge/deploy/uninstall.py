@@ -122,6 +122,7 @@ def _environment(places: Places) -> list[Step]:
 
 def _state(places: Places) -> list[Step]:
     folders = [places.configuration, *map(places.of, (STATE_DIR, CACHE_DIR, RUNTIME_DIR))]
+    folders += sorted(places.units.glob("kvforge*.d"))  # what `systemctl edit` made
     steps = [Step(f"remove {path} and all in it", partial(_remove, path)) for path in folders if path.exists()]
     if account(places) is not None:
         prefix = [] if places.here else ["--prefix", str(places.root)]

@@ -71,7 +71,11 @@ def test_what_is_installed_again_finds_its_state(system: System) -> None:
 
 
 def test_a_purge_leaves_nothing(system: System) -> None:
+    drop_in = system.places.units / "kvforge-worker@gpu0.service.d" / "override.conf"
+    drop_in.parent.mkdir()
+    drop_in.touch()
     system.uninstall()
+    assert drop_in.exists()
     system.uninstall(purge=True)
     assert system.ours() == []
     assert "kvforge:" not in system.places.of("/etc/passwd").read_text()
