@@ -162,9 +162,9 @@ def _fixed(machine: Machine, wanted: Limits, folder: Path) -> InvalidConfigurati
     name, old, new = first
     return InvalidConfiguration(
         name,
-        f"is {new}, and the state in {folder} (requests under way: {live}, answers and sequences kept: {kept}) was made "
-        f"with {old}{more}: set it back, or end what is kept (`kvforge drain --wait 600`, then a restart), or start "
-        "with --fresh, which discards it",
+        f"is {new}, and the state in {folder} (requests under way: {live}, answers and sequences kept: {kept}) was "
+        f"made with {old}{more}: set it back, or end what is kept (`kvforge drain --wait 600`, then a restart), or "
+        "start with --fresh, which discards it",
     )
 
 

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import ipaddress
 import re
-import tomllib
+from collections.abc import Mapping
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from kvforge.client.arguments import PRIORITY_MAX
 from kvforge.protocol import logs
-from kvforge.protocol.configuration import convert, expand, load
+from kvforge.protocol.configuration import convert, expand, read_toml
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.salts import OWNER_END
 from kvforge.protocol.transport import client_endpoint, default_runtime_dir
@@ -171,7 +172,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise InvalidConfiguration(given[0], "is given, and [replicas] too, which say where each coordinator is")
         if not self.keys and not self.open and not is_local(self.host):
             problem = f"is {self.host}, which others reach too, and there are no [keys]"
-            raise InvalidConfiguration("host", f"{problem}: make one with `kvforge keys api` (or give `kvforge up` an --api-key), or set open = true")
+            raise InvalidConfiguration(
+                "host",
+                f"{problem}: make one with `kvforge keys api` (or give `kvforge up` an --api-key), or set open = true",
+            )
 
     @property
     def coordinator(self) -> str:
@@ -197,20 +201,29 @@ def is_local(host: str) -> bool:
         return host == "localhost"
 
 
-def load_settings(path: Path | None) -> Settings:
-    """Reads a TOML file. Raises InvalidConfiguration naming the file or the key."""
-    if path is None:
-        return Settings()
+def load_settings(path: Path | None, keys: Mapping[str, Mapping[str, Any]] | None = None) -> Settings:
+    """Read a TOML file.
+
+    Args:
+        path: None: the defaults.
+        keys: more of [keys.NAME].
+
+    Raises:
+        InvalidConfiguration: it names the file or the key.
+    """
+    values = read_toml(path) if path is not None else {}
+    if keys and isinstance(values.get("keys", {}), dict):
+        values["keys"] = {**keys, **values.get("keys", {})}
     try:
-        return load(path, Settings)
+        return convert(values, Settings)
     except InvalidConfiguration as error:
         table, several, _ = str(error.field).partition("[...]")
         if not several or table not in TABLES:
             raise
         # Of a table of tables msgspec does not say which.
-        for name, values in tomllib.loads(path.read_text(encoding="utf-8"))[table].items():
+        for name, inner in values[table].items():
             try:
-                convert(values, TABLES[table])
+                convert(inner, TABLES[table])
             except InvalidConfiguration as wrong:
                 problem = wrong.message.removeprefix(f"{wrong.field}: ")
                 raise InvalidConfiguration(f"{table}.{name}.{wrong.field}", problem) from None

@@ -11,12 +11,13 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import msgspec
 
 from gateway.access import Access
 from gateway.access.rates import SharedRates
-from gateway.config import GENERATE, SEE, Key, Settings, load_settings
+from gateway.config import GENERATE, SEE, Settings, load_settings
 from kvforge.launch.child import Child
 from kvforge.launch.listener import listening, url_of
 from kvforge.process.installation import install_command
@@ -80,15 +81,17 @@ def main(arguments: list[str] | None = None) -> int:
 
 def settings_of(options: argparse.Namespace) -> Settings:
     """The file's, and over them the options'. Raises InvalidConfiguration."""
-    settings = load_settings(options.config)
+    settings = load_settings(options.config, _more_keys(options.key_hashes))
     given = {name: getattr(options, name) for name in ("runtime_dir", "host", "port", "processes")}
     given["names"] = options.names or (options.default_names if not settings.names else None)
     changes = {name: value for name, value in given.items() if value is not None}
-    if options.key_hashes is not None:
-        lines = options.key_hashes.read_text(encoding="utf-8").split()
-        added = {f"api-key-{at}": Key(hash=text, rights=(GENERATE, SEE)) for at, text in enumerate(lines, 1)}
-        changes["keys"] = {**added, **settings.keys}
     return msgspec.convert({**msgspec.structs.asdict(settings), **changes}, Settings) if changes else settings
+
+
+def _more_keys(hashes: Path | None) -> dict[str, dict[str, Any]]:
+    """Keys as [keys.NAME] has them, of a file with a hash in each line."""
+    lines = hashes.read_text(encoding="utf-8").split() if hashes is not None else []
+    return {f"api-key-{at}": {"hash": text, "rights": [GENERATE, SEE]} for at, text in enumerate(lines, 1)}
 
 
 def _serve(options: argparse.Namespace, settings: Settings, listener: socket.socket) -> int:
