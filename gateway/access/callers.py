@@ -1,4 +1,4 @@
-"""Who asks, and what that one may.
+"""Callers and their rights.
 
 Keys are random, of 256 bits: so a plain digest of one says nothing about it, cannot be guessed from, and how long the
 look-up takes tells nothing that helps.
@@ -80,7 +80,7 @@ class Access:
         return origin in self._origins or "*" in self._origins
 
     def caller(self, headers: Mapping[str, str], right: str) -> Caller:
-        """Who asks. Raises Unauthenticated, NotAllowed where it lacks `right`, RateExceeded."""
+        """The caller of a request. Raises Unauthenticated, NotAllowed where it lacks `right`, RateExceeded."""
         self._check_origin(headers)
         if not self._keys:
             caller = Caller()

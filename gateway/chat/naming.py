@@ -11,7 +11,7 @@ from kvforge.protocol.errors import InvalidRequest, KvforgeError
 from .shapes import ANY, Shape
 
 _HEAD = re.compile(r"(?P<name>[^.\[]*)(?P<rest>.*)", re.DOTALL)
-# What every API calls the same.
+# Names that all APIs share.
 COMMON = {
     "count": "n",
     "key": "idempotency-key",
@@ -21,7 +21,7 @@ COMMON = {
 
 
 class Names:
-    """Of one request.
+    """The names of one request's fields.
 
     Args:
         names: The request's own name of each field, by the name that an error may have for it.

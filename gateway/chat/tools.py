@@ -67,7 +67,7 @@ def not_run(field: str, kind: str) -> InvalidRequest:
 
 
 def checked(tools: Sequence[Tool], choice: Choice, field: str = "tools") -> Sequence[Tool]:
-    """The tools that the model is told of. Raises InvalidRequest naming `tools` or `tool_choice`."""
+    """The tools that are offered to the model. Raises InvalidRequest naming `tools` or `tool_choice`."""
     if len(tools) > TOOLS_MAX:
         raise InvalidRequest(field, f"holds {len(tools)} tools; there may be {TOOLS_MAX}")
     names = [tool.name for tool in tools]

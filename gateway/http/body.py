@@ -38,8 +38,8 @@ async def read(request: Request, bytes_max: int, within_s: float = WITHIN_S) -> 
 
 
 async def _read(request: Request, bytes_max: int) -> bytes:
-    told = request.headers.get("content-length")
-    if told is not None and int(told) > bytes_max:  # the server has seen to it that this is a number
+    length = request.headers.get("content-length")
+    if length is not None and int(length) > bytes_max:  # the HTTP parser has checked that it is a number
         raise _too_large(bytes_max)
     # The usual body comes whole with the first message.
     parts, held = [], 0
@@ -57,7 +57,7 @@ async def _read(request: Request, bytes_max: int) -> bytes:
 
 
 def counted(body: bytes, fields_max: int) -> bytes:
-    """The body, whose fields are not too many: each takes time to read, in which no other request is served.
+    """Return the body, unless it has too many fields: no other request is served while they are read.
 
     Raises:
         InvalidRequest: It may have more than `fields_max` fields.
@@ -93,7 +93,7 @@ def decoded(reader: Reader[T], body: bytes, ignored: Ignored) -> T:
 
 
 def _wrong(text: str) -> InvalidRequest:
-    """What msgspec says, as a person who wrote the body calls it: `messages[0].role`, not `$.messages[0].role`."""
+    """The error of msgspec with the path as a client writes it: `messages[0].role`, not `$.messages[0].role`."""
     found = _AT.match(text)
     assert found is not None, "matches whatever it is"
     what, path = found["what"][:SHOWN_MAX], (found["path"] or "$").removeprefix("$").removeprefix(".")

@@ -1,4 +1,4 @@
-"""What happens to every request before its path is looked up, and to every answer: plain paths, and ids."""
+"""The outermost layer: normalises the paths of requests and adds request ids to answers."""
 
 from __future__ import annotations
 

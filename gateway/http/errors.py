@@ -24,7 +24,7 @@ from kvforge.protocol.errors import (
     WorkerError,
 )
 
-# Seconds after which whoever was told that nobody serves may look again, where no hint came with the error.
+# Retry-After in seconds of an error that carries no hint.
 RETRY_S = 1
 UNKNOWN, FORBIDDEN, NO_SUCH_METHOD, TOO_SLOW, TOO_LARGE, WRONG_ENCODING = 401, 403, 405, 408, 413, 415
 
@@ -125,7 +125,7 @@ def status_of(error: KvforgeError) -> int:
 
 
 def headers_of(error: KvforgeError) -> dict[str, str]:
-    """What goes with it: when to try again, in whole seconds and in milliseconds."""
+    """The headers of an error: when to try again, in whole seconds and in milliseconds."""
     wait_ms = error.fields.get("retry_after_ms")
     if isinstance(error, QueueFull) and isinstance(wait_ms, int | float):
         return {"Retry-After": str(max(1, math.ceil(wait_ms / 1000))), "Retry-After-Ms": str(math.ceil(wait_ms))}

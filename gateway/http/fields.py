@@ -17,7 +17,7 @@ from kvforge.protocol.errors import InvalidRequest
 from .ignored import Ignored
 
 T = TypeVar("T")
-# Of the words of msgspec's errors: those that taking out fields may mend.
+# Parts of msgspec's messages about errors that go away when fields are taken out.
 MENDED = ("unknown field", "got `null`")
 UNKNOWN = "this field is not known here: leave it out, or see the API's documentation"
 
@@ -92,7 +92,7 @@ class _Field:
 
 @dataclass(slots=True)
 class _Node:
-    """What of a type has names: the fields of its objects, the items of its arrays.
+    """The named parts of a type: the fields of its objects, the items of its arrays.
 
     fields: None where an object is not looked into. mine: whether an object is of a kind that is read; of any other
     kind no field is named, since all of it is refused or left out by its kind.

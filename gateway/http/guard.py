@@ -1,4 +1,4 @@
-"""What stands before every path: who asks is known and may, and what goes wrong has the API's own shape."""
+"""The wrapper of every path: it authenticates the caller and answers errors in the shape of the API."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .stream import Gone
 
 Handler = Callable[[Request, Caller], Awaitable[Response]]
 Endpoint = Callable[[Request], Awaitable[Response]]
-# As nginx has it: nobody reads this status any more, but whoever counts requests does.
+# nginx's status of a request that its client gave up; the metrics have it.
 CLIENT_GONE = 499
 FAULT = "a fault of the gateway's own; its log has it"
 ENDING = "the gateway ends, and drain_s is over: ask again, with the same Idempotency-Key if there was one"

@@ -20,7 +20,7 @@ log = logging.getLogger(__name__)
 
 
 class Ignored:
-    """What one request names in vain. strict: nothing is ignored, an unknown field is refused.
+    """The fields and tools of one request that are not read. strict: they are refused instead.
 
     Attributes:
         count: How many fields and tools; of an array's items, the same field counts once.

@@ -1,4 +1,4 @@
-"""What is known of one request beside its answer: its id, and what of it was ignored."""
+"""Facts about one request that go into headers: its id, and the fields that were ignored."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _NOTES = "kvforge.notes"
 
 
 class Notes:
-    """Of one request. request_id: of one that the coordinator has not numbered, as refused ones are."""
+    """Facts about one request. request_id: used where the coordinator has not numbered the request."""
 
     __slots__ = ("ignored", "request_id")
 

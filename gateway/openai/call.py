@@ -1,4 +1,4 @@
-"""What a request of either API needs besides its body: who asks, under which key, of which model."""
+"""The context of a request of OpenAI's APIs: its caller, its idempotency key, its model."""
 
 from __future__ import annotations
 

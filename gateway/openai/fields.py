@@ -29,8 +29,8 @@ IGNORED = {
     "skip_special_tokens": "special tokens are never text; `false` is refused",
     "spaces_between_special_tokens": "special tokens are never text",
     "detokenize": "`true` is how it is; `false` is refused",
-    "response_format.json_schema.description": "no model here is told; the schema is enforced",
-    "response_format.json_schema.name": "no model here is told; the schema is enforced",
+    "response_format.json_schema.description": "it is not given to the model; the schema is enforced",
+    "response_format.json_schema.name": "it is not given to the model; the schema is enforced",
     "stream_options.include_obfuscation": "events are not padded",
     "parallel_tool_calls": "`true` is how it is where tools are not forced",
 }

@@ -29,7 +29,7 @@ _OPENAI: Mapping[str, Known] = {
     "store": left_out("answers are not stored here, and can not be asked for by their ids", False),
     "moderation": only("nothing is moderated here"),
     "prompt_cache_options": no_effect("prefixes are found by what they hold, wherever they come from"),
-    "verbosity": no_effect("no model here is told"),
+    "verbosity": no_effect("it is not given to the model"),
 }
 _VLLM: Mapping[str, Known] = {
     "allowed_token_ids": only("is not supported: use structured_outputs, or logit_bias"),
@@ -181,7 +181,7 @@ KNOWN: Table = {
     responses_asked.FunctionTool: {
         "allowed_callers": only("tools are called by the model alone", ["direct"]),
         "defer_loading": no_effect("all tools are offered from the beginning"),
-        "output_schema": no_effect("no model here is told"),
+        "output_schema": no_effect("it is not given to the model"),
     },
     responses_asked.Text: {},
     responses_asked.TextFormat: {},

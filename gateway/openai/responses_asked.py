@@ -18,14 +18,14 @@ from .shapes import JsonSchema, ResponseFormat, StructuredOutputs, shape_of
 IGNORED = {
     "include": "nothing more is known than what is answered; log-probabilities are refused",
     "reasoning.summary": "reasoning is given as it is",
-    "text.format.description": "no model here is told; the schema is enforced",
-    "text.format.name": "no model here is told; the schema is enforced",
-    "text.verbosity": "no model here is told",
+    "text.format.description": "it is not given to the model; the schema is enforced",
+    "text.format.name": "it is not given to the model; the schema is enforced",
+    "text.verbosity": "it is not given to the model",
     "truncation": "a conversation that is too long is refused",
     "input[].summary": "the text of a reasoning item is its `content`; a `summary` is not given to the model",
     "input[].encrypted_content": "it can be read by its provider alone: send the `content` of reasoning",
     "input[].id": "items are not stored here",
-    "input[].phase": "no model here is told",
+    "input[].phase": "it is not given to the model",
     "input[].status": "an item is what it holds",
     "stream_options": "events are not padded",
 }

@@ -28,7 +28,7 @@ KEYED = Settings(keys={"ada": key("1", "a"), "bob": key("2", "b"), "eve": key("3
 
 
 def salt_of(settings: Settings, path: str, body: dict[str, Any], secret: str) -> str:
-    """What the coordinator is told."""
+    """The salt that is submitted."""
     script = Script()
     answer = ask(application(script, settings), path, body, {"x-api-key": secret})
     assert answer.status_code == 200, answer.text

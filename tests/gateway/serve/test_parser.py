@@ -1,4 +1,4 @@
-"""What the HTTP parser refuses, before any application sees it: JSON in the shape of the API, with an id."""
+"""Refusals of the HTTP parser, which no application sees: JSON in the shape of the API, with an id."""
 
 from __future__ import annotations
 
@@ -123,7 +123,7 @@ def test_under_anthropics_paths_they_have_its_shape(content: bytes) -> None:
     "second", [b"nonsense\r\n\r\n", b"GET /b HTTP/1.1\r\n" + LARGE + b"\r\n", b"GET /" + b"a" * 3000]
 )
 def test_a_refusal_is_no_part_of_another_answer(path: str, second: bytes) -> None:
-    """What is refused comes behind a request that is being answered: the connection ends, with nothing more in it."""
+    """The refused request comes behind one that is being answered: the connection ends without another answer."""
 
     async def both() -> bytes:
         async with Served() as served:
