@@ -10,6 +10,7 @@ from typing import IO, NoReturn
 
 from kvforge.protocol.suggestions import did_you_mean, nearest
 
+UNRECOGNIZED = "unrecognized arguments"
 _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
@@ -29,20 +30,24 @@ class Parser(argparse.ArgumentParser):
         self._given = list(sys.argv[1:] if args is None else args)
         found, left = super().parse_known_args(args, namespace)
         if left:
-            self.error(f"unrecognized arguments: {' '.join(left)}{self._suggestion(left)}")
+            self.error(f"{UNRECOGNIZED}: {' '.join(left)}{self._suggestion(left)}")
         return found, left
 
     def error(self, message: str) -> NoReturn:
         """Print the usage and the error, and exit with status 2."""
-        if (choice := _CHOICE.search(message)) is not None:
-            known = [name.strip(" '\"") for name in choice[2].split(",")]
-            # An option before the command that only the command has takes the next word for the command.
-            before = [word for word in self._given if word.startswith("--") and self._lacks(word)]
-            message += did_you_mean(choice[1], known) or self._suggestion(before)
+        choice, suggestion = _CHOICE.search(message), ""
+        if choice is not None:
+            suggestion = did_you_mean(choice[1], [name.strip(" '\"") for name in choice[2].split(",")])
+        if not suggestion and not message.startswith(UNRECOGNIZED):
+            # A misspelt option, or one of another command, may be why the rest is not understood.
+            suggestion = self._suggestion([word for word in self._given if self._lacks(word)])
+        message += suggestion
         super().error(message)
 
     def _lacks(self, word: str) -> bool:
-        return word.partition("=")[0] not in self.options()
+        """Whether a word is an option that is not known here, not abbreviated either."""
+        name = word.partition("=")[0]
+        return name.startswith("--") and len(name) > 2 and not any(own.startswith(name) for own in self.options())
 
     def _suggestion(self, left: list[str]) -> str:
         """The option that was probably meant by the first unknown one, here or at another command."""

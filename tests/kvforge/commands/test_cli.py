@@ -218,6 +218,20 @@ def test_a_misspelt_command_is_answered_with_the_nearest_one(run: Any, names: tu
     assert err.startswith("usage: " + " ".join(["kvforge", *outer]))
 
 
+@pytest.mark.parametrize(
+    ("arguments", "words"),
+    [
+        (["--versoin"], "COMMAND; did you mean --version?"),
+        (["up", "--thread", "x", "--kv-bites", "4G"], "--threads"),
+        (["explain", "--jsn", "request"], "ID; did you mean --json?"),
+        (["explain", "--js", "request"], "arguments are required: ID\n"),
+    ],
+)
+def test_a_misspelt_option_is_found_where_it_makes_the_rest_wrong(run: Any, arguments: list[str], words: str) -> None:
+    status, _, err = run(*arguments)
+    assert status == exits.USAGE and words in err
+
+
 @pytest.mark.parametrize("arguments", [["--workers", "2", "up"], ["--workers=2", "version"], ["--worker", "2"]])
 def test_an_option_before_its_command_is_answered_with_the_command(run: Any, arguments: list[str]) -> None:
     assert "did you mean `kvforge up --workers`?" in run(*arguments)[2]
