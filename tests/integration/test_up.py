@@ -87,7 +87,7 @@ def test_it_serves_heals_and_drains(folder: Path) -> None:
 
 def test_an_option_that_the_kept_state_fixes_is_refused_with_the_remedy_which_works(folder: Path) -> None:
     with up(folder, "--block-size", "16", "--port", "0") as running:
-        running.expect("ready:")
+        running.expect("ready: 1 worker")
         logged = [line for line in running.text.splitlines() if line.startswith("[")]
         assert len(logged) <= 10, "what is logged until it serves is what matters"
         with client(folder) as kv:
@@ -101,7 +101,7 @@ def test_an_option_that_the_kept_state_fixes_is_refused_with_the_remedy_which_wo
         assert "cache.block_size is 32, not 16" in refused.text
         assert "start with --fresh, which discards it" in refused.text
     with up(folder, "--block-size", "32", "--sequences-max", "3", "--fresh") as running:
-        running.expect("ready:")
+        running.expect("ready: 1 worker")
         with client(folder) as kv:
             assert [pool.block_size for pool in kv.stats().pools] == [32]
             assert not kv.requests().requests
