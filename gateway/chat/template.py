@@ -149,7 +149,7 @@ async def _calls(render: Render, needs: Needs, writes_calls: bool) -> Needs:
         if all(_holds(text, word) for word in RESULTS) and _arguments_stand(text):
             return wanted
         found.append((wanted, text))
-    problem = _lost("calls, with their arguments, and their results", said)
+    problem = _lost("calls, with their arguments, and their results", "" if found else said)
     if named or not writes_calls:
         return replace(needs, tools_problem=problem)
     # Nothing of a call is there: the results alone have to be.

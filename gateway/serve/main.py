@@ -53,6 +53,8 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--check", action="store_true", help="say what the settings mean here, as JSON, and end")
     parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # the descriptor of a socket that listens
     parser.add_argument("--rates", type=Path, help=argparse.SUPPRESS)
+    # Whoever starts it drains by itself, and ends it for good soon after.
+    parser.add_argument("--drain-max-s", type=float, help=argparse.SUPPRESS)
     # Who connects waits so long, until a model is known; it is for a socket that others keep open.
     parser.add_argument("--patience", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
@@ -84,6 +86,8 @@ def settings_of(options: argparse.Namespace) -> Settings:
     settings = load_settings(options.config, _more_keys(options.key_hashes))
     given = {name: getattr(options, name) for name in ("runtime_dir", "host", "port", "processes")}
     given["names"] = options.names or (options.default_names if not settings.names else None)
+    if options.drain_max_s is not None:
+        given["drain_s"] = min(settings.drain_s, options.drain_max_s)
     changes = {name: value for name, value in given.items() if value is not None}
     return msgspec.convert({**msgspec.structs.asdict(settings), **changes}, Settings) if changes else settings
 
@@ -194,6 +198,8 @@ def _passed(options: argparse.Namespace) -> list[str]:
     for name in ("config", "runtime_dir", "host", "port", "key_hashes"):
         if (value := getattr(options, name)) is not None:
             given += [f"--{name.replace('_', '-')}", str(value)]
+    if options.drain_max_s is not None:
+        given += ["--drain-max-s", str(options.drain_max_s)]
     if options.patience:
         given += ["--patience", str(options.patience)]
     for option, several in (("name", options.names), ("default-name", options.default_names)):

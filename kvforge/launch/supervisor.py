@@ -188,6 +188,8 @@ class Supervisor:
         settings, folder = self.settings, self._folder
         command = [str(ENTRY), "gateway", "--runtime-dir", str(settings.runtime_dir.absolute()), "--host", http.host]
         command += ["--processes", str(http.processes), "--listen", str(self._listener.fileno())]
+        # When it is asked to end, what ran has been drained: a stream that is left is cut off with an error event.
+        command += ["--drain-max-s", str(max(settings.stop_s / 2, 0.1))]
         command += ["--config", str(http.config)] if http.config is not None else []
         for name in http.names:
             command += ["--name" if http.named else "--default-name", name]

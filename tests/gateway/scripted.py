@@ -82,6 +82,7 @@ class Script:
     finished_at: list[int] = field(default_factory=list)
     cancelled: list[int] = field(default_factory=list)
     left: list[int] = field(default_factory=list)
+    given: int = 0
     hang: bool = False
     reply: Callable[[str], str] | None = None
 
@@ -133,6 +134,7 @@ class Stream:
         came = self._ids[len(self.tokens) : len(self.tokens) + self._script.step]
         if self._limit is None and came:
             self.tokens += came
+            self._script.given += len(came)
             self.logprobs += [-0.5] * len(came)
             self.tops += [((token, -0.5), (token + 1, -1.5)) for token in came]
         elif self._script.error is not None:
