@@ -13,7 +13,7 @@ from gateway.text.inline import NoTexts
 from gateway.text.jobs import TextLimits
 from gateway.text.pool import TextPool
 from kvforge.protocol.configuration import expand
-from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound, UnsupportedModel
+from kvforge.protocol.errors import InvalidConfiguration, InvalidRequest, ModelNotFound, UnsupportedModel
 from kvforge.protocol.messages import ModelInfo
 from kvforge.text.tokenizer import Tokenizer
 
@@ -38,7 +38,7 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
     source = settings.tokenizer or info.source
     try:
         tokenizer = Tokenizer.load(source)
-    except (ModelNotFound, UnsupportedModel) as error:
+    except (ModelNotFound, UnsupportedModel, InvalidRequest) as error:
         if settings.tokenizer:
             raise
         log.warning("no tokenizer: %s; requests have to send token ids", error.message)

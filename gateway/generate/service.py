@@ -35,7 +35,8 @@ class Model:
 
     def check(self, name: str) -> None:
         """Raises ModelNotFound where a request calls it by another name."""
-        if name not in self.names:
+        # By its path too, as other servers call a model that is given as one.
+        if name not in self.names and name != self.info.source:
             raise ModelNotFound(name, f"is not served here; served is {self.names[0]}")
 
 

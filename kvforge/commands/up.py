@@ -211,7 +211,7 @@ def http_of(options: argparse.Namespace) -> Http | None:
         options.host or "127.0.0.1",
         HTTP_PORT if options.port is None else options.port,
         processes,
-        options.name or (str(options.model or options.model_config or MODEL),),
+        options.name or (),
         options.gateway,
         named=bool(options.name),
         key_hashes=tuple(f"sha256:{hashlib.sha256(key.encode()).hexdigest()}" for key in keys),

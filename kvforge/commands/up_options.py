@@ -98,7 +98,11 @@ def _http(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--host", help="where --port listens; alone, with port 8000 [127.0.0.1]")
     parser.add_argument("--http-processes", type=int, metavar="N", help="that serve it [1]")
     parser.add_argument(
-        "--name", "--served-model-name", nargs="+", metavar="NAME", help="what HTTP requests call the model [--model]"
+        "--name",
+        "--served-model-name",
+        nargs="+",
+        metavar="NAME",
+        help="what HTTP requests call the model [as the worker names it]",
     )
     parser.add_argument(
         "--api-key", nargs="+", metavar="KEY", help="HTTP requests must send one of these [KVFORGE_API_KEY]"

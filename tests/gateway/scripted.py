@@ -29,7 +29,7 @@ from gateway.openai.routes import OpenAI
 from gateway.openapi.routes import routes as described
 from gateway.page.routes import routes as page_routes
 from gateway.parse import choose
-from gateway.text.inline import InlineText
+from gateway.text.inline import InlineText, NoTexts
 from kvforge.client.aio import AsyncClient, AsyncStreams
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.errors import KvforgeError
@@ -214,11 +214,15 @@ class Service:
         hygiene: Hygiene | None = None,
         context: int = CONTEXT,
         tool_format: str = "",
+        *,
+        has_tokenizer: bool = True,
     ) -> None:
         info = ModelInfo(
             name=NAME, source="", architecture="none", fingerprint="0", vocab_size=512, context_tokens_max=context
         )
         prompts, format_ = Prompts(spoken, InlineText(spoken), hygiene), choose(spoken.chat_template, tool_format)
+        if not has_tokenizer:
+            prompts, format_ = Prompts(None, NoTexts(), hygiene), choose("")
         at_once(prompts.look(format_.write_calls))
         self.model = self.known = Model(info, (NAME, "other"), prompts, 1, format_)
         self.reason = ""
@@ -230,13 +234,17 @@ class Service:
 
 
 def application(
-    script: Script, settings: Settings | None = None, template: str = HERMES, context: int = CONTEXT
+    script: Script,
+    settings: Settings | None = None,
+    template: str = HERMES,
+    context: int = CONTEXT,
+    *,
+    has_tokenizer: bool = True,
 ) -> Starlette:
     """Both APIs. context: the most tokens of a prompt and its answer."""
     settings = settings or Settings()
-    service = cast(
-        Any, Service(script, tokenizer(template), Hygiene(settings.strip, settings.move), context, settings.tool_format)
-    )
+    hygiene, format_ = Hygiene(settings.strip, settings.move), settings.tool_format
+    service = cast(Any, Service(script, tokenizer(template), hygiene, context, format_, has_tokenizer=has_tokenizer))
     guard = Guard(Access(settings))
     apis = [*OpenAI(service, settings).routes(guard), *Anthropic(service, settings).routes(guard)]
     return Starlette(routes=[*apis, *described()])

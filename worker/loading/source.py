@@ -13,6 +13,7 @@ from typing import Any
 
 from kvforge.models.files import ModelFiles, check_files, find_files, gguf_model
 from kvforge.models.gguf_header import GgufHeader
+from kvforge.models.naming import name_of
 from kvforge.protocol.errors import InvalidConfiguration, ModelNotFound
 
 LOAD_FORMATS = ("auto", "gguf", "safetensors", "dummy")
@@ -31,8 +32,10 @@ class Source:
 
     @property
     def name(self) -> str:
-        named_by_file = self.path.suffix == ".gguf" or self.folder == MODEL_CONFIGS
-        return self.path.stem if named_by_file and self.path.is_file() else self.folder.name
+        """What it is called: see `kvforge.models.naming`; a shape by its own name."""
+        if self.format == "dummy":
+            return self.path.stem if self.folder == MODEL_CONFIGS else self.folder.name
+        return name_of(self.path if self.format == "gguf" else self.folder)
 
     @property
     def model_files(self) -> ModelFiles:

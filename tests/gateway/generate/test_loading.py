@@ -1,0 +1,77 @@
+"""From a served model to its prompts: what is there, what is not, and what cannot be read."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from pathlib import Path
+
+import pytest
+
+from gateway.config import Settings
+from gateway.generate.loading import prompts_of
+from kvforge.protocol.errors import InvalidConfiguration, KvforgeError
+from kvforge.protocol.messages import ModelInfo
+from tests.chaos import tokenizer
+
+PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("model")
+    tokenizer.write(folder)
+    (folder / "config.json").write_text('{"model_type": "llama"}')
+    settings = {"tokenizer_class": "PreTrainedTokenizerFast", "eos_token": "</s>", "chat_template": PLAIN}
+    (folder / "tokenizer_config.json").write_text(json.dumps(settings))
+    return folder
+
+
+def info(source: str) -> ModelInfo:
+    return ModelInfo(
+        name="m", source=source, architecture="none", fingerprint="0", vocab_size=256, context_tokens_max=64
+    )
+
+
+def test_text_is_tokenised_and_the_template_was_looked_at(folder: Path) -> None:
+    async def check() -> None:
+        prompts, format_ = await prompts_of(info(str(folder)), Settings())
+        try:
+            assert format_.name == "plain"
+            assert "no place for tools" in prompts.needs.tools_problem
+            assert len((await prompts.chat([{"role": "user", "content": "abc"}])).ids) == 3
+        finally:
+            await prompts.close()
+
+    asyncio.run(check())
+
+
+def test_a_template_without_end_is_found_when_the_model_is_loaded(folder: Path, tmp_path: Path) -> None:
+    file = tmp_path / "endless.jinja"
+    loop = "{% for a in range(99999) %}{% for b in range(99999) %}{% endfor %}{% endfor %}"
+    file.write_text(loop + PLAIN)
+
+    async def check() -> None:
+        settings = Settings(chat_template=str(file), template_s=0.2)
+        prompts, _ = await prompts_of(info(str(folder)), settings)
+        try:
+            assert "template_s" in prompts.needs.problem
+            assert len(await prompts.text("abc", special=False)) == 3
+        finally:
+            await prompts.close()
+
+    asyncio.run(check())
+
+
+@pytest.mark.parametrize("source", ["", "/nowhere/at/all"])
+def test_a_model_whose_tokenizer_is_not_here_is_served_by_ids(source: str) -> None:
+    prompts, format_ = asyncio.run(prompts_of(info(source), Settings()))
+    assert not prompts.has_text
+    assert format_.name == "plain"
+
+
+def test_a_tokenizer_or_a_template_that_was_named_has_to_be_there(folder: Path) -> None:
+    with pytest.raises(KvforgeError, match="nowhere"):
+        asyncio.run(prompts_of(info(str(folder)), Settings(tokenizer="/nowhere/at/all")))
+    with pytest.raises(InvalidConfiguration, match=r"chat_template: /nowhere.jinja"):
+        asyncio.run(prompts_of(info(str(folder)), Settings(chat_template="/nowhere.jinja")))
