@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from typing import Any
 
-from gateway.chat.conversation import CalledArguments
+from gateway.chat.conversation import CalledArguments, NotText, naming
 from gateway.chat.tools import AUTO, NONE, REQUIRED, Choice, Tool, leave_out
 from gateway.http.ignored import Ignored
 from kvforge.protocol.errors import InvalidRequest
@@ -15,9 +15,16 @@ from .editing import THINKING, thinking_kept
 
 _KINDS = {"auto": AUTO, "none": NONE, "any": REQUIRED, "tool": REQUIRED}
 
+MEDIA = ("image", "document")
+
 
 def messages_of(asked: Conversation) -> list[dict[str, Any]]:
     """The conversation, its system prompt first. Raises InvalidRequest naming the field."""
+    with naming(asked.model):
+        return _messages(asked)
+
+
+def _messages(asked: Conversation) -> list[dict[str, Any]]:
     messages: list[dict[str, Any]] = []
     if asked.system:
         messages.append({"role": "system", "content": _text(asked.system, "system")})
@@ -83,6 +90,8 @@ def _message(
                 "tool_call_id": _needed(block.tool_use_id, f"{name}.tool_use_id"),
                 "content": _text(block.content or "", f"{name}.content"),
             }
+        elif block.type in MEDIA:
+            raise NotText(f"{name}.type", block.type)
         else:
             raise InvalidRequest(f"{name}.type", f"is {block.type!r}; this model reads text and its own tools' results")
     said["content"] = "\n".join(texts)
@@ -95,7 +104,7 @@ def _text(content: str | Sequence[Block], field: str) -> str:
         return content
     for at, block in enumerate(content):
         if block.type != "text":
-            raise InvalidRequest(f"{field}[{at}].type", f"is {block.type!r}; this model reads text alone")
+            raise NotText(f"{field}[{at}].type", block.type)
     return "\n".join(_needed(block.text, f"{field}[{at}].text") for at, block in enumerate(content))
 
 

@@ -6,13 +6,39 @@ cannot read is refused by name.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 from gateway.chat.arguments import BROKEN_MAX, object_of, whole_object
 from kvforge.protocol.errors import InvalidRequest
 
 TEXTS = ("text", "input_text", "output_text", "reasoning_text", "summary_text", "refusal")
+
+
+class NotText(InvalidRequest):
+    """A part of a message that is no text. `naming` gives the sentence its model."""
+
+    def __init__(self, field: str, kind: str, model: str = "") -> None:
+        reader = f"the model {model!r}" if model else "this model"
+        super().__init__(field, f"is {kind!r}; {reader} reads text alone")
+        self.part = field, kind
+
+
+@contextmanager
+def naming(model: str | None) -> Iterator[None]:
+    """Name the model of the request in what is refused inside because it is no text.
+
+    Args:
+        model: As the request names it.
+
+    Raises:
+        InvalidRequest: A part is no text.
+    """
+    try:
+        yield
+    except NotText as error:
+        raise NotText(*error.part, model or "") from None
 
 
 def content_text(content: str | Sequence[Any] | None, field: str) -> str:
@@ -23,7 +49,7 @@ def content_text(content: str | Sequence[Any] | None, field: str) -> str:
     for at, part in enumerate(content):
         text = part.refusal if part.type == "refusal" else part.text
         if part.type not in TEXTS or text is None:
-            raise InvalidRequest(f"{field}[{at}].type", f"is {part.type!r}; this model reads text alone")
+            raise NotText(f"{field}[{at}].type", part.type)
         texts.append(text)
     return "\n".join(texts)
 

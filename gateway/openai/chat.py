@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
-from gateway.chat.conversation import CalledArguments, content_text
+from gateway.chat.conversation import CalledArguments, content_text, naming
 from gateway.chat.tools import AUTO, FUNCTION, NONE, REQUIRED, Choice, Tool, leave_out, not_run
 from gateway.generate.answer import Piece
 from gateway.generate.conversing import conversing
@@ -28,10 +28,12 @@ KIND, CHUNK = "chat.completion", "chat.completion.chunk"
 TOOL_CALLS = "tool_calls"
 
 
-def messages_of(messages: list[Message]) -> list[dict[str, Any]]:
-    """The conversation as a chat template reads it. Raises InvalidRequest naming the field."""
+def messages_of(messages: list[Message], model: str | None) -> list[dict[str, Any]]:
+    """The conversation as a chat template reads it. model: as the request names it. Raises InvalidRequest naming the
+    field."""
     arguments = CalledArguments()
-    return [_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
+    with naming(model):
+        return [_message(message, f"messages[{at}]", arguments) for at, message in enumerate(messages)]
 
 
 def _message(message: Message, field: str, arguments: CalledArguments) -> dict[str, Any]:
@@ -130,7 +132,7 @@ class ChatCompletion:
         continued = bool(asked.continue_final_message)
         conversation = await conversing(
             call.model,
-            messages_of(asked.messages),
+            messages_of(asked.messages, asked.model),
             tools=tools_of(asked.tools or (), call.ignored),
             choice=choice_of(asked),
             shape=shape_asked(asked),

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 import msgspec
 
-from gateway.chat.conversation import CalledArguments, content_text
+from gateway.chat.conversation import CalledArguments, content_text, naming
 from gateway.chat.shapes import ANY, Shape
 from kvforge.protocol.errors import InvalidRequest
 
@@ -176,8 +176,9 @@ def messages_of(asked: Create, shown: Callable[[str, str], str]) -> list[dict[st
     if isinstance(asked.input, str):
         return [*messages, {"role": "user", "content": asked.input}]
     arguments = CalledArguments()
-    for at, item in enumerate(asked.input):
-        _item(item, f"input[{at}]", messages, shown, arguments)
+    with naming(asked.model):
+        for at, item in enumerate(asked.input):
+            _item(item, f"input[{at}]", messages, shown, arguments)
     return messages
 
 

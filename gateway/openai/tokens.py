@@ -54,7 +54,7 @@ async def tokenize(model: Model, content: bytes, ignored: Ignored) -> dict[str, 
     else:
         tools = [tool.plain() for tool in tools_of(asked.tools or (), ignored)]
         told = {**(asked.chat_template_kwargs or {})}
-        messages = messages_of(asked.messages or [])
+        messages = messages_of(asked.messages or [], asked.model)
         rendered = await model.prompts.chat(
             messages,
             tools=tools,
