@@ -65,11 +65,14 @@ class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     much.
     away_s_max: after a restart of the host, no more than this beyond its uptime is counted as time without a
     coordinator, whatever its wall clock says: a clock that was set must not end leases, keys and deadlines.
+    message_deaths_max: a client's message is refused when so many coordinators in a row ended while they handled
+    it, and the last record of a journal set aside when so many ended while they applied it.
     """
 
     bytes_max: Annotated[int, Range(1 << 16)] = 64 << 20
     replay_ms_max: Annotated[float, Range(1.0, DURATION_S_MAX * 1e3)] = 500.0
     away_s_max: Annotated[float, Range(0.0, DURATION_S_MAX)] = 300.0
+    message_deaths_max: Count = 3
 
 
 class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -55,7 +55,11 @@ class Life:
             return
         journal = config.journal
         keeper = self._keeper = Keeper(
-            config.state_path, config.durability, journal.bytes_max, int(journal.replay_ms_max * 1e3)
+            config.state_path,
+            config.durability,
+            journal.bytes_max,
+            int(journal.replay_ms_max * 1e3),
+            journal.message_deaths_max,
         )
         clock_file = self._clock_file = ClockFile(keeper.folder)
         try:

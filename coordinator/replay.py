@@ -69,11 +69,15 @@ def told(folder: Path, until: int | None, events: int, subjects: list[str]) -> t
         raise damage or NotFound(f"{folder} holds no journal that has begun")
     if until is not None and replay.entries + 1 < until:
         raise damage or InvalidRequest("until", f"the journal ends after event {replay.entries}")
+    try:
+        state = _state(machine)
+    except Exception as error:  # noqa: BLE001 - as above, of the state
+        raise damage or _inconsistent(replay, "the state contradicts itself", error) from None
     lines = [
         f"after event {replay.entries} at {replay.now_us / 1e6:.6f} s{_of_day(replay)}, boot {machine.boot}",
         f"events are counted from {began}",
         *last,
-        *_state(machine),
+        *state,
     ]
     if replay.torn is not None:
         path, end, more = replay.torn
@@ -101,7 +105,14 @@ def _run(replay: Replay, until: int | None, events: int) -> tuple[deque[str], Jo
     except JournalCorrupt as error:
         if until is None or replay.entries + 1 < until:
             return last, error
+    except Exception as error:  # noqa: BLE001 - a folder that was made by others: whatever a record makes the core raise
+        return last, _inconsistent(replay, f"record {replay.number} cannot be applied", error)
     return last, None
+
+
+def _inconsistent(replay: Replay, problem: str, error: Exception) -> JournalCorrupt:
+    """The error for a journal whose files are whole and make no state."""
+    return JournalCorrupt(replay.folder.name, 0, problem=f"{problem} ({type(error).__name__}: {error})")
 
 
 def _opened(folder: Path) -> Replay:

@@ -19,6 +19,7 @@ from kvforge.protocol import codec
 from kvforge.protocol.errors import (
     CapacityExceeded,
     KvforgeError,
+    MessageRefused,
     NotAllowed,
     ProtocolError,
     StateLost,
@@ -57,6 +58,7 @@ from .core.events import (
     ClientCame,
     ClientFull,
     ClientGone,
+    CommandRefused,
     DropWorker,
     Effect,
     Event,
@@ -100,6 +102,19 @@ class Processes(Protocol):
         """Does what is due. Returns when it must be called again though nothing happens; None: not before."""
 
 
+class MessageInHand(Protocol):
+    """Notes the message that is worked on: what `coordinator.journal.in_hand.InHand` is."""
+
+    def take(self, frames: Frames) -> None:
+        """A message is worked on from now on. Raises MessageRefused."""
+
+    def handled(self) -> None:
+        """It was applied."""
+
+    def turned(self) -> None:
+        """The turn is written."""
+
+
 class Writer(Protocol):
     """What is written of the events before anything follows from them: what `coordinator.journal.log.Journal` is.
 
@@ -108,6 +123,7 @@ class Writer(Protocol):
 
     bytes: int
     number: int
+    in_hand: MessageInHand | None
 
     def note(self, event: Event | Boot, now_us: int, frames: Frames = ()) -> None:
         """It enters the core at that time. frames: those of its message."""
@@ -220,6 +236,8 @@ class TurnLoop:
         if self._core_due_us is not None and self._core_due_us <= now_us:
             self._apply(Turn())
         self._write()
+        if self._journal is not None and self._journal.in_hand is not None:
+            self._journal.in_hand.turned()
         kept = (0, 0) if self._journal is None else (self._journal.bytes, self._journal.number)
         publish(self.machine, self.tables, now_us, kept)
         self._carry_out()
@@ -241,11 +259,13 @@ class TurnLoop:
 
         frames: those of its message.
         """
-        if self._journal is not None and not _only_asks(event):
-            self._journal.note(event, self._now_us, frames)
-            self._unwritten = True
         effects, self._core_due_us = self.machine.apply(event, self._now_us)
         self._effects += effects
+        if self._journal is not None and not _only_asks(event):
+            if (refused := _refused(event, effects)) is not None:
+                event, frames = refused, ()  # its frames, of any size, changed nothing
+            self._journal.note(event, self._now_us, frames)
+            self._unwritten = True
 
     def _write(self) -> None:
         """Nothing that follows from an event may be seen by anybody before this."""
@@ -342,7 +362,10 @@ class TurnLoop:
 
     def _from_client(self, identity: bytes, descriptor: int, frames: Frames) -> None:
         message: Message | None = None
+        in_hand = self._journal.in_hand if self._journal is not None else None
         try:
+            if in_hand is not None:
+                in_hand.take(frames)
             message = self._client_decoder.decode(frames)
             number = self.clients.number(identity)
             if isinstance(message, Hello):
@@ -360,12 +383,16 @@ class TurnLoop:
         except KvforgeError as error:
             number = self.clients.number(identity)
             refused = _refusal("client", number, error, message)
+            if isinstance(error, MessageRefused):
+                refused = Refused(rid=codec.rid_of(frames), error=refused.error)
             if isinstance(error, ProtocolError):
                 self.clients.fault(identity)
             if number is None:
                 self.clients.send_to(identity, codec.encode(refused))
             else:
                 self._effects.append(ToClient(number, refused))
+        if in_hand is not None:
+            in_hand.handled()
 
     def _greet_client(self, identity: bytes, descriptor: int, number: int | None, message: Hello) -> None:
         version = negotiate(message.version_min, message.version_max)
@@ -476,6 +503,16 @@ class TurnLoop:
 def _only_asks(event: Event) -> bool:
     """What changes nothing whatever it says, and comes once for each request of every replica: nothing to be kept."""
     return isinstance(event, FromClient) and isinstance(event.message, FindPrefix)
+
+
+def _refused(event: Event, effects: list[Effect]) -> CommandRefused | None:
+    """What stands for a command that was refused; None for all else."""
+    if not isinstance(event, FromClient) or not effects:
+        return None
+    last = effects[-1]
+    if not isinstance(last, ToClient) or last.client != event.client or not isinstance(last.message, Refused):
+        return None
+    return CommandRefused(event.client, isinstance(event.message, Submit))
 
 
 def _refusal(kind: str, number: int | None, error: KvforgeError, message: Message | None) -> Refused:

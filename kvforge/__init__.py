@@ -115,6 +115,7 @@ __all__ = [
     "KernelError",
     "KeyReused",
     "KvforgeError",
+    "MessageRefused",
     "ModelNotFound",
     "NotAHolder",
     "NotAllowed",

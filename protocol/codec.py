@@ -26,6 +26,7 @@ BODY_BYTES_MAX = 1 << 20
 FRAME_BYTES_MAX = 64 << 20
 FRAMES_MAX = 2
 ITEMS_MAX = 1 << 16
+RID_BODY_BYTES_MAX = 1 << 16
 DEPTH_MAX = 12
 # Packs what a message nests too, and plain values in a quarter of the time that msgpack takes.
 _pack = msgspec.msgpack.Encoder().encode
@@ -66,6 +67,18 @@ def encode(message: Message) -> list[bytes | memoryview]:
 def is_step(frames: Sequence[bytes | memoryview]) -> bool:
     """Whether frames that `encode` made are a Step, without decoding them."""
     return bool(frames[0][1 : 1 + len(_STEP_MARK)] == _STEP_MARK)
+
+
+def rid_of(frames: Sequence[bytes | memoryview]) -> int:
+    """The number of a command that is not to be decoded, for the reply that refuses it; 0 where it is not found."""
+    if not frames or len(frames[0]) > RID_BODY_BYTES_MAX:
+        return 0
+    try:
+        body = msgpack.unpackb(frames[0], strict_map_key=True, max_array_len=ITEMS_MAX, max_map_len=ITEMS_MAX)
+    except Exception:  # noqa: BLE001 - msgpack raises many kinds for hostile bytes; all mean the same
+        return 0
+    rid = body.get("rid") if isinstance(body, dict) else None
+    return rid if isinstance(rid, int) and not isinstance(rid, bool) and 0 <= rid < 1 << 63 else 0
 
 
 class Decoder:

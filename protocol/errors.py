@@ -5,6 +5,7 @@ KvforgeError
  │   └─ VersionMismatch       version_mismatch       the two sides share no protocol version
  ├─ InvalidConfiguration      invalid_configuration  a setting is wrong; names the field
  ├─ InvalidRequest            invalid_request        an argument is wrong; names the field
+ │   └─ MessageRefused        message_refused        coordinators ended while they handled it; carries deaths
  ├─ NotAllowed                not_allowed            whoever asks lacks a right; carries right
  ├─ NotFound                  not_found
  │   ├─ SequenceNotFound      sequence_not_found     carries sequence_id
@@ -96,6 +97,16 @@ class InvalidRequest(KvforgeError):
 
     def __init__(self, field: str, problem: str, **more: Field) -> None:
         super().__init__(f"{field}: {problem}", field=field, **more)
+
+
+class MessageRefused(InvalidRequest):
+    """A message in whose handling coordinators have ended, one after the other. deaths: how many."""
+
+    code = "message_refused"
+
+    def __init__(self, size: int, deaths: int) -> None:
+        problem = f"{deaths} coordinators ended while they handled this message of {size} bytes: send a smaller one"
+        KvforgeError.__init__(self, f"message: {problem}, or restart with --fresh", field="message", deaths=deaths)
 
 
 class NotAllowed(KvforgeError):

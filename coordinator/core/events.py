@@ -67,6 +67,16 @@ class ClientFull(msgspec.Struct, frozen=True):
     lost: Stream
 
 
+class CommandRefused(msgspec.Struct, frozen=True):
+    """A client's command was refused, which changed nothing but a counter. It stands for the command in a journal.
+
+    submit: it was a Submit.
+    """
+
+    client: int
+    submit: bool
+
+
 class FromWorker(msgspec.Struct, frozen=True):
     """A worker sent a message."""
 
@@ -100,7 +110,18 @@ class Turn(msgspec.Struct, frozen=True):
     """Everything that had arrived has been applied: let time pass, plan steps, flush streams."""
 
 
-Event = ClientCame | FromClient | ClientGone | ClientFull | FromWorker | WorkerGone | BeginDrain | Restarted | Turn
+Event = (
+    ClientCame
+    | FromClient
+    | CommandRefused
+    | ClientGone
+    | ClientFull
+    | FromWorker
+    | WorkerGone
+    | BeginDrain
+    | Restarted
+    | Turn
+)
 
 
 class ToClient(msgspec.Struct, frozen=True):

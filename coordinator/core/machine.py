@@ -63,6 +63,7 @@ from .events import (
     ClientCame,
     ClientFull,
     ClientGone,
+    CommandRefused,
     Effect,
     Event,
     FromClient,
@@ -178,6 +179,8 @@ class Machine:
         elif isinstance(event, FromWorker):
             self._stirred = True
             self._reports.apply(event)
+        elif isinstance(event, CommandRefused):
+            self.requests.refused_total += event.submit
         elif isinstance(event, ClientFull):
             self._asked.client_full(event.client, event.lost)
         else:

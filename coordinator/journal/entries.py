@@ -22,6 +22,7 @@ from ..core.events import (
     ClientCame,
     ClientFull,
     ClientGone,
+    CommandRefused,
     Event,
     FromClient,
     FromWorker,
@@ -38,7 +39,9 @@ SNAPSHOTS_SINCE = 12  # before that, snapshots were objects of the interpreter
 Frame = bytes | memoryview
 HEAD = struct.Struct("<BBHQqQ")  # kind, flag, frames, peer, time in microseconds, one more number
 _LENGTH = struct.Struct("<I")
-FROM_CLIENT, FROM_WORKER, CLIENT_GONE, CLIENT_FULL, WORKER_GONE, BEGIN_DRAIN, TURN, BOOT, RESTARTED, CAME = range(1, 11)
+FROM_CLIENT, FROM_WORKER, CLIENT_GONE, CLIENT_FULL, WORKER_GONE, BEGIN_DRAIN, TURN, BOOT, RESTARTED, CAME, REFUSED = (
+    range(1, 12)
+)
 AWAY = 2  # of the flag of WORKER_GONE, beside 1 for a goodbye
 RESULT_BYTES_MAX = 16 << 20  # of a result in which each of thousands of rows has an error to tell
 
@@ -59,6 +62,8 @@ def pack(event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> list
         kind, peer = FROM_WORKER, event.worker
     elif isinstance(event, FromClient):
         kind, peer, more = FROM_CLIENT, event.client, event.entropy
+    elif isinstance(event, CommandRefused):
+        kind, flag, peer = REFUSED, event.submit, event.client
     elif isinstance(event, ClientGone):
         kind, flag, peer = CLIENT_GONE, event.goodbye, event.client
     elif isinstance(event, WorkerGone):
@@ -78,6 +83,21 @@ def pack(event: Event | Boot, now_us: int, frames: Sequence[Frame] = ()) -> list
     if not frames:
         return [head]
     return [head, b"".join([_LENGTH.pack(len(frame)) for frame in frames]), *frames]
+
+
+def raw_entries(payload: memoryview) -> Iterator[tuple[int, list[bytes]]]:
+    """The kind and the frames of each entry of a record, which are not decoded."""
+    at = 0
+    while at < len(payload):
+        kind, _, count, *_ = HEAD.unpack_from(payload, at)
+        at += HEAD.size
+        ends = at + count * _LENGTH.size
+        frames = []
+        for (length,) in _LENGTH.iter_unpack(payload[at:ends]):
+            frames.append(bytes(payload[ends : ends + length]))
+            ends += length
+        at = ends
+        yield kind, frames
 
 
 class Reader:
@@ -110,6 +130,8 @@ class Reader:
             return FromWorker(peer, self._workers.decode(frames))
         if kind == FROM_CLIENT:
             return FromClient(peer, self._clients.decode(frames), more)
+        if kind == REFUSED:
+            return CommandRefused(peer, bool(flag))
         if kind == CLIENT_GONE:
             return ClientGone(peer, bool(flag))
         if kind == WORKER_GONE:

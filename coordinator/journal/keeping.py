@@ -20,17 +20,20 @@ from contextlib import suppress
 from pathlib import Path
 from typing import NoReturn
 
-from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, StateRemoved
+from kvforge.protocol.errors import CoordinatorInUse, InvalidConfiguration, KvforgeError, StateRemoved
 
 from ..core.machine import Machine
 from . import snapshot
 from .disk import failed, make_folder, sync_file, sync_folder, unusable
 from .identity import ACKNOWLEDGED, Origin
+from .in_hand import FILE, InHand
 from .log import Journal, remove_before, segments, states
 from .recovery import Recovered, cut_torn, recover
+from .set_aside import set_aside
 
 PR_SET_PDEATHSIG = 1
 NICE = 10
+DEATHS_MAX = 3
 LOOK_US = 1_000_000  # how often the folder is looked at: a cleaner may remove what is not written to
 BUSY, BUSY_TURNS = 0.5, 16  # a loop has no rest where it works so much of the time, over the latest turns
 PATIENCE = 2  # without rest it gets its snapshot at so many times of what may be replayed
@@ -46,7 +49,9 @@ class Keeper:
     to it); beyond twice as much it waits no longer. longest_us: the longest time for which one stopped the loop.
     """
 
-    def __init__(self, folder: Path, durability: str, bytes_max: int, replay_us_max: int) -> None:
+    def __init__(
+        self, folder: Path, durability: str, bytes_max: int, replay_us_max: int, deaths_max: int = DEATHS_MAX
+    ) -> None:
         """Makes the folder. Raises InvalidConfiguration."""
         self.folder, self._durable = folder, durability == "power"
         self._bytes_max, self._replay_us_max = bytes_max, replay_us_max
@@ -57,6 +62,7 @@ class Keeper:
         self._files: set[str] = set()
         self.snapshots, self.longest_us = 0, 0
         self.journal: Journal | None = None
+        self._deaths_max, self._lock = deaths_max, -1
         self._open_folder()
 
     def _open_folder(self) -> None:
@@ -70,9 +76,13 @@ class Keeper:
                 raise InvalidConfiguration("state_dir", problem)
             self._lock = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
             self._take_lock()
+            self._in_hand = InHand(folder, self._deaths_max)
             for path in folder.glob("*.part"):
                 path.unlink()
         except OSError as error:
+            if self._lock >= 0:
+                os.close(self._lock)
+                self._lock = -1
             raise unusable(folder, error) from None
 
     def _take_lock(self) -> None:
@@ -80,6 +90,7 @@ class Keeper:
             fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             os.close(self._lock)
+            self._lock = -1
             raise CoordinatorInUse(
                 f"another coordinator keeps its state in {self.folder}: choose another one"
             ) from None
@@ -96,7 +107,14 @@ class Keeper:
             JournalFailed: The disk refuses to read or write it.
         """
         try:
-            found = recover(self.folder)
+            if self._in_hand.record_deaths >= self._deaths_max:
+                set_aside(self.folder, self._in_hand)
+            try:
+                found = recover(self.folder, self._in_hand.recovering)
+            except KvforgeError:
+                self._in_hand.recovered()  # it ends in words: no record ended this process
+                raise
+            self._in_hand.recovered()
             if found is not None:
                 cut_torn(found)
             if self._durable:
@@ -127,7 +145,8 @@ class Keeper:
     def _discard(self) -> None:
         for path in (*segments(self.folder).values(), *states(self.folder).values()):
             path.unlink()
-        (self.folder / ACKNOWLEDGED).unlink(missing_ok=True)
+        for name in (ACKNOWLEDGED, *(path.name for path in self.folder.glob("set-aside-*"))):
+            (self.folder / name).unlink(missing_ok=True)
         if self._durable:
             sync_folder(self.folder)
 
@@ -152,6 +171,7 @@ class Keeper:
         except OSError as error:
             raise unusable(self.folder, error) from None
         self._files = self._names()
+        self.journal.in_hand = self._in_hand
         return self.journal
 
     # ------------------------------------------------------------------------------------------------------ snapshots
@@ -234,7 +254,9 @@ class Keeper:
         if self._child:
             os.kill(self._child, signal.SIGKILL)
             self._collect(0)
+        self._in_hand.close()
         os.close(self._lock)
+        self._lock = -1
         self._open_folder()
         number, origin = self.journal.number, Origin.new(machine.boot)
         self.journal.close()
@@ -279,7 +301,9 @@ class Keeper:
             if not keep:
                 with suppress(OSError):
                     self._discard()
+                    (self.folder / FILE).unlink(missing_ok=True)
                     self.folder.rmdir()
+            self._in_hand.close()
             os.close(self._lock)
             self._lock = -1
 

@@ -12,6 +12,7 @@ import os
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 from kvforge.protocol.errors import JournalFull, StateRemoved
 
@@ -59,6 +60,19 @@ def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
     return {int(number): folder / name for name, number in zip(found, numbers, strict=True) if number.isdecimal()}
 
 
+class MessageInHand(Protocol):
+    """What `in_hand.InHand` is."""
+
+    def take(self, frames: Sequence[Frame]) -> None:
+        """A message is worked on from now on. Raises MessageRefused."""
+
+    def handled(self) -> None:
+        """It was applied."""
+
+    def turned(self) -> None:
+        """The turn is written."""
+
+
 class Journal:
     """Appends records to the last segment. bytes: of all segments since the last snapshot."""
 
@@ -90,6 +104,7 @@ class Journal:
         self.bytes = bytes_before
         self._durable, self._stopping = durable, stopping
         self._noted: list[Frame] = []
+        self.in_hand: MessageInHand | None = None
         self._end = self._first = 0
         self._descriptor = -1
         self._mark = MarkWriter(folder, durable, self.origin.journal)

@@ -71,11 +71,16 @@ class Replay:
             self.origin = Origin(head.journal, head.boot, head.before)
             self._check_journal(path.name, head.journal)
 
-    def run(self, until: Callable[[Entry], bool] = lambda _entry: False) -> None:
+    def run(
+        self,
+        until: Callable[[Entry], bool] = lambda _entry: False,
+        begins: Callable[[int], None] = lambda _number: None,
+    ) -> None:
         """Applies what is left, or until it is said that an entry is not to be applied. Raises JournalCorrupt,
         InvalidConfiguration."""
         for name, record in self._records():
             self.records += 1
+            begins(record.number)
             for entry in self._entries(name, record):
                 if until(entry):
                     return
@@ -88,8 +93,7 @@ class Replay:
 
     def _check_journal(self, name: str, journal: bytes) -> None:
         """Raises JournalCorrupt where a file is of another journal than those before it."""
-        known = self.origin.journal or (self._mark.journal if self._mark is not None else journal)
-        if journal != known:
+        if journal != (self.origin.journal or journal) or (self._mark is not None and journal != self._mark.journal):
             raise JournalCorrupt(name, 0, problem="it is of another journal than the files beside it")
 
     def _check_acknowledged(self) -> None:
@@ -187,10 +191,11 @@ def _no_collections() -> Iterator[None]:
             gc.enable()
 
 
-def recover(folder: Path) -> Recovered | None:
+def recover(folder: Path, begins: Callable[[int], None] = lambda _number: None) -> Recovered | None:
     """The machine that the journal in the folder makes, of which nothing is published yet; None where there is none.
 
-    Raises JournalCorrupt, and InvalidConfiguration where another version of kvforge wrote it.
+    begins: told the number of each record before it is applied. Raises JournalCorrupt, and InvalidConfiguration where
+    another version of kvforge wrote it.
     """
     files = [*segments(folder).values(), *states(folder).values()]
     written_s = max((path.stat().st_mtime for path in files), default=0.0)
@@ -198,7 +203,7 @@ def recover(folder: Path) -> Recovered | None:
     with _no_collections():
         replay = Replay(folder)
         snapshot_us = (time.monotonic_ns() - began_ns) // 1000
-        replay.run()
+        replay.run(begins=begins)
     if replay.machine is None:
         return None
     all_changed(replay.machine)

@@ -34,6 +34,7 @@ EXAMPLES: list[KvforgeError] = [
     errors.QuotaExceeded("a", 12, 8),
     errors.UnsupportedModel("m", "attention sinks"),
     errors.JournalFull("folder"),
+    errors.MessageRefused(1, 3),
     errors.JournalFailed("path", "reason", "remedy"),
     errors.StateRemoved("folder", "problem"),
     errors.JournalCorrupt("records-1", 12, 3, 5),
@@ -48,7 +49,7 @@ STABLE_CODES = {
     "unavailable", "journal_full", "journal_corrupt",
     "coordinator_unavailable", "coordinator_in_use", "draining", "not_ready", "deadline_exceeded",
     "unsupported_model", "worker_error", "gpu_error", "kernel_error", "internal_error",
-    "journal_failed", "state_removed",
+    "journal_failed", "state_removed", "message_refused",
 }  # fmt: skip
 
 

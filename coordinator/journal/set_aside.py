@@ -1,0 +1,64 @@
+"""A record that ended several recoveries in a row is put aside, where nothing that is written depends on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+from pathlib import Path
+
+from kvforge.protocol.errors import JournalCorrupt
+
+from .disk import sync_file, sync_folder
+from .entries import FROM_CLIENT, raw_entries
+from .identity import MarkWriter, read_mark, unpack_head
+from .in_hand import InHand
+from .log import segments
+from .records import read
+
+NAME = "set-aside-{:016d}"
+log = logging.getLogger("coordinator")
+
+
+def set_aside(folder: Path, in_hand: InHand) -> None:
+    """Cuts the record that ended recoveries off the journal, and keeps its bytes in a file beside it.
+
+    Only the last record can be: later ones follow from it. Its client messages are refused when they come again.
+
+    Args:
+        folder: Of the journal.
+        in_hand: Names the record.
+
+    Raises:
+        JournalCorrupt: It is not the last one.
+        OSError: A file cannot be written.
+    """
+    number, deaths = in_hand.record, in_hand.record_deaths
+    (*_, path) = segments(folder).values()
+    data = memoryview(path.read_bytes())
+    head, mark = unpack_head(data, path.name), read_mark(folder)
+    records = list(read(data, head[0].number, path.name, head[1], head[0].before)) if head is not None else []
+    if not records or records[-1].number != number or mark is None:
+        ended = f"{deaths} coordinators in a row ended while they applied record {number}"
+        problem = f"{ended}, and later ones follow from it"
+        raise JournalCorrupt(path.name, 0, problem=problem)
+    last = records[-1]
+    kept = folder / NAME.format(number)
+    kept.write_bytes(data[last.start : last.end])
+    sync_file(kept)
+    messages = [frames for kind, frames in raw_entries(last.payload) if kind == FROM_CLIENT]
+    for frames in messages:
+        in_hand.suspect(frames)
+    writer = MarkWriter(folder, mark.durable, mark.journal)
+    writer.write(min(mark.number, number), last.before)
+    writer.sync()
+    writer.close()
+    os.truncate(path, last.start)
+    sync_folder(folder)
+    log.error(
+        "record %d of the journal was set aside in %s: %d coordinators in a row ended while they applied it; its %d "
+        "client messages are refused when they come again",
+        number,
+        kept,
+        deaths,
+        len(messages),
+    )
