@@ -46,7 +46,8 @@ def tools_of(asked: Conversation, ignored: Ignored) -> list[Tool]:
             continue
         if tool.input_schema is None:
             raise InvalidRequest(f"tools[{at}].input_schema", "is missing")
-        tools.append(Tool(tool.name, tool.description or "", tool.input_schema, bool(tool.strict)))
+        places = {"place": f"tools[{at}]", "schema": f"tools[{at}].input_schema"}
+        tools.append(Tool(tool.name, tool.description or "", tool.input_schema, bool(tool.strict), **places))
     return tools
 
 

@@ -18,12 +18,15 @@ _NAME = re.compile(r"[A-Za-z0-9_.:-]{1,256}")
 
 @dataclass(frozen=True, slots=True)
 class Tool:
-    """A function. parameters: a JSON schema of its arguments. strict: they are made to follow it."""
+    """A function. parameters: a JSON schema of its arguments. strict: they are made to follow it. place, schema: where
+    the request has the function, and its schema."""
 
     name: str
     description: str = ""
     parameters: dict[str, Any] = field(default_factory=lambda: {"type": "object", "properties": {}})
     strict: bool = False
+    place: str = ""
+    schema: str = ""
 
     def plain(self) -> dict[str, Any]:
         """As chat templates read it."""
@@ -72,10 +75,11 @@ def checked(tools: Sequence[Tool], choice: Choice, field: str = "tools") -> Sequ
         raise InvalidRequest(field, f"holds {len(tools)} tools; there may be {TOOLS_MAX}")
     names = [tool.name for tool in tools]
     for at, name in enumerate(names):
+        place = tools[at].place or f"{field}[{at}]"
         if not _NAME.fullmatch(name):
-            raise InvalidRequest(f"{field}[{at}]", f"the name {name[:80]!r} is not 1 to 256 of A-Z a-z 0-9 _ . : -")
+            raise InvalidRequest(place, f"the name {name[:80]!r} is not 1 to 256 of A-Z a-z 0-9 _ . : -")
         if name in names[:at]:
-            raise InvalidRequest(f"{field}[{at}]", f"there are two tools of the name {name!r}")
+            raise InvalidRequest(place, f"there are two tools of the name {name!r}")
     for name in sorted({choice.name, *(choice.allowed or ())} - {"", *names}):
         raise InvalidRequest("tool_choice", f"names {name[:80]!r}, which is none of the functions in {field}")
     if choice.allowed is not None:

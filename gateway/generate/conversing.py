@@ -76,20 +76,32 @@ def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, 
         if shaped is not None and model.format.name not in WRITTEN:
             problem = f"cannot be enforced together with tools in this model's format, {model.format.name}"
             raise InvalidRequest(shape.field, f"{problem}: give one of them")
-        text = calls_grammar(
-            model.format,
-            {tool.name: tool.parameters for tool in offered if choice.name in ("", tool.name)},
-            special=special,
-            must=must,
-            parallel=choice.parallel and not choice.name,
-            in_reasoning=in_reasoning,
-            strict=strict,
-            otherwise=shaped,
-        )
+        try:
+            text = calls_grammar(
+                model.format,
+                {tool.name: tool.parameters for tool in offered if choice.name in ("", tool.name)},
+                special=special,
+                must=must,
+                parallel=choice.parallel and not choice.name,
+                in_reasoning=in_reasoning,
+                strict=strict,
+                otherwise=shaped,
+            )
+        except InvalidRequest as error:
+            raise _of_tool(error, offered) from None
         return Shape("grammar", text, "tools")
     if shaped is None:
         return shape
     return Shape("grammar", after_reasoning(model.format, special, shaped), shape.field)
+
+
+def _of_tool(error: InvalidRequest, offered: Sequence[Tool]) -> InvalidRequest:
+    """The same error, of a tool's schema by its place in the request."""
+    for tool in offered:
+        field = f"tools.{tool.name}.parameters"
+        if error.field == field and tool.schema:
+            return InvalidRequest(tool.schema, error.message.removeprefix(f"{field}: "))
+    return error
 
 
 def _shaped(shape: Shape, *, tools: bool) -> Shaped:

@@ -75,7 +75,8 @@ def tools_of(tools: Sequence[asked.Tool], ignored: Ignored) -> list[Tool]:
         if (function := tool.function) is None:
             raise InvalidRequest(f"tools[{at}].function", "is missing")
         parameters = function.parameters or {"type": "object", "properties": {}}
-        functions.append(Tool(function.name, function.description or "", parameters, bool(function.strict)))
+        places = {"place": f"tools[{at}]", "schema": f"tools[{at}].function.parameters"}
+        functions.append(Tool(function.name, function.description or "", parameters, bool(function.strict), **places))
     return functions
 
 

@@ -234,6 +234,8 @@ def shape(asked: Create) -> Shape:
         return ANY
     if asked.structured_outputs is not None:
         raise InvalidRequest("structured_outputs", "comes together with text.format; give one of them")
+    if wanted.type == "json_schema" and wanted.schema is None:
+        raise InvalidRequest("text.format.schema", "is missing")
     schema = JsonSchema(schema=wanted.schema) if wanted.type == "json_schema" else None
     found = shape_of(ResponseFormat(wanted.type, schema), None)
     field = "text.format.schema" if wanted.type == "json_schema" else "text.format"

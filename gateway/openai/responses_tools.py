@@ -36,14 +36,15 @@ class Offered:
 
     def __init__(self, asked: Create, ignored: Ignored) -> None:
         found = list(_functions(asked, ignored))
-        times = Counter(tool.name for _, tool in found)
+        times = Counter(tool.name for _, _, tool in found)
         self.tools: list[Tool] = []
         self._names: dict[str, tuple[str, str]] = {}
         self._shown: dict[tuple[str, str], str] = {}
-        for space, tool in found:
+        for place, space, tool in found:
             shown = tool.name if not space or times[tool.name] == 1 else _joined(space, tool.name)
             parameters = tool.parameters or {"type": "object", "properties": {}}
-            self.tools.append(Tool(shown, tool.description or "", parameters, bool(tool.strict)))
+            places = {"place": place, "schema": f"{place}.parameters"}
+            self.tools.append(Tool(shown, tool.description or "", parameters, bool(tool.strict), **places))
             self._names[shown] = (space, tool.name)
             self._shown[space, tool.name] = shown
 
@@ -86,16 +87,16 @@ def _echoed(tool: FunctionTool) -> dict[str, Any]:
     return {**plain, "parameters": msgspec.to_builtins(tool.parameters or {}), "strict": bool(tool.strict)}
 
 
-def _functions(asked: Create, ignored: Ignored) -> Iterator[tuple[str, FunctionTool]]:
-    """Each function with its namespace, or "" where it is in none."""
+def _functions(asked: Create, ignored: Ignored) -> Iterator[tuple[str, str, FunctionTool]]:
+    """Each function with its place in the request and its namespace, or "" where it is in none."""
     for at, tool in enumerate(asked.tools or ()):
         field = f"tools[{at}]"
         if tool.type == FUNCTION:
-            yield "", tool
+            yield field, "", tool
         elif tool.type == NAMESPACE:
             for place, inner in enumerate(tool.tools or ()):
                 if inner.type == FUNCTION:
-                    yield tool.name, inner
+                    yield f"{field}.tools[{place}]", tool.name, inner
                 else:
                     leave_out(f"{field}.tools[{place}].type", inner.type, ignored)
         else:

@@ -84,6 +84,32 @@ def test_a_conversation_of_nothing_is_named(path: str, param: str) -> None:
     assert (answer.status_code, answer.json()["error"]["param"]) == (400, param)
 
 
+WRONG = {"type": "object", "properties": {"a": {"type": "array", "uniqueItems": True}}}
+STRICT = {"name": "f", "strict": True, "parameters": WRONG}
+
+
+@pytest.mark.parametrize(
+    ("path", "fields", "field"),
+    [
+        (CHAT, {"tools": [{"type": "function", "function": STRICT}]}, "tools[0].function.parameters"),
+        (RESPONSES, {"tools": [{"type": "web_search"}, {"type": "function", **STRICT}]}, "tools[1].parameters"),
+        (
+            RESPONSES,
+            {"tools": [{"type": "namespace", "name": "n", "tools": [{"type": "function", **STRICT}]}]},
+            "tools[0].tools[0].parameters",
+        ),
+        (MESSAGES, {"tools": [{"name": "f", "strict": True, "input_schema": WRONG}]}, "tools[0].input_schema"),
+        (CHAT, {"tools": [{"type": "mcp"}, {"type": "function", "function": {"name": "a b"}}]}, "tools[1]"),
+        (RESPONSES, {"text": {"format": {"type": "json_schema"}}}, "text.format.schema"),
+    ],
+)
+def test_what_is_wrong_with_a_schema_is_named_where_the_request_has_it(
+    path: str, fields: dict[str, Any], field: str
+) -> None:
+    answer = ask(application(Script()), path, {**BODIES[path], **fields})
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{field}: "), answer.text
+
+
 def test_an_error_in_the_middle_of_a_stream_has_the_requests_own_name() -> None:
     script = Script(["abc"], error=InvalidRequest("sampling.regex", "cannot go on"))
     body = {"messages": HELLO, "stream": True, "structured_outputs": {"regex": "a+"}}
