@@ -304,6 +304,22 @@ def test_tools_with_both_clients(served: Served, tmp_path: Path) -> None:
                 },
             )
             assert answered.choices[0].message.content
+            closed = {**city, "additionalProperties": False}
+            shape: Any = {"type": "json_schema", "json_schema": {"name": "city", "schema": closed}}
+            weather["function"]["parameters"] = closed
+            for seed in range(2):  # together with tools: a call, or a text of that shape
+                beside = client.chat.completions.create(
+                    **{**asked, "temperature": 1.5},
+                    seed=seed,
+                    response_format=shape,
+                    parallel_tool_calls=False,
+                    max_tokens=100,
+                )
+                assert beside.choices[0].finish_reason in ("stop", "tool_calls")
+                said = beside.choices[0].message
+                texts = [called.function.arguments for called in said.tool_calls or () if called.type == "function"]
+                for text in texts or [said.content or ""]:
+                    jsonschema.validate(json.loads(text), closed)
         with tools.anthropic() as other:
             message = other.messages.create(
                 model=NAME,
