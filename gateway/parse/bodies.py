@@ -18,6 +18,7 @@ from .reader import Reader, Reading, markers
 from .writer import Writer
 
 Body = Callable[[Writer, str], Reading]
+_FENCE = re.compile(r"`+[ \w]*")
 _NAME = re.compile(r"[\w.:/-]+")
 _CALLED = re.compile(r"([\w.:/-]+)\(")
 ARGUMENTS = ("arguments", "parameters", "args")
@@ -132,8 +133,11 @@ def named_json(between: str, close: str, *, before_name: str = "", fence: bool =
         if called:
             following = yield from reader.space()
             if fence and following == "`":
-                yield from reader.collect(markers("\n"))
-            called = yield from object_or_nothing(reader, close, *(("`",) if fence else ()))
+                line, ended = yield from reader.collect(markers("\n", "{"))
+                called = _FENCE.fullmatch(line) is not None
+                if ended == "{":
+                    reader.at -= 1  # it was read just now, and belongs to the arguments
+            called = called and (yield from object_or_nothing(reader, close, *(("`",) if fence else ())))
         read = reader.kept()
         if not called:
             writer.content(opened + read)

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from gateway.chat.arguments import DEPTH_MAX, UNPARSED, ObjectText, object_of
 
-from .written import events_of, joined
+from .written import WAYS, events_of, joined
 
 # A call of `now` in each format, with a text in the place of its arguments.
 PLACES = {
@@ -119,3 +119,17 @@ def test_depth_and_digits_are_bounded() -> None:
     deep = '{"a": ' * (DEPTH_MAX + 1) + "1" + "}" * (DEPTH_MAX + 1)
     assert UNPARSED in object_of(deep)
     assert UNPARSED in object_of('{"a": ' + "9" * 5000 + "}")
+
+
+@pytest.mark.parametrize("way", WAYS)
+@settings(max_examples=120)
+@given(start=st.integers(0, 200), length=st.integers(0, 12), put=st.sampled_from(["", "x", '"', "}", "{", "=", "<"]))
+def test_a_damaged_call_is_not_one_without_arguments(way: str, start: int, length: int, put: str) -> None:
+    name, write, _ = WAYS[way]
+    text = write([("weather", {"city": "qqqqq", "days": 77777})])
+    start = start % len(text)
+    text = text[:start] + put + text[start + length :]
+    read = joined(events_of(name, list(text)))
+    held = read.content + read.reasoning + "".join(part for call in read.calls for part in call)
+    lost = [word for word in ("qqqqq", "77777") if word in text and word not in held]
+    assert not lost or all(arguments.strip() not in ("", "{}") for _, arguments in read.calls), (text, read)
