@@ -317,7 +317,9 @@ def llama(close: str) -> Body:
     objects, list_ = json_call("", known=True, several=";,"), pythonic(close, listed=True)
 
     def body(writer: Writer, opened: str) -> Reading:
+        writer.reader.keep()
         following = yield from writer.reader.space()
+        opened += writer.reader.kept()
         yield from (list_ if following == "[" else objects)(writer, opened)
 
     return body

@@ -55,7 +55,9 @@ def python_or_json(close: str) -> Body:
     objects, calls = json_list(close), pythonic(close, listed=True, known=False)
 
     def body(writer: Writer, opened: str) -> Reading:
+        writer.reader.keep()
         following = yield from writer.reader.space()
+        opened += writer.reader.kept()
         if following == "[" and (yield from _behind_bracket(writer.reader)) != "{":
             yield from calls(writer, opened)
         else:
@@ -112,10 +114,12 @@ def behind_answer(*followed: str) -> Body:
         reader.keep()
         following = yield from reader.space()
         space = reader.kept()
-        if following:
-            for mark in followed:
-                if (yield from reader.starts_with(mark)):
-                    return
+        last = not following
+        for mark in followed:
+            last = last or (yield from reader.starts_with(mark))
+        if last:
+            writer.drop_space()
+        else:
             writer.content(opened + space)
 
     return body

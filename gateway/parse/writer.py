@@ -67,6 +67,10 @@ class Writer:
         """A bracket before calls: it is content if none follows."""
         self._held.append(text)
 
+    def drop_space(self) -> None:
+        """White space that was held back is no part of the content."""
+        self._held = [text for text in self._held if not text.isspace()]
+
     def reasoning(self, text: str) -> None:
         """What it thinks."""
         if text:

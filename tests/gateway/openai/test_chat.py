@@ -345,3 +345,24 @@ def test_where_to_go_on_is_refused_where_nobody_could(path: str, body: dict[str,
 def test_where_to_go_on_needs_a_key() -> None:
     response = ask(application(Script()), "/v1/chat/completions", {"messages": HELLO}, {"last-event-id": "4"})
     assert (response.status_code, response.json()["error"]["param"]) == (400, "last-event-id")
+
+
+def test_a_named_tool_is_called_once() -> None:
+    script = Script([CALL])
+    choice = {"type": "function", "function": {"name": "weather"}}
+    chat(script, tools=TOOLS, tool_choice=choice)
+    chat(script, tools=TOOLS, tool_choice="required")
+    named, required = (str(options.sampling.grammar) for _, _, options in script.asked)
+    assert ")*" not in named
+    assert ")*" in required
+
+
+def test_the_prompt_s_ids_are_answered_where_they_are_asked_for() -> None:
+    script = Script(["hello"])
+    body = {"messages": HELLO, "return_token_ids": True}
+    whole = ask(application(script), "/v1/chat/completions", body).json()
+    assert whole["prompt_token_ids"] == script.asked[0][0]
+    lines = ask(application(script), "/v1/chat/completions", {**body, "stream": True}).text.split("\n\n")
+    events = [json.loads(line[6:]) for line in lines if line.startswith("data: {")]
+    assert events[0]["prompt_token_ids"] == script.asked[1][0]
+    assert not any("prompt_token_ids" in event for event in events[1:])

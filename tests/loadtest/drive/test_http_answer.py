@@ -75,6 +75,10 @@ def test_what_opens_and_closes_a_chat_is_no_token() -> None:
         opened, said({"reasoning_content": "a"}), said({"content": "b"}), said({}, "length"), DONE, asked=2
     )
     assert (end[0], list(outcome.tokens_s)) == (FINISHED, [3.0, 4.0])
+    # Ollama says the role in each event, and what is thought in `reasoning`.
+    thought, word = ({"role": "assistant", "content": "", "reasoning": "a"}, {"role": "assistant", "content": "b"})
+    outcome, end = read(said(thought), said(word), said({"role": "assistant"}, "length"), DONE, asked=2)
+    assert (end[0], len(outcome.tokens_s)) == (FINISHED, 2)
     # A part of a character is a token without text.
     outcome, end = read(opened, said({"content": ""}), said({"content": "b"}, "length"), DONE, asked=2)
     assert (end[0], list(outcome.tokens_s)) == (FINISHED, [3.0, 4.0])
