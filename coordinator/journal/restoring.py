@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import typing
 from collections import OrderedDict, deque
+from functools import cache
 from typing import Any, TypeVar, get_args
 
 import msgspec
@@ -58,12 +59,18 @@ def limits_of(saved: dict[str, Any]) -> Limits:
 def _known(saved: Any, cls: Any) -> Any:
     if not isinstance(saved, dict):
         return saved
-    hints = typing.get_type_hints(cls)
     known = {name: value for name, value in saved.items() if name in cls.__struct_fields__}
-    for name, hint in hints.items():
-        if isinstance(hint, type) and issubclass(hint, Section) and name in known:
-            known[name] = _known(known[name], hint)
+    for name, section in _sections(cls):
+        if name in known:
+            known[name] = _known(known[name], section)
     return known
+
+
+@cache
+def _sections(cls: Any) -> tuple[tuple[str, type[Section]], ...]:
+    """The fields that are sections."""
+    hints = typing.get_type_hints(cls).items()
+    return tuple((name, hint) for name, hint in hints if isinstance(hint, type) and issubclass(hint, Section))
 
 
 def restored(saved: d.SavedMachine, limits: Limits, arrays: list[AnyArray]) -> Machine:
