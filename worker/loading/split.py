@@ -17,12 +17,14 @@ import transformers
 from accelerate import init_empty_weights
 from safetensors import safe_open
 from torch.nn.functional import embedding
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from kvforge.models.files import stored_tensors
 from kvforge.protocol.errors import UnsupportedModel
 from worker.device.device import Device
 from worker.device.ranks import Ranks
 
+from .composite import is_composite
 from .progress import Progress
 from .report import EXPERT, LoadReport, check_experts, check_finite, check_unpacked, judge
 from .slices import EXPERTS, GATHERED, ROWS, SPLIT, VOCABULARY, Cut, Slices, slices_of, stored_names
@@ -42,6 +44,9 @@ def build_split(
         raise UnsupportedModel(source.name, problem)
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(source.name, "its weights are packed by a quantization_config, and cannot be split")
+    if is_composite(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
+        problem = "it is a model of more than text, whose text part is served by one rank alone"
+        raise UnsupportedModel(source.name, f"{problem}: leave out tensor_parallel and ranks")
     with init_empty_weights(include_buffers=False):
         module = transformers.AutoModelForCausalLM.from_config(
             config, dtype=dtype, attn_implementation="eager", trust_remote_code=False

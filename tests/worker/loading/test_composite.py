@@ -15,6 +15,8 @@ from transformers import AutoConfig, AutoModelForImageTextToText
 from kvforge.protocol.errors import UnsupportedModel
 from tests.worker.conftest import TINY
 from worker.device.device import Device
+from worker.device.ranks import Ranks
+from worker.loading import build, find_source, read_config
 from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
 
@@ -148,3 +150,12 @@ def test_random_weights_have_no_towers(tmp_path: Path, cpu: Device) -> None:
     model = load_model(tmp_path, load_format="dummy", dtype="float32", device=cpu, block_size=4)
     assert isinstance(model, LoadedModel)
     assert model.info.architecture == "Qwen3VLTextForCausalLM"
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_several_ranks_are_refused_by_name(tmp_path: Path, cpu: Device) -> None:
+    whole("mistral3").save_pretrained(tmp_path)
+    source = find_source(tmp_path, "auto")
+    ranks = Ranks(0, 2, cpu, "gloo")  # not met: it is refused before
+    with pytest.raises(UnsupportedModel, match="whose text part is served by one rank alone"):
+        build(source, read_config(source), torch.float32, cpu, lambda _phase, _done: None, 0, ranks)
