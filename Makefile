@@ -6,8 +6,8 @@ BIN    := $(VENV)/bin
 # CUDA build. TORCH_INDEX=https://download.pytorch.org/whl/cpu takes the CPU build, a twentieth of its size.
 TORCH       ?= torch==2.13.0
 TORCH_INDEX ?=
-# For tests of kernels where torch brings no Triton (a CPU build): the release that this torch brings in its CUDA build.
-TRITON ?= triton==3.7.1; sys_platform == 'linux' and platform_machine == 'x86_64'
+# For tests of kernels where torch brings no Triton (a CPU build): the release of tests/data/compiled.
+TRITON ?= triton==3.6.0; sys_platform == 'linux' and platform_machine == 'x86_64'
 PYTEST_ARGS ?=
 MAKEFLAGS += --no-print-directory
 

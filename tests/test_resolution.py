@@ -113,5 +113,11 @@ def test_every_install_line_pins_torch() -> None:
     assert re.search(r"ARG TORCH_INDEX=", dockerfile) and re.search(r"^TORCH_INDEX \?=", MAKEFILE, re.MULTILINE)
 
 
+def test_a_cpu_build_is_tested_with_the_triton_of_the_kept_code() -> None:
+    compiled = (REPOSITORY / "tests" / "worker" / "kernels" / "compiled.py").read_text(encoding="utf-8")
+    (version,) = re.findall(r'^VERSION = "([^"]+)"', compiled, re.MULTILINE)
+    assert re.findall(r"^TRITON \?= triton==([^;]+);", MAKEFILE, re.MULTILINE) == [version]
+
+
 def _makes(variable: str) -> str:
     return re.search(rf"^{variable}\s+:= (\S+)$", MAKEFILE, re.MULTILINE)[1]  # type: ignore[index]

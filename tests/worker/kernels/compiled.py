@@ -41,6 +41,7 @@ from worker.kernels import aot
 from worker.kernels.aot import Compiled, Configuration, compile_one
 from worker.kernels.registry import KERNELS
 
+VERSION = "3.6.0"  # of Triton, which made the files; others compile other code, within other bounds
 FOLDER = Path(__file__).parents[2] / "data" / "compiled"
 GLUON = ("worker.attention.prefill_hopper", "worker.attention.gluon_names")
 SHARE = 0.2  # of the kernels of each target: one configuration of each is compiled again each time
