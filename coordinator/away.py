@@ -41,7 +41,7 @@ class Anchor(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 def boot_id() -> str:
-    """Return the name of this boot of the host; empty where the system does not tell it."""
+    """Return the name of this boot of the host; empty where the system does not name it."""
     try:
         return _BOOT_ID.read_text(encoding="ascii").strip()
     except (OSError, UnicodeDecodeError):
@@ -82,7 +82,7 @@ def away_us(anchor: Anchor | None, last_us: int, written_s: float, now: HostTime
     found_us = min(max(wall_us, least_us), least_us + most_us)
     if found_us != wall_us:
         log.warning(
-            "the wall clock says that no coordinator was there for %.0f s; %.0f s are counted (journal.away_s_max)",
+            "the wall clock shows %.0f s without a coordinator; %.0f s are counted (journal.away_s_max)",
             wall_us / 1e6,
             found_us / 1e6,
         )

@@ -63,10 +63,10 @@ class JournalSection(Section, frozen=True, kw_only=True, forbid_unknown_fields=T
     bytes_max: of records since the last snapshot. replay_ms_max: of the loop's time that the records since then took,
     and that applying them again after a crash would take. A loop without rest waits with it until there is twice as
     much.
-    away_s_max: after a restart of the host, no more than this beyond its uptime is counted as time without a
-    coordinator, whatever its wall clock says: a clock that was set must not end leases, keys and deadlines.
-    message_deaths_max: a client's message is refused when so many coordinators in a row ended while they handled
-    it, and the last record of a journal set aside when so many ended while they applied it.
+    away_s_max: after a restart of the host, at most its uptime plus this many seconds count as time without a
+    coordinator. A wall clock that was set therefore ends no leases, keys or deadlines.
+    message_deaths_max: after so many coordinators in a row have died while they handled a client's message, the message
+    is refused. After so many have died while they applied the last record of a journal, the record is set aside.
     """
 
     bytes_max: Annotated[int, Range(1 << 16)] = 64 << 20

@@ -246,7 +246,7 @@ class Connection:
         if now_ns - self.heard_ns > silence_ns:
             return f"nothing came from it for {silence_ns / 1e9:g} s", True
         if not self.number and now_ns - self.opened_ns > STRANGER_S * 1e9:
-            return f"it said no hello within {STRANGER_S:g} s", False
+            return f"no handshake within {STRANGER_S:g} s", False
         if self.begun_ns and now_ns - self.begun_ns > MESSAGE_S * 1e9 and not self.full:
             return f"a message did not end within {MESSAGE_S:g} s", False
         return "", False

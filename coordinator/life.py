@@ -1,7 +1,7 @@
 """Where a server's machine comes from: born, or made anew of what another process left; and what is kept of it.
 
 The loop's clock is the core's: it goes on from the last event of the journal, by the time that has passed since
-(`away`). So deadlines stay what they were, also where the host was started again and its monotonic clock began anew, or
+(`away`). Deadlines therefore stay the same, also where the host was restarted and its monotonic clock began anew, or
 where its wall clock was set.
 """
 

@@ -2,8 +2,8 @@
 
 Whatever a peer does, it costs a bounded amount, and those beside it do not notice:
 
-- so many connections are open at once, each within its process's descriptors; those that have not said hello yet are
-  few, and one of them goes when there are too many (silent ones first, those that proved a key last), or after
+- so many connections are open at once, each within its process's descriptors; those without a handshake yet are
+  few, and one is evicted when there are too many (silent ones first, those that proved a key last), or after
   `connection.STRANGER_S`;
 - messages are handed out one from each connection in turn, however many one of them has sent, and in one turn of the
   loop only for a while: what was asked by then is answered before more is looked at. Each connection has a share of
@@ -105,8 +105,8 @@ class Peers:
         together: bool = False,
         rates: Callable[[Who], Rate | None] = _unlimited,
     ) -> None:
-        """Binds each door. together: messages wait for `flush`, and leave together. rates: how many messages of
-        somebody are taken. Raises InvalidConfiguration, CoordinatorInUse."""
+        """Binds each door. together: messages wait for `flush`, and leave together. rates: the message rate of a peer,
+        None without a limit. Raises InvalidConfiguration, CoordinatorInUse."""
         self.limits = limits if limits is not None else PeerLimits()
         self.kind = kind
         self._numbers, self._on_silent, self._rates = numbers, on_silent, rates
@@ -495,7 +495,7 @@ class Peers:
             socket.close()
             return
         if len(self._strangers) >= self.limits.strangers_max:
-            self._drop(self._least_promising(), "it said no hello, and others want to")
+            self._drop(self._least_promising(), "no handshake yet, and too many are pending")
         socket.setblocking(False)
         self._made += 1
         connection = Connection(socket, b"%d" % self._made, door, self.limits.room, self._now_ns)
@@ -506,7 +506,7 @@ class Peers:
         self._register(connection)
 
     def _least_promising(self) -> Connection:
-        """The stranger that makes room: the oldest that has said nothing though it had the time, else the oldest of
+        """Return the connection to evict: the oldest that has sent nothing though it had the time, else the oldest of
         those without a proved key, else the oldest."""
         oldest = None
         for connection in self._strangers.values():

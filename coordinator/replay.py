@@ -111,7 +111,7 @@ def _run(replay: Replay, until: int | None, events: int) -> tuple[deque[str], Jo
 
 
 def _inconsistent(replay: Replay, problem: str, error: Exception) -> JournalCorrupt:
-    """The error for a journal whose files are whole and make no state."""
+    """Return the error for a journal with whole files that make no state."""
     return JournalCorrupt(replay.folder.name, 0, problem=f"{problem} ({type(error).__name__}: {error})")
 
 

@@ -35,7 +35,7 @@ class RuntimeLock:
             _lock(descriptor, runtime)
             if self._is(descriptor):
                 self._handle = descriptor
-            else:  # whoever had it has ended meanwhile, and the file with it
+            else:  # its holder ended meanwhile and removed the file
                 os.close(descriptor)
         self._folder = os.open(runtime, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         if lock_folder:
@@ -87,7 +87,7 @@ def check_free(path: str) -> None:
     """Check that no process listens at a socket file, also one that is stopped.
 
     Args:
-        path: Of the socket; a file that nothing listens at was left by a process that was killed.
+        path: The path of the socket. A process that was killed may have left a file with no listener.
 
     Raises:
         CoordinatorInUse: A process listens there.

@@ -106,7 +106,7 @@ class Server:
         check_descriptors(config.descriptors)
         return_large_blocks()
         prepare_runtime_dir(self.runtime)
-        # Where both are one folder, whoever keeps the state locks it.
+        # Where both are one folder, the journal's keeper locks it.
         elsewhere = config.durability == "none" or not _same(self.runtime, config.state_path)
         self._lock = RuntimeLock(self.runtime, lock_folder=elsewhere)
         self._signals = self._signals_taken = 0

@@ -506,7 +506,7 @@ def _only_asks(event: Event) -> bool:
 
 
 def _refused(event: Event, effects: list[Effect]) -> CommandRefused | None:
-    """What stands for a command that was refused; None for all else."""
+    """Return the refusal of a command; None where the event was no command or was accepted."""
     if not isinstance(event, FromClient) or not effects:
         return None
     last = effects[-1]

@@ -7,7 +7,7 @@ Compatibility rule. Version N reads what N and N - 1 wrote:
 
 - A field that the reader does not know is ignored.
 - A field that the writer did not know takes its default, so every field that is added has one.
-- A field whose meaning changes gets another name. A field is removed, or its default, two versions later.
+- A field that changes its meaning gets another name. A field, or its default, is removed two versions later.
 - `STATE_VERSION` (`entries.py`) is raised with each change here, and the fixture of the version before stays in tests.
 """
 
@@ -118,7 +118,7 @@ class SavedKey(Saved):
 
 
 class SavedRequests(Saved):
-    """known: every request that anything names. families: the lists of siblings. keys: idempotency keys, of which the
+    """known: every request that anything names. families: the lists of siblings. keys: idempotency keys; the first
     first `keys_kept` are in the table, in order."""
 
     known: list[SavedRequest]
@@ -212,7 +212,7 @@ class SavedSessions(Saved):
 
 
 class SavedCommands(Saved):
-    """The state of the parts that carry out commands. again: sequences whose tokens are kept for a retry."""
+    """The state of the parts that execute commands. again: sequences that keep their tokens for a retry."""
 
     heap: list[tuple[int, int, int]]
     draining: bool
@@ -268,7 +268,7 @@ class SavedReports(Saved):
 
 
 class SavedMachine(Saved):
-    """All of it. boot, hash_key, limits, first_id, start_us: what a new machine is made from."""
+    """The whole machine. boot, hash_key, limits, first_id, start_us: the arguments of a new machine."""
 
     boot: str
     hash_key: bytes

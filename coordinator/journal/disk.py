@@ -1,4 +1,4 @@
-"""What a journal asks of the disk: that files and names are on it, and what to do where it refuses."""
+"""The journal's disk operations: sync files and names, and name a remedy for each error of the disk."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 from kvforge.protocol.errors import InvalidConfiguration, JournalFailed
 
 REMEDIES = {
-    errno.EIO: "check the disk (`dmesg` says what it reported), or set state_dir to a folder on another one",
+    errno.EIO: "check the disk (`dmesg` shows its errors), or set state_dir to a folder on another one",
     errno.EROFS: "mount the file system for writing again, or set state_dir to a folder elsewhere",
     errno.EACCES: "let this user write to it, or set state_dir to a folder of its own",
     errno.EPERM: "let this user write to it, or set state_dir to a folder of its own",
@@ -43,12 +43,12 @@ def make_folder(folder: Path, durable: bool) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """What was created, renamed and removed there is on the disk. Raises OSError."""
+    """Sync a folder: names created, renamed or removed in it are on the disk. Raises OSError."""
     _sync(folder, os.O_RDONLY | os.O_DIRECTORY)
 
 
 def sync_file(path: Path) -> None:
-    """What was written to a file is on the disk, whichever process wrote it. Raises OSError."""
+    """Sync a file, whichever process wrote to it. Raises OSError."""
     _sync(path, os.O_RDONLY)
 
 

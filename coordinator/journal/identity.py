@@ -1,4 +1,4 @@
-"""What each file of a journal is of, and how far the journal was acknowledged.
+"""The identity of each file of a journal, and how far the journal was acknowledged.
 
 A segment and a snapshot name the journal, the boot of the coordinator and of the host, and their predecessor: the
 CRC-32 of the last record before them, which holds that of the record before it in turn. The file `acknowledged` names
@@ -19,7 +19,7 @@ import msgspec
 from kvforge.protocol.errors import JournalCorrupt
 
 MAGIC = b"kvfJ"
-_SIZES = struct.Struct("<4sII")  # magic, bytes of the head, CRC-32 of them
+_SIZES = struct.Struct("<4sII")  # magic, bytes of the head, CRC-32 of the head
 HEAD_BYTES_MAX = 4096
 ACKNOWLEDGED = "acknowledged"
 _MARK = struct.Struct("<4sIQIB3x16s40s")  # magic, CRC-32, next record, CRC-32 of the last, power, journal, host's boot
@@ -38,8 +38,8 @@ def host_boot() -> str:
 class Origin(NamedTuple):
     """Where a journal goes on.
 
-    journal: 16 random bytes, the same in all its files. boot: of the coordinator whose state it is. before: the CRC-32
-    of the last record, 0 where there is none.
+    journal: 16 random bytes, the same in all its files. boot: the boot of the coordinator that wrote the state.
+    before: the CRC-32 of the last record, 0 where there is none.
     """
 
     journal: bytes
@@ -110,7 +110,7 @@ class MarkWriter:
         os.pwrite(self._descriptor, _MARK.pack(_MARK_MAGIC, crc, *rest), 0)
 
     def stat(self) -> os.stat_result:
-        """Of the open file. Raises OSError."""
+        """Return `os.fstat` of the open file. Raises OSError."""
         return os.fstat(self._descriptor)
 
     def sync(self) -> None:

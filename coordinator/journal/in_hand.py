@@ -21,7 +21,7 @@ from .entries import Frame
 
 FILE = "in-hand"
 SUSPECTS_MAX = 32
-EDGE_BYTES = 4096  # of a frame's beginning and end: what tells two messages apart
+EDGE_BYTES = 4096  # read from a frame's beginning and its end, to distinguish messages
 _MAGIC = b"kvfH"
 _HEAD = struct.Struct("<4sIQQQ")  # magic, deaths of the record, message in hand, largest of the turn, record in hand
 _SUSPECT = struct.Struct("<QQ")  # message, deaths
@@ -31,7 +31,7 @@ _MESSAGE_AT, _RECORD_AT = 8, 24
 
 
 def fingerprint(frames: Sequence[Frame]) -> int:
-    """What tells a message from others: its size, and a CRC-32 of its edges. Not 0."""
+    """Return a number that distinguishes a message: its size, and a CRC-32 of its edges. Never 0."""
     crc = size = 0
     for frame in frames:
         size += len(frame)

@@ -96,10 +96,10 @@ class Keeper:
             ) from None
 
     def recover(self) -> Recovered | None:
-        """What another life left, its torn tail cut off.
+        """Recover the state that an earlier coordinator left, and cut off a torn tail.
 
-        durable: all of it is on the disk before anything follows from it. The life before may have died between a write
-        and its sync.
+        With `durable` the files are synced before anything follows from them: the earlier coordinator may have died
+        between a write and its sync.
 
         Raises:
             JournalCorrupt: Something in it is damaged or missing.
@@ -124,7 +124,7 @@ class Keeper:
         return found
 
     def _sync_all(self) -> None:
-        """What is there, and the names of it and of the folders above, are on the disk. Raises OSError."""
+        """Sync the files of the journal, its folder and the folders above it. Raises OSError."""
         for path in (*segments(self.folder).values(), *states(self.folder).values(), self.folder / ACKNOWLEDGED):
             if path.exists():
                 sync_file(path)
@@ -154,9 +154,9 @@ class Keeper:
         """From now on what enters is written.
 
         Args:
-            found: What it goes on from; None: from nothing.
+            found: The recovered state to continue; None: begin with nothing.
             stopping: Whether the process was asked to end.
-            boot: Of the coordinator, where it goes on from nothing.
+            boot: The coordinator's boot, used where `found` is None.
 
         Raises:
             InvalidConfiguration: A file cannot be made.

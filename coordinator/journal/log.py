@@ -61,7 +61,7 @@ def _numbered(folder: Path, prefix: str) -> dict[int, Path]:
 
 
 class MessageInHand(Protocol):
-    """What `in_hand.InHand` is."""
+    """The interface of `in_hand.InHand` that the journal uses."""
 
     def take(self, frames: Sequence[Frame]) -> None:
         """A message is worked on from now on. Raises MessageRefused."""
@@ -86,13 +86,13 @@ class Journal:
         stopping: Callable[[], bool] = lambda: False,
         origin: Origin | None = None,
     ) -> None:
-        """Begins a segment whose first record is `number`.
+        """Begin a segment.
 
         Args:
-            folder: It is there.
-            number: Of the next record.
+            folder: An existing folder.
+            number: The number of the first record.
             durable: Each record is on the disk before anything leaves ("power").
-            bytes_before: Of the segments before.
+            bytes_before: The size of the segments before this one.
             stopping: Whether waiting for room on the disk has become pointless.
             origin: Where the journal goes on; None: a new one begins.
 
@@ -165,7 +165,7 @@ class Journal:
             raise failed(self.folder / ACKNOWLEDGED, error) from None
 
     def _acknowledge(self) -> None:
-        """What was written may have consequences from now on."""
+        """Mark everything written so far as acknowledged: it may have consequences from now on."""
         self._mark.write(self.number, self.origin.before)
 
     def _put(self, data: bytes) -> None:

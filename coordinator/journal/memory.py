@@ -1,4 +1,4 @@
-"""The arrays of a snapshot: a table of them, each with its dtype and shape, and of its memory only the pages in use.
+"""The arrays of a snapshot: a table with the dtype and shape of each, and the pages of its memory that are in use.
 
 Most of a default machine is room for what may come, which is zeros. Reading checks every length against what is left
 of the file, and the memory of all arrays together against `bytes_max`, before anything is allocated.
@@ -89,8 +89,8 @@ def read_arrays(data: Bytes, bytes_max: int) -> list[AnyArray]:
     """The arrays of a table, in order.
 
     Args:
-        data: What begins with the table.
-        bytes_max: The most that they may take in memory together.
+        data: The bytes, beginning with the table.
+        bytes_max: The most memory that all arrays together may take.
 
     Raises:
         ValueError: A length, a dtype or a page number is none that a writer makes.

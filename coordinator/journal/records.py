@@ -55,8 +55,8 @@ def read(data: memoryview, number: int, name: str, at: int = 0, before: int = 0)
 
     Args:
         data: The whole file.
-        number: Of the first record.
-        name: Of the file.
+        number: The number of the first record.
+        name: The name of the file.
         at: Where the records begin, in bytes.
         before: The CRC-32 of the record before the first.
 

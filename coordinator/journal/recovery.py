@@ -29,9 +29,9 @@ class Recovered(NamedTuple):
     """What a journal came to.
 
     now_us: the time of the last event. number: of the next record. numbers: of connections, given out so far.
-    written_s: when it was written last, in Unix time. bytes: of the segments that were read. records: how many were
-    applied. torn: (file, where its good records end, bytes behind that); None where it ends as it should.
-    origin: where the journal goes on. snapshot_us, took_us: to read the snapshot, and to read and apply all of it.
+    written_s: when it was written last, in Unix time. bytes: the size of the segments that were read. records: how many
+    were applied. torn: (file, where its good records end, bytes behind that); None where the end is whole.
+    origin: where the journal goes on. snapshot_us, took_us: to read the snapshot; to read and apply everything.
     """
 
     machine: Machine
@@ -76,7 +76,7 @@ class Replay:
         until: Callable[[Entry], bool] = lambda _entry: False,
         begins: Callable[[int], None] = lambda _number: None,
     ) -> None:
-        """Applies what is left, or until it is said that an entry is not to be applied. Raises JournalCorrupt,
+        """Apply the remaining records, up to the first entry that `until` rejects. Raises JournalCorrupt,
         InvalidConfiguration."""
         for name, record in self._records():
             self.records += 1
@@ -192,10 +192,10 @@ def _no_collections() -> Iterator[None]:
 
 
 def recover(folder: Path, begins: Callable[[int], None] = lambda _number: None) -> Recovered | None:
-    """The machine that the journal in the folder makes, of which nothing is published yet; None where there is none.
+    """Return the machine that the folder's journal makes, with nothing published yet; None where there is none.
 
-    begins: told the number of each record before it is applied. Raises JournalCorrupt, and InvalidConfiguration where
-    another version of kvforge wrote it.
+    begins: called with the number of each record before it is applied. Raises JournalCorrupt, and InvalidConfiguration
+    where another version of kvforge wrote it.
     """
     files = [*segments(folder).values(), *states(folder).values()]
     written_s = max((path.stat().st_mtime for path in files), default=0.0)

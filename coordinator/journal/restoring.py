@@ -74,15 +74,15 @@ def _sections(cls: Any) -> tuple[tuple[str, type[Section]], ...]:
 
 
 def restored(saved: d.SavedMachine, limits: Limits, arrays: list[AnyArray]) -> Machine:
-    """The machine that was saved.
+    """Return the machine that was saved.
 
     Args:
-        saved: Its struct.
-        limits: Those in it.
+        saved: The machine's struct.
+        limits: The limits in it.
         arrays: The table behind it.
 
     Raises:
-        Exception: Of several kinds, where the struct contradicts itself.
+        Exception: The struct contradicts itself; the kind depends on the contradiction.
     """
     return _Restoring(saved, limits, arrays).machine()
 

@@ -25,7 +25,7 @@ def set_aside(folder: Path, in_hand: InHand) -> None:
     Only the last record can be: later ones follow from it. Its client messages are refused when they come again.
 
     Args:
-        folder: Of the journal.
+        folder: The folder of the journal.
         in_hand: Names the record.
 
     Raises:

@@ -39,10 +39,11 @@ log = logging.getLogger("coordinator")
 
 
 class Head(msgspec.Struct, frozen=True, kw_only=True):
-    """What a snapshot is of.
+    """The head of a snapshot.
 
-    version: of the state. now_us: the time of the last event. numbers: of connections, given out so far. number: of the
-    first record that is not in it. journal, boot, before: as `identity.Origin` has them. host_boot: that of the writer.
+    version: the version of the state. now_us: the time of the last event. numbers: connection numbers given out so far.
+    number: the first record that is not in it. journal, boot, before: as in `identity.Origin`. host_boot: the boot of
+    the host that wrote it.
     """
 
     version: int
@@ -84,9 +85,9 @@ def write(path: Path, machine: Machine, head: Head) -> None:
     finished is removed: its space may be what others wait for.
 
     Args:
-        path: Its own name.
-        machine: Between two turns.
-        head: What it is of.
+        path: The final name of the file.
+        machine: The machine, between two turns.
+        head: The head of the snapshot.
 
     Raises:
         OSError: It cannot be written.

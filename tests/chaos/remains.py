@@ -14,7 +14,7 @@ from kvforge.protocol.messages import Stats
 from tests.integration.running import processes_of
 
 LEFT_FILES = frozenset({"coordinator.lock"})
-COMPLAINTS = ("Traceback", "said no hello")
+COMPLAINTS = ("Traceback", "no handshake")
 GONE_S = 10.0  # for the child of a process that has ended to end, too
 LOOK_S = 0.05
 

@@ -164,10 +164,10 @@ def test_files_and_complaints_are_found(tmp_path: Path) -> None:
     (tmp_path / "state").mkdir()
     os.mkfifo(tmp_path / "state" / "pipe")
     assert list(remains.files(tmp_path)) == ["files are left: ['state', 'state/pipe']"]
-    log = "INFO fine\nTraceback (most recent call last):\n  File\n    go()\nOSError: no\nWARNING 1 said no hello\n"
+    log = "INFO fine\nTraceback (most recent call last):\n  File\n    go()\nOSError: no\nWARNING 1 no handshake\n"
     assert list(remains.complaints("w0", log)) == [
         "w0 wrote: Traceback (most recent call last): | File | go() | OSError: no",
-        "w0 wrote: WARNING 1 said no hello",
+        "w0 wrote: WARNING 1 no handshake",
     ]
 
 

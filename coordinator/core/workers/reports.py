@@ -342,9 +342,9 @@ class WorkerReports:
         """A worker's connection ended: its blocks are gone, its requests wait for another place.
 
         Args:
-            number: Of the connection.
-            goodbye: It left on purpose.
-            why: What it said, or why it was given up.
+            number: The number of the connection.
+            goodbye: Whether it left on purpose.
+            why: The reason it gave, or why the coordinator gave it up.
             died: Its process may have died of what it was computing.
         """
         worker = self.workers.pop(number, None)
@@ -375,7 +375,7 @@ class WorkerReports:
                 self._count_crash(request, worker.name)
 
     def cut_off(self, number: int) -> None:
-        """Wait for a worker whose connection ended while the coordinator stood still, as after a restart.
+        """Wait for a worker that lost its connection while the coordinator stood still, as after a restart.
 
         Args:
             number: Its connection. A worker without a pool has nothing to come back to, and is gone.
