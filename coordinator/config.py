@@ -7,13 +7,13 @@ from typing import Annotated, TypeVar
 
 import msgspec
 
-from kvforge.protocol import logs
+from kvforge.protocol import codec, logs
 from kvforge.protocol.configuration import convert, expand, load
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.layout import Geometry
 from kvforge.protocol.transport import HEARTBEAT_TIMEOUT_MS, default_runtime_dir, default_state_dir
 
-from . import access
+from . import access, zmtp
 from .access import AccessSection, TcpSection
 from .connection import Room
 from .core.limits import DURATION_S_MAX, Bounds, CacheLimits, Count, Limits, Quota, Range, ScheduleLimits, Section
@@ -121,8 +121,15 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         self.limits.check("limits")
         self.schedule.check("schedule")
         self.kv_events.check("kv_events")
-        self.core_limits()
+        self._check_message_bytes()
         access.check(self.tcp, self.access)
+
+    def _check_message_bytes(self) -> None:
+        """A prompt as long as a sequence may be must fit into a message."""
+        needed = codec.BODY_BYTES_MAX + 4 * self.core_limits().context_tokens_max
+        if self.limits.message_bytes_max < needed:
+            problem = f"must be at least {needed} for sequences of limits.blocks_per_sequence_max blocks"
+            raise InvalidConfiguration("limits.message_bytes_max", f"{problem}, not {self.limits.message_bytes_max}")
 
     @property
     def runtime_path(self) -> Path:
@@ -140,6 +147,9 @@ class CoordinatorConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         room = Room(queue_messages_max=limits.client_buffer_messages, queue_bytes_max=limits.client_buffer_bytes)
         turn_us = int(limits.client_ms_per_turn_max * 1000)  # the loop's own budget is the same: it counts answers, too
         share_us = int(limits.client_share_ms * 1000)
+        room = msgspec.structs.replace(
+            room, message_bytes_max=limits.message_bytes_max, skipped_bytes_max=zmtp.MESSAGE_BYTES_MAX
+        )
         peers = self._peer_limits(limits.clients_max, room)
         return msgspec.structs.replace(peers, turn_us=turn_us, share_us=share_us)
 

@@ -34,6 +34,7 @@ from nacl.exceptions import CryptoError
 from kvforge.protocol.keys import KEY_BYTES, text_of
 
 from . import zmtp
+from .oversized import Skipped
 from .zmtp import COMMAND, COMMAND_BYTES_MAX, LARGE_BYTES, LONG, LONG_HEADER, MORE, Frame, Violation
 
 CURVE = b"CURVE"
@@ -125,7 +126,9 @@ class SealedReader(zmtp.Reader):
 
     def _frame(self, admitted: bool) -> tuple[int, Frame] | None:
         frame = super()._frame(admitted)
-        return frame if frame is None or not self._ready else self._opened(*frame)
+        if frame is None or not self._ready or isinstance(frame[1], Skipped):
+            return frame
+        return self._opened(*frame)
 
     def _opened(self, flags: int, body: Frame) -> tuple[int, Frame]:
         size = len(body)

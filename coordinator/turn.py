@@ -74,8 +74,10 @@ from .core.events import (
 from .core.limits import DURATION_S_MAX, Bounds, Count, Range
 from .core.machine import Machine
 from .outbox import Frames, Outbox, Sent, Transport
+from .oversized import Oversized, check_size
 from .publish import publish
 
+MESSAGE_BYTES = Range(codec.BODY_BYTES_MAX, codec.BODY_BYTES_MAX + codec.FRAME_BYTES_MAX)
 RETRY_US = 50_000  # nothing tells when a client that took nothing more reads again
 RESULT_BYTES_MAX = 16 << 20  # of a result in which each of thousands of rows has an error to tell
 CUT_OFF_US = 5_000_000  # after a standstill: the ends of connections are noticed by then
@@ -142,11 +144,13 @@ class Listeners(Protocol):
 class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The core's bounds, those of one turn, and those of the connections that it admits.
 
-    messages_per_turn_max: of clients, and as many of workers. client_bytes_per_turn_max, client_ms_per_turn_max:
-    then no more is taken from clients in this turn; one message is always taken. clients_max: connections of
-    clients that have said hello, as pools_max of workers. client_backlog_max: replies that wait for one client.
+    message_bytes_max: of one message of a client, its frames together; a larger one is read past and refused.
+    messages_per_turn_max: of clients, and as many of workers. client_bytes_per_turn_max, client_ms_per_turn_max: then
+    no more is taken from clients in this turn; one message is always taken. clients_max: connections of clients that
+    have said hello, as pools_max of workers. client_backlog_max: replies that wait for one client.
     """
 
+    message_bytes_max: Annotated[int, MESSAGE_BYTES] = 16 << 20
     messages_per_turn_max: Count = 1024
     client_bytes_per_turn_max: Count = 8 << 20
     client_ms_per_turn_max: Annotated[float, Range(1e-3, DURATION_S_MAX)] = 2.0
@@ -364,6 +368,7 @@ class TurnLoop:
         message: Message | None = None
         in_hand = self._journal.in_hand if self._journal is not None else None
         try:
+            check_size(frames, self._limits.message_bytes_max)
             if in_hand is not None:
                 in_hand.take(frames)
             message = self._client_decoder.decode(frames)
@@ -383,7 +388,7 @@ class TurnLoop:
         except KvforgeError as error:
             number = self.clients.number(identity)
             refused = _refusal("client", number, error, message)
-            if isinstance(error, MessageRefused):
+            if isinstance(error, MessageRefused | Oversized):
                 refused = Refused(rid=codec.rid_of(frames), error=refused.error)
             if isinstance(error, ProtocolError):
                 self.clients.fault(identity)

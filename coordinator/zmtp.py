@@ -17,6 +17,10 @@ from collections.abc import Sequence
 
 import msgspec
 
+from kvforge.protocol.codec import BODY_BYTES_MAX, FRAME_BYTES_MAX
+
+from .oversized import Skipped
+
 Frame = bytes | memoryview
 
 MORE, LONG, COMMAND = 1, 2, 4
@@ -27,6 +31,7 @@ LARGE_BYTES = 16 << 10  # a frame above this is read to its own place, and is no
 COMMAND_BYTES_MAX = 4096
 COMMANDS_MAX = 64  # in a row, in what was read at once: heartbeats come one in two seconds
 CONTEXT_BYTES_MAX = 16
+MESSAGE_BYTES_MAX = FRAME_BYTES_MAX + BODY_BYTES_MAX  # no message of ours is larger
 LONG_HEADER = struct.Struct(">BQ")
 
 
@@ -47,10 +52,16 @@ class Violation(Exception):
 
 
 class Bounds(msgspec.Struct, frozen=True, kw_only=True):
-    """What one message may be. Sizes in bytes; of a peer that nobody has admitted yet: stranger_bytes_max."""
+    """Bounds of one message. Sizes in bytes, of all its parts together.
+
+    stranger_bytes_max: of a peer that is not admitted yet. skipped_bytes_max: a message beyond message_bytes_max and up
+    to this is read past and handed out with `Skipped` in place of its parts, so that it can be refused and the
+    connection goes on. Beyond both, the connection ends.
+    """
 
     parts_max: int = 2
-    message_bytes_max: int = (64 << 20) + (1 << 20)
+    message_bytes_max: int = MESSAGE_BYTES_MAX
+    skipped_bytes_max: int = 0
     stranger_bytes_max: int = 64 << 10
 
 
@@ -75,6 +86,9 @@ class Reader:
         "_large",
         "_parts",
         "_ready",
+        "_skipped",
+        "_skipped_bytes",
+        "_unread_bytes",
         "held",
         "key",
         "reply",
@@ -88,6 +102,9 @@ class Reader:
         self._parts: list[Frame] = []
         self._large: memoryview | None = None
         self._filled = self._flags = 0
+        self._skipped: Skipped | None = None  # the frame that is read past, of which so many bytes are still to come
+        self._unread_bytes = 0
+        self._skipped_bytes = 0  # announced by frames of this message that are read past
         self.held = 0  # bytes of the message that has begun and not ended
         self.reply = self.key = b""
 
@@ -109,7 +126,8 @@ class Reader:
     @property
     def begun(self) -> bool:
         """Where `next` gave None: whether something has begun that has not ended, a handshake, a frame or a message."""
-        return not self._ready or bool(self._parts) or self._large is not None or self.left
+        within = self._large is not None or self._skipped is not None
+        return not self._ready or bool(self._parts) or within or self.left
 
     @property
     def room(self) -> memoryview | None:
@@ -139,6 +157,11 @@ class Reader:
             flags, whole = self._opened(self._flags, large)
             if (message := self._add(whole, flags)) is not None:
                 return message
+        if self._skipped is not None:
+            if (skipped := self._skip()) is None:
+                return None
+            if (message := self._add(skipped, self._flags)) is not None:
+                return message
         commands = 0
         while (frame := self._frame(admitted)) is not None:
             flags, part = frame
@@ -159,7 +182,7 @@ class Reader:
             if len(parts) >= self._bounds.parts_max:
                 raise Violation(f"a message has at most {self._bounds.parts_max} parts")
             return None
-        self._parts, self.held = [], 0
+        self._parts, self.held, self._skipped_bytes = [], 0, 0
         return parts
 
     def _frame(self, admitted: bool) -> tuple[int, Frame] | None:
@@ -177,7 +200,13 @@ class Reader:
             size, start = data[at + 1], at + 2
         if flags > (COMMAND | LONG):
             raise Violation(f"it sent a frame with flags {flags:#04x}")
-        self._check_size(flags, size, admitted)
+        if self._is_skipped(flags, size, admitted):
+            self._at = start
+            self._flags, self._unread_bytes = flags, size
+            self._skipped = Skipped(size, self._bounds.message_bytes_max)
+            self._skipped_bytes += size
+            skipped = self._skip()
+            return (flags, skipped) if skipped is not None else None
         end = start + size
         if end <= len(data):
             self._at = end
@@ -188,15 +217,32 @@ class Reader:
             self._begin_large(flags, size, data[start:])
         return None
 
-    def _check_size(self, flags: int, size: int, admitted: bool) -> None:
+    def _is_skipped(self, flags: int, size: int, admitted: bool) -> bool:
+        """Whether a frame is to be read past. Raises Violation where it is larger than that, too."""
         if flags & COMMAND:
             if size > COMMAND_BYTES_MAX:
                 raise Violation(f"a command is at most {COMMAND_BYTES_MAX} bytes, this one is to have {size}")
-            return
-        bytes_max = self._bounds.message_bytes_max if admitted else self._bounds.stranger_bytes_max
-        if self.held + size > bytes_max:
-            who = "a message" if admitted else "a message before the hello is answered"
-            raise Violation(f"{who} is at most {bytes_max} bytes, this one is to have {self.held + size}")
+            return False
+        bounds = self._bounds
+        bytes_max = bounds.message_bytes_max if admitted else bounds.stranger_bytes_max
+        whole = self.held + size + self._skipped_bytes
+        if whole <= bytes_max and not self._skipped_bytes:
+            return False
+        if admitted and whole <= bounds.skipped_bytes_max:
+            return True
+        bytes_max = max(bytes_max, bounds.skipped_bytes_max) if admitted else bytes_max
+        who = "a message" if admitted else "a message before the hello is answered"
+        raise Violation(f"{who} is at most {bytes_max} bytes, this one is to have {whole}")
+
+    def _skip(self) -> Skipped | None:
+        """Drops what has come of the frame that is read past. Returns what stands for it once all has come."""
+        there = min(self._unread_bytes, len(self._data) - self._at)
+        self._at += there
+        self._unread_bytes -= there
+        if self._unread_bytes:
+            return None
+        skipped, self._skipped = self._skipped, None
+        return skipped
 
     def _begin_large(self, flags: int, size: int, begin: bytes) -> None:
         try:
