@@ -22,6 +22,7 @@ import socket as sockets
 import stat
 import struct
 from collections.abc import Iterable
+from contextlib import suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -138,6 +139,60 @@ def check_peer(descriptor: int, users: Iterable[int], endpoint: str, field: str 
             f"the process that listens at {endpoint} is of user {_name(user)}, who is not trusted: {_remedy(user)}"
         )
         raise InvalidConfiguration(field, problem)
+
+
+def check_private(folder: Path, field: str, below: Path) -> Path:
+    """Check a folder whose files are run as code: this user and root alone can have put them there.
+
+    Args:
+        folder: A folder that exists.
+        field: The setting that names it.
+        below: A parent of the folder. No component behind it may be a symbolic link, nor anything within the folder.
+
+    Returns:
+        The folder's path without symbolic links.
+
+    Raises:
+        InvalidConfiguration: Another user owns a part of the path or a file within, or can write there.
+        OSError: A part cannot be looked at.
+    """
+    users = frozenset((0, os.geteuid()))
+    for part in (folder, *folder.parents):
+        if part == below:
+            break
+        _check_private_entry(part, part.lstat(), users, field)
+    real = folder.resolve(strict=True)
+    child = real.lstat()
+    if _others_write(child, users):
+        raise InvalidConfiguration(field, f"{real} is writable by others: chmod go-w it")
+    for parent in real.parents:
+        status = parent.lstat()
+        if status.st_uid not in users and not _stands_for_many(status.st_uid):
+            raise _foreign(parent, status, field)
+        sticky = status.st_mode & stat.S_ISVTX and child.st_uid in users
+        if not sticky and _others_write(status, users):
+            problem = f"{parent} is writable by others, who could replace what it contains: chmod go-w it"
+            raise InvalidConfiguration(field, problem)
+        child = status
+    for at, folders, files in os.walk(real):
+        for name in (*folders, *files):
+            entry = Path(at, name)
+            with suppress(FileNotFoundError):  # another process of this user renamed it
+                _check_private_entry(entry, entry.lstat(), users, field)
+    return real
+
+
+def _check_private_entry(path: Path, status: os.stat_result, users: frozenset[int], field: str) -> None:
+    if stat.S_ISLNK(status.st_mode):
+        raise InvalidConfiguration(field, f"{path} is a symbolic link: remove it")
+    if status.st_uid not in users:
+        raise _foreign(path, status, field)
+
+
+def _foreign(path: Path, status: os.stat_result, field: str) -> InvalidConfiguration:
+    owner = status.st_uid
+    problem = f"{path} belongs to another user (uid {owner}, {_name(owner)}), whose files are not run as code"
+    return InvalidConfiguration(field, f"{problem}: remove it, or choose another folder")
 
 
 def _check_entry(

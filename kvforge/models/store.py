@@ -72,6 +72,15 @@ def default_cache_dir() -> Path:
     """The store's folder: KVFORGE_CACHE_DIR, else kvforge under XDG_CACHE_HOME, else ~/.cache/kvforge."""
     if chosen := os.environ.get("KVFORGE_CACHE_DIR"):
         return Path(chosen).absolute()
+    return user_cache_dir()
+
+
+def user_cache_dir() -> Path:
+    """Return the user's own cache folder, whatever KVFORGE_CACHE_DIR is: under XDG_CACHE_HOME, else ~/.cache.
+
+    Raises:
+        Unavailable: This user has no home folder.
+    """
     xdg = Path(os.environ.get("XDG_CACHE_HOME", ""))
     if xdg.is_absolute():  # the XDG specification: a relative path is to be ignored
         return xdg / "kvforge"

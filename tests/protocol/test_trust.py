@@ -245,3 +245,65 @@ def test_an_id_that_stands_for_many_users_is_trusted_in_no_shared_folder(
     shared = made(outer / "tmp", ATTACKER, 0o1777)
     assert VICTIM in trust.check_path(made(shared / "mine", VICTIM) / "clients.sock", "endpoint")
     assert "belongs to another user" in refused(made(shared / "theirs", ATTACKER) / "clients.sock")
+
+
+# ------------------------------------------------------------------------------------------------- what is run as code
+
+
+def private(folder: Path, below: Path) -> str:
+    with pytest.raises(InvalidConfiguration) as error:
+        trust.check_private(folder, "KVFORGE_CACHE_DIR", below)
+    assert error.value.field == "KVFORGE_CACHE_DIR"
+    return str(error.value)
+
+
+def test_a_folder_that_this_user_alone_can_write_to_is_private(base: Path) -> None:
+    (base / "numba" / "one").mkdir(parents=True)
+    (base / "numba" / "one" / "kernel.nbi").touch()
+    assert trust.check_private(base / "numba", "cache", base) == base / "numba"
+    (base / "link").symlink_to(base)
+    assert trust.check_private(base / "link" / "numba", "cache", base / "link") == base / "numba"  # the user's own link
+
+
+@pytest.mark.parametrize("mode", [0o777, 0o772, 0o1777])
+@pytest.mark.parametrize("within", [False, True])
+def test_a_folder_that_others_can_write_to_is_not(base: Path, mode: int, within: bool) -> None:
+    folder = base / "cache" / "numba"
+    folder.mkdir(parents=True)
+    opened = folder.parent if within else folder
+    opened.chmod(mode)
+    if within and mode & 0o1000:
+        assert trust.check_private(folder, "cache", base) == folder  # sticky: others cannot replace what is ours
+    else:
+        assert f"{opened} is writable by others" in private(folder, base)
+
+
+def test_links_behind_the_cache_are_refused(base: Path) -> None:
+    (base / "elsewhere" / "numba").mkdir(parents=True)
+    (base / "cache").mkdir()
+    (base / "cache" / "numba").symlink_to(base / "elsewhere" / "numba")
+    assert "is a symbolic link" in private(base / "cache" / "numba", base / "cache")
+    (base / "elsewhere" / "numba" / "kernel.nbi").symlink_to("/etc/passwd")
+    assert "kernel.nbi is a symbolic link" in private(base / "elsewhere" / "numba", base)
+
+
+@as_root
+@pytest.mark.parametrize("foreign", ["cache", "cache/numba", "cache/numba/one", "cache/numba/one/kernel.nbc"])
+def test_what_another_user_owns_is_refused(base: Path, foreign: str) -> None:
+    folder = base / "cache" / "numba"
+    (folder / "one").mkdir(parents=True)
+    (folder / "one" / "kernel.nbc").touch()
+    os.chown(base / foreign, ATTACKER, ATTACKER)
+    assert f"{base / foreign} belongs to another user (uid {ATTACKER}" in private(folder, base / "cache")
+
+
+@as_root
+def test_trusted_users_run_no_code_of_ours(base: Path, victim: None, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A user whose socket may be used is not one whose code is run."""
+    monkeypatch.setenv(trust.TRUSTED_USERS, str(ATTACKER))
+    folder = made(base / "numba", ATTACKER)
+    assert f"uid {ATTACKER}" in private(folder, base)
+    os.chown(folder, VICTIM, VICTIM)
+    assert trust.check_private(folder, "cache", base) == folder
+    os.chown(folder, 0, 0)
+    assert trust.check_private(folder, "cache", base) == folder

@@ -29,7 +29,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from kvforge.models.store import default_cache_dir
+from kvforge.models.code_cache import code_folder
 from kvforge.protocol.errors import KvforgeError
 
 CAPABILITIES = ("AVX2", "AVX512")  # of a CPU, as torch calls them
@@ -196,8 +196,11 @@ def _kept_in(path: Path) -> Path | None:
         digest = hashlib.sha256()
         for part in (*(Path(__file__).with_name(name) for name in SHARED_FILES), path):
             digest.update(part.read_bytes())
-        folder = default_cache_dir() / "numba" / digest.hexdigest()[:16]
-        folder.mkdir(parents=True, exist_ok=True, mode=0o700)
+        cache = code_folder("numba")  # Numba unpickles what it finds there
+        if cache is None:
+            return None
+        folder = cache / digest.hexdigest()[:16]
+        folder.mkdir(exist_ok=True, mode=0o700)
         if os.access(folder, os.W_OK):
             return folder
         log.info("the CPU's kernels are not kept: %s cannot be written", folder)

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import os
+import pickle
 import resource
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
@@ -12,12 +15,21 @@ import torch
 
 pytest.importorskip("numba")
 
+from kvforge.models import code_cache
 from worker.device import host_kernel
 from worker.device.host_kernel import HostKernel, host_kernel_problem, part
 from worker.device.rows import load, load_any, narrow, read_any, store, widen
 from worker.device.vector import CODES, exp, read_integer, take_ticket, write_float, write_integer
 
 pytestmark = pytest.mark.skipif(bool(host_kernel_problem()), reason=host_kernel_problem())
+
+
+def forget() -> None:
+    """The folders are looked at anew."""
+    host_kernel._kept_in.cache_clear()
+    code_cache._private.cache_clear()
+
+
 FLOATS = (torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -134,20 +146,61 @@ def test_without_openmp_there_is_one_thread(monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def test_what_is_compiled_is_kept_where_that_is_possible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    host_kernel._kept_in.cache_clear()
+    forget()
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path / "cache"))
     counts = torch.zeros(1, dtype=torch.int64)
     for hits in (0, 1):
         kernel = HostKernel(count_tickets, "2q")
         kernel(1, counts.data_ptr(), 10)
         assert kernel._compiled.cache_hits == hits
-    host_kernel._kept_in.cache_clear()
+    forget()
     (tmp_path / "file").write_text("not a folder")
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path / "file"))
     kernel = HostKernel(count_tickets, "2q")
     kernel(1, counts.data_ptr(), 10)
     assert kernel._compiled.cache_hits == 0 and int(counts) == 30
-    host_kernel._kept_in.cache_clear()
+    forget()
+
+
+class Planted:
+    """A pickle that runs code when it is read, as another user would leave it."""
+
+    def __init__(self, trace: Path) -> None:
+        self._trace = trace
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self._trace),)
+
+
+@pytest.mark.parametrize("open_to_all", ["", "numba"])
+def test_what_others_can_write_is_not_read_and_the_users_own_folder_is_used(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture, open_to_all: str
+) -> None:
+    shared, own = tmp_path / "shared", tmp_path / "own"
+    monkeypatch.setenv("KVFORGE_CACHE_DIR", str(shared))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(own))
+    counts = torch.zeros(1, dtype=torch.int64)
+    forget()
+    HostKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
+    (index,) = shared.rglob("*.nbi")
+    index.write_bytes(pickle.dumps(Planted(tmp_path / "trace")))
+    (shared / open_to_all).chmod(0o777)
+    for hits in (0, 1):
+        forget()
+        kernel = HostKernel(count_tickets, "2q")
+        kernel(1, counts.data_ptr(), 10)
+        assert kernel._compiled.cache_hits == hits
+    assert int(counts) == 30
+    assert not (tmp_path / "trace").exists()
+    assert len(list((own / "kvforge" / "numba").rglob("*.nbi"))) == 1
+    assert f"compiled code in {shared / 'numba'} is neither read nor kept: KVFORGE_CACHE_DIR: " in caplog.text
+    assert "is writable by others" in caplog.text
+    (own / "kvforge").chmod(0o777)
+    forget()
+    kernel = HostKernel(count_tickets, "2q")
+    kernel(1, counts.data_ptr(), 10)
+    assert (kernel._compiled.cache_hits, int(counts)) == (0, 40)
+    forget()
 
 
 @pytest.mark.parametrize("kind", ["nbi", "nbc"])
@@ -157,7 +210,7 @@ def test_what_is_kept_and_damaged_is_made_once_more(
 ) -> None:
     """As a machine leaves it that lost its power."""
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
-    host_kernel._kept_in.cache_clear()
+    forget()
     counts = torch.zeros(1, dtype=torch.int64)
     HostKernel(count_tickets, "2q")(1, counts.data_ptr(), 10)
     (damaged,) = tmp_path.rglob(f"*.{kind}")
@@ -167,7 +220,7 @@ def test_what_is_kept_and_damaged_is_made_once_more(
         kernel(1, counts.data_ptr(), 10)
         assert kernel._compiled.cache_hits == hits
     assert int(counts) == 30
-    host_kernel._kept_in.cache_clear()
+    forget()
 
 
 def test_where_nothing_more_can_be_written_it_runs_all_the_same(
@@ -175,7 +228,7 @@ def test_where_nothing_more_can_be_written_it_runs_all_the_same(
 ) -> None:
     """As on a full disk."""
     monkeypatch.setenv("KVFORGE_CACHE_DIR", str(tmp_path))
-    host_kernel._kept_in.cache_clear()
+    forget()
     counts = torch.zeros(1, dtype=torch.int64)
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))
@@ -186,7 +239,7 @@ def test_where_nothing_more_can_be_written_it_runs_all_the_same(
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
     assert kernel._compiled.cache_hits == 0 and int(counts) == 10
     assert [path for path in tmp_path.rglob("*") if path.is_file()] == []
-    host_kernel._kept_in.cache_clear()
+    forget()
 
 
 def test_parts_are_compiled_as_they_are_written() -> None:
