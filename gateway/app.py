@@ -103,10 +103,10 @@ def make_app(
     async def health(request: Request) -> Response:  # noqa: ARG001
         reason = "this gateway is stopping" if ending() else service.reason
         ready = not reason
-        told = {"ready": ready, "reason": reason}
+        answer = {"ready": ready, "reason": reason}
         if fleet is not None:
-            told["replicas"] = fleet.told()
-        return JSONResponse(told, 200 if ready else 503)
+            answer["replicas"] = fleet.told()
+        return JSONResponse(answer, 200 if ready else 503)
 
     async def version(request: Request) -> Response:  # noqa: ARG001
         return JSONResponse({"version": __version__})

@@ -21,7 +21,7 @@ IGNORED = {
     "caller": "calls come from the model alone",
     "eager_input_streaming": "arguments are streamed as they come",
     "input_examples": "chat templates have no place for examples of a tool: write them into its description",
-    "is_error": "chat templates have no place for it: the text of a result says that a call failed",
+    "is_error": "chat templates have no place for it: the text of a result shows that a call failed",
     "data": "redacted thinking can be read by its provider alone: it is not given to the model",
     "signature": "thinking that is sent back is not verified",
     "thinking.display": "thinking is given as it is",
@@ -61,7 +61,7 @@ class Message(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Tool(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A tool of the caller's own, whose type is `custom` or not given. Tools of other types are left out."""
+    """A tool of type `custom`, or with no type: the caller runs it. Tools of other types are left out."""
 
     name: str = ""
     input_schema: dict[str, Any] | None = None
@@ -104,7 +104,7 @@ class OutputConfig(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A way to shorten a conversation. keep: of the type `clear_thinking_20251015`, whose thinking stays."""
+    """An edit that shortens a conversation. keep: the thinking that `clear_thinking_20251015` keeps."""
 
     type: str
     keep: Any = None
@@ -117,7 +117,7 @@ class Edit(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True
 
 
 class ContextManagement(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What is taken out of a conversation before the model reads it."""
+    """The edits of a conversation before the model reads it."""
 
     edits: list[Edit] | None = None
 

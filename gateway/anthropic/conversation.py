@@ -67,7 +67,7 @@ def _message(
     if isinstance(message.content, str):
         yield {"role": message.role, "content": message.content}
         return
-    said: dict[str, Any] = {"role": message.role, "content": ""}
+    turn: dict[str, Any] = {"role": message.role, "content": ""}
     texts: list[str] = []
     results = False
     for at, block in enumerate(message.content):
@@ -76,14 +76,14 @@ def _message(
             texts.append(_needed(block.text, f"{name}.text"))
         elif block.type in THINKING:
             if block.thinking and thinking_kept:
-                said["reasoning_content"] = said.get("reasoning_content", "") + block.thinking
+                turn["reasoning_content"] = turn.get("reasoning_content", "") + block.thinking
         elif block.type == "tool_use" and message.role == "assistant":
             function = {
                 "name": _needed(block.name, f"{name}.name"),
                 "arguments": arguments.read(block.input if isinstance(block.input, dict | str) else {}),
             }
             call = {"id": _needed(block.id, f"{name}.id"), "type": "function", "function": function}
-            said.setdefault("tool_calls", []).append(call)
+            turn.setdefault("tool_calls", []).append(call)
         elif block.type == "tool_result" and message.role == "user":
             results = True
             yield {
@@ -95,9 +95,9 @@ def _message(
             raise NotText(f"{name}.type", block.type)
         else:
             raise InvalidRequest(f"{name}.type", f"is {block.type!r}; this model reads text and its own tools' results")
-    said["content"] = "\n".join(texts)
-    if texts or said.keys() > {"role", "content"} or not results:
-        yield said  # one of nothing is a turn too: templates want those of user and assistant to alternate
+    turn["content"] = "\n".join(texts)
+    if texts or turn.keys() > {"role", "content"} or not results:
+        yield turn  # an empty message is a turn too: templates expect user and assistant to alternate
 
 
 def _text(content: str | Sequence[Block], field: str) -> str:

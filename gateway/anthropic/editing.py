@@ -12,7 +12,7 @@ TURNS_KEPT = 1  # Anthropic's own default
 
 
 def thinking_kept(asked: Conversation) -> frozenset[int]:
-    """The messages whose thinking the model reads, by their places.
+    """Return the indices of the messages with thinking that the model reads.
 
     Raises:
         InvalidRequest: Names an edit that is not supported.

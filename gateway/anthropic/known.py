@@ -1,6 +1,6 @@
 """Fields of Anthropic's reference, its betas too, that no structure here reads.
 
-Each is harmless with the values that say what happens anyway, and refused by its name with any other.
+Each is harmless with the values that ask for what happens anyway, and refused by its name with any other.
 """
 
 from __future__ import annotations

@@ -33,12 +33,12 @@ TOOL_USE = "tool_use"
 
 
 async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -> Conversing:
-    """What is asked of the model; tools that are left out are noted in `ignored`. Raises InvalidRequest."""
-    told: dict[str, Any] = dict(asked.chat_template_kwargs or {})
+    """Return the conversation of a request; note tools that are left out in `ignored`. Raises InvalidRequest."""
+    variables: dict[str, Any] = dict(asked.chat_template_kwargs or {})
     if asked.thinking is not None:
-        told["enable_thinking"] = asked.thinking.type != "disabled"
+        variables["enable_thinking"] = asked.thinking.type != "disabled"
     if asked.output_config is not None and asked.output_config.effort is not None:
-        told["reasoning_effort"] = asked.output_config.effort
+        variables["reasoning_effort"] = asked.output_config.effort
     messages = messages_of(asked)
     # As in Anthropic's API, an answer that was begun goes on.
     continued = bool(messages) and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]
@@ -48,7 +48,9 @@ async def conversation_of(asked: Conversation, model: Model, ignored: Ignored) -
     tools, choice = tools_of(asked, ignored), choice_of(asked)
     format_ = asked.output_config.format if asked.output_config is not None else None
     shape = ANY if format_ is None else Shape("json_schema", format_.schema, "output_config.format.schema")
-    return await conversing(model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=told)
+    return await conversing(
+        model, messages, tools=tools, choice=choice, shape=shape, continued=continued, told=variables
+    )
 
 
 def names_of() -> Names:
@@ -57,7 +59,7 @@ def names_of() -> Names:
 
 
 async def wanted_of(asked: Create, model: Model, caller: Caller, key: str, ignored: Ignored, names: Names) -> Wanted:
-    """What is submitted for a request. Raises InvalidRequest, for `names` to rename."""
+    """Return the submission of a request. Raises InvalidRequest, for `names` to rename."""
     conversation = await conversation_of(asked, model, ignored)
     names.shape = conversation.shape
     top_p = TOP_P_MIN if asked.top_p == 0 else asked.top_p

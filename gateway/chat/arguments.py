@@ -18,7 +18,7 @@ import msgspec
 UNPARSED = "unparsed_arguments"
 DEPTH_MAX = 64  # of lists and objects in each other
 BROKEN_MAX = 1 << 16  # characters of a text that is no JSON, which are read one token after the other
-DIGITS_MAX = 300  # more of them are beyond the range of a double
+DIGITS_MAX = 300  # a longer number is beyond the range of a double
 _PLAIN = re.compile(r'[^"\\\x00-\x1f\ud800-\udfff]+')
 _SPACE = re.compile(r"[ \t\n\r]*")
 _WORD = re.compile(r"[-+.0-9A-Za-z_]*")
@@ -64,7 +64,7 @@ def object_of(text: str, broken_max: int = BROKEN_MAX) -> dict[str, Any]:
     """Return the arguments of a call as an object, whatever the text is.
 
     Args:
-        text: What the model wrote, whole or cut off.
+        text: The model's text, whole or cut off.
         broken_max: A text that is no JSON and has more characters than that is not looked into.
 
     Returns:
@@ -80,7 +80,7 @@ def object_of(text: str, broken_max: int = BROKEN_MAX) -> dict[str, Any]:
 
 
 class ObjectText:
-    """What is fed comes out as the text of one JSON object, as soon as it is certain."""
+    """Turns the text of a call's arguments into the text of one JSON object, each part as soon as it is certain."""
 
     def __init__(self) -> None:
         self._text, self._at = "", 0
@@ -108,7 +108,7 @@ class ObjectText:
         return "".join(written)
 
     def finish(self) -> str:
-        """Return the rest, so that all of it together is a JSON object."""
+        """Return the rest, so that all parts together are a JSON object."""
         if self._state is _At.BEGINNING:
             return _whole("".join([*self._held_raw, *(self._unread or (self._text[self._at :],))]))
         if self._state is _At.END and self._unread is None:
@@ -193,7 +193,7 @@ class ObjectText:
         return closed
 
     def _string_part(self) -> tuple[str, bool]:
-        """What of a string is certain, with its closing quote, and whether that came."""
+        """Return the certain part of a string with its closing quote, and whether the quote came."""
         parts: list[str] = []
         while self._at < len(self._text):
             if found := _PLAIN.match(self._text, self._at):
@@ -265,7 +265,7 @@ class ObjectText:
         self._held, self._held_raw = [], []
 
     def _give_up(self) -> None:
-        """What follows is no JSON."""
+        """Treat the rest as text that is not JSON."""
         self._unread = [*self._held_raw, self._text[self._at :]]
         self._held, self._held_raw = [], []
 

@@ -57,7 +57,7 @@ def content_text(content: str | Sequence[Any] | None, field: str) -> str:
 class CalledArguments:
     """The arguments of the calls of one conversation, as objects.
 
-    What an answer contained is taken back on the next turn: a call that was cut off, or is no JSON, too. The characters
+    An answer comes back on the next turn with its calls, also where a call was cut off or is not JSON. The characters
     of such texts are bounded for the conversation, since they are read one token after the other.
     """
 

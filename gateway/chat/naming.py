@@ -27,7 +27,7 @@ class Names:
         names: The request's own name of each field, by the name that an error may have for it.
 
     Attributes:
-        shape: What the answer must look like; it is known by then.
+        shape: The shape of the answer, set as soon as it is known.
     """
 
     def __init__(self, names: Mapping[str, str]) -> None:

@@ -41,8 +41,8 @@ class Prompts:
     Args:
         tokenizer: Turns tokens into text; None: there is none, and prompts are token ids.
         texts: Renders and tokenises.
-        hygiene: What is left out of system prompts.
-        needs: What the chat template needs; found by `look`.
+        hygiene: The parts of system prompts to leave out.
+        needs: The needs of the chat template; found by `look`.
     """
 
     def __init__(
@@ -167,7 +167,7 @@ class Prompts:
                 raise InvalidRequest(f"messages[{at}].content", f"{problem}; {remedy}")
 
     def stream(self, *, continues: bool = False, keep: frozenset[str] = frozenset()) -> TextStream:
-        """Return what turns one answer's tokens into text. keep: special tokens that are part of it."""
+        """Return the stream that turns one answer's tokens into text. keep: special tokens that stay in the text."""
         if self._tokenizer is None:
             return _NoText()
         return self._tokenizer.stream(continues=continues, keep=keep)
@@ -192,7 +192,7 @@ class Prompts:
 
 
 class _NoText(TextStream):
-    """Of a model without a tokenizer: its tokens have no text."""
+    """The stream of a model without a tokenizer: its tokens have no text."""
 
     def __init__(self) -> None:
         pass

@@ -1,7 +1,7 @@
-"""What a model's chat template needs, found by rendering conversations and looking for each of their words.
+"""The needs of a model's chat template, found by rendering conversations and looking for each of their words.
 
 Templates differ in what they read: content as text or as parts, arguments as objects or as JSON text, ids of nine
-characters, one call in a message. What a template would lose is given to it in another way, or refused by name.
+characters, one call in a message. Parts that a template would lose are given to it in another way, or refused by name.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Needs:
     """How a template wants conversations.
 
     Attributes:
-        parts: Roles whose content is a list of parts.
+        parts: Roles with a list of parts as content.
         system: It has system messages; else their text goes in front of the first user's.
         arguments_text: Arguments of calls are JSON text, not objects.
         nine_ids: Ids of calls have nine letters or digits.
@@ -43,7 +43,7 @@ class Needs:
         empty_content: Content of a message of calls alone: "" or None.
         flat_tools: Tools are functions without the object around them.
         split_content: Content beside calls stands in a message of its own, before them.
-        lost: Roles whose words vanish.
+        lost: Roles that lose their words.
         written_calls: It ignores calls: they are written into the content, as the model writes them.
         problem: Why conversations are refused, or "".
         tools_problem: Why tools and calls are refused, or "".
@@ -86,14 +86,14 @@ async def probe(render: Render, template: str, *, writes_calls: bool = False) ->
 
 async def _contents(render: Render) -> tuple[Needs, str]:
     """Which roles want parts, and whether there are system messages."""
-    needs, said = Needs(), ""
+    needs, reason = Needs(), ""
     for parts in (frozenset[str](), frozenset({USER})):
         needs = Needs(parts=parts)
-        text, said = await _rendered(render, [{"role": USER, "content": WORDS[USER]}], needs)
+        text, reason = await _rendered(render, [{"role": USER, "content": WORDS[USER]}], needs)
         if _holds(text, WORDS[USER]):
             break
     else:
-        return Needs(), _lost("words of a user's message", said)
+        return Needs(), _lost("words of a user's message", reason)
     for role in (SYSTEM, ASSISTANT):
         needs = await _role(render, role, needs)
     return needs, ""
@@ -111,20 +111,20 @@ async def _role(render: Render, role: str, needs: Needs) -> Needs:
 
 
 async def _tools(render: Render, needs: Needs) -> tuple[Needs, str]:
-    said = ""
+    reason = ""
     for flat in (False, True):
         wanted = replace(needs, flat_tools=flat)
         user = {"role": USER, "content": WORDS[USER]}
-        text, said = await _rendered(render, [user], wanted, tools=True)
+        text, reason = await _rendered(render, [user], wanted, tools=True)
         if all(_holds(text, word) for word in (WORDS[USER], *TOOL_NAMES)):
             return wanted, ""
-    return needs, _lost("names of tools", said)
+    return needs, _lost("names of tools", reason)
 
 
 async def _calls(render: Render, needs: Needs, writes_calls: bool) -> Needs:
     """In which way calls and their results reach the prompt; the fewest changes that do it."""
     found: list[tuple[Needs, str]] = []
-    said, named = "", False
+    reason, named = "", False
     before, _ = await _rendered(render, _conversation()[:1], needs, tools=True)
     ways = product(
         (False, True), (False, True), (False, True), (needs.parts, needs.parts | {TOOL}), (False, True), ("", None)
@@ -142,14 +142,14 @@ async def _calls(render: Render, needs: Needs, writes_calls: bool) -> Needs:
             empty_content=empty,
         )
         text, wrong = await _rendered(render, _conversation(), wanted, tools=True)
-        said = said or wrong
+        reason = reason or wrong
         if not text:
             continue
         named = named or _calls_named(text, before)
         if all(_holds(text, word) for word in RESULTS) and _arguments_stand(text):
             return wanted
         found.append((wanted, text))
-    problem = _lost("calls, with their arguments, and their results", "" if found else said)
+    problem = _lost("calls, with their arguments, and their results", "" if found else reason)
     if named or not writes_calls:
         return replace(needs, tools_problem=problem)
     # Nothing of a call is there: the results alone have to be.
@@ -223,8 +223,8 @@ def _arguments_stand(text: str) -> bool:
     return not any(mark in text for mark in spoiled)
 
 
-def _lost(what: str, said: str) -> str:
-    return f"the model's chat template loses the {what}" + (f" ({said})" if said else "")
+def _lost(what: str, reason: str) -> str:
+    return f"the model's chat template loses the {what}" + (f" ({reason})" if reason else "")
 
 
 # ------------------------------------------------------------------------------------------------------- adaptation
@@ -244,7 +244,7 @@ def conversation_for(
 
     Args:
         messages: Content as text, arguments as objects.
-        needs: What the template needs.
+        needs: The needs of the template.
         write_calls: Calls, each a name and arguments, as the model writes them.
     """
     adapted: list[Message] = [{**message} for message in messages]

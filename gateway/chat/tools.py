@@ -52,7 +52,7 @@ def leave_out(field: str, kind: str, ignored: Ignored) -> None:
     """Note a tool that is no function.
 
     Args:
-        field: Of the request, where its type stands.
+        field: The field of the request that holds its type.
         kind: The type.
         ignored: Where it is noted.
 

@@ -75,7 +75,7 @@ def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, 
     if offered and (must or strict or not choice.parallel or shaped is not None):
         if shaped is not None and model.format.name not in WRITTEN:
             problem = f"cannot be enforced together with tools in this model's format, {model.format.name}"
-            raise InvalidRequest(shape.field, f"{problem}: give one of them")
+            raise InvalidRequest(shape.field, f"{problem}: give only one")
         try:
             text = calls_grammar(
                 model.format,
@@ -107,7 +107,7 @@ def _of_tool(error: InvalidRequest, offered: Sequence[Tool]) -> InvalidRequest:
 def _shaped(shape: Shape, *, tools: bool) -> Shaped:
     """The shape as a part of a larger grammar. Raises InvalidRequest naming its field."""
     if shape.name == "grammar":
-        beside = "together with tools; give one of them" if tools else "behind reasoning; turn that off"
+        beside = "together with tools; give only one" if tools else "behind reasoning; turn that off"
         raise InvalidRequest(shape.field, f"cannot be enforced {beside}, or use JSON or a regex")
     text = shape.value if isinstance(shape.value, str) else json.dumps(shape.value)
     if shape.name == "json_schema":

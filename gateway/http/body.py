@@ -26,7 +26,7 @@ WITHIN_S = 60.0
 
 
 async def read(request: Request, bytes_max: int, within_s: float = WITHIN_S) -> bytes:
-    """The body. Raises WrongEncoding, TooLarge before more of it is held than may be, TooSlow, ClientDisconnect."""
+    """Return the body. Raises WrongEncoding, TooLarge before the bound is exceeded, TooSlow, ClientDisconnect."""
     encoding = request.headers.get("content-encoding", "identity").strip().lower()
     if encoding not in ("", "identity"):
         raise WrongEncoding("content-encoding", f"is {encoding[:80]!r}: send the body as it is")

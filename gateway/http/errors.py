@@ -59,15 +59,15 @@ class WrongEncoding(InvalidRequest):
 class ContextOverflow(InvalidRequest):
     """A prompt, or the prompt and the answer that is asked for, do not fit into the model's context.
 
-    Clients tell this one apart by OpenAI's code, and by the words of OpenAI's and Anthropic's messages: agents shorten
-    their conversation then.
+    Clients recognise this error by OpenAI's code and by the words of OpenAI's and Anthropic's messages: agents then
+    shorten their conversation.
 
     Args:
         field: The prompt's name in the request where the prompt alone is too long, else that of its max_tokens.
         prompt_tokens: The prompt's length.
         max_tokens: The length of the answer that is asked for.
-        context_tokens: What both may have together.
-        problem: What the coordinator says of it, where that is more than these numbers.
+        context_tokens: The limit of both together.
+        problem: The coordinator's explanation, where it is more than these numbers.
     """
 
     code = "context_length_exceeded"
@@ -147,10 +147,10 @@ def anthropic_error(error: KvforgeError, request_id: str = "") -> dict[str, Any]
     kind = "authentication_error" if isinstance(error, Unauthenticated) else _row(error)[3]
     kind = "request_too_large" if isinstance(error, TooLarge) else kind
     message = error.anthropic_message if isinstance(error, ContextOverflow) else error.message
-    said: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message, "code": error.code}}
+    body: dict[str, Any] = {"type": "error", "error": {"type": kind, "message": message, "code": error.code}}
     if isinstance(error, ThreadsUnsupported):
-        said["error"]["details"] = error.details
-    return said | ({"request_id": request_id} if request_id else {})
+        body["error"]["details"] = error.details
+    return body | ({"request_id": request_id} if request_id else {})
 
 
 @dataclass(frozen=True, slots=True)

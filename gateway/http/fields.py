@@ -60,7 +60,7 @@ def no_effect(why: str) -> Known:
 
 
 def only(why: str, *values: Any) -> Known:
-    """A field that is refused unless it has one of these values, which say what happens anyway."""
+    """A field that is refused unless it has one of these values, which ask for what happens anyway."""
     kept = tuple(values)
     words = ", ".join(f"`{msgspec.json.encode(value).decode()}`" for value in (None, *kept))
     return Known(why, lambda value: any(_same(value, one) for one in kept), words)
@@ -94,8 +94,8 @@ class _Field:
 class _Node:
     """The named parts of a type: the fields of its objects, the items of its arrays.
 
-    fields: None where an object is not looked into. mine: whether an object is of a kind that is read; of any other
-    kind no field is named, since all of it is refused or left out by its kind.
+    fields: None where an object is not looked into. mine: whether an object is of a kind that is read. No field of
+    another kind is named, since the whole object is refused or left out by its kind.
     """
 
     fields: dict[str, _Field] | None = None
@@ -110,7 +110,7 @@ class Reader(Generic[T]):
     Args:
         kind: A msgspec structure that forbids unknown fields, as do those within it.
         known: The fields that are known and not read, by the structure that they would be in.
-        mine: Of some structures, whether an object is of a kind that is read (see `_Node`).
+        mine: For some structures, whether an object is of a kind that is read (see `_Node`).
     """
 
     def __init__(

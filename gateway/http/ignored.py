@@ -1,6 +1,6 @@
 """Fields and tools that a request names and nothing reads: named in a header of the answer, logged once for each name.
 
-All of it is bounded: names come from strangers.
+The number of names is bounded: they come from strangers.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ class Ignored:
 
         Args:
             name: The place in the body.
-            problem: What is wrong with it, for the refusal.
-            value: What stands there, where that matters.
+            problem: The fault, for the refusal.
+            value: The value there, where it matters.
 
         Raises:
             InvalidRequest: Names it, where requests are read strictly.

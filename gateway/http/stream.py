@@ -74,7 +74,7 @@ class Pings:
 
     Args:
         every_s: Longest silence.
-        event: What is sent then: a comment, or an event that clients of the API know.
+        event: The bytes to send then: a comment, or an event that clients of the API know.
         wake: Makes the stream look again.
     """
 
@@ -119,9 +119,9 @@ class EventStream(Response):
     """Server-sent events: one write for what came together.
 
     Args:
-        source: What is written.
+        source: The events to write.
         held: Is left at the events' end, or the client's.
-        headers: Of the response.
+        headers: The headers of the response.
         pings: End its silence; None: it speaks often enough by itself.
     """
 

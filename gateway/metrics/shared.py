@@ -32,9 +32,9 @@ _BUCKETS = len(SECONDS) + 1
 class Counts:
     """A row for this process, and the sum of all.
 
-    paths: those that are told apart. A path has the cells of its statuses, of its buckets of seconds, of their sum in
-    microseconds, and of the fields that were ignored. path: of the file, which is made where it is not there, and of
-    which a process has one object; None: this process is alone.
+    paths: the paths that are counted separately. A path has cells for its statuses, its buckets of seconds, the sum of
+    its seconds in microseconds, and the fields that were ignored. path: the file, which is created if missing; a
+    process has one object for each file. None: this process is alone.
     Raises CapacityExceeded where ROWS processes have one.
     """
 

@@ -203,7 +203,7 @@ class ChatCompletion:
         return choice
 
     def shown_of(self, events: list[Event]) -> list[Event]:
-        """Those that the caller wants."""
+        """Return the events that the caller wants."""
         if self.asked.include_reasoning is not False:
             return events
         return [event for event in events if not isinstance(event, Reasoning)]

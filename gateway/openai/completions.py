@@ -35,7 +35,7 @@ NO_TOKENS = np.zeros(0, np.int32)
 
 @dataclass(frozen=True, slots=True)
 class Prompt:
-    """One of them. text: as it was given, or as its tokens read; "": it is not echoed."""
+    """A prompt of the request. text: as it was given, or as its tokens read; "": it is not echoed."""
 
     ids: Int32Array
     text: str

@@ -133,7 +133,7 @@ def check_ignored(asked: Common) -> None:
 
 
 def shape_asked(asked: Common) -> Shape:
-    """What an answer must look like. Raises InvalidRequest."""
+    """Return the shape that an answer must have. Raises InvalidRequest."""
     others = {name: value for name in OTHER_NAMES if (value := getattr(asked, name)) is not None}
     return shape_of(asked.response_format, asked.structured_outputs, others)
 

@@ -1,6 +1,6 @@
 """Fields of OpenAI's references, and of vLLM's, SGLang's and llama.cpp's servers, that no structure here reads.
 
-Each is harmless with the values that say what happens anyway, and refused by its name with any other.
+Each is harmless with the values that ask for what happens anyway, and refused by its name with any other.
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ FUNCTION_TYPES = (None, "function")
 
 
 def is_function(tool: Mapping[str, object]) -> bool:
-    """Whether a tool is one whose fields are read; any other is left out or refused by its type."""
+    """Return whether the fields of a tool are read; other tools are left out or refused by their type."""
     return tool.get("type") in (*FUNCTION_TYPES, "namespace")
 
 

@@ -61,9 +61,9 @@ class Responses:
         """Render the conversation."""
         call, asked = self.call, self.asked
         effort = asked.reasoning.effort if asked.reasoning is not None else None
-        told = dict(asked.chat_template_kwargs or {})
+        variables = dict(asked.chat_template_kwargs or {})
         if effort is not None:
-            told["reasoning_effort"] = effort
+            variables["reasoning_effort"] = effort
         self.offered = Offered(asked, call.ignored)
         conversation = await conversing(
             call.model,
@@ -71,7 +71,7 @@ class Responses:
             tools=self.offered.tools,
             choice=self.offered.choice(asked),
             shape=shape(asked),
-            told=told,
+            told=variables,
         )
         prompt = conversation.rendered.ids
         most = asked.max_output_tokens or max(1, call.model.info.context_tokens_max - len(prompt))
@@ -140,7 +140,7 @@ class Items:
     """The items of an answer, put together event by event; `told` is called with what happens to them."""
 
     def __init__(self, name: str, name_of: Callable[[str], dict[str, str]]) -> None:
-        """name: of which ids are made. name_of: fields of a call that name a function, by its name."""
+        """name: the text that ids are made from. name_of: fields of a call that name a function, by its name."""
         self._name_of = name_of
         self.done: list[dict[str, Any]] = []
         self.told: list[tuple[str, dict[str, Any]]] = []

@@ -233,7 +233,7 @@ def shape(asked: Create) -> Shape:
     if wanted is None:
         return ANY
     if asked.structured_outputs is not None:
-        raise InvalidRequest("structured_outputs", "comes together with text.format; give one of them")
+        raise InvalidRequest("structured_outputs", "comes together with text.format; give only one")
     if wanted.type == "json_schema" and wanted.schema is None:
         raise InvalidRequest("text.format.schema", "is missing")
     schema = JsonSchema(schema=wanted.schema) if wanted.type == "json_schema" else None

@@ -72,7 +72,7 @@ def shape_of(
     shapes += [_named(OTHER_NAMES[name], value, name) for name, value in (others or {}).items()]
     named = [shape for shape in shapes if shape.name]
     if len(named) > 1:
-        raise InvalidRequest(named[1].field, f"comes together with {named[0].field}; give one of them")
+        raise InvalidRequest(named[1].field, f"comes together with {named[0].field}; give only one")
     return named[0] if named else ANY
 
 

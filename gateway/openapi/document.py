@@ -79,7 +79,7 @@ def document() -> dict[str, Any]:
         "info": {
             "title": "kvforge",
             "version": __version__,
-            "description": "OpenAI's and Anthropic's APIs over a paged KV cache. docs/http.md says more.",
+            "description": "OpenAI's and Anthropic's APIs over a paged KV cache. See docs/http.md.",
         },
         "paths": paths,
         "components": {"schemas": {**schemas, **_ERRORS}, "securitySchemes": _SECURITY},
@@ -119,7 +119,7 @@ def _operation(operation: Operation, body: Schema | None) -> dict[str, Any]:
 
 
 def _describe(schemas: dict[str, Any], kind: type, known: Mapping[str, Known]) -> None:
-    """Adds to a structure's schema the fields that are known and not read, with what is accepted of them."""
+    """Add to a structure's schema the fields that are known and not read, with their accepted values."""
     schema = schemas.get(f"{kind.__module__}.{kind.__qualname__}", schemas.get(kind.__name__))
     if schema is None:
         return

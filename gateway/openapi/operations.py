@@ -1,7 +1,7 @@
 """Every path that is served, with what it reads and answers.
 
-Bodies are the structures that the paths decode. A test compares this table with the routes of the application, and asks
-each path what the table says of it.
+Bodies are the structures that the paths decode. A test compares this table with the routes of the application, and with
+the answers of each path.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Operation:
         method: In lower case.
         path: With the names of its parameters in braces.
         summary: One sentence.
-        body: What reads the body, or the structure itself; None: there is no body, or it is not read.
+        body: The structure of the body, or the function that reads it; None: there is no body, or it is not read.
         answers: The schema of an answer by its status and media type.
-        parameters: What is read beside the body.
+        parameters: The parameters beside the body.
     """
 
     method: str

@@ -1,4 +1,4 @@
-"""The two paths. They say what every version of this service says, so that no key is asked for."""
+"""The two paths. Every version of this service has the same document, so they need no key."""
 
 from __future__ import annotations
 

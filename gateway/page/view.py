@@ -102,7 +102,7 @@ def _serving(view: View, health: Health, work: str) -> Summary:
 
 
 def _absences(absent: tuple[Absent, ...]) -> str:
-    """Who is missing: "w1 is starting again, 2 workers are gone"."""
+    """Describe the missing workers: "w1 is starting again, 2 workers are gone"."""
     parts = []
     for state in (STARTING, GONE):
         names = [one.name for one in absent if one.state == state]

@@ -326,8 +326,8 @@ def llama(close: str) -> Body:
 
 
 def pythonic(close: str, *, listed: bool, known: bool = True) -> Body:
-    """Calls as Python writes them: `f(a=1, b="x")`. listed: several in brackets, which are calls of tools that were
-    offered or none, unless not `known`. Each is told when it is whole."""
+    """Read calls in Python's syntax: `f(a=1, b="x")`. listed: several in brackets, which are calls of tools that were
+    offered or none, unless not `known`. The writer gets each call when it is whole."""
 
     def body(writer: Writer, opened: str) -> Reading:
         reader = writer.reader

@@ -38,7 +38,7 @@ def fenced(fence: str, close: str) -> Body:
         whole = yield from _several(reader, writer.arguments, fence, "{", 0)
         rest, _ = yield from reader.collect(markers(close))
         if not whole:
-            # What cannot be read stays a part of the arguments, so that none is called with less than was written.
+            # A rest that cannot be read stays in the arguments: no tool is called with less than the model wrote.
             writer.arguments(rest)
         elif rest.strip():
             writer.content(rest)

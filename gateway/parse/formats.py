@@ -26,11 +26,14 @@ NO_THINK = ("", "")
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Format:
-    """think: the markers of reasoning, or "". calls: what opens a call, and how its body is read. wraps: marks around
-    content that are no part of it, also where no calls are looked for. bare: a call without
-    a marker begins with one of these characters. answer: reads all of it, where it is no content with markers in it.
-    special_tokens: what of it are special tokens, which have to stay visible.
-    write_calls: calls as the model writes them, for templates that ignore those of a conversation."""
+    """The markers of a model family's answers, and the readers of their parts.
+
+    think: the markers of reasoning, or "". calls: the opening of a call, and the reader of its body. wraps: marks
+    around content, dropped also where no calls are looked for. bare: a call without a marker begins with one of these
+    characters. answer: reads the whole answer, where it is not content with markers in it. special_tokens: special
+    tokens among the markers, which have to stay visible. write_calls: writes calls as the model does, for templates
+    that ignore the calls of a conversation.
+    """
 
     name: str
     think: tuple[str, str] = NO_THINK

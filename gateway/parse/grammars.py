@@ -250,7 +250,7 @@ def calls_grammar(
         must: Whether the answer is at least one call.
         parallel: Whether it may be several.
         in_reasoning: Whether the prompt has begun to reason.
-        strict: Names of the tools whose schemas are enforced; those of others are as far as they can be.
+        strict: Names of the tools with enforced schemas; other schemas are enforced as far as possible.
         otherwise: The shape of an answer that calls no tool. None: any text, which calls may follow.
 
     Raises:

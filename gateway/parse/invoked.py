@@ -14,7 +14,7 @@ def invoked(mark: str, close: str) -> Body:
     """Read calls up to `close`.
 
     Args:
-        mark: What stands in front of each element's name ("" or DeepSeek's).
+        mark: The text in front of each element's name ("" or DeepSeek's).
         close: Ends the block.
     """
     begin, end = f'<{mark}invoke name="', f"</{mark}invoke>"

@@ -1,4 +1,4 @@
-"""Calls as JSON objects or in Python's way between two marks, and marks around an answer that are no part of it."""
+"""Calls as JSON objects or in Python's syntax between two marks, and marks around an answer, which are dropped."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def id_and_json(between: str, close: str) -> Body:
 
 
 def before_answer(writer: Writer, opened: str) -> Reading:
-    """Drop a mark in front of the content; behind some of it, it is content."""
+    """Drop a mark in front of the content; a mark behind some content is content."""
     if writer.shown:
         writer.content(opened)
     yield from ()

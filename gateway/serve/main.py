@@ -46,16 +46,16 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--port", type=int, help="0: any that is free [8000]")
     parser.add_argument("--processes", type=int, metavar="N", help="[1]")
     parser.add_argument("--name", dest="names", action="append", help="what requests may call the model")
-    # As `kvforge up` calls it, where neither `--name` nor the file says.
+    # `kvforge up` passes it for the case that neither `--name` nor the file names the model.
     parser.add_argument("--default-name", dest="default_names", action="append", help=argparse.SUPPRESS)
     # Hashes of API keys beside those of the configuration, one a line: `kvforge up --api-key`.
     parser.add_argument("--key-hashes", type=Path, help=argparse.SUPPRESS)
     parser.add_argument("--check", action="store_true", help="say what the settings mean here, as JSON, and end")
     parser.add_argument("--listen", type=int, help=argparse.SUPPRESS)  # the descriptor of a socket that listens
     parser.add_argument("--rates", type=Path, help=argparse.SUPPRESS)
-    # Whoever starts it drains by itself, and ends it for good soon after.
+    # The starting process drains by itself, and ends this one for good soon after.
     parser.add_argument("--drain-max-s", type=float, help=argparse.SUPPRESS)
-    # Who connects waits so long, until a model is known; it is for a socket that others keep open.
+    # A connection waits so long until a model is known; for a socket that others keep open.
     parser.add_argument("--patience", type=float, default=0.0, help=argparse.SUPPRESS)
     options = parser.parse_args(arguments)
     try:

@@ -21,9 +21,9 @@ def refusal(status: int, url: bytes, headers: list[tuple[bytes, bytes]], problem
 
     Args:
         status: One of `REASONS`.
-        url: What is known of the request's target.
-        headers: What is known of its headers, names in lower case.
-        problem: What is wrong.
+        url: The known part of the request's target.
+        headers: The known headers, names in lower case.
+        problem: The fault.
     """
     api, request_id = api_of(url.partition(b"?")[0].decode("latin-1"), headers), Notes().request_id
     body = msgspec.json.encode(api.error(InvalidRequest("request", problem), request_id))

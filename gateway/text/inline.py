@@ -16,7 +16,7 @@ from .work import TextWork
 
 
 class Texts(Protocol):
-    """What renders and tokenises."""
+    """The interface of renderers and tokenisers."""
 
     async def encode(self, text: str, *, special: bool = True, field: str = "prompt") -> Int32Array:
         """Tokenise a text.
@@ -58,7 +58,7 @@ def ids_of(result: Result) -> Int32Array:
 
 
 class NoTexts:
-    """Of a model without a tokenizer."""
+    """Refuses every text: the model has no tokenizer."""
 
     async def encode(self, text: str, *, special: bool = True, field: str = "prompt") -> Int32Array:  # noqa: ARG002
         """See `Texts.encode`."""

@@ -1,4 +1,4 @@
-"""What is asked of a helper process and what it answers: MessagePack behind four bytes of length."""
+"""The jobs of a helper process and their results: MessagePack behind four bytes of length."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 import msgspec
 
 HEAD_BYTES = 4
-# Of a rendered prompt, the gateway reads the end: a template may have begun the model's reasoning there.
+# The gateway reads the end of a rendered prompt: a template may have begun the model's reasoning there.
 ENDING_CHARACTERS = 256
 
 

@@ -1,4 +1,4 @@
-"""The gateway's side of its text helpers: a bounded number of processes, and a bounded queue in front of them."""
+"""The gateway's side of its text helpers: a bounded number of processes behind a bounded queue."""
 
 from __future__ import annotations
 
@@ -73,7 +73,7 @@ class TextPool:
         """Start the first helper, and return when its tokenizer is loaded.
 
         Raises:
-            KvforgeError: What the tokenizer cannot be loaded for.
+            KvforgeError: The tokenizer cannot be loaded.
         """
         first = await self._forking()
         self._size = SizeCheck(self._limits, first.token_bytes_max)

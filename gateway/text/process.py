@@ -1,4 +1,4 @@
-"""The helper processes: one loads the tokenizer and forks the others, each of which does one job after another.
+"""The helper processes: one loads the tokenizer and forks the others, which do one job after another.
 
 Law: a helper has one thread and no state but the tokenizer, so that ending it at any moment loses one job. It ends when
 its socket closes, and with its parent.
@@ -42,7 +42,7 @@ def main(descriptor: int) -> None:
     """Run the first helper until its socket closes.
 
     Args:
-        descriptor: Of a socket of whole messages (SOCK_SEQPACKET) to the gateway.
+        descriptor: The descriptor of a socket of whole messages (SOCK_SEQPACKET) to the gateway.
     """
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork does not take threads along
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -180,7 +180,7 @@ class _Helper:
 
 
 def template_time(limits: TextLimits) -> InvalidRequest:
-    """Return the error of a conversation whose template does not end."""
+    """Return the error for a template that does not end."""
     problem = f"the model's chat template took more than {limits.template_s:g} s of processor time"
     return InvalidRequest("messages", f"{problem}; see template_s in gateway.toml")
 

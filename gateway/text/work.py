@@ -11,7 +11,7 @@ from kvforge.text.tokenizer import Tokenizer
 
 from .jobs import ENDING_CHARACTERS, Decode, Encode, Job, Result, TextLimits
 
-# A longer text is counted piece by piece first, so that one of far too many tokens never takes the memory of them all.
+# A longer text is counted piece by piece first, so that a text of far too many tokens never takes their memory at once.
 PIECE_CHARACTERS = 1 << 20
 UTF8_BYTES_MAX = 4  # of a character
 # A piece by itself may have more tokens than within its text; nothing has twice as many.
@@ -69,7 +69,7 @@ class TextWork:
         """Do one job.
 
         Args:
-            job: What to do.
+            job: The job.
             rendered: Called between the template and the tokenizer.
 
         Raises:
