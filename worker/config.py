@@ -37,9 +37,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     device: auto (a GPU where there is one), cpu, cuda or hip. device_index: which of the GPUs.
     dtype: of weights and activations: auto (as the model says), float32, float16 or bfloat16. kv_dtype: of the KV
     cache: as dtype, int8 or fp8.
-    kv_bytes, blocks, memory_share: the size of the KV pool, by at most one of them; 0: not given; where none is, of a
-    GPU all that steps leave free, of a CPU half a GiB. memory_share: the part of a GPU's memory, 0 to 1, that the
-    worker takes in all: weights, steps, graphs and pool.
+    kv_bytes, blocks, memory_share: the size of the KV pool; at most one may be set, and 0 means not set. Without any,
+    the pool takes all the memory of a GPU that steps leave free, or half a GiB on a CPU. memory_share: the part of a
+    GPU's memory, 0 to 1, that the worker takes altogether: weights, steps, graphs and pool.
     threads: CPU threads of torch; 0: its share of the cores. coordinator_wait_s: how long to wait for a coordinator.
     watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
     -1: 200 where there are 4 cores or more).

@@ -1,4 +1,4 @@
-"""Replacements for torch functions whose result for a number depends on the other numbers of the tensor.
+"""Replacements for torch functions that compute a number differently depending on the other numbers of the tensor.
 
 Elementwise functions are computed by `partition.apply_aligned`. On a GPU, torch splits a mean over few rows into parts;
 the mean inside a layer norm is never split and takes its place.

@@ -1,4 +1,4 @@
-"""Elementwise functions of torch whose result for a number does not depend on the number's place in the tensor.
+"""Elementwise functions of torch with results that do not depend on a number's place in the tensor.
 
 On a CPU torch gives each thread a contiguous part of a tensor. It computes a part in vectors, and what remains one
 number at a time. SiLU, GELU, the sigmoid and others round differently in these two loops. `apply_aligned` appends zeros

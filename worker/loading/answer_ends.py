@@ -60,7 +60,7 @@ def check_folder(source: Source) -> None:
 
 
 def check_eos(value: Any, where: str, model: str) -> None:
-    """Raises UnsupportedModel where `value` is neither None, a token id, nor a list of them."""
+    """Check that `value` is None, a token id, or a list of token ids. Raises UnsupportedModel."""
     ids = value if isinstance(value, list | tuple) else [] if value is None else [value]
     if len(ids) > TOKENS_MAX:
         raise UnsupportedModel(model, f"its {FIELD} in {where} has {len(ids)} ids; at most {TOKENS_MAX}")

@@ -165,7 +165,7 @@ def text_part(whole: Any, model: str) -> Any:
     Where they hold numbers, both are compared in eager attention first.
 
     Args:
-        whole: What `model_class` made, loaded or on the meta device.
+        whole: The model of `model_class`, loaded or on the meta device.
         model: The name in a refusal.
 
     Raises:

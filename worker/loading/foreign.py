@@ -1,6 +1,6 @@
 """Foreign code at load: whatever transformers, safetensors, gguf, accelerate or torch raises becomes a refusal.
 
-A folder can make any of them raise anything, `SystemExit` and `RecursionError` included. None of it may end the worker
+A folder can make any library raise anything, `SystemExit` and `RecursionError` included. No error may end the worker
 with a status that asks for another start: the files would be the same.
 """
 
@@ -32,7 +32,7 @@ def refusing(model: str, doing: str) -> Iterator[None]:
 
     Args:
         model: The name in the refusal.
-        doing: What fails, as a clause: "transformers cannot read its configuration".
+        doing: The operation that fails, as a clause: "transformers cannot read its configuration".
 
     Raises:
         UnsupportedModel: Foreign code raised. Errors of kvforge and KeyboardInterrupt pass through.

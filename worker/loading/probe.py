@@ -136,8 +136,8 @@ def foresee(module: Any, device: Device) -> None:
 
 
 def _attends_alone(config: Any) -> bool:
-    """Whether a family that may keep a recurrent state is configured with attention in every layer. What it computes is
-    compared in chunks then, as of any model."""
+    """Return whether a family that may keep a recurrent state is configured with attention in every layer. Its logits
+    are then compared in chunks, as any model's."""
     text = config.get_text_config(decoder=True)
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
     return (

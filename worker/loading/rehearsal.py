@@ -1,4 +1,4 @@
-"""A load without numbers: are the files' tensors those of the configuration? Found before any of them is read.
+"""A load without numbers: compares the files' tensors with the configuration before any tensor is read.
 
 transformers loads the headers' names and shapes through its own conversions onto the meta device, so that a tensor that
 is missing, left over or of another shape is refused at no cost, also where it is the last one of 28 GB.
@@ -45,12 +45,12 @@ def rehearse(cls: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: t
         cls: The transformers class, as `composite.model_class` gives it.
         config: Its configuration.
         stored: The files' tensors, by name.
-        dtype: Of the weights.
+        dtype: The dtype of the weights.
         model: The name in a refusal.
 
     Returns:
         The model on the meta device; None where transformers cannot do this without numbers. The load itself then
-        tells.
+        finds any mismatch.
 
     Raises:
         UnsupportedModel: The weights are not those of the configuration; the sentence names tensors.
@@ -72,7 +72,7 @@ def rehearse(cls: Any, config: Any, stored: Mapping[str, StoredTensor], dtype: t
                 device_map={"": "meta"},
                 ignore_mismatched_sizes=True,
             )
-    except Exception as error:  # noqa: BLE001 - foreign code without numbers; the load itself tells what is wrong
+    except Exception as error:  # noqa: BLE001 - foreign code without numbers; the load itself reports what is wrong
         log.info("%s: not rehearsed: %s: %s", model, type(error).__name__, sentence(error))
         return None
     settle(report, module)
@@ -86,7 +86,7 @@ def settle(report: LoadReport, module: Any) -> None:
 
 
 def check_memory(module: Any, device: Device, model: str) -> None:
-    """Refuse a model whose weights are larger than all memory there is.
+    """Refuse a model with weights larger than the whole memory.
 
     Raises:
         UnsupportedModel: They cannot fit, whatever else runs.

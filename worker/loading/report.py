@@ -90,11 +90,11 @@ def check_experts(names: Collection[str], model: str) -> None:
 def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str, method: str = "") -> None:
     """Refuse stored numbers that are neither plain nor part of the format that was undone.
 
-    Numbers that are no floating point numbers of 16 bits or more mean something only with a format that says how they
+    Numbers other than floating point numbers of 16 bits or more mean something only with a format that defines how they
     are packed or scaled; transformers turns others into weights as they are.
 
     Args:
-        module: The model that transformers made of them, or its like on the meta device.
+        module: The model that transformers built from them, or its like on the meta device.
         stored: The files' tensors, by name.
         model: The name in a refusal.
         method: The format that was undone, as `formats.dequantise` returned it.
@@ -113,8 +113,8 @@ def check_unpacked(module: Any, stored: Mapping[str, StoredTensor], model: str, 
             continue
         if is_removed(module, name) or any(pattern.search(name) for pattern in ignored):
             continue
-        said = f"the format {method!r} does not say" if method else "config.json has no quantization_config that says"
-        problem = f"its tensor {name} is stored as {tensor.type_name}, and {said} how it is packed or scaled"
+        lacks = f"the format {method!r} does not define" if method else "no quantization_config in config.json defines"
+        problem = f"its tensor {name} is stored as {tensor.type_name}, and {lacks} how it is packed or scaled"
         raise UnsupportedModel(model, problem)
 
 

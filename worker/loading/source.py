@@ -32,7 +32,7 @@ class Source:
 
     @property
     def name(self) -> str:
-        """What it is called: see `kvforge.models.naming`; a shape by its own name."""
+        """The model's name: see `kvforge.models.naming`; a shape has its own name."""
         if self.format == "dummy":
             return self.path.stem if self.folder == MODEL_CONFIGS else self.folder.name
         return name_of(self.path if self.format == "gguf" else self.folder)

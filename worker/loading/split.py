@@ -45,7 +45,7 @@ def build_split(
     if getattr(config, "quantization_config", None) is not None:
         raise UnsupportedModel(source.name, "its weights are packed by a quantization_config, and cannot be split")
     if is_composite(config) and type(config) not in MODEL_FOR_CAUSAL_LM_MAPPING:
-        problem = "it is a model of more than text, whose text part is served by one rank alone"
+        problem = "it is a model of more than text, and its text part is served by one rank alone"
         raise UnsupportedModel(source.name, f"{problem}: leave out tensor_parallel and ranks")
     with init_empty_weights(include_buffers=False):
         module = transformers.AutoModelForCausalLM.from_config(

@@ -19,7 +19,7 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class GrammarTokens:
-    """tokens: None where there is a problem, which says why no grammar can be served. helper: tries grammars in another
+    """tokens: None where there is a problem. problem: why no grammar can be served. helper: tries grammars in another
     process before they are compiled in this one; None: they are not tried."""
 
     tokens: LLTokenizer | None

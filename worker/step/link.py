@@ -161,7 +161,7 @@ class Link:
             self.look()
 
     def look(self) -> None:
-        """Note what has become of the connection. What came before its end can still be received.
+        """Check the state of the connection. Messages from before its end can still be received.
 
         Raises:
             NotAllowed: The coordinator does not know this worker's key.

@@ -115,7 +115,7 @@ def pool_blocks(config: WorkerConfig, model: LoadedModel, welcome: WorkerWelcome
     if left < model.geometry.bytes_per_block:
         share = f" (memory_share = {config.memory_share:g} leaves {max(0, usable)})" if config.memory_share else ""
         raise GpuError(
-            f"{device.name} has {free} bytes free{share}, of which steps and graphs take {needed}: none for K and V"
+            f"{device.name} has {free} bytes free{share}; steps and graphs need {needed}, which leaves none for K and V"
         )
     return model.geometry.blocks_for(left)
 

@@ -157,5 +157,5 @@ def test_several_ranks_are_refused_by_name(tmp_path: Path, cpu: Device) -> None:
     whole("mistral3").save_pretrained(tmp_path)
     source = find_source(tmp_path, "auto")
     ranks = Ranks(0, 2, cpu, "gloo")  # not met: it is refused before
-    with pytest.raises(UnsupportedModel, match="whose text part is served by one rank alone"):
+    with pytest.raises(UnsupportedModel, match="its text part is served by one rank alone"):
         build(source, read_config(source), torch.float32, cpu, lambda _phase, _done: None, 0, ranks)
