@@ -100,7 +100,7 @@ class InvalidRequest(KvforgeError):
 
 
 class MessageRefused(InvalidRequest):
-    """A message in whose handling coordinators have ended, one after the other. deaths: how many."""
+    """Coordinators have died one after the other while they handled this message. deaths: their number."""
 
     code = "message_refused"
 
@@ -330,7 +330,7 @@ class JournalFailed(Unavailable):
 
 
 class StateRemoved(Unavailable):
-    """The folder of the journal, or a file of it, was removed while the coordinator ran. folder: its path."""
+    """The folder of the journal, or a file in it, was removed while the coordinator ran. folder: its path."""
 
     code = "state_removed"
 

@@ -1,6 +1,6 @@
 """Salts of the prefix cache that belong to one tenant.
 
-A hit tells that the same text was computed before. A salt that a tenant names is therefore its own: no other tenant
+A hit shows that the same text was computed before. A salt that a tenant names is therefore its own: no other tenant
 shares it, whatever it names.
 """
 

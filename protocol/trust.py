@@ -7,8 +7,8 @@ prompts away. Before a socket or a table file is used, each component of its pat
   it), and those that `KVFORGE_TRUSTED_USERS` names.
 - A directory that others can write to vouches for nothing: what lies in it must belong to a trusted user, and it must
   be sticky (as /tmp is), or others could replace what lies there.
-- A directory that only trusted users can write to vouches for what it contains: a trusted user created it there. So the
-  owner of `/run/kvforge`, which systemd created for the service's user, is trusted below that folder.
+- A directory that only trusted users can write to vouches for what it contains: a trusted user created it there. The
+owner of `/run/kvforge`, which systemd created for the service's user, is therefore trusted below that folder.
 
 After a local connection is made, the kernel names the user at its other end (SO_PEERCRED). It must be one of the same.
 """
@@ -118,9 +118,9 @@ def check_peer(descriptor: int, users: Iterable[int], endpoint: str, field: str 
     """Check who is at the other end of a local connection.
 
     Args:
-        descriptor: Of the connection. One that ended meanwhile, or that is no local connection, is not checked.
-        users: Who may be there, as `check_endpoint` returned.
-        endpoint: What was connected to.
+        descriptor: The descriptor of the connection. A connection that has ended, or is not local, is not checked.
+        users: The users that may be there, as `check_endpoint` returned.
+        endpoint: The address of the connection.
         field: The setting or argument that names it.
 
     Raises:
@@ -238,7 +238,7 @@ def _private_group(group: int, users: frozenset[int]) -> bool:
 
 
 def _stands_for_many(user: int) -> bool:
-    """Whether an id is that of all users whom this user namespace does not map, root of the host among them."""
+    """Return whether an id stands for all users that this user namespace does not map, root of the host among them."""
     return user == _overflow_user() and not _sees_all_users()
 
 

@@ -212,7 +212,7 @@ class Link(Watched):
         return found
 
     def _trusts(self, descriptor: int) -> bool:
-        """Whether the process at the other end may be told anything. Otherwise the connection ends."""
+        """Return whether the process at the other end is trusted. The connection to another one ends."""
         if self._trusted is None:
             return True
         try:

@@ -63,7 +63,7 @@ def parser() -> argparse.ArgumentParser:
     subparsers = top.add_subparsers(metavar="COMMAND", required=True)
     for command in COMMANDS:
         command.add(subparsers)
-    top.set_defaults(parser=top)  # for `completion`, which describes all of them
+    top.set_defaults(parser=top)  # for `completion`, which describes all commands
     return top
 
 

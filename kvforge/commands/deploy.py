@@ -79,7 +79,7 @@ def run_install(options: argparse.Namespace) -> int:
 
 
 def run_uninstall(options: argparse.Namespace) -> int:
-    """Removes it, and says what stays."""
+    """Remove the service, and list what stays."""
     places = Places(options.root.absolute())
     count = uninstall(places, printing.say, dry_run=options.dry_run, purge=options.purge)
     if not count:

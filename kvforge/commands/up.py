@@ -127,7 +127,7 @@ def _address(
             raise InvalidConfiguration(name.replace("http", "port"), f"is {port}; it must be 0 to 65535")
         return host, port
     if host is not None or port is not None:
-        raise InvalidConfiguration(name, f"says what {others} say: give one of them")
+        raise InvalidConfiguration(name, f"sets the same as {others}: give only one")
     before, _, text = str(http).rpartition(":")
     if not text.isdecimal() or int(text) >= 1 << 16:
         raise InvalidConfiguration(name, f"is {http!r}; it is PORT or HOST:PORT, like 8000")

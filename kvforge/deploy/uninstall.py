@@ -19,7 +19,7 @@ from .program import must, run
 from .step import NEW, Record, Step, digest
 
 EDITED = ".edited"
-# What systemd may have loaded, the instances of templates too.
+# Units that systemd may have loaded, the instances of templates too.
 LOADED = ("kvforge-*.service", "kvforge-*.target", "kvforge.target")
 
 
@@ -53,7 +53,7 @@ def uninstall(places: Places, say: Callable[[str], None], *, dry_run: bool, purg
 
 
 def _parts(places: Places, record: Record, purge: bool) -> Iterator[list[Step]]:
-    """What is there to do, in order: nothing is removed that something still running needs."""
+    """Yield the steps in order: nothing is removed that something still running needs."""
     units = [places.units / name for name in UNITS]
     running = places.here and SYSTEMD_RUNS.exists()
     if any(unit.exists() for unit in units):
@@ -105,7 +105,7 @@ def _move(path: Path, to: Path) -> None:
 
 
 def _environment(places: Places) -> list[Step]:
-    """The environments, the link to one of them, and the record of what was installed."""
+    """Remove the environments, the link to one, and the record of the installation."""
     folder = places.record.parent
     paths = [places.venv, places.environments, places.record]
     if not any(path.exists() or path.is_symlink() for path in paths):

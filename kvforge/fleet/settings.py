@@ -84,7 +84,7 @@ class Gateways(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 GATEWAY_OURS = ("runtime_dir", "endpoint", "server_key", "key_file", "host", "port", "replicas")
 
 
-# What the fleet gives each replica, and what [gateways] and [gateway] say.
+# Settings that the fleet gives each replica, and settings that [gateways] and [gateway] hold.
 REPLICA_OURS = (
     "runtime_dir",
     "state_dir",

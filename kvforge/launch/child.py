@@ -24,9 +24,9 @@ TAIL_BYTES = 8192
 class Child:
     """A child process that may be started several times.
 
-    command: its arguments after the interpreter. once: more of them, for its first start. temporary: its folder for
-    temporary files. line: called with each line of its output, unless log_file takes it. descriptors: of ours that it
-    has too.
+    command: its arguments after the interpreter. once: further arguments for its first start. temporary: its folder for
+    temporary files. line: called with each line of its output, unless log_file takes it. descriptors: descriptors of
+    this process that it inherits.
     """
 
     def __init__(

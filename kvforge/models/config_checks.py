@@ -1,4 +1,4 @@
-"""What a config.json alone rules out: read before weights are fetched, and again before they are read.
+"""Models that a config.json alone rules out: checked before weights are fetched, and again before they are read.
 
 Only what is certain is refused here. Whether a decoder can be served is known when transformers has built it.
 """
@@ -18,7 +18,7 @@ FORMATS = {
     "fbgemm_fp8": "FBGEMM FP8",
     "modelopt": "ModelOpt",
 }
-PLAIN_MODEL = "use the folder of the unquantised model, or a GGUF file of it"
+PLAIN_MODEL = "use the folder of the unquantised model, or its GGUF file"
 # Endings of the names of classes that write text.
 WRITES = ("ForCausalLM", "LMHeadModel", "ForConditionalGeneration", "ForImageTextToText", "ForVision2Seq")
 VISION = ("ForImageClassification", "ForObjectDetection", "VisionModel", "ForDepthEstimation", "ForMaskedImageModeling")

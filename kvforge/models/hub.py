@@ -39,7 +39,7 @@ SENTENCE_MAX = 300
 
 @dataclass(frozen=True)
 class HubName:
-    """What a name of the hub asks for. revision, file: "" where nothing is said."""
+    """A name of the hub. revision, file: "" where the name holds none."""
 
     repo: str
     revision: str = ""
@@ -92,16 +92,16 @@ def fetch(wanted: HubName, progress: OnProgress, cache_dir: Path | None = None) 
     """Fetch a model into huggingface_hub's cache, and only what a model is made of.
 
     Args:
-        wanted: What to fetch.
+        wanted: The name of the model.
         progress: Called with the phase and the fraction of all bytes.
-        cache_dir: Of models; None: huggingface_hub's own cache.
+        cache_dir: The folder of cached models; None: huggingface_hub's own cache.
 
     Returns:
         The folder, or the GGUF file.
 
     Raises:
         ModelNotFound: The hub has no such repository, revision or file, or cannot be reached.
-        UnsupportedModel: What it has cannot be served; nothing but config.json was fetched.
+        UnsupportedModel: The model cannot be served; nothing but config.json was fetched.
         Unavailable: There is no room for it.
     """
     hub = _library(wanted)
@@ -127,7 +127,7 @@ def fetch(wanted: HubName, progress: OnProgress, cache_dir: Path | None = None) 
         path = Path(_fetched(hub, wanted, each.name, commit, folder, tqdm_class=bar))
         done += each.size
     progress("downloading", 1.0)
-    # A snapshot gets its name when all of it is there: an interrupted one is not found.
+    # A snapshot gets its name when it is complete: an interrupted one is not found.
     reference = _cache(wanted, cache_dir) / "refs" / (wanted.revision or MAIN)
     if reference.name != commit:
         reference.parent.mkdir(parents=True, exist_ok=True)
@@ -144,7 +144,7 @@ def choose(files: list[RemoteFile], wanted: HubName) -> list[RemoteFile]:
 
     Raises:
         UnsupportedModel: The repository holds an adapter, pickled weights or one part of a file.
-        ModelNotFound: It holds no model, or several of which none was named.
+        ModelNotFound: It holds no model, or several and the name picks none.
     """
     names = [each.name for each in files]
     gguf = [name for name in names if name.endswith(".gguf") and "mmproj" not in name.lower()]
@@ -181,13 +181,13 @@ def _one_file(names: list[str], wanted: HubName) -> str:
         problem = f"the repository has {what} called {wanted.file!r}: it has {_listing(found or names) or 'none'}"
         raise ModelNotFound(wanted.text, problem)
     if PART.search(found[0]):
-        join = "fetch all of them, join them (llama-gguf-split --merge), and give the path"
+        join = "fetch all parts, join them (llama-gguf-split --merge), and give the path"
         raise UnsupportedModel(wanted.text, f"{found[0]} is one part of a split file: {join}")
     return found[0]
 
 
 def _matching(names: list[str], wanted: HubName) -> list[str]:
-    """By the whole name; else by a part of it, whatever the case."""
+    """Return the files with the whole name; else those with such a part, whatever the case."""
     part = wanted.file.lower()
     return [name for name in names if name == wanted.file] or [name for name in names if part in name.lower()]
 
@@ -204,7 +204,7 @@ def _listed(hub: Any, wanted: HubName) -> tuple[str, list[RemoteFile]]:
     except Exception as error:
         raise ModelNotFound(wanted.text, _refusal(hub, error, wanted)) from error
     if not info.sha:
-        raise ModelNotFound(wanted.text, "the hub names no commit of it")
+        raise ModelNotFound(wanted.text, "the hub names no commit for it")
     return info.sha, [RemoteFile(each.rfilename, each.size or 0) for each in info.siblings or ()]
 
 
@@ -222,14 +222,14 @@ def _fetched(hub: Any, wanted: HubName, name: str, commit: str, folder: Path | N
 
 def _refusal(hub: Any, error: Exception, wanted: HubName) -> str:
     errors = hub.errors
-    said = " ".join(str(error).split())[:SENTENCE_MAX] or type(error).__name__
+    reason = " ".join(str(error).split())[:SENTENCE_MAX] or type(error).__name__
     if isinstance(error, errors.GatedRepoError):
-        return f"it is gated: accept its terms on the hub, and set HF_TOKEN to a token that may read it ({said})"
+        return f"it is gated: accept its terms on the hub, and set HF_TOKEN to a token that may read it ({reason})"
     if isinstance(error, errors.RevisionNotFoundError):
-        return f"the hub has no revision {wanted.revision or MAIN!r} of {wanted.repo} ({said})"
+        return f"the hub has no revision {wanted.revision or MAIN!r} of {wanted.repo} ({reason})"
     if isinstance(error, errors.RepositoryNotFoundError):
-        return f"the hub has no such model, or it is private: check the name, and HF_TOKEN for a private one ({said})"
-    return f"could not be fetched from the hub: {said}. Check the network and HF_TOKEN, or give the path of a folder"
+        return f"the hub has no such model, or it is private: check the name, and HF_TOKEN for a private one ({reason})"
+    return f"could not be fetched from the hub: {reason}. Check the network and HF_TOKEN, or give the path of a folder"
 
 
 def _check_room(total: int, folder: Path, wanted: HubName) -> None:

@@ -1,4 +1,4 @@
-"""What a process needs to begin and end well: its command line, signals, the leash of a child, how a command stops.
+"""Code that every process needs to begin and end: command line, signals, the leash of a child, stopping a command.
 
 Its law: it knows nothing of kvforge but the protocol, so that everything may use it; a signal's handler sets a
 flag and no more, unless who waits asked to be interrupted.

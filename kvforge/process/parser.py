@@ -15,8 +15,7 @@ _CHOICE = re.compile(r"invalid choice: '([^']*)' \(choose from (.*)\)")
 
 
 class Parser(argparse.ArgumentParser):
-    """A parser whose help is output like any other: where it cannot be written, that is an error (argparse passes
-    over it)."""
+    """A parser that reports an error where its help cannot be written (argparse ignores it)."""
 
     _given: Sequence[str] = ()
 

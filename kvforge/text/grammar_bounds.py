@@ -18,8 +18,8 @@ from kvforge.protocol.errors import InvalidRequest
 DEPTH_MAX = 1000  # of a schema and of all places that references lead to, together
 NESTING_MAX = 100  # of a schema in itself
 PROPERTIES_MAX = 2000
-MULTIPLES_MAX = 10_000  # of each multipleOf in units of its last digit: so many states tell what is divisible
-# Of what every multipleOf divides: a conjunction of them, direct or through references, has so many states.
+MULTIPLES_MAX = 10_000  # of each multipleOf in units of its last digit: the states of its automaton
+# The least common multiple of every multipleOf: a conjunction, direct or through references, has so many states.
 COMMON_MAX = 10_000
 RULES_MAX = 600  # and groups in them
 INLINE, RULE_SIGNS = "%json", ":(["
@@ -47,7 +47,7 @@ def check_schemas(schemas: Sequence[dict[str, Any]], field: str) -> None:
     if multiples > MULTIPLES_MAX:
         raise InvalidRequest(field, f"multipleOf: at most {MULTIPLES_MAX} units of the last digit, all together")
     if len(factors) > 1 and (common := _common(factors)) > COMMON_MAX:
-        problem = f"the smallest number that all of them divide has {common} units of the last digit"
+        problem = f"the least common multiple has {common} units of the last digit"
         raise InvalidRequest(field, f"multipleOf: {problem}; at most {COMMON_MAX}")
     if depth > DEPTH_MAX:
         problem = f"all that references lead to is {depth} levels deep together; at most {DEPTH_MAX}"
@@ -132,7 +132,7 @@ def _fraction(multiple: float) -> Fraction:
 
 
 def _common(factors: set[Fraction]) -> int:
-    """The least common multiple, in units of the last digit that any of them has."""
+    """Return the least common multiple, in units of the last digit that any factor has."""
     positive = [factor for factor in factors if factor]
     unit = lcm(*(factor.denominator for factor in positive))
     return lcm(*(int(factor * unit) for factor in positive))

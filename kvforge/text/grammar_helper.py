@@ -24,7 +24,7 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class TrialLimits:
-    """Of one grammar: seconds of a core, bytes of memory."""
+    """The limits of one grammar: seconds of a core, bytes of memory."""
 
     cpu_s: float = 1.0
     memory_bytes: int = 512 << 20
@@ -39,10 +39,10 @@ class GrammarHelper:
         """Starts nothing yet.
 
         Args:
-            tokenizer: As JSON of the tokenizers library.
-            vocab_size: Of the model.
+            tokenizer: The tokenizer, as JSON of the tokenizers library.
+            vocab_size: The size of the model's vocabulary.
             eos_tokens: The tokens that end an answer.
-            limits: Of each grammar.
+            limits: The limits of each grammar.
         """
         self.limits = limits or TrialLimits()
         self._first = {

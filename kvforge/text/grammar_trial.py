@@ -1,11 +1,11 @@
 """Tries grammars in a process of its own, each within limits of time and memory: `python grammar_trial.py`
 
-llguidance bounds most of what a grammar can cost, not all of it (`multipleOf` in a conjunction, long forced text). A
-worker has one thread, so that a grammar is compiled here first, its first masks are made, and a short answer is written
-by it. Whoever exceeds a limit is killed alone: each trial is a fork of this process.
+llguidance bounds most of the cost of a grammar, not all (`multipleOf` in a conjunction, long forced text). A worker has
+one thread, so a grammar is tried here first: compiled, its first masks made, and a short answer written by it. A
+grammar that exceeds a limit ends its own trial only: each trial is a fork of this process.
 
-Messages on stdin and answers on stdout: 4 bytes little-endian of length, then JSON. The first message says how to try;
-each further one is a grammar as llguidance takes it, and its answer is why it was refused, or "".
+Messages on stdin and answers on stdout: 4 bytes little-endian of length, then JSON. The first message configures the
+trials; each further one is a grammar as llguidance takes it, and its answer is the reason for a refusal, or "".
 """
 
 from __future__ import annotations
@@ -104,7 +104,7 @@ def _walk(grammar: str, tokens: Any, limits: Any) -> str:
 
     matcher = LLMatcher(tokens, grammar, log_level=0, limits=limits)
     if matcher.is_error():
-        return ""  # the worker tells, in its own words
+        return ""  # the worker reports it, in its own words
     chance = random.Random(0)
     for _ in range(STEPS):
         mask = matcher.compute_bitmask()

@@ -320,7 +320,7 @@ LEFT = "left"  # begins what `Health.gone` has of a worker that left on purpose
 class Health(Message, frozen=True, tag="health"):
     """live: the loop turns (it answered). ready: a request submitted now would be served. reason: why not.
 
-    gone: workers that were there and are not, by name: how each of them went, and why. It begins with LEFT where the
+    gone: workers that were there and are not, by name: how each worker went, and why. It begins with LEFT where the
     worker left on purpose.
     """
 

@@ -80,11 +80,11 @@ class Asking:
         asked.sort(key=lambda row: (row.request_id != self.selected, self._asked_s(row.request_id), -row.age_us))
         for row in asked[:EXPLAINED_MAX]:
             try:
-                told = await kv.explain(request=row.request_id)
+                explained = await kv.explain(request=row.request_id)
             except NotFound:  # it has ended meanwhile
                 self._reasons.pop(row.request_id, None)
             else:
-                self._reasons[row.request_id] = Reason(" ".join(told.sentences), row.state, now_s)
+                self._reasons[row.request_id] = Reason(" ".join(explained.sentences), row.state, now_s)
         why = {request: reason.text for request, reason in self._reasons.items()}
         return Told(stats, health, tuple(listed.requests), listed.total, why)
 

@@ -45,7 +45,7 @@ def nothing_is_started(monkeypatch: pytest.MonkeyPatch) -> None:
         (["--gpu-memory-utilization", "0.9", "--device", "cpu"], "--memory-share: is of a GPU's memory"),
         (["--endpoint", "ipc:///x"], "unrecognized arguments: --endpoint"),
         (["--model", "a", "b"], "--model: is a, and MODEL is b: give one"),
-        (["--http", "8000", "--port", "8001"], "--http: says what --port and --host say: give one of them"),
+        (["--http", "8000", "--port", "8001"], "--http: sets the same as --port and --host: give only one"),
         (["--port", "70000"], "--port: is 70000; it must be 0 to 65535"),
         (["--api-key", "x"], "--api-key: comes with --http or --port"),
         (["--served-model-name", "x"], "--name: comes with --http or --port"),
