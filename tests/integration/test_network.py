@@ -12,11 +12,18 @@ from collections.abc import Iterator
 from pathlib import Path
 from time import monotonic
 
+import numpy as np
 import pytest
 
 from kvforge import Client, Sampling
 from kvforge.protocol import keys
-from kvforge.protocol.errors import CoordinatorUnavailable, NotAllowed, RequestNotFound, SequenceNotFound
+from kvforge.protocol.errors import (
+    CoordinatorUnavailable,
+    InvalidRequest,
+    NotAllowed,
+    RequestNotFound,
+    SequenceNotFound,
+)
 
 from .cluster import END_S, READY_S, Cluster
 
@@ -97,6 +104,29 @@ def test_a_worker_and_a_client_with_keys_serve_and_are_served(network: Network) 
         KVFORGE_KEY_FILE=str(network.key("alice")),
     )
     assert (done.returncode, done.stdout) == (0, "ready\n"), done.stderr
+
+
+def peak_bytes(network: Network) -> int:
+    """The most memory that the coordinator has had."""
+    status = Path(f"/proc/{network.pid('coordinator')}/status").read_text(encoding="ascii")
+    return int(re.findall(r"VmHWM:\s+(\d+) kB", status)[0]) << 10
+
+
+def test_a_request_that_is_too_large_is_refused_by_size_and_the_connection_goes_on(network: Network) -> None:
+    network.start_coordinator()
+    local, remote = network.client(), network.connect()
+    before = peak_bytes(network)
+    for kv, tokens, words in (
+        (local, 12 << 20, "limits.message_bytes_max is 16777216"),
+        (remote, 12 << 20, "an encrypted connection takes at most 8388608"),
+        (remote, 3 << 20, "an encrypted connection takes at most 8388608"),
+    ):
+        with pytest.raises(InvalidRequest, match=words) as raised:
+            kv.create_sequence(np.full(tokens, 3, np.int32))
+        assert 4 * tokens < raised.value.fields["size"] < 4 * tokens + 200
+        assert kv.health().live
+    assert peak_bytes(network) - before < 24 << 20  # of the 48 MB of one
+    assert "dropped" not in network.log("coordinator")
 
 
 def test_a_key_that_is_not_in_the_list_is_refused_by_name(network: Network) -> None:
