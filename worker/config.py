@@ -12,6 +12,7 @@ from kvforge.protocol.configuration import expand, load
 from kvforge.protocol.errors import InvalidConfiguration
 from kvforge.protocol.network import Proof, host_and_port, proof_for
 from kvforge.protocol.transport import default_runtime_dir, worker_endpoint
+from kvforge.text.grammar_helper import TrialLimits
 
 ATTENTIONS = ("auto", "triton", "reference")
 KERNELS = ("auto", "reference")
@@ -23,6 +24,7 @@ CPU_KV_BYTES = 512 << 20
 GPU_FREE_SHARE = 0.96
 WATCH_US, WATCH_CORES_MIN = 200, 4
 RANKS_MAX = 64
+GRAMMAR_MEMORY_MIN = 16 << 20
 COLLECTIVES = ("auto", "gloo", "nccl")
 
 
@@ -50,6 +52,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     determinism: batch-invariant: a request's tokens and log-probabilities do not depend on what is computed beside it;
     fast: they may, in their last bits. `kvforge health` says whether it holds for the model.
     graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: of batches of up to so many rows.
+    grammar_s, grammar_memory_bytes: seconds of a core and bytes of memory that a grammar may take to compile and to
+    begin an answer by, in another process, before it is used; more is refused. grammars_waiting_max: how many may wait
+    there.
     ranks: processes that compute the model together, each with a part of it (tensor parallel); all have one name.
     rank: which of them this is, from 0 on. collectives: by what they exchange numbers: nccl (RCCL on AMD, where each
     has a GPU of its own), gloo (through the host's memory), or auto: on GPUs nccl, and where that gives the same bits
@@ -86,6 +91,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     rank: int = 0
     collectives: str = "auto"
     coordinator_wait_s: float = 60.0
+    grammar_s: float = 1.0
+    grammar_memory_bytes: int = 512 << 20
+    grammars_waiting_max: int = 32
     watch_us: int = -1
     log_level: str = "info"
     log_format: str = "text"
@@ -124,8 +132,21 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
             raise InvalidConfiguration(given[0], f"give either {given[0]} or {given[1]}, not both")
         if self.memory_share and self.device == "cpu":
             raise InvalidConfiguration("memory_share", "is of a GPU's memory; for a CPU use kv_bytes")
+        if not 0 < self.grammar_s <= 60:
+            problem = f"must be more than 0 and at most 60 seconds, not {self.grammar_s:g}"
+            raise InvalidConfiguration("grammar_s", problem)
+        if self.grammar_memory_bytes < GRAMMAR_MEMORY_MIN:
+            problem = f"must be {GRAMMAR_MEMORY_MIN} bytes or more, not {self.grammar_memory_bytes}"
+            raise InvalidConfiguration("grammar_memory_bytes", problem)
+        if not 1 <= self.grammars_waiting_max <= 10_000:
+            raise InvalidConfiguration("grammars_waiting_max", f"must be 1 to 10000, not {self.grammars_waiting_max}")
         if not 0 < self.coordinator_wait_s <= 86_400:
             raise InvalidConfiguration("coordinator_wait_s", "must be more than 0 and at most 86400 seconds")
+
+    @property
+    def grammar_trials(self) -> TrialLimits:
+        """Limits of the process that tries grammars."""
+        return TrialLimits(self.grammar_s, self.grammar_memory_bytes, self.grammars_waiting_max)
 
     @property
     def watched_us(self) -> int:

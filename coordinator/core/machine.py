@@ -123,7 +123,7 @@ class Machine:
         self.blocks = BlockCommands(self.cache)
         self.explainer = Explainer(self.cache, self.requests, self.admission, self.sequences, self.blocks)
         asked = self._asked = RequestCommands(*parts, self.endings, self.streams, self.sequences)
-        results = StepResults(*parts, self.streams, self.endings)
+        results = StepResults(*parts, self.streams, self.endings, asked.deadlines)
         self._reports = WorkerReports(*parts, self.endings, results, asked, self._effects, event.boot)
         self.sessions = Sessions(clock, limits.bounds)
         # What waits for time to pass; requests before the sequences that they kept.

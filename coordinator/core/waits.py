@@ -14,7 +14,7 @@ import msgspec
 
 Event = tuple[str, int]
 PREFIX = "prefix"
-TENANT_CEILING, SIBLING = "tenant ceiling", "sibling"
+TENANT_CEILING, SIBLING, GRAMMAR = "tenant ceiling", "sibling", "grammar"
 
 WORKER: Event = ("worker", 0)  # one that could hold the request is ready, or back
 SLOT: Event = ("slot", 0)  # a slot for a sequence is free
@@ -36,6 +36,11 @@ def prompt_of(request_id: int) -> Event:
     return ("prompt", request_id)
 
 
+def trial_of(request_id: int) -> Event:
+    """Its worker may know by now whether the request's grammar can be used."""
+    return ("trial", request_id)
+
+
 def eviction_of(sequence_id: int) -> Event:
     """The sequence gave up its blocks, so that it may go to another group."""
     return ("eviction", sequence_id)
@@ -49,9 +54,9 @@ def prefix_of(value: int) -> Event:
 class Wait(msgspec.Struct, frozen=True):
     """Why a request does not run, or stands still. A new worker ends every wait.
 
-    limit: workers, away, sequences_max, step_rows_max, alone, sibling, step, kept, tenant ceiling or blocks. group:
-    epoch of the one that lacks least, 0 for none. short: blocks missing there, of those needed; problem: the refusal in
-    words. other: the request that it waits for.
+    limit: workers, away, sequences_max, step_rows_max, alone, sibling, grammar, step, kept, tenant ceiling or blocks.
+    group: epoch of the one that lacks least, 0 for none. short: blocks missing there, of those needed; problem: the
+    refusal in words. other: the request that it waits for.
     """
 
     limit: str

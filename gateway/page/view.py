@@ -24,6 +24,7 @@ WAITS_FOR = {
     "alone": "a request that runs alone",
     "blocks": "free blocks",
     "sibling": "a request that computes the same prompt",
+    "grammar": "their grammar to be tried",
 }
 
 

@@ -4,5 +4,5 @@ Its law: it knows models as files and nothing of a connection; torch is never lo
 tokenizer is. Text that has been given out is never taken back.
 
 From outside: `tokenizer.Tokenizer`, `stream.TextStream`, `stop.StopText`, and `grammar.check` (what an answer must look
-like; `grammar_bounds` beside it).
+like; `grammar_bounds` beside it). For workers: `grammar_trials` and its process, `grammar_helper` and `grammar_trial`.
 """

@@ -24,10 +24,11 @@ log = logging.getLogger("worker")
 
 @dataclass(frozen=True)
 class TrialLimits:
-    """The limits of one grammar: seconds of a core, bytes of memory."""
+    """The limits of trials: of one, seconds of a core and bytes of memory. waiting_max: grammars in the queue."""
 
     cpu_s: float = 1.0
     memory_bytes: int = 512 << 20
+    waiting_max: int = 32
 
 
 class GrammarHelper:
@@ -71,20 +72,32 @@ class GrammarHelper:
         self._send(self._first)
 
     def problem(self, grammar: str) -> str:
-        """Why a grammar is refused; "" where it may be compiled here. Waits no longer than its limits.
+        """Return why a grammar is refused; "" where it may be compiled here. See `tried`."""
+        return self.tried(grammar)[0]
+
+    def tried(self, grammar: str) -> tuple[str, bool]:
+        """Try a grammar. Waits no longer than its limits, and for the process to start.
 
         Args:
             grammar: As llguidance takes it.
+
+        Returns:
+            Why it is refused, "" where it may be compiled here; and whether that is true of the grammar: False where
+            the process failed.
         """
         started = time.monotonic()
-        self.start()
+        try:
+            self.start()
+        except OSError as error:
+            return f"could not be tried: no process can be started for it ({error.strerror}); send it again", False
         wait_s = grammar_trial.WALL_FACTOR * self.limits.cpu_s + 1.0 + (0.0 if self._tried else START_S_MAX)
         answer = self._receive(started + wait_s) if self._send(grammar) else None
         if answer is None:
             self.close()
-            return "could not be tried: the process for trials of grammars ended or does not answer; send it again"
+            problem = "could not be tried: the process for trials of grammars ended or does not answer; send it again"
+            return problem, False
         self._tried = True
-        return str(answer)
+        return str(answer), True
 
     def close(self) -> None:
         """End the process."""

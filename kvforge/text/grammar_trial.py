@@ -22,7 +22,7 @@ import time
 from typing import IO, Any
 
 STEPS = 24  # tokens of the short answer
-WALL_FACTOR = 4.0  # a loaded machine gives a trial this much less than a core
+WALL_FACTOR = 10.0  # a loaded machine gives a trial this much less than a core
 TOO_LONG = "takes longer than {cpu_s:g} s of a core to compile and to begin an answer by: make it smaller"
 TOO_LARGE = "takes more than {memory_bytes} bytes of memory: make it smaller"
 REASON_BYTES_MAX = 4096

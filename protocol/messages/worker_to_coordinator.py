@@ -75,10 +75,12 @@ class WorkerReady(Message, frozen=True, tag="worker_ready"):
 
 
 class RowError(msgspec.Struct, frozen=True):
-    """One row of a step failed; the other rows are good."""
+    """One row of a step failed; the other rows are good. again_ms: where it is more than 0, only the choice of a token
+    failed, and for a while: the row is to be computed again after so many milliseconds."""
 
     slot: int
     error: ErrorInfo
+    again_ms: int = 0
 
 
 class StepResult(Message, frozen=True, tag="step_result"):

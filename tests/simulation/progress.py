@@ -98,7 +98,7 @@ class Progress:
         if any(self._is_kept_for(request) for request in waiting):
             return
         for request in waiting:
-            if request.awaits_sibling:
+            if request.awaits_sibling or request.awaits_trial:
                 continue
             hashes, found = request.hashes, admission.choice.choose(request, ())
             request.hashes = hashes
@@ -151,7 +151,7 @@ class Progress:
         for earlier in admission.waiting:
             if earlier is request:
                 break
-            if earlier.tenant in at_ceiling or earlier.awaits_sibling:
+            if earlier.tenant in at_ceiling or earlier.awaits_sibling or earlier.awaits_trial:
                 continue
             if earlier.at_ceiling:
                 at_ceiling.add(earlier.tenant)

@@ -14,12 +14,14 @@ import pytest
 import torch
 
 import tests.interpreted  # noqa: F401 - before a kernel is imported
+from kvforge.text.grammar_trials import GrammarTrials
 from worker.attention import PagedBatch
 from worker.attention.pool import KvPool
 from worker.device.device import Device, open_device
 from worker.loading.load import load_model
 from worker.loading.model import ATTENTION_NAME, LoadedModel, use_attention
 
+TRIAL_S_MAX = 120.0
 # Weights larger than usual: at transformers' 0.02 attention of a tiny model is almost uniform and hides mistakes.
 TINY = {
     "vocab_size": 97,
@@ -34,6 +36,20 @@ TINY = {
     "eos_token_id": 2,
     "pad_token_id": 0,
 }
+
+
+@pytest.fixture
+def grammars_known(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every grammar's trial is over when a step asks for it."""
+    ask = GrammarTrials.problem
+
+    def known(self: GrammarTrials, grammar: str) -> str | None:
+        if (problem := ask(self, grammar)) is None:
+            self.wait(TRIAL_S_MAX)
+            problem = ask(self, grammar)
+        return problem
+
+    monkeypatch.setattr(GrammarTrials, "problem", known)
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -2,6 +2,8 @@
 
 A matcher follows the answer's tokens: those that the row begins with, then each that the host learns of. So its state
 can always be made of the tokens again, and it is nowhere kept. A grammar is compiled once and copied for each row.
+Before that another process tries it within limits of time and memory, and steps go on meanwhile: a row that would
+choose before the answer is known is put off (`GrammarUntried`).
 Masks are made by threads of llguidance's own; none of them runs Python.
 """
 
@@ -9,7 +11,7 @@ from __future__ import annotations
 
 import os
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,16 +28,27 @@ from .sampler import WORD_BITS
 if TYPE_CHECKING:
     from llguidance import LLExecutor, LLMatcher
 
+UNKNOWN, ACCEPTED, REFUSED = range(3)
+AGAIN_MS_MIN, AGAIN_MS_MAX = 20, 500
 COMPILED_MAX = 32  # grammars that are kept as they were compiled
 THREADS_MAX = 8
 CONTRADICTS = "doesn't satisfy the grammar"  # in what a matcher says of a token
+
+
+class GrammarUntried(WorkerError):
+    """The row's grammar is being tried: the row is to be computed again in again_ms."""
+
+    def __init__(self, waited_s: float) -> None:
+        super().__init__("the grammar is being tried")
+        self.again_ms = round(min(max(AGAIN_MS_MIN, 500 * waited_s), AGAIN_MS_MAX))
 
 
 @dataclass(eq=False)
 class Shaped:
     """A row with a grammar. generated: [n] int32, what it begins after. awaited: tokens chosen that are not known yet.
 
-    matcher: None until it is compiled. problem: why the row cannot go on.
+    matcher: None until it is compiled. problem: why the row cannot go on. trial: why another process refuses the
+    grammar, "" where it does not, None while that is not known.
     """
 
     grammar: Grammar
@@ -43,6 +56,7 @@ class Shaped:
     awaited: int = 0
     matcher: LLMatcher | None = None
     problem: KvforgeError | None = None
+    trial: str | None = None
 
     def accept(self, token: int) -> None:
         """The row has chosen this token. One after the answer's end, of a step that was on its way, is ignored."""
@@ -63,14 +77,20 @@ class Shaped:
 class Grammars:
     """The rows with grammars, by slot. Not thread-safe."""
 
-    def __init__(self, slots_max: int, vocab_size: int, tokens: Callable[[], GrammarTokens]) -> None:
-        """tokens: makes the vocabulary when the first grammar needs it."""
+    def __init__(
+        self,
+        slots_max: int,
+        vocab_size: int,
+        tokens: Callable[[], GrammarTokens],
+        agree: Callable[[list[int]], list[int]] | None = None,
+    ) -> None:
+        """tokens: makes the vocabulary when the first grammar needs it. agree: gives all ranks rank 0's numbers, where
+        there are several; the same rows ask on each."""
         self.words = -(-vocab_size // WORD_BITS)
-        self._tokens = tokens
+        self._tokens, self._agree = tokens, agree
         self._of: dict[int, Shaped] = {}
         self._holds = np.zeros(slots_max, np.bool_)
         self._compiled: OrderedDict[Grammar, LLMatcher] = OrderedDict()
-        self._refused: OrderedDict[Grammar, str] = OrderedDict()
         self._new: dict[int, Shaped] = {}
         self._executor: LLExecutor | None = None
 
@@ -87,8 +107,11 @@ class Grammars:
         return self._of[slot]
 
     def prepare(self) -> str:
-        """Makes the vocabulary now. Why there is none, or ""."""
-        return self._tokens().problem
+        """Make the vocabulary and start the trials' process now. Why there is none, or ""."""
+        made = self._tokens()
+        if made.trials is not None:
+            made.trials.start()
+        return made.problem
 
     def begin(self, slot: int, grammar: Grammar | None, generated: Int32Array) -> None:
         """A slot changes hands. `compile` does what takes time."""
@@ -103,18 +126,52 @@ class Grammars:
         self._holds[:] = False
         self._of, self._new = {}, {}
 
-    def compile(self) -> dict[int, KvforgeError]:
-        """Makes the matchers of the rows that have begun. What is wrong with a row's grammar, by slot."""
+    def submit(self, slots: Collection[int]) -> None:
+        """Have the grammars of those rows tried that have begun; `compile` reads the answers."""
+        for slot in self._new.keys() & slots:
+            self._try(self._new[slot])
+
+    def wait(self, seconds: float) -> None:
+        """Wait for the trials, no longer than this."""
+        trials = self._tokens().trials
+        if trials is not None:
+            trials.wait(seconds)
+
+    def untried(self, slots: Collection[int]) -> bool:
+        """Whether any of the rows has a grammar of which no answer is known."""
+        return any(self._try(self._new[slot]) == UNKNOWN for slot in self._new.keys() & slots)
+
+    def compile(
+        self, slots: Collection[int] | None = None, choosing: Collection[int] | None = None
+    ) -> dict[int, KvforgeError]:
+        """Make the matchers of the rows that have begun.
+
+        Args:
+            slots: Of these rows only; None: of all.
+            choosing: Those that are to choose a token now; None: all.
+
+        Returns:
+            What is wrong with a row's grammar, by slot; GrammarUntried where a row would choose before it is known.
+        """
         problems: dict[int, KvforgeError] = {}
-        for slot, row in self._new.items():
+        rows = sorted(slot for slot in self._new if slots is None or slot in slots)
+        if not rows:
+            return problems
+        verdicts = [self._try(self._new[slot]) for slot in rows]
+        if self._agree is not None:
+            verdicts = self._agree(verdicts)
+        for slot, verdict in zip(rows, verdicts, strict=True):
+            row = self._new[slot]
+            if verdict == UNKNOWN and choosing is not None and slot not in choosing:
+                continue
+            del self._new[slot]
             try:
-                row.matcher = self._matcher(row.grammar)
+                row.matcher = self._matcher(row, verdict)
                 known = row.generated.tolist()
                 if row.matcher.try_consume_tokens(known) < len(known):
                     raise row.stuck("the answer so far is not what its grammar allows")
             except KvforgeError as error:
                 row.problem = problems[slot] = error
-        self._new = {}
         return problems
 
     def fill(self, rows: Sequence[Shaped], masks: Int32Array) -> dict[int, KvforgeError]:
@@ -132,7 +189,26 @@ class Grammars:
                 rows[place].problem = rows[place].stuck("what was chosen is not what its grammar allows")
         return {place: row.problem for place, row in enumerate(rows) if row.problem is not None}
 
-    def _matcher(self, grammar: Grammar) -> LLMatcher:
+    def _try(self, row: Shaped) -> int:
+        """What is known of a row's grammar. ACCEPTED, too, where no trial is needed to find what is wrong with it."""
+        trials = None if row.grammar in self._compiled else self._tokens().trials
+        if trials is None:
+            return ACCEPTED
+        if row.trial is None:
+            try:
+                row.trial = trials.problem(compiled_text(row.grammar))
+            except InvalidRequest:
+                row.trial = ""
+        return UNKNOWN if row.trial is None else REFUSED if row.trial else ACCEPTED
+
+    def _matcher(self, row: Shaped, verdict: int) -> LLMatcher:
+        """Raises InvalidRequest naming what is wrong, GrammarUntried."""
+        grammar = row.grammar
+        if verdict == UNKNOWN:
+            trials = self._tokens().trials
+            raise GrammarUntried(0.0 if trials is None else trials.waited_s(compiled_text(grammar)))
+        if verdict == REFUSED:
+            raise InvalidRequest(FIELDS[grammar.kind], row.trial or "is refused by the first of the ranks")
         found = self._compiled.get(grammar)
         if found is None:
             found = self._compile(grammar)
@@ -149,24 +225,11 @@ class Grammars:
             raise InvalidRequest(field, f"cannot be served: {vocabulary.problem}")
         from llguidance import LLMatcher
 
-        text = compiled_text(grammar)
-        if problem := self._refused.get(grammar) or self._tried(grammar, text, vocabulary):
-            raise InvalidRequest(field, problem)
-        matcher = LLMatcher(vocabulary.tokens, text, log_level=0, limits=limits())
+        matcher = LLMatcher(vocabulary.tokens, compiled_text(grammar), log_level=0, limits=limits())
         wrong = matcher.get_error() if matcher.is_error() else overlooked(matcher.get_grammar_warnings())
         if wrong:
             raise InvalidRequest(field, explained(wrong))
         return matcher
-
-    def _tried(self, grammar: Grammar, text: str, vocabulary: GrammarTokens) -> str:
-        """Why another process, which has tried it within limits of time and memory, refuses it; "" where it does not.
-        A refusal is kept, so that the same grammar costs its time once."""
-        problem = "" if vocabulary.helper is None else vocabulary.helper.problem(text)
-        if problem:
-            self._refused[grammar] = problem
-            if len(self._refused) > COMPILED_MAX:
-                self._refused.popitem(last=False)
-        return problem
 
     def _threads(self) -> LLExecutor:
         if self._executor is None:

@@ -87,8 +87,8 @@ class Engine:
             log.debug("kernels: %s by %s", what, kernel)  # `kvforge health` lists them
         self.runner: Runner = self._make_runner(welcome)
         self._limits = _limits(welcome)
-        # A start on a GPU takes long anyway; later the first grammar would hold up everybody for a second.
-        problem = "" if self.device.computes_on_cores else self.runner.shaping.grammars.prepare()
+        # Steps would stand still for a second when the first grammar comes.
+        problem = self.runner.shaping.grammars.prepare()
         if problem:
             log.info("no grammar can be served: %s", problem)
         log.debug("%d MB of libraries were needed by loading alone", self.device.release_libraries() // 1_000_000)
@@ -163,7 +163,7 @@ class Engine:
 
     def _make_runner(self, welcome: WorkerWelcome) -> Runner:
         free_before, started = self.device.free_bytes(), time.monotonic()
-        runner = make_runner(self.model, self.pool, welcome, self._graph_rows)
+        runner = make_runner(self.model, self.pool, welcome, self._graph_rows, self.config.grammar_trials)
         if runner.graphs is not None:
             self._progress("capturing decode graphs", 1.0)
             runner.graphs.capture()

@@ -14,6 +14,7 @@ import numpy as np
 
 from kvforge.protocol.errors import GpuError, InvalidConfiguration, KernelError
 from kvforge.protocol.messages import RowStart, Sampling, Step, WorkerWelcome
+from kvforge.text.grammar_helper import TrialLimits
 from worker.attention.pool import KvPool
 from worker.config import CPU_KV_BYTES, GPU_FREE_SHARE, WorkerConfig
 from worker.device.device import Device
@@ -182,7 +183,9 @@ def _largest_step(counts: np.ndarray[tuple[int], np.dtype[np.int32]]) -> Step:
     )
 
 
-def make_runner(model: LoadedModel, pool: KvPool, welcome: WorkerWelcome, graph_rows_max: int) -> Runner:
+def make_runner(
+    model: LoadedModel, pool: KvPool, welcome: WorkerWelcome, graph_rows_max: int, trials: TrialLimits | None = None
+) -> Runner:
     """A runner within the coordinator's limits. Errors: InvalidConfiguration, GpuError."""
     with model.device.errors("making room for steps"):
         return Runner(
@@ -193,4 +196,5 @@ def make_runner(model: LoadedModel, pool: KvPool, welcome: WorkerWelcome, graph_
             step_rows_max=welcome.step_rows_max,
             table_width=welcome.blocks_per_sequence_max,
             graph_rows_max=graph_rows_max,
+            trials=trials,
         )

@@ -10,7 +10,7 @@ import torch
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import NO_FLOAT32, NO_INT32, ErrorInfo, Float32Array, Int32Array, RowError
 from worker.device.queue import Fetched, Mark
-from worker.sampling.grammar import Shaped
+from worker.sampling.grammar import GrammarUntried, Shaped
 from worker.sampling.sampler import HostRows
 
 
@@ -105,7 +105,7 @@ class PendingStep:
 
 def joined(sampled: list[tuple[Int32Array, HostRows]], pending: PendingStep, duration_us: int) -> StepOutcome:
     """What was sampled (slots and rows) as one, in row order, without the rows that failed."""
-    errors = tuple(RowError(slot, ErrorInfo.of(error)) for slot, error in pending.errors.items())
+    errors = tuple(RowError(slot, ErrorInfo.of(error), _again_ms(error)) for slot, error in pending.errors.items())
     if not sampled:
         return StepOutcome(NO_INT32, NO_INT32, NO_FLOAT32, errors, duration_us, NO_INT32, NO_INT32, NO_FLOAT32)
     slots = np.concatenate([slots for slots, _ in sampled])
@@ -118,3 +118,7 @@ def joined(sampled: list[tuple[Int32Array, HostRows]], pending: PendingStep, dur
         kept = kept[~np.isin(slots[kept], np.fromiter(pending.errors, np.int64, len(pending.errors)))]
     tops = rows.tops_of(kept)
     return StepOutcome(slots[kept], rows.tokens[kept], rows.logprobs[kept], errors, duration_us, *tops)
+
+
+def _again_ms(error: KvforgeError) -> int:
+    return error.again_ms if isinstance(error, GrammarUntried) else 0

@@ -23,6 +23,7 @@ import torch
 
 from kvforge.protocol.errors import InvalidRequest, KvforgeError, WorkerError
 from kvforge.protocol.messages import Int32Array, RowStart, Step
+from kvforge.text.grammar_helper import TrialLimits
 from worker.attention import PagedBatch
 from worker.attention.pool import KvPool, require_positive
 from worker.device.device import as_worker_error
@@ -52,7 +53,7 @@ class Runner:
 
     slots_max: slots are [0, slots_max). step_tokens_max, step_rows_max: limits of one step. table_width: most blocks of
     a row. graph_rows_max: decode steps of up to so many rows run from captured graphs (0: none do).
-    Errors: InvalidConfiguration names the limit.
+    trials: limits of grammars. Errors: InvalidConfiguration names the limit.
     """
 
     def __init__(
@@ -65,6 +66,7 @@ class Runner:
         step_rows_max: int,
         table_width: int = 0,
         graph_rows_max: int = 0,
+        trials: TrialLimits | None = None,
     ) -> None:
         limits = {"slots_max": slots_max, "step_tokens_max": step_tokens_max, "step_rows_max": step_rows_max}
         for field, value in limits.items():
@@ -82,7 +84,7 @@ class Runner:
         )
         self._state = SamplingState(slots_max, model.vocab_size, model.device)
         # Tokens, their positions, the slots they belong to; then the places of the tokens that are sampled after.
-        self.shaping = Shaping(model, slots_max, step_rows_max)
+        self.shaping = Shaping(model, slots_max, step_rows_max, trials or TrialLimits())
         self._inputs = Staging(model.device, 3 * step_tokens_max + step_rows_max)
         # What the host must know of a slot without asking the device.
         self._has_sampled = np.zeros(slots_max, np.bool_)
@@ -155,14 +157,15 @@ class Runner:
         absent = rows.tokens == NO_TOKEN
         if absent.any():
             pending.fed = frozenset(np.repeat(rows.slots, rows.counts)[absent].tolist())
+        self.shaping.submit(pending)
         self._queue(rows, pending)
         self._compile(pending)
 
     def _compile(self, pending: PendingStep) -> None:
         """Compiles the grammars of rows that have begun, while the device computes."""
-        problems = self.shaping.compile()
+        problems = self.shaping.compile(pending)
         if problems:
-            pending.errors.update((slot, error) for slot, error in problems.items() if slot in pending.begun)
+            pending.errors.update(problems)
             self._refused |= problems
 
     def _complete(self, pending: PendingStep) -> None:

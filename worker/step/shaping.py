@@ -14,6 +14,7 @@ import torch
 
 from kvforge.protocol.errors import KvforgeError
 from kvforge.protocol.messages import Int32Array, RowStart
+from kvforge.text.grammar_helper import TrialLimits
 from worker.device.queue import Staging
 from worker.loading.model import LoadedModel
 from worker.sampling.grammar import Grammars
@@ -21,15 +22,18 @@ from worker.sampling.grammar_tokens import grammar_tokens
 
 from .pending import PendingStep, Waiting
 
+ALONE_WAIT_S = 0.05
+
 
 class Shaping:
     """The grammars of a runner's slots, and the place of their masks."""
 
-    def __init__(self, model: LoadedModel, slots_max: int, step_rows_max: int) -> None:
+    def __init__(self, model: LoadedModel, slots_max: int, step_rows_max: int, trials: TrialLimits) -> None:
         info = model.info
-        tokens = partial(grammar_tokens, info.source, model.vocab_size, info.eos_tokens)
-        self._device, self._rows_max = model.device, step_rows_max
-        self.grammars = Grammars(slots_max, model.vocab_size, tokens)
+        tokens = partial(grammar_tokens, info.source, model.vocab_size, info.eos_tokens, trials)
+        self._device, self._rows_max, self._ranks = model.device, step_rows_max, model.ranks
+        agree = None if model.ranks is None else self._as_rank_0
+        self.grammars = Grammars(slots_max, model.vocab_size, tokens, agree)
         self._masks: Staging | None = None
 
     def begin(self, start: RowStart, generated: Int32Array) -> None:
@@ -77,6 +81,22 @@ class Shaping:
             if slot in tokens:
                 row.accept(tokens[slot])
 
-    def compile(self) -> dict[int, KvforgeError]:
-        """Makes what rows that have begun need. What is wrong with a grammar, by slot."""
-        return self.grammars.compile()
+    def submit(self, pending: PendingStep) -> None:
+        """Have the grammars of rows that have begun tried while the step is queued."""
+        if self.grammars:
+            self.grammars.submit(pending.slots.tolist())
+
+    def compile(self, pending: PendingStep) -> dict[int, KvforgeError]:
+        """Make what rows that have begun need. What is wrong with a grammar, by slot."""
+        if not self.grammars:
+            return {}
+        slots = pending.slots.tolist()
+        choosing = {slot for waiting in pending.waiting for slot in waiting.slots.tolist()}
+        if len(choosing) == len(slots) and self.grammars.untried(slots):
+            self.grammars.wait(ALONE_WAIT_S)  # no other row waits with them
+        return self.grammars.compile(slots, choosing)
+
+    def _as_rank_0(self, verdicts: list[int]) -> list[int]:
+        assert self._ranks is not None
+        mine = torch.tensor(verdicts, dtype=torch.int32, device=self._device.torch_device)
+        return [int(each) for each in self._ranks.gather(mine)[0].tolist()]

@@ -44,12 +44,13 @@ from kvforge.protocol.messages import (
 from ..cache.cache import Cache
 from ..events import FromClient
 from ..limits import microseconds
-from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, Deadlines
+from ..requests.deadlines import DEADLINE, FIRST_TOKEN, LEASE, TRIAL, Deadlines
 from ..requests.lifecycle import CANCELLED, FINISHED, NO_SLOT, Request, RequestTable
 from ..requests.streams import Streams
 from ..scheduling.admission import Admission
 from ..scheduling.endings import Endings, ended, forgotten
 from ..sizes import LISTED_BYTES
+from ..waits import trial_of
 from . import validate
 from .sequences import SequenceCommands
 
@@ -265,6 +266,9 @@ class RequestCommands:
         for request_id, kind in self.deadlines.due(self._clock.now_us):
             request = self._requests.live.get(request_id)
             if request is None:
+                continue
+            if kind == TRIAL:
+                self._admission.waits.wake(trial_of(request_id))
                 continue
             age = f"{(self._clock.now_us - request.submitted_us) / 1e6:.3g} s"
             if kind == DEADLINE:

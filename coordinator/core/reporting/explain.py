@@ -15,7 +15,7 @@ from ..commands.blocks import BlockCommands
 from ..commands.sequences import SequenceCommands
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..scheduling.admission import Admission
-from ..waits import SIBLING, Wait
+from ..waits import GRAMMAR, SIBLING, Wait
 from .spent import duration, where_time_went
 from .statistics import live_tokens
 
@@ -145,6 +145,7 @@ class Explainer:
             "step": "a step that is under way still reads its sequence: it starts when that is done",
             "kept": "room is kept for requests before it: it is tried when one of them has started",
             SIBLING: f"{other} computes the prompt that it shares: it starts when that is done",
+            GRAMMAR: "its worker tries its grammar within limits of time and memory: it goes on when that is done",
             "alone": f"workers died while running {other}: that one runs alone until it has its next token",
         }
         if wait.limit == "alone" and self._admission.choice.must_be_alone(request):

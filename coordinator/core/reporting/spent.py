@@ -6,7 +6,7 @@ from kvforge.protocol.errors import Field
 
 from ..requests.lifecycle import Request
 from ..requests.phases import NAMES
-from ..waits import SIBLING, TENANT_CEILING
+from ..waits import GRAMMAR, SIBLING, TENANT_CEILING
 
 QUEUED_FOR = {
     "": "its turn",
@@ -20,6 +20,7 @@ QUEUED_FOR = {
     "blocks": "free blocks",
     TENANT_CEILING: "room below its tenant's ceiling",
     SIBLING: "the request that computed its prompt",
+    GRAMMAR: "its grammar to be tried",
 }
 
 

@@ -1,11 +1,11 @@
-"""What must happen to requests at a known time: they expire, or their lease ends."""
+"""What must happen to requests at a known time: they expire, their lease ends, or they are tried again."""
 
 from __future__ import annotations
 
 import heapq
 from collections.abc import Container, Mapping
 
-DEADLINE, FIRST_TOKEN, LEASE = range(3)
+DEADLINE, FIRST_TOKEN, LEASE, TRIAL = range(4)
 SLACK = 64
 
 

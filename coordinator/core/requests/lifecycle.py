@@ -32,7 +32,7 @@ from ..cache.hashing import Hashes
 from ..cache.tenants import Tenants
 from ..clock import Clock
 from ..limits import Bounds, microseconds
-from ..waits import SIBLING, TENANT_CEILING, Wait
+from ..waits import GRAMMAR, SIBLING, TENANT_CEILING, Wait
 from .idempotency import IdempotencyKey, IdempotencyKeys
 from .phases import Phases
 from .top_logprobs import TopRecord
@@ -153,6 +153,11 @@ class Request:
     def awaits_sibling(self) -> bool:
         """Whether it waits for a sibling to compute the prompt."""
         return self.wait is not None and self.wait.limit == SIBLING
+
+    @property
+    def awaits_trial(self) -> bool:
+        """Whether it waits for its worker to try its grammar."""
+        return self.wait is not None and self.wait.limit == GRAMMAR
 
     def move(self, event: str) -> None:
         """Takes the transition for `event`. Raises AlreadyFinished or InvalidTransition and changes nothing."""

@@ -13,8 +13,9 @@ NAMES = ("queue", "prefill", "decode", "preempted", "stalled", "recovering")
 class Phases:
     """The phases of one request, and beside them how long its stream was paused, whatever it did meanwhile.
 
-    queue: until it starts. prefill: until its first token. decode: while tokens come. preempted: since others took its
-    blocks, until its next token: what is computed again is part of that (before its first token: until it runs again).
+    queue: until it starts, and while its grammar is tried. prefill: until its first token. decode: while tokens come.
+    preempted: since others took its blocks, until its next token: what is computed again is part of that (before its
+    first token: until it runs again).
     stalled: it holds its row, and blocks are missing. recovering: the same as preempted, where its worker was lost or
     the coordinator was started again; and the time in which there was no coordinator.
     spent_us: [phases], up to since_us. preemptions, recoveries: how many. queued_for: the limit that it ran into last
@@ -58,6 +59,10 @@ class Phases:
         """Others need its blocks."""
         self.preemptions += 1
         self._enter(PREEMPTED, now_us)
+
+    def put_off(self, now_us: int) -> None:
+        """It waits until its worker has tried its grammar."""
+        self._enter(PREEMPTED if self.begun else QUEUE, now_us)
 
     def lose_worker(self, now_us: int) -> None:
         """What it ran on is gone. Whoever waits for its worker to come back since a restart is counted already."""

@@ -32,7 +32,7 @@ from ..cache.placement import Placement
 from ..cache.sequences import NO_POOL, Tokens, generated, unmarked
 from ..requests.lifecycle import NO_SLOT, RUNNING, Request, RequestTable
 from ..requests.phases import RECOVERING
-from ..waits import FRONT, SIBLING, Wait, blocks_of, prompt_of, rows_of
+from ..waits import FRONT, GRAMMAR, SIBLING, Wait, blocks_of, prompt_of, rows_of, trial_of
 from .choice import ALONE_CRASHES, Choice
 from .queue import WaitingQueue
 from .rows import RunningRows
@@ -76,8 +76,22 @@ class Admission:
             return "workers"
         return "" if any(self.choice.takes_rows(group) for group in groups) else "step_rows_max"
 
+    def put_off(self, request: Request) -> None:
+        """A running request gives up its slot until its worker may have tried its grammar."""
+        request.phases.put_off(self._clock.now_us)
+        if not request.phases.begun:
+            request.phases.queued_for = GRAMMAR
+        self._wait_again(request)
+        self.waits.put(request, Wait(GRAMMAR, (trial_of(request.id),)))
+
     def requeue(self, request: Request) -> None:
         """A running request gives up its slot and waits again."""
+        self._wait_again(request)
+        request.preemptions += 1
+        self._requests.preemptions_total += 1
+        self._meters.count(request.tenant, DISPLACED if request.phases.phase == RECOVERING else PREEMPTED)
+
+    def _wait_again(self, request: Request) -> None:
         slot, s = request.slot, self._cache.sequences
         self.note_computed([request])
         self.vacate(request)
@@ -85,9 +99,6 @@ class Admission:
             self._cache.release_kv(slot)
             s.request[slot] = request.id
         request.move("preempt")
-        request.preemptions += 1
-        self._requests.preemptions_total += 1
-        self._meters.count(request.tenant, DISPLACED if request.phases.phase == RECOVERING else PREEMPTED)
         self._meters.count(request.tenant, WAITING)
         self.waiting.put_back(request)
         self.waits.stirred = True
@@ -161,7 +172,7 @@ class Admission:
             self.waits.stirred = True  # whoever was not tried now is tried when a row ends
             return None
         for request in self.waiting:
-            if request.tenant in at_ceiling or request.awaits_sibling:
+            if request.tenant in at_ceiling or request.awaits_sibling or request.awaits_trial:
                 continue
             if request.wait is None:
                 if self.choice.most_blocks(request) > largest:

@@ -12,6 +12,7 @@ from kvforge.protocol.meters import FIRST_TOKEN, GAP, PREFILLED
 from ..cache.cache import Cache
 from ..cache.groups import Group
 from ..cache.sequences import Slots, generated
+from ..requests.deadlines import TRIAL, Deadlines
 from ..requests.lifecycle import RequestTable
 from ..requests.streams import Streams
 from ..requests.top_logprobs import Tops
@@ -19,6 +20,7 @@ from ..scheduling.admission import Admission
 from ..scheduling.endings import Endings
 
 INDEX_STEPS = 8
+AGAIN_MS_MAX = 1000
 FIELD_MAX, FIELDS_MAX = 200, 16
 
 
@@ -26,10 +28,16 @@ class StepResults:
     """Applies the results of steps. Masks are asked with numpy's count_nonzero: its any() takes three times as long."""
 
     def __init__(
-        self, cache: Cache, requests: RequestTable, admission: Admission, streams: Streams, endings: Endings
+        self,
+        cache: Cache,
+        requests: RequestTable,
+        admission: Admission,
+        streams: Streams,
+        endings: Endings,
+        deadlines: Deadlines,
     ) -> None:
         self._cache, self._requests, self._admission, self._streams = cache, requests, admission, streams
-        self._endings, self._clock = endings, cache.clock
+        self._endings, self._deadlines, self._clock = endings, deadlines, cache.clock
         self._meters = cache.tenants.meters
 
     def apply(self, group: Group, result: StepResult) -> None:
@@ -40,11 +48,14 @@ class StepResults:
         group.sent.popleft()
         slots, rows, counts = sent.slots, sent.sampled, sent.counts
         failing: list[int] = []
+        again = {row.slot: row.again_ms for row in result.errors if row.again_ms > 0}
         if errors or sent.step_id <= group.left_step:  # perhaps some of the rows are not ours to go on with
             live = running.run[slots] == sent.runs
             failed = np.isin(slots, np.fromiter(errors, np.int64, len(errors)))
             failing = slots[live & failed].tolist()
             good = live & ~failed
+            if again:
+                self._keep_prefill(slots, counts, live & np.isin(slots, list(again)))
             sampled = good[sent.samples]
             slots, rows, counts = slots[good], rows[sampled], counts[good]
             tokens, logprobs = tokens[sampled], logprobs[sampled]
@@ -60,7 +71,15 @@ class StepResults:
         self._finish(rows, tokens)
         for slot in failing:
             request = self._requests.live[int(s.request[slot])]
-            self._endings.end(request, "fail", "failed", errors[slot])
+            if slot in again:
+                self._admission.put_off(request)
+                self._deadlines.set(self._clock.now_us + 1000 * min(again[slot], AGAIN_MS_MAX), request.id, TRIAL)
+            else:
+                self._endings.end(request, "fail", "failed", errors[slot])
+
+    def _keep_prefill(self, slots: Slots, counts: Slots, put_off: npt.NDArray[np.bool_]) -> None:
+        """Of rows that only lack a token the KV is there, but for the last token: that one is computed again."""
+        self._cache.sequences.computed[slots[put_off]] += counts[put_off] - 1
 
     def _first_token(self, slot: int) -> None:
         """The row has a token: the first of its run, and perhaps of its request."""

@@ -21,6 +21,7 @@ from worker.loading.load import load_model
 from worker.loading.model import LoadedModel
 from worker.step.runner import PendingStep, StepOutcome
 
+pytestmark = pytest.mark.usefixtures("grammars_known")
 COUNT = 12
 WORD = Grammar(kind="regex", text="[a-f]{4}-[0-9]{2,4}")
 LONG = Grammar(kind="regex", text="([a-f][0-9]){20}")
