@@ -64,8 +64,8 @@ class World:
         self.client_side, self.worker_side = self._sides()
         self.boot = Boot("b" * 32, hashlib.blake2b(seed.encode()).digest()[:32], settings.limits())
         self._folder = folder
-        self._pools: set[tuple[str, int]] = set()
-        self._rose_us = 0
+        self._pools: dict[tuple[str, int], int] = {}  # for which the coordinator waits, until when by its time
+        self._given_up: set[tuple[str, int]] = set()  # while it stands still
         self.router = Router()
         journal = self._first_journal() if settings.crash_gap_us else None
         self.coordinator = SimulatedCoordinator(
@@ -129,11 +129,15 @@ class World:
     def _give_up(self, gives_up: tuple[bool, ...]) -> None:
         for i, worker in enumerate(self.workers.values()):
             if gives_up[i % len(gives_up)] and worker.cut_off():
-                self._pools.add((worker.name, worker.epoch))
+                self._given_up.add((worker.name, worker.epoch))
 
     def _go_on(self, for_us: int) -> None:
         self.left_out_us += for_us
-        self._rose_us = self.clock.now_us
+        for group in self.coordinator.machine.cache.groups.values():
+            pool = (group.name, group.epoch)
+            if pool in self._given_up and not group.away:  # one that was away already has no more time than it had
+                self._pools[pool] = self.steady_us + self.settings.reattach_us
+        self._given_up.clear()
         self.coordinator.go_on()
 
     def cut(self) -> None:
@@ -147,7 +151,8 @@ class World:
         self.ledger = before.ledger
         found = next_life(self._folder / "state", before)
         self._numbers = found.numbers
-        self._pools = {(group.name, group.epoch) for group in found.machine.cache.groups.values()}
+        self._pools = {(group.name, group.epoch): 0 for group in found.machine.cache.groups.values()}
+        self._given_up.clear()
         for side in (self.client_side, self.worker_side):
             side.die()
         journal = DyingJournal(self._folder / "state", found.number, origin=found.origin)
@@ -160,7 +165,7 @@ class World:
 
     def kept_pool(self, name: str, epoch: int) -> bool:
         """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
-        return (name, epoch) in self._pools and self.clock.now_us < self._rose_us + self.settings.reattach_us
+        return self.steady_us < self._pools.get((name, epoch), 0)
 
     def others(self, worker: SimulatedWorker) -> list[SimulatedWorker]:
         """The ranks that have met with this one and are alive."""
@@ -181,7 +186,7 @@ class World:
         now = HostTime(HOST_BOOT, self.clock.now_us, wall_s)
         steady_us = last_us + lives.away_us(anchor, last_us, written_us / 1e6, now, AWAY_S_MAX)
         self.left_out_us = self.clock.now_us - steady_us
-        self._rose_us = self.clock.now_us
+        self._pools = dict.fromkeys(self._pools, steady_us + self.settings.reattach_us)
         for side in (self.client_side, self.worker_side):
             side.rise()
         self.coordinator.rise()
