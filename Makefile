@@ -11,7 +11,7 @@ TRITON ?= triton==3.6.0; sys_platform == 'linux' and platform_machine == 'x86_64
 PYTEST_ARGS ?=
 MAKEFLAGS += --no-print-directory
 
-# What each target installs. A stamp in $(VENV) records it.
+# The extras of each target. A stamp in $(VENV) records it.
 DEMO_EXTRAS := worker
 DOCS_EXTRAS := docs
 ALL_EXTRAS  := worker,gateway,terminal,tcp,loadtest,ray,docs,dev

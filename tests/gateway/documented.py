@@ -40,7 +40,7 @@ PLACES: Mapping[type[msgspec.Struct], tuple[str, str]] = {
 HEADS = (
     ("Accepted with any value, and without effect:", "| field | API | why |\n|---|---|---|\n"),
     (
-        "Refused by name, unless the value says what happens anyway (`null` always does):",
+        "Refused by name, unless the value asks for what happens anyway (`null` always does):",
         "| field | API | accepted | why |\n|---|---|---|---|\n",
     ),
     (
