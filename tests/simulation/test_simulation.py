@@ -17,6 +17,7 @@ from tests.simulation.actions import text
 from tests.simulation.digest import digest
 from tests.simulation.faults import plant
 from tests.simulation.runner import NO_LIMIT, play, run_seed, shrunk, shrunk_text, trace_seed
+from tests.simulation.settings import Settings
 from tests.simulation.shrink import shrink
 
 START = int(os.environ.get("KVFORGE_SIM_START", "0"))
@@ -85,6 +86,13 @@ def test_a_failing_seed_is_shrunk_and_told_as_text() -> None:
 def test_shrinking_leaves_only_what_is_needed() -> None:
     items = list(range(100))
     assert shrink(items, lambda left: {3, 57} <= set(left), 1000) == [3, 57]
+
+
+def test_a_standstill_does_not_prolong_the_wait_for_workers_that_were_away_before() -> None:
+    settings = Settings(workers=(26, 26, 26), short_us=50, turn_us=20, stand_gap_us=1, crash_gap_us=1, reattach_us=500)
+    crash, stand = (10_000, "crash", "k", "after", 1, 100, 0.0), (10_900, "stand", "k", 100_000, (False,))
+    outcome = play(0, settings, [crash, stand], NO_LIMIT)
+    assert (outcome.error, outcome.actions) == ("", [crash, stand]), outcome.where
 
 
 def test_a_digest_sees_every_change_but_not_identity() -> None:

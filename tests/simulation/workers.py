@@ -70,7 +70,7 @@ class Host(Protocol):
         """What the request must generate."""
 
     def kept_pool(self, name: str, epoch: int) -> bool:
-        """Whether a coordinator that died knew this pool, and the present one still waits for its worker."""
+        """Whether the coordinator knows this pool, and still waits for its worker."""
 
     def met(self, name: str, epoch: int, meeting: str) -> None:
         """A rank has a pool of that epoch, and had met the others under that name."""
