@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import time
 
 import pytest
@@ -25,3 +26,9 @@ class Standstill:
     def stand_still(self, for_s: float = HOUR_S) -> None:
         """The process was stopped for so long, right now."""
         self._offset_ns += int(for_s * 1e9)
+
+
+def set_forward(monkeypatch: pytest.MonkeyPatch, loop: asyncio.AbstractEventLoop, by_s: float) -> None:
+    """The clock of a loop was set forward, as it looks to a process that goes on."""
+    now = loop.time
+    monkeypatch.setattr(loop, "time", lambda: now() + by_s)

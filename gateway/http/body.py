@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import re
 from itertools import islice
 from typing import TypeVar
@@ -11,6 +10,7 @@ import msgspec
 from starlette.requests import ClientDisconnect, Request
 
 from kvforge.protocol.errors import InvalidRequest
+from kvforge.protocol.steady_timeout import steady_timeout
 
 from .errors import TooLarge, TooSlow, WrongEncoding
 from .fields import Reader
@@ -31,7 +31,7 @@ async def read(request: Request, bytes_max: int, within_s: float = WITHIN_S) -> 
     if encoding not in ("", "identity"):
         raise WrongEncoding("content-encoding", f"is {encoding[:80]!r}: send the body as it is")
     try:
-        async with asyncio.timeout(within_s):
+        async with steady_timeout(within_s):
             return await _read(request, bytes_max)
     except TimeoutError:
         raise TooSlow("body", f"has not come within {within_s:g} s") from None

@@ -13,6 +13,7 @@ from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
 from kvforge.protocol.errors import Draining, KvforgeError
+from kvforge.protocol.steady_timeout import steady_timeout
 
 T = TypeVar("T")
 CUT = "the gateway ends, and drain_s is over: the answer was cut off"
@@ -160,7 +161,7 @@ class EventStream(Response):
             except asyncio.CancelledError:
                 # The server's drain is over. A client that does not read is not waited for.
                 with suppress(TimeoutError):
-                    async with asyncio.timeout(LAST_S):
+                    async with steady_timeout(LAST_S):
                         await send({"type": "http.response.body", "body": source.cut(), "more_body": True})
                         await send({"type": "http.response.body", "body": b"", "more_body": False})
             finally:

@@ -16,6 +16,7 @@ from gateway.config import Replica as Place
 from kvforge.client.options import RequestOptions
 from kvforge.protocol.messages import Health, Int32Array
 from kvforge.protocol.steady_clock import monotonic
+from kvforge.protocol.steady_timeout import steady_timeout
 from kvforge.routing import Router, ask_and_choose
 
 from .replica import Replica
@@ -141,7 +142,7 @@ class Fleet:
         with a key may run where nobody has looked yet, or at who was only slow to be connected."""
         if self._unknown and self._watching is not None:
             with suppress(TimeoutError):
-                async with asyncio.timeout(self._lost_s):
+                async with steady_timeout(self._lost_s):
                     for replica in tuple(self._unknown):
                         await replica.answered.wait()
         self._unknown.clear()

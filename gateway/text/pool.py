@@ -18,6 +18,8 @@ import kvforge
 from kvforge.process.leash import leashed
 from kvforge.protocol.errors import DeadlineExceeded, KvforgeError, QueueFull, Unavailable, restore
 from kvforge.protocol.messages import Int32Array
+from kvforge.protocol.steady_clock import monotonic
+from kvforge.protocol.steady_timeout import steady_timeout
 
 from .inline import ids_of
 from .jobs import (
@@ -130,7 +132,7 @@ class TextPool:
     async def _served(self, job: Job) -> Result:
         seconds, waiting = self._limits.text_s, True
         try:
-            async with asyncio.timeout(seconds), self._places:
+            async with steady_timeout(seconds), self._places:
                 self._waiting -= 1
                 waiting = False
                 return await self._helped(job)
@@ -167,7 +169,7 @@ class TextPool:
         for again in (True, False):
             first = await self._forking()
             try:
-                async with asyncio.timeout(FORK_S):
+                async with steady_timeout(FORK_S):
                     return await first.fork()
             except (EOFError, OSError, TimeoutError) as error:
                 await first.close()
@@ -208,7 +210,7 @@ class _First:
         first = cls(process, control)
         try:
             control.send(framed(load)[HEAD_BYTES:])
-            async with asyncio.timeout(LOAD_S):
+            async with steady_timeout(LOAD_S):
                 answer = await asyncio.get_running_loop().sock_recv(control, FIRST_BYTES_MAX)
             if not answer:
                 raise Unavailable(f"the text helper ended as it started, with exit status {process.wait()}")
@@ -250,9 +252,9 @@ class _First:
     async def close(self) -> None:
         """End it and all helpers."""
         self._control.close()
-        deadline = asyncio.get_running_loop().time() + CLOSE_S
+        deadline = monotonic() + CLOSE_S
         while self._process.poll() is None:
-            if asyncio.get_running_loop().time() > deadline:
+            if monotonic() > deadline:
                 self._process.kill()
             await asyncio.sleep(0.01)
 

@@ -19,12 +19,15 @@ PLAIN = {
     "coordinator/journal/log.py": "spaces out a line of the log",
     "coordinator/journal/recovery.py": "measures recovery",
     "coordinator/server.py": "measures spinning; feeds systemd's watchdog, whose clock runs on",
+    "gateway/http/stream.py": "measures the silence that a client sees, which a standstill is a part of",
     "gateway/serve/main.py": "feeds systemd's watchdog, whose clock runs on",
+    "gateway/serve/process.py": "feeds systemd's watchdog, whose clock runs on",
     "kvforge/client/dialler.py": "measures how long a connection lasted, between calls too",
     "kvforge/client/link.py": "says when a message came; bounds what one pump takes in",
     "protocol/log_output.py": "spaces out lines of the log",
     "protocol/numbers.py": "stamps what is written, for readers in other processes",
     "protocol/steady_clock.py": "is the steady clock",
+    "protocol/steady_timeout.py": "is the timeout on the steady clock",
     "worker/step/graphs.py": "bounds work of its own",
     "worker/step/engine.py": "measures loading",
     "worker/step/link.py": "measures watching of shared memory",
@@ -39,11 +42,18 @@ WALL = {
     "coordinator/life.py",
 }
 PLAIN_CLOCKS = {"monotonic", "monotonic_ns", "time", "time_ns", "perf_counter", "perf_counter_ns"}
+CLOCKS_OF = {
+    "time": PLAIN_CLOCKS,
+    "loop": {"time"},
+    "asyncio": {"timeout", "timeout_at", "wait_for"},  # they measure with the loop's clock
+}
 # Where peers are judged by when they were heard last.
 ROOMS = (
     "coordinator",
+    "gateway/http",
     "gateway/replicas",
     "gateway/serve",
+    "gateway/text",
     "kvforge/client",
     "kvforge/launch",
     "protocol",
@@ -94,11 +104,11 @@ def _reads_plain_clock(path: Path) -> bool:
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.ImportFrom) and node.module == "time" and PLAIN_CLOCKS & {a.name for a in node.names}:
             return True
-        if isinstance(node, ast.Attribute) and node.attr in PLAIN_CLOCKS:
-            if isinstance(node.value, ast.Name) and node.value.id == "time":
+        if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
+            if node.attr in CLOCKS_OF.get(node.value.id, ()):
                 return True
-            if node.attr == "time" and isinstance(node.value, ast.Call):  # loop.time(), get_running_loop().time()
-                return True
+        elif isinstance(node, ast.Attribute) and isinstance(node.value, ast.Call) and node.attr == "time":
+            return True  # get_running_loop().time()
     return False
 
 

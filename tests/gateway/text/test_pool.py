@@ -25,6 +25,7 @@ from kvforge.protocol.errors import (
 )
 from kvforge.text.tokenizer import Tokenizer
 from tests.chaos import tokenizer
+from tests.standstill import HOUR_S, Standstill, set_forward
 
 T = TypeVar("T")
 PLAIN = "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -69,6 +70,26 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def user(text: str) -> list[dict[str, str]]:
     return [{"role": "user", "content": text}]
+
+
+def test_a_standstill_of_the_gateway_is_no_time_that_a_text_took(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    clock = Standstill(monkeypatch)
+
+    async def check() -> None:
+        pool = TextPool(str(folder), TextLimits())
+        try:
+            await pool.start()
+            job = asyncio.ensure_future(pool.encode("abc", special=False))
+            while pool._waiting or not pool._jobs:  # until a helper is at it
+                await asyncio.sleep(0)
+            assert not job.done()
+            clock.stand_still()
+            set_forward(monkeypatch, asyncio.get_running_loop(), HOUR_S)
+            assert len(await job) == 3
+        finally:
+            await pool.close()
+
+    asyncio.run(check())
 
 
 def test_what_it_gives_is_what_the_tokenizer_gives(folder: Path) -> None:
