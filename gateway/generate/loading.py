@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 from pathlib import Path
 
@@ -36,20 +37,7 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
     """
     hygiene = Hygiene(settings.strip, settings.move)
     source = settings.tokenizer or info.source
-    try:
-        tokenizer = Tokenizer.load(source)
-    except (ModelNotFound, UnsupportedModel, InvalidRequest) as error:
-        if settings.tokenizer:
-            raise
-        log.warning("no tokenizer: %s; requests have to send token ids", error.message)
-        return Prompts(None, NoTexts(), hygiene), choose("")
-    template_file = ""
-    if settings.chat_template:
-        template_file = str(expand(settings.chat_template).absolute())
-        try:
-            tokenizer.use_chat_template(Path(template_file).read_text(encoding="utf-8"))
-        except (OSError, UnicodeDecodeError) as error:
-            raise InvalidConfiguration("chat_template", f"{template_file} cannot be read: {error}") from None
+    template_file = str(expand(settings.chat_template).absolute()) if settings.chat_template else ""
     limits = TextLimits(
         text_bytes_max=settings.text_bytes_max,
         context_tokens_max=info.context_tokens_max,
@@ -64,9 +52,22 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
         processes=settings.text_processes,
         waiting_max=settings.text_waiting_max,
     )
-    format_ = choose(tokenizer.chat_template, settings.tool_format)
     try:
-        await pool.start()
+        # Each load takes seconds of processor time. They run in parallel, and the event loop answers meanwhile.
+        started, tokenizer = await asyncio.gather(
+            pool.start(), asyncio.to_thread(Tokenizer.load, source), return_exceptions=True
+        )
+        if isinstance(tokenizer, ModelNotFound | UnsupportedModel | InvalidRequest) and not settings.tokenizer:
+            await pool.close()
+            log.warning("no tokenizer: %s; requests have to send token ids", tokenizer.message)
+            return Prompts(None, NoTexts(), hygiene), choose("")
+        if isinstance(tokenizer, BaseException):
+            raise tokenizer
+        if template_file:
+            _use_template(tokenizer, template_file)
+        if started is not None:
+            raise started
+        format_ = choose(tokenizer.chat_template, settings.tool_format)
         prompts = Prompts(tokenizer, pool, hygiene)
         await prompts.look(format_.write_calls)
     except BaseException:
@@ -75,3 +76,10 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
     for problem in filter(None, dict.fromkeys((prompts.needs.problem, prompts.needs.tools_problem))):
         log.warning("%s", problem)
     return prompts, format_
+
+
+def _use_template(tokenizer: Tokenizer, file: str) -> None:
+    try:
+        tokenizer.use_chat_template(Path(file).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise InvalidConfiguration("chat_template", f"{file} cannot be read: {error}") from None

@@ -4,16 +4,20 @@ from __future__ import annotations
 
 import asyncio
 import json
+import threading
 from pathlib import Path
 
 import pytest
 
 from gateway.config import Settings
 from gateway.generate.loading import prompts_of
+from gateway.text.pool import TextPool
 from kvforge.protocol.errors import InvalidConfiguration, KvforgeError
 from kvforge.protocol.messages import ModelInfo
+from kvforge.text.tokenizer import Tokenizer
 from tests.chaos import tokenizer
 
+DEADLINE_S = 30.0
 PLAIN = "{% for m in messages %}{{ m.content }}{% endfor %}"
 
 
@@ -40,6 +44,32 @@ def test_text_is_tokenised_and_the_template_was_looked_at(folder: Path) -> None:
             assert format_.name == "plain"
             assert "no place for tools" in prompts.needs.tools_problem
             assert len((await prompts.chat([{"role": "user", "content": "abc"}])).ids) == 3
+        finally:
+            await prompts.close()
+
+    asyncio.run(check())
+
+
+def test_the_event_loop_answers_while_the_tokenizer_and_a_helper_load(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    load, start, answered = Tokenizer.load, TextPool.start, threading.Event()
+
+    def loading(source: str) -> Tokenizer:
+        assert answered.wait(DEADLINE_S), "the load of the tokenizer blocks the event loop, or the start of a helper"
+        return load(source)
+
+    async def starting(pool: TextPool) -> None:
+        asyncio.get_running_loop().call_soon(answered.set)
+        await start(pool)
+
+    monkeypatch.setattr(Tokenizer, "load", loading)
+    monkeypatch.setattr(TextPool, "start", starting)
+
+    async def check() -> None:
+        prompts, _ = await prompts_of(info(str(folder)), Settings())
+        try:
+            assert len(await prompts.text("abc", special=False)) == 3
         finally:
             await prompts.close()
 
