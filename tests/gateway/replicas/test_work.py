@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import Callable, Coroutine
-from time import monotonic
 from typing import Any, cast
 
 import numpy as np
@@ -28,6 +27,7 @@ from kvforge.protocol.errors import (
     QueueFull,
 )
 from kvforge.protocol.messages import Ended, Timings
+from kvforge.protocol.steady_clock import monotonic
 from kvforge.routing import seed_of
 
 PROMPT = np.array([1, 2, 3], np.int32)
