@@ -208,7 +208,8 @@ def _own_class(decoder: Any, head: Any) -> Any:
 def _generic(decoder: Any, head: Any) -> Any:
     base = next(each for each in type(decoder).__mro__[1:] if transformers.PreTrainedModel in each.__bases__)
     name = f"{type(decoder).__name__.removesuffix('Model')}ForCausalLM"
-    made: Any = type(name, (TextDecoder, base), {"__module__": __name__})(decoder.config)
+    # transformers reads a class's abilities in the source of its module.
+    made: Any = type(name, (TextDecoder, base), {"__module__": type(decoder).__module__})(decoder.config)
     made.model, made.lm_head = decoder, head
     return made.eval()
 

@@ -50,7 +50,44 @@ GEMMA4 = {
     "hidden_size_per_layer_input": 16,
     "vocab_size_per_layer_input": 97,
 }
-# model type -> (text, the rest, what serves)
+GLM_VISION = {**QWEN_VISION, "image_size": 28}
+GLM_ROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1], "partial_rotary_factor": 0.5}
+GLM_TOKENS = {
+    "image_token_id": 96,
+    "video_token_id": 95,
+    "image_start_token_id": 94,
+    "image_end_token_id": 93,
+    "video_start_token_id": 92,
+    "video_end_token_id": 91,
+}
+GLM_EXPERTS = {
+    "n_routed_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "n_shared_experts": 1,
+    "first_k_dense_replace": 1,
+    "n_group": 1,
+    "topk_group": 1,
+}
+QWEN_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "decoder_sparse_step": 1,
+    "mlp_only_layers": [],
+}
+MINISTRAL3_ROPE = {
+    "rope_type": "yarn",
+    "rope_theta": 1e4,
+    "factor": 2.0,
+    "original_max_position_embeddings": 64,
+    "mscale": 1.0,
+    "mscale_all_dim": 1.0,
+    "llama_4_scaling_beta": 0.1,
+    "beta_fast": 32.0,
+    "beta_slow": 1.0,
+}
+# model type, and perhaps more to tell it apart -> (text, the rest, what serves)
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "mistral3": (
         {"model_type": "mistral", "sliding_window": None},
@@ -62,6 +99,28 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"vision_config": {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, **TOKENS},
         "Qwen3VLTextForCausalLM",
     ),
+    "qwen3_vl_moe": (
+        {"rope_parameters": MROPE, **QWEN_EXPERTS},
+        {"vision_config": {**QWEN_VISION, "num_position_embeddings": 16, "deepstack_visual_indexes": [0]}, **TOKENS},
+        "Qwen3VLMoeTextForCausalLM",
+    ),
+    "mistral3 ministral3": (
+        {"model_type": "ministral3", "rope_parameters": MINISTRAL3_ROPE},
+        {"vision_config": PIXTRAL, "image_token_index": 96},
+        "Ministral3ForCausalLM",
+    ),
+    "glm4v": ({"rope_parameters": GLM_ROPE}, {"vision_config": GLM_VISION, **GLM_TOKENS}, "Glm4vTextForCausalLM"),
+    "glm46v": (
+        {"model_type": "glm4v_text", "rope_parameters": GLM_ROPE},
+        {"vision_config": {**GLM_VISION, "model_type": "glm4v_vision"}, **GLM_TOKENS},
+        "Glm4vTextForCausalLM",
+    ),
+    "glm4v_moe": (
+        {"rope_parameters": GLM_ROPE, **GLM_EXPERTS},
+        {"vision_config": GLM_VISION, **GLM_TOKENS},
+        "Glm4vMoeTextForCausalLM",
+    ),
+    "glm_ocr": ({"rope_parameters": GLM_ROPE}, {"vision_config": GLM_VISION, **GLM_TOKENS}, "GlmOcrTextForCausalLM"),
     "qwen2_5_vl": ({"rope_parameters": MROPE}, {"vision_config": QWEN_VISION, **TOKENS}, "Qwen2_5_VLTextForCausalLM"),
     "gemma3": (WINDOWS, {"vision_config": SIGLIP, "mm_tokens_per_image": 4}, "Gemma3ForCausalLM"),
     "gemma4": (
@@ -78,10 +137,55 @@ FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
 }
 
 
+# Why the text decoder of the others is refused; it is the same where it is a model of its own.
+REFUSED: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
+    "llama4": (
+        {"intermediate_size_mlp": 96, "num_local_experts": 2, "num_experts_per_tok": 1, "attention_chunk_size": 8},
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 64,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+                "image_size": 28,
+                "patch_size": 14,
+                "vision_output_dim": 32,
+                "projector_input_dim": 32,
+                "projector_output_dim": 32,
+            },
+            "image_token_index": 96,
+        },
+        "its attention mask is neither causal nor a sliding window",
+    ),
+    "kimi_k25": (
+        {
+            "model_type": "deepseek_v3",
+            "num_key_value_heads": 4,
+            "q_lora_rank": 16,
+            "kv_lora_rank": 16,
+            "qk_rope_head_dim": 8,
+            "qk_nope_head_dim": 8,
+            "head_dim": 8,
+            "v_head_dim": 12,
+            **GLM_EXPERTS,
+        },
+        {
+            "vision_config": {
+                "hidden_size": 32,
+                "intermediate_size": 32,
+                "num_hidden_layers": 1,
+                "num_attention_heads": 2,
+            }
+        },
+        "its K and V differ in shape",
+    ),
+}
+
+
 def whole(kind: str) -> Any:
     """The model of images and text, with random weights."""
-    text, rest, _ = FAMILIES[kind]
-    config = AutoConfig.for_model(kind, text_config={**TEXT, **text}, **rest)
+    text, rest, _ = FAMILIES[kind] if kind in FAMILIES else REFUSED[kind]
+    config = AutoConfig.for_model(kind.partition(" ")[0], text_config={**TEXT, **text}, **rest)
     torch.manual_seed(0)
     return AutoModelForImageTextToText.from_config(config, attn_implementation="eager").float().eval()
 
@@ -107,6 +211,14 @@ def test_the_text_part_is_served(
             wanted = made(input_ids=torch.as_tensor(tokens)[None], use_cache=False).logits[0]
         (got,) = paged_logits(model, [tokens], [[9], [1], [13]])
         assert float((got - wanted).abs().max()) <= 1e-4 * float(wanted.abs().max())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("kind", REFUSED)
+def test_a_text_part_that_cannot_be_served_is_refused_for_its_attention(kind: str, tmp_path: Path, cpu: Device) -> None:
+    whole(kind).save_pretrained(tmp_path)
+    with pytest.raises(UnsupportedModel, match=REFUSED[kind][2]):
+        load_model(tmp_path, dtype="float32", device=cpu, block_size=4)
 
 
 @pytest.mark.filterwarnings("ignore")
