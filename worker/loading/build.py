@@ -90,7 +90,8 @@ def _load(source: Source, config: Any, dtype: torch.dtype, device: Device) -> An
             check_memory(rehearsed, device, source.name)
             foresee(text_part(rehearsed, source.name), device)
             del rehearsed
-    with reported() as report, noted_names() as names:
+    header = source.gguf_header if source.format == "gguf" else None
+    with reported() as report, noted_names(header, source.name) as names:
         try:
             module = cls.from_pretrained(
                 source.folder,

@@ -12,7 +12,7 @@ from transformers import modeling_gguf_pytorch_utils
 
 from kvforge.models.gguf_header import GgufHeader
 
-from .report import LoadReport
+from .report import LoadReport, judge
 
 # All experts of a layer in one tensor; transformers keeps the name without its ending.
 EXPERTS = re.compile(r"(?P<name>.*\.ffn_(gate|up|down)_exps)\.weight")
@@ -48,19 +48,47 @@ class GgufNames:
             if EXPERTS.fullmatch(whole) and whole not in names:
                 report.missing.add(whole)
 
+    def absent(self, module: Any, header: GgufHeader) -> set[str]:
+        """Return the model's tensors that the file lacks, but for experts: see `complete`.
+
+        Args:
+            module: The model that they belong to; the meta device is enough.
+            header: Of the file.
+        """
+        names = {tensor.name for tensor in header.tensors}
+        found = {wanted for stored, wanted in self.stored.items() if stored in names or f"{stored}.weight" in names}
+        tied = getattr(module, "all_tied_weights_keys", None) or {}
+        ignored = [re.compile(pattern) for pattern in module._keys_to_ignore_on_load_missing or ()]
+        wanted = {wanted for stored, wanted in self.stored.items() if not EXPERTS.fullmatch(f"{stored}.weight")}
+        lacking = wanted & set(module.state_dict()) - found - set(tied)
+        return {name for name in lacking if not any(pattern.search(name) for pattern in ignored)}
+
     def _is_expert(self, name: str) -> bool:
         match = EXPERTS.fullmatch(name)
         return match is not None and match["name"] in self.stored
 
 
 @contextlib.contextmanager
-def noted_names() -> Iterator[GgufNames]:
-    """The table of names that transformers makes for itself while it loads a GGUF file."""
+def noted_names(header: GgufHeader | None, model: str) -> Iterator[GgufNames]:
+    """Note the table of names that transformers makes for itself while it loads a GGUF file.
+
+    Args:
+        header: Of the file. What it lacks is refused when the table is made, before a tensor is read; None: no file.
+        model: The name in a refusal.
+
+    Raises:
+        UnsupportedModel: Where tensors are missing.
+    """
     names = GgufNames()
     make = modeling_gguf_pytorch_utils.get_gguf_hf_weights_map
 
-    def note(*arguments: Any, **keywords: Any) -> dict[str, str]:
-        names.stored = make(*arguments, **keywords)  # it calls itself for each part; the last to return is the whole
+    def note(module: Any, *arguments: Any, **keywords: Any) -> dict[str, str]:
+        names.stored = make(module, *arguments, **keywords)  # it calls itself for each part, which has a name
+        if header is not None and not keywords.get("qual_name"):
+            report = LoadReport(missing=names.absent(module, header))
+            names.complete(report, header)
+            if report.missing:
+                judge(report, model, names.of)
         return names.stored
 
     modeling_gguf_pytorch_utils.get_gguf_hf_weights_map = note

@@ -232,6 +232,21 @@ def test_a_bias_in_a_gguf_file_is_not_passed_over(modules: Callable[[str], Any],
     assert "not used by the model: blk.1.attn_q.bias" in refusal(path, cpu)
 
 
+@pytest.mark.parametrize("name", ["blk.1.ffn_down.weight", "output_norm.weight", "token_embd.weight"])
+def test_what_a_gguf_file_lacks_is_refused_before_a_tensor_is_read(
+    name: str, modules: Callable[[str], Any], tmp_path: Path, cpu: Device, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    read: list[object] = []
+    monkeypatch.setattr("gguf.dequantize", lambda *given: read.append(given))
+
+    def remove(tensors: Tensors) -> None:
+        del tensors[name]
+
+    path = write_gguf(modules("llama"), tmp_path / "tiny.gguf", change=remove)
+    assert f"missing: {name}" in refusal(path, cpu)
+    assert not read
+
+
 def test_what_the_model_declares_ignorable_is_ignored(
     modules: Callable[[str], Any], tmp_path: Path, cpu: Device
 ) -> None:
