@@ -70,7 +70,7 @@ def draw(
         (1, lambda: Misfortune(STOP, (rng.choice(clients),), gone_s * rng.uniform(1.2, 2.2))),
         (1, lambda: Misfortune(STOP, (GATEWAY,), gone_s * rng.uniform(1.2, 2.2))),
         (0.2, lambda: Misfortune(KILL, (COORDINATOR, rng.choice(workers)), down_s=silent_s * rng.uniform(1.05, 1.3))),
-        # Longer than workers and clients wait, and than step_timeout_s: none of it may count against them.
+        # Longer than workers and clients wait, and than step_timeout_s: this time may not count against them.
         (0.5, lambda: Misfortune(STOP, (COORDINATOR,), silent_s * rng.uniform(1.05, 1.3))),
     )
     first = [kind for weight, kind in kinds if weight >= 1]

@@ -41,7 +41,7 @@ class Flood:
         self.heard: list[tuple[bytes, int, list[zmtp.Frame]]] = []
 
     def stranger(self) -> None:
-        """One more connects, and says what all of them say."""
+        """Connect one more stranger, which sends the same bytes as the others."""
         self._strangers.append(socket.create_connection(self._address))
         if self._says:
             self._strangers[-1].send(self._says)

@@ -116,7 +116,7 @@ def test_kv_events_of_another_coordinator_are_left_alone(folder: Path) -> None:
 
 
 def test_a_lock_is_not_followed_through_a_link(folder: Path) -> None:
-    """Whoever can make a link there could have any file of ours locked."""
+    """A user who can make a link there could have any file of ours locked."""
     (folder / LOCK_FILE).symlink_to(folder / "elsewhere")
     with pytest.raises(OSError, match="symbolic"):
         RuntimeLock(folder)

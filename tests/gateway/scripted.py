@@ -65,11 +65,11 @@ def tokenizer(template: str = HERMES) -> Tokenizer:
 
 @dataclass
 class Script:
-    """What happens to requests.
+    """The outcome of requests.
 
-    answers: of each in turn, as text; EOS is put behind one whose reason is "stop". reply: writes the answer to a
-    prompt, in place of `answers`. step: tokens that come together. error: what is refused with, or what an answer ends
-    with after its tokens.
+    answers: the answer of each request in turn, as text; EOS is put behind an answer with the reason "stop". reply:
+    writes the answer to a prompt, in place of `answers`. step: tokens that come together. error: the refusal, or the
+    error at the end of an answer's tokens.
     """
 
     answers: list[str] = field(default_factory=lambda: ["hello"])
@@ -251,7 +251,7 @@ def application(
 
 
 class Coordinator:
-    """What the page asks of `AsyncClient`, played: everything is done and explained."""
+    """The part of `AsyncClient` that the page uses, played: every request is done and explained."""
 
     async def cancel(self, request: int) -> None: ...
     async def drain(self, deadline_s: float | None = None) -> None: ...

@@ -316,9 +316,9 @@ def test_tools_with_both_clients(served: Served, tmp_path: Path) -> None:
                     max_tokens=100,
                 )
                 assert beside.choices[0].finish_reason in ("stop", "tool_calls")
-                said = beside.choices[0].message
-                texts = [called.function.arguments for called in said.tool_calls or () if called.type == "function"]
-                for text in texts or [said.content or ""]:
+                reply = beside.choices[0].message
+                texts = [called.function.arguments for called in reply.tool_calls or () if called.type == "function"]
+                for text in texts or [reply.content or ""]:
                     jsonschema.validate(json.loads(text), closed)
         with tools.anthropic() as other:
             message = other.messages.create(

@@ -32,7 +32,7 @@ from .scripted import NAME, Script, application
 
 FUNCTION = {"name": "now", "description": "The time.", "parameters": {"type": "object", "properties": {}}}
 USER, MORE = {"role": "user", "content": "Hi"}, {"role": "user", "content": "And now?"}
-# What stands in the place of a call's arguments.
+# Texts in the place of a call's arguments.
 WRITTEN = [
     "",
     "{}",
@@ -62,7 +62,7 @@ CALLS = st.one_of(
 
 @st.composite
 def answers(draw: st.DrawFn) -> tuple[str, str]:
-    """A format and a text in it: reasoning, content and calls, each of them or not, cut off anywhere or not."""
+    """A format and a text in it: reasoning, content and calls, each present or not, cut off anywhere or not."""
     name, called = draw(CALLS)
     opening, closing = FORMATS[name].think
     thought = f"{opening}hm{closing}" if opening and draw(st.booleans()) else ""

@@ -1,7 +1,7 @@
 """Law: no input of a client raises anything but a typed error in the shape of the API that it asked.
 
 Each field of a body with everything in it is replaced by values of every kind, left out and doubled, at every depth;
-bodies that are no JSON come beside that. All of it is fixed: a run repeats the last one.
+bodies that are no JSON come beside that. The bodies are fixed: a run repeats the last one.
 """
 
 from __future__ import annotations
@@ -134,7 +134,7 @@ BODIES: dict[str, dict[str, Any]] = {
     "/v1/embeddings": {"model": NAME, "input": "a"},
 }
 DEEP = "[" * 400 + "]" * 400
-# JSON texts, since not all of them are values of Python.
+# JSON texts, since not all are values of Python.
 VALUES = [
     *("null", "true", "false", "0", "-1", "1", "0.5", "-0.0", "1e308", "1e999", "9223372036854775808", "-1e19"),
     *("1" + "0" * 400, "NaN", "Infinity", '""', '" "', '"a"', '"\\u0000"', '"\\ud800"', '"\\ud83d\\ude00"', '"\ufffe"'),
@@ -220,7 +220,7 @@ def damaged(body: dict[str, Any]) -> Iterator[bytes]:
 
 
 def check(path: str, sent: bytes, answer: httpx.Response) -> None:
-    """A client is served or told what is wrong, in JSON or events."""
+    """A client is served or gets an error, in JSON or events."""
     shown = (answer.status_code, answer.text[:300], sent[:2000])
     assert answer.status_code == 200 or 400 <= answer.status_code < 500, shown
     kind = answer.headers["content-type"]

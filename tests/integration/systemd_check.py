@@ -273,7 +273,7 @@ def look(found: dict[str, Any]) -> None:
         systemctl("stop", "--no-block", "kvforge.target")
         found["drained"] = [token.token_id for token in (first, *tokens)]
         found["drained_reason"] = last.result(timeout_s=30).reason
-    systemctl("stop", "kvforge.target")  # joins the stop that is under way, and waits for all of it
+    systemctl("stop", "kvforge.target")  # joins the stop that is under way, and waits for its end
     found["stopped"] = states(*UNITS)
     found["runtime_dir_left"] = Path("/run/kvforge").exists()
     found["processes_left"] = processes_of("kvforge")
@@ -290,7 +290,7 @@ def uninstalled() -> dict[str, Any]:
     systemctl("enable", "--now", COORDINATOR)
     (Path("/var/lib/kvforge") / "mine").touch()
     ran = kvforge("deploy", "uninstall")
-    facts: dict[str, Any] = {"status": ran.returncode, "said": ran.stderr}
+    facts: dict[str, Any] = {"status": ran.returncode, "printed": ran.stderr}
     facts["active"] = subprocess.run(
         ["systemctl", "is-active", COORDINATOR], capture_output=True, text=True
     ).stdout.strip()

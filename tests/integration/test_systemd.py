@@ -251,5 +251,5 @@ def test_uninstalling_stops_and_removes_the_service_and_keeps_its_state(found: d
     assert (facts["status"], facts["active"]) == (0, "inactive"), facts
     assert (facts["listed"], facts["loaded"]) == ([], []), facts
     assert facts["places"] == ["/etc/kvforge", "/var/cache/kvforge", "/var/lib/kvforge"] and facts["state"], facts
-    assert "stop the services\n" in facts["said"]
+    assert "stop the services\n" in facts["printed"]
     assert (facts["purge"], facts["purged"], facts["user"]) == (0, [], False), facts

@@ -15,7 +15,7 @@ from tests.integration.systemd_boot import CANNOT, CHECKOUT, HERE
 DEPLOY = CHECKOUT / "deploy"
 BOOT_S_MAX = 120
 SERVICES = ("kvforge-coordinator", "kvforge-worker@", "kvforge-gateway", "kvforge-drain")
-# Each program ends some time after it was told to. Without a wait it still runs when `systemctl stop` has returned.
+# Each program ends some time after SIGTERM. Without a wait it still runs when `systemctl stop` has returned.
 STAND_IN = "/bin/sh -c 'trap \"sleep 1; exit 0\" TERM; while :; do sleep 0.1; done'"
 CHECK = """
 import json, subprocess, sys
@@ -35,7 +35,7 @@ with open(sys.argv[1], "w") as file:
 
 
 def stopped(folder: Path, target: str, units: list[str]) -> dict[str, dict[str, str]]:
-    """What the units were before and right after `systemctl stop TARGET` returned."""
+    """The states of the units before and right after `systemctl stop TARGET` returned."""
     unit_folder, keep = folder / "units", folder / "keep"
     shutil.copytree(DEPLOY, unit_folder, ignore=shutil.ignore_patterns("*.toml", "*.md", "docker", "monitoring", "*.d"))
     keep.mkdir()

@@ -503,8 +503,8 @@ class Running:
     def __init__(self, folder: Path, *, ready: bool = True, loads: bool = False, version_min: int = 1) -> None:
         self.endpoint = f"ipc://{folder}/clients.sock"
         when = ("third" if loads else "now") if ready else "never"
-        said = {"KVFORGE_FAKE_READY": when, "KVFORGE_FAKE_VERSION": str(version_min)}
-        self._env = {**os.environ, **said}
+        variables = {"KVFORGE_FAKE_READY": when, "KVFORGE_FAKE_VERSION": str(version_min)}
+        self._env = {**os.environ, **variables}
         self._text = b""
         self.start()
 

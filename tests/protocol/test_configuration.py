@@ -93,7 +93,7 @@ NAMES = [(cls, name) for cls in CLASSES for name in _settings(cls)]
 
 
 def refusal(cls: type[msgspec.Struct], name: str) -> str:
-    """What is answered to a file that holds this setting alone."""
+    """Return the refusal of a file that holds this setting alone."""
     values: object = 1
     for part in reversed(name.split(".")):
         values = {part: values}
@@ -123,8 +123,8 @@ def test_a_setting_outside_its_section_is_answered_with_a_section(cls: type[msgs
 def test_nothing_is_suggested_where_nothing_is_near(tmp_path: Path) -> None:
     assert refusal(CoordinatorConfig, "zzzzqqqq").endswith("there is no such setting")
     (tmp_path / "g.toml").write_text(f"[keys.ada]\nhash = 'sha256:{64 * '0'}'\ntenat = 'x'")
-    said = r"keys\.ada\.tenat: there is no such setting; did you mean tenant\?"
-    with pytest.raises(InvalidConfiguration, match=said):
+    problem = r"keys\.ada\.tenat: there is no such setting; did you mean tenant\?"
+    with pytest.raises(InvalidConfiguration, match=problem):
         load_settings(tmp_path / "g.toml")
 
 

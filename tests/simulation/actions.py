@@ -143,7 +143,7 @@ class Drawer:
                 for_us = random.choice((1_000, 10_000, 100_000))
                 gives_up = tuple(random.random() < 0.5 for _ in range(3))
                 yield (stands_us, "stand", COORDINATOR, for_us, gives_up)
-                # What is asked meanwhile waits in the sockets: more than a few dozen commands show nothing new.
+                # Commands meanwhile wait in the sockets: more than a few dozen show nothing new.
                 stands_us += for_us + 1 + int(random.expovariate(1.0) * gap_us)
             yield action
 

@@ -892,7 +892,7 @@ def lost_pool_stays_in_mirrors() -> list[Patch]:
 
 @fault
 def cut_off_while_it_stood_is_gone() -> list[Patch]:
-    """A worker whose connection ended while the coordinator stood still loses its pool."""
+    """A worker that lost its connection while the coordinator stood still loses its pool."""
     return [(WorkerReports, "cut_off", lambda self, number: self.gone(number, False))]
 
 

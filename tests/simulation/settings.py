@@ -216,7 +216,7 @@ def with_kinds(settings: Settings, random: Random, share: float = KINDS_SHARE) -
 
 
 def with_standstills(settings: Settings, random: Random, share: float = STANDS_SHARE) -> Settings:
-    """The same world; in a share of them the coordinator's process is stopped now and then."""
+    """The same world; in some worlds the coordinator's process is stopped now and then."""
     if random.random() >= share:
         return settings
     # Workers that nothing kills must all have the time to come back.

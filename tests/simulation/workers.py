@@ -254,7 +254,7 @@ class SimulatedWorker:
 
     @property
     def epoch(self) -> int:
-        """Of the pool that it holds; 0: none."""
+        """The epoch of the pool that it holds; 0: none."""
         return self._epoch
 
     def cut_off(self) -> bool:
@@ -265,7 +265,7 @@ class SimulatedWorker:
             or any(each.wrong for each in (self, *self._host.others(self)))
         ):
             return False  # one that has sent nonsense is dropped for it, and may not know that yet
-        self.connection.cut(at_once=True)  # the kernel knows of it before the next connection is made
+        self.connection.cut(at_once=True)  # the kernel has noted it before the next connection is made
         self._lost()
         return True
 

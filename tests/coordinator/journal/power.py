@@ -1,4 +1,4 @@
-"""A file system whose host may lose its power: what was synced is there afterwards, and the rest may not be.
+"""A file system on a host that may lose its power: synced data is there afterwards, and the rest may not be.
 
 The files are real ones, in a folder. Each call that changes one is a point at which the power may go, before it or
 after it. The disk has of a file what it held when it was synced last, and of a folder the names that it had when it was
@@ -23,7 +23,7 @@ class PowerCut(BaseException):
 
 
 class Disk:
-    """What is on the disk of one folder and all below it. points: calls so far. cut: the point at which it goes off."""
+    """The disk of one folder and everything below it. points: calls so far. cut: the point at which it goes off."""
 
     def __init__(self, root: Path) -> None:
         self.root = root

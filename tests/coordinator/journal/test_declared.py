@@ -70,7 +70,7 @@ def whole(head: bytes, state: bytes, arrays: bytes) -> bytes:
 
 
 def changed(data: bytes, change: Any) -> bytes:
-    """A snapshot whose state is what `change` makes of it, as plain values."""
+    """A snapshot with the state that `change` makes, as plain values."""
     head, state, arrays = parts(data)
     values = msgspec.msgpack.decode(state, strict=False)
     change(values)
@@ -294,7 +294,7 @@ def test_every_field_of_what_comes_and_goes_is_declared(cls: Any, kept: Any) -> 
     assert {field.name for field in fields_of(kept)} == set(names)
 
 
-# What follows from the limits, is made anew by what reads a snapshot, or is owed to the publisher and told again.
+# Fields that follow from the limits, are made anew by the reader of a snapshot, or are published again.
 WIRING = {
     ("Tenants", "_most"),
     ("Meters", "_last"),

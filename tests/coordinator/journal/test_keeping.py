@@ -322,8 +322,8 @@ def test_a_setting_that_the_kept_state_fixes_is_refused_by_name(
     first.life.close(ended=False)
     before = {path.name: path.read_bytes() for path in (folder / "s").iterdir()}
     other = msgspec.convert({**_folders(folder), section: {name: value}}, CoordinatorConfig)
-    said = rf"^{section}\.{name}: is .*requests under way: 3.* set it back, .* start with --fresh"
-    with pytest.raises(InvalidConfiguration, match=said):
+    problem = rf"^{section}\.{name}: is .*requests under way: 3.* set it back, .* start with --fresh"
+    with pytest.raises(InvalidConfiguration, match=problem):
         Lived(other)
     assert {path.name: path.read_bytes() for path in (folder / "s").iterdir()} == before
     third = Lived(other, discard=True)

@@ -21,7 +21,7 @@ BOOT = Boot("b" * 32, bytes(32), make_limits(sequences_max=2, blocks_max=8, bloc
 
 
 class Host:
-    """One life after the other on one disk. acknowledged: clients whose coming has had consequences."""
+    """One life after the other on one disk. acknowledged: clients with an acknowledged arrival."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder / "made" / "state"

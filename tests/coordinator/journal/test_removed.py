@@ -20,7 +20,7 @@ from kvforge.protocol.transport import default_state_dir
 
 
 class Lived:
-    """A life whose clients come one by one."""
+    """A life with clients that come one by one."""
 
     def __init__(self, folder: Path) -> None:
         config = CoordinatorConfig(runtime_dir=str(folder / "r"), state_dir=str(folder / "s"))
@@ -95,7 +95,7 @@ def test_a_folder_that_is_removed_is_noticed_and_written_anew(away: Callable[[Pa
 
 
 def test_what_comes_after_the_removal_has_no_consequences(lived: Lived) -> None:
-    """Not a second later: a record whose file has no name any more is not acknowledged."""
+    """Not a second later: a record in a file without a name is not acknowledged."""
     gone(lived.folder)
     with pytest.raises(StateRemoved):
         lived.accept()

@@ -1,4 +1,4 @@
-"""`cache_salt` over HTTP: a tenant's salts are its own, so that no hit tells one tenant of another's texts."""
+"""`cache_salt` over HTTP: a tenant's salts are its own, so that no hit shows one tenant another's texts."""
 
 from __future__ import annotations
 

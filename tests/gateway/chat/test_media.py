@@ -1,4 +1,4 @@
-"""What is no text is refused by a sentence that names the model, in every API."""
+"""Content that is not text is refused by a sentence that names the model, in every API."""
 
 from __future__ import annotations
 

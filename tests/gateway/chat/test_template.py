@@ -19,12 +19,12 @@ def called(id_: str, city: str) -> dict[str, Any]:
     return {"id": id_, "type": "function", "function": function}
 
 
-def conversation(*, said: str | None = None, calls: int = 2, system: bool = True) -> list[dict[str, Any]]:
+def conversation(*, content: str | None = None, calls: int = 2, system: bool = True) -> list[dict[str, Any]]:
     ids = ((OSLO, "Oslo", "rain"), (ROME, "Rome", "sun"))[:calls]
     return [
         *([{"role": "system", "content": "SYSTEMWORD"}] if system else []),
         {"role": "user", "content": "USERWORD"},
-        {"role": "assistant", "content": said, "tool_calls": [called(id_, city) for id_, city, _ in ids]},
+        {"role": "assistant", "content": content, "tool_calls": [called(id_, city) for id_, city, _ in ids]},
         *({"role": "tool", "tool_call_id": id_, "content": result} for id_, _, result in ids),
     ]
 
@@ -121,7 +121,7 @@ def test_every_word_of_a_conversation_reaches_the_prompt(name: str, calls: int) 
 
 @pytest.mark.parametrize("name", [name for name in TEMPLATES if name != "single calls"])
 def test_what_is_said_beside_calls_reaches_the_prompt(name: str) -> None:
-    assert "BESIDEWORD" in prompt_of(TEMPLATES[name], conversation(said="BESIDEWORD"))
+    assert "BESIDEWORD" in prompt_of(TEMPLATES[name], conversation(content="BESIDEWORD"))
 
 
 def test_arguments_are_json_where_a_template_wants_text() -> None:
@@ -169,14 +169,14 @@ def test_calls_that_a_template_ignores_are_written_as_the_model_does() -> None:
             "tools",
             "loses the names of tools",
         ),
-        # A family whose calls are not known.
+        # A family without known calls.
         (
             TOOLS + "{% for m in messages %}{{ m.content }}{{ (m.tool_calls or '') | tojson }}{% endfor %}",
             {"tools": [TOOL]},
             "tools",
             "tool_format",
         ),
-        # What it would lose of one request alone.
+        # Parts that it would lose in one request alone.
         (
             "{% for m in messages %}{% if m.role != 'assistant' %}{{ m.content }}{% endif %}{% endfor %}",
             {"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]},

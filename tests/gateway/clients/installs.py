@@ -32,7 +32,7 @@ Python = Callable[[str], Path]
 
 
 class Missing(Exception):
-    """These clients cannot be installed here; the message says why."""
+    """These clients cannot be installed here; the message has the reason."""
 
 
 def node_modules() -> Path:
@@ -68,7 +68,7 @@ def unlocked() -> str | None:
 
 
 def platform_package(modules: Path, name: str) -> Path:
-    """The folder of a package whose name ends with the processor: there packages of programs keep them."""
+    """The folder of a package named after the processor: packages of programs keep them there."""
     return modules / f"{name}-{ARCHITECTURES[platform.machine()]}"
 
 
@@ -152,9 +152,9 @@ def _run(command: Sequence[str], folder: Path) -> None:
     except subprocess.TimeoutExpired:
         raise Missing(f"{Path(command[0]).name} did not end in {INSTALL_S:.0f} s") from None
     if done.returncode:
-        said = [
+        printed = [
             line for line in (done.stderr or done.stdout).splitlines() if line.strip() and "complete log" not in line
         ]
         raise Missing(
-            f"{Path(command[0]).name} could not install the clients: {said[-1] if said else 'no reason given'}"
+            f"{Path(command[0]).name} could not install the clients: {printed[-1] if printed else 'no reason given'}"
         )

@@ -1,4 +1,4 @@
-"""What the scripted model answers to the tasks of the library clients, and what they then have to have found."""
+"""The scripted model's answers to the tasks of the library clients, and the values that they then must have found."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ SCENES: Mapping[str, Sequence[Answer]] = {
     "Ask the colleague.": [call("transfer_to_colleague"), "The colleague answers."],
 }
 CITY = {"city": "Oslo", "people": 700_000}
-# What every library finds over every API that it speaks.
+# The values that every library finds over every API that it speaks.
 FOUND = {
     "whole": HELLO,
     "tokens": True,

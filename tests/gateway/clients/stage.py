@@ -56,7 +56,7 @@ class Exchange:
 
 
 class Recorder:
-    """An application whose exchanges are noted."""
+    """An application that notes its exchanges."""
 
     def __init__(self, app: ASGIApp) -> None:
         self._app = app
@@ -124,7 +124,7 @@ class Stage:
     Attributes:
         url: Where the gateway is.
         proxy: A proxy that refuses everything. Clients are given it, so that they reach nothing beyond this machine.
-        outside: What clients asked the proxy for since `play`.
+        outside: Requests of clients to the proxy since `play`.
     """
 
     def __init__(self) -> None:
@@ -170,7 +170,7 @@ class Stage:
 
     @property
     def exchanges(self) -> list[Exchange]:
-        """What was asked since `play`."""
+        """The exchanges since `play`."""
         return self._recorder.exchanges
 
     def refused(self, *, but: Sequence[str] = ()) -> list[str]:

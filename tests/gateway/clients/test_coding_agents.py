@@ -36,7 +36,7 @@ def check(stage: Stage, play: Play, home: Home, turns: Sequence[Ended]) -> None:
     continued = [prompt for prompt in play.prompts if NEXT in prompt]
     assert continued and all(TASK in prompt and DONE in prompt for prompt in continued)
     assert stage.refused() == []
-    assert stage.outside == [], "it asks nobody else"
+    assert stage.outside == [], "it connects to no other server"
     assert all(exchange.streamed for exchange in stage.exchanges if exchange.method == "POST")
 
 

@@ -19,21 +19,21 @@ PROGRAMS = Path(__file__).parent / "programs"
 
 
 def in_node(program: str, home: Home, stage: Stage, modules: Path) -> Any:
-    """What a program prints. Modules are looked for where its file is."""
+    """Return the output of a program. Modules are looked for beside its file."""
     copy = home.work / program
     copy.write_bytes((PROGRAMS / program).read_bytes())
     (home.work / "node_modules").symlink_to(modules)
     ended = home.run([node(modules), copy], {"URL": stage.url, "AI_SDK_LOG_WARNINGS": "false"})
     assert ended.code == 0, f"{ended}\n{stage.refused()}"
-    assert stage.outside == [], "it asks nobody else"
+    assert stage.outside == [], "it connects to no other server"
     return json.loads(ended.out.splitlines()[-1])
 
 
 def in_python(program: str, home: Home, stage: Stage, python: Path) -> Any:
-    """What a program prints."""
+    """Return the output of a program."""
     ended = home.run([python, PROGRAMS / program], {"URL": stage.url, "PYTHONDONTWRITEBYTECODE": "1"})
     assert ended.code == 0, f"{ended}\n{stage.refused()}"
-    assert stage.outside == [], "it asks nobody else"
+    assert stage.outside == [], "it connects to no other server"
     return json.loads(ended.out.splitlines()[-1])
 
 

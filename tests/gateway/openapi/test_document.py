@@ -1,4 +1,4 @@
-"""`/openapi.json` says what the application is: its paths, and the fields that each of them reads."""
+"""`/openapi.json` describes the application: its paths, and the fields that each path reads."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ DOCUMENT = document()
 
 @pytest.fixture
 def client(tmp_path: Path) -> TestClient:
-    """Of the whole application, not entered: no coordinator is looked for."""
+    """A client of the whole application, not entered: no coordinator is looked for."""
     settings = Settings(runtime_dir=str(tmp_path))
     return TestClient(make_app(settings, Access(settings)), base_url="http://localhost")
 

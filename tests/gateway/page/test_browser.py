@@ -180,7 +180,7 @@ def test_who_is_killed_comes_back_while_the_page_is_open() -> None:
     asyncio.run(run())
 
 
-# What reaches beyond the window, and what has to be scrolled sideways within it.
+# Elements that reach beyond the window, and elements that have to be scrolled sideways within it.
 TOO_WIDE = """[...document.body.querySelectorAll("*")].filter((node) => node.checkVisibility()
     && !node.closest(".hidden, .skip, svg, .name") && (node.getBoundingClientRect().right > innerWidth + 0.5
     || (node.matches(".scroll") && node.scrollWidth > node.clientWidth))).map((node) => node.outerHTML.slice(0, 80))"""

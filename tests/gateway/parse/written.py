@@ -161,8 +161,8 @@ def _kimi(calls: Sequence[Call]) -> str:
 
 def _invoked(mark: str, block: str, attribute: bool) -> Callable[[Sequence[Call]], str]:
     def argument(key: str, value: Any) -> str:
-        said = f' string="{str(isinstance(value, str)).lower()}"' if attribute else ""
-        return f'<{mark}parameter name="{key}"{said}>{_xml(value)}</{mark}parameter>\n'
+        kind = f' string="{str(isinstance(value, str)).lower()}"' if attribute else ""
+        return f'<{mark}parameter name="{key}"{kind}>{_xml(value)}</{mark}parameter>\n'
 
     def write(calls: Sequence[Call]) -> str:
         each = "".join(

@@ -1,4 +1,4 @@
-"""What a client reads of a request that a gateway cuts off as it ends, and of one that waits."""
+"""The end of a request that a gateway cuts off as it ends, and of a request that waits, as a client reads it."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def test_a_stream_that_is_cut_off_ends_with_an_error_event(path: str) -> None:
     assert response.status_code == 200
     *_, last = response.text.strip().split("\n\n")
     assert "error" in last and "drain_s is over" in last, response.text
-    assert script.cancelled, "nobody reads it any more"
+    assert script.cancelled, "it has no reader any more"
 
 
 @pytest.mark.parametrize(

@@ -1,4 +1,4 @@
-"""What the options of `python -m gateway` make of its file, as `kvforge up` gives them."""
+"""The options of `python -m gateway`, as `kvforge up` gives them, applied to its file."""
 
 from __future__ import annotations
 

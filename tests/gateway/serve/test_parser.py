@@ -25,7 +25,7 @@ class Served:
         self.may = asyncio.Event()
 
     async def app(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Reads the body, says the first word, waits, says the second one."""
+        """Read the body, send the first word, wait, send the second one."""
         while (await receive()).get("more_body"):
             pass
         if scope["path"] != "/later":

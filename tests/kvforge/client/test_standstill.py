@@ -1,4 +1,4 @@
-"""A client whose process stood still during a call: that time is not the coordinator's."""
+"""A client process that stood still during a call: that time does not count against the coordinator."""
 
 from __future__ import annotations
 

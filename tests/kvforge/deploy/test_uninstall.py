@@ -1,4 +1,4 @@
-"""What `kvforge deploy uninstall` removes from a system in a folder, and what it leaves."""
+"""The files that `kvforge deploy uninstall` removes from a system in a folder, and the files that it leaves."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ class System:
         return said
 
     def ours(self) -> list[str]:
-        """What is named after the service, without what is in its folders."""
+        """The paths named after the service, without the contents of its folders."""
         found = [str(path.relative_to(self.places.root)) for path in self.places.root.rglob("*kvforge*")]
         return sorted(name for name in found if not any(name.startswith(f"{kept}/") for kept in KEPT))
 

@@ -25,11 +25,11 @@ class FakeHub:
         self.asked: list[str] = []
 
     def put(self, repo: str, files: dict[str, bytes], commit: str = COMMIT) -> None:
-        """Add a repository, or a commit of it."""
+        """Add a repository, or a commit."""
         self.files[repo, commit] = files
 
     def fetched(self) -> set[str]:
-        """Names of the files whose contents were asked for."""
+        """Names of the files that were downloaded."""
         return {path.rpartition("/")[2] for path in self.asked if path.startswith("GET ") and "/resolve/" in path}
 
 

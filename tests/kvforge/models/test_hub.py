@@ -50,7 +50,7 @@ def served() -> Iterator[FakeHub]:
 
 
 def pulled(hub: FakeHub, name: str, home: Path, **environment: str) -> str:
-    """What `pull` of a name returns, or its error, in a process of its own: the library reads its settings once."""
+    """Return the path of `pull`, or its error, in a process of its own: the library reads its settings once."""
     outer = {key: value for key, value in os.environ.items() if not key.startswith("HF_")}
     mine = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "NO_PROXY": "127.0.0.1", "HF_HUB_DISABLE_XET": "1"}
     process = subprocess.run(

@@ -168,7 +168,7 @@ def test_without_the_library_only_the_bounds_are_checked(monkeypatch: pytest.Mon
     ids=str,
 )
 def test_what_multiplies_is_bounded_as_a_product(schema: dict[str, Any]) -> None:
-    """A conjunction tells remainders by all of its divisors at once."""
+    """A conjunction tracks the remainders of all its divisors at once."""
     with pytest.raises(InvalidRequest, match="multipleOf: the least common multiple has"):
         check(Grammar(kind="json_schema", text=json.dumps(schema)))
 

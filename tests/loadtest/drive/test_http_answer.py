@@ -75,7 +75,7 @@ def test_what_opens_and_closes_a_chat_is_no_token() -> None:
         opened, said({"reasoning_content": "a"}), said({"content": "b"}), said({}, "length"), DONE, asked=2
     )
     assert (end[0], list(outcome.tokens_s)) == (FINISHED, [3.0, 4.0])
-    # Ollama says the role in each event, and what is thought in `reasoning`.
+    # Ollama sends the role in each event, and the thinking in `reasoning`.
     thought, word = ({"role": "assistant", "content": "", "reasoning": "a"}, {"role": "assistant", "content": "b"})
     outcome, end = read(said(thought), said(word), said({"role": "assistant"}, "length"), DONE, asked=2)
     assert (end[0], len(outcome.tokens_s)) == (FINISHED, 2)

@@ -4,7 +4,7 @@ Run as a program, because the environment variable ATEN_CPU_CAPABILITY chooses t
 
     python -m tests.worker.kernels.steady_functions THREADS...
 
-It prints one line for each function whose bits depend on a number's place, and exits 1 if there is one.
+It prints one line for each function with bits that depend on a number's place, and exits 1 if there is one.
 """
 
 from __future__ import annotations

@@ -33,7 +33,7 @@ def test_every_thread_gets_whole_vectors(threads: int) -> None:
 def test_bits_do_not_depend_on_place_size_or_threads(capability: str) -> None:
     if not getattr(torch.cpu, f"_is_{capability}_supported")():
         pytest.skip(f"this CPU has no {capability}")
-    # Waiting threads must not spin: 48 of them may share two cores.
+    # Waiting threads must not spin: 48 threads may share two cores.
     environment = {**os.environ, "ATEN_CPU_CAPABILITY": capability, "OMP_WAIT_POLICY": "passive"}
     command = [sys.executable, "-m", "tests.worker.kernels.steady_functions", *map(str, THREADS)]
     run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300)

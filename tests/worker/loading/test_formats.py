@@ -23,7 +23,7 @@ Weights = dict[str, torch.Tensor]
 def folder(
     path: Path, kind: str, quantisation: dict[str, Any], change: Callable[[Weights], Weights], **more: Any
 ) -> Any:
-    """Writes a model whose weights `change` has packed. Returns the model before that."""
+    """Write a model with weights that `change` has packed. Return the model before that."""
     torch.manual_seed(0)
     made = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**TINY, **more})).float()
     made.save_pretrained(path)

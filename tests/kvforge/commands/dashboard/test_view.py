@@ -155,7 +155,7 @@ def test_wide_characters_keep_the_columns() -> None:
 
 
 class Explaining:
-    """A coordinator with requests in given states, which says how often each was explained."""
+    """A coordinator with requests in given states, which counts the explanations of each."""
 
     def __init__(self, **states: str) -> None:
         self.states, self.explained = states, [0] * 9
