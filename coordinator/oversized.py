@@ -28,7 +28,7 @@ def check_size(frames: Sequence[bytes | memoryview], bytes_max: int) -> None:
     """Check the size of a message, all its frames together.
 
     Args:
-        frames: Of a client's message; the last one is a `Skipped` where the connection read past it.
+        frames: The frames of a client's message; the last is a `Skipped` where the connection read past it.
         bytes_max: `limits.message_bytes_max`, in bytes.
 
     Raises:

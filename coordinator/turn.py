@@ -146,8 +146,8 @@ class TurnLimits(Bounds, frozen=True, kw_only=True, forbid_unknown_fields=True):
 
     message_bytes_max: of one message of a client, its frames together; a larger one is read past and refused.
     messages_per_turn_max: of clients, and as many of workers. client_bytes_per_turn_max, client_ms_per_turn_max: then
-    no more is taken from clients in this turn; one message is always taken. clients_max: connections of clients that
-    have said hello, as pools_max of workers. client_backlog_max: replies that wait for one client.
+    no more is taken from clients in this turn; one message is always taken. clients_max: connections of clients
+    after their handshake, as pools_max of workers. client_backlog_max: replies that wait for one client.
     """
 
     message_bytes_max: Annotated[int, MESSAGE_BYTES] = 16 << 20

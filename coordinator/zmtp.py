@@ -102,8 +102,8 @@ class Reader:
         self._parts: list[Frame] = []
         self._large: memoryview | None = None
         self._filled = self._flags = 0
-        self._skipped: Skipped | None = None  # the frame that is read past, of which so many bytes are still to come
-        self._unread_bytes = 0
+        self._skipped: Skipped | None = None  # the frame that is read past
+        self._unread_bytes = 0  # bytes of that frame still to come
         self._skipped_bytes = 0  # announced by frames of this message that are read past
         self.held = 0  # bytes of the message that has begun and not ended
         self.reply = self.key = b""

@@ -142,7 +142,7 @@ def check_peer(descriptor: int, users: Iterable[int], endpoint: str, field: str 
 
 
 def check_private(folder: Path, field: str, below: Path) -> Path:
-    """Check a folder whose files are run as code: this user and root alone can have put them there.
+    """Check a folder with files that are run as code: only this user and root may have put them there.
 
     Args:
         folder: A folder that exists.
@@ -191,7 +191,7 @@ def _check_private_entry(path: Path, status: os.stat_result, users: frozenset[in
 
 def _foreign(path: Path, status: os.stat_result, field: str) -> InvalidConfiguration:
     owner = status.st_uid
-    problem = f"{path} belongs to another user (uid {owner}, {_name(owner)}), whose files are not run as code"
+    problem = f"{path} belongs to another user (uid {owner}, {_name(owner)}); files of other users are not run as code"
     return InvalidConfiguration(field, f"{problem}: remove it, or choose another folder")
 
 

@@ -1,4 +1,4 @@
-"""Folders of the cache whose files are run as code: compiled kernels, and what Numba and torch unpickle beside them.
+"""Folders of the cache with files that are run as code: compiled kernels, and files that Numba and torch unpickle.
 
 A folder that another user can write to would run that user's code. Such a folder is never read: the user's own cache
 folder takes its place, and a warning names the reason.
@@ -23,7 +23,7 @@ def code_folder(name: str) -> Path | None:
     """Return a folder of the cache that only this user and root can write to, and create it where it is missing.
 
     Args:
-        name: Of the folder within the cache, such as "numba".
+        name: The folder within the cache, such as "numba".
 
     Returns:
         Its path without symbolic links; None where neither KVFORGE_CACHE_DIR nor the user's own cache is private.

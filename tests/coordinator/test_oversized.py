@@ -189,7 +189,7 @@ def test_the_refusal_names_the_command_and_the_limit_and_the_core_hears_nothing(
 
 
 def test_a_message_that_is_too_large_is_not_noted_as_in_hand(bench: Bench) -> None:
-    """It is refused before anything is computed of it."""
+    """It is refused before anything is computed."""
     taken: list[object] = []
 
     class Hand:

@@ -299,7 +299,7 @@ def test_what_another_user_owns_is_refused(base: Path, foreign: str) -> None:
 
 @as_root
 def test_trusted_users_run_no_code_of_ours(base: Path, victim: None, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A user whose socket may be used is not one whose code is run."""
+    """A trusted user's socket may be used, and its code is still not run."""
     monkeypatch.setenv(trust.TRUSTED_USERS, str(ATTACKER))
     folder = made(base / "numba", ATTACKER)
     assert f"uid {ATTACKER}" in private(folder, base)
