@@ -62,7 +62,7 @@ class GrammarTrials:
 
 
 class _State:
-    """What the threads share. Answers are kept by a grammar's hash."""
+    """The state that the threads share. Answers are kept by a grammar's hash."""
 
     def __init__(self, waiting_max: int) -> None:
         self._changed = threading.Condition()

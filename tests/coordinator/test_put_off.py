@@ -16,7 +16,7 @@ AGAIN_MS = 40
 
 
 def put_off(worker: FakeWorker, monkeypatch: pytest.MonkeyPatch, *slots: int) -> set[int]:
-    """Slots whose rows the worker puts off, until they are taken out of the set that is returned."""
+    """Return slots; the worker puts off their rows until they are removed from the set."""
     waiting = set(slots)
     execute = worker.execute
 

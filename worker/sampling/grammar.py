@@ -138,7 +138,7 @@ class Grammars:
             trials.wait(seconds)
 
     def untried(self, slots: Collection[int]) -> bool:
-        """Whether any of the rows has a grammar of which no answer is known."""
+        """Return whether any of the rows has a grammar without a verdict."""
         return any(self._try(self._new[slot]) == UNKNOWN for slot in self._new.keys() & slots)
 
     def compile(
@@ -147,11 +147,11 @@ class Grammars:
         """Make the matchers of the rows that have begun.
 
         Args:
-            slots: Of these rows only; None: of all.
-            choosing: Those that are to choose a token now; None: all.
+            slots: The rows to compile; None: all rows.
+            choosing: The rows that are to choose a token now; None: all rows.
 
         Returns:
-            What is wrong with a row's grammar, by slot; GrammarUntried where a row would choose before it is known.
+            The error of a row's grammar, by slot; GrammarUntried where a row would choose before the verdict.
         """
         problems: dict[int, KvforgeError] = {}
         rows = sorted(slot for slot in self._new if slots is None or slot in slots)
@@ -190,7 +190,7 @@ class Grammars:
         return {place: row.problem for place, row in enumerate(rows) if row.problem is not None}
 
     def _try(self, row: Shaped) -> int:
-        """What is known of a row's grammar. ACCEPTED, too, where no trial is needed to find what is wrong with it."""
+        """Return the verdict on a row's grammar. It is ACCEPTED, too, where no trial is needed to find an error."""
         trials = None if row.grammar in self._compiled else self._tokens().trials
         if trials is None:
             return ACCEPTED

@@ -87,7 +87,7 @@ class Shaping:
             self.grammars.submit(pending.slots.tolist())
 
     def compile(self, pending: PendingStep) -> dict[int, KvforgeError]:
-        """Make what rows that have begun need. What is wrong with a grammar, by slot."""
+        """Compile the grammars of rows that have begun. Return the error of each bad grammar, by slot."""
         if not self.grammars:
             return {}
         slots = pending.slots.tolist()

@@ -1,4 +1,4 @@
-"""What must happen to requests at a known time: they expire, their lease ends, or they are tried again."""
+"""Events of requests at a known time: they expire, their lease ends, or they are tried again."""
 
 from __future__ import annotations
 

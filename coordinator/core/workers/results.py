@@ -78,7 +78,7 @@ class StepResults:
                 self._endings.end(request, "fail", "failed", errors[slot])
 
     def _keep_prefill(self, slots: Slots, counts: Slots, put_off: npt.NDArray[np.bool_]) -> None:
-        """Of rows that only lack a token the KV is there, but for the last token: that one is computed again."""
+        """Keep the KV of rows that only lack a token, except the last token, which is computed again."""
         self._cache.sequences.computed[slots[put_off]] += counts[put_off] - 1
 
     def _first_token(self, slot: int) -> None:

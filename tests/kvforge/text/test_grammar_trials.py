@@ -13,7 +13,7 @@ DEADLINE_S = 30.0
 
 
 class GatedHelper:
-    """Answers when it may, by what the grammar says."""
+    """Answers when its gate is open, as the text of the grammar asks."""
 
     def __init__(self, waiting_max: int = 2) -> None:
         self.limits = TrialLimits(waiting_max=waiting_max)

@@ -37,7 +37,7 @@ def helper() -> Iterator[GatedHelper]:
 
 @pytest.fixture
 def trials(model: LoadedModel, helper: GatedHelper, monkeypatch: pytest.MonkeyPatch) -> Iterator[GrammarTrials]:
-    """What a runner that is made after it uses."""
+    """The trials of each runner that is made after this fixture."""
     made = trials_of(helper)
     tokens = grammar_tokens(model.info.source, model.vocab_size, model.info.eos_tokens).tokens
     monkeypatch.setattr(shaping, "grammar_tokens", lambda *_: GrammarTokens(tokens, trials=made))
