@@ -12,7 +12,7 @@ from gateway.serve.main import settings_of
 from kvforge.protocol.errors import InvalidConfiguration
 
 HASH = f"sha256:{64 * 'a'}"
-OPTIONS = ("runtime_dir", "host", "port", "processes", "names", "default_names", "key_hashes")
+OPTIONS = ("runtime_dir", "host", "port", "processes", "names", "default_names", "key_hashes", "drain_max_s")
 
 
 def settings(tmp_path: Path, text: str, **given: object) -> Settings:
