@@ -53,7 +53,7 @@ class GgufNames:
 
         Args:
             module: The model that they belong to; the meta device is enough.
-            header: Of the file.
+            header: The header of the file.
         """
         names = {tensor.name for tensor in header.tensors}
         found = {wanted for stored, wanted in self.stored.items() if stored in names or f"{stored}.weight" in names}
@@ -73,7 +73,7 @@ def noted_names(header: GgufHeader | None, model: str) -> Iterator[GgufNames]:
     """Note the table of names that transformers makes for itself while it loads a GGUF file.
 
     Args:
-        header: Of the file. What it lacks is refused when the table is made, before a tensor is read; None: no file.
+        header: The header of the file; None: no file. A missing tensor is refused before any is read.
         model: The name in a refusal.
 
     Raises:

@@ -87,7 +87,7 @@ MINISTRAL3_ROPE = {
     "beta_fast": 32.0,
     "beta_slow": 1.0,
 }
-# model type, and perhaps more to tell it apart -> (text, the rest, what serves)
+# model type, and perhaps more to distinguish it -> (text, the rest, what serves)
 FAMILIES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
     "mistral3": (
         {"model_type": "mistral", "sliding_window": None},
