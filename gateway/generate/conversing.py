@@ -20,6 +20,7 @@ from kvforge.text.tokenizer import TextStream
 
 from . import answer
 from .service import Model
+from .shape_checks import check_shape, checking
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,7 +55,9 @@ async def conversing(
     rendered = await model.prompts.chat(messages, tools=plain, continued=continued, told=told)
     format_ = model.format
     in_reasoning = format_.starts_in_reasoning(rendered.ending)
-    shape = _shape(model, offered, choice, shape, in_reasoning)
+    if shape.name or offered:
+        shape = await checking(partial(_shape, model, offered, choice, shape, in_reasoning))
+        await check_shape(shape)
     schemas = {tool.name: tool.parameters for tool in offered} if offered else None
     if schemas is None and not format_.think[1] and format_.answer is None:
         return Conversing(rendered, partial(model.prompts.stream, continues=continued), None, shape)

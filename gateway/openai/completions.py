@@ -12,6 +12,7 @@ from gateway.chat.prompts import NO_TOKENIZER
 from gateway.generate.answer import Piece
 from gateway.generate.generation import Generation, Wanted, Whole
 from gateway.generate.service import Model
+from gateway.generate.shape_checks import check_shape
 from gateway.http.fields import Reader
 from gateway.parse.events import Content, Event
 from gateway.replicas.stream import Stream
@@ -75,7 +76,9 @@ class Completions:
             InvalidRequest: Names the field.
         """
         work = cls(call, asked)
-        work.use(await prompts_of(asked, call.model))
+        prompts = await prompts_of(asked, call.model)
+        await check_shape(shape_asked(asked))
+        work.use(prompts)
         return work
 
     def __init__(self, call: Call, asked: Completion) -> None:

@@ -7,6 +7,7 @@ process.
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from typing import Any
@@ -26,6 +27,7 @@ OPTIONS, STRICT = "x-guidance", {"lenient": False, "coerce_one_of": False}
 # Between two parts of a document. Small models are known to write blanks until their answer is cut off.
 BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 PROBLEM_LENGTH_MAX = 300
+VALIDATED_MAX = 64  # grammars of which it is kept whether they can be enforced
 # By which a matcher fails that would take longer than about 0.1 s for a mask, or more memory than 100 MB.
 ITEMS_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
@@ -46,14 +48,21 @@ def check(grammar: Grammar, field: str = "") -> None:
     field = field or FIELDS[grammar.kind]
     schema = _bounded(grammar, field)
     try:
-        import llguidance
+        failed, told = _validated(_words(grammar, schema))
     except ImportError:
         return
-    text = _words(grammar, schema)
-    failed, told = llguidance.LLMatcher.validate_grammar_with_warnings(text, limits=limits())
     wrong = told[0] if failed else overlooked(told)
     if wrong:
         raise InvalidRequest(field, explained(wrong, str(schema.get("$schema"))))
+
+
+@functools.lru_cache(maxsize=VALIDATED_MAX)
+def _validated(text: str) -> tuple[bool, list[str]]:
+    """Whether llguidance refuses a grammar, and its words. It takes up to 10 s, and lets other threads run meanwhile:
+    a gateway has it done by one, and finds the answer here."""
+    from llguidance import LLMatcher
+
+    return LLMatcher.validate_grammar_with_warnings(text, limits=limits())
 
 
 def compiled_text(grammar: Grammar) -> str:
