@@ -47,6 +47,12 @@ def main(descriptor: int) -> None:
     os.environ["TOKENIZERS_PARALLELISM"] = "false"  # a fork does not take threads along
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # the gateway ends when its streams have, and closes the socket then
+    # A gateway that was killed has closed its end: there is nothing left to answer.
+    with suppress(BrokenPipeError, ConnectionResetError):
+        _serve(descriptor)
+
+
+def _serve(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as control:
         load = FIRST.decode(control.recv(FIRST_BYTES_MAX))
         try:

@@ -6,6 +6,9 @@ import asyncio
 import json
 import os
 import signal
+import socket
+import subprocess
+import sys
 from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any, TypeVar
@@ -14,7 +17,7 @@ import numpy as np
 import pytest
 
 from gateway.text.inline import InlineText
-from gateway.text.jobs import TextLimits
+from gateway.text.jobs import HEAD_BYTES, Load, TextLimits, framed
 from gateway.text.pool import TextPool
 from kvforge.protocol.errors import (
     DeadlineExceeded,
@@ -270,3 +273,16 @@ def test_a_tokenizer_that_cannot_be_loaded_is_said(
             await pool.close()
 
     run(check())
+
+
+def test_a_helper_whose_gateway_was_killed_as_it_loaded_ends_quietly(folder: Path) -> None:
+    ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    with theirs:
+        load = Load(source=str(folder), template_file="", limits=TextLimits())
+        ours.send(framed(load)[HEAD_BYTES:])
+        ours.close()  # before the helper has read it: its answer finds no reader
+        code = f"from gateway.text.process import main; main({theirs.fileno()})"
+        command = [sys.executable, "-c", code]
+        descriptors = [theirs.fileno()]
+        ran = subprocess.run(command, pass_fds=descriptors, capture_output=True, timeout=DEADLINE_S, check=False)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, b"", b"")
