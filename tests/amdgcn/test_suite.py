@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from importlib.metadata import version
 from pathlib import Path
 
 import pytest
@@ -15,7 +16,11 @@ import pytest
 pytest.importorskip("triton")
 
 from tests.amdgcn.suite import NAMES, WHOLE, checks
+from tests.worker.kernels.compiled import VERSION
 from tests.worker.kernels.launches import compiler_environment
+
+# Other releases choose other instructions and registers, and refuse other code.
+known_triton = pytest.mark.skipif(version("triton") != VERSION, reason=f"interprets the code of Triton {VERSION}")
 
 
 def run(module: str, *arguments: str, cache: Path) -> subprocess.CompletedProcess[str]:
@@ -24,6 +29,7 @@ def run(module: str, *arguments: str, cache: Path) -> subprocess.CompletedProces
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600, check=False)
 
 
+@known_triton
 @pytest.mark.parametrize("name", NAMES)
 def test_kernels_agree_with_their_references(name: str, tmp_path: Path) -> None:
     found = run("suite", "--quick", "--target", name, cache=tmp_path)
@@ -33,6 +39,7 @@ def test_kernels_agree_with_their_references(name: str, tmp_path: Path) -> None:
     assert all(" agrees " in line for line in lines), found.stdout
 
 
+@known_triton
 def test_faults_in_kernels_are_seen(tmp_path: Path) -> None:
     found = run("planted", cache=tmp_path)
     assert found.returncode == 0, found.stderr
