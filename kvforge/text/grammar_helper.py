@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
+import os
 import select
 import subprocess
 import sys
+import tempfile
 import time
 import weakref
 from dataclasses import dataclass
@@ -32,7 +35,7 @@ class TrialLimits:
 
 
 class GrammarHelper:
-    """Tries grammars in another process. Not thread-safe."""
+    """Tries grammars in another process, one after another. Only `problem` waits for it."""
 
     def __init__(
         self, tokenizer: str, vocab_size: int, eos_tokens: tuple[int, ...], limits: TrialLimits | None = None
@@ -46,7 +49,7 @@ class GrammarHelper:
             limits: The limits of each grammar.
         """
         self.limits = limits or TrialLimits()
-        self._first = {
+        self._settings = {
             "tokenizer": tokenizer,
             "vocab_size": vocab_size,
             "eos_tokens": list(eos_tokens),
@@ -57,47 +60,88 @@ class GrammarHelper:
         self._process: subprocess.Popen[bytes] | None = None
         self._end: weakref.finalize[..., GrammarHelper] | None = None
         self._tried = False  # by this process: the tokenizer is there
+        self._unsent = memoryview(b"")
+        self._received = bytearray()
+        self._deadline = 0.0
+        self._refusal = ""  # of a trial for which no process could be started
 
     def start(self) -> None:
         """Start the process, if it does not run; it makes its tokenizer meanwhile."""
         if self._process is not None and self._process.poll() is None:
             return
         self.close()
-        command = [sys.executable, "-P", str(Path(grammar_trial.__file__))]
-        self._process = subprocess.Popen(
-            leashed(command) if sys.platform == "linux" else command, stdin=subprocess.PIPE, stdout=subprocess.PIPE
-        )
+        # A file: a pipe has no room for a tokenizer, and writing into it would wait for the reader.
+        with tempfile.TemporaryFile() as settings:
+            settings.write(json.dumps(self._settings).encode())
+            settings.flush()
+            settings.seek(0)
+            command = [sys.executable, "-P", str(Path(grammar_trial.__file__)), str(settings.fileno())]
+            self._process = subprocess.Popen(
+                leashed(command) if sys.platform == "linux" else command,
+                stdin=subprocess.PIPE,
+                stdout=subprocess.PIPE,
+                bufsize=0,
+                pass_fds=[settings.fileno()],
+            )
+        assert self._process.stdin is not None and self._process.stdout is not None
+        os.set_blocking(self._process.stdin.fileno(), False)
+        os.set_blocking(self._process.stdout.fileno(), False)
         self._end = weakref.finalize(self, _end, self._process)  # one that is dropped leaves no process
         self._tried = False
-        self._send(self._first)
 
-    def problem(self, grammar: str) -> str:
-        """Return why a grammar is refused; "" where it may be compiled here. See `tried`."""
-        return self.tried(grammar)[0]
-
-    def tried(self, grammar: str) -> tuple[str, bool]:
-        """Try a grammar. Waits no longer than its limits, and for the process to start.
+    def begin(self, grammar: str) -> None:
+        """Begin a trial. The one before must have had its verdict.
 
         Args:
             grammar: As llguidance takes it.
+        """
+        self._refusal = ""
+        try:
+            self.start()
+        except OSError as error:
+            self._refusal = f"could not be tried: no process can be started for it ({error.strerror}); send it again"
+            return
+        wait_s = grammar_trial.WALL_FACTOR * self.limits.cpu_s + 1.0 + (0.0 if self._tried else START_S_MAX)
+        self._deadline = time.monotonic() + wait_s
+        self._unsent = memoryview(grammar_trial.message(grammar))
+        self._received.clear()
+
+    def poll(self, seconds: float = 0.0) -> tuple[str, bool] | None:
+        """Return the verdict on the grammar that was begun last, None where it is not known yet.
+
+        Args:
+            seconds: Wait for it no longer than this.
 
         Returns:
             Why it is refused, "" where it may be compiled here; and whether that is true of the grammar: False where
             the process failed.
         """
-        started = time.monotonic()
-        try:
-            self.start()
-        except OSError as error:
-            return f"could not be tried: no process can be started for it ({error.strerror}); send it again", False
-        wait_s = grammar_trial.WALL_FACTOR * self.limits.cpu_s + 1.0 + (0.0 if self._tried else START_S_MAX)
-        answer = self._receive(started + wait_s) if self._send(grammar) else None
-        if answer is None:
-            self.close()
-            problem = "could not be tried: the process for trials of grammars ended or does not answer; send it again"
-            return problem, False
-        self._tried = True
-        return str(answer), True
+        if self._refusal:
+            return self._refusal, False
+        until = min(time.monotonic() + seconds, self._deadline)
+        while True:
+            try:
+                answer = self._advance(max(0.0, until - time.monotonic()))
+            except OSError:
+                return self._failed()
+            if answer is not None:
+                self._tried = True
+                return str(answer), True
+            if time.monotonic() >= self._deadline:
+                return self._failed()
+            if time.monotonic() >= until:
+                return None
+
+    def problem(self, grammar: str) -> str:
+        """Return why a grammar is refused; "" where it may be compiled here. Waits for the verdict.
+
+        Args:
+            grammar: As llguidance takes it.
+        """
+        self.begin(grammar)
+        while (verdict := self.poll(START_S_MAX)) is None:
+            pass
+        return verdict[0]
 
     def close(self) -> None:
         """End the process."""
@@ -105,20 +149,27 @@ class GrammarHelper:
         if self._end is not None:
             self._end()
 
-    def _send(self, value: Any) -> bool:
-        assert self._process is not None and self._process.stdin is not None
-        try:
-            grammar_trial.send(self._process.stdin, value)
-        except OSError:
-            return False
-        return True
+    def _failed(self) -> tuple[str, bool]:
+        self.close()
+        problem = "could not be tried: the process for trials of grammars ended or does not answer; send it again"
+        return problem, False
 
-    def _receive(self, deadline: float) -> Any:
-        assert self._process is not None and self._process.stdout is not None
-        stream = self._process.stdout
-        if not select.select([stream], [], [], max(0.0, deadline - time.monotonic()))[0]:
-            return None
-        return grammar_trial.receive(stream)
+    def _advance(self, seconds: float) -> Any:
+        """Write and read what is possible now, or within the time. None where the answer is not whole yet.
+
+        Raises:
+            OSError: The process has ended.
+        """
+        assert self._process is not None and self._process.stdin is not None and self._process.stdout is not None
+        target, source = self._process.stdin.fileno(), self._process.stdout.fileno()
+        readable, writable, _ = select.select([source], [target] if self._unsent else [], [], seconds)
+        if writable:
+            self._unsent = self._unsent[os.write(target, self._unsent) :]
+        if readable:
+            if not (found := os.read(source, grammar_trial.ANSWER_BYTES_MAX)):
+                raise BrokenPipeError
+            self._received += found
+        return grammar_trial.answer(self._received)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -1,11 +1,11 @@
-"""Tries grammars in a process of its own, each within limits of time and memory: `python grammar_trial.py`
+"""Tries grammars in a process of its own, each within limits of time and memory: `python grammar_trial.py DESCRIPTOR`
 
 llguidance bounds most of the cost of a grammar, not all (`multipleOf` in a conjunction, long forced text). A worker has
 one thread, so a grammar is tried here first: compiled, its first masks made, and a short answer written by it. A
 grammar that exceeds a limit ends its own trial only: each trial is a fork of this process.
 
-Messages on stdin and answers on stdout: 4 bytes little-endian of length, then JSON. The first message configures the
-trials; each further one is a grammar as llguidance takes it, and its answer is the reason for a refusal, or "".
+The descriptor is of a file with the settings as JSON. Messages on stdin and answers on stdout: 4 bytes little-endian of
+length, then JSON. Each message is a grammar as llguidance takes it, its answer the reason for a refusal, or "".
 """
 
 from __future__ import annotations
@@ -26,15 +26,15 @@ WALL_FACTOR = 10.0  # a loaded machine gives a trial this much less than a core
 TOO_LONG = "takes longer than {cpu_s:g} s of a core to compile and to begin an answer by: make it smaller"
 TOO_LARGE = "takes more than {memory_bytes} bytes of memory: make it smaller"
 REASON_BYTES_MAX = 4096
+ANSWER_BYTES_MAX = 8 * REASON_BYTES_MAX  # JSON escapes a character in at most six bytes
 
 
 def main() -> int:
     """Serve trials until stdin ends."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C in a terminal is the worker's
     source, target = sys.stdin.buffer, sys.stdout.buffer
-    settings = receive(source)
-    if settings is None:
-        return 0
+    with open(int(sys.argv[1]), "rb") as file:  # noqa: PTH123 - a descriptor
+        settings = json.load(file)
     from llguidance import LLParserLimits, LLTokenizer
 
     tokens = LLTokenizer(settings["tokenizer"], n_vocab=settings["vocab_size"], eos_token=settings["eos_tokens"])
@@ -44,10 +44,21 @@ def main() -> int:
     return 0
 
 
+def message(value: Any) -> bytes:
+    """Return a message as it is sent."""
+    body = json.dumps(value).encode()
+    return len(body).to_bytes(4, "little") + body
+
+
+def answer(received: bytes | bytearray) -> Any:
+    """Return the value of a message of which these bytes have come so far; None where it is not whole."""
+    size = int.from_bytes(received[:4], "little")
+    return json.loads(received[4 : 4 + size]) if len(received) >= 4 + size > 4 else None
+
+
 def send(target: IO[bytes], value: Any) -> None:
     """Write one message."""
-    body = json.dumps(value).encode()
-    target.write(len(body).to_bytes(4, "little") + body)
+    target.write(message(value))
     target.flush()
 
 

@@ -1,12 +1,10 @@
-"""Trials of grammars beside a thread that must not wait for them: a bounded queue in front of a `GrammarHelper`."""
+"""Trials of grammars beside a loop that must not wait for them: a bounded queue in front of a `GrammarHelper`."""
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 import time
-import weakref
 from collections import OrderedDict, deque
 
 from .grammar_helper import GrammarHelper
@@ -15,25 +13,25 @@ ANSWERS_MAX = 256
 
 
 class GrammarTrials:
-    """Tries grammars one after another. Its methods return at once, but for `wait`."""
+    """Tries grammars one after another in the helper's process. Its methods return at once, but for `wait`."""
 
     def __init__(self, helper: GrammarHelper) -> None:
-        """Start no thread and no process yet.
+        """Start no process yet.
 
         Args:
-            helper: Used by the thread of this object alone; `helper.limits.waiting_max` bounds the queue.
+            helper: Used by this object alone; `helper.limits.waiting_max` bounds the queue.
         """
-        self._state = _State(helper.limits.waiting_max)
         self._helper = helper
-        self._thread: threading.Thread | None = None
+        self._queue: deque[tuple[bytes, str]] = deque()
+        self._under_way: bytes | None = None
+        self._since: dict[bytes, float] = {}
+        self._answers: OrderedDict[bytes, str] = OrderedDict()  # by a grammar's hash
+        self._failed: set[bytes] = set()  # answers that say nothing about the grammar: given once
 
     def start(self) -> None:
-        """Start the thread and the process, if they do not run."""
-        if self._thread is not None:
-            return
-        self._thread = threading.Thread(target=_run, args=(self._state, self._helper), daemon=True, name="grammars")
-        weakref.finalize(self, self._state.end)
-        self._thread.start()
+        """Start the process, if it does not run."""
+        with contextlib.suppress(OSError):  # the first trial reports it
+            self._helper.start()
 
     def problem(self, grammar: str) -> str | None:
         """Return why a grammar is refused, "" where it is not, None while no answer is known.
@@ -43,92 +41,53 @@ class GrammarTrials:
         Args:
             grammar: As llguidance takes it.
         """
-        self.start()
-        return self._state.ask(grammar)
+        self._advance(0.0)
+        key = _key(grammar)
+        if key not in self._answers:
+            if key not in self._since and len(self._since) < self._helper.limits.waiting_max:
+                self._since[key] = time.monotonic()
+                self._queue.append((key, grammar))
+                self._advance(0.0)
+            return None
+        self._answers.move_to_end(key)
+        if key in self._failed:
+            self._failed.discard(key)
+            return self._answers.pop(key)
+        return self._answers[key]
 
     def wait(self, seconds: float) -> None:
         """Return when the queue is empty, or the time is over."""
-        self._state.wait_idle(seconds)
+        until = time.monotonic() + seconds
+        while self._since and (left := until - time.monotonic()) > 0:
+            self._advance(left)
 
     def waited_s(self, grammar: str) -> float:
         """Return for how long a grammar has been in the queue; 0 where it is not there."""
-        return self._state.waited_s(grammar)
-
-    def close(self) -> None:
-        """End the thread and the process."""
-        self._state.end()
-        if self._thread is not None:
-            self._thread.join()
-
-
-class _State:
-    """The state that the threads share. Answers are kept by a grammar's hash."""
-
-    def __init__(self, waiting_max: int) -> None:
-        self._changed = threading.Condition()
-        self._waiting_max = waiting_max
-        self._queue: deque[str] = deque()
-        self._since: dict[bytes, float] = {}
-        self._answers: OrderedDict[bytes, str] = OrderedDict()
-        self._failed: set[bytes] = set()  # answers that say nothing about the grammar: given once
-        self._ended = False
-
-    def ask(self, grammar: str) -> str | None:
-        key = _key(grammar)
-        with self._changed:
-            if key in self._answers:
-                self._answers.move_to_end(key)
-                if key in self._failed:
-                    self._failed.discard(key)
-                    return self._answers.pop(key)
-                return self._answers[key]
-            if key not in self._since and len(self._since) < self._waiting_max:
-                self._since[key] = time.monotonic()
-                self._queue.append(grammar)
-                self._changed.notify_all()
-            return None
-
-    def wait_idle(self, seconds: float) -> None:
-        with self._changed:
-            self._changed.wait_for(lambda: not self._since, seconds)
-
-    def waited_s(self, grammar: str) -> float:
-        with self._changed:
-            since = self._since.get(_key(grammar))
+        since = self._since.get(_key(grammar))
         return 0.0 if since is None else time.monotonic() - since
 
-    def take(self) -> str | None:
-        with self._changed:
-            self._changed.wait_for(lambda: self._queue or self._ended)
-            return None if self._ended else self._queue.popleft()
+    def close(self) -> None:
+        """End the process."""
+        self._helper.close()
 
-    def answer(self, grammar: str, problem: str, *, lasting: bool) -> None:
-        key = _key(grammar)
-        with self._changed:
-            del self._since[key]
-            self._answers[key] = problem
-            if not lasting:
-                self._failed.add(key)
-            if len(self._answers) > ANSWERS_MAX:
-                self._failed.discard(self._answers.popitem(last=False)[0])
-            self._changed.notify_all()
+    def _advance(self, seconds: float) -> None:
+        """Take the verdicts that are there, or come within the time, and begin the next trial."""
+        while self._under_way is not None or self._queue:
+            if self._under_way is None:
+                self._under_way, grammar = self._queue.popleft()
+                self._helper.begin(grammar)
+            if (verdict := self._helper.poll(seconds)) is None:
+                return
+            self._answer(self._under_way, *verdict)
+            self._under_way, seconds = None, 0.0
 
-    def end(self) -> None:
-        with self._changed:
-            self._ended = True
-            self._changed.notify_all()
-
-
-def _run(state: _State, helper: GrammarHelper) -> None:
-    """The thread. The helper's process ends with the thread that started it, so it is started here."""
-    try:
-        with contextlib.suppress(OSError):  # the first trial reports it
-            helper.start()
-        while (grammar := state.take()) is not None:
-            problem, lasting = helper.tried(grammar)
-            state.answer(grammar, problem, lasting=lasting)
-    finally:
-        helper.close()
+    def _answer(self, key: bytes, problem: str, lasting: bool) -> None:
+        del self._since[key]
+        self._answers[key] = problem
+        if not lasting:
+            self._failed.add(key)
+        if len(self._answers) > ANSWERS_MAX:
+            self._failed.discard(self._answers.popitem(last=False)[0])
 
 
 def _key(grammar: str) -> bytes:

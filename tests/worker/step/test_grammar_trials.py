@@ -32,7 +32,7 @@ def model(tiny: Callable[..., LoadedModel], write_config: Callable[..., Any]) ->
 def helper() -> Iterator[GatedHelper]:
     made = GatedHelper()
     yield made
-    made.gate.set()
+    made.gate = True
 
 
 @pytest.fixture
@@ -42,7 +42,7 @@ def trials(model: LoadedModel, helper: GatedHelper, monkeypatch: pytest.MonkeyPa
     tokens = grammar_tokens(model.info.source, model.vocab_size, model.info.eos_tokens).tokens
     monkeypatch.setattr(shaping, "grammar_tokens", lambda *_: GrammarTokens(tokens, trials=made))
     yield made
-    helper.gate.set()
+    helper.gate = True
     made.close()
 
 
@@ -62,7 +62,7 @@ def test_the_row_whose_grammar_is_tried_is_put_off_and_the_others_have_their_own
         tokens += outcome.tokens.tolist()
     assert tokens == alone
     assert len(helper.tries) <= 1, "one trial for all the rows of a grammar"
-    helper.gate.set()
+    helper.gate = True
     trials.wait(DEADLINE_S)
     chosen = bench.run([(1, 0, prompt, 1)], begins=(shaped(1),))
     assert chosen.errors == () and chosen.tokens[0] in encoded("abcdef")
@@ -85,7 +85,7 @@ def test_a_prompt_is_computed_while_its_grammar_is_tried(
     bench, prompt = Bench(model), PROMPTS[0]
     outcome = bench.run([(1, 0, prompt[:4], 0)], begins=(shaped(1),))
     assert outcome.errors == ()
-    helper.gate.set()
+    helper.gate = True
     trials.wait(DEADLINE_S)
     chosen = bench.run([(1, 4, prompt[4:], 1)])
     assert chosen.errors == () and chosen.tokens[0] in encoded("abcdef")
