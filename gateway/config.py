@@ -84,10 +84,10 @@ class Settings(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     head_s, body_s: for it to come. keep_alive_s: an idle connection.
     write_s: after so long without reading, a client is given up. drain_s: for streams to end when it is told to.
     text_bytes_max: bytes of a prompt's text; 0: what the model's longest context can hold of the vocabulary's longest
-    token. text_memory_bytes_max: memory that rendering and tokenising one prompt may take. text_processes: prompts that
-    are rendered and tokenised at once, in processes of their own. text_waiting_max: prompts that wait for them; more
-    are refused (429). text_s: time for a prompt to be rendered and tokenised, its wait included. template_s: processor
-    time of the chat template.
+    token. text_memory_bytes_max: memory that rendering and tokenising one prompt, or checking one shape, may take.
+    text_processes: prompts and shapes that are worked on at once, in processes of their own. text_waiting_max: prompts
+    and shapes that wait for them; more are refused (429). text_s: time for a prompt to be rendered and tokenised, or a
+    shape to be checked, its wait included. template_s: processor time of the chat template.
     ping_s: longest silence of a stream; then a comment is sent (an event `ping` where Anthropic's API has it).
     log_level: debug, info, warning or error. log_format: text, or json: one document a line.
     strict_fields: refuse fields and tools that nothing here reads, by name, instead of ignoring them.

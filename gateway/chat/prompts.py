@@ -8,7 +8,7 @@ from typing import Any
 
 from gateway.text.inline import Texts
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import Int32Array
+from kvforge.protocol.messages import Grammar, Int32Array
 from kvforge.text.tokenizer import TextStream, Tokenizer
 
 from .hygiene import Hygiene
@@ -104,6 +104,10 @@ class Prompts:
         if self._tokenizer is None:
             raise InvalidRequest(field, f"{NO_TOKENIZER}; {NAME_ONE}")
         return await self._texts.decode(ids)
+
+    async def check_shape(self, grammar: Grammar, field: str) -> None:
+        """See `Texts.check`."""
+        await self._texts.check(grammar, field)
 
     async def chat(
         self,

@@ -12,7 +12,7 @@ from gateway.chat.prompts import Rendered
 from gateway.chat.shapes import ANY, Shape
 from gateway.chat.tools import REQUIRED, Choice, Tool, checked
 from gateway.parse import Parser
-from gateway.parse.grammars import WRITTEN, Shaped, after_reasoning, calls_grammar
+from gateway.parse.grammars import WRITTEN, Shaped, after_reasoning, calls_grammar, schema_grammar
 from kvforge.protocol.errors import InvalidRequest
 from kvforge.protocol.messages import Grammar
 from kvforge.text.grammar import check
@@ -20,7 +20,7 @@ from kvforge.text.tokenizer import TextStream
 
 from . import answer
 from .service import Model
-from .shape_checks import check_shape, checking
+from .shape_checks import check_shape
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +56,8 @@ async def conversing(
     format_ = model.format
     in_reasoning = format_.starts_in_reasoning(rendered.ending)
     if shape.name or offered:
-        shape = await checking(partial(_shape, model, offered, choice, shape, in_reasoning))
-        await check_shape(shape)
+        shape = await _shape(model, offered, choice, shape, in_reasoning)
+        await check_shape(model.prompts, shape)
     schemas = {tool.name: tool.parameters for tool in offered} if offered else None
     if schemas is None and not format_.think[1] and format_.answer is None:
         return Conversing(rendered, partial(model.prompts.stream, continues=continued), None, shape)
@@ -69,20 +69,26 @@ async def conversing(
     )
 
 
-def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, in_reasoning: bool) -> Shape:
+async def _shape(model: Model, offered: Sequence[Tool], choice: Choice, shape: Shape, in_reasoning: bool) -> Shape:
     special = model.prompts.special_tokens
     must, strict = choice.kind == REQUIRED, [tool.name for tool in offered if tool.strict]
     if offered and must:
         shape = ANY  # of the text beside calls, and there is none
-    shaped = _shaped(shape, tools=bool(offered)) if shape.name and (offered or in_reasoning) else None
+    shaped: Shaped | None = None
+    if shape.name and (offered or in_reasoning):
+        await check_shape(model.prompts, shape)
+        shaped = _shaped(shape, tools=bool(offered))
     if offered and (must or strict or not choice.parallel or shaped is not None):
         if shaped is not None and model.format.name not in WRITTEN:
             problem = f"cannot be enforced together with tools in this model's format, {model.format.name}"
             raise InvalidRequest(shape.field, f"{problem}: give only one")
+        called = [tool for tool in offered if choice.name in ("", tool.name)]
         try:
+            for tool in called:
+                await model.prompts.check_shape(schema_grammar(tool.parameters), f"tools.{tool.name}.parameters")
             text = calls_grammar(
                 model.format,
-                {tool.name: tool.parameters for tool in offered if choice.name in ("", tool.name)},
+                {tool.name: tool.parameters for tool in called},
                 special=special,
                 must=must,
                 parallel=choice.parallel and not choice.name,

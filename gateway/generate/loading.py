@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import asyncio
 import logging
+from functools import partial
 from pathlib import Path
 
 from gateway.chat.hygiene import Hygiene
 from gateway.chat.prompts import Prompts
 from gateway.config import Settings
 from gateway.parse import Format, choose
-from gateway.text.inline import NoTexts
 from gateway.text.jobs import TextLimits
 from gateway.text.pool import TextPool
 from kvforge.protocol.configuration import expand
@@ -45,28 +44,22 @@ async def prompts_of(info: ModelInfo, settings: Settings) -> tuple[Prompts, Form
         text_s=settings.text_s,
         memory_bytes_max=settings.text_memory_bytes_max,
     )
-    pool = TextPool(
-        source,
-        limits,
-        template_file=template_file,
-        processes=settings.text_processes,
-        waiting_max=settings.text_waiting_max,
-    )
+    make = partial(TextPool, limits=limits, processes=settings.text_processes, waiting_max=settings.text_waiting_max)
+    pool = make(source, template_file=template_file)
     try:
-        # Each load takes seconds of processor time. They run in parallel, and the event loop answers meanwhile.
-        started, tokenizer = await asyncio.gather(
-            pool.start(), asyncio.to_thread(Tokenizer.load, source), return_exceptions=True
-        )
-        if isinstance(tokenizer, ModelNotFound | UnsupportedModel | InvalidRequest) and not settings.tokenizer:
+        # A helper loads the tokenizer first; the event loop answers meanwhile. The load in this process, which needs
+        # the vocabulary for each answer, blocks the loop: no process runs two threads. The model is served after it.
+        try:
+            await pool.start()
+            tokenizer = Tokenizer.load(source)
+        except (ModelNotFound, UnsupportedModel, InvalidRequest) as error:
+            if settings.tokenizer:
+                raise
             await pool.close()
-            log.warning("no tokenizer: %s; requests have to send token ids", tokenizer.message)
-            return Prompts(None, NoTexts(), hygiene), choose("")
-        if isinstance(tokenizer, BaseException):
-            raise tokenizer
+            log.warning("no tokenizer: %s; requests have to send token ids", error.message)
+            return Prompts(None, make(None), hygiene), choose("")
         if template_file:
             _use_template(tokenizer, template_file)
-        if started is not None:
-            raise started
         format_ = choose(tokenizer.chat_template, settings.tool_format)
         prompts = Prompts(tokenizer, pool, hygiene)
         await prompts.look(format_.write_calls)

@@ -1,46 +1,28 @@
-"""Checks of shapes beside the event loop: a schema of a few hundred bytes may take seconds."""
+"""Checks of shapes by the text helpers: a schema of a few hundred bytes may take llguidance seconds."""
 
 from __future__ import annotations
 
-import asyncio
-from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
-from typing import Any, TypeVar
-
+from gateway.chat.prompts import Prompts
 from gateway.chat.shapes import Shape
 from kvforge import Sampling
-from kvforge.protocol.errors import InvalidRequest, QueueFull
-
-CHECKS_MAX, WAITING_MAX, RETRY_MS = 2, 64, 1000
-T = TypeVar("T")
-_threads = ThreadPoolExecutor(CHECKS_MAX, thread_name_prefix="shapes")
-_waiting: set[asyncio.Future[Any]] = set()
+from kvforge.protocol.errors import InvalidRequest
 
 
-async def checking(work: Callable[[], T]) -> T:
-    """Do work that checks shapes in a thread; llguidance lets the loop run meanwhile.
+async def check_shape(prompts: Prompts, shape: Shape) -> None:
+    """Have a shape checked, so that `Sampling.message` has the answer at once, and raises it where it is a refusal.
 
     Args:
-        work: Reads and writes nothing that the loop changes.
+        prompts: The model's, with its text helpers.
+        shape: The shape.
 
     Raises:
-        QueueFull: Too many wait already.
+        InvalidRequest: The check takes too much time or memory; names the shape's field.
+        QueueFull: Too many texts and shapes wait for a helper.
+        DeadlineExceeded: The check, or its wait, takes longer than `text_s`.
     """
-    if len(_waiting) >= WAITING_MAX:
-        raise QueueFull(WAITING_MAX, RETRY_MS, "the gateway's queue of shapes to check")
-    task = asyncio.get_running_loop().run_in_executor(_threads, work)
-    _waiting.add(task)
-    task.add_done_callback(_waiting.discard)
-    return await task
-
-
-async def check_shape(shape: Shape) -> None:
-    """Have a shape checked, so that `Sampling.message` finds the answer at once, and raises where it is refused."""
-    if shape.name:
-        await checking(lambda: _check(shape))
-
-
-def _check(shape: Shape) -> None:
-    with suppress(InvalidRequest):
-        Sampling(**shape.named).message()
+    try:
+        grammar = Sampling(**shape.named).shape()
+    except InvalidRequest:
+        return  # `Sampling.message` raises it, where the request's name for it is known
+    if grammar is not None and grammar.kind != "json_object":
+        await prompts.check_shape(grammar, shape.field)

@@ -77,7 +77,7 @@ class Completions:
         """
         work = cls(call, asked)
         prompts = await prompts_of(asked, call.model)
-        await check_shape(shape_asked(asked))
+        await check_shape(call.model.prompts, shape_asked(asked))
         work.use(prompts)
         return work
 

@@ -299,11 +299,16 @@ def _mark(writing: Writing, text: str) -> str:
     return writing.mark(text) if text else ""
 
 
+def schema_grammar(schema: Mapping[str, Any]) -> Grammar:
+    """Return the grammar that `calls_grammar` checks for a tool's parameters."""
+    return Grammar(kind="json_schema", text=json.dumps({"type": "object", **schema}))
+
+
 def _schema(name: str, schema: Mapping[str, Any], strict: bool) -> Mapping[str, Any]:
     """The schema of a tool's arguments as far as it can be enforced. Raises InvalidRequest where it must be."""
     whole = {"type": "object", **schema}
     try:
-        check(Grammar(kind="json_schema", text=json.dumps(whole)), f"tools.{name}.parameters")
+        check(schema_grammar(schema), f"tools.{name}.parameters")
     except InvalidRequest:
         if strict:
             raise

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from typing import Any, Protocol
 
 import numpy as np
 
 from kvforge.protocol.errors import InvalidRequest
-from kvforge.protocol.messages import Int32Array
+from kvforge.protocol.messages import Grammar, Int32Array
+from kvforge.text.grammar import validated
 from kvforge.text.tokenizer import Tokenizer
 
 from .jobs import Decode, Encode, Render, Result, TextLimits
@@ -48,6 +50,13 @@ class Texts(Protocol):
     async def decode(self, ids: Int32Array) -> str:
         """Return the text of token ids."""
 
+    async def check(self, grammar: Grammar, field: str) -> None:
+        """Validate a shape, so that `kvforge.text.grammar.check` has the answer at once, be it yes or no.
+
+        Raises:
+            InvalidRequest: Its validation takes too much time or memory; names `field`.
+        """
+
     async def close(self) -> None:
         """End what it holds."""
 
@@ -78,6 +87,11 @@ class NoTexts:
         """See `Texts.decode`."""
         raise InvalidRequest("tokens", "there is no tokenizer")
 
+    async def check(self, grammar: Grammar, field: str) -> None:
+        """See `Texts.check`."""
+        with suppress(InvalidRequest):
+            validated(grammar, field)
+
     async def close(self) -> None:
         """See `Texts.close`."""
 
@@ -102,6 +116,11 @@ class InlineText:
     async def decode(self, ids: Int32Array) -> str:
         """See `Texts.decode`."""
         return self._work.do(Decode(ids=ids.astype("<i4").tobytes())).text
+
+    async def check(self, grammar: Grammar, field: str) -> None:
+        """See `Texts.check`."""
+        with suppress(InvalidRequest):
+            validated(grammar, field)
 
     async def close(self) -> None:
         """See `Texts.close`."""

@@ -6,6 +6,8 @@ from typing import Any
 
 import msgspec
 
+from kvforge.protocol.messages import Grammar
+
 HEAD_BYTES = 4
 # The gateway reads the end of a rendered prompt: a template may have begun the model's reasoning there.
 ENDING_CHARACTERS = 256
@@ -30,9 +32,15 @@ class TextLimits(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Load(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The first message: which tokenizer. template_file: a Jinja file in place of the model's own, or ""."""
+    """The first message.
 
-    source: str
+    Args:
+        source: The tokenizer; None: there is none.
+        template_file: A Jinja file in place of the model's own, or "".
+        limits: The bounds of each job.
+    """
+
+    source: str | None
     template_file: str
     limits: TextLimits
 
@@ -72,6 +80,13 @@ class Render(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     whole: bool = False
 
 
+class Check(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """A shape to validate. field: the request's name of it. The result's text: why it is refused, or ""."""
+
+    grammar: Grammar
+    field: str
+
+
 class Result(msgspec.Struct, frozen=True, tag=True):
     """ids: int32, little-endian."""
 
@@ -87,7 +102,7 @@ class Failed(msgspec.Struct, frozen=True, tag=True):
     fields: dict[str, Any]
 
 
-Job = Encode | Decode | Render
+Job = Encode | Decode | Render | Check
 Answer = Result | Failed
 FIRST = msgspec.msgpack.Decoder(Load)
 JOB: msgspec.msgpack.Decoder[Job] = msgspec.msgpack.Decoder(Job)

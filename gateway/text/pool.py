@@ -16,10 +16,11 @@ import numpy as np
 
 import kvforge
 from kvforge.process.leash import leashed
-from kvforge.protocol.errors import DeadlineExceeded, KvforgeError, QueueFull, Unavailable, restore
-from kvforge.protocol.messages import Int32Array
+from kvforge.protocol.errors import DeadlineExceeded, InvalidRequest, KvforgeError, QueueFull, Unavailable, restore
+from kvforge.protocol.messages import Grammar, Int32Array
 from kvforge.protocol.steady_clock import monotonic
 from kvforge.protocol.steady_timeout import steady_timeout
+from kvforge.text.grammar import known, note
 
 from .inline import ids_of
 from .jobs import (
@@ -27,6 +28,7 @@ from .jobs import (
     HEAD_BYTES,
     HELLO,
     LOADED,
+    Check,
     Decode,
     Encode,
     Failed,
@@ -52,7 +54,7 @@ class TextPool:
     """Helper processes of one model. Used with `async with`, or closed by `close`.
 
     Args:
-        source: The tokenizer, as `Tokenizer.load` takes it.
+        source: The tokenizer, as `Tokenizer.load` takes it; None: there is none, and shapes alone are checked.
         limits: Bounds of each job.
         template_file: A Jinja file in place of the model's own chat template.
         processes: How many jobs are done at once.
@@ -60,7 +62,13 @@ class TextPool:
     """
 
     def __init__(
-        self, source: str, limits: TextLimits, *, template_file: str = "", processes: int = 2, waiting_max: int = 256
+        self,
+        source: str | None,
+        limits: TextLimits,
+        *,
+        template_file: str = "",
+        processes: int = 2,
+        waiting_max: int = 256,
     ) -> None:
         self._load = Load(source=source, template_file=template_file, limits=limits)
         self._limits, self._waiting_max = limits, waiting_max
@@ -98,6 +106,11 @@ class TextPool:
     async def decode(self, ids: Int32Array) -> str:
         """See `Texts.decode`."""
         return (await self._do(Decode(ids=np.ascontiguousarray(ids, "<i4").tobytes()))).text
+
+    async def check(self, grammar: Grammar, field: str) -> None:
+        """See `Texts.check`."""
+        if not known(grammar):
+            note(grammar, (await self._do(Check(grammar=grammar, field=field))).text)
 
     async def close(self) -> None:
         """End all helpers; jobs that still run fail."""
@@ -137,7 +150,8 @@ class TextPool:
                 waiting = False
                 return await self._helped(job)
         except TimeoutError:
-            problem = f"rendering and tokenising took longer than {seconds:g} s"
+            work = f"{job.field}: checking the shape" if isinstance(job, Check) else "rendering and tokenising"
+            problem = f"{work} took longer than {seconds:g} s"
             raise DeadlineExceeded(f"{problem} (text_s in gateway.toml)") from None
         finally:
             self._waiting -= waiting
@@ -290,7 +304,11 @@ def _texts(content: object) -> list[str]:
 def _ended(job: Job, limits: TextLimits) -> KvforgeError:
     """The kernel ended it: a template that cannot be interrupted, or memory that a library could not do without."""
     if isinstance(job, Render):
-        problem = memory(limits).message.removeprefix("messages: ")
+        problem = memory(limits, job).message.removeprefix("messages: ")
         found = template_time(limits)
         return restore(found.code, f"{found.message}; or {problem}", found.fields)
-    return memory(limits)
+    if isinstance(job, Check):
+        problem = f"checking it takes more than {limits.text_s:g} s or {limits.memory_bytes_max} bytes of memory"
+        remedy = "make it simpler, or see text_s and text_memory_bytes_max in gateway.toml"
+        return InvalidRequest(job.field, f"{problem}; {remedy}")
+    return memory(limits, job)

@@ -19,7 +19,7 @@ from kvforge.process.leash import PR_SET_PDEATHSIG
 from kvforge.protocol.errors import InternalError, InvalidRequest, KvforgeError
 from kvforge.text.tokenizer import Tokenizer
 
-from .jobs import FIRST, HEAD_BYTES, JOB, Failed, Hello, Load, Loaded, Render, Result, TextLimits, framed
+from .jobs import FIRST, HEAD_BYTES, JOB, Check, Failed, Hello, Job, Load, Loaded, Render, Result, TextLimits, framed
 from .work import TextWork, token_bytes_max
 
 # The first message; later ones are a letter, and a process id.
@@ -56,10 +56,10 @@ def _serve(descriptor: int) -> None:
     with socket.socket(fileno=descriptor) as control:
         load = FIRST.decode(control.recv(FIRST_BYTES_MAX))
         try:
-            tokenizer = Tokenizer.load(load.source)
-            if load.template_file:
+            tokenizer = Tokenizer.load(load.source) if load.source is not None else None
+            if tokenizer is not None and load.template_file:
                 tokenizer.use_chat_template(Path(load.template_file).read_text(encoding="utf-8"))
-            longest = token_bytes_max(tokenizer)
+            longest = token_bytes_max(tokenizer) if tokenizer is not None else 1
         except KvforgeError as error:
             control.send(_body(Failed(error.code, error.message, error.fields)))
             return
@@ -153,6 +153,7 @@ class _Helper:
         _, most = resource.getrlimit(resource.RLIMIT_CPU)
         spent = resource.getrusage(resource.RUSAGE_SELF)
         until = int(spent.ru_utime + spent.ru_stime + limits.text_s) + GRACE_S
+        job: Job | None = None
         try:
             job = JOB.decode(body)
             renders = isinstance(job, Render)
@@ -175,12 +176,12 @@ class _Helper:
             if _out_of(error, _OutOfTime):
                 return _failed(template_time(limits))
             if _out_of(error, MemoryError):
-                return _failed(memory(limits))
+                return _failed(memory(limits, job))
             return _failed(error)
         except _OutOfTime:
             return _failed(template_time(limits))
         except MemoryError:
-            return _failed(memory(limits))
+            return _failed(memory(limits, job))
         except Exception as error:  # noqa: BLE001 - the gateway gets it as a fault of its own
             return _failed(InternalError(f"a text helper failed: {type(error).__name__}: {error}"))
 
@@ -191,8 +192,11 @@ def template_time(limits: TextLimits) -> InvalidRequest:
     return InvalidRequest("messages", f"{problem}; see template_s in gateway.toml")
 
 
-def memory(limits: TextLimits) -> InvalidRequest:
+def memory(limits: TextLimits, job: Job | None) -> InvalidRequest:
     """Return the error of a job that needs too much memory."""
+    if isinstance(job, Check):
+        problem = f"checking it needs more than {limits.memory_bytes_max} bytes of memory"
+        return InvalidRequest(job.field, f"{problem}; make it simpler, or see text_memory_bytes_max in gateway.toml")
     problem = f"rendering and tokenising needs more than {limits.memory_bytes_max} bytes of memory"
     return InvalidRequest("messages", f"{problem}; see text_memory_bytes_max in gateway.toml")
 

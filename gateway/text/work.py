@@ -7,9 +7,10 @@ from collections.abc import Callable
 import numpy as np
 
 from kvforge.protocol.errors import InvalidRequest
+from kvforge.text.grammar import validated
 from kvforge.text.tokenizer import Tokenizer
 
-from .jobs import ENDING_CHARACTERS, Decode, Encode, Job, Result, TextLimits
+from .jobs import ENDING_CHARACTERS, Check, Decode, Encode, Job, Result, TextLimits
 
 # A longer text is counted piece by piece first, so that a text of far too many tokens never takes their memory at once.
 PIECE_CHARACTERS = 1 << 20
@@ -59,11 +60,11 @@ def too_long(field: str, problem: str, tokens: int, context: int) -> InvalidRequ
 
 
 class TextWork:
-    """Does jobs with one tokenizer."""
+    """Does jobs with one tokenizer, or without one those alone that need none."""
 
-    def __init__(self, tokenizer: Tokenizer, limits: TextLimits, longest: int = 0) -> None:
-        self._tokenizer, self._limits = tokenizer, limits
-        self._size = SizeCheck(limits, longest or token_bytes_max(tokenizer))
+    def __init__(self, tokenizer: Tokenizer | None, limits: TextLimits, longest: int = 0) -> None:
+        self._given, self._limits = tokenizer, limits
+        self._size = SizeCheck(limits, longest or (token_bytes_max(tokenizer) if tokenizer is not None else 1))
 
     def do(self, job: Job, rendered: Callable[[], None] = lambda: None) -> Result:
         """Do one job.
@@ -75,6 +76,8 @@ class TextWork:
         Raises:
             InvalidRequest: The template refuses the conversation, or the text is too long or no Unicode.
         """
+        if isinstance(job, Check):
+            return Result(text=validated(job.grammar, job.field))
         if isinstance(job, Decode):
             return Result(text=self._tokenizer.decode(np.frombuffer(job.ids, "<i4").tolist()))
         if isinstance(job, Encode):
@@ -83,6 +86,12 @@ class TextWork:
         rendered()
         ids = self._encode(text, "messages", special=False) if job.tokens else b""
         return Result(ids, text if job.whole else text[-ENDING_CHARACTERS:])
+
+    @property
+    def _tokenizer(self) -> Tokenizer:
+        if self._given is None:
+            raise InvalidRequest("prompt", "there is no tokenizer")
+        return self._given
 
     def _encode(self, text: str, field: str, *, special: bool) -> bytes:
         limits = self._limits

@@ -82,9 +82,17 @@ class Sampling:
         given = {field.name: getattr(self, field.name) for field in fields(self) if field.name not in SHAPES}
         chosen = {name: value for name, value in given.items() if value is not None or name not in OPTIONAL}
         values = {name: _checked(name, value) for name, value in chosen.items()}
-        return messages.Sampling(**values, grammar=self._shape())
+        grammar = self.shape()
+        if grammar is not None and grammar.kind != "json_object":
+            check(grammar)
+        return messages.Sampling(**values, grammar=grammar)
 
-    def _shape(self) -> messages.Grammar | None:
+    def shape(self) -> messages.Grammar | None:
+        """Return the grammar of the answer, which llguidance has not checked yet; None: any text.
+
+        Raises:
+            InvalidRequest: Names the wrong field.
+        """
         named = [name for name in SHAPES if getattr(self, name) is not None and getattr(self, name) is not False]
         if not named:
             return None
@@ -100,9 +108,7 @@ class Sampling:
             value = _as_json(field, value)
         if not isinstance(value, str):
             raise InvalidRequest(field, f"is {shown(value)}; it must be a {WORDS[named[0]]}")
-        grammar = messages.Grammar(kind=KINDS[named[0]], text=value)
-        check(grammar, field)
-        return grammar
+        return messages.Grammar(kind=KINDS[named[0]], text=value)
 
 
 def _as_json(field: str, schema: Mapping[str, Any]) -> str:

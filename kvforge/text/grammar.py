@@ -7,9 +7,10 @@ process.
 
 from __future__ import annotations
 
-import functools
+import hashlib
 import json
 import re
+from collections import OrderedDict
 from typing import Any
 
 from kvforge.protocol.errors import InvalidRequest
@@ -27,7 +28,7 @@ OPTIONS, STRICT = "x-guidance", {"lenient": False, "coerce_one_of": False}
 # Between two parts of a document. Small models are known to write blanks until their answer is cut off.
 BLANKS = {"whitespace_pattern": r"[\x20\x0A\x0D\x09]{1,32}"}
 PROBLEM_LENGTH_MAX = 300
-VALIDATED_MAX = 64  # grammars of which it is kept whether they can be enforced
+VERDICTS_MAX = 4096  # remembered answers of llguidance; each takes less than 1 KB
 # By which a matcher fails that would take longer than about 0.1 s for a mask, or more memory than 100 MB.
 ITEMS_LIMITS: dict[str, Any] = {
     "initial_lexer_fuel": 200_000,
@@ -39,6 +40,7 @@ ITEMS_LIMITS: dict[str, Any] = {
 _LOOKS_AWAY = "Unimplemented"  # how a warning begins where a grammar has asked for leniency
 _UNIMPLEMENTED = re.compile(r"Unimplemented keys: (\[.*?\])")
 _UNKNOWN_FORMAT = re.compile(r"Unknown format: (\S+)")
+_verdicts: OrderedDict[bytes, str] = OrderedDict()  # by the digest of a grammar's words, the oldest use first
 
 
 def check(grammar: Grammar, field: str = "") -> None:
@@ -46,23 +48,78 @@ def check(grammar: Grammar, field: str = "") -> None:
     by default as `kvforge.Sampling` does. Where llguidance is not installed the worker finds what is beyond the bounds.
     """
     field = field or FIELDS[grammar.kind]
+    if problem := validated(grammar, field):
+        raise InvalidRequest(field, problem)
+
+
+def validated(grammar: Grammar, field: str) -> str:
+    """Return why llguidance cannot enforce a grammar. A new grammar may take it 10 s; its answer is remembered.
+
+    Args:
+        grammar: The grammar.
+        field: The caller's name of it.
+
+    Returns:
+        "" where llguidance enforces it, or is not installed.
+
+    Raises:
+        InvalidRequest: The grammar is out of bounds.
+    """
     schema = _bounded(grammar, field)
     try:
-        failed, told = _validated(_words(grammar, schema))
+        words = _words(grammar, schema)
+        problem = _remembered(words)
+        if problem is None:
+            problem = _validate(words, str(schema.get("$schema")))
+            _remember(words, problem)
     except ImportError:
-        return
-    wrong = told[0] if failed else overlooked(told)
-    if wrong:
-        raise InvalidRequest(field, explained(wrong, str(schema.get("$schema"))))
+        return ""
+    return problem
 
 
-@functools.lru_cache(maxsize=VALIDATED_MAX)
-def _validated(text: str) -> tuple[bool, list[str]]:
-    """Whether llguidance refuses a grammar, and its words. It takes up to 10 s, and lets other threads run meanwhile:
-    a gateway has it done by one, and finds the answer here."""
+def known(grammar: Grammar) -> bool:
+    """Return whether `check` answers at once: the answer is remembered, or needs no llguidance."""
+    try:
+        return _remembered(_words(grammar, _bounded(grammar, FIELDS[grammar.kind]))) is not None
+    except (ImportError, InvalidRequest):
+        return True
+
+
+def note(grammar: Grammar, problem: str) -> None:
+    """Remember the answer of `validated` in another process.
+
+    Args:
+        grammar: A grammar within the bounds.
+        problem: The answer.
+    """
+    _remember(_words(grammar, _bounded(grammar, FIELDS[grammar.kind])), problem)
+
+
+def _validate(words: str, dialect: str) -> str:
+    """Have llguidance validate a grammar."""
     from llguidance import LLMatcher
 
-    return LLMatcher.validate_grammar_with_warnings(text, limits=limits())
+    failed, warnings = LLMatcher.validate_grammar_with_warnings(words, limits=limits())
+    wrong = warnings[0] if failed else overlooked(warnings)
+    return explained(wrong, dialect) if wrong else ""
+
+
+def _remembered(words: str) -> str | None:
+    key = _digest(words)
+    if key in _verdicts:
+        _verdicts.move_to_end(key)
+    return _verdicts.get(key)
+
+
+def _remember(words: str, problem: str) -> None:
+    _verdicts[_digest(words)] = problem
+    _verdicts.move_to_end(_digest(words))
+    while len(_verdicts) > VERDICTS_MAX:
+        _verdicts.popitem(last=False)
+
+
+def _digest(words: str) -> bytes:
+    return hashlib.sha256(words.encode("utf-8", "surrogatepass")).digest()
 
 
 def compiled_text(grammar: Grammar) -> str:

@@ -1,0 +1,70 @@
+"""No process runs two Python threads (ARCHITECTURE.md): nothing that is installed starts one."""
+
+from __future__ import annotations
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PACKAGES = ("coordinator", "worker", "gateway", "kvforge", "loadtest", "protocol")
+# Each of these starts a thread, wherever it comes from.
+STARTERS = frozenset({"ThreadPoolExecutor", "ThreadPool", "to_thread", "run_in_executor", "run_in_threadpool"})
+LOW_LEVEL = frozenset({"start_new_thread", "start_new", "start_joinable_thread"})
+CLASSES = frozenset({"Thread", "Timer"})
+# By file: the reason for its threads. asyncio's own, for names of hosts, is in no file here.
+ALLOWED: dict[str, str] = {}
+
+
+def threads(source: str) -> list[str]:
+    """Return where a source starts threads: the line, and the name. An annotation `threading.Thread` starts none."""
+    found = list[str]()
+    for node in ast.walk(ast.parse(source)):
+        names = set[str]()
+        if isinstance(node, ast.Attribute):
+            names = {node.attr} & (STARTERS | LOW_LEVEL)
+        elif isinstance(node, ast.Name):
+            names = {node.id} & (STARTERS | LOW_LEVEL)
+        elif isinstance(node, ast.ImportFrom):
+            imported = {alias.name for alias in node.names}
+            names = imported & (STARTERS | LOW_LEVEL | (CLASSES if node.module == "threading" else frozenset()))
+        elif isinstance(node, ast.Call | ast.ClassDef):
+            used = [node.func, *node.args] if isinstance(node, ast.Call) else node.bases
+            names = {each.attr for each in used if isinstance(each, ast.Attribute) and _threading(each)} & CLASSES
+        found += [f"{getattr(node, 'lineno', 0)}: {name}" for name in sorted(names)]
+    return found
+
+
+def _threading(node: ast.Attribute) -> bool:
+    return isinstance(node.value, ast.Name) and node.value.id == "threading"
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_package_starts_a_thread(package: str) -> None:
+    files = sorted((ROOT / package).rglob("*.py"))
+    assert files
+    found = {str(file.relative_to(ROOT)): threads(file.read_text(encoding="utf-8")) for file in files}
+    assert {file: lines for file, lines in found.items() if lines and file not in ALLOWED} == {}
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "import threading\nthreading.Thread(target=print).start()",
+        "import threading\nclass A(threading.Thread): ...",
+        "import threading\nthreading.Timer(1, print)",
+        "from threading import Thread as T\nT()",
+        "from concurrent.futures import ThreadPoolExecutor",
+        "import concurrent.futures as f\nf.ThreadPoolExecutor()",
+        "import asyncio\nasyncio.to_thread(print)",
+        "loop.run_in_executor(None, print)",
+        "import _thread\n_thread.start_new_thread(print, ())",
+    ],
+)
+def test_each_way_to_start_a_thread_is_found(source: str) -> None:
+    assert threads(source)
+
+
+def test_a_thread_that_is_named_and_not_started_is_none() -> None:
+    assert not threads("import threading\nowner: dict[str, threading.Thread] = {}\nthreading.current_thread()")
