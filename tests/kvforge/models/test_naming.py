@@ -12,7 +12,7 @@ from kvforge.models.naming import name_of
 @pytest.mark.parametrize(
     ("path", "name"),
     [
-        ("/root/.cache/kvforge/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m"),
+        ("/home/ada/.cache/kvforge/models/smollm2-135m/SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m"),
         ("/var/lib/kvforge/SmolLM2-135M-Instruct.Q4_1.gguf", "smollm2-135m"),
         ("/hub/models--org--repo-1.5/snapshots/0123abc", "org/repo-1.5"),
         ("/hub/models--org--re--po/snapshots/0123abc", "org/re--po"),
