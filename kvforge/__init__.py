@@ -38,6 +38,7 @@ if TYPE_CHECKING:
         KernelError,
         KeyReused,
         KvforgeError,
+        MessageRefused,
         ModelNotFound,
         NotAHolder,
         NotAllowed,

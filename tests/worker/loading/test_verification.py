@@ -55,7 +55,7 @@ def test_a_model_that_16_bits_round_hard_is_served(
     wide = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, **keywords)
     theirs = distance(eager(narrow), eager(wide))
     assert theirs > TOLERANCE[dtype], "else it would be no such model"
-    with caplog.at_level("INFO", "worker.loading.verification"):
+    with caplog.at_level("DEBUG", "worker.loading.verification"):
         assert load(folder, cpu, dtype=str(dtype).removeprefix("torch.")).dtype == dtype
     assert "of the largest from float32, transformers' own" in caplog.text
 
