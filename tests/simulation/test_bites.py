@@ -113,6 +113,24 @@ def run_crowded(seed: int) -> Outcome:
     return play(seed, CROWDED, drawer.actions(), EVENTS, check_every=4)
 
 
+# Looked for in worlds without standstills: with them, 200 seeds do not show it, and without them seed 45 does.
+STEADY = {"error_names_others"}
+
+
+def run_steady(seed: int) -> Outcome:
+    """The world of a seed, in which the coordinator never stands still."""
+    settings = replace(drawn(seed)[0], stand_gap_us=0)
+    drawer = Drawer(settings, Draws(f"actions/{seed}"), Draws(f"deaths/{seed}"))
+    return play(seed, settings, drawer.actions(), EVENTS, check_every=4)
+
+
+def run_of(name: str, seed: int) -> Outcome:
+    """The world in which a planted fault is looked for."""
+    if name in STEADY:
+        return run_steady(seed)
+    return run_crowded(seed) if name in IN_A_CROWD else run_seed(seed, EVENTS, check_every=4)
+
+
 def run_mortal(seed: int, name: str) -> Outcome:
     """The world of a seed, and in it the coordinator dies whether it does in the drawn one or not. Nobody talks on. For
     a fault of ranks some workers have several."""
@@ -128,7 +146,7 @@ def found_by(name: str) -> tuple[int | None, str]:
     likely = LIKELY.get(name, 0)
     with plant(name):
         for seed in (likely, *(seed for seed in range(SEEDS_MAX) if seed != likely)):
-            outcome = run_crowded(seed) if name in IN_A_CROWD else run_seed(seed, EVENTS, check_every=4)
+            outcome = run_of(name, seed)
             if outcome.error:
                 return seed, outcome.error
     return None, ""
