@@ -13,6 +13,7 @@ import json
 import os
 import signal
 import sys
+from collections.abc import Callable, Coroutine
 from contextlib import suppress
 from dataclasses import asdict
 from typing import Any
@@ -82,7 +83,7 @@ def main() -> int:
     """The program."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # who started us says when to stop
     try:
-        run = asyncio.run
+        run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
         with suppress(ImportError):
             import uvloop
 

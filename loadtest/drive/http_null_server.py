@@ -13,7 +13,7 @@ import asyncio
 import heapq
 import signal
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from contextlib import suppress
 from functools import lru_cache
 from itertools import count
@@ -242,7 +242,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--first-ms", type=float, default=0.0, metavar="T", help="until the first token [0]")
     options = top.parse_args(argv)
-    run = asyncio.run
+    run: Callable[[Coroutine[Any, Any, None]], None] = asyncio.run
     with suppress(ImportError):
         import uvloop
 

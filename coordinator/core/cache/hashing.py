@@ -59,7 +59,7 @@ class BlockHasher:
         if not count:
             return NO_HASHES
         own = self.blocks(tokens[: count * self._block_size].reshape(count, self._block_size))
-        total: Hashes = (own * self._inverse_powers[:count]).cumsum()
+        total: Hashes = (own * self._inverse_powers[:count]).cumsum(dtype=np.uint64)
         total += np.uint64(start)
         total *= self._powers[:count]
         return total
