@@ -82,6 +82,7 @@ def meanings(cls: type[msgspec.Struct]) -> dict[str, str]:
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         text = " ".join(inspect.cleandoc(base.__dict__.get("__doc__") or "").partition("\n\n")[2].split())
+        text = text.rpartition("Attributes: ")[2]
         names = "|".join(cls.__struct_fields__)
         parts = re.split(rf"(?:^|(?<=[.;] ))((?:{names})(?:, (?:{names}))*): ", text)
         for heads, meaning in zip(parts[1::2], parts[2::2], strict=True):

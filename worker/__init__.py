@@ -1,4 +1,5 @@
-"""One GPU's part: its weights, its KV memory, and the steps that the coordinator sends.
+"""The worker: one GPU's weights, its KV memory, and the execution of the steps that the coordinator sends.
 
-Law: it decides nothing. Rooms, each above those after it: step; loading; kernels; attention and sampling; device.
+Law: a worker makes no scheduling decision. Each package may import only those after it in this order: step; loading;
+kernels; attention and sampling; device.
 """

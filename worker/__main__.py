@@ -1,9 +1,15 @@
-"""python -m worker --config FILE.toml [--check]
+"""Run a worker: `python -m worker --config FILE.toml [--check]`.
 
-Exit status: as `protocol.exits` has it: 0 stopped as asked; 1 the device failed, or the coordinator has no room for
-this worker at present (a new start may help); 2 wrong configuration or no such model; 3 could not start, and would not
-again (model not supported, a kernel that is wrong here or does not compile, no torch, refused by the coordinator); 4 no
-coordinator in time. Whoever restarts workers does so after 1 and 4.
+Exit status (see `protocol.exits`):
+
+    0  stopped on request
+    1  the device failed, or the coordinator has no room for this worker at present: a restart may help
+    2  invalid configuration, or the model was not found
+    3  cannot start, and a restart would not help: unsupported model, a kernel that does not compile or gives wrong
+       results on this device, torch missing, or rejected by the coordinator
+    4  no coordinator answered in time
+
+A supervisor restarts a worker after 1 and 4.
 """
 
 from __future__ import annotations
@@ -40,23 +46,23 @@ from .model_path import find_model
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs a worker until it is told to stop. Returns the exit status."""
+    """Run a worker until it is stopped, and return its exit status."""
     parser = Parser(prog="python -m worker", description=__doc__)
     parser.add_argument("--config", type=Path, required=True, help="TOML file")
-    parser.add_argument("--check", action="store_true", help="see whether model and device are there, and end")
+    parser.add_argument("--check", action="store_true", help="check the model and the device, then exit")
     options = parser.parse_args(arguments)
     try:
         config = load_config(options.config)
         logs.configure(config.name, config.log_level, config.log_format)
-        # torch makes this folder as soon as it is imported, in /tmp unless it is told where compiled code may stay.
+        # torch creates this folder on import, in /tmp by default. Compiled code belongs in kvforge's cache.
         os.environ.setdefault("TORCHINDUCTOR_CACHE_DIR", str(default_cache_dir() / "inductor"))
         model = find_model(config)
         if options.check:
             return _check(config, model)
         with closing(Place(config.runtime_path, config.name)) as place:
-            cores = choose(place, config.threads, os.environ)  # before torch, whose OpenMP reads it
+            cores = choose(place, config.threads, os.environ)  # before OpenMP reads it, on torch's import
             from .step.loop import (
-                Worker,  # torch takes seconds to import: what is wrong with settings and files is told before
+                Worker,  # slow: imports torch, so settings and files are checked first
             )
 
             Worker(config, cores, place).run()
@@ -69,9 +75,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _check(config: WorkerConfig, model: str) -> int:
-    """Imports what a worker needs and opens its device, and says as JSON what it found. Nothing is loaded.
+    """Import the dependencies, open the device and print a JSON description. Load no model.
 
-    Raises ImportError, InvalidConfiguration.
+    Raises:
+        ImportError: torch or transformers is missing.
+        InvalidConfiguration: The configured device is not available.
     """
     import torch
     import transformers
@@ -86,8 +94,8 @@ def _check(config: WorkerConfig, model: str) -> int:
 
 
 def leave(status: int) -> NoReturn:
-    """Ends this process."""
-    ranks = sys.modules.get("worker.device.ranks")  # torch takes seconds to import
+    """End this process with an exit status."""
+    ranks = sys.modules.get("worker.device.ranks")  # None before the worker has imported torch
     if ranks is not None and ranks.must_leave_at_once():
         logging.shutdown()
         sys.stdout.flush()
@@ -96,7 +104,7 @@ def leave(status: int) -> NoReturn:
     sys.exit(status)
 
 
-# What may be over when this worker is started again: a device, or which other workers are connected.
+# Errors that a restart may clear: the device failed, or the set of connected workers has changed.
 PASSING = WorkerError, InternalError, Conflict, CapacityExceeded
 
 
@@ -105,16 +113,16 @@ def _fail(error: KvforgeError) -> int:
     if isinstance(error, CoordinatorUnavailable):
         return TIMED_OUT
     status = status_of(error)
-    # What is no fault of this machine is a coordinator's refusal: it would refuse a new start too.
+    # Any other error that is not this machine's is a rejection by the coordinator, which would reject a restart too.
     return UNAVAILABLE if status == FAILED and not isinstance(error, PASSING) else status
 
 
 if __name__ == "__main__":
-    # A coordinator that finds this worker hung asks for its stack before it kills it.
+    # The coordinator requests a stack dump from a hung worker before it kills the process.
     faulthandler.register(signal.SIGUSR1, all_threads=True, chain=False)
     try:
         status = main()
-    except Exception:  # noqa: BLE001 - told as Python tells it
+    except Exception:  # noqa: BLE001 - a bug: print the traceback
         traceback.print_exc()
         status = FAILED
     leave(status)

@@ -1,4 +1,4 @@
-"""A worker's configuration: one frozen structure, validated once."""
+"""Worker configuration: one frozen structure, validated once."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ ATTENTIONS = ("auto", "triton", "reference")
 KERNELS = ("auto", "reference")
 GRAPHS = ("auto", "on", "off")
 BATCH_INVARIANT, FAST = DETERMINISMS = ("batch-invariant", "fast")
-# Where nothing is said: half a gibibyte on a CPU, whose memory others use too; of a GPU, which is ours, so much of what
-# is free, less what steps and graphs were seen to take. The rest is for what no trial shows.
+# Default pool sizes. A CPU's memory is shared with other processes: half a GiB. A GPU belongs to this worker: a share
+# of its free memory, less what the trial of steps and graphs took. The remainder covers what no trial shows.
 CPU_KV_BYTES = 512 << 20
 GPU_FREE_SHARE = 0.96
 WATCH_US, WATCH_CORES_MIN = 200, 4
@@ -29,39 +29,50 @@ COLLECTIVES = ("auto", "gloo", "nccl")
 
 
 class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Everything a worker can be told.
+    """Settings of one worker process.
 
-    name: unique among the coordinator's workers. runtime_dir: where the coordinator's sockets are.
-    endpoint: `tcp://HOST:PORT` of a coordinator that is reached over a network, "": the socket in runtime_dir. The
-    coordinator's shared tables must be here too, at the same path (a container that mounts its folder). server_key: the
-    coordinator's public key then. key_file: this worker's own keys then.
-    model: a path or a known name. load_format: auto, gguf, safetensors, or dummy: random weights.
-    device: auto (a GPU where there is one), cpu, cuda or hip. device_index: which of the GPUs.
-    dtype: of weights and activations: auto (as the model says), float32, float16 or bfloat16. kv_dtype: of the KV
-    cache: as dtype, int8 or fp8.
-    kv_bytes, blocks, memory_share: the size of the KV pool; at most one may be set, and 0 means not set. Without any,
-    the pool takes all the memory of a GPU that steps leave free, or half a GiB on a CPU. memory_share: the part of a
-    GPU's memory, 0 to 1, that the worker takes altogether: weights, steps, graphs and pool.
-    threads: CPU threads of torch; 0: its share of the cores. coordinator_wait_s: how long to wait for a coordinator.
-    watch_us: for how long after a message to look for the next step in shared memory before sleeping (0: not at all,
-    -1: 200 where there are 4 cores or more).
-    weight_dtype: what weights are multiplied as on a CPU: as `dtype` says, in int8 or int4, or (auto) as a quantised
-    GGUF file has them.
-    attention: the kernels, the plain-torch reference, or (auto) the fastest that the device can run. kernels: auto, or
-    reference: attention, layers, sampling and copies all in plain torch, and no kernel of Triton's anywhere.
-    determinism: batch-invariant: a request's tokens and log-probabilities do not depend on what is computed beside it;
-    fast: they may, in their last bits. `kvforge health` says whether it holds for the model.
-    graphs: whether decode steps are captured; auto: on a GPU. graph_rows_max: of batches of up to so many rows.
-    grammar_s, grammar_memory_bytes: seconds of a core and bytes of memory that a grammar may take to compile and to
-    begin an answer by, in another process, before it is used; more is refused. grammars_waiting_max: how many may wait
-    there.
-    ranks: processes that compute the model together, each with a part of it (tensor parallel); all have one name.
-    rank: which of them this is, from 0 on. collectives: by what they exchange numbers: nccl (RCCL on AMD, where each
-    has a GPU of its own), gloo (through the host's memory), or auto: on GPUs nccl, and where that gives the same bits
-    through each other's memory, which is faster.
-    context_tokens_max: the longest sequence, prompt and answer; 0: what the model is said to have. More than that is
-    possible only as far as its rotary embedding is scaled for it.
-    seed: of random weights. log_level: debug, info, warning or error. log_format: text, or json: one document a line.
+    Attributes:
+        name: Unique among the coordinator's workers. All ranks of one worker share it.
+        model: A path, or the name of a fetched model.
+        runtime_dir: Folder of the coordinator's sockets.
+        endpoint: `tcp://HOST:PORT` for a coordinator behind a network; "" for the socket in `runtime_dir`.
+            The coordinator's shared tables must be visible at the same path (for a container: mount their folder).
+        server_key: The coordinator's public key, for a network endpoint.
+        key_file: This worker's own key pair, for a network endpoint.
+        load_format: auto, gguf, safetensors, or dummy (random weights).
+        device: auto (a GPU if there is one), cpu, cuda or hip.
+        device_index: Index of the GPU.
+        dtype: Dtype of weights and activations: auto (the model's own), float32, float16 or bfloat16.
+        weight_dtype: Precision of weight products on a CPU: `dtype`, int8, int4, or auto (as stored in a quantised GGUF
+            file).
+        kv_dtype: Dtype of the KV cache: auto (same as `dtype`), int8 or fp8.
+        kv_bytes: Size of the KV pool in bytes. Set at most one of `kv_bytes`, `blocks` and `memory_share`; 0 means
+            unset. Without any, the pool takes all GPU memory that steps leave free, or half a GiB on a CPU.
+        blocks: Size of the KV pool in blocks.
+        memory_share: Share of a GPU's memory, 0 to 1, for weights, steps, graphs and pool together.
+        attention: auto (the fastest that the device runs), triton, or reference (plain torch).
+        kernels: auto, or reference: attention, layers, sampling and copies in plain torch, without any Triton kernel.
+        determinism: batch-invariant: a request's tokens and log-probabilities do not depend on the rest of the batch;
+            fast: they may differ in the last bits. `kvforge health` shows whether the model guarantees it.
+        graphs: Whether decode steps run from captured graphs: on, off, or auto (on a GPU).
+        graph_rows_max: Largest batch, in rows, that runs from a captured graph.
+        threads: CPU threads of torch; 0: this worker's share of the cores.
+        seed: Seed of random weights.
+        context_tokens_max: Longest sequence (prompt and answer) in tokens; 0: the model's context length. A larger
+            value needs a rotary embedding that is scaled for it.
+        ranks: Processes that compute the model together (tensor parallelism).
+        rank: Index of this process, from 0 to `ranks` - 1.
+        collectives: Transport between ranks: nccl (RCCL on AMD; one GPU each), gloo (through host memory), or auto. On
+            GPUs auto is nccl, replaced by direct access to the other ranks' memory where it gives the same bits faster.
+        coordinator_wait_s: Seconds to wait for a coordinator.
+        grammar_s: Core seconds that a grammar may take to compile and to start an answer, tried in a separate process.
+            Grammars above this limit are rejected.
+        grammar_memory_bytes: Memory limit of the same trial.
+        grammars_waiting_max: Most grammars that may wait for their trial.
+        watch_us: Microseconds to poll shared memory for the next step after a message before sleeping. 0: never poll;
+            -1: 200 on machines with 4 or more cores, else 0.
+        log_level: debug, info, warning or error.
+        log_format: text, or json (one document per line).
     """
 
     name: str
@@ -150,13 +161,20 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
     @property
     def watched_us(self) -> int:
-        """`watch_us`, chosen."""
+        """Return `watch_us` with -1 resolved for this machine, in microseconds."""
         if self.watch_us >= 0:
             return self.watch_us
         return WATCH_US if len(os.sched_getaffinity(0)) >= WATCH_CORES_MIN else 0
 
     def coordinator(self) -> tuple[str, Proof | None]:
-        """Where the coordinator is, and what it lets this worker in for. Raises InvalidConfiguration."""
+        """Return the coordinator's endpoint and this worker's credentials for it.
+
+        Returns:
+            The endpoint, and the key pair to present; None for a local socket.
+
+        Raises:
+            InvalidConfiguration: A key is missing or cannot be read.
+        """
         endpoint = self.endpoint or worker_endpoint(self.runtime_path)
         return endpoint, proof_for(endpoint, self.server_key, expand(self.key_file) if self.key_file else None)
 
@@ -167,5 +185,9 @@ class WorkerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 def load_config(path: Path) -> WorkerConfig:
-    """Reads a TOML file. Raises InvalidConfiguration."""
+    """Read a TOML file.
+
+    Raises:
+        InvalidConfiguration: The file cannot be read, or a value is invalid.
+    """
     return load(path, WorkerConfig)

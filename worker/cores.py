@@ -1,11 +1,11 @@
-"""The cores that a worker computes on: how many are its share, and how its threads wait for each other.
+"""CPU cores of a worker: how many are its share, and how its threads wait for each other.
 
-Threads that look for work without sleeping make a decode step up to 1.7 times as fast where the cores are theirs alone,
-and 4 times as slow where one other process wants a core all the time. So it is measured which it is: once, before torch
-is loaded, because its OpenMP reads its environment then and never again. They look for a moment after each of the many
-parts of a step, which is longer than what lies between two of them; the threads of an idle worker sleep.
+Spinning threads make a decode step up to 1.7 times as fast when the cores are the worker's alone, and 4 times as slow
+when another process keeps one core busy. The worker measures this once, before it loads torch, because OpenMP reads its
+environment only then. Threads spin briefly after each of the many parallel sections of a step, longer than the gap
+between two sections; the threads of an idle worker sleep.
 
-Workers of one runtime folder share the cores: each has a name that all see while it runs, and counts the others.
+Workers of one runtime folder share the cores: each binds a socket name that all can see, and counts the other names.
 """
 
 from __future__ import annotations
@@ -23,17 +23,23 @@ from pathlib import Path
 
 SOCKETS = Path("/proc/net/unix")
 PROCESSES = Path("/proc")
-SPINS = 10_000  # looks of libgomp before it sleeps: 1000 are too few for what lies between two parts of a step
+SPINS = 10_000  # iterations of libgomp before it sleeps: 1000 are too few for the gap between two sections
 WINDOW_S = 0.1
-BUSY_MAX = 0.4  # cores: what others may use of those that are to be ours alone
+BUSY_MAX = 0.4  # cores that other processes may use while ours still count as exclusive
 SAID = ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT")
 TICKS_PER_S = os.sysconf("SC_CLK_TCK")
 
 
 @dataclass(frozen=True)
 class Cores:
-    """count: those that this process may use. others: more workers of the same folder. waiting: how threads wait for
-    each other, for people. wanted: threads that the configuration asks for, 0: none said."""
+    """The cores and threads of this worker.
+
+    Attributes:
+        count: Cores that this process may use.
+        others: Other workers of the same runtime folder.
+        waiting: How threads wait for each other, in words.
+        wanted: Threads that the configuration sets; 0: not set.
+    """
 
     count: int
     others: int = 0
@@ -42,18 +48,18 @@ class Cores:
 
     @property
     def threads(self) -> int:
-        """How many to compute with."""
+        """Threads to compute with."""
         return self.wanted or max(1, self.count // (1 + self.others))
 
     def describe(self) -> str:
-        """For the log and for `kvforge health`."""
+        """Return a description for the log and for `kvforge health`."""
         threads = "1 thread" if self.threads == 1 else f"{self.threads} threads, {self.waiting}"
         shared = f", shared with {self.others} more workers" if self.others else ""
         return f"{threads}; {self.count} cores{shared}"
 
 
 def usable(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/cgroup")) -> int:
-    """Cores that this process may keep busy: those it may run on, or fewer where its control group has a quota."""
+    """Return the cores that this process may keep busy: its CPU affinity, or less if its cgroup has a quota."""
     count = len(os.sched_getaffinity(0))
     with suppress(OSError, ValueError):
         path = groups.read_text(encoding="ascii").strip().rpartition("::")[2].strip("/")
@@ -67,32 +73,34 @@ def usable(groups: Path = Path("/proc/self/cgroup"), root: Path = Path("/sys/fs/
 
 
 class Place:
-    """This worker among those of its runtime folder: a socket with a name and without a file, which ends with it."""
+    """A worker's registration in its runtime folder: an abstract socket, released when the worker exits."""
 
     def __init__(self, runtime: Path, name: str) -> None:
         folder = hashlib.blake2b(bytes(runtime.absolute()), digest_size=16).hexdigest()
         self._folder = f"kvforge-cores-{folder}-"
         self._name = self._folder + hashlib.blake2b(name.encode(), digest_size=8).hexdigest()
         self._socket = socket.socket(socket.AF_UNIX)
-        with suppress(OSError):  # another of this name, which the coordinator will refuse
+        with suppress(OSError):  # the name is taken: the coordinator will reject this worker
             self._socket.bind("\0" + self._name)
 
     def others(self) -> int:
-        """How many more workers of the folder there are."""
+        """Return the number of other workers in the folder."""
         with suppress(OSError):
             names = [line.rpartition(" @")[2] for line in SOCKETS.read_text(errors="replace").splitlines()]
             return len({name for name in names if name.startswith(self._folder)} - {self._name})
         return 0
 
     def close(self) -> None:
-        """It computes elsewhere, or ends."""
+        """Withdraw the registration: the worker computes on a GPU, or exits."""
         self._socket.close()
 
 
 def _busy_ticks(cores: set[int]) -> int:
-    """Of these cores since the machine started, in clock ticks; what a hypervisor took counts.
+    """Return the busy time of these cores since boot, in clock ticks, including time stolen by a hypervisor.
 
-    Errors: OSError, ValueError, where it does not say.
+    Raises:
+        OSError: The statistics cannot be read.
+        ValueError: A core is missing from the statistics.
     """
     found = []
     for line in (PROCESSES / "stat").read_text(encoding="ascii").splitlines():
@@ -101,14 +109,15 @@ def _busy_ticks(cores: set[int]) -> int:
             user, nice, system, _idle, _waiting, *rest = map(int, ticks)
             found.append(user + nice + system + sum(rest[:3]))
     if len(found) < len(cores):
-        raise ValueError("not all of these cores are told of")
+        raise ValueError("/proc/stat does not list all of this process's cores")
     return sum(found)
 
 
 def _family_ticks() -> int:
-    """What this process and those that were started with it have used: a coordinator that starts, other workers.
+    """Return the clock ticks used by this process and its siblings: a starting coordinator, other workers.
 
-    Errors: OSError.
+    Raises:
+        OSError: The process list cannot be read.
     """
     parent, total = os.getppid(), 0
     for entry in PROCESSES.iterdir():
@@ -122,7 +131,14 @@ def _family_ticks() -> int:
 
 
 def used_by_others(window_s: float = WINDOW_S) -> float | None:
-    """How many of our cores others keep busy, measured now for so long; None where a sandbox does not show it."""
+    """Measure how many of our cores other processes keep busy.
+
+    Args:
+        window_s: Length of the measurement in seconds.
+
+    Returns:
+        Busy cores, or None where a sandbox hides the statistics.
+    """
     cores = os.sched_getaffinity(0)
     try:
         family, busy, started = _family_ticks(), _busy_ticks(cores), time.monotonic()
@@ -134,18 +150,27 @@ def used_by_others(window_s: float = WINDOW_S) -> float | None:
 
 
 def choose(place: Place, wanted: int, environment: MutableMapping[str, str]) -> Cores:
-    """Chooses how threads wait, and says so in the environment that OpenMP will read, unless it says so already."""
+    """Choose how threads wait, and set it in OpenMP's environment variables unless the user has set them.
+
+    Args:
+        place: This worker's registration, which counts the other workers.
+        wanted: Threads that the configuration sets; 0: not set.
+        environment: The variables that OpenMP reads when torch is imported.
+
+    Returns:
+        The worker's cores and threads.
+    """
     count, others = usable(), place.others()
     cores = Cores(count, others, wanted=wanted)
     said = [f"{name}={environment[name]}" for name in SAID if name in environment]
     if said or "torch" in sys.modules:
-        return Cores(count, others, f"waiting as {' '.join(said)} says" if said else "waiting as OpenMP does", wanted)
+        return Cores(count, others, f"waiting as set by {' '.join(said)}" if said else "waiting as OpenMP does", wanted)
     if cores.threads == 1:
         return cores
     used = used_by_others()
     if used is None:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
-        waiting = "which sleep while they wait: what others use of the cores cannot be told here"
+        waiting = "which sleep while they wait: the load of other processes is unknown"
     elif cores.threads + used > count + BUSY_MAX:
         environment["OMP_WAIT_POLICY"] = "PASSIVE"
         waiting = f"which sleep while they wait: others use {used:.1f} of the cores"

@@ -1,4 +1,4 @@
-"""Where a worker's model is. Imports no torch: what is wrong with the files is told before that takes seconds."""
+"""Locate a worker's model without importing torch, so that file problems show before that slow import."""
 
 from __future__ import annotations
 
@@ -12,16 +12,24 @@ from .config import WorkerConfig
 
 
 def find_model(config: WorkerConfig) -> str:
-    """A path, the name of a shape (for dummy weights), or a name that `kvforge pull` has fetched before.
+    """Locate the configured model and read every file header.
 
-    Every header is read. Errors: ModelNotFound, UnsupportedModel (damaged, or no whole model).
+    Args:
+        config: The worker's configuration.
+
+    Returns:
+        A path, the name of a known shape (for dummy weights), or the folder that `kvforge pull` fetched.
+
+    Raises:
+        ModelNotFound: There is no such model, or its files cannot be read.
+        UnsupportedModel: A file is damaged or missing.
     """
     path = Path(config.model).expanduser()
     if config.load_format == "dummy":
         return config.model
     if not path.exists():
         return str(find(config.model))
-    if config.load_format in ("auto", "gguf", "safetensors"):  # another one is told where it is looked at
+    if config.load_format in ("auto", "gguf", "safetensors"):  # load_model rejects an unknown format
         try:
             check_files(find_files(path, config.model, config.load_format))
         except OSError as error:

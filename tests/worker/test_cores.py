@@ -106,7 +106,7 @@ def test_one_thread_waits_for_nobody_and_what_the_user_says_stands(place: Place,
     environment = {"OMP_WAIT_POLICY": "ACTIVE"}
     chosen = choose(place, 0, environment)
     assert environment == {"OMP_WAIT_POLICY": "ACTIVE"}
-    assert "as OMP_WAIT_POLICY=ACTIVE says" in chosen.describe()
+    assert "as set by OMP_WAIT_POLICY=ACTIVE" in chosen.describe()
 
 
 def test_what_others_use_is_measured() -> None:
@@ -139,7 +139,7 @@ def test_where_it_cannot_be_measured_threads_sleep(
     environment: dict[str, str] = {}
     told = choose(place, 0, environment).describe()
     assert environment == {"OMP_WAIT_POLICY": "PASSIVE"}
-    assert told == "4 threads, which sleep while they wait: what others use of the cores cannot be told here; 4 cores"
+    assert told == "4 threads, which sleep while they wait: the load of other processes is unknown; 4 cores"
 
 
 def test_without_any_proc_nothing_is_told(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
